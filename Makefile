@@ -1,0 +1,91 @@
+# `make test` on a fresh clone needs only Python 3.11 or newer; everything goes into $(VENV).
+# `make test-gpu PYTHON=python3` uses that interpreter and its own torch, and makes no venv.
+
+VENV ?= .venv
+JOBS ?= 2
+BASE_PYTHON ?= python3
+EXTRAS ?= cli,plot,hf,dev
+
+# With a GPU, torch brings the Triton it was released with; without one, a pinned pair is enough.
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+ifeq ($(HAS_GPU),yes)
+TORCH ?= torch>=2.13
+TRITON ?=
+else
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+endif
+
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(VENV)/bin/python
+# Another TORCH or TRITON is another name, so the venv follows what was asked.
+TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s %s' '$(TORCH)' '$(TRITON)' | cksum | cut -d' ' -f1)
+READY := $(VENV)/.installed
+else
+READY :=
+endif
+
+RUN := PYTHONPATH=src $(PYTHON)
+PYTEST := $(RUN) -m pytest
+NEWEST_TRITON := triton>=3.9
+NEWEST_TESTS = $(wildcard tests/testing tests/tile tests/compile tests/emulator tests/kernels)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-all test-newest test-gpu demo lint types format clean
+.DELETE_ON_ERROR:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY)  ## make the virtual environment
+
+test: $(READY) lint  ## lint and the CPU tests, in minutes
+	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
+
+test-all: $(READY) lint  ## the CPU tests with the slow ones
+	$(PYTEST) -n $(JOBS) -m "not gpu"
+
+test-newest:  ## kernels in the interpreter and the compiler, on the newest Triton
+	$(MAKE) setup VENV=.venv-newest TRITON='$(NEWEST_TRITON)' EXTRAS=dev
+	.venv-newest/bin/python -m pip install -q '$(NEWEST_TRITON)'
+	PYTHONPATH=src .venv-newest/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow" \
+		$(NEWEST_TESTS)
+
+test-gpu: $(READY)  ## the tests that need a CUDA GPU
+	$(PYTEST) -m gpu
+
+demo: $(READY)  ## watch attention being computed tile by tile
+	$(RUN) -m tilewise.cli demo
+
+lint: $(READY)  ## ruff: rules and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(READY)  ## pyright
+	$(PYTHON) -m pyright
+
+format: $(READY)  ## let ruff rewrite the files
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean:  ## remove environments, caches and scratch output
+	rm -rf .venv .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(READY),)
+# A torch that pins its own Triton (the CUDA builds) keeps it; the others come without one.
+$(TORCH_STAMP):
+	test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV)
+	$(PYTHON) -m pip install -q --upgrade "$(TORCH)"
+	if [ -n "$(TRITON)" ] && [ "$$(uname -s)" = Linux ] && \
+		! $(PYTHON) -m pip show torch | grep -q '^Requires:.*triton'; \
+		then $(PYTHON) -m pip install -q "$(TRITON)"; fi
+	rm -f $(VENV)/.torch-*
+	touch $@
+
+# The constraints keep every extra from replacing the torch that was asked for.
+$(READY): $(TORCH_STAMP) pyproject.toml
+	$(PYTHON) -m pip list --format=freeze | grep -E '^(torch|triton)==' > $(VENV)/constraints.txt
+	$(PYTHON) -m pip install -q -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+endif
