@@ -1,0 +1,206 @@
+"""Attention as the formula says it, in plain torch: chapter one, and what every kernel is held to.
+
+    S   = scale * Q K^T                   (batch, nheads, seqlen_q, seqlen_k)
+    S   = softcap * tanh(S / softcap)     if there is a softcap
+    S   = S - slope * |distance|          if there is ALiBi
+    S   = -inf where the mask hides the key
+    LSE = log(sum_j exp(S_j))             with a sink as one more logit in the sum
+    P   = exp(S - LSE),   O = P V
+
+It stores S, so its memory grows with seqlen_q * seqlen_k: that is the one thing the kernels do
+better (FlashAttention, Dao et al. 2022, arXiv 2205.14135). All else is here, on any device, in any
+dtype up to fp64, and autograd differentiates it as often as you like.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import predicates
+from .checks import (
+    Window,
+    band,
+    check_extras,
+    check_rank,
+    check_scale,
+    check_softcap,
+    check_tensors,
+)
+from .errors import ArgumentError
+from .problem import Extras, Scalars
+
+Tensor = torch.Tensor
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    upcast: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tilewise.attention` in plain torch, with the scores in memory and natural autograd.
+
+    >>> import torch, tilewise
+    >>> q, k, v = torch.randn(3, 2, 16, 4, 32, dtype=torch.float64).unbind(0)
+    >>> out, lse = tilewise.attention_reference(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 16, 4, 32]), torch.Size([2, 4, 16]))
+    >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query sees one key
+    True
+
+    Shapes, arguments and errors are those of `tilewise.attention`; any dtype that torch multiplies.
+    The softmax and `lse` are in fp32 (fp64 for fp64). With `upcast` the matrix products are too.
+    Without it they run in the dtype of q, and S and P are rounded to it: what plain code in half
+    precision gives, and so the error that a kernel is allowed.
+    """
+    align, extras = _check_names(causal, layout), Extras(alibi_slopes, sinks, seqused_k)
+    check_rank(q, k, v)
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    check_tensors(q, k, v)
+    slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
+    check_extras(q, k, extras._replace(alibi_slopes=slopes))
+    sides = band(window, causal is not False)
+    scalars = Scalars(check_scale(scale, q.shape[3]), check_softcap(softcap), *sides)
+    out, lse = _attend(*(x.transpose(1, 2) for x in (q, k, v)), align, extras, scalars, upcast)
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _check_names(causal: bool | str, layout: str) -> str:
+    """Where the diagonal ends."""
+    if causal not in (False, True, "bottom_right", "top_left"):
+        raise ArgumentError(f"causal={causal!r}: use False, True, 'bottom_right' or 'top_left'")
+    if layout not in ("bshd", "bhsd"):
+        raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
+    return "top_left" if causal == "top_left" else "bottom_right"
+
+
+def _attend(
+    q: Tensor,  # (batch, nheads, seqlen_q, headdim)
+    k: Tensor,
+    v: Tensor,
+    align: str,
+    extras: Extras,
+    scalars: Scalars,
+    upcast: bool,
+) -> tuple[Tensor, Tensor]:
+    dtype, exact = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    if upcast:
+        q, k, v = q.to(exact), k.to(exact), v.to(exact)
+    q_idx, k_idx = _arange(q).unsqueeze(-1), _arange(k)
+    seqlen_k = k.shape[2]
+    if extras.seqused_k is not None:
+        seqlen_k = extras.seqused_k.view(-1, 1, 1, 1)
+        padding = ~predicates.is_key(k_idx.unsqueeze(-1), seqlen_k)
+        # Padding may hold anything, and 0 * NaN is NaN.
+        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+    diagonal = seqlen_k - q.shape[2] if align == "bottom_right" else 0
+
+    s = scalars.scale * _matmul(q, k.transpose(2, 3)).to(exact)
+    if scalars.softcap:
+        s = scalars.softcap * torch.tanh(s / scalars.softcap)
+    if extras.alibi_slopes is not None:
+        slopes = extras.alibi_slopes.to(exact)[..., None, None]
+        s = s - slopes * (q_idx + diagonal - k_idx).abs()
+    visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
+    p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
+    return _matmul(p.to(v.dtype), v).to(dtype), lse
+
+
+def _visible(q_idx: Tensor, k_idx: Tensor, seqlen_k, diagonal, left: int, right: int) -> Tensor:
+    """Which (query, key) pairs the mask keeps."""
+    visible = predicates.is_key(k_idx, seqlen_k)
+    if left >= 0:
+        visible = visible & predicates.within_left(q_idx, k_idx, diagonal, left)
+    if right >= 0:
+        visible = visible & predicates.within_right(q_idx, k_idx, diagonal, right)
+    return visible
+
+
+def _softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """P and LSE of each row, with 0 and -inf for a row of -inf, whose gradients are 0 and not NaN.
+
+    The sink is one more column, dropped again at the end; without sinks it is -inf, of no weight.
+    """
+    batch, nheads, seqlen_q, _ = s.shape
+    sink = s.new_full((nheads,), -math.inf) if sinks is None else sinks.to(s.dtype)
+    s = torch.cat([s, sink[:, None, None].expand(batch, nheads, seqlen_q, 1)], dim=-1)
+    row_max = s.detach().amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    p = torch.exp(s - row_max)
+    row_sum = p.sum(-1, keepdim=True)
+    is_empty = row_sum == 0
+    row_sum = row_sum.masked_fill(is_empty, 1)
+    lse = (row_max + torch.log(row_sum)).masked_fill(is_empty, -math.inf)
+    return (p / row_sum)[..., :-1], lse.squeeze(-1)
+
+
+def _matmul(x: Tensor, shared: Tensor) -> Tensor:
+    """x @ shared by head, where each head of `shared` serves a group of heads of x (GQA)."""
+    groups = x.unflatten(1, (shared.shape[1], -1))
+    return torch.matmul(groups, shared.unsqueeze(2)).flatten(1, 2)
+
+
+def _arange(x: Tensor) -> Tensor:
+    """The positions in a (batch, nheads, seqlen, headdim) tensor."""
+    return torch.arange(x.shape[2], device=x.device)
+
+
+def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys, from the results over each: (out, lse).
+
+    >>> import torch, tilewise
+    >>> q, k, v = torch.randn(3, 2, 16, 4, 32).unbind(0)
+    >>> left = tilewise.attention_reference(q, k[:, :5], v[:, :5], return_lse=True)
+    >>> right = tilewise.attention_reference(q, k[:, 5:], v[:, 5:], return_lse=True)
+    >>> out, lse = tilewise.merge_states(*left, *right)
+    >>> torch.allclose(out, tilewise.attention_reference(q, k, v), atol=1e-5)
+    True
+
+    out is (..., seqlen, nheads, headdim_v) and lse (..., nheads, seqlen), natural log: batched, or
+    packed without the first dimension. Where both are -inf (no key at all) so is the result, with
+    out 0. Computed in fp32 (fp64 for fp64), differentiable in all four; out has the dtype of out1.
+    Raises ArgumentError where the shapes do not fit. Merge results without sinks, and add the sink
+    once, at the end.
+    """
+    _check_states(out1, lse1, out2, lse2)
+    exact = torch.promote_types(torch.promote_types(lse1.dtype, lse2.dtype), torch.float32)
+    lse1, lse2 = lse1.to(exact), lse2.to(exact)
+    row_max = torch.maximum(lse1, lse2).detach()
+    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    weight1, weight2 = torch.exp(lse1 - row_max), torch.exp(lse2 - row_max)
+    total = weight1 + weight2
+    is_empty = total == 0
+    total = total.masked_fill(is_empty, 1)
+    lse = (row_max + torch.log(total)).masked_fill(is_empty, -math.inf)
+    share1, share2 = (w.div(total).transpose(-1, -2).unsqueeze(-1) for w in (weight1, weight2))
+    out = share1 * out1.to(exact) + share2 * out2.to(exact)
+    return out.to(out1.dtype), lse
+
+
+def _check_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> None:
+    if out1.shape != out2.shape:
+        raise ArgumentError(f"out1 is {tuple(out1.shape)} and out2 {tuple(out2.shape)}: one shape")
+    if out1.dim() < 3:
+        raise ArgumentError(f"out1 is {tuple(out1.shape)}: (..., seqlen, nheads, headdim_v) asked")
+    *batch, seqlen, nheads, _ = out1.shape
+    for name, lse in (("lse1", lse1), ("lse2", lse2)):
+        if tuple(lse.shape) != (*batch, nheads, seqlen):
+            raise ArgumentError(
+                f"{name} is {tuple(lse.shape)} and out1 {tuple(out1.shape)}: "
+                f"it must be (..., nheads, seqlen), here {(*batch, nheads, seqlen)}"
+            )
