@@ -1,0 +1,37 @@
+"""What tests of attention need, ours and yours: kernels without a GPU, inputs, error budgets.
+
+    from tilewise.testing import interpret
+    interpret(my_kernel)[grid](*cpu_tensors, BLOCK=64)     # maths, masks, addresses
+
+    from tilewise.testing import build, stats
+    stats(build(my_kernel, *cpu_tensors, on="sm90", BLOCK=64))     # registers, spills, memory
+
+Names are imported when first used: the modules behind them want numpy or Triton.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "interpret": "interpreter",
+    "interpreter_is_on": "switch",
+    "interpreting": "interpreter",
+    "repair": "interpreter_repair",
+    "use_interpreter": "switch",
+    "SMEM_LIMIT": "offline",
+    "TARGETS": "offline",
+    "build": "offline",
+    "stats": "offline",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
