@@ -12,6 +12,7 @@ assembly, libdevice, bfloat16 atomics, Gluon. Needs numpy.
 
 import contextlib
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -171,6 +172,9 @@ def _bind_method(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 def _truth(self: tl.tensor) -> bool:
+    # Compiled tensors have no truth value: Triton's own `if other` asks whether there is one.
+    if sys._getframe(1).f_globals.get("__name__") in (tl.core.__name__, tl.semantic.__name__):
+        return True
     if self.handle.data.size != 1:
         raise TypeError(
             "a block is no condition: write `&`, `|`, `~` for `and`, `or`, `not`,"

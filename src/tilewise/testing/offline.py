@@ -1,0 +1,164 @@
+"""Compile a kernel for a GPU that is not there, and read what the compiler made of it.
+
+`build` goes through Triton's own launch path with a stand-in driver, so types, alignment and
+specialization come from ordinary arguments, as in a real launch. `stats` reads the result:
+registers, spills, shared memory, and whether wgmma was serialized, which only ptxas's log tells.
+
+Shared memory over a GPU's limit is no error here: compare with `SMEM_LIMIT`. A Gluon kernel for
+Hopper must not be built for another target: the compiler aborts the process.
+"""
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+TARGETS: dict[str, GPUTarget] = {
+    **{f"sm{n}": GPUTarget("cuda", n, 32) for n in (80, 89, 90, 100, 120)},
+    **{arch: GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950")},
+}
+
+# Bytes of shared memory one program may use: the vendors' limits per block or workgroup.
+SMEM_LIMIT: dict[str, int] = {
+    "sm80": 166912,
+    "sm89": 101376,
+    "sm90": 232448,
+    "sm100": 232448,
+    "sm120": 101376,
+    "gfx942": 65536,
+    "gfx950": 163840,
+}
+
+# Instructions whose presence or absence decides a kernel's speed.
+_SASS = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL", "MUFU.EX2", "FFMA")
+_AMD = ("vgpr_count", "agpr_count", "vgpr_spill_count", "sgpr_spill_count")
+
+_one_at_a_time = threading.RLock()
+
+
+def build(kernel: Any, *args: Any, on: str = "sm90", **meta: Any) -> Any:
+    """Compile a `@triton.jit` or `@gluon.jit` kernel for the GPU named by `on`, with none present.
+
+    >>> import torch, triton, triton.language as tl
+    >>> @triton.jit
+    ... def double_kernel(x, BLOCK: tl.constexpr):
+    ...     offs = tl.arange(0, BLOCK)
+    ...     tl.store(x + offs, 2 * tl.load(x + offs))
+    >>> compiled = build(double_kernel, torch.empty(64), on="sm90", BLOCK=64)
+    >>> stats(compiled)["spill_stores"]
+    0
+
+    Arguments and options are those of a launch, with CPU tensors (or torch dtypes) for pointers,
+    host descriptors over CPU tensors, numbers, and tuples or NamedTuples of them. `TARGETS` lists
+    the values of `on`; another raises ValueError. Returns Triton's compiled kernel: `asm`,
+    `metadata` and, of an NVIDIA target, `ptxas_log`. What does not compile raises what Triton
+    raises.
+    """
+    if on not in TARGETS:
+        raise ValueError(f"no target {on!r}; known are {', '.join(TARGETS)}")
+    log = io.StringIO()
+    with _targeting(TARGETS[on]), contextlib.redirect_stdout(log):
+        compiled = kernel.warmup(*args, grid=(1,), **meta)
+        if hasattr(compiled, "result"):
+            compiled = compiled.result()
+    # A kernel keeps what it compiled: asked again, it answers without a log.
+    if not hasattr(compiled, "ptxas_log"):
+        compiled.ptxas_log = log.getvalue()
+    return compiled
+
+
+def stats(compiled: Any) -> dict[str, int | bool]:
+    """What a kernel from `build` needs and contains.
+
+    >>> stats(build(kernel, *args, on="sm90"))                                  # doctest: +SKIP
+    {'smem': 65536, 'warps': 4, 'registers': 168, 'spill_stores': 0, 'spill_loads': 0, ...}
+
+    Everywhere: `smem` in bytes, `warps`. NVIDIA: `registers` a thread, `spill_stores` and
+    `spill_loads` in bytes, `wgmma_serialized`, and how often instructions occur (HGMMA, HMMA,
+    UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA). AMD: `vgpr_count`, `agpr_count`,
+    `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`. A kernel that `build` did not compile
+    raises ValueError.
+    """
+    found = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
+    if "amdgcn" in compiled.asm:
+        assembly = compiled.asm["amdgcn"]
+        counts = {name: _number(rf"\.{name}:\s*(\d+)", assembly) for name in _AMD}
+        return found | counts | {"MFMA": assembly.count("v_mfma")}
+    log = getattr(compiled, "ptxas_log", "")
+    found |= {
+        "registers": _number(r"Used (\d+) registers", log),
+        "spill_stores": _number(r"(\d+) bytes spill stores", log),
+        "spill_loads": _number(r"(\d+) bytes spill loads", log),
+        "wgmma_serialized": "are serialized" in log,
+    }
+    sass = _disassemble(compiled.asm["cubin"])
+    return found | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
+
+
+class _StandIn(DriverBase):
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        # The key under which a kernel keeps what it compiled; a real device is a number.
+        return f"offline {self.target.backend} {self.target.arch}"
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        raise RuntimeError("a kernel compiled offline has no device")
+
+    def get_benchmarker(self) -> Any:
+        raise RuntimeError("a kernel compiled offline cannot be timed")
+
+
+@contextlib.contextmanager
+def _targeting(target: GPUTarget) -> Iterator[None]:
+    driver = triton.runtime.driver
+    nvidia, compilation = triton.knobs.nvidia, triton.knobs.compilation
+    with _one_at_a_time, nvidia.scope(), compilation.scope():
+        # ptxas speaks only when it runs, so no cached kernel will do.
+        nvidia.dump_ptxas_log = compilation.always_compile = True
+        active, driver._active = driver._active, _StandIn(target)
+        try:
+            yield
+        finally:
+            driver._active = active
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if not found:
+        raise ValueError(f"nothing matches {pattern!r}: was this kernel compiled by `build`?")
+    return int(found[1])
+
+
+def _disassemble(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
