@@ -34,6 +34,7 @@ _one_at_a_time = threading.RLock()
 _builder = triton_interpreter.interpreter_builder
 _semantic = triton_interpreter.interpreter_semantic
 _ABSENT = object()
+_COMPILER = ("triton.language.core", "triton.language.semantic")
 
 
 class interpret:
@@ -173,7 +174,7 @@ def _bind_method(self: Any, instance: Any, owner: Any = None) -> Any:
 
 def _truth(self: tl.tensor) -> bool:
     # Compiled tensors have no truth value: Triton's own `if other` asks whether there is one.
-    if sys._getframe(1).f_globals.get("__name__") in (tl.core.__name__, tl.semantic.__name__):
+    if sys._getframe(1).f_globals.get("__name__") in _COMPILER:
         return True
     if self.handle.data.size != 1:
         raise TypeError(
