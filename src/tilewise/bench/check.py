@@ -1,0 +1,140 @@
+"""Correctness at the very shape that is to be timed: a fast wrong kernel has no speed.
+
+Out and the gradients of two key heads with their query heads, the first of the batch and the
+last, are held to fp64, computed a block of queries at a time so that memory stays bounded at any
+length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..reference import attention_reference
+from .providers import Attend
+from .shapes import Shape
+
+Tensor = torch.Tensor
+BLOCK_ELEMENTS = {
+    "cuda": 1 << 27,
+    "cpu": 1 << 24,
+}  # of one block of scores: 1 GiB and 128 MiB in fp64
+
+
+class Inputs(NamedTuple):
+    """(batch, seqlen, nheads, headdim), in a provider's memory order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+class Verdict(NamedTuple):
+    """The largest error beside its bound, for the tensor that comes nearest to failing."""
+
+    what: str
+    max_error: float
+    bound: float
+
+    @property
+    def passes(self) -> bool:
+        return self.max_error <= self.bound
+
+
+def max_bound(plain: Tensor, exact: Tensor) -> float:
+    """Twice the error of plain torch in the same precision, and a rounding of the largest value."""
+    eps = torch.finfo(plain.dtype).eps
+    return 2 * ((plain.double() - exact).abs().max().item() + eps * exact.abs().max().item())
+
+
+Truth = list[
+    tuple[str, tuple, Tensor, Tensor]
+]  # name, where in the tensor, fp64 value, plain value
+
+
+def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) -> Inputs:
+    """Normal inputs, the same for every layout."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = getattr(torch, shape.dtype)
+    tensors = []
+    for seqlen, nheads, headdim in (
+        (shape.seqlen_q, shape.nheads, shape.headdim),
+        (shape.seqlen_k, shape.nheads_k, shape.headdim),
+        (shape.seqlen_k, shape.nheads_k, shape.headdim_v),
+        (shape.seqlen_q, shape.nheads, shape.headdim_v),
+    ):
+        sizes = (shape.batch, seqlen, nheads, headdim)
+        x = torch.randn(sizes, device=device, generator=generator, dtype=torch.float32).to(dtype)
+        tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
+    return Inputs(*tensors)
+
+
+def truth(shape: Shape, inputs: Inputs) -> Truth:
+    """The sampled heads' results in fp64 and as plain torch gives them in the inputs' precision."""
+    group = shape.nheads // shape.nheads_k
+    samples = {(0, 0), (shape.batch - 1, shape.nheads_k - 1)}
+    found: Truth = []
+    for batch, head in sorted(samples):
+        keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
+        queries = (slice(batch, batch + 1), slice(None), slice(head * group, (head + 1) * group))
+        part = Inputs(inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries])
+        exact = _blockwise(shape, Inputs(*(x.double() for x in part)), upcast=True)
+        plain = _blockwise(shape, part, upcast=False)
+        places = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
+        found += [(name, places[name], exact[name], plain[name]) for name in exact]
+    return found
+
+
+def judge(shape: Shape, attend: Attend, inputs: Inputs, expected: Truth) -> Verdict:
+    """A provider's results beside the truth."""
+    results = results_of(shape, attend, inputs)
+    verdicts = []
+    for name, place, exact, plain in expected:
+        got = results[name][place]
+        error = (
+            (got.double() - exact).abs().max().item() if torch.isfinite(got).all() else float("inf")
+        )
+        verdicts.append(Verdict(name, error, max_bound(plain, exact)))
+    return max(verdicts, key=lambda verdict: verdict.max_error / verdict.bound)
+
+
+def results_of(shape: Shape, attend: Attend, inputs: Inputs) -> dict[str, Tensor]:
+    """Out, and the gradients where the shape's direction asks for them."""
+    if shape.direction == "fwd":
+        with torch.no_grad():
+            return {"out": attend(*inputs[:3])}
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = attend(*leaves)
+    grads = torch.autograd.grad(out, leaves, inputs.dout)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def _blockwise(shape: Shape, part: Inputs, upcast: bool) -> dict[str, Tensor]:
+    """One key head, a block of queries at a time; dk and dv are summed in fp32 or better."""
+    q, k, v, dout = part
+    rows = max(BLOCK_ELEMENTS[q.device.type] // (shape.seqlen_k * q.shape[2]), 1)
+    outs, dqs = [], []
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    with_grads = shape.direction != "fwd"
+    for start in range(0, shape.seqlen_q, rows):
+        stop = min(start + rows, shape.seqlen_q)
+        # Bottom-right causal of these rows alone: cut the keys where the last of them stops seeing.
+        last = shape.seqlen_k - shape.seqlen_q + stop if shape.causal else shape.seqlen_k
+        leaves = [
+            x.detach().requires_grad_(with_grads)
+            for x in (q[:, start:stop], k[:, :last], v[:, :last])
+        ]
+        out = attention_reference(*leaves, causal=shape.causal, upcast=upcast)
+        outs.append(out.detach())
+        if with_grads:
+            dq_rows, dk_rows, dv_rows = torch.autograd.grad(out, leaves, dout[:, start:stop])
+            dqs.append(dq_rows)
+            dk[:, :last] += dk_rows
+            dv[:, :last] += dv_rows
+    results = {"out": torch.cat(outs, 1)}
+    if with_grads:
+        results |= {"dq": torch.cat(dqs, 1), "dk": dk.to(k.dtype), "dv": dv.to(v.dtype)}
+    return results

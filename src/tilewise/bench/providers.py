@@ -1,0 +1,199 @@
+"""Who is timed. A provider turns a shape into a callable on (batch, seqlen, nheads, headdim)
+tensors, or says why not.
+
+Each gets its inputs in the memory order it likes best, so nobody pays for a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .shapes import Shape
+
+Tensor = torch.Tensor
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Provider(NamedTuple):
+    """`refuse` answers None or the reason why not; `prepare` gives the callable."""
+
+    name: str
+    refuse: Callable[[Shape, str], str | None]
+    prepare: Callable[[Shape, str], Attend]
+    layout: str = "bshd"  # the memory order of its inputs
+
+
+def provider(name: str) -> Provider:
+    """A provider by name; `tilewise:portable` forces that backend."""
+    if name.startswith("tilewise:"):
+        return _tilewise(name, name.split(":", 1)[1])
+    if name not in PROVIDERS:
+        raise KeyError(f"provider {name!r} is unknown: use one of {', '.join(PROVIDERS)}")
+    return PROVIDERS[name]
+
+
+def _tilewise(name: str, backend: str | None) -> Provider:
+    def refuse(shape: Shape, device: str) -> str | None:
+        if backend is None:
+            return None
+        from .. import dispatch
+        from ..problem import Extras, Scalars, describe
+
+        if backend not in dispatch.BACKENDS:
+            return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"
+        q, k, v = (torch.empty(s, dtype=getattr(torch, shape.dtype)) for s in _sizes(shape))
+        scalars = Scalars(shape.headdim**-0.5, right=0 if shape.causal else -1)
+        problem = describe(q, k, v, Extras(), scalars, "bottom_right", "bshd", False)
+        return dispatch.ask(backend, problem, torch.device(device))
+
+    def prepare(shape: Shape, device: str) -> Attend:
+        from .. import attention
+
+        return lambda q, k, v: attention(q, k, v, causal=shape.causal, backend=backend)
+
+    return Provider(name, refuse, prepare)
+
+
+def _sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
+    """Shapes of q, k and v with the lengths left out: what selects code needs no memory."""
+    return [
+        (0, 0, shape.nheads, shape.headdim),
+        (0, 0, shape.nheads_k, shape.headdim),
+        (0, 0, shape.nheads_k, shape.headdim_v),
+    ]
+
+
+def _sdpa(name: str, backend: SDPBackend) -> Provider:
+    def refuse(shape: Shape, device: str) -> str | None:
+        on_gpu = device.startswith("cuda")
+        if backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) and not on_gpu:
+            return "torch has it for CUDA tensors only"
+        if backend is SDPBackend.FLASH_ATTENTION and on_gpu and shape.dtype == "float32":
+            return "torch's flash kernel on CUDA takes float16 and bfloat16"
+        if shape.causal and shape.seqlen_q != shape.seqlen_k:
+            return "its causal mask is top-left, which differs where the lengths differ"
+        if backend is SDPBackend.EFFICIENT_ATTENTION and shape.nheads != shape.nheads_k:
+            return "it has no GQA"
+        return too_large(shape, device) if backend is SDPBackend.MATH else None
+
+    def prepare(shape: Shape, device: str) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=shape.causal, enable_gqa=shape.nheads != shape.nheads_k
+                )
+            return out.transpose(1, 2)
+
+        return attend
+
+    return Provider(name, refuse, prepare)
+
+
+def _refuse_flex(shape: Shape, device: str) -> str | None:
+    if not device.startswith("cuda"):
+        if shape.direction != "fwd":
+            return "FlexAttention has no backward on the CPU"
+    elif importlib.util.find_spec("triton") is None:
+        return "FlexAttention on CUDA needs triton"
+    return None
+
+
+def _prepare_flex(shape: Shape, device: str) -> Attend:
+    """FlexAttention compiled for this shape alone.
+
+    Past the recompile limit Dynamo runs the unfused function in silence, and a change of grad
+    mode alone recompiles: hence a fresh compile a shape, and a body that raises where it is run
+    and not traced.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64
+    # Inductor frees tensors that a backward saved unless told that the backward runs again.
+    torch._functorch.config.donated_buffer = False
+    diagonal = shape.seqlen_k - shape.seqlen_q
+    block_mask = None
+    if shape.causal:
+        block_mask = create_block_mask(
+            lambda b, h, q_idx, k_idx: q_idx + diagonal >= k_idx,
+            None,
+            None,
+            shape.seqlen_q,
+            shape.seqlen_k,
+            device=device,
+        )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "Dynamo fell back to unfused FlexAttention: the time would mean nothing"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = flex_attention(
+            q, k, v, block_mask=block_mask, enable_gqa=shape.nheads != shape.nheads_k
+        )
+        return out.transpose(1, 2)
+
+    return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+def too_large(shape: Shape, device: str) -> str | None:
+    """Why the score matrix, stored with its softmax and their gradients, does not fit."""
+    copies = 3 if shape.direction == "fwd" else 6
+    itemsize = getattr(torch, shape.dtype).itemsize
+    scores = shape.batch * shape.nheads * shape.seqlen_q * shape.seqlen_k * itemsize * copies
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+    if scores > 0.6 * free:
+        return (
+            f"its score matrices need {scores / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free"
+        )
+    return None
+
+
+def free_memory() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 4 << 30
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """The formula with its score matrix in memory:
+
+    What every framework did before tiling. (B, S, H, D).
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if (group := q.shape[1] // k.shape[1]) > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    s = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if causal:
+        seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(
+            s.shape[-1] - s.shape[-2]
+        )
+        s = s.masked_fill(~seen, float("-inf"))
+    return (s.softmax(-1) @ v).transpose(1, 2)
+
+
+def _prepare_standard(shape: Shape, device: str) -> Attend:
+    return lambda q, k, v: standard_attention(q, k, v, shape.causal)
+
+
+PROVIDERS = {
+    "tilewise": _tilewise("tilewise", None),
+    "flash": _sdpa("flash", SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+    "efficient": _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
+    "math": _sdpa("math", SDPBackend.MATH),
+    "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),
+    "standard": Provider("standard", too_large, _prepare_standard),
+}

@@ -1,0 +1,163 @@
+"""One measurement, one line of JSON: what was run, where, how fast, how exact.
+
+Rows only ever grow: a file under benchmarks/results is appended to, never edited. Two rows may be
+compared if they share `run`, because then they were taken in turns on one machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import subprocess
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+KINDS = {"str": str, "float": (int, float), "float | None": (int, float, type(None)), "dict": dict}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A provider's time for one shape. Times are milliseconds."""
+
+    date: str
+    run: str  # shared by the rows that were timed in turns
+    suite: str
+    shape: dict  # Shape's fields
+    provider: str
+    median_ms: float  # median over rounds of the round's median
+    p20_ms: float
+    p80_ms: float
+    rounds_ms: list  # a median a round; equal places of one run were timed side by side
+    tflops: float
+    max_error: float | None  # against fp64, over out or the gradients; None: not checked
+    bound: float | None
+    device: str
+    torch: str
+    triton: str
+    cuda: str
+    driver: str
+    tilewise: str
+    commit: str
+    extra: dict = dataclasses.field(default_factory=dict)  # a suite's own numbers, by name
+
+
+class Stamp(dict):
+    """The fields of a Row that describe a run and not a shape."""
+
+
+def stamp(suite: str, device: str) -> Stamp:
+    """What every row of one run shares."""
+    import torch
+
+    from .. import __version__
+
+    on_gpu = device.startswith("cuda")
+    return Stamp(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        run=uuid.uuid4().hex[:12],
+        suite=suite,
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        torch=torch.__version__,
+        triton=triton_version(),
+        cuda=torch.version.cuda or "none",
+        driver=driver_version() if on_gpu else "none",
+        tilewise=__version__,
+        commit=commit(),
+    )
+
+
+def append(path: str | Path, rows: Iterable[Row]) -> None:
+    """Adds rows to a JSONL file, each checked against the schema."""
+    lines = "".join(json.dumps(validate(dataclasses.asdict(row))) + "\n" for row in rows)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(lines)
+
+
+def load(path: str | Path) -> list[Row]:
+    """The rows of a JSONL file; ValueError names the line that is not one."""
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(Row(**validate(json.loads(line))))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return rows
+
+
+def validate(record: dict) -> dict:
+    """The record itself if it is a Row's, else ValueError with the field at fault."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a row is a JSON object, not {type(record).__name__}")
+    fields = {field.name: field for field in dataclasses.fields(Row)}
+    if unknown := sorted(record.keys() - fields.keys()):
+        raise ValueError(f"unknown field {unknown[0]!r}")
+    for name, field in fields.items():
+        if name not in record:
+            if field.default_factory is dataclasses.MISSING:
+                raise ValueError(f"field {name!r} is missing")
+            continue
+        kind = KINDS.get(field.type, list)
+        if not isinstance(record[name], kind) or isinstance(record[name], bool):
+            raise ValueError(f"field {name!r} is {record[name]!r}: it must be {field.type}")
+    if not record["rounds_ms"]:
+        raise ValueError("field 'rounds_ms' is empty: a row holds at least one round")
+    return record
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the source that runs, '+' where the tree differs, 'unknown' outside git."""
+    if given := os.environ.get("TILEWISE_COMMIT"):
+        return given
+    here = Path(__file__).resolve().parents[1]
+    head = _output("git", "-C", str(here), "rev-parse", "--short=10", "HEAD")
+    changed = _output("git", "-C", str(here), "status", "--porcelain", "--", str(here))
+    return f"{head}{'+' if changed else ''}" if head else "unknown"
+
+
+@functools.cache
+def driver_version() -> str:
+    """The NVIDIA driver's version."""
+    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return text.splitlines()[0] if text else "unknown"
+
+
+def triton_version() -> str:
+    """Triton's version, without importing it."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The CPU's model and how many threads torch uses on it."""
+    import platform
+
+    import torch
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

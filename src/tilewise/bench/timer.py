@@ -1,0 +1,117 @@
+"""A timer in which providers take turns, because a machine's speed drifts and a ratio taken in
+turns does not.
+
+Each round times every provider once, starting one place further each time; a round's time is the
+median of its calls, a provider's is the median of its rounds, and a ratio is the median of the
+ratios taken round by round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+Call = Callable[[], object]
+
+
+class Spread(NamedTuple):
+    """A median and the 20th and 80th percentiles beside it."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Of at least one value; percentiles are interpolated."""
+        return cls(statistics.median(values), _percentile(values, 0.2), _percentile(values, 0.8))
+
+
+class Clock(Protocol):
+    """Times `calls` calls, in milliseconds each."""
+
+    def __call__(self, call: Call, calls: int) -> list[float]: ...
+
+
+def cpu_clock(call: Call, calls: int) -> list[float]:
+    """Wall time of each call."""
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+class CudaClock:
+    """Device time between events around each call, the L2 cache flushed before it.
+
+    The queue is held shut while the host fills it, so that a slow launch is not counted as a slow
+    kernel.
+    """
+
+    def __init__(self, device: str = "cuda", flush_bytes: int = 256 << 20) -> None:
+        import torch
+
+        self.device = torch.device(device)
+        self.flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+
+    def __call__(self, call: Call, calls: int) -> list[float]:
+        import torch
+
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+        torch.cuda.synchronize(self.device)
+        torch.cuda._sleep(min(calls, 40) * 500_000)  # cycles: about 0.25 ms a call at 2 GHz
+        for start, end in events:
+            self.flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in events]
+
+
+def clock_for(device: str) -> Clock:
+    """The clock that tells a device's time."""
+    return CudaClock(device) if device.startswith("cuda") else cpu_clock
+
+
+def time_interleaved(
+    calls: Mapping[str, Call],
+    *,
+    clock: Clock = cpu_clock,
+    rounds: int = 5,
+    round_ms: float = 30.0,
+    max_calls: int = 50,
+) -> dict[str, list[float]]:
+    """For each named call a median time a round, in milliseconds."""
+    names = list(calls)
+    repeats = {}
+    for name in names:
+        clock(calls[name], 1)  # the first call compiles and allocates
+        estimate = max(min(clock(calls[name], 2)), 1e-6)
+        repeats[name] = int(min(max(round_ms / estimate, 1), max_calls))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names) if names else 0
+        for name in names[turn:] + names[:turn]:
+            times[name].append(statistics.median(clock(calls[name], repeats[name])))
+    return times
+
+
+def ratio(times: list[float], baseline: list[float]) -> Spread:
+    """How many times as long as `times` the `baseline` took, round by round:
+
+    Above 1, `times` is the faster.
+    """
+    return Spread.of([other / own for own, other in zip(times, baseline, strict=True)])
+
+
+def _percentile(values: list[float], fraction: float) -> float:
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

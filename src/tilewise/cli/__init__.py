@@ -1,0 +1,1 @@
+"""The command line: `tilewise info`, `verify`, `demo`, `bench`, `tune`."""

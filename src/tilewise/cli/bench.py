@@ -1,0 +1,86 @@
+"""`tilewise bench`:
+
+Our attention beside its peers, in turns, each held to fp64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
+
+
+@click.command()
+@click.argument("directions", nargs=-1, type=click.Choice(["fwd", "bwd", "fwd+bwd"]))
+@click.option("--suite", help="A named list of shapes instead of the options below: dense, smoke.")
+@click.option("--seqlen", type=IntList(), default="1k,4k,16k", show_default=True)
+@click.option("--headdim", type=IntList(), default="64,128", show_default=True)
+@click.option(
+    "--causal", type=click.Choice(["no", "yes", "both"]), default="both", show_default=True
+)
+@click.option("--group", default=1, show_default=True, help="Query heads a key head (GQA).")
+@click.option(
+    "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens in the batch."
+)
+@click.option(
+    "--hidden", type=IntList(), default="2048", show_default=True, help="heads x headdim."
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
+@click.option(
+    "--provider", "ours", default="tilewise", show_default=True, help="Or tilewise:portable."
+)
+@click.option("--against", type=NameList(), default="flash,cudnn,flex,standard", show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--round-ms", default=30.0, show_default=True, help="Time of a provider in a round.")
+@click.option("--device", help="cuda or cpu; the GPU if there is one.")
+@click.option("--save", type=click.Path(dir_okay=False), help="Append the rows to this JSONL file.")
+@click.option("--json", "as_json", is_flag=True, help="Rows as JSON lines; the table to stderr.")
+def bench(
+    directions, suite, device, ours, against, rounds, round_ms, save, as_json, **grid
+) -> None:
+    """Time attention beside its peers; the first provider is the one the others are divided by."""
+    device = device or default_device()
+    need_gpu(device)
+    from ..bench.providers import provider
+    from ..bench.run import run_suite, summary, warn
+    from ..bench.shapes import SUITES
+
+    if suite is not None and suite not in SUITES:
+        raise click.UsageError(f"suite {suite!r} is unknown: {', '.join(SUITES)}")
+    try:
+        chosen = [provider(name) for name in (ours, *against)]
+    except KeyError as error:
+        raise click.UsageError(str(error.args[0])) from error
+    shapes = SUITES[suite] if suite else shapes_of(directions or ("fwd",), **grid)
+    if suite and directions:
+        shapes = [shape for shape in shapes if shape.direction in directions]
+    show = warn if as_json else click.echo
+    outcomes = run_suite(
+        shapes,
+        chosen,
+        suite=suite or "adhoc",
+        device=device,
+        rounds=rounds,
+        round_ms=round_ms,
+        save=save,
+        show=show,
+    )
+    if as_json:
+        for outcome in outcomes:
+            if outcome.row is not None:
+                click.echo(json.dumps(dataclasses.asdict(outcome.row)))
+    show("\n" + summary(outcomes))
+    if any(outcome.wrong for outcome in outcomes if outcome.provider == ours):
+        raise SystemExit(Exit.FAILED)
+
+
+def shapes_of(directions, seqlen, headdim, causal, group, tokens, hidden, dtype):
+    """The shapes that the options ask for."""
+    from ..bench.shapes import grid
+
+    masks = {"no": (False,), "yes": (True,), "both": (False, True)}[causal]
+    common = dict(dtype=DTYPES[dtype], tokens=tokens[0], hidden=hidden[0], group=group)
+    return grid(directions, seqlen, headdim, masks, **common)
