@@ -1,0 +1,1 @@
+"""The backends: portable (Triton, any GPU), cpu (plain torch)."""

@@ -1,0 +1,82 @@
+"""The backend for CPU tensors: exact attention in plain torch, O(N) memory, every feature.
+
+`flash` hands a plain problem to torch's own fused CPU kernel; `blockwise` computes all others tile
+by tile. A batch with `seqused_k` is cut into its rows, so that padding is never read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Extras, Grads, Problem, Scalars
+from ..outputs import empty_grads, empty_out
+from . import blockwise
+from .dense import make_dense
+
+Tensor = torch.Tensor
+NAME = "cpu"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """None, or why this backend does not serve the problem."""
+    if device.type != "cpu":
+        return f"computes on the CPU, and the tensors are on {device}"
+    if problem.dtype not in DTYPES:
+        return f"does not compute in {problem.dtype}"
+    return None
+
+
+def forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse`."""
+    out, lse = empty_out(problem, q)
+    for row, used in _batch_rows(q, k, extras.seqused_k):
+        inputs = q[row], k[row, :used], v[row, :used]
+        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars)
+        blockwise.forward(dense, out[row].transpose(1, 2), lse[row])
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+) -> Grads:
+    """Gradients of q, k, v and, where there are any, sinks."""
+    grads = empty_grads(q, k, v, extras.sinks)
+    dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
+    for row, used in _batch_rows(q, k, extras.seqused_k):
+        inputs = q[row], k[row, :used], v[row, :used]
+        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars)
+        grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
+        results = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
+        parts = Grads(*(x.transpose(1, 2) for x in results), dsinks)
+        given = dout[row].transpose(1, 2), None if dlse is None else dlse[row]
+        blockwise.backward(dense, *given, out[row].transpose(1, 2), lse[row], parts)
+    if dsinks is not None:
+        grads.dsinks.copy_(dsinks)
+    return grads
+
+
+def _batch_rows(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, int]]:
+    """Rows of the batch with as many keys: all of them, or with `seqused_k` one by one."""
+    if seqused_k is None:
+        return [(slice(None), k.shape[1])]
+    return [(slice(row, row + 1), used) for row, used in enumerate(seqused_k.tolist())]
+
+
+def _of_row(extras: Extras, row: slice) -> Extras:
+    """The extras of some rows of the batch."""
+    slopes = extras.alibi_slopes
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[row]
+    return Extras(slopes, extras.sinks, None)

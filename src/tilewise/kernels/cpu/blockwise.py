@@ -1,0 +1,146 @@
+"""Exact attention tile by tile in plain torch, forward and backward, with every feature.
+
+For each block of queries, over the blocks of keys that its band touches:
+
+    S  = softcap * tanh(scale Q K^T / softcap) - slope * |distance|, hidden keys -inf
+    m' = max(m, rowmax S),   alpha = exp(m - m'),   P = exp(S - m')
+    l  = alpha l + rowsum P,   O = alpha O + P V            at the end O / l and LSE = m + log l
+
+A sink is a key without a value: the softmax starts at m = sink, l = 1. Backward, P = exp(S - LSE):
+
+    dV += P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   delta = rowsum(dO * O) - dLSE
+    dQ += scale dS K,   dK += dS^T (scale Q)
+
+FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ...problem import Grads
+from .dense import Dense, Rows, rows
+from .tiles import BLOCK_N, Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
+
+Tensor = torch.Tensor
+
+
+def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
+    """Writes `out` (batch, nheads, seqlen_q, headdim_v) and `lse` (batch, nheads, seqlen_q)."""
+    if out.numel() == 0:
+        return
+    workspace = Workspace()
+    for x in chunks(dense, lse.dtype):
+        queries, outs = x.by_group(dense.q), x.by_group(out)
+        lses = x.by_group(lse.unsqueeze(-1))
+        for r in rows(dense, block_m(dense)):
+            q = load(queries, r, lse.dtype) * dense.scale
+            acc_o, row_lse = _attend(dense, x, r, q, workspace)
+            store(outs, r, acc_o)
+            store(lses, r, row_lse)
+
+
+def _attend(
+    dense: Dense, x: Chunk, r: Rows, q: Tensor, workspace: Workspace
+) -> tuple[Tensor, Tensor]:
+    """O and LSE of one block of scaled queries (heads, group * rows, headdim)."""
+    heads, nrows, _ = q.shape
+    m_i, l_i = q.new_full((heads, nrows, 1), -math.inf), q.new_zeros(heads, nrows, 1)
+    if x.sinks is not None:
+        m_i = x.sinks.expand(-1, -1, nrows // x.group, -1).reshape(heads, nrows, 1)
+        l_i = (m_i > -math.inf).to(q.dtype)
+    acc_o = q.new_zeros(heads, nrows, x.v.shape[2])
+    for start in range(r.first, r.last, BLOCK_N):
+        stop = min(start + BLOCK_N, r.last)
+        s = workspace.matmul("s", q, x.k[:, start:stop].transpose(1, 2))
+        if dense.softcap:
+            s.div_(dense.softcap).tanh_().mul_(dense.softcap)
+        bias_and_mask(s, dense, x, r, start, stop)
+        m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
+        shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
+        p = s.sub_(shift).exp_()
+        alpha = m_i.sub(shift).exp_()
+        l_i = l_i * alpha + p.sum(-1, keepdim=True)
+        acc_o.mul_(alpha).baddbmm_(p, x.v[:, start:stop])
+        m_i = m_new
+    acc_o.div_(l_i.masked_fill(l_i == 0, 1))
+    return acc_o, m_i + l_i.log()
+
+
+def backward(
+    dense: Dense, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+) -> None:
+    """Writes dq, dk and dv, in the order of `dense`, and adds to dsinks.
+
+    The other tensors are (batch, nheads, seqlen_q, ...) too.
+    """
+    if dense.q.numel() == 0 or dense.k.numel() == 0:
+        for grad in grads[:3]:
+            grad.zero_()
+        return
+    workspace, dtype = Workspace(), lse.dtype
+    for x in chunks(dense, dtype):
+        queries, dqs, douts, outs = (x.by_group(t) for t in (dense.q, grads.dq, dout, out))
+        lses = x.by_group(lse.unsqueeze(-1))
+        dlses = None if dlse is None else x.by_group(dlse.unsqueeze(-1))
+        dk, dv = (t.new_zeros(t.shape) for t in (x.k, x.v))
+        for r in rows(dense, block_m(dense)):
+            do = load(douts, r, dtype)
+            delta = (do * load(outs, r, dtype)).sum(-1, keepdim=True)
+            if dlses is not None:
+                delta -= load(dlses, r, dtype)
+            row_lse = load(lses, r, dtype)
+            row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P is 0 in such a row
+            given = Given(load(queries, r, dtype) * dense.scale, do, delta, row_lse)
+            store(dqs, r, _attend_backward(dense, x, r, given, dk, dv, workspace))
+            if dense.sinks is not None:
+                _add_dsinks(grads.dsinks, x, r, given)
+        for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
+            target = grad[x.batch, x.heads]
+            target.copy_(acc.view(target.shape))
+
+
+class Given(NamedTuple):
+    """What the backward of one block of queries is given, (heads, group * rows, ...)."""
+
+    q: Tensor  # scaled
+    do: Tensor
+    delta: Tensor
+    lse: Tensor
+
+
+def _attend_backward(
+    dense: Dense, x: Chunk, r: Rows, given: Given, dk: Tensor, dv: Tensor, workspace: Workspace
+) -> Tensor:
+    """dQ of one block of queries; adds its share to dk and dv."""
+    q, do, delta, lse = given
+    dq = torch.zeros_like(q)
+    for start in range(r.first, r.last, BLOCK_N):
+        stop = min(start + BLOCK_N, r.last)
+        k, v = x.k[:, start:stop], x.v[:, start:stop]
+        s = workspace.matmul("s", q, k.transpose(1, 2))
+        slope = None
+        if dense.softcap:
+            tanh = s.div_(dense.softcap).tanh_()
+            slope = 1 - tanh * tanh
+            s.mul_(dense.softcap)
+        bias_and_mask(s, dense, x, r, start, stop)
+        p = s.sub_(lse).exp_()
+        dv[:, start:stop].baddbmm_(p.transpose(1, 2), do)
+        ds = workspace.matmul("dp", do, v.transpose(1, 2)).sub_(delta).mul_(p)
+        if slope is not None:
+            ds.mul_(slope)
+        dk[:, start:stop].baddbmm_(ds.transpose(1, 2), q)
+        dq.baddbmm_(ds, k)
+    return dq.mul_(dense.scale)
+
+
+def _add_dsinks(dsinks: Tensor, x: Chunk, r: Rows, given: Given) -> None:
+    """The sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
+    by_head = (x.sinks.shape[0], x.group, r.stop - r.start, 1)
+    ds = torch.exp(x.sinks - given.lse.view(by_head)) * given.delta.view(by_head)
+    target = dsinks.unflatten(0, (-1, x.group))[x.heads]
+    target.sub_(ds.sum((2, 3)).view(-1, *target.shape).sum(0))

@@ -1,0 +1,77 @@
+"""One dense attention: lengths known, padding cut off, the mask a band in plain integers.
+
+A `Dense` is what is left of a call on the CPU once `seqused_k` has become slices. Its tensors are
+views in (batch, nheads, seqlen, headdim) order. A side of the band that hides nothing is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...problem import OPEN, Extras, Problem, Scalars
+
+Tensor = torch.Tensor
+
+
+class Dense(NamedTuple):
+    """The inputs of one dense attention, and its band."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    softcap: float
+    diagonal: int
+    left: int
+    right: int
+
+
+def make_dense(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+) -> Dense:
+    """The call without `seqused_k`, its band reduced to the sides that hide something."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    diagonal = seqlen_k - seqlen_q if problem.align == "bottom_right" else 0
+    left, right = scalars.left, scalars.right
+    if seqlen_q - 1 + diagonal - left <= 0:
+        left = OPEN
+    if diagonal + right >= seqlen_k - 1:
+        right = OPEN
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    slopes, sinks, _ = extras
+    return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, diagonal, left, right)
+
+
+class Rows(NamedTuple):
+    """A block of queries [start, stop) and the keys it sees.
+
+    Keys [first, last) are seen by some query; [full_first, full_last), a part of them, by all.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    full_first: int
+    full_last: int
+
+
+def rows(dense: Dense, block: int) -> Iterator[Rows]:
+    """Blocks of queries from the top, each with the band of keys that it needs to look at."""
+    seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
+    for start in range(0, seqlen_q, block):
+        stop = min(start + block, seqlen_q)
+        first = full_first = 0
+        last = full_last = seqlen_k
+        if dense.left >= 0:
+            first = max(0, start + dense.diagonal - dense.left)
+            full_first = max(0, stop - 1 + dense.diagonal - dense.left)
+        if dense.right >= 0:
+            last = min(seqlen_k, stop + dense.diagonal + dense.right)
+            full_last = min(seqlen_k, start + dense.diagonal + dense.right + 1)
+        yield Rows(start, stop, first, last, full_first, full_last)

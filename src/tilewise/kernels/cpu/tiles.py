@@ -1,0 +1,121 @@
+"""Tiles of one dense attention: which heads go together, their memory, and the scores of one tile.
+
+Query heads that share a key head are more rows of the same tile, (heads, group * rows, keys), so
+that keys are never repeated. Everything is computed in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ... import predicates
+from .dense import Dense, Rows
+
+Tensor = torch.Tensor
+BLOCK_M = 128
+BLOCK_N = 1024
+TILE = 1 << 20
+
+
+class Chunk(NamedTuple):
+    """Heads that are computed together: slices of the batch and of the key heads, and their keys."""
+
+    batch: slice
+    heads: slice
+    group: int
+    k: Tensor  # (heads, seqlen_k, headdim)
+    v: Tensor
+    slopes: Tensor | None  # (heads, group, 1, 1)
+    sinks: Tensor | None  # (heads, group, 1, 1)
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """The chunk's part of (batch, nheads, seqlen, ...) as (batch, nheads_k, group, seqlen, ...)."""
+        return x.unflatten(1, (x.shape[1] // self.group, self.group))[self.batch, self.heads]
+
+
+def block_m(dense: Dense) -> int:
+    """Queries in a block: fewer where a group of heads brings more rows."""
+    group = dense.q.shape[1] // dense.k.shape[1]
+    return max(16, BLOCK_M // group)
+
+
+def chunks(dense: Dense, dtype: torch.dtype) -> Iterator[Chunk]:
+    """All heads, cut so that a tile has about TILE elements."""
+    batch, nheads, seqlen_q, _ = dense.q.shape
+    nheads_k, seqlen_k = dense.k.shape[1:3]
+    group = nheads // nheads_k
+    tile = max(1, group * min(block_m(dense), seqlen_q) * min(BLOCK_N, seqlen_k))
+    heads = min(nheads_k, max(1, TILE // tile))
+    batches = max(1, TILE // (tile * nheads_k)) if heads == nheads_k else 1
+    for b in range(0, batch, batches):
+        for h in range(0, nheads_k, heads):
+            yield _chunk(dense, slice(b, b + batches), slice(h, h + heads), dtype)
+
+
+def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chunk:
+    k, v = (x[batch, heads].to(dtype).flatten(0, 1) for x in (dense.k, dense.v))
+    nheads_k, group = dense.k.shape[1], dense.q.shape[1] // dense.k.shape[1]
+    slopes, sinks = (
+        None
+        if x is None
+        else x.to(dtype)
+        .expand(dense.q.shape[0], -1)
+        .unflatten(1, (nheads_k, group))[batch, heads]
+        .flatten(0, 1)[..., None, None]
+        for x in (dense.alibi_slopes, dense.sinks)
+    )
+    return Chunk(batch, heads, group, k, v, slopes, sinks)
+
+
+def load(x: Tensor, r: Rows, dtype: torch.dtype) -> Tensor:
+    """A block of rows of `by_group`, (heads, group * rows, headdim)."""
+    return x[:, :, :, r.start : r.stop].to(dtype).flatten(2, 3).flatten(0, 1)
+
+
+def store(x: Tensor, r: Rows, tile: Tensor) -> None:
+    """The inverse of `load`."""
+    target = x[:, :, :, r.start : r.stop]
+    target.copy_(tile.view(target.shape))
+
+
+class Workspace:
+    """Memory of tiles, kept from one tile to the next: fresh pages cost more than a softmax."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def matmul(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """x @ y in the memory called `name`."""
+        shape = (x.shape[0], x.shape[1], y.shape[2])
+        numel = math.prod(shape)
+        if name not in self.memory or self.memory[name].numel() < numel:
+            self.memory[name] = x.new_empty(numel)
+        return torch.bmm(x, y, out=self.memory[name][:numel].view(shape))
+
+
+def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: Rows, start: int, stop: int) -> None:
+    """Adds ALiBi to the scores of keys [start, stop), and hides those outside of the band."""
+    s = s.view(s.shape[0], x.group, r.stop - r.start, stop - start)
+    if x.slopes is not None:
+        q_idx, k_idx = torch.arange(r.start, r.stop), torch.arange(start, stop)
+        distance = (q_idx.unsqueeze(1) + dense.diagonal - k_idx).abs()
+        s.addcmul_(x.slopes, distance.to(s.dtype), value=-1)
+    # The partial blocks: some query does not see keys before full_first or from full_last on.
+    for a, b in ((start, min(stop, r.full_first)), (max(start, r.full_last), stop)):
+        if a < b:
+            s[..., a - start : b - start].masked_fill_(_hidden(dense, r, a, b), -math.inf)
+
+
+def _hidden(dense: Dense, r: Rows, start: int, stop: int) -> Tensor:
+    q_idx = torch.arange(r.start, r.stop).unsqueeze(1)
+    k_idx = torch.arange(start, stop)
+    hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool)
+    if dense.left >= 0:
+        hidden |= ~predicates.within_left(q_idx, k_idx, dense.diagonal, dense.left)
+    if dense.right >= 0:
+        hidden |= ~predicates.within_right(q_idx, k_idx, dense.diagonal, dense.right)
+    return hidden

@@ -1,0 +1,29 @@
+"""The portable backend: FlashAttention-2 in Triton, for every GPU that Triton serves, and for CPU tensors under its interpreter."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Problem
+from ...testing.switch import interpreter_is_on
+from .launch import backward, forward
+
+NAME = "portable"
+MAX_HEADDIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+__all__ = ["NAME", "backward", "forward", "supports"]
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """None, or why these kernels do not serve the problem."""
+    if device.type == "cpu" and not interpreter_is_on():
+        return "its kernels run on GPUs; on CPU tensors only inside tilewise.testing.use_interpreter()"
+    if device.type not in ("cpu", "cuda"):
+        return f"its kernels run on CUDA and ROCm GPUs, not on {device.type}"
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype} has no kernel; cast to float16, bfloat16 or float32"
+    widest = max(problem.headdim, problem.headdim_v)
+    if widest > MAX_HEADDIM:
+        return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"
+    return None

@@ -1,0 +1,97 @@
+"""Loads and stores of a (rows, headdim) tile.
+
+A head of a (batch, seqlen, nheads, headdim) tensor is opened once and then read tile by tile: through a tensor descriptor, which
+Hopper's copy engine and Triton's pipeliner serve without address registers, or through pointers, which any alignment allows.
+Its first row is reached with 64-bit arithmetic and offsets inside a tile fit 32 bits, so tensors beyond 2^31 elements cost one
+scalar multiplication a tile.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Rows(NamedTuple):
+    """The rows of one head: where they start, how far apart they lie, how many there are."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+    limit: tl.tensor
+
+
+@triton.jit
+def head_of(x, batch, head):
+    """Address of (batch, row 0, head) of a Strided tensor."""
+    return x.ptr + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
+
+
+@triton.jit
+def open_rows(x, batch, head, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTOR: tl.constexpr):
+    """One head, for `load_rows` of (ROWS, BLOCK_D) tiles; rows past `limit` and columns past D read as zeros."""
+    if DESCRIPTOR:
+        rows = tl.maximum(limit, 1)  # a descriptor of no rows is invalid even where nothing is read through it
+        return tl.make_tensor_descriptor(head_of(x, batch, head), [rows, D], [x.row.to(tl.int64), 1], [ROWS, BLOCK_D])
+    else:
+        return Rows(head_of(x, batch, head), x.row, limit)
+
+
+@triton.jit
+def load_rows(source, start, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTOR: tl.constexpr, CHECKED: tl.constexpr):
+    """Rows start .. start + ROWS as a (ROWS, BLOCK_D) tile. Unless CHECKED, the caller knows that all of them exist."""
+    if DESCRIPTOR:
+        return source.load([start, 0])
+    else:
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, BLOCK_D)
+        ptrs = source.ptr + tl.cast(start, tl.int64) * source.stride + (rows[:, None] * source.stride + columns[None, :])
+        if CHECKED and D == BLOCK_D:
+            return tl.load(ptrs, mask=(start + rows < source.limit)[:, None], other=0.0)
+        elif CHECKED:
+            return tl.load(ptrs, mask=(start + rows < source.limit)[:, None] & (columns < D)[None, :], other=0.0)
+        elif D != BLOCK_D:
+            return tl.load(ptrs, mask=(columns < D)[None, :], other=0.0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def open_keys(x, batch, head, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr):
+    """Keys or values, for `load_keys`."""
+    return open_rows(x, batch, head, limit, TILE.BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
+
+
+@triton.jit
+def load_keys(source, n_start, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr):
+    """BLOCK_N rows of keys or values from n_start."""
+    return load_rows(source, n_start, TILE.BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS, CHECKED)
+
+
+@triton.jit
+def open_queries(x, batch, head, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr):
+    """Queries, or what is shaped like them, for `load_queries`."""
+    return open_rows(x, batch, head, limit, TILE.BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS)
+
+
+@triton.jit
+def load_queries(source, m_start, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr):
+    """BLOCK_M rows of queries from m_start."""
+    return load_rows(source, m_start, TILE.BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS, CHECKED)
+
+
+@triton.jit
+def store_rows(x, batch, head, tile, start, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (ROWS, BLOCK_D) tile to rows start .. start + ROWS of one head, cut at `limit` and at column D."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    ptrs = head_of(x, batch, head) + tl.cast(start, tl.int64) * x.row + (rows[:, None] * x.row + columns[None, :])
+    mask = (start + rows < limit)[:, None]
+    if D != BLOCK_D:
+        mask = mask & (columns < D)[None, :]
+    tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_stats(ptr, batch, head, sizes):
+    """Address of the (batch, head) row of a contiguous (batch, nheads, seqlen_q) tensor such as lse or delta."""
+    return ptr + (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_q

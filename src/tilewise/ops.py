@@ -1,0 +1,289 @@
+"""The two operators, forward and backward, and the way a call takes to them.
+
+In eager mode with plain tensors a call goes straight to the backend (with autograd: through one `autograd.Function`), because
+the dispatcher costs more than a decode step can spare. Where somebody watches or rewrites the call (torch.compile, export, a
+dispatch mode such as FlopCounterMode or selective checkpointing, a tensor subclass such as FakeTensor or DTensor), it goes
+through `torch.ops.tilewise.forward` and `.backward`, whose schemas carry the Problem's fields as scalars.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from . import dispatch
+from .kernels.outputs import empty_grads, empty_out
+from .problem import Extras, Grads, Problem, Scalars, describe
+
+Tensor = torch.Tensor
+
+_CALL = (
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, float scale, float softcap, SymInt left, SymInt right, "
+    "str align, str layout, bool deterministic, str? backend"
+)
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
+_library.define(
+    f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+# ---- the call ----------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a checked call, differentiable in q, k, v and sinks."""
+    if is_watched(q, k, v, *extras):
+        _register_late()
+        return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
+    if _is_transformed() or needs_grad(q, k, v, extras.sinks):
+        return _Attention.apply(q, k, v, *extras, problem, scalars, backend)
+    return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
+
+
+def is_watched(*tensors: Tensor | None) -> bool:
+    """Whether something above us must see an operator: a compiler, a dispatch mode, or a tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(type(t) not in _PLAIN for t in tensors)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+
+
+def _is_transformed() -> bool:
+    """Inside vmap, grad or another functorch transform, or under forward-mode AD (which our Function refuses by name)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _flags(problem: Problem) -> tuple[str, str, bool]:
+    return problem.align, problem.layout, problem.deterministic
+
+
+# ---- autograd ----------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx, tensors: tuple, output: tuple, problem: Problem, scalars: Scalars, backend: str | None) -> None:
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+    ctx.problem, ctx.scalars, ctx.backend = problem, scalars, backend
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of (q, k, v, alibi_slopes, sinks, seqused_k)."""
+    if dout is None and dlse is None:
+        return (None,) * 6
+    q, k, v, alibi_slopes, sinks, seqused_k, out, lse = ctx.saved_tensors
+    extras = Extras(alibi_slopes, sinks, seqused_k)
+    if is_watched(dout, dlse, q, k, v) or _is_transformed():
+        _register_late()
+        call = (*extras, *ctx.scalars, *_flags(ctx.problem), ctx.backend)
+        dq, dk, dv, dsinks = torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *call)
+    else:
+        dq, dk, dv, dsinks = _run_backward(ctx.problem, dout, dlse, q, k, v, out, lse, extras, ctx.scalars, ctx.backend)
+    return dq, dk, dv, None, None if sinks is None else dsinks, None
+
+
+def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
+    if dout is None:  # only the gradient of lse is asked
+        dout = torch.zeros_like(out)
+    chosen = dispatch.choose(problem, q.device, backend)
+    return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
+
+
+class _Attention(torch.autograd.Function):
+    """Eager autograd without the dispatcher; also what functorch transforms see."""
+
+    @staticmethod
+    def forward(q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
+        extras = Extras(alibi_slopes, sinks, seqused_k)
+        if is_watched(q, k, v) or _is_transformed():
+            return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
+        return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, problem, scalars, backend = inputs
+        _save(ctx, tuple(tensors), output, problem, scalars, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        return *_backward(ctx, dout, dlse), None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        problem, scalars, backend = args[6:]
+        call = (*scalars, *_flags(problem), backend)
+        return _vmap_forward(info, in_dims, *args[:6], *call)
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, (scale, softcap, left, right, align, layout, deterministic, backend) = inputs[:6], inputs[6:]
+    scalars = Scalars(scale, softcap, left, right)
+    problem = describe(*tensors[:3], Extras(*tensors[3:]), scalars, align, layout, deterministic)
+    _save(ctx, tensors, output, problem, scalars, backend)
+
+
+def _op_backward(ctx, dout, dlse):
+    return *_backward(ctx, dout, dlse), *(None,) * 8
+
+
+def _no_double_backward(ctx, *grads):
+    raise NotImplementedError("attention is differentiable once: for a second derivative use tilewise.attention_reference")
+
+
+# ---- the operators -----------------------------------------------------------------------------------------------------
+
+
+def _forward_kernel(q, k, v, alibi_slopes, sinks, seqused_k, scale, softcap, left, right, align, layout, deterministic, backend):
+    extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
+    problem = describe(q, k, v, extras, scalars, align, layout, deterministic)
+    return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
+
+
+def _backward_kernel(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused_k, scale, softcap, left, right, *flags):
+    *flags, backend = flags
+    extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
+    problem = describe(q, k, v, extras, scalars, *flags)
+    grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend)
+    return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
+
+
+def _forward_fake(q, k, v, alibi_slopes, sinks, seqused_k, scale, softcap, left, right, align, layout, deterministic, backend):
+    extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
+    return empty_out(describe(q, k, v, extras, scalars, align, layout, deterministic), q)
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *rest):
+    grads = empty_grads(q, k, v, sinks)
+    return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """A vmapped tensor with its mapped dimension folded into the batch."""
+    if x is None:
+        return None
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _vmap_forward(info, in_dims, q, k, v, alibi_slopes, sinks, seqused_k, *call):
+    """vmap of the forward: the mapped dimension joins the batch; mapped sinks, shared by a batch, go one by one."""
+    size = info.batch_size
+    if in_dims[4] is not None:
+        return _vmap_loop(torch.ops.tilewise.forward, size, in_dims, (q, k, v, alibi_slopes, sinks, seqused_k, *call))
+    batch = q.shape[1 if in_dims[0] == 0 else 0]
+    if alibi_slopes is not None and (in_dims[3] is not None or alibi_slopes.dim() == 2):
+        slopes = alibi_slopes if in_dims[3] is None else alibi_slopes.movedim(in_dims[3], 0)
+        slopes = slopes.expand(size, *slopes.shape[-2:]) if in_dims[3] is None else slopes
+        if slopes.dim() == 2:  # (size, nheads): one set for each mapped call
+            slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
+        alibi_slopes = slopes.flatten(0, 1)
+    q, k, v = (_fold(x, d, size) for x, d in zip((q, k, v), in_dims, strict=False))
+    seqused_k = _fold(seqused_k, in_dims[5], size)
+    out, lse = torch.ops.tilewise.forward(q, k, v, alibi_slopes, sinks, seqused_k, *call)
+    return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
+
+
+def _vmap_loop(op, size: int, in_dims: tuple, args: tuple):
+    """vmap one by one: always right, and as slow as it says."""
+    in_dims = (*in_dims[: len(args)], *(None,) * (len(args) - len(in_dims)))
+    calls = [[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(size)]
+    results = [op(*call) for call in calls]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _vmap_backward(info, in_dims, *args):
+    return _vmap_loop(torch.ops.tilewise.backward, info.batch_size, in_dims, args)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch's own rules)."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    return q, k, v
+
+
+def _autocast_rule(key: str):
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def forward(q, k, v, *rest):
+        q, k, v = autocast(q, k, v)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return torch.ops.tilewise.forward(q, k, v, *rest)
+
+    _library.impl("forward", forward, key)
+
+
+_library.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
+_library.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
+_autocast_rule("AutocastCPU")
+_autocast_rule("AutocastCUDA")
+torch.library.register_fake("tilewise::forward", _forward_fake, lib=_library)
+torch.library.register_fake("tilewise::backward", _backward_fake, lib=_library)
+torch.library.register_autograd("tilewise::forward", _op_backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("tilewise::backward", _no_double_backward, lib=_library)
+torch.library.register_vmap("tilewise::forward", _vmap_forward, lib=_library)
+torch.library.register_vmap("tilewise::backward", _vmap_backward, lib=_library)
+
+
+# ---- registered when somebody has loaded what needs it -------------------------------------------------------------------
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
+    """How many (query, key) pairs a band mask keeps: the unit of work of attention."""
+    if left < 0 and right < 0:
+        return seqlen_q * seqlen_k
+    diagonal = seqlen_k - seqlen_q if align == "bottom_right" else 0
+    q_idx = torch.arange(seqlen_q)
+    first = (q_idx + diagonal - left).clamp(0, seqlen_k) if left >= 0 else torch.zeros_like(q_idx)
+    stop = (q_idx + diagonal + right + 1).clamp(0, seqlen_k) if right >= 0 else torch.full_like(q_idx, seqlen_k)
+    return int((stop - first).clamp(min=0).sum())
+
+
+def _forward_flops(q, k, v, alibi, sinks, used, scale, softcap, left, right, align, *rest, out_shape=None, **kwargs) -> int:
+    """2 matmuls of 2 FLOPs an element over the pairs the mask keeps (seqused_k is not known here, and counts as full)."""
+    pairs = visible_pairs(q[1], k[1], left, right, align)
+    return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
+
+
+def _backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
+    """5 matmuls: S, dQ and dK over headdim, dP and dV over headdim_v."""
+    pairs = visible_pairs(q[1], k[1], *call[5:8])
+    return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
+
+
+def _register_late() -> None:
+    """The FLOP formula and the DTensor rules, once their modules are loaded (importing them costs more than all of tilewise)."""
+    if not _late["flops"] and "torch.utils.flop_counter" in sys.modules:
+        _late["flops"] = True
+        from torch.utils import _python_dispatch, flop_counter
+
+        for op, formula in ((torch.ops.tilewise.forward, _forward_flops), (torch.ops.tilewise.backward, _backward_flops)):
+            flop_counter.register_flop_formula(op)(formula)
+            for mode in _python_dispatch._get_current_dispatch_mode_stack():  # a counter made before us has its own copy
+                if (counter := getattr(mode, "counter", None)) is not None and hasattr(counter, "flop_registry"):
+                    counter.flop_registry.setdefault(op, flop_counter.flop_registry[op])
+    if not _late["dtensor"] and "torch.distributed.tensor" in sys.modules:
+        _late["dtensor"] = True
+        from .integrations import dtensor
+
+        dtensor.register()
+
+
+_late = {"flops": False, "dtensor": False}
+_register_late()

@@ -1,0 +1,106 @@
+"""What is asked of an attention call: one record, made once at the door, after which nobody re-validates.
+
+A `Problem` holds only what selects code (heads, head dims, dtype, which features are on). Lengths, strides and the values
+of scale, softcap and window are runtime numbers and travel beside it, so that no kernel is compiled per length.
+
+Causal and window masks are one thing here, a band around a diagonal: query i sees key j when
+
+    i + diagonal - left <= j <= i + diagonal + right,      diagonal = seqlen_k - seqlen_q (bottom-right) or 0 (top-left)
+
+with `left` or `right` absent where the band is open. Causal is right = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .errors import ArgumentError
+
+OPEN = -1  # a window side without a limit, as flash-attn spells it
+
+
+class Problem(NamedTuple):
+    """What selects the code that runs. Hashable; no tensors, no lengths."""
+
+    dtype: torch.dtype
+    nheads: int
+    nheads_k: int
+    headdim: int
+    headdim_v: int
+    align: str  # "bottom_right" or "top_left": which corner the diagonal ends in
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    has_alibi: bool
+    has_sinks: bool
+    has_seqused_k: bool
+    layout: str  # "bshd" or "bhsd": the memory order of the outputs
+    deterministic: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.nheads // self.nheads_k
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the band is closed to the right, so that later blocks of queries have more work."""
+        return self.has_right
+
+
+class Extras(NamedTuple):
+    """The optional tensors of a call."""
+
+    alibi_slopes: torch.Tensor | None = None  # (nheads,) or (batch, nheads), fp32
+    sinks: torch.Tensor | None = None  # (nheads,)
+    seqused_k: torch.Tensor | None = None  # (batch,), int32
+
+
+class Scalars(NamedTuple):
+    """The runtime numbers of a call."""
+
+    scale: float
+    softcap: float = 0.0  # 0: none
+    left: int = OPEN
+    right: int = OPEN
+
+
+class Grads(NamedTuple):
+    """What a backend's backward returns; `dsinks` is None without sinks."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsinks: torch.Tensor | None
+
+
+def describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    align: str,
+    layout: str,
+    deterministic: bool,
+) -> Problem:
+    """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order."""
+    return Problem(
+        dtype=q.dtype,
+        nheads=q.shape[2],
+        nheads_k=k.shape[2],
+        headdim=q.shape[3],
+        headdim_v=v.shape[3],
+        align=align,
+        has_left=scalars.left >= 0,
+        has_right=scalars.right >= 0,
+        has_softcap=scalars.softcap > 0,
+        has_alibi=extras.alibi_slopes is not None,
+        has_sinks=extras.sinks is not None,
+        has_seqused_k=extras.seqused_k is not None,
+        layout=layout,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,78 @@
+"""Which blocks a tile visits, and which of them need no mask.
+
+Query i sees keys i + diagonal - left .. i + diagonal + right. A tile of queries therefore visits one interval of key blocks,
+and the blocks that all its rows see whole form an interval inside it: masks cost only in the partial blocks around that. The
+backward asks the same question the other way round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1.
+"""
+
+import triton
+import triton.language as tl
+
+from .types import BlockRange
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOCK: tl.constexpr):
+    """Row intervals (seen by any, seen by all) in units of blocks; only blocks whole inside the second are full."""
+    first_row = clamp(first_row, 0, limit)
+    first = first_row // BLOCK
+    stop = tl.cdiv(clamp(stop_row, first_row, limit), BLOCK)
+    stop = tl.maximum(stop, first)
+    full_first = clamp(tl.cdiv(tl.maximum(full_first_row, 0), BLOCK), first, stop)
+    full_stop = clamp(clamp(full_stop_row, 0, limit) // BLOCK, full_first, stop)
+    return BlockRange(first, full_first, full_stop, stop)
+
+
+@triton.jit
+def key_blocks(m_start, lengths, numbers, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The key blocks that queries m_start .. m_start + BLOCK_M visit."""
+    m_last = tl.minimum(m_start + BLOCK_M, lengths.seqlen_q) - 1
+    first = 0
+    full_first = 0
+    stop = lengths.seqlen_k
+    full_stop = lengths.seqlen_k
+    if FEATURES.LEFT:
+        first = m_start + lengths.diagonal - numbers.left
+        full_first = m_last + lengths.diagonal - numbers.left
+    if FEATURES.RIGHT:
+        stop = m_last + lengths.diagonal + numbers.right + 1
+        full_stop = m_start + lengths.diagonal + numbers.right + 1
+    return _block_range(first, stop, full_first, full_stop, lengths.seqlen_k, BLOCK_N)
+
+
+@triton.jit
+def query_blocks(n_start, lengths, numbers, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The query blocks that see keys n_start .. n_start + BLOCK_N: none where all these keys are past the end."""
+    n_last = tl.minimum(n_start + BLOCK_N, lengths.seqlen_k) - 1
+    first = 0
+    full_first = 0
+    stop = lengths.seqlen_q
+    full_stop = lengths.seqlen_q
+    if FEATURES.RIGHT:
+        first = n_start - lengths.diagonal - numbers.right
+        full_first = n_last - lengths.diagonal - numbers.right
+    if FEATURES.LEFT:
+        stop = n_last - lengths.diagonal + numbers.left + 1
+        full_stop = n_start - lengths.diagonal + numbers.left + 1
+    if n_start >= lengths.seqlen_k:
+        stop = first
+        full_stop = first
+    return _block_range(first, stop, full_first, full_stop, lengths.seqlen_q, BLOCK_M)
+
+
+@triton.jit
+def count_partial(blocks):
+    """How many blocks of the range need a mask."""
+    return blocks.stop - blocks.first - (blocks.full_stop - blocks.full_first)
+
+
+@triton.jit
+def partial_block(blocks, i):
+    """The i-th block that needs a mask: those before the full run, then those after it."""
+    before = blocks.full_first - blocks.first
+    return tl.where(i < before, blocks.first + i, blocks.full_stop + i - before)

@@ -1,0 +1,21 @@
+"""The predicates of `tilewise.predicates`, compiled for kernels, applied to a tile of scores."""
+
+import triton
+import triton.language as tl
+
+from .. import predicates
+
+is_key = triton.jit(predicates.is_key)
+within_left = triton.jit(predicates.within_left)
+within_right = triton.jit(predicates.within_right)
+
+
+@triton.jit
+def apply_mask(s, q_idx, k_idx, lengths, numbers, FEATURES: tl.constexpr):
+    """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the tile."""
+    keep = is_key(k_idx, lengths.seqlen_k)
+    if FEATURES.LEFT:
+        keep = keep & within_left(q_idx, k_idx, lengths.diagonal, numbers.left)
+    if FEATURES.RIGHT:
+        keep = keep & within_right(q_idx, k_idx, lengths.diagonal, numbers.right)
+    return tl.where(keep, s, float("-inf"))

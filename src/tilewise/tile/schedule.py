@@ -1,0 +1,28 @@
+"""Which tile a program works on.
+
+The tiles of one head are neighbours, so that its keys and values stay in the L2 cache. Under a causal mask the last queries
+have the most keys to visit: they go first, and the short tiles fill the tail.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def query_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tile number -> (m_block, head, batch), longest first."""
+    m_blocks = tl.cdiv(sizes.seqlen_q, BLOCK_M)
+    m_block = tile % m_blocks
+    if FEATURES.RIGHT:
+        m_block = m_blocks - 1 - m_block
+    batch_head = tile // m_blocks
+    return m_block, batch_head % sizes.nheads, batch_head // sizes.nheads
+
+
+@triton.jit
+def key_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tile number -> (n_block, head_k, batch). Under a causal mask the first keys are seen by the most queries."""
+    n_blocks = tl.cdiv(sizes.seqlen_k, BLOCK_N)
+    nheads_k = sizes.nheads // FEATURES.GROUP
+    batch_head = tile // n_blocks
+    return tile % n_blocks, batch_head % nheads_k, batch_head // nheads_k

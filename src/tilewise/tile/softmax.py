@@ -1,0 +1,70 @@
+"""Online softmax: a row's softmax over blocks of keys, seen one at a time.
+
+Each row keeps m, the largest score so far, and l, the sum of 2^(s - m). A new block can only raise m; what was summed before is
+then too large by 2^(m_new - m) and is rescaled by alpha (Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2,
+algorithm 1, lines 9-10). A row that has seen no key has m = -inf, and -inf - -inf is NaN: such rows are handled here and nowhere else.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class SoftmaxStep(NamedTuple):
+    """A block's unnormalised probabilities, the new row statistics, and the factor for everything accumulated before."""
+
+    p: tl.tensor
+    m_i: tl.tensor
+    l_i: tl.tensor
+    alpha: tl.tensor
+
+
+class Finished(NamedTuple):
+    """What a row's accumulator is multiplied by, and its natural log-sum-exp."""
+
+    rescale: tl.tensor
+    lse: tl.tensor
+
+
+@triton.jit
+def online_step(s, m_i, l_i, unit, MASKED: tl.constexpr):
+    """One block of scores (rows x keys) into the running maximum and sum."""
+    m_new = tl.maximum(m_i, tl.max(s, 1) * unit)
+    m_ref = m_new
+    if MASKED:  # a row with nothing but masked scores so far
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * unit - m_ref[:, None])
+    alpha = tl.exp2(m_i - m_ref)
+    return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
+
+
+@triton.jit
+def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
+    """The factor 1 / l and the lse. A sink is one more logit that takes its share and has no value."""
+    rescale = 1.0
+    if FEATURES.SINKS:
+        m_new = tl.maximum(m_i, sink_log2)
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+        rescale = tl.exp2(m_i - m_ref)
+        l_i = l_i * rescale + tl.exp2(sink_log2 - m_ref)
+        m_i = m_new
+    is_empty = l_i == 0.0
+    rescale = rescale / tl.where(is_empty, 1.0, l_i)
+    lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)  # ln 2
+    return Finished(rescale, lse)
+
+
+@triton.jit
+def lse_to_log2(lse):
+    """The lse in base 2, +inf for a row that saw no key, so that its probabilities come out 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def load_sink(optionals, head, FEATURES: tl.constexpr):
+    """The head's sink logit in base 2."""
+    if FEATURES.SINKS:
+        return tl.load(optionals.sinks + head).to(tl.float32) * 1.4426950408889634
+    else:
+        return 0.0

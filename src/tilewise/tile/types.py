@@ -1,0 +1,91 @@
+"""What crosses a kernel's boundary: arguments in groups, each a NamedTuple.
+
+The runtime groups hold pointers and numbers; `Features` and `Tile` are constexpr and select code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Strided(NamedTuple):
+    """A (batch, seqlen, nheads, headdim) tensor: its memory and its strides in elements; the last dimension is contiguous."""
+
+    ptr: torch.Tensor
+    batch: int
+    row: int
+    head: int
+
+
+class Optionals(NamedTuple):
+    """Memory of the optional tensors, or None; the constexpr flags of `Features` say which are there."""
+
+    alibi_slopes: torch.Tensor | None
+    alibi_batch: int  # its stride over the batch; 0 where one set serves all
+    sinks: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Runtime lengths of the whole call."""
+
+    batch: int
+    nheads: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Numbers(NamedTuple):
+    """Runtime numbers of the score function and the band."""
+
+    scale: float
+    scale_log2: float  # scale * log2(e): scores in base 2
+    softcap_log2: float  # softcap * log2(e)
+    scale_over_softcap: float
+    left: int
+    right: int
+
+
+class Features(NamedTuple):
+    """Which code a kernel holds."""
+
+    HEADDIM: int
+    HEADDIM_V: int
+    GROUP: int  # query heads that share one key head
+    LEFT: bool  # the band is closed on the left
+    RIGHT: bool
+    TOP_LEFT: bool  # the diagonal starts at (0, 0) instead of ending at the last query and key
+    SOFTCAP: bool
+    ALIBI: bool
+    SINKS: bool
+    SEQUSED_K: bool
+    PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
+
+
+class Tile(NamedTuple):
+    """The tile shape: rows of queries, rows of keys, head dims padded to powers of two; and how tiles are read."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    DESCRIPTORS: bool  # read through tensor descriptors instead of pointers
+
+
+class Lengths(NamedTuple):
+    """One sequence: how many queries and keys, and the key index that query 0's diagonal falls on."""
+
+    seqlen_q: int
+    seqlen_k: int
+    diagonal: int
+
+
+class BlockRange(NamedTuple):
+    """Blocks [first, stop) are visited; of them [full_first, full_stop) need no mask, the rest are partial."""
+
+    first: int
+    full_first: int
+    full_stop: int
+    stop: int

@@ -1,0 +1,82 @@
+"""Which configuration a launch uses: an override, else the user's own measurement, else the shipped table, else the default rule."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .config import Config, Key
+from .tables import TABLE, default
+
+_overrides: dict[str, Config] = {}
+
+
+def select(kernel: str, device: torch.device, dtype: torch.dtype, block_d: int, is_causal: bool) -> Config:
+    """The configuration of `kernel` for tiles of `block_d` columns on `device`."""
+    if kernel in _overrides:
+        return _overrides[kernel]
+    return _measured(Key(architecture(device), kernel, block_d, dtype.itemsize * 8, is_causal), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _measured(key: Key, device: torch.device) -> Config:
+    for table in (user_table(device), TABLE):
+        for found in (key, key._replace(is_causal=not key.is_causal)):
+            if found in table:
+                return table[found]
+    return default(key)
+
+
+@functools.lru_cache(maxsize=64)
+def architecture(device: torch.device) -> str:
+    """"sm90", "gfx942", ... as the tables name it; "interpreter" for the CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+@contextlib.contextmanager
+def override(**configs: Config) -> Iterator[None]:
+    """Forces configurations by kernel name: `with override(fwd=Config(64, 32, 4, 2)): ...`."""
+    saved = dict(_overrides)
+    _overrides.update(configs)
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(saved)
+
+
+def cache_file() -> Path:
+    """Where `tilewise tune` keeps what it measured: $TILEWISE_CACHE, else the user's cache folder."""
+    root = os.environ.get("TILEWISE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tilewise")
+    return Path(root).expanduser() / "tuning.json"
+
+
+def user_table(device: torch.device) -> dict[Key, Config]:
+    """Rows measured on a GPU of this name."""
+    if device.type != "cuda" or not cache_file().exists():
+        return {}
+    rows = json.loads(cache_file().read_text()).get(torch.cuda.get_device_name(device), [])
+    return {Key(*row["key"]): Config(*row["config"]) for row in rows}
+
+
+def remember(device: torch.device, rows: dict[Key, Config]) -> Path:
+    """Adds rows to the user's cache and returns its path."""
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables = json.loads(path.read_text()) if path.exists() else {}
+    table = {**user_table(device), **rows}
+    tables[torch.cuda.get_device_name(device)] = [{"key": list(key), "config": list(config)} for key, config in sorted(table.items())]
+    path.write_text(json.dumps(tables, indent=1))
+    _measured.cache_clear()
+    return path
