@@ -10,21 +10,37 @@ Names are imported when first used: the modules behind them want numpy or Triton
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .interpreter import interpret, interpreting
+    from .interpreter_repair import repair
+    from .offline import SMEM_LIMIT, TARGETS, build, stats
+    from .switch import interpreter_is_on, use_interpreter
+
+__all__ = [
+    "SMEM_LIMIT",
+    "TARGETS",
+    "build",
+    "interpret",
+    "interpreter_is_on",
+    "interpreting",
+    "repair",
+    "stats",
+    "use_interpreter",
+]
 
 _HOME = {
+    "SMEM_LIMIT": "offline",
+    "TARGETS": "offline",
+    "build": "offline",
     "interpret": "interpreter",
     "interpreter_is_on": "switch",
     "interpreting": "interpreter",
     "repair": "interpreter_repair",
-    "use_interpreter": "switch",
-    "SMEM_LIMIT": "offline",
-    "TARGETS": "offline",
-    "build": "offline",
     "stats": "offline",
+    "use_interpreter": "switch",
 }
-
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
