@@ -77,7 +77,7 @@ def backward(
 
     The other tensors are (batch, nheads, seqlen_q, ...) too.
     """
-    if dense.q.numel() == 0 or dense.k.numel() == 0:
+    if dense.q.numel() == 0:
         for grad in grads[:3]:
             grad.zero_()
         return

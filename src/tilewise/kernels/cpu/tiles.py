@@ -22,7 +22,7 @@ TILE = 1 << 20
 
 
 class Chunk(NamedTuple):
-    """Heads that are computed together: slices of the batch and of the key heads, and their keys."""
+    """Heads that are computed together: slices of batch and key heads, and their keys."""
 
     batch: slice
     heads: slice
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     sinks: Tensor | None  # (heads, group, 1, 1)
 
     def by_group(self, x: Tensor) -> Tensor:
-        """The chunk's part of (batch, nheads, seqlen, ...) as (batch, nheads_k, group, seqlen, ...)."""
+        """Of (batch, nheads, ...) the chunk, as a view (batch, nheads_k, group, ...)."""
         return x.unflatten(1, (x.shape[1] // self.group, self.group))[self.batch, self.heads]
 
 
