@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..reference import attention_reference
+from ..testing import tolerance
 from .providers import Attend
 from .shapes import Shape
 
@@ -37,16 +38,7 @@ class Verdict(NamedTuple):
     what: str
     max_error: float
     bound: float
-
-    @property
-    def passes(self) -> bool:
-        return self.max_error <= self.bound
-
-
-def max_bound(plain: Tensor, exact: Tensor) -> float:
-    """Twice the error of plain torch in the same precision, and a rounding of the largest value."""
-    eps = torch.finfo(plain.dtype).eps
-    return 2 * ((plain.double() - exact).abs().max().item() + eps * exact.abs().max().item())
+    passes: bool
 
 
 Truth = list[
@@ -93,11 +85,10 @@ def judge(shape: Shape, attend: Attend, inputs: Inputs, expected: Truth) -> Verd
     verdicts = []
     for name, place, exact, plain in expected:
         got = results[name][place]
-        error = (
-            (got.double() - exact).abs().max().item() if torch.isfinite(got).all() else float("inf")
-        )
-        verdicts.append(Verdict(name, error, max_bound(plain, exact)))
-    return max(verdicts, key=lambda verdict: verdict.max_error / verdict.bound)
+        verdict = tolerance.judge(got, exact, plain)
+        verdicts.append(Verdict(name, verdict.max_error, verdict.max_bound, verdict.ok))
+    failed = [verdict for verdict in verdicts if not verdict.passes]
+    return max(failed or verdicts, key=lambda verdict: verdict.max_error / verdict.bound)
 
 
 def results_of(shape: Shape, attend: Attend, inputs: Inputs) -> dict[str, Tensor]:

@@ -1,0 +1,112 @@
+"""What a transformers mask says, as attention takes it: a band, and a run of real keys a row.
+
+transformers describes a mask by a predicate over (batch, head, q_idx, k_idx) and a 2D padding mask.
+The predicate is probed along diagonals, once per forward: each diagonal of a band is wholly visible
+or wholly hidden, and of nothing else that models use (documents, chunks, image blocks) is that so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+Tensor = torch.Tensor
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Band = tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Visible:
+    """Which keys each query sees. It takes a mask's place on its way through a model."""
+
+    band: Band  # keys to the left and right of a query's own position; None: no limit
+    diagonal: int | None  # the first query's key; None: the last query's is the last used one
+    runs: tuple[tuple[int, int], ...] | None = None  # (start, stop) of each row's real keys
+    used: Tensor | None = None  # or int32 (batch,), how many: those from the first on are real
+    ndim = 0  # models ask a mask for it
+
+    def contiguous(self) -> Visible:  # so does `generate`
+        return self
+
+
+def band_of(
+    predicate: Predicate,
+    queries: range,
+    keys: range,
+    batch: int,
+    local_size: int | None,
+    device: torch.device | str,
+) -> Band | None:
+    """The band that `predicate` is over these queries and keys, or None if it is no band.
+
+    In a compiled graph no value can be read: causal is assumed there, and asserted as it runs.
+    """
+    candidates: list[Band] = [(None, 0), (None, None)]
+    offsets = {0, keys.start - queries.start, keys.stop - 1 - queries.start}
+    offsets |= {sign << power for power in range(len(keys).bit_length()) for sign in (1, -1)}
+    if local_size is not None:
+        candidates += [(local_size - 1, 0), (local_size, local_size), (local_size - 1,) * 2]
+        near = range(local_size - 1, local_size + 2)
+        offsets |= {sign * size for size in near for sign in (1, -1)}
+    o = torch.tensor(sorted(offsets), device=device)
+    q_idx = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    k_idx = q_idx + o  # (queries, offsets)
+    exists = (k_idx >= keys.start) & (k_idx < keys.stop)
+    k_idx = k_idx.clamp(keys.start, keys.stop - 1)
+    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    seen = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
+
+    def fits(band: Band) -> Tensor:
+        left, right = (-1 if side is None else side for side in band)
+        expected = ((o >= -left) | (left < 0)) & ((o <= right) | (right < 0))
+        return ((seen == expected) | ~exists).all()
+
+    if torch.compiler.is_compiling():
+        assumed: Band = (None if local_size is None else local_size - 1, 0)
+        torch._assert_async(fits(assumed), "sequences packed in one row are not served yet")
+        return assumed
+    matches = torch.stack([fits(band) for band in candidates]).tolist()
+    return next((c for c, fit in zip(candidates, matches, strict=True) if fit), None)
+
+
+def runs_of(padding: Tensor | None, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+    """Each row's run of real keys among keys start..stop, from a 2D mask of ones; None if all are.
+
+    Raises NotImplementedError where a row's real keys are no single run.
+    """
+    if padding is None:
+        return None
+    real = padding[:, start:stop].bool()
+    missing = stop - start - real.shape[1]
+    if missing > 0:  # the mask ends before the keys do: transformers takes the rest as hidden
+        real = torch.nn.functional.pad(real, (0, missing))
+    first = real.int().argmax(1)
+    last = real.shape[1] - real.flip(1).int().argmax(1)
+    count = real.sum(1)
+    runs = []
+    for row, (begin, end, keys) in enumerate(torch.stack([first, last, count], 1).tolist()):
+        if keys and end - begin != keys:
+            raise NotImplementedError(
+                f"attention_mask hides keys amid the real ones in row {row}: only padding at the "
+                "ends of a row is served; pad on the left to generate, or load the model with "
+                "attn_implementation='sdpa'"
+            )
+        runs.append((begin, end) if keys else (0, 0))
+    return None if all(run == (0, stop - start) for run in runs) else tuple(runs)
+
+
+def simplest(
+    band: Band,
+    diagonal: int,
+    runs: tuple[tuple[int, int], ...] | None,
+    device: torch.device | str,
+) -> Visible:
+    """Runs that start at the first key and differ become lengths: one call serves them."""
+    if runs is None or len(set(runs)) == 1 or any(start for start, _ in runs):
+        return Visible(band, diagonal, runs=runs)
+    if band != (None, None) and (diagonal != 0 or band[1] != 0):
+        return Visible(band, diagonal, runs=runs)
+    used = torch.tensor([stop for _, stop in runs], dtype=torch.int32, device=device)
+    return Visible(band, 0, used=used)
