@@ -1,0 +1,222 @@
+"""The matrix of calls that every backend is held to, and how one of them is run and judged.
+
+    for case in CASES:
+        for record in run_case(case, backend="cpu"):
+            print(case.name, record)
+
+Tests, GPU tests and `tilewise verify` run these same cases. The list is picked by hand, each case
+for a fault it would show, so that it stays short: `case.tiles` says what an interpreter would pay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from typing import NamedTuple
+
+import torch
+
+from ..reference import attention_reference
+from .inputs import Features, Inputs, Sizes, make_inputs, poisoned
+from .switch import use_interpreter
+from .tolerance import Verdict, judge
+
+Tensor = torch.Tensor
+
+
+class Case(NamedTuple):
+    """One call: its name, its sizes and what is asked of it."""
+
+    name: str
+    sizes: Sizes
+    features: Features
+
+    @property
+    def tiles(self) -> int:
+        """How many 64 x 64 tiles of scores the call has, hidden ones included."""
+        s = self.sizes
+        return s.batch * s.nheads * -(-s.seqlen_q // 64) * -(-s.seqlen_k // 64)
+
+    @property
+    def seed(self) -> int:
+        return zlib.crc32(self.name.encode())
+
+
+class Record(NamedTuple):
+    """The verdict on one tensor of a call: out, lse, dq, dk, dv or dsinks."""
+
+    tensor: str
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.verdict}{'' if self.verdict.ok else ' FAILS'}"
+
+
+def _case(name: str, sizes: dict | None = None, **features) -> Case:
+    return Case(name, Sizes(**(sizes or {})), Features(**features))
+
+
+def _lengths(seqlen_q: int, seqlen_k: int, nheads: int = 1) -> dict:
+    return dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads=nheads, nheads_k=nheads)
+
+
+def _headdims(headdim: int, headdim_v: int = 0) -> dict:
+    return dict(
+        seqlen_q=70, seqlen_k=75, nheads=1, nheads_k=1, headdim=headdim, headdim_v=headdim_v
+    )
+
+
+_LENGTHS = [(1, 1), (1, 239), (239, 1), (799, 3), (3, 799), (64, 64), (113, 203), (192, 320)]
+_LONGER_QUERIES = [(203, 113), (65, 64), (257, 1)]
+_WIDE = dict(batch=2, seqlen_q=113, seqlen_k=203, nheads=4, nheads_k=2)
+_TALL = dict(batch=2, seqlen_q=203, seqlen_k=113, nheads=4, nheads_k=2)
+_SQUARE = dict(batch=2, seqlen_q=100, seqlen_k=100)
+
+CASES: tuple[Case, ...] = (
+    *(_case(f"{a}x{b}", _lengths(a, b)) for a, b in _LENGTHS),
+    *(_case(f"{a}x{b}-causal", _lengths(a, b), causal=True) for a, b in _LENGTHS),
+    *(_case(f"{a}x{b}-causal", _lengths(a, b), causal=True) for a, b in _LONGER_QUERIES),
+    *(_case(f"{a}x{b}-top-left", _lengths(a, b), causal="top_left") for a, b in _LENGTHS[3:7]),
+    *(_case(f"{a}x{b}-top-left", _lengths(a, b), causal="top_left") for a, b in _LONGER_QUERIES),
+    _case("1023x1024", _lengths(1023, 1024)),
+    _case("1023x1024-causal", _lengths(1023, 1024), causal=True, lse_grad=True),
+    # Nothing to see, nobody to see it, no batch.
+    _case("no-keys", _lengths(33, 0)),
+    _case("no-keys-sinks", _lengths(33, 0), sinks=True, lse_grad=True),
+    _case("no-queries", _lengths(0, 33), causal=True),
+    _case("no-batch", dict(batch=0)),
+    _case("all-rows-masked", _SQUARE, causal=True, seqused_k=(0, 0), lse_grad=True),
+    _case("some-rows-masked", _SQUARE, causal=True, seqused_k=(0, 37), lse_grad=True),
+    # Head dims: the smallest, odd ones, between powers of two, the widest, two in one call.
+    *(_case(f"d{d}", _headdims(d), causal=True) for d in (1, 3, 8, 17, 40, 80, 96, 128, 192, 256)),
+    *(_case(f"d{d}-v{e}", _headdims(d, e)) for d, e in ((64, 32), (32, 64), (17, 5), (192, 128))),
+    _case("d40-v72-causal", _headdims(40, 72), causal=True, lse_grad=True),
+    # Heads that share keys.
+    _case("gqa", _WIDE, causal=True),
+    _case("gqa-3", dict(_SQUARE, nheads=6, nheads_k=2), causal=True, lse_grad=True),
+    _case("mqa", dict(_SQUARE, nheads=5, nheads_k=1)),
+    _case("mqa-decode", dict(batch=3, seqlen_q=1, seqlen_k=203, nheads=8, nheads_k=1), causal=True),
+    # Scores far from 0: LSE near -100 is where exp(S - LSE) overflows if anything is amiss.
+    _case("logits-100", _WIDE, logits=100.0),
+    _case("logits-100-causal", _SQUARE, logits=100.0, causal=True, lse_grad=True),
+    _case("logits-100-s192", _lengths(192, 192), logits=100.0, causal=True),
+    _case("scale-2", _SQUARE, scale=2.0),
+    # Windows, on either side of the diagonal, narrower and wider than a tile.
+    _case("window-left", _WIDE, window=(20, -1)),
+    _case("window-right", _WIDE, window=(-1, 20), lse_grad=True),
+    _case("window-both", _WIDE, window=(10, 7)),
+    _case("window-one", _SQUARE, window=(0, 0)),
+    _case("window-causal", _WIDE, causal=True, window=(70, 0)),
+    _case("window-tall", _TALL, window=(10, 7), lse_grad=True),
+    _case("window-top-left", _WIDE, causal="top_left", window=(33, 0)),
+    _case("window-wider-than-all", _SQUARE, window=(1000, 1000)),
+    # Scores that are bent or shifted.
+    _case("softcap", _WIDE, softcap=1.5, lse_grad=True),
+    _case("softcap-causal", _SQUARE, softcap=1.5, causal=True),
+    _case("softcap-logits", _SQUARE, softcap=30.0, logits=100.0),
+    _case("alibi", _WIDE, alibi="heads"),
+    _case("alibi-batch-causal", _WIDE, alibi="batch", causal=True, lse_grad=True),
+    _case("alibi-top-left", _TALL, alibi="heads", causal="top_left"),
+    # Sinks, and padding full of NaN.
+    _case("sinks", _WIDE, sinks=True),
+    _case("sinks-causal-tall", _TALL, sinks=True, causal=True, lse_grad=True),
+    _case("sinks-window", _SQUARE, sinks=True, window=(16, 0)),
+    _case("seqused", _WIDE, seqused_k=(203, 64)),
+    _case("seqused-causal", _WIDE, seqused_k=(130, 1), causal=True, lse_grad=True),
+    _case("seqused-top-left", _WIDE, seqused_k=(65, 0), causal="top_left"),
+    _case(
+        "everything",
+        _WIDE,
+        causal=True,
+        window=(90, 0),
+        softcap=3.0,
+        alibi="batch",
+        sinks=True,
+        seqused_k=(150, 40),
+        lse_grad=True,
+    ),
+    # Memory.
+    _case("layout-bhsd", _WIDE, layout="bhsd", memory="transposed", causal=True),
+    _case("layout-bhsd-dense", _WIDE, layout="bhsd", lse_grad=True),
+    _case("transposed", _WIDE, memory="transposed"),
+    _case("sequence-first", _WIDE, memory="sequence_first", causal=True),
+    _case("sliced", _WIDE, memory="sliced"),
+    _case("packed", dict(_SQUARE, nheads=4), memory="packed", causal=True),
+    _case("expanded", _WIDE, memory="expanded"),
+)
+
+
+def run_case(
+    case: Case,
+    backend: str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Record]:
+    """Computes the case and judges out, lse, dq, dk, dv and dsinks against fp64.
+
+    Raises NotImplementedError, with the reason, where the backend does not serve the case.
+    """
+    from .. import attention
+
+    inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
+    interpreted = backend == "portable" and torch.device(device).type == "cpu"
+    with use_interpreter() if interpreted else contextlib.nullcontext(), poisoned():
+        results = _run(attention, case, inputs, backend=backend)
+    oracle = _run(attention_reference, case, _to_double(inputs))
+    plain = _run(attention_reference, case, inputs, upcast=False)
+    slack = cancellation(inputs, oracle)
+    return [
+        Record(name, judge(results[name], oracle[name], plain[name], slack.get(name, 0.0)))
+        for name in oracle
+    ]
+
+
+def _run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
+    """out and lse, and the gradients of q, k, v and sinks."""
+    leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if inputs.sinks is not None:
+        leaves["sinks"] = inputs.sinks
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    asked = case.features._asdict()
+    how |= {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
+    how |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
+    out, lse = attend(**leaves, **how, return_lse=True)
+    results, grads = {"out": out}, [(out, inputs.dout)]
+    if inputs.dlse is not None:
+        grads.append((lse, inputs.dlse))
+    outputs, given = zip(*grads)
+    found = torch.autograd.grad(outputs, list(leaves.values()), given)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    return results | {f"d{name}": grad for name, grad in zip(leaves, found)}
+
+
+def _to_double(inputs: Inputs) -> Inputs:
+    floats = {
+        name: x.double()
+        for name, x in inputs._asdict().items()
+        if name != "alibi_slopes" and x is not None and x.is_floating_point()
+    }
+    return inputs._replace(**floats)
+
+
+def cancellation(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
+    """What a backward that stores LSE may be off by where plain code, which stores P, is not.
+
+    P = exp(S - LSE) is off by eps |LSE| for S and LSE in fp32, and dP - delta by eps |dP|, as
+    delta is a sum of its own. That counts where they cancel: in a row that sees one key dS is 0,
+    and plain code, which subtracts equal numbers there, has exactly 0.
+    """
+    q, k, v, dout = (_rms(x) for x in inputs[:4])
+    lse = oracle["lse"]
+    largest = lse[lse.isfinite()].abs().max().item() if lse.isfinite().any() else 0.0
+    p = 2 * torch.finfo(torch.float32).eps * (1 + largest)
+    ds = p * dout * v * inputs.v.shape[-1] ** 0.5
+    rows = math.prod(inputs.q.shape[:3]) / max(1, math.prod(inputs.k.shape[:3]))  # to each key
+    more = max(1.0, rows) ** 0.5
+    return {"dq": ds * k, "dk": ds * q * more, "dv": p * _rms(oracle["dv"]), "dsinks": ds * more}
+
+
+def _rms(x: Tensor) -> float:
+    x = x[x.isfinite()].double()
+    return x.square().mean().sqrt().item() if x.numel() else 0.0

@@ -1,0 +1,179 @@
+"""Inputs of a test: equal values on every device, in memory as users lay it out.
+
+Values come from a seed, on the CPU. Each tensor lies between margins of NaN, so that a kernel that
+reads past its end, or what lies between its strides, gives itself away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+MARGIN = 512
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call; `headdim_v` 0 is headdim."""
+
+    batch: int = 1
+    seqlen_q: int = 64
+    seqlen_k: int = 64
+    nheads: int = 2
+    nheads_k: int = 2
+    headdim: int = 32
+    headdim_v: int = 0
+
+
+class Features(NamedTuple):
+    """What is asked of a call beside its sizes; the first eight are arguments of `attention`."""
+
+    causal: bool | str = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    alibi: str = ""  # "heads" (nheads,) or "batch" (batch, nheads)
+    sinks: bool = False
+    seqused_k: tuple[int, ...] | None = None
+    layout: str = "bshd"
+    memory: str = "dense"  # one of MEMORY
+    logits: float = 0.0  # forces scores to + and - this
+    lse_grad: bool = False  # a gradient comes in through lse, too
+
+
+class Inputs(NamedTuple):
+    """Tensors of a call, those of a backward included. q, k, v and dout are in `layout` order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    seqused_k: Tensor | None
+
+
+def make_inputs(
+    sizes: Sizes,
+    features: Features,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Inputs:
+    """Inputs of one call. Equal arguments give equal values, on any device and in any layout."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v = sizes
+    q = normal(batch, seqlen_q, nheads, headdim)
+    k = normal(batch, seqlen_k, nheads_k, headdim)
+    v = normal(batch, seqlen_k, nheads_k, headdim_v or headdim)
+    dout = normal(batch, seqlen_q, nheads, headdim_v or headdim)
+    dlse = normal(batch, nheads, seqlen_q) if features.lse_grad else None
+    if features.logits:
+        q, k = _force_logits(q, k, features)
+    slopes = torch.rand((batch, nheads), generator=generator) if features.alibi else None
+    if features.alibi == "heads":
+        slopes = slopes[0] if batch else torch.ones(nheads)
+    sinks = normal(nheads).to(device, dtype) if features.sinks else None
+    used = features.seqused_k
+    used = None if used is None else torch.tensor(used, dtype=torch.int32, device=device)
+    place = MEMORY[features.memory]
+    q, k, v = place(*(x.to(device, dtype) for x in (q, k, v)))
+    if used is not None:  # whatever lies past seqused_k, nobody may read it
+        for x in (k, v):
+            x[torch.arange(seqlen_k, device=device) >= used.long().unsqueeze(1)] = math.nan
+    dout = guarded(dout.to(device, dtype))
+    if features.layout == "bhsd":
+        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+    dlse = None if dlse is None else dlse.to(device)
+    return Inputs(q, k, v, dout, dlse, None if slopes is None else slopes.to(device), sinks, used)
+
+
+def _force_logits(q: Tensor, k: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+    """q and k with scores near + or - logits: all of one row's have one sign, so LSE is extreme."""
+    headdim = q.shape[3]
+    size = math.sqrt(features.logits / (features.scale or headdim**-0.5) / headdim)
+    sign = torch.where(torch.arange(q.shape[1]) % 3 == 0, -1.0, 1.0).view(-1, 1, 1)
+    noise = 0.1 / math.sqrt(features.logits)
+    return sign * size * (1 + noise * q), size * (1 + noise * k)
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy of x with its strides, between margins of NaN."""
+    memory = x.new_full((x.numel() + 2 * MARGIN,), math.nan)
+    strides = torch.empty_like(x).stride()  # dense, in x's order
+    return memory.as_strided(x.shape, strides, MARGIN).copy_(x)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous (batch, seqlen, nheads, headdim)."""
+    return guarded(q), guarded(k), guarded(v)
+
+
+def transposed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Views of (batch, nheads, seqlen, headdim) memory."""
+    return tuple(guarded(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (q, k, v))
+
+
+def sequence_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Views of (seqlen, batch, nheads, headdim) memory."""
+    return tuple(guarded(x.transpose(0, 1).contiguous()).transpose(0, 1) for x in (q, k, v))
+
+
+def sliced(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Slices in every dimension of larger tensors, at odd offsets."""
+
+    def cut(x: Tensor) -> Tensor:
+        batch, seqlen, nheads, headdim = x.shape
+        larger = x.new_full((batch + 1, seqlen + 3, nheads + 1, headdim + 5), math.nan)
+        return larger[1:, 2 : 2 + seqlen, 1:, 3 : 3 + headdim].copy_(x)
+
+    return cut(q), cut(k), cut(v)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Heads of q, k and v side by side in one tensor, as a fused projection gives them."""
+    if q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
+        raise ValueError("packed q, k and v have one seqlen and one headdim")
+    joined = guarded(torch.cat([q, k, v], dim=2))
+    return joined.split([q.shape[2], k.shape[2], v.shape[2]], dim=2)
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """One row of keys for the whole batch, with stride 0."""
+    return guarded(q), *(guarded(x[:1]).expand_as(x) for x in (k, v))
+
+
+MEMORY = {
+    maker.__name__: maker for maker in (dense, transposed, sequence_first, sliced, packed, expanded)
+}
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Within this block `torch.empty` and its kin give memory full of NaN.
+
+    >>> with poisoned():
+    ...     torch.empty(2)
+    tensor([nan, nan])
+
+    An element that a backend allocates and forgets to write is then seen.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill

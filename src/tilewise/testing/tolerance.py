@@ -1,0 +1,105 @@
+"""The error budget, in one place: what a kernel may be off by.
+
+    max  |result - oracle| <= 2   * max  |plain - oracle| + 2 * max  band in the result's dtype
+    mean |result - oracle| <= 1.1 * mean |plain - oracle| + 2 * mean band in fp32
+
+`oracle` is fp64 `attention_reference`; `plain` is the same code run in the precision of the result,
+so the budget follows the inputs and no tolerance is guessed. `band` is measured as well: what the
+oracle loses when it and its sum and difference with 0.3 of its size are rounded, that is, the error
+of three more operations. A mean beside the maximum keeps a drift from hiding under one bad element;
+its band is that of fp32, in which kernels sum whatever the dtype, as plain code rounds the result
+once, too. All must be finite but the -inf of the oracle, which are matched exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+MAX_FACTOR = 2.0
+MEAN_FACTOR = 1.1
+FEW = 64  # elements whose mean error is a throw of dice: they have the one bound
+
+
+class Verdict(NamedTuple):
+    """Errors beside their bounds; `ok` also says that infinities are where they belong."""
+
+    max_error: float
+    max_bound: float
+    mean_error: float
+    mean_bound: float
+    ok: bool
+
+    def __str__(self) -> str:
+        largest = f"max {self.max_error:.2e} of {self.max_bound:.2e}"
+        return f"{largest}, mean {self.mean_error:.2e} of {self.mean_bound:.2e}"
+
+
+def judge(result: Tensor, oracle: Tensor, plain: Tensor, slack: float = 0.0) -> Verdict:
+    """Holds `result` to the budget.
+
+    >>> import torch
+    >>> oracle = torch.linspace(-1, 1, 100, dtype=torch.float64)
+    >>> judge(oracle.bfloat16(), oracle, oracle.bfloat16()).ok
+    True
+    >>> judge(oracle.bfloat16() + 0.1, oracle, oracle.bfloat16()).ok
+    False
+
+    The three have one shape; `result` and `plain` have the dtype whose rounding is allowed.
+    `slack` is what else may be off, for a sum whose terms cancel: `cases.cancellation`.
+    """
+    if result.shape != oracle.shape or result.dtype != plain.dtype:
+        return Verdict(math.inf, 0.0, math.inf, 0.0, False)
+    oracle = oracle.double()
+    is_finite = oracle.isfinite()
+    infinities_match = torch.equal(result.double()[~is_finite], oracle[~is_finite])
+    result, oracle, plain = result[is_finite], oracle[is_finite], plain[is_finite]
+    error = (result.double() - oracle).abs()
+    allowed = (plain.double() - oracle).abs()
+    max_error, mean_error = _max(error), _mean(error)
+    max_band = _max(rounding_band(oracle, plain.dtype)) + slack
+    mean_band = _mean(rounding_band(oracle, torch.float32)) + slack
+    max_bound = MAX_FACTOR * _max(allowed) + 2 * max_band
+    mean_bound = MEAN_FACTOR * _mean(allowed) + 2 * mean_band
+    if result.numel() < FEW:
+        mean_bound = max_bound
+    within = max_error <= max_bound and mean_error <= mean_bound  # False for NaN
+    return Verdict(max_error, max_bound, mean_error, mean_bound, within and infinities_match)
+
+
+def rounding_band(oracle: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of three roundings to `dtype`, element by element."""
+    c = 0.3 * oracle.square().mean().sqrt() if oracle.numel() else 0.0
+    return sum((x.to(dtype).double() - x).abs() for x in (oracle, oracle + c, oracle - c))
+
+
+def assert_within(
+    result: Tensor, oracle: Tensor, plain: Tensor, name: str = "result", slack: float = 0.0
+) -> None:
+    """AssertionError, with the figures, unless `result` is within the budget."""
+    verdict = judge(result, oracle, plain, slack)
+    if not verdict.ok:
+        raise AssertionError(f"{name} is out of its budget: {verdict}{_misplaced(result, oracle)}")
+
+
+def _misplaced(result: Tensor, oracle: Tensor) -> str:
+    if result.shape != oracle.shape:
+        return f"; its shape is {tuple(result.shape)}, the oracle's {tuple(oracle.shape)}"
+    wrong = (result.isfinite() != oracle.isfinite()).nonzero()
+    if len(wrong) == 0:
+        return ""
+    return (
+        f"; {len(wrong)} elements are not finite where they should be, or are: {wrong[0].tolist()}"
+    )
+
+
+def _max(x: Tensor) -> float:
+    """The largest element: NaN where there is one, 0 for none."""
+    return x.max().item() if x.numel() else 0.0
+
+
+def _mean(x: Tensor) -> float:
+    return x.mean().item() if x.numel() else 0.0
