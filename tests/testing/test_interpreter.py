@@ -1,7 +1,10 @@
-"""The interpreter computes what torch computes, and refuses what a GPU would get wrong."""
+"""The interpreter computes what torch computes, and leaves Triton as it was."""
 
+import doctest
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,220 +12,23 @@ import triton
 import triton.language as tl
 from testing.jitted import Flags, Operands, Strided, fresh, tile_pointers, update
 
-from tilewise.testing import build, interpret, interpreter_is_on, interpreting, use_interpreter
-
-LOW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-@triton.jit
-def copy_kernel(src, dst, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keep = offs < n
-    x = tl.load(src + offs, mask=keep)
-    tl.store(dst + offs, x.to(dst.dtype.element_ty), mask=keep)
-
-
-def copied(x, dtype):
-    out = torch.empty(x.shape, dtype=dtype)
-    interpret(copy_kernel)[(1,)](x, out, x.numel(), BLOCK=triton.next_power_of_2(x.numel()))
-    return out
-
-
-# ---- low precision
-
-
-def floats(limit):
-    scales = 2.0 ** torch.arange(-20, 20).float()
-    x = torch.cat([torch.randn(50, 40) * scales, scales[None], -scales[None]]).flatten()
-    edges = torch.tensor([0.0, -0.0, 0.12376, 1.00390625, 1.01171875, 448.0, limit, -limit])
-    return torch.cat([x, edges]).clamp(-limit, limit)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_casts_to_low_precision_are_torchs(dtype):
-    x = floats(torch.finfo(dtype).max)
-    assert torch.equal(copied(x, dtype).float(), x.to(dtype).float())
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_casts_from_every_low_precision_value_are_torchs(dtype):
-    wide = dtype.itemsize == 2
-    bits = torch.arange(2**16 if wide else 2**8).to(torch.int16 if wide else torch.int8)
-    x = bits.view(dtype)
-    torch.testing.assert_close(copied(x, torch.float32), x.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.float64], ids=str)
-def test_bfloat16_to_and_from_other_types(dtype):
-    x = torch.tensor([-300.0, -2.5, 0.0, 1.0, 77.7, 1e4])
-    assert torch.equal(copied(x.bfloat16(), dtype), x.bfloat16().to(dtype))
-    assert torch.equal(copied(x.to(dtype), torch.bfloat16), x.to(dtype).bfloat16())
-
-
-def test_a_cast_to_fp8_saturates():
-    x = torch.tensor([1e6, -1e6, float("inf")])
-    assert copied(x, torch.float8_e4m3fn).tolist() == [448.0, -448.0, 448.0]
+from tilewise.testing import (
+    build,
+    interpret,
+    interpreter,
+    interpreter_is_on,
+    interpreter_repair,
+    interpreting,
+    offline,
+    switch,
+    use_interpreter,
+)
 
 
 @triton.jit
-def arithmetic_kernel(x, y, out, N: tl.constexpr):
+def copy_kernel(src, dst, N: tl.constexpr):
     offs = tl.arange(0, N)
-    a, b = tl.load(x + offs), tl.load(y + offs)
-    tl.store(out + offs, a + b)
-    tl.store(out + N + offs, a * b - 1.5)
-    tl.store(out + 2 * N + offs, tl.maximum(a, b))
-    tl.store(out + 3 * N + offs, tl.where(a < b, a, -b))
-    tl.store(out + 4 * N + offs, tl.abs(a))
-
-
-def test_bfloat16_arithmetic_rounds_each_step():
-    x, y = torch.randn(2, 64).bfloat16()
-    out = torch.empty(5, 64, dtype=torch.bfloat16)
-    interpret(arithmetic_kernel)[(1,)](x, y, out, N=64)
-    expected = [x + y, x * y - 1.5, torch.maximum(x, y), torch.where(x < y, x, -y), x.abs()]
-    assert torch.equal(out, torch.stack(expected))
-
-
-@triton.jit
-def dot_kernel(a, b, c, N: tl.constexpr):
-    offs = tl.arange(0, N)
-    tile = offs[:, None] * N + offs[None, :]
-    acc = tl.dot(tl.load(a + tile), tl.load(b + tile))
-    tl.store(c + tile, acc.to(c.dtype.element_ty))
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_dot_of_low_precision_sums_in_float32(dtype):
-    a, b = torch.randn(2, 32, 32).to(dtype)
-    c = torch.empty(32, 32)
-    interpret(dot_kernel)[(1,)](a, b, c, N=32)
-    torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
-
-
-@triton.jit
-def maximum_kernel(x, out, N: tl.constexpr):
-    offs = tl.arange(0, N)
-    tl.store(out + offs, tl.maximum(tl.load(x + offs), 0.0))
-
-
-def test_maximum_drops_nan_as_a_gpu_does():
-    out = torch.empty(2)
-    interpret(maximum_kernel)[(1,)](torch.tensor([float("nan"), -1.0]), out, N=2)
-    assert out.tolist() == [0.0, 0.0]
-
-
-# ---- what is checked
-
-
-@triton.jit
-def touch_kernel(x, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keep = offs < n
-    if KIND == "load":
-        tl.load(x + offs, mask=keep)
-    elif KIND == "store":
-        tl.store(x + offs, 1.0, mask=keep)
-    elif KIND == "atomic":
-        tl.atomic_add(x + offs, 1.0, mask=keep)
-    elif KIND == "negative load":
-        tl.load(x - 1 - offs, mask=keep)
-    elif KIND == "unmasked load":
-        tl.load(x + offs)
-
-
-@pytest.mark.parametrize("kind", ["load", "store", "atomic"])
-def test_an_address_past_the_end_is_named(kind):
-    x = torch.zeros(12)
-    interpret(touch_kernel)[(2,)](x, 12, KIND=kind, BLOCK=8)
-    with pytest.raises(IndexError, match=rf"{kind} in program \(1, 0, 0\): 1 of 5 .* end .* of x"):
-        interpret(touch_kernel)[(2,)](x, 13, KIND=kind, BLOCK=8)
-
-
-def test_addresses_before_the_start_and_unmasked_ones():
-    x = torch.zeros(12)
-    with pytest.raises(IndexError, match="load .*: 3 of 3 .* before the storage of x"):
-        interpret(touch_kernel)[(1,)](x, 3, KIND="negative load", BLOCK=8)
-    with pytest.raises(IndexError, match="load .*: 4 of 8"):
-        interpret(touch_kernel)[(2,)](x, 0, KIND="unmasked load", BLOCK=8)
-
-
-@triton.jit
-def compare_and_swap_kernel(x, at):
-    tl.atomic_cas(x + at, 0, 7)
-
-
-def test_compare_and_swap_is_checked():
-    x = torch.zeros(4, dtype=torch.int32)
-    interpret(compare_and_swap_kernel)[(1,)](x, 3)
-    assert x.tolist() == [0, 0, 0, 7]
-    with pytest.raises(IndexError, match="atomic"):
-        interpret(compare_and_swap_kernel)[(1,)](x, 4)
-
-
-def test_an_element_that_begins_inside_but_ends_outside_is_caught():
-    bytes_ = torch.zeros(10, dtype=torch.uint8)
-    x = torch.empty(0).set_(bytes_.untyped_storage(), 0, (2,))
-    interpret(touch_kernel)[(1,)](x, 2, KIND="load", BLOCK=4)
-    with pytest.raises(IndexError, match="1 of 3"):
-        interpret(touch_kernel)[(1,)](x, 3, KIND="load", BLOCK=4)
-
-
-@triton.jit
-def descriptor_kernel(desc, out, N: tl.constexpr):
-    offs = tl.arange(0, N)
-    tile = desc.load([0, N])
-    tl.store(out + offs[:, None] * N + offs[None, :], tile)
-
-
-def test_host_descriptors_pad_with_zeros():
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    x = torch.randn(4, 12)
-    out = torch.empty(8, 8)
-    interpret(descriptor_kernel)[(1,)](TensorDescriptor.from_tensor(x, [8, 8]), out, N=8)
-    expected = torch.zeros(8, 8)
-    expected[:4, :4] = x[:, 8:]
-    assert torch.equal(out, expected)
-
-
-@triton.jit
-def overflow_kernel(out, n, stride, WIDE: tl.constexpr):
-    for i in range(n, n + 1):
-        index = i.to(tl.int64) if WIDE else i
-        tl.store(out, index * stride)
-
-
-def test_int32_overflow_raises_and_int64_does_not():
-    out = torch.zeros(1, dtype=torch.int64)
-    interpret(overflow_kernel)[(1,)](out, 2**20, 2**12, WIDE=True)
-    assert out.item() == 2**32
-    with pytest.raises(AssertionError, match="overflow"):
-        interpret(overflow_kernel)[(1,)](out, 2**20, 2**12, WIDE=False)
-
-
-@triton.jit
-def condition_kernel(x, HOW: tl.constexpr):
-    offs = tl.arange(0, 4)
-    if HOW == "and":
-        keep = (offs > 0) and (offs < 3)
-    elif HOW == "chain":
-        keep = 0 < offs < 3
-    else:
-        keep = (offs > 0) & (offs < 3)
-    tl.store(x + offs, 1.0, mask=keep)
-
-
-def test_a_block_is_no_condition():
-    x = torch.zeros(4)
-    interpret(condition_kernel)[(1,)](x, HOW="&")
-    assert x.tolist() == [0, 1, 1, 0]
-    with pytest.raises(TypeError, match="write `&`"):
-        interpret(condition_kernel)[(1,)](x, HOW="and")
-    with pytest.raises(TypeError, match="write `&`"):
-        interpret(condition_kernel)[(1,)](x, HOW="chain")
-
-
-# ---- arguments
+    tl.store(dst + offs, tl.load(src + offs))
 
 
 @triton.jit
@@ -344,16 +150,34 @@ def test_random_bits_are_philox():
     assert out.view(torch.uint32)[0].item() == 0x6627E8D5
 
 
-# ---- around it
+@pytest.mark.parametrize("module", [interpreter, interpreter_repair, offline, switch])
+def test_the_examples_in_docstrings_run(module):
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
+
+
+def test_kernels_made_under_tritons_own_switch_run_too():
+    this = Path(__file__)
+    code = f"""if True:
+        import runpy, sys
+        sys.path.insert(0, {str(this.parent.parent)!r})
+        tests = runpy.run_path({str(this)!r})
+        assert type(tests["logsumexp_kernel"]).__name__ == "InterpretedFunction"
+        tests["test_nested_named_tuples_and_constexpr_flags"](True, True)
+        tests["test_random_bits_are_philox"]()
+        """
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 def test_a_kernel_compiles_before_and_after_it_is_interpreted():
     x, y = torch.randn(2, 16)
-    first = build(copy_kernel, x, y, 16, on="sm80", BLOCK=16).asm["ptx"]
-    assert torch.equal(copied(x, torch.float32), x)
-    assert build(copy_kernel, x, y, 16, on="sm90", BLOCK=16).asm["ptx"]
+    first = build(copy_kernel, x, y, on="sm80", N=16).asm["ptx"]
+    interpret(copy_kernel)[(1,)](x, y, N=16)
+    assert torch.equal(x, y)
+    assert build(copy_kernel, x, y, on="sm90", N=16).asm["ptx"]
     # By another name, or the kernel would only remember.
-    again = build(triton.jit(copy_kernel.fn), x, y, 16, on="sm80", BLOCK=16).asm["ptx"]
+    again = build(triton.jit(copy_kernel.fn), x, y, on="sm80", N=16).asm["ptx"]
     assert again == first
 
 
@@ -374,7 +198,7 @@ def test_triton_is_left_as_it_was():
 
 
 def test_nothing_of_the_interpreter_leaks_into_the_kernels_module():
-    assert copied(torch.ones(2), torch.float32).tolist() == [1, 1]
+    interpret(copy_kernel)[(1,)](torch.ones(2), torch.ones(2), N=2)
     assert "InterpreterBuilder" not in globals() and "_patch_lang" not in globals()
 
 
@@ -396,8 +220,6 @@ def test_the_switch_imports_neither_triton_nor_numpy():
         "module = u.module_from_spec(spec); spec.loader.exec_module(module)\n"
         "assert not module.interpreter_is_on()"
     )
-    from tilewise.testing import switch
-
     subprocess.run([sys.executable, "-c", code, switch.__file__], check=True)
 
 
@@ -419,4 +241,4 @@ def test_wrong_kernels_and_devices_are_refused():
     with pytest.raises(TypeError, match="expected a @triton.jit kernel, got function"):
         interpret(lambda x: x)[(1,)](torch.zeros(1))
     with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
-        interpret(touch_kernel)[(1,)](torch.zeros(1, device="meta"), 1, KIND="load", BLOCK=1)
+        interpret(copy_kernel)[(1,)](torch.ones(2), torch.ones(2, device="meta"), N=2)

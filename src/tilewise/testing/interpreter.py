@@ -23,10 +23,11 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
+from triton.language.semantic import TritonSemantic
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
-from .interpreter_guard import guarded
+from .interpreter_guard import checked_integers, guarded, unchecked_integers
 from .interpreter_repair import repair
 from .interpreter_source import as_compiled
 
@@ -34,6 +35,8 @@ _one_at_a_time = threading.RLock()
 _builder = triton_interpreter.interpreter_builder
 _semantic = triton_interpreter.interpreter_semantic
 _ABSENT = object()
+_OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne".split()
+_OVERFLOW_CHECK = "binary_op_sanitize_overflow_impl"
 _COMPILER = ("triton.language.core", "triton.language.semantic")
 
 
@@ -55,8 +58,9 @@ class interpret:
     an autotuned kernel the first configuration runs, and the grid may be a tuple or a function.
 
     `check=False` skips the address and overflow checks. With them an access outside the storage
-    of every argument raises IndexError, and an int32 overflow or a failed `tl.device_assert`
-    AssertionError. A block used as a condition raises TypeError, a tensor on a device ValueError.
+    of every argument raises IndexError, an int32 overflow OverflowError and a failed
+    `tl.device_assert` AssertionError. A block used as a condition raises TypeError, a tensor on a
+    device ValueError.
     """
 
     def __init__(self, kernel: Any, check: bool = True) -> None:
@@ -105,13 +109,8 @@ def interpreting(args: Any, check: bool = True) -> Iterator[None]:
         namespace = {"tl": tl, "core": tl.core}
         patched = triton_interpreter._patch_lang(types.SimpleNamespace(__globals__=namespace))
         stack.callback(patched.restore)
-        for owner, name, value in _language():
+        for owner, name, value in (*_language(), *_checks(args, check)):
             stack.enter_context(_attribute(owner, name, value))
-        if check:
-            memory = guarded(triton_interpreter._interpreter, args, lambda: _builder.grid_idx)
-            options = triton_interpreter.InterpreterOptions(debug=True)
-            stack.enter_context(_attribute(triton_interpreter, "_interpreter", memory))
-            stack.enter_context(_attribute(_builder, "options", options))
         yield
 
 
@@ -127,27 +126,23 @@ def _language() -> Iterator[tuple[Any, str, Any]]:
     yield tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0])
     for module in (tl, tl.core):
         yield module, "range", _loop_range
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-    ):
+    for name in _OPERATORS:
         dunder = f"__{name}__"
         yield tl.constexpr, dunder, _defer_to_tensor(getattr(tl.constexpr, dunder))
+
+
+def _checks(args: Any, check: bool) -> Iterator[tuple[Any, str, Any]]:
+    def program() -> Any:
+        return _builder.grid_idx
+
+    if not check:
+        yield TritonSemantic, _OVERFLOW_CHECK, unchecked_integers
+        return
+    yield TritonSemantic, _OVERFLOW_CHECK, checked_integers(program)
+    memory = guarded(triton_interpreter._interpreter, args, program)
+    yield triton_interpreter, "_interpreter", memory
+    # tl.device_assert is silent without.
+    yield _builder, "options", triton_interpreter.InterpreterOptions(debug=True)
 
 
 @contextlib.contextmanager

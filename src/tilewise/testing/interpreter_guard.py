@@ -1,12 +1,14 @@
-"""Addresses a kernel touches must lie in the storage of one of its arguments.
+"""Mistakes that a GPU answers with garbage raise here: wild addresses and int32 overflow.
 
-On a GPU a read past the end returns what happens to be there; here every load, store and atomic
-is checked lane by lane, masked lanes excepted, before it is carried out. The check knows storages,
-not views: a read that leaves a slice of a larger tensor stays within its storage and passes.
+Every load, store and atomic is checked lane by lane, masked lanes excepted, before it is carried
+out: its address must lie in the storage of an argument. The check knows storages, not views: a
+read that leaves a slice of a larger tensor stays within its storage and passes. Integer sums,
+differences and products must fit their type, in masked lanes as well.
 """
 
+import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,30 @@ def guarded(memory: Any, arguments: Any, program: Any) -> types.SimpleNamespace:
     checked = {"load": load, "store": store, "atomic_rmw": atomic_rmw, "atomic_cas": atomic_cas}
     rest = {name: getattr(memory, name) for name in dir(memory) if not name.startswith("__")}
     return types.SimpleNamespace(**rest | checked)
+
+
+_EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+
+
+def checked_integers(program: Any) -> Callable[..., None]:
+    """Return what Triton calls before an integer operation; an overflow raises OverflowError."""
+
+    def check(semantic: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        kind, name = lhs.type.scalar, operation.__name__
+        if kind.int_bitwidth >= 64:
+            return
+        exact = _EXACT[name](*(np.asarray(x.handle.data, np.int64) for x in (lhs, rhs)))
+        if exact.max() > kind.get_int_max_value() or exact.min() < kind.get_int_min_value():
+            raise OverflowError(
+                f"{name} of {kind} values in program {program()} leaves the type, reaching"
+                f" {exact.min()} to {exact.max()}: cast to int64 before it"
+            )
+
+    return check
+
+
+def unchecked_integers(semantic: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+    """Nothing is checked: Triton would compute the exact result and drop it."""
 
 
 def _storages(argument: Any, name: str = "") -> Iterator[tuple[int, int, str]]:

@@ -31,24 +31,9 @@ _TORCH_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Elementwise operations whose name does not begin with create_f.
 _FLOAT_OPS = (
-    "ceil",
-    "clampf",
-    "cos",
-    "erf",
-    "exp",
-    "exp2",
-    "log",
-    "log2",
-    "maximumf",
-    "maxnumf",
-    "minimumf",
-    "minnumf",
-    "precise_divf",
-    "precise_sqrt",
-    "rsqrt",
-    "sin",
-    "sqrt",
-)
+    "ceil clampf cos erf exp exp2 log log2 maximumf maxnumf minimumf minnumf precise_divf"
+    " precise_sqrt rsqrt sin sqrt"
+).split()
 _CASTS = ("create_fp_ext", "create_fp_to_fp", "create_fp_to_si", "create_fp_to_ui",
           "create_fp_trunc")  # fmt: skip
 
