@@ -165,7 +165,7 @@ def run_case(
         results = _run(attention, case, inputs, backend=backend)
     oracle = _run(attention_reference, case, _to_double(inputs))
     plain = _run(attention_reference, case, inputs, upcast=False)
-    slack = cancellation(inputs, oracle)
+    slack = slack_of_lse(inputs, oracle)
     return [
         Record(name, judge(results[name], oracle[name], plain[name], slack.get(name, 0.0)))
         for name in oracle
@@ -200,12 +200,12 @@ def _to_double(inputs: Inputs) -> Inputs:
     return inputs._replace(**floats)
 
 
-def cancellation(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
-    """What a backward that stores LSE may be off by where plain code, which stores P, is not.
+def slack_of_lse(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
+    """What a kernel that works with LSE may be off by where plain code, which stores P, is not.
 
-    P = exp(S - LSE) is off by eps |LSE| for S and LSE in fp32, and dP - delta by eps |dP|, as
-    delta is a sum of its own. That counts where they cancel: in a row that sees one key dS is 0,
-    and plain code, which subtracts equal numbers there, has exactly 0.
+    P = exp(S - LSE) is off by eps |LSE| for S and LSE in fp32, and dP - delta by eps |dP|, as delta
+    is a sum of its own. That counts where they cancel: in a row that sees one key dS is 0, and
+    plain code, which subtracts equal numbers there, has exactly 0.
     """
     q, k, v, dout = (_rms(x) for x in inputs[:4])
     lse = oracle["lse"]
@@ -214,7 +214,8 @@ def cancellation(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
     ds = p * dout * v * inputs.v.shape[-1] ** 0.5
     rows = math.prod(inputs.q.shape[:3]) / max(1, math.prod(inputs.k.shape[:3]))  # to each key
     more = max(1.0, rows) ** 0.5
-    return {"dq": ds * k, "dk": ds * q * more, "dv": p * _rms(oracle["dv"]), "dsinks": ds * more}
+    slack = {name: p * _rms(oracle[name]) for name in ("out", "dv")}
+    return slack | {"dq": ds * k, "dk": ds * q * more, "dsinks": ds * more}
 
 
 def _rms(x: Tensor) -> float:
