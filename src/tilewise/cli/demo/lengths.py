@@ -1,0 +1,166 @@
+"""One layer's real Q, K and V, laid end to end to any length, through three attentions.
+
+At each length: error against fp64 beside its bound, time, and the memory that a call takes beyond
+its inputs. Standard attention stops where its score matrices would no longer fit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...api import attention
+from ...bench.providers import free_memory, standard_attention
+from ...bench.timer import clock_for, time_interleaved
+from ...testing.tolerance import judge
+from ..tables import mark, table
+from .encoder import Layer
+
+Tensor = torch.Tensor
+SAMPLED = 64  # queries a length that are held to fp64, against all keys
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Point(NamedTuple):
+    """One attention at one length."""
+
+    seqlen: int
+    provider: str
+    ms: float
+    peak_mib: float
+    max_error: float
+    bound: float
+    ok: bool
+
+
+class Grown(NamedTuple):
+    """All points, and what is said of them."""
+
+    points: list[Point]
+    title: str
+
+    def largest_common(self) -> dict[str, Point]:
+        """The points of the largest length at which standard attention still ran."""
+        last = max(point.seqlen for point in self.points if point.provider == "standard")
+        return {point.provider: point for point in self.points if point.seqlen == last}
+
+
+def run(screen, layer: Layer, device: str, quick: bool) -> Grown:
+    """Doubles the length until the time is spent or the longest is reached."""
+    on_gpu = device.startswith("cuda")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    longest = (1024 if quick else 16384) if not on_gpu else (4096 if quick else 131072)
+    budget = (4.0 if quick else 30.0) if not on_gpu else 30.0
+    points: list[Point] = []
+    seqlen, start = 256, time.perf_counter()
+    with screen.status("") as status:
+        while seqlen <= longest:
+            began = time.perf_counter()
+            status.update(f"{seqlen} tokens")
+            points += measure(layer, seqlen, dtype, device)
+            # The next length takes about four times as long as this one.
+            if time.perf_counter() - start + 4 * (time.perf_counter() - began) > budget:
+                break
+            seqlen *= 2
+    nheads, headdim = layer.q.shape[1:]
+    what = f"{nheads} heads, headdim {headdim}, {str(dtype).removeprefix('torch.')}"
+    show(screen, points)
+    screen.print(f"{what}; {how_memory_is_measured(device)}", style="dim")
+    return Grown(points, f"Attention forward on MiniLM's own Q, K, V ({what})")
+
+
+def measure(layer: Layer, seqlen: int, dtype: torch.dtype, device: str) -> list[Point]:
+    """Every attention at one length."""
+    q, k, v = (grow(x, seqlen).to(device, dtype)[None] for x in layer)
+    calls = {"tilewise": attention, "sdpa": sdpa}
+    if fits(q):
+        calls["standard"] = standard_attention
+    verdicts = errors(calls, q, k, v)
+    with torch.no_grad():
+        bound = {name: (lambda f=f: f(q, k, v)) for name, f in calls.items()}
+        times = time_interleaved(
+            bound, clock=clock_for(device), rounds=3, round_ms=20.0, max_calls=5
+        )
+        peaks = {name: peak_mib(call, device) for name, call in bound.items()}
+    return [
+        Point(
+            seqlen,
+            name,
+            sorted(times[name])[1],
+            peaks[name],
+            verdicts[name].max_error,
+            verdicts[name].max_bound,
+            verdicts[name].ok,
+        )
+        for name in calls
+    ]
+
+
+def grow(x: Tensor, seqlen: int) -> Tensor:
+    """The first `seqlen` rows of the real ones laid end to end again and again."""
+    return x.repeat(-(-seqlen // x.shape[0]), 1, 1)[:seqlen]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own choice of kernel."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def fits(q: Tensor) -> bool:
+    """Whether standard attention's scores and their softmax leave room for others here."""
+    scores = 3 * q.shape[2] * q.shape[1] ** 2 * q.element_size()
+    free = torch.cuda.mem_get_info(q.device)[0] if q.is_cuda else min(free_memory(), 8 << 30)
+    return scores < 0.5 * free
+
+
+@torch.no_grad()
+def errors(calls: dict[str, Call], q: Tensor, k: Tensor, v: Tensor) -> dict:
+    """Verdicts over sampled queries, against all keys in fp64."""
+    rows = torch.linspace(0, q.shape[1] - 1, SAMPLED, device=q.device).long()
+    exact = standard_attention(q[:, rows].double(), k.double(), v.double())
+    plain = standard_attention(q[:, rows], k, v)
+    return {name: judge(call(q, k, v)[:, rows], exact, plain) for name, call in calls.items()}
+
+
+def peak_mib(call: Callable[[], object], device: str) -> float:
+    """The most memory that a call holds at once beyond what there was, its result included."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it announces itself on stderr
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak / 2**20
+
+
+def how_memory_is_measured(device: str) -> str:
+    """Said beside the figures."""
+    if device.startswith("cuda"):
+        return "memory is torch.cuda.max_memory_allocated beyond the inputs"
+    return "memory is the peak of torch's CPU allocations in a call, as its profiler records them"
+
+
+def show(screen, points: list[Point]) -> None:
+    """One row for each length and attention."""
+    rows = [
+        (p.seqlen, p.provider, p.ms, p.peak_mib, p.max_error, p.bound, mark(p.ok)) for p in points
+    ]
+    columns = ["tokens", "attention", "ms", "MiB", "max error", "bound", ""]
+    screen.print(table(columns, rows, "tokens,ms,MiB,max error,bound"))

@@ -1,0 +1,44 @@
+"""How commands talk: light tables, numbers to three digits, a mark in words beside every colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+OK, FAIL, NO = "ok", "FAIL", "no"
+STYLES = {OK: "green", FAIL: "bold red", NO: "yellow"}
+
+
+def console(to_stderr: bool = False) -> Console:
+    """Where a command writes; to stderr where standard output is JSON."""
+    return Console(stderr=to_stderr, highlight=False, soft_wrap=False)
+
+
+def digits(value: float | None) -> str:
+    """Three significant digits, a dash for none."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def mark(ok: bool) -> str:
+    """A verdict in words."""
+    return OK if ok else FAIL
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = "") -> Table:
+    """A table whose columns named in `numbers` (comma separated) are aligned to the right."""
+    right = set(numbers.split(","))
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(_cell(value) for value in row))
+    return made
+
+
+def _cell(value: object) -> Text:
+    text = digits(value) if isinstance(value, float) else str(value)
+    return Text(text, style=STYLES.get(text, ""))
