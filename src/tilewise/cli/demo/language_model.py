@@ -21,6 +21,7 @@ from . import texts
 
 Tensor = torch.Tensor
 WIDTH, HEADS, KEY_HEADS, HEADDIM, LAYERS, CONTEXT = 128, 4, 2, 32, 2, 256
+BATCH, RATE = 4, 5e-3
 Attend = Callable[..., Tensor]
 
 
@@ -52,8 +53,8 @@ class ByteModel(nn.Module):
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
-        for table in (self.tokens, self.positions):  # small, as the first one also gives the logits
-            nn.init.normal_(table.weight, std=0.02)
+        for table_of in (self.tokens, self.positions):  # small: the first gives the logits, too
+            nn.init.normal_(table_of.weight, std=0.02)
 
     def forward(self, ids: Tensor, attend: Attend = attention) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -89,7 +90,7 @@ def run(screen, device: str, quick: bool) -> dict:
         "last_loss": sum(losses[-5:]) / len(losses[-5:]),
         "perplexity": perplexity,
         "max_logit_difference": difference,
-        "sample": sample(model, b"def ", 60, device),
+        "sample": sample(model, b"    def ", 60, device),
         "ok": perplexity["tilewise"] == perplexity["eager"],
     }
     show(screen, results, len(train))
@@ -100,7 +101,7 @@ def fit(screen, model: ByteModel, data: Tensor, seconds: float, device: str) -> 
     """Steps of AdamW until the time is up; forward and backward attention are tilewise's."""
     from rich.progress import BarColumn, Progress, TextColumn
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=True)
     places = torch.Generator().manual_seed(0)
     losses: list[float] = []
     start = time.perf_counter()
@@ -108,7 +109,9 @@ def fit(screen, model: ByteModel, data: Tensor, seconds: float, device: str) -> 
     with Progress(*columns, console=screen, transient=True) as progress:
         task = progress.add_task("", total=seconds)
         while (spent := time.perf_counter() - start) < seconds or len(losses) < 3:
-            rows = torch.randint(len(data) - CONTEXT - 1, (8, 1), generator=places)
+            rows = torch.randint(len(data) - CONTEXT - 1, (BATCH, 1), generator=places)
+            for group in optimizer.param_groups:  # up in ten steps, down to nothing in time
+                group["lr"] = RATE * min((len(losses) + 1) / 10, max(1 - spent / seconds, 0.05))
             batch = data[rows + torch.arange(CONTEXT + 1)].to(device)
             logits = model(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -122,10 +125,11 @@ def fit(screen, model: ByteModel, data: Tensor, seconds: float, device: str) -> 
 
 @torch.no_grad()
 def sample(model: ByteModel, prompt: bytes, count: int, device: str) -> str:
-    """The likeliest bytes after a prompt."""
+    """Likely bytes after a prompt."""
     ids = torch.tensor([list(prompt)], device=device)
     for _ in range(count):
-        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+        chances = (model(ids)[:, -1] / 0.6).softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(chances, 1)], dim=1)
     return bytes(ids[0].tolist()).decode("utf-8", errors="replace")
 
 

@@ -7,6 +7,7 @@ its inputs. Standard attention stops where its score matrices would no longer fi
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,14 +17,15 @@ import torch.nn.functional as F
 
 from ...api import attention
 from ...bench.providers import free_memory, standard_attention
-from ...bench.timer import clock_for, time_interleaved
+from ...bench.timer import clock_for
 from ...testing.tolerance import judge
 from ..tables import mark, table
 from .encoder import Layer
 
 Tensor = torch.Tensor
 SAMPLED = 64  # queries a length that are held to fp64, against all keys
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+CALLS = 3  # of an attention at a long length: for its error, its time and its memory
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Point(NamedTuple):
@@ -54,18 +56,19 @@ def run(screen, layer: Layer, device: str, quick: bool) -> Grown:
     """Doubles the length until the time is spent or the longest is reached."""
     on_gpu = device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    longest = (1024 if quick else 16384) if not on_gpu else (4096 if quick else 131072)
-    budget = (4.0 if quick else 30.0) if not on_gpu else 30.0
+    longest = (4096 if quick else 131072) if on_gpu else (1024 if quick else 16384)
+    budget = 4.0 if quick else 35.0
     points: list[Point] = []
-    seqlen, start = 256, time.perf_counter()
+    seqlen, start, ahead = 256, time.perf_counter(), 0.0
     with screen.status("") as status:
-        while seqlen <= longest:
+        while seqlen <= longest and time.perf_counter() - start + ahead < budget:
             began = time.perf_counter()
             status.update(f"{seqlen} tokens")
             points += measure(layer, seqlen, dtype, device)
-            # The next length takes about four times as long as this one.
-            if time.perf_counter() - start + 4 * (time.perf_counter() - began) > budget:
-                break
+            # Twice the length takes four times as long, without standard attention perhaps less.
+            ahead = 4 * (time.perf_counter() - began)
+            if not fits(layer, 2 * seqlen, dtype, device):
+                ahead = 4 * CALLS * sum(p.ms for p in points[-3:] if p.provider != "standard") / 1e3
             seqlen *= 2
     nheads, headdim = layer.q.shape[1:]
     what = f"{nheads} heads, headdim {headdim}, {str(dtype).removeprefix('torch.')}"
@@ -75,29 +78,31 @@ def run(screen, layer: Layer, device: str, quick: bool) -> Grown:
 
 
 def measure(layer: Layer, seqlen: int, dtype: torch.dtype, device: str) -> list[Point]:
-    """Every attention at one length."""
+    """Every attention at one length; what takes long is timed once."""
     q, k, v = (grow(x, seqlen).to(device, dtype)[None] for x in layer)
-    calls = {"tilewise": attention, "sdpa": sdpa}
-    if fits(q):
-        calls["standard"] = standard_attention
-    verdicts = errors(calls, q, k, v)
+    attends: dict[str, Attend] = {"tilewise": attention, "sdpa": sdpa}
+    if fits(layer, seqlen, dtype, device):
+        attends["standard"] = standard_attention
+    clock = clock_for(device)
     with torch.no_grad():
-        bound = {name: (lambda f=f: f(q, k, v)) for name, f in calls.items()}
-        times = time_interleaved(
-            bound, clock=clock_for(device), rounds=3, round_ms=20.0, max_calls=5
-        )
-        peaks = {name: peak_mib(call, device) for name, call in bound.items()}
+        verdicts = errors(attends, q, k, v)
+        calls = {name: (lambda f=f: f(q, k, v)) for name, f in attends.items()}
+        times = {name: clock(call, 1) for name, call in calls.items()}
+        for _ in range(2 if max(map(sum, times.values())) < 500 else 0):
+            for name, call in calls.items():
+                times[name] += clock(call, 3)
+        peaks = {name: peak_mib(call, device) for name, call in calls.items()}
     return [
         Point(
             seqlen,
             name,
-            sorted(times[name])[1],
+            statistics.median(times[name]),
             peaks[name],
             verdicts[name].max_error,
             verdicts[name].max_bound,
             verdicts[name].ok,
         )
-        for name in calls
+        for name in attends
     ]
 
 
@@ -112,20 +117,20 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def fits(q: Tensor) -> bool:
+def fits(layer: Layer, seqlen: int, dtype: torch.dtype, device: str) -> bool:
     """Whether standard attention's scores and their softmax leave room for others here."""
-    scores = 3 * q.shape[2] * q.shape[1] ** 2 * q.element_size()
-    free = torch.cuda.mem_get_info(q.device)[0] if q.is_cuda else min(free_memory(), 8 << 30)
+    scores = 3 * layer.q.shape[1] * seqlen**2 * dtype.itemsize
+    on_gpu = device.startswith("cuda")
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else min(free_memory(), 8 << 30)
     return scores < 0.5 * free
 
 
-@torch.no_grad()
-def errors(calls: dict[str, Call], q: Tensor, k: Tensor, v: Tensor) -> dict:
+def errors(attends: dict[str, Attend], q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Verdicts over sampled queries, against all keys in fp64."""
     rows = torch.linspace(0, q.shape[1] - 1, SAMPLED, device=q.device).long()
     exact = standard_attention(q[:, rows].double(), k.double(), v.double())
     plain = standard_attention(q[:, rows], k, v)
-    return {name: judge(call(q, k, v)[:, rows], exact, plain) for name, call in calls.items()}
+    return {name: judge(attend(q, k, v)[:, rows], exact, plain) for name, attend in attends.items()}
 
 
 def peak_mib(call: Callable[[], object], device: str) -> float:

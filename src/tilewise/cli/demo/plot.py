@@ -23,17 +23,27 @@ def draw(grown: Grown, path: Path) -> Path:
 
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
     with pyplot.rc_context(style):
-        figure, (memory, time) = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+        figure, (memory, time) = pyplot.subplots(1, 2, figsize=(11.5, 5), layout="constrained")
         figure.suptitle(grown.title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         draw_panel(memory, grown.points, "peak_mib", "MiB beyond the inputs", "Memory")
         draw_panel(time, grown.points, "ms", "milliseconds", "Time")
-        add_guide(memory, grown.points, "peak_mib", "tilewise", 1, "O(N)")
-        add_guide(memory, grown.points, "peak_mib", "standard", 2, "O(N²)")
-        add_guide(time, grown.points, "ms", "tilewise", 2, "O(N²)")
+        add_guide(memory, of(grown, "standard"), "peak_mib", 2, "O(N²)", lift=1.8)
+        add_guide(memory, of(grown, "tilewise"), "peak_mib", 1, "O(N)", lift=2.0)
+        fastest = min(("sdpa", "tilewise"), key=lambda name: of(grown, name)[-1].ms)
+        add_guide(time, of(grown, fastest), "ms", 2, "O(N²)", lift=0.5)
+        add_gap(memory, grown)
+        for axes in (memory, time):
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, high * 2)
         memory.legend(frameon=False, loc="upper left")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
     return path
+
+
+def of(grown: Grown, name: str) -> list[Point]:
+    """One attention's points."""
+    return [point for point in grown.points if point.provider == name]
 
 
 def draw_panel(axes, points: list[Point], field: str, unit: str, title: str) -> None:
@@ -55,25 +65,52 @@ def draw_panel(axes, points: list[Point], field: str, unit: str, title: str) -> 
     axes.set_ylabel(unit)
 
 
-def add_guide(axes, points: list[Point], field: str, name: str, power: int, label: str) -> None:
-    """A dotted line of slope `power` beside the last of a curve."""
-    mine = [point for point in points if point.provider == name]
-    if len(mine) < 2:
+def add_guide(axes, points: list[Point], field: str, power: int, label: str, lift: float) -> None:
+    """A dotted line of slope `power` beside the end of a curve: above it, or below for lift < 1."""
+    if len(points) < 2:
         return
-    last, first = mine[-1], mine[-min(len(mine), 4)]
-    lift = 1.7
+    last, first = points[-1], points[-min(len(points), 4)]
     end = getattr(last, field) * lift
     start = end * (first.seqlen / last.seqlen) ** power
     axes.plot([first.seqlen, last.seqlen], [start, end], ":", color="#666666", linewidth=1.4)
+    above = lift > 1
     axes.annotate(
         label,
         (last.seqlen, end),
-        xytext=(-2, 4),
+        xytext=(0, 4 if above else -4),
         textcoords="offset points",
-        ha="right",
-        va="bottom",
+        ha="center",
+        va="bottom" if above else "top",
         color="#444444",
     )
+
+
+def add_gap(axes, grown: Grown) -> None:
+    """An arrow from tilewise to standard attention at the last length that both could do."""
+    both = grown.largest_common()
+    low, high = both["tilewise"].peak_mib, both["standard"].peak_mib
+    seqlen = both["standard"].seqlen
+    arrow = dict(arrowstyle="<->", color="#222222", shrinkA=6, shrinkB=6)
+    axes.annotate("", (seqlen, low), (seqlen, high), arrowprops=arrow)
+    axes.annotate(
+        f"{high / low:.0f}× less",
+        (seqlen, (low * high) ** 0.5),
+        xytext=(-6, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontweight="bold",
+    )
+    if seqlen < max(point.seqlen for point in grown.points):
+        axes.annotate(
+            "longer: its scores\ndo not fit",
+            (seqlen, high),
+            xytext=(9, -2),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=LOOKS["standard"]["color"],
+        )
 
 
 def tick(length: int) -> str:
