@@ -28,13 +28,15 @@ def draw(grown: Grown, path: Path) -> Path:
         draw_panel(memory, grown.points, "peak_mib", "MiB beyond the inputs", "Memory")
         draw_panel(time, grown.points, "ms", "milliseconds", "Time")
         add_guide(memory, of(grown, "standard"), "peak_mib", 2, "O(N²)", lift=1.8)
-        add_guide(memory, of(grown, "tilewise"), "peak_mib", 1, "O(N)", lift=2.0)
+        leanest = min(("sdpa", "tilewise"), key=lambda name: of(grown, name)[-1].peak_mib)
+        add_guide(memory, of(grown, leanest), "peak_mib", 1, "O(N)", lift=0.5)
         fastest = min(("sdpa", "tilewise"), key=lambda name: of(grown, name)[-1].ms)
         add_guide(time, of(grown, fastest), "ms", 2, "O(N²)", lift=0.5)
         add_gap(memory, grown)
         for axes in (memory, time):
             low, high = axes.get_ylim()
             axes.set_ylim(low, high * 2)
+            axes.set_xlim(200, max(point.seqlen for point in grown.points) * 1.8)
         memory.legend(frameon=False, loc="upper left")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
@@ -66,21 +68,19 @@ def draw_panel(axes, points: list[Point], field: str, unit: str, title: str) -> 
 
 
 def add_guide(axes, points: list[Point], field: str, power: int, label: str, lift: float) -> None:
-    """A dotted line of slope `power` beside the end of a curve: above it, or below for lift < 1."""
+    """A dotted line of slope `power` beside the end of a curve, `lift` times as high."""
     if len(points) < 2:
         return
     last, first = points[-1], points[-min(len(points), 4)]
     end = getattr(last, field) * lift
     start = end * (first.seqlen / last.seqlen) ** power
     axes.plot([first.seqlen, last.seqlen], [start, end], ":", color="#666666", linewidth=1.4)
-    above = lift > 1
     axes.annotate(
         label,
         (last.seqlen, end),
-        xytext=(0, 4 if above else -4),
+        xytext=(8, 0),
         textcoords="offset points",
-        ha="center",
-        va="bottom" if above else "top",
+        va="center",
         color="#444444",
     )
 
