@@ -1,0 +1,104 @@
+"""How attention is sharded: over the batch or over the heads, each shard an attention of its own.
+
+`register()` tells DTensor so. Other placements, a sharded sequence among them, are redistributed
+to the cheapest of these, never refused. Sinks belong to a head and are shared by the batch, so with
+a sharded batch their gradient is a partial sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+_registered = False
+
+
+def register() -> bool:
+    """Registers the rules of both operators, once; False where torch has no DTensor to tell.
+
+    >>> from tilewise.integrations import dtensor
+    >>> dtensor.register() == torch.distributed.is_available()
+    True
+    """
+    global _registered
+    if _registered or not torch.distributed.is_available():
+        return _registered
+    try:
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError:  # an experimental name may move; attention on plain tensors needs none
+        return False
+    register_sharding(torch.ops.tilewise.forward.default)(_forward_rules)
+    register_sharding(torch.ops.tilewise.backward.default)(_backward_rules)
+    _registered = True
+    return True
+
+
+def _forward_rules(q, k, v, alibi_slopes, sinks, seqused_k, *scalars) -> list[tuple]:
+    rest = [None] * len(scalars)
+    return [
+        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + rest)
+        for way in _ways(q, k, alibi_slopes, sinks, seqused_k)
+    ]
+
+
+def _backward_rules(
+    dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused_k, *scalars
+) -> list[tuple]:
+    rest = [None] * len(scalars)
+    rules = []
+    for way in _ways(q, k, alibi_slopes, sinks, seqused_k):
+        given = [_if(dout, way.bshd), _if(dlse, way.bhs)]
+        saved = [way.bshd] * 4 + [way.bhs]
+        rules.append(([way.bshd] * 3 + [way.dsinks], given + saved + way.extras + rest))
+    return rules
+
+
+class _Way(NamedTuple):
+    """One way to shard along one dimension of the mesh: a placement for each kind of tensor."""
+
+    bshd: Any
+    bhs: Any
+    extras: list
+    dsinks: Any
+
+
+def _ways(q, k, alibi_slopes, sinks, seqused_k) -> list[_Way]:
+    """The ways that serve these tensors; here a tensor is what DTensor knows of one."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    whole, first, second = Replicate(), Shard(0), Shard(1)
+    slopes_by_batch = alibi_slopes is not None and len(alibi_slopes.shape) == 2
+
+    def extras(slopes, sink, used) -> list:
+        return [_if(alibi_slopes, slopes), _if(sinks, sink), _if(seqused_k, used)]
+
+    by_batch = extras(first if slopes_by_batch else whole, whole, first)
+    ways = [
+        _Way(whole, whole, extras(whole, whole, whole), whole),
+        _Way(first, first, by_batch, whole if sinks is None else Partial()),
+    ]
+    if _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
+        by_head = extras(second if slopes_by_batch else first, first, whole)
+        ways.append(_Way(Shard(2), second, by_head, whole if sinks is None else first))
+    return ways
+
+
+def _groups_stay_whole(nheads: int, nheads_k: int, mesh: tuple[int, ...]) -> bool:
+    """Whether equal cuts of the heads leave each key head with its query heads.
+
+    The heads may be cut along several dimensions of the mesh. An uneven cut is right only where
+    each query head has a key head of its own.
+    """
+    if nheads == nheads_k:
+        return True
+    dims = (n for n in range(1, len(mesh) + 1))
+    cuts = (math.prod(chosen) for n in dims for chosen in itertools.combinations(mesh, n))
+    return all(nheads_k % cut == 0 for cut in cuts if cut <= nheads_k)
+
+
+def _if(tensor: Any, placement: Any) -> Any:
+    """The placement, or None where the optional tensor is absent."""
+    return None if tensor is None else placement
