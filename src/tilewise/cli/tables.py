@@ -28,15 +28,25 @@ def mark(ok: bool) -> str:
     return OK if ok else FAIL
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = "") -> Table:
-    """A table whose columns named in `numbers` (comma separated) are aligned to the right."""
-    right = set(numbers.split(","))
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[str] = ()
+) -> Table:
+    """A light table; the columns in `numbers` are aligned to the right and never folded."""
+    numbers = set(numbers)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        if column in numbers:
+            made.add_column(column, justify="right", no_wrap=True)
+        else:
+            made.add_column(column, overflow="fold")
     for row in rows:
         made.add_row(*(_cell(value) for value in row))
     return made
+
+
+def error(value: float | None) -> str:
+    """An error or a bound, as wide as any other: 1.2e-07."""
+    return "-" if value is None else f"{value:.1e}"
 
 
 def _cell(value: object) -> Text:

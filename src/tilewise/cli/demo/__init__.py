@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from ..machine import describe_machine
 from ..options import Exit, default_device, need_gpu
 from ..tables import console, digits
 
@@ -42,7 +43,7 @@ def demo(out: str, model: str | None, device: str | None, quick: bool, as_json: 
     start = time.perf_counter()
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    screen.print(header(device), style="dim")
+    screen.print(describe_machine(device), style="dim")
 
     screen.rule("1. A pretrained encoder reads text from this machine", align="left")
     read = encoder.run(screen, encoder.locate(model), device, quick)
@@ -54,7 +55,7 @@ def demo(out: str, model: str | None, device: str | None, quick: bool, as_json: 
     learned = language_model.run(screen, device, quick)
 
     results = {
-        "device": header(device),
+        "device": describe_machine(device),
         "encoder": read.results,
         "lengths": [point._asdict() for point in grown.points],
         "language_model": learned,
@@ -84,36 +85,6 @@ def explain_what_is_missing(model: str | None) -> None:
         raise click.UsageError(
             f"the demo needs {', '.join(missing)}: `pip install 'tilewise[{wanted}]'` brings it"
         )
-
-
-def header(device: str) -> str:
-    """One line: what runs this, on what."""
-    import torch
-
-    from ... import __version__, dispatch
-    from ...bench.row import cpu_name, triton_version
-    from ...problem import Problem
-
-    problem = Problem(
-        dtype=torch.float32,
-        nheads=12,
-        nheads_k=12,
-        headdim=32,
-        headdim_v=32,
-        align="bottom_right",
-        has_left=False,
-        has_right=False,
-        has_softcap=False,
-        has_alibi=False,
-        has_sinks=False,
-        has_seqused_k=False,
-        layout="bshd",
-        deterministic=False,
-    )
-    chosen = dispatch.choose(problem, torch.device(device)).NAME
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
-    versions = f"tilewise {__version__}, torch {torch.__version__}, triton {triton_version()}"
-    return f"{name} | backend: {chosen} | {versions}"
 
 
 def failures(results: dict) -> list[str]:

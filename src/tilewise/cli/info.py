@@ -1,0 +1,179 @@
+"""`tilewise info`: what is usable here, and for each thing that is not, why and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from .machine import c_compiler, folder_size, gpu, python_headers, typical
+from .tables import NO, OK, console, table
+
+# Integrations that are registered by a call: package -> our module and the call.
+REGISTERED = {"transformers": "tilewise.integrations.transformers"}
+PACKAGES = ("transformers", "diffusers", "vllm", "sglang")
+
+
+class Line(NamedTuple):
+    """One fact: `mark` is "ok" or "no", or empty where nothing is judged."""
+
+    section: str
+    name: str
+    mark: str
+    value: str
+    remedy: str = ""
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@click.option("--markdown", is_flag=True, help="The same as a table to paste into an issue.")
+def info(as_json: bool, markdown: bool) -> None:
+    """What is usable on this machine, and for the rest why not and what to do."""
+    lines = [*machine(), *backends(), *caches(), *integrations()]
+    if as_json:
+        click.echo(json.dumps([line._asdict() for line in lines], indent=1))
+    elif markdown:
+        click.echo(as_markdown(lines))
+    else:
+        screen = console()
+        for section in dict.fromkeys(line.section for line in lines):
+            rows = [line[1:] for line in lines if line.section == section]
+            screen.print(table([section, "", "", "remedy"], rows))
+        screen.print(summary(lines))
+
+
+def machine() -> list[Line]:
+    """Versions, the GPU, and what Triton needs to launch on it."""
+    import torch
+
+    from .. import __version__
+    from ..bench.row import commit, cpu_name, driver_version, triton_version
+
+    section, card = "machine", gpu()
+    lines = [
+        Line(section, "GPU", OK if card.usable else NO, card.reason, card.remedy),
+        Line(section, "driver", "", driver_version() if card.usable else "-"),
+        Line(section, "CPU", "", cpu_name()),
+        Line(section, "system", "", f"{platform.platform()}, Python {sys.version.split()[0]}"),
+        Line(section, "tilewise", "", f"{__version__} ({commit()})"),
+        Line(section, "torch", "", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+    ]
+    triton = triton_version()
+    if triton == "none":
+        remedy = "`pip install triton` (Linux); the CPU backend needs none"
+        lines.append(Line(section, "triton", NO, "not installed", remedy))
+    else:
+        lines.append(Line(section, "triton", OK, triton))
+    for name, answer in (("C compiler", c_compiler()), ("Python headers", python_headers())):
+        line = Line(section, name, OK if answer.usable else NO, answer.reason, answer.remedy)
+        lines.append(line)
+    return lines
+
+
+def backends() -> list[Line]:
+    """Each backend's own answer to a causal problem with grouped heads, on each device here."""
+    import torch
+
+    from .. import dispatch
+
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    lines = []
+    for device in devices:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        problem, chosen = typical(dtype, right=0), False
+        for name in dispatch.BACKENDS:
+            reason = dispatch.ask(name, problem, torch.device(device))
+            value = reason or ("usable" if chosen else "usable, and the one that is chosen")
+            chosen = chosen or reason is None
+            lines.append(Line(f"backends for {device} tensors", name, NO if reason else OK, value))
+    return lines
+
+
+def caches() -> list[Line]:
+    """Where kernels and measured configurations are kept."""
+    kernels = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    lines = [Line("caches", "compiled kernels", "", _sized(kernels))]
+    try:
+        from ..tuning.select import cache_file
+
+        measured = cache_file()
+    except ImportError:  # the tables name kernels of a Triton that is not here
+        return lines
+    lines.append(Line("caches", "tuned here", "", _sized(measured)))
+    lines.append(Line("caches", "tuning table", "", tuning_table(measured)))
+    return lines
+
+
+def tuning_table(measured: Path) -> str:
+    """Which configurations launches on this GPU take."""
+    import torch
+
+    from ..tuning.tables import TABLE
+
+    if not torch.cuda.is_available():
+        return "none: no GPU"
+    from ..tuning.select import architecture, user_table
+
+    device = torch.device("cuda")
+    own, arch = len(user_table(device)), architecture(device)
+    shipped = sum(key.arch == arch for key in TABLE)
+    return f"{own} rows tuned on this GPU, {shipped} shipped for {arch}, else the default rule"
+
+
+def integrations() -> list[Line]:
+    """Libraries that can call tilewise, and the call that tells them."""
+    lines = []
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(Line("integrations", package, "", "not installed"))
+            continue
+        module = REGISTERED.get(package)
+        if module is None:
+            lines.append(Line("integrations", package, NO, f"{version}: not served yet"))
+        else:
+            call = f"call {module}.register(), then attn_implementation='tilewise'"
+            lines.append(
+                Line("integrations", package, OK, f"{version}: {registered(package)}", call)
+            )
+    return lines
+
+
+def registered(package: str) -> str:
+    """Whether this process has told the library; importing it to ask would tell nothing new."""
+    if package not in sys.modules:
+        return "not registered (registering is up to each process)"
+    from ..integrations.transformers import is_registered
+
+    return "registered" if is_registered() else "not registered"
+
+
+def summary(lines: list[Line]) -> str:
+    """One sentence."""
+    chosen = [line for line in lines if "chosen" in line.value]
+    served = ", ".join(f"{line.section.split()[2]} tensors by {line.name}" for line in chosen)
+    missing = [line.name for line in lines if line.section == "machine" and line.mark == NO]
+    lacking = f"; not here: {', '.join(missing)}" if missing else ""
+    return f"tilewise serves {served or 'nothing'}{lacking}."
+
+
+def as_markdown(lines: list[Line]) -> str:
+    """A table for an issue."""
+    rows = ["| | | | |", "|---|---|---|---|"]
+    for line in lines:
+        cells = (f"{line.section}: {line.name}", line.mark, line.value, line.remedy)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _sized(path: Path) -> str:
+    if not path.exists():
+        return f"{path} (empty)"
+    return f"{path} ({folder_size(path) / 2**20:.1f} MiB)"

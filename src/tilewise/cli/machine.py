@@ -1,0 +1,116 @@
+"""Facts about this machine that several commands state."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """Whether something is usable; if not, why and what to do."""
+
+    usable: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+def typical(dtype, **asked):
+    """A Problem as transformers ask it: grouped heads of 64."""
+    import torch
+
+    from ..problem import Extras, Scalars, describe
+
+    q, k = torch.empty(0, 0, 8, 64, dtype=dtype), torch.empty(0, 0, 2, 64, dtype=dtype)
+    scalars = Scalars(0.125, **asked)
+    return describe(q, k, k, Extras(), scalars, "bottom_right", "bshd", False)
+
+
+def chosen_backend(device: str, dtype) -> str:
+    """The name of the backend that serves a typical problem."""
+    import torch
+
+    from .. import dispatch
+
+    try:
+        return dispatch.choose(typical(dtype), torch.device(device)).NAME
+    except NotImplementedError:
+        return "none"
+
+
+def describe_machine(device: str, dtype=None) -> str:
+    """One line: what runs this, on what."""
+    import torch
+
+    from .. import __version__
+    from ..bench.row import cpu_name, triton_version
+
+    backend = chosen_backend(device, dtype or torch.float32)
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+    versions = f"tilewise {__version__}, torch {torch.__version__}, triton {triton_version()}"
+    return f"{name} | backend: {backend} | {versions}"
+
+
+def c_compiler() -> Answer:
+    """Triton compiles a small launcher in C at the first launch on a GPU."""
+    import os
+
+    for name in filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")):
+        if path := shutil.which(name):
+            return Answer(True, path)
+    return Answer(False, "none found", "install gcc or clang, or set CC")
+
+
+def python_headers() -> Answer:
+    """Python.h, for the same launcher."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if header.exists():
+        return Answer(True, str(header))
+    remedy = "install this Python's development package (python3-dev), or use a standalone Python"
+    return Answer(False, f"{header} is missing", remedy)
+
+
+@functools.cache
+def nvidia_smi_sees_a_gpu() -> bool:
+    """Whether the driver knows a GPU, whatever torch thinks."""
+    from ..bench.row import driver_version
+
+    return driver_version() != "unknown"
+
+
+def gpu() -> Answer:
+    """The GPU, or why torch has none."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        size = properties.total_memory / 2**30
+        arch = f"sm{properties.major}{properties.minor}"
+        if torch.version.hip:
+            arch = properties.gcnArchName
+        return Answer(True, f"{properties.name}, {arch}, {size:.0f} GiB")
+    if torch.version.cuda is None and torch.version.hip is None:
+        if nvidia_smi_sees_a_gpu():
+            return Answer(
+                False,
+                "there is one, but this torch is a CPU build",
+                "install the CUDA build of torch: `pip install torch`",
+            )
+        return Answer(False, "none; this torch is a CPU build", "nothing to do: the CPU serves")
+    reason = "torch sees none"
+    return Answer(False, reason, "check nvidia-smi and CUDA_VISIBLE_DEVICES; the CPU serves")
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of all files under `path`."""
+    if path.is_file():
+        return path.stat().st_size
+    total = 0
+    for file in path.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except OSError:  # a cache changes while it is read
+            continue
+    return total

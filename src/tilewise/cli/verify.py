@@ -1,0 +1,243 @@
+"""`tilewise verify`: every feature held to fp64 on this machine, case by case.
+
+The cases and the bounds are those of the tests (`tilewise.testing`): the error against fp64 must
+stay below twice that of plain torch in the same precision. Where torch's own attention can do the
+same job on the same input, its error stands beside ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+import click
+
+from .machine import describe_machine
+from .options import DTYPES, Exit, NameList, default_device, need_gpu
+from .tables import console, mark, table
+
+QUICK_TILES = 20  # of a case, with --quick
+
+
+class Check(NamedTuple):
+    """A case's worst tensor: the one nearest to its bound, or beyond it."""
+
+    case: str
+    dtype: str
+    tensor: str = ""
+    max_error: float | None = None
+    max_bound: float | None = None
+    mean_error: float | None = None
+    mean_bound: float | None = None
+    sdpa_error: float | None = None  # torch's, on the same input and tensor
+    ok: bool = True
+    refused: str = ""
+    raised: str = ""
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Small cases in one dtype.")
+@click.option("--full", is_flag=True, help="Every case in fp32, bf16 and fp16.")
+@click.option("--device", help="cuda or cpu; the GPU if there is one.")
+@click.option("--dtype", "dtypes", type=NameList(), help="For example fp32,bf16.")
+@click.option("--backend", help="Force one; portable on the CPU runs in Triton's interpreter.")
+@click.option("-k", "expression", default="", help="Cases by name: 'gqa or (window and not tall)'.")
+@click.option("--json", "as_json", is_flag=True, help="The checks as JSON; the rest to stderr.")
+def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
+    """Hold every feature, forward and backward, to fp64 on this machine."""
+    if quick and full:
+        raise click.UsageError("--quick and --full exclude each other")
+    device = device or default_device()
+    need_gpu(device)
+    wanted = dtypes_of(dtypes, quick, full, device)
+    cases = select(expression, quick)
+    screen = console(as_json)
+    screen.print(describe_machine(device), style="dim")
+    checks = run(screen, cases, backend, device, wanted)
+    if as_json:
+        click.echo(json.dumps([check._asdict() for check in checks], indent=1))
+    show(screen, checks)
+    screen.print(summary(checks))
+    if any(not check.ok for check in checks):
+        raise SystemExit(Exit.FAILED)
+
+
+def dtypes_of(named: tuple[str, ...] | None, quick: bool, full: bool, device: str) -> list[str]:
+    """Names as torch has them."""
+    if named:
+        if unknown := [name for name in named if name not in DTYPES]:
+            raise click.UsageError(f"--dtype {unknown[0]!r} is unknown: {', '.join(DTYPES)}")
+        return [DTYPES[name] for name in named]
+    if full:
+        return ["float32", "bfloat16", "float16"]
+    if quick:
+        return ["bfloat16" if device.startswith("cuda") else "float32"]
+    return ["float32", "bfloat16"]
+
+
+def select(expression: str, quick: bool) -> list:
+    """The cases that are asked for."""
+    from ..testing.cases import CASES
+
+    chosen = [case for case in CASES if matches(expression, case.name)]
+    if quick:
+        chosen = [case for case in chosen if case.tiles <= QUICK_TILES]
+    if not chosen:
+        raise click.UsageError(f"no case is named by -k {expression!r}")
+    return chosen
+
+
+def matches(expression: str, name: str) -> bool:
+    """Whether a case is named: words are parts of its name, joined by and, or, not, ( and )."""
+    words = re.findall(r"[()]|[^\s()]+", expression)
+    if not words:
+        return True
+    operators = {"and", "or", "not", "(", ")"}
+    python = " ".join(word if word in operators else str(word in name) for word in words)
+    try:
+        return bool(eval(python, {"__builtins__": {}}))
+    except SyntaxError as error:
+        raise click.UsageError(f"-k {expression!r} cannot be read") from error
+
+
+def run(screen, cases: list, backend: str | None, device: str, dtypes: list[str]) -> list[Check]:
+    """Every case in every dtype, behind a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+    checks = []
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task("", total=len(cases) * len(dtypes))
+        for dtype in dtypes:
+            for case in cases:
+                progress.update(task, description=f"{case.name} {dtype}")
+                checks.append(check_case(case, backend, device, dtype))
+                progress.advance(task)
+    return checks
+
+
+def check_case(case, backend: str | None, device: str, dtype: str) -> Check:
+    """One case: the worst of its tensors, a refusal, or what was raised."""
+    import torch
+
+    from ..testing.cases import run_case
+
+    try:
+        records = run_case(case, backend, device, getattr(torch, dtype))
+    except NotImplementedError as error:
+        return Check(case.name, dtype, refused=" ".join(str(error).split()))
+    except Exception as error:
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Check(case.name, dtype, ok=False, raised=raised)
+    worst = max(records, key=lambda record: nearness(record.verdict))
+    verdict = worst.verdict
+    return Check(
+        case.name,
+        dtype,
+        worst.tensor,
+        *verdict[:4],
+        sdpa_error=sdpa_error(case, worst.tensor, device, getattr(torch, dtype)),
+        ok=verdict.ok,
+    )
+
+
+def nearness(verdict) -> float:
+    """How near a verdict is to failing: above 1 it fails; what fails otherwise fails most."""
+    if not verdict.ok:
+        return float("inf")
+    pairs = ((verdict.max_error, verdict.max_bound), (verdict.mean_error, verdict.mean_bound))
+    return max(error / bound if bound else 0.0 for error, bound in pairs)
+
+
+def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
+    """The largest error of torch's attention in this tensor, None where it has no such feature."""
+    import torch
+
+    from ..reference import attention_reference
+    from ..testing.inputs import make_inputs
+
+    if not torch_can(case, tensor):
+        return None
+    inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
+    is_causal = bool(case.features.causal)
+
+    def attend(q, k, v):
+        swap = case.features.layout == "bshd"
+        q, k, v = (x.transpose(1, 2) if swap else x for x in (q, k, v))
+        heads = case.sizes.nheads != case.sizes.nheads_k
+        how = dict(is_causal=is_causal, scale=case.features.scale, enable_gqa=heads)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
+        return out.transpose(1, 2) if swap else out
+
+    def exact(q, k, v):
+        asked = {name: getattr(case.features, name) for name in ("causal", "scale", "layout")}
+        return attention_reference(q, k, v, **asked)
+
+    def tensor_of(function, *given):
+        *leaves, dout = given
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = function(*leaves)
+        if tensor == "out":
+            return out.detach()
+        return torch.autograd.grad(out, leaves["qkv".index(tensor[1])], dout)[0]
+
+    given = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    oracle = tensor_of(exact, *(x.double() for x in given))
+    return (tensor_of(attend, *given).double() - oracle).abs().max().item()
+
+
+def torch_can(case, tensor: str) -> bool:
+    """Whether F.scaled_dot_product_attention computes this case's tensor without a mask of scores."""
+    features, sizes = case.features, case.sizes
+    if tensor not in ("out", "dq", "dk", "dv") or (features.lse_grad and tensor != "out"):
+        return False
+    if features.window or features.softcap or features.alibi or features.sinks:
+        return False
+    if features.seqused_k is not None or not (sizes.batch and sizes.seqlen_q and sizes.seqlen_k):
+        return False
+    is_square = sizes.seqlen_q == sizes.seqlen_k
+    return not features.causal or features.causal == "top_left" or is_square
+
+
+def show(screen, checks: list[Check]) -> None:
+    """One row for each check; what a backend refuses, below."""
+    served = [check for check in checks if not check.refused]
+    rows = [
+        (
+            check.case,
+            check.dtype,
+            check.tensor,
+            *_pair(check.max_error, check.max_bound),
+            *_pair(check.mean_error, check.mean_bound),
+            "-" if check.sdpa_error is None else check.sdpa_error,
+            mark(check.ok),
+        )
+        for check in served
+    ]
+    names = ["case", "dtype", "worst", "max error", "bound", "mean error", "bound ", "SDPA max", ""]
+    screen.print(table(names, rows, "max error,bound,mean error,bound ,SDPA max"))
+    for check in served:
+        if check.raised:
+            screen.print(f"{check.case} {check.dtype} raised {check.raised}", style="bold red")
+    for reason in dict.fromkeys(check.refused for check in checks if check.refused):
+        names = [check.case for check in checks if check.refused == reason]
+        screen.print(f"not served ({len(names)}: {', '.join(names[:4])}...): {reason}")
+
+
+def summary(checks: list[Check]) -> str:
+    """One sentence."""
+    failed = [check for check in checks if not check.ok]
+    refused = sum(bool(check.refused) for check in checks)
+    passed = len(checks) - len(failed) - refused
+    also = f", {refused} not served here" if refused else ""
+    if failed:
+        names = ", ".join(dict.fromkeys(check.case for check in failed))
+        return (
+            f"FAIL: {len(failed)} of {len(checks)} checks are beyond their bounds ({names}){also}."
+        )
+    return f"ok: {passed} checks within their bounds against fp64{also}."
+
+
+def _pair(error: float | None, bound: float | None) -> tuple[object, object]:
+    return ("-", "-") if error is None else (error, bound)
