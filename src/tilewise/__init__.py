@@ -1,6 +1,12 @@
 """Exact attention for PyTorch, computed tile by tile, every kernel written in Python."""
 
-from .api import attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, scaled_dot_product_attention
+from .api import (
+    attention,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    scaled_dot_product_attention,
+)
 from .errors import ArgumentError, PerformanceWarning
 from .reference import attention_reference, merge_states
 

@@ -1,4 +1,6 @@
-"""The public functions: three faces of one operation. Each turns its own convention into one Problem and calls one op."""
+"""The public functions: three faces of one operation. Each turns its own convention into one
+Problem and calls one op.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,37 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the score matrix.
+    """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the score
+    matrix.
 
     >>> import torch, tilewise
-    >>> q = torch.randn(2, 128, 8, 64)                           # (batch, seqlen_q, nheads, headdim)
-    >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)           # 2 key heads: each serves 4 query heads
+    # (batch, seqlen_q, nheads, headdim)
+    >>> q = torch.randn(2, 128, 8, 64)
+    # 2 key heads: each serves 4 query heads
+    >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)
     >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
     torch.Size([2, 128, 8, 64])
 
-    Shapes are (batch, seqlen, nheads, headdim), or (batch, nheads, seqlen, headdim) with `layout="bhsd"`; any strides, as long
-    as the last dimension is contiguous. `v` may have another headdim than `q` and `k`. fp16, bf16, fp32 (fp64 on the CPU).
+    Shapes are (batch, seqlen, nheads, headdim), or (batch, nheads, seqlen, headdim) with
+    `layout="bhsd"`; any strides, as long as the last dimension is contiguous. `v` may have another
+    headdim than `q` and `k`. fp16, bf16, fp32 (fp64 on the CPU).
 
-    causal: True or "bottom_right" lets the last query see the last key; "top_left" lets the first query see the first key only.
-    window: (left, right), how many keys before and after its diagonal a query sees, both ends included; None or -1: no limit.
+    causal: True or "bottom_right" lets the last query see the last key; "top_left" lets the first
+    query see the first key only.
+    window: (left, right), how many keys before and after its diagonal a query sees, both ends
+    included; None or -1: no limit.
     softcap: scores become softcap * tanh(score / softcap), before masks and ALiBi.
     alibi_slopes: fp32 (nheads,) or (batch, nheads); adds -slope * |distance to the diagonal|.
-    sinks: (nheads,), one learnable logit a head that takes its share of the softmax and gives no value.
-    seqused_k: int32 (batch,), how many keys of each row of the batch are real, the rest being padding on the right.
+    sinks: (nheads,), one learnable logit a head that takes its share of the softmax and gives no
+    value.
+    seqused_k: int32 (batch,), how many keys of each row of the batch are real, the rest being
+    padding on the right.
     deterministic: the same bits in every backward. backend: the name of one to force.
 
-    Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of each row's scores: natural log,
-    fp32, (batch, nheads, seqlen_q), differentiable, sink included. A row that sees no key has out 0 and lse -inf.
-    Raises ArgumentError for a wrong argument and NotImplementedError, with every backend's reason, where nothing serves it.
+    Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
+    each row's scores: natural log, fp32, (batch, nheads, seqlen_q), differentiable, sink included.
+    A row that sees no key has out 0 and lse -inf. Raises ArgumentError for a wrong argument and
+    NotImplementedError, with every backend's reason, where nothing serves it.
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
@@ -84,10 +95,14 @@ def _alignment(causal: bool | str) -> str:
         return causal
     if causal is True or causal is False:
         return "bottom_right"
-    raise ArgumentError(f"causal={causal!r}: it must be False, True, 'bottom_right' (what True means) or 'top_left'")
+    raise ArgumentError(
+        f"causal={causal!r}: it must be False, True, 'bottom_right' (what True means) or 'top_left'"
+    )
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **asked) -> tuple[Tensor, Tensor]:
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **asked
+) -> tuple[Tensor, Tensor]:
     """Every face ends here: cast as autocast asks, check once, go."""
     q, k, v = ops.autocast(q, k, v)
     problem, extras, scalars = check(q, k, v, **asked)
@@ -112,17 +127,20 @@ def flash_attn_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
 ):
-    """flash-attn 2's `flash_attn_func`, argument for argument, with the newer ones keyword-only after it.
+    """flash-attn 2's `flash_attn_func`, argument for argument, with the newer ones keyword-only
+    after it.
 
     >>> import torch, tilewise
     >>> q = k = v = torch.randn(1, 16, 2, 32)
     >>> tilewise.flash_attn_func(q, k, v, 0.0, None, True).shape
     torch.Size([1, 16, 2, 32])
 
-    (batch, seqlen, nheads, headdim); causal is bottom-right; `window_size` counts both ends in, -1 is no limit; GQA by head counts.
-    Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs` (flash-attn's third item is a dropout mask).
-    A row that sees no key has lse -inf (flash-attn 2: +inf). `num_splits` and `pack_gqa` choose among equal results: 0 and None
-    leave that to us. Raises ArgumentError, and NotImplementedError for `dropout_p` > 0 and for forced splits or packing.
+    (batch, seqlen, nheads, headdim); causal is bottom-right; `window_size` counts both ends in, -1
+    is no limit; GQA by head counts. Returns out; (out, lse) with `return_lse`; (out, lse, None)
+    with `return_attn_probs` (flash-attn's third item is a dropout mask). A row that sees no key has
+    lse -inf (flash-attn 2: +inf). `num_splits` and `pack_gqa` choose among equal results: 0 and
+    None leave that to us. Raises ArgumentError, and NotImplementedError for `dropout_p` > 0 and for
+    forced splits or packing.
     """
     _refuse_dropout(dropout_p)
     _refuse("num_splits", num_splits, (0, 1), "split-KV decoding is not here yet: leave it 0")
@@ -156,7 +174,8 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
 ):
-    """`flash_attn_func` on q, k and v stacked in one tensor (batch, seqlen, 3, nheads, headdim), read in place.
+    """`flash_attn_func` on q, k and v stacked in one tensor (batch, seqlen, 3, nheads, headdim),
+    read in place.
 
     >>> import torch, tilewise
     >>> tilewise.flash_attn_qkvpacked_func(torch.randn(1, 16, 3, 2, 32), causal=True).shape
@@ -165,7 +184,16 @@ def flash_attn_qkvpacked_func(
     Arguments, returns and errors are those of `flash_attn_func`.
     """
     q, k, v = _unpack("qkv", qkv, 3)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    flags = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return flash_attn_func(q, k, v, *flags, return_lse=return_lse, learnable_sink=learnable_sink)
 
 
@@ -184,16 +212,27 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
 ):
-    """`flash_attn_func` on k and v stacked in one tensor (batch, seqlen_k, 2, nheads_k, headdim), read in place.
+    """`flash_attn_func` on k and v stacked in one tensor (batch, seqlen_k, 2, nheads_k, headdim),
+    read in place.
 
     >>> import torch, tilewise
-    >>> tilewise.flash_attn_kvpacked_func(torch.randn(1, 4, 6, 32), torch.randn(1, 16, 2, 2, 32)).shape
+    >>> q, kv = torch.randn(1, 4, 6, 32), torch.randn(1, 16, 2, 2, 32)
+    >>> tilewise.flash_attn_kvpacked_func(q, kv).shape
     torch.Size([1, 4, 6, 32])
 
     Arguments, returns and errors are those of `flash_attn_func`.
     """
     k, v = _unpack("kv", kv, 2)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    flags = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return flash_attn_func(q, k, v, *flags, return_lse=return_lse, learnable_sink=learnable_sink)
 
 
@@ -208,27 +247,40 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`: (batch, nheads, seqlen, headdim), causal top-left, no copies.
+    """`torch.nn.functional.scaled_dot_product_attention`: (batch, nheads, seqlen, headdim), causal
+    top-left, no copies.
 
     >>> import torch, tilewise
     >>> q = torch.randn(1, 4, 16, 32)
-    >>> torch.allclose(tilewise.scaled_dot_product_attention(q, q, q, is_causal=True),
-    ...                torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
+    >>> ours = tilewise.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> torch.allclose(ours, theirs, atol=1e-5)
     True
 
-    Fewer key heads than query heads need `enable_gqa=True`, as in torch. Raises ArgumentError, and NotImplementedError for
-    `attn_mask` and `dropout_p` > 0. Inputs of rank 3 are taken as one batch row, as torch takes them.
+    Fewer key heads than query heads need `enable_gqa=True`, as in torch. Raises ArgumentError, and
+    NotImplementedError for `attn_mask` and `dropout_p` > 0. Inputs of rank 3 are taken as one batch
+    row, as torch takes them.
     """
     if attn_mask is not None:
-        raise NotImplementedError("attn_mask: masks as tensors are not here yet; causal and windows are arguments of tilewise.attention")
+        raise NotImplementedError(
+            "attn_mask: masks as tensors are not here yet; causal and windows are arguments of "
+            "tilewise.attention"
+        )
     _refuse_dropout(dropout_p)
     if all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in (query, key, value)):
         batched = (x.unsqueeze(0) for x in (query, key, value))
-        return scaled_dot_product_attention(*batched, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+        return scaled_dot_product_attention(
+            *batched, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        ).squeeze(0)
     query, key, value = _ranked(query, key, value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ArgumentError(f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True to share key heads")
-    return attention(query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd")
+        raise ArgumentError(
+            f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True to "
+            "share key heads"
+        )
+    return attention(
+        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd"
+    )
 
 
 def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +291,9 @@ def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _unpack(name: str, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
     if not isinstance(packed, torch.Tensor) or packed.dim() != 5 or packed.shape[2] != parts:
         shape = tuple(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
-        raise ArgumentError(f"{name} has shape {shape}: it must be (batch, seqlen, {parts}, nheads, headdim)")
+        raise ArgumentError(
+            f"{name} has shape {shape}: it must be (batch, seqlen, {parts}, nheads, headdim)"
+        )
     return packed.unbind(2)
 
 
@@ -247,7 +301,10 @@ def _refuse_dropout(dropout_p: float) -> None:
     if not 0 <= dropout_p < 1:
         raise ArgumentError(f"dropout_p={dropout_p}: it must be at least 0 and below 1")
     if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p={dropout_p}: dropout inside the kernel is not here yet; pass 0.0 (in eval mode it is 0)")
+        raise NotImplementedError(
+            f"dropout_p={dropout_p}: dropout inside the kernel is not here yet; pass 0.0 (in eval "
+            "mode it is 0)"
+        )
 
 
 def _refuse(name: str, value, served: tuple, reason: str) -> None:

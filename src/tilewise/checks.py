@@ -1,4 +1,6 @@
-"""The door: arguments as users write them become (Problem, Extras, Scalars), or an ArgumentError that names the culprit."""
+"""The door: arguments as users write them become (Problem, Extras, Scalars), or an ArgumentError
+that names the culprit.
+"""
 
 from __future__ import annotations
 
@@ -36,38 +38,71 @@ def check(
     layout: str,
     deterministic: bool,
 ) -> Checked:
-    """Checks tensors in (batch, seqlen, nheads, headdim) order; `layout` names how the caller wrote them."""
+    """Checks tensors in (batch, seqlen, nheads, headdim) order; `layout` names how the caller wrote
+    them.
+    """
     check_tensors(q, k, v)
     check_extras(q, k, extras)
     scalars = Scalars(check_scale(scale, q.shape[3]), check_softcap(softcap), *window)
-    return Checked(describe(q, k, v, extras, scalars, align, layout, deterministic), extras, scalars)
+    return Checked(
+        describe(q, k, v, extras, scalars, align, layout, deterministic), extras, scalars
+    )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Rank, dtype, device, heads, head dims and last stride of q, k and v in (batch, seqlen, nheads, headdim) order."""
+    """Rank, dtype, device, heads, head dims and last stride of q, k and v in (batch, seqlen,
+    nheads, headdim) order.
+    """
     check_rank(q, k, v)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise ArgumentError(f"{name}.dtype is {x.dtype} and q.dtype is {q.dtype}: cast them to one dtype")
+            raise ArgumentError(
+                f"{name}.dtype is {x.dtype} and q.dtype is {q.dtype}: cast them to one dtype"
+            )
         if x.device != q.device:
-            raise ArgumentError(f"{name} is on {x.device} and q is on {q.device}: move them to one device")
+            raise ArgumentError(
+                f"{name} is on {x.device} and q is on {q.device}: move them to one device"
+            )
         if x.shape[0] != q.shape[0]:
-            raise ArgumentError(f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]} ({_shapes(q, k, v)}): they must be equal")
+            raise ArgumentError(
+                f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]} ({_shapes(q, k, v)}): "
+                "they must be equal"
+            )
     if q.dtype not in DTYPES:
-        raise ArgumentError(f"q.dtype is {q.dtype}: attention takes float16, bfloat16, float32 and (on the CPU) float64")
+        raise ArgumentError(
+            f"q.dtype is {q.dtype}: attention takes float16, bfloat16, float32 and (on the CPU) "
+            "float64"
+        )
     if k.shape[1] != v.shape[1]:
-        raise ArgumentError(f"k has seqlen {k.shape[1]} and v has seqlen {v.shape[1]} ({_shapes(q, k, v)}): they must be equal")
+        raise ArgumentError(
+            f"k has seqlen {k.shape[1]} and v has seqlen {v.shape[1]} ({_shapes(q, k, v)}): they "
+            "must be equal"
+        )
     if k.shape[2] != v.shape[2]:
-        raise ArgumentError(f"k has {k.shape[2]} heads and v has {v.shape[2]} ({_shapes(q, k, v)}): they must be equal")
+        raise ArgumentError(
+            f"k has {k.shape[2]} heads and v has {v.shape[2]} ({_shapes(q, k, v)}): they must be "
+            "equal"
+        )
     if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"q has headdim {q.shape[3]} and k has headdim {k.shape[3]} ({_shapes(q, k, v)}): they must be equal")
+        raise ArgumentError(
+            f"q has headdim {q.shape[3]} and k has headdim {k.shape[3]} ({_shapes(q, k, v)}): they "
+            "must be equal"
+        )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
-        raise ArgumentError(f"q has {q.shape[2]} heads and k has {k.shape[2]}: the heads of q must be a multiple of those of k (GQA)")
+        raise ArgumentError(
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}: the heads of q must be a multiple "
+            "of those of k (GQA)"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[3] == 0:
-            raise ArgumentError(f"{name} has headdim 0 ({_shapes(q, k, v)}): headdim must be at least 1")
+            raise ArgumentError(
+                f"{name} has headdim 0 ({_shapes(q, k, v)}): headdim must be at least 1"
+            )
         if x.stride(3) != 1 and x.shape[3] != 1:
-            raise ArgumentError(f"{name} has stride {x.stride(3)} in its last dimension: it must be contiguous, so call {name}.contiguous()")
+            raise ArgumentError(
+                f"{name} has stride {x.stride(3)} in its last dimension: it must be contiguous, so "
+                f"call {name}.contiguous()"
+            )
 
 
 def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -77,7 +112,8 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
         if x.dim() != 4:
             raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}: it must have 4 dimensions, batch, seqlen, nheads and headdim in the order of `layout`"
+                f"{name} has shape {tuple(x.shape)}: it must have 4 dimensions, batch, seqlen, "
+                "nheads and headdim in the order of `layout`"
             )
 
 
@@ -88,20 +124,33 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     if slopes is not None:
         _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
         if slopes.requires_grad:
-            raise NotImplementedError("alibi_slopes.requires_grad: slopes have no gradient yet; pass alibi_slopes.detach()")
+            raise NotImplementedError(
+                "alibi_slopes.requires_grad: slopes have no gradient yet; pass "
+                "alibi_slopes.detach()"
+            )
     if sinks is not None:
         _check_extra("sinks", sinks, q, [(nheads,)], DTYPES)
     if used is not None:
         _check_extra("seqused_k", used, q, [(batch,)], (torch.int32,))
 
 
-def _check_extra(name: str, x: Tensor, q: Tensor, shapes: list[tuple], dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_extra(
+    name: str, x: Tensor, q: Tensor, shapes: list[tuple], dtypes: tuple[torch.dtype, ...]
+) -> None:
     if tuple(x.shape) not in shapes:
-        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: with q of {q.shape[2]} heads and batch {q.shape[0]} it must be {_either(shapes)}")
+        raise ArgumentError(
+            f"{name} has shape {tuple(x.shape)}: with q of {q.shape[2]} heads and batch "
+            f"{q.shape[0]} it must be {_either(shapes)}"
+        )
     if x.dtype not in dtypes:
-        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {_either([str(d).removeprefix('torch.') for d in dtypes])}")
+        raise ArgumentError(
+            f"{name}.dtype is {x.dtype}: it must be "
+            f"{_either([str(d).removeprefix('torch.') for d in dtypes])}"
+        )
     if x.device != q.device:
-        raise ArgumentError(f"{name} is on {x.device} and q is on {q.device}: move them to one device")
+        raise ArgumentError(
+            f"{name} is on {x.device} and q is on {q.device}: move them to one device"
+        )
 
 
 def check_scale(scale: float | None, headdim: int) -> float:
@@ -109,7 +158,10 @@ def check_scale(scale: float | None, headdim: int) -> float:
     if scale is None:
         return headdim**-0.5
     if not (scale > 0 and scale < math.inf):
-        raise ArgumentError(f"scale={scale}: it must be positive and finite; to flip the sign of the scores negate q")
+        raise ArgumentError(
+            f"scale={scale}: it must be positive and finite; to flip the sign of the scores negate "
+            "q"
+        )
     return float(scale)
 
 
@@ -123,7 +175,9 @@ def check_softcap(softcap: float | None) -> float:
 
 
 def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, int]:
-    """A window and a causal flag as (left, right), -1 for an open side. Causal closes the right side at 0."""
+    """A window and a causal flag as (left, right), -1 for an open side. Causal closes the right
+    side at 0.
+    """
     left, right = check_window(window, name)
     if is_causal:
         right = 0
@@ -135,19 +189,29 @@ def check_window(window: Window, name: str) -> tuple[int, int]:
     if window is None:
         return OPEN, OPEN
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentError(f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no limit")
+        raise ArgumentError(
+            f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no "
+            "limit"
+        )
     sides = []
     for side in window:
-        if side is not None and (not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool)):
-            raise ArgumentError(f"{name}={tuple(window)!r}: its sides must be ints, None or -1 for no limit")
+        if side is not None and (
+            not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool)
+        ):
+            raise ArgumentError(
+                f"{name}={tuple(window)!r}: its sides must be ints, None or -1 for no limit"
+            )
         if side is not None and side < OPEN:
-            raise ArgumentError(f"{name}={tuple(window)!r}: a side must be at least 0, or None or -1 for no limit")
+            raise ArgumentError(
+                f"{name}={tuple(window)!r}: a side must be at least 0, or None or -1 for no limit"
+            )
         sides.append(OPEN if side is None else side)
     return sides[0], sides[1]
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"(batch, seqlen, nheads, headdim): q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    return f"(batch, seqlen, nheads, headdim): {shapes}"
 
 
 def _either(choices: list) -> str:

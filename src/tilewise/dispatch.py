@@ -1,7 +1,9 @@
-"""Which backend serves a problem: an ordered tuple, asked one by one, each answering None or the reason why not.
+"""Which backend serves a problem: an ordered tuple, asked one by one, each answering None or the
+reason why not.
 
-A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, `forward` and `backward`.
-Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info` shows them.
+A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, `forward`
+and `backward`. Refusals are data: the error for a problem that nothing serves prints them all, and
+`tilewise info` shows them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from .errors import ArgumentError
 from .problem import Problem
 
-# In the order of preference. A module is imported when it is first asked, so that a machine without Triton never needs it.
+# In the order of preference. A module is imported when it is first asked, so that a machine without
+# Triton never needs it.
 BACKENDS = {
     "portable": "tilewise.kernels.portable",
     "cpu": "tilewise.kernels.cpu",
@@ -47,22 +50,30 @@ def ask(name: str, problem: Problem, device: torch.device) -> str | None:
 def choose(problem: Problem, device: torch.device, backend: str | None = None) -> ModuleType:
     """The first backend that serves `problem` on `device`, or the one forced by name.
 
-    Raises NotImplementedError with every refusal if none does, and ArgumentError for an unknown name.
+    Raises NotImplementedError with every refusal if none does, and ArgumentError for an unknown
+    name.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ArgumentError(f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None to choose")
+        raise ArgumentError(
+            f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
+            "to choose"
+        )
     return _choose(problem, device, backend, _mode())
 
 
 def _mode() -> bool:
-    """Whether CPU tensors may go to Triton kernels (`tilewise.testing.use_interpreter`): part of the cache's key."""
+    """Whether CPU tensors may go to Triton kernels (`tilewise.testing.use_interpreter`): part of
+    the cache's key.
+    """
     from .testing.switch import interpreter_is_on
 
     return interpreter_is_on()
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, device: torch.device, backend: str | None, _interpreted: bool) -> ModuleType:
+def _choose(
+    problem: Problem, device: torch.device, backend: str | None, _interpreted: bool
+) -> ModuleType:
     refusals = []
     for name in BACKENDS if backend is None else [backend]:
         reason = ask(name, problem, device)

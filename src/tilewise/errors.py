@@ -4,7 +4,8 @@
 class ArgumentError(ValueError, RuntimeError):
     """An argument is wrong: the message names it, its shape or value, and the remedy.
 
-    It is a ValueError and a RuntimeError, because callers of flash-attn catch the one and callers of torch the other.
+    It is a ValueError and a RuntimeError, because callers of flash-attn catch the one and callers
+    of torch the other.
     """
 
 

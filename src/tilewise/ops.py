@@ -1,9 +1,10 @@
 """The two operators, forward and backward, and the way a call takes to them.
 
-In eager mode with plain tensors a call goes straight to the backend (with autograd: through one `autograd.Function`), because
-the dispatcher costs more than a decode step can spare. Where somebody watches or rewrites the call (torch.compile, export, a
-dispatch mode such as FlopCounterMode or selective checkpointing, a tensor subclass such as FakeTensor or DTensor), it goes
-through `torch.ops.tilewise.forward` and `.backward`, whose schemas carry the Problem's fields as scalars.
+In eager mode with plain tensors a call goes straight to the backend (with autograd: through one
+`autograd.Function`), because the dispatcher costs more than a decode step can spare. Where somebody
+watches or rewrites the call (torch.compile, export, a dispatch mode such as FlopCounterMode or
+selective checkpointing, a tensor subclass such as FakeTensor or DTensor), it goes through
+`torch.ops.tilewise.forward` and `.backward`, whose schemas carry the Problem's fields as scalars.
 """
 
 from __future__ import annotations
@@ -21,22 +22,30 @@ from .problem import Extras, Grads, Problem, Scalars, describe
 Tensor = torch.Tensor
 
 _CALL = (
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, float scale, float softcap, SymInt left, SymInt right, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, float scale, float softcap, SymInt "
+    "left, SymInt right, "
     "str align, str layout, bool deterministic, str? backend"
 )
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
 _library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL})"
+    "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_CALL})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-# ---- the call ----------------------------------------------------------------------------------------------------------
+# the call
 
 
 def attention(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars, backend: str | None
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call, differentiable in q, k, v and sinks."""
     if is_watched(q, k, v, *extras):
@@ -48,7 +57,9 @@ def attention(
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether something above us must see an operator: a compiler, a dispatch mode, or a tensor subclass."""
+    """Whether something above us must see an operator: a compiler, a dispatch mode, or a tensor
+    subclass.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     return any(type(t) not in _PLAIN for t in tensors)
@@ -63,18 +74,24 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 
 
 def _is_transformed() -> bool:
-    """Inside vmap, grad or another functorch transform, or under forward-mode AD (which our Function refuses by name)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    """Inside vmap, grad or another functorch transform, or under forward-mode AD (which our
+    Function refuses by name).
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
 
 
 def _flags(problem: Problem) -> tuple[str, str, bool]:
     return problem.align, problem.layout, problem.deterministic
 
 
-# ---- autograd ----------------------------------------------------------------------------------------------------------
+# autograd
 
 
-def _save(ctx, tensors: tuple, output: tuple, problem: Problem, scalars: Scalars, backend: str | None) -> None:
+def _save(
+    ctx, tensors: tuple, output: tuple, problem: Problem, scalars: Scalars, backend: str | None
+) -> None:
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     ctx.problem, ctx.scalars, ctx.backend = problem, scalars, backend
@@ -91,7 +108,9 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
         call = (*extras, *ctx.scalars, *_flags(ctx.problem), ctx.backend)
         dq, dk, dv, dsinks = torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *call)
     else:
-        dq, dk, dv, dsinks = _run_backward(ctx.problem, dout, dlse, q, k, v, out, lse, extras, ctx.scalars, ctx.backend)
+        dq, dk, dv, dsinks = _run_backward(
+            ctx.problem, dout, dlse, q, k, v, out, lse, extras, ctx.scalars, ctx.backend
+        )
     return dq, dk, dv, None, None if sinks is None else dsinks, None
 
 
@@ -110,7 +129,9 @@ class _Attention(torch.autograd.Function):
         extras = Extras(alibi_slopes, sinks, seqused_k)
         if is_watched(q, k, v) or _is_transformed():
             return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
-        return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
+        return dispatch.choose(problem, q.device, backend).forward(
+            problem, q, k, v, extras, scalars
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -130,7 +151,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, (scale, softcap, left, right, align, layout, deterministic, backend) = inputs[:6], inputs[6:]
+    tensors, (scale, softcap, left, right, align, layout, deterministic, backend) = (
+        inputs[:6],
+        inputs[6:],
+    )
     scalars = Scalars(scale, softcap, left, right)
     problem = describe(*tensors[:3], Extras(*tensors[3:]), scalars, align, layout, deterministic)
     _save(ctx, tensors, output, problem, scalars, backend)
@@ -141,19 +165,52 @@ def _op_backward(ctx, dout, dlse):
 
 
 def _no_double_backward(ctx, *grads):
-    raise NotImplementedError("attention is differentiable once: for a second derivative use tilewise.attention_reference")
+    raise NotImplementedError(
+        "attention is differentiable once: for a second derivative use tilewise.attention_reference"
+    )
 
 
-# ---- the operators -----------------------------------------------------------------------------------------------------
+# the operators
 
 
-def _forward_kernel(q, k, v, alibi_slopes, sinks, seqused_k, scale, softcap, left, right, align, layout, deterministic, backend):
+def _forward_kernel(
+    q,
+    k,
+    v,
+    alibi_slopes,
+    sinks,
+    seqused_k,
+    scale,
+    softcap,
+    left,
+    right,
+    align,
+    layout,
+    deterministic,
+    backend,
+):
     extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
     problem = describe(q, k, v, extras, scalars, align, layout, deterministic)
     return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
 
 
-def _backward_kernel(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused_k, scale, softcap, left, right, *flags):
+def _backward_kernel(
+    dout,
+    dlse,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    alibi_slopes,
+    sinks,
+    seqused_k,
+    scale,
+    softcap,
+    left,
+    right,
+    *flags,
+):
     *flags, backend = flags
     extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
     problem = describe(q, k, v, extras, scalars, *flags)
@@ -161,7 +218,22 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused
     return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
 
 
-def _forward_fake(q, k, v, alibi_slopes, sinks, seqused_k, scale, softcap, left, right, align, layout, deterministic, backend):
+def _forward_fake(
+    q,
+    k,
+    v,
+    alibi_slopes,
+    sinks,
+    seqused_k,
+    scale,
+    softcap,
+    left,
+    right,
+    align,
+    layout,
+    deterministic,
+    backend,
+):
     extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
     return empty_out(describe(q, k, v, extras, scalars, align, layout, deterministic), q)
 
@@ -180,10 +252,17 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def _vmap_forward(info, in_dims, q, k, v, alibi_slopes, sinks, seqused_k, *call):
-    """vmap of the forward: the mapped dimension joins the batch; mapped sinks, shared by a batch, go one by one."""
+    """vmap of the forward: the mapped dimension joins the batch; mapped sinks, shared by a batch,
+    go one by one.
+    """
     size = info.batch_size
     if in_dims[4] is not None:
-        return _vmap_loop(torch.ops.tilewise.forward, size, in_dims, (q, k, v, alibi_slopes, sinks, seqused_k, *call))
+        return _vmap_loop(
+            torch.ops.tilewise.forward,
+            size,
+            in_dims,
+            (q, k, v, alibi_slopes, sinks, seqused_k, *call),
+        )
     batch = q.shape[1 if in_dims[0] == 0 else 0]
     if alibi_slopes is not None and (in_dims[3] is not None or alibi_slopes.dim() == 2):
         slopes = alibi_slopes if in_dims[3] is None else alibi_slopes.movedim(in_dims[3], 0)
@@ -200,7 +279,10 @@ def _vmap_forward(info, in_dims, q, k, v, alibi_slopes, sinks, seqused_k, *call)
 def _vmap_loop(op, size: int, in_dims: tuple, args: tuple):
     """vmap one by one: always right, and as slow as it says."""
     in_dims = (*in_dims[: len(args)], *(None,) * (len(args) - len(in_dims)))
-    calls = [[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(size)]
+    calls = [
+        [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]
+        for i in range(size)
+    ]
     results = [op(*call) for call in calls]
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
@@ -210,16 +292,21 @@ def _vmap_backward(info, in_dims, *args):
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch's own rules)."""
+    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch)."""
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+        q, k, v = (
+            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (q, k, v)
+        )
     return q, k, v
 
 
 def _autocast_rule(key: str):
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCUDA
+    )
 
     def forward(q, k, v, *rest):
         q, k, v = autocast(q, k, v)
@@ -235,13 +322,15 @@ _autocast_rule("AutocastCPU")
 _autocast_rule("AutocastCUDA")
 torch.library.register_fake("tilewise::forward", _forward_fake, lib=_library)
 torch.library.register_fake("tilewise::backward", _backward_fake, lib=_library)
-torch.library.register_autograd("tilewise::forward", _op_backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd(
+    "tilewise::forward", _op_backward, setup_context=_setup_context, lib=_library
+)
 torch.library.register_autograd("tilewise::backward", _no_double_backward, lib=_library)
 torch.library.register_vmap("tilewise::forward", _vmap_forward, lib=_library)
 torch.library.register_vmap("tilewise::backward", _vmap_backward, lib=_library)
 
 
-# ---- registered when somebody has loaded what needs it -------------------------------------------------------------------
+# registered when somebody has loaded what needs it
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
@@ -251,12 +340,20 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: st
     diagonal = seqlen_k - seqlen_q if align == "bottom_right" else 0
     q_idx = torch.arange(seqlen_q)
     first = (q_idx + diagonal - left).clamp(0, seqlen_k) if left >= 0 else torch.zeros_like(q_idx)
-    stop = (q_idx + diagonal + right + 1).clamp(0, seqlen_k) if right >= 0 else torch.full_like(q_idx, seqlen_k)
+    stop = (
+        (q_idx + diagonal + right + 1).clamp(0, seqlen_k)
+        if right >= 0
+        else torch.full_like(q_idx, seqlen_k)
+    )
     return int((stop - first).clamp(min=0).sum())
 
 
-def _forward_flops(q, k, v, alibi, sinks, used, scale, softcap, left, right, align, *rest, out_shape=None, **kwargs) -> int:
-    """2 matmuls of 2 FLOPs an element over the pairs the mask keeps (seqused_k is not known here, and counts as full)."""
+def _forward_flops(
+    q, k, v, alibi, sinks, used, scale, softcap, left, right, align, *rest, out_shape=None, **kwargs
+) -> int:
+    """2 matmuls of 2 FLOPs an element over the pairs the mask keeps (seqused_k is not known here,
+    and counts as full).
+    """
     pairs = visible_pairs(q[1], k[1], left, right, align)
     return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
 
@@ -268,15 +365,24 @@ def _backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwar
 
 
 def _register_late() -> None:
-    """The FLOP formula and the DTensor rules, once their modules are loaded (importing them costs more than all of tilewise)."""
+    """The FLOP formula and the DTensor rules, once their modules are loaded (importing them costs
+    more than all of tilewise).
+    """
     if not _late["flops"] and "torch.utils.flop_counter" in sys.modules:
         _late["flops"] = True
         from torch.utils import _python_dispatch, flop_counter
 
-        for op, formula in ((torch.ops.tilewise.forward, _forward_flops), (torch.ops.tilewise.backward, _backward_flops)):
+        for op, formula in (
+            (torch.ops.tilewise.forward, _forward_flops),
+            (torch.ops.tilewise.backward, _backward_flops),
+        ):
             flop_counter.register_flop_formula(op)(formula)
-            for mode in _python_dispatch._get_current_dispatch_mode_stack():  # a counter made before us has its own copy
-                if (counter := getattr(mode, "counter", None)) is not None and hasattr(counter, "flop_registry"):
+            for mode in (
+                _python_dispatch._get_current_dispatch_mode_stack()
+            ):  # a counter made before us has its own copy
+                if (counter := getattr(mode, "counter", None)) is not None and hasattr(
+                    counter, "flop_registry"
+                ):
                     counter.flop_registry.setdefault(op, flop_counter.flop_registry[op])
     if not _late["dtensor"] and "torch.distributed.tensor" in sys.modules:
         _late["dtensor"] = True

@@ -1,23 +1,23 @@
-"""What is asked of an attention call: one record, made once at the door, after which nobody re-validates.
+"""What is asked of an attention call: one record, made once at the door, after which nobody
+re-validates.
 
-A `Problem` holds only what selects code (heads, head dims, dtype, which features are on). Lengths, strides and the values
-of scale, softcap and window are runtime numbers and travel beside it, so that no kernel is compiled per length.
+A `Problem` holds only what selects code (heads, head dims, dtype, which features are on). Lengths,
+strides and the values of scale, softcap and window are runtime numbers and travel beside it, so
+that no kernel is compiled per length.
 
 Causal and window masks are one thing here, a band around a diagonal: query i sees key j when
 
-    i + diagonal - left <= j <= i + diagonal + right,      diagonal = seqlen_k - seqlen_q (bottom-right) or 0 (top-left)
+    i + diagonal - left <= j <= i + diagonal + right
+    diagonal = seqlen_k - seqlen_q (bottom-right) or 0 (top-left)
 
 with `left` or `right` absent where the band is open. Causal is right = 0.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
-
-from .errors import ArgumentError
 
 OPEN = -1  # a window side without a limit, as flash-attn spells it
 
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the band is closed to the right, so that later blocks of queries have more work."""
+        """Whether the band is closed to the right: later queries then have more work."""
         return self.has_right
 
 

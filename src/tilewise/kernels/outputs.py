@@ -1,7 +1,9 @@
-"""What a backend returns, allocated: shapes and strides in one place, because a traced graph asserts them.
+"""What a backend returns, allocated: shapes and strides in one place, because a traced graph
+asserts them.
 
-`out` is dense in the order the caller's layout names; `lse` is contiguous (batch, nheads, seqlen_q), fp32 (fp64 for fp64 inputs);
-a gradient has the strides of its input, as far as `torch.empty_like` keeps them.
+`out` is dense in the order the caller's layout names; `lse` is contiguous (batch, nheads,
+seqlen_q), fp32 (fp64 for fp64 inputs); a gradient has the strides of its input, as far as
+`torch.empty_like` keeps them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from ..problem import Grads, Problem
 
 
 def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` (batch, seqlen_q, nheads, headdim_v) as a view of dense memory in `problem.layout` order, and `lse`."""
+    """`out` (batch, seqlen_q, nheads, headdim_v) as a view of dense memory in `problem.layout`
+    order, and `lse`.
+    """
     batch, seqlen_q, nheads, _ = q.shape
     if problem.layout == "bhsd":
         out = q.new_empty(batch, nheads, seqlen_q, problem.headdim_v).transpose(1, 2)
@@ -22,7 +26,9 @@ def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return out, q.new_empty(batch, nheads, seqlen_q, dtype=lse_dtype)
 
 
-def empty_grads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Grads:
+def empty_grads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> Grads:
     """One gradient per input, of its dtype and strides."""
     dsinks = None if sinks is None else torch.empty_like(sinks)
     return Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks)

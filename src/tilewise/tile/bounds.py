@@ -1,8 +1,9 @@
 """Which blocks a tile visits, and which of them need no mask.
 
-Query i sees keys i + diagonal - left .. i + diagonal + right. A tile of queries therefore visits one interval of key blocks,
-and the blocks that all its rows see whole form an interval inside it: masks cost only in the partial blocks around that. The
-backward asks the same question the other way round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1.
+Query i sees keys i + diagonal - left .. i + diagonal + right. A tile of queries therefore visits
+one interval of key blocks, and the blocks that all its rows see whole form an interval inside it:
+masks cost only in the partial blocks around that. The backward asks the same question the other way
+round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1.
 """
 
 import triton
@@ -18,7 +19,9 @@ def clamp(x, low, high):
 
 @triton.jit
 def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOCK: tl.constexpr):
-    """Row intervals (seen by any, seen by all) in units of blocks; only blocks whole inside the second are full."""
+    """Row intervals (seen by any, seen by all) in units of blocks; only blocks whole inside the
+    second are full.
+    """
     first_row = clamp(first_row, 0, limit)
     first = first_row // BLOCK
     stop = tl.cdiv(clamp(stop_row, first_row, limit), BLOCK)
@@ -29,40 +32,42 @@ def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOC
 
 
 @triton.jit
-def key_blocks(m_start, lengths, numbers, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The key blocks that queries m_start .. m_start + BLOCK_M visit."""
-    m_last = tl.minimum(m_start + BLOCK_M, lengths.seqlen_q) - 1
+    m_last = tl.minimum(m_start + TILE.BLOCK_M, seq.lengths.seqlen_q) - 1
     first = 0
     full_first = 0
-    stop = lengths.seqlen_k
-    full_stop = lengths.seqlen_k
+    stop = seq.lengths.seqlen_k
+    full_stop = seq.lengths.seqlen_k
     if FEATURES.LEFT:
-        first = m_start + lengths.diagonal - numbers.left
-        full_first = m_last + lengths.diagonal - numbers.left
+        first = m_start + seq.lengths.diagonal - seq.numbers.left
+        full_first = m_last + seq.lengths.diagonal - seq.numbers.left
     if FEATURES.RIGHT:
-        stop = m_last + lengths.diagonal + numbers.right + 1
-        full_stop = m_start + lengths.diagonal + numbers.right + 1
-    return _block_range(first, stop, full_first, full_stop, lengths.seqlen_k, BLOCK_N)
+        stop = m_last + seq.lengths.diagonal + seq.numbers.right + 1
+        full_stop = m_start + seq.lengths.diagonal + seq.numbers.right + 1
+    return _block_range(first, stop, full_first, full_stop, seq.lengths.seqlen_k, TILE.BLOCK_N)
 
 
 @triton.jit
-def query_blocks(n_start, lengths, numbers, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The query blocks that see keys n_start .. n_start + BLOCK_N: none where all these keys are past the end."""
-    n_last = tl.minimum(n_start + BLOCK_N, lengths.seqlen_k) - 1
+def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
+    """The query blocks that see keys n_start .. n_start + BLOCK_N: none where all these keys are
+    past the end.
+    """
+    n_last = tl.minimum(n_start + TILE.BLOCK_N, seq.lengths.seqlen_k) - 1
     first = 0
     full_first = 0
-    stop = lengths.seqlen_q
-    full_stop = lengths.seqlen_q
+    stop = seq.lengths.seqlen_q
+    full_stop = seq.lengths.seqlen_q
     if FEATURES.RIGHT:
-        first = n_start - lengths.diagonal - numbers.right
-        full_first = n_last - lengths.diagonal - numbers.right
+        first = n_start - seq.lengths.diagonal - seq.numbers.right
+        full_first = n_last - seq.lengths.diagonal - seq.numbers.right
     if FEATURES.LEFT:
-        stop = n_last - lengths.diagonal + numbers.left + 1
-        full_stop = n_start - lengths.diagonal + numbers.left + 1
-    if n_start >= lengths.seqlen_k:
+        stop = n_last - seq.lengths.diagonal + seq.numbers.left + 1
+        full_stop = n_start - seq.lengths.diagonal + seq.numbers.left + 1
+    if n_start >= seq.lengths.seqlen_k:
         stop = first
         full_stop = first
-    return _block_range(first, stop, full_first, full_stop, lengths.seqlen_q, BLOCK_M)
+    return _block_range(first, stop, full_first, full_stop, seq.lengths.seqlen_q, TILE.BLOCK_M)
 
 
 @triton.jit

@@ -11,11 +11,13 @@ within_right = triton.jit(predicates.within_right)
 
 
 @triton.jit
-def apply_mask(s, q_idx, k_idx, lengths, numbers, FEATURES: tl.constexpr):
-    """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the tile."""
-    keep = is_key(k_idx, lengths.seqlen_k)
+def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
+    """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the
+    tile.
+    """
+    keep = is_key(k_idx, seq.lengths.seqlen_k)
     if FEATURES.LEFT:
-        keep = keep & within_left(q_idx, k_idx, lengths.diagonal, numbers.left)
+        keep = keep & within_left(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.left)
     if FEATURES.RIGHT:
-        keep = keep & within_right(q_idx, k_idx, lengths.diagonal, numbers.right)
+        keep = keep & within_right(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.right)
     return tl.where(keep, s, float("-inf"))

@@ -1,7 +1,8 @@
 """Which tile a program works on.
 
-The tiles of one head are neighbours, so that its keys and values stay in the L2 cache. Under a causal mask the last queries
-have the most keys to visit: they go first, and the short tiles fill the tail.
+The tiles of one head are neighbours, so that its keys and values stay in the L2 cache. Under a
+causal mask the last queries have the most keys to visit: they go first, and the short tiles fill
+the tail.
 """
 
 import triton
@@ -21,7 +22,9 @@ def query_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def key_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tile number -> (n_block, head_k, batch). Under a causal mask the first keys are seen by the most queries."""
+    """Tile number -> (n_block, head_k, batch). Under a causal mask the first keys are seen by the
+    most queries.
+    """
     n_blocks = tl.cdiv(sizes.seqlen_k, BLOCK_N)
     nheads_k = sizes.nheads // FEATURES.GROUP
     batch_head = tile // n_blocks

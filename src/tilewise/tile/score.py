@@ -1,11 +1,12 @@
 """From a raw product q k^T to a score, in base 2, and the derivative of that step.
 
-    score = scale * qk                              plain
-    score = softcap * tanh(scale * qk / softcap)    with softcap
-    score = ... - slope * |q_idx + diagonal - k_idx|     with ALiBi (Press et al. 2022, arXiv 2108.12409)
+    score = scale * qk                                  plain
+    score = softcap * tanh(scale * qk / softcap)        with softcap
+    score = ... - slope * |q_idx + diagonal - k_idx|    with ALiBi
 
-Softmax works on 2^x, so scores are wanted times log2(e). For a plain score that factor and the scale are left to the exponent,
-where they join the subtraction of the maximum in one fused multiply-add: `unit` is what the exponent multiplies by.
+ALiBi is Press et al. 2022, arXiv 2108.12409. Softmax works on 2^x, so scores are wanted times
+log2(e). For a plain score that factor and the scale are left to the exponent, where they join the
+subtraction of the maximum in one fused multiply-add: `unit` is what the exponent multiplies by.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,9 @@ import triton.language as tl
 
 
 class Score(NamedTuple):
-    """A tile of scores, in units of `unit`, and the derivative of the capped score by the scaled product."""
+    """A tile of scores, in units of `unit`, and the derivative of the capped score by the scaled
+    product.
+    """
 
     s: tl.tensor
     derivative: tl.tensor  # 1.0 without softcap
@@ -28,27 +31,29 @@ def tanh(x):
 
 
 @triton.jit
-def unit(numbers, FEATURES: tl.constexpr):
+def unit(seq, FEATURES: tl.constexpr):
     """The factor that the exponent still has to apply to a score."""
     if FEATURES.SOFTCAP or FEATURES.ALIBI:
         return 1.0
     else:
-        return numbers.scale_log2
+        return seq.numbers.scale_log2
 
 
 @triton.jit
-def score(qk, q_idx, k_idx, slope_log2, lengths, numbers, FEATURES: tl.constexpr):
-    """Scores of a tile; q_idx and k_idx are shaped to broadcast over it, whichever of its sides is which."""
+def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
+    """Scores of a tile; q_idx and k_idx are shaped to broadcast over it, whichever of its sides is
+    which.
+    """
     s = qk
     derivative = 1.0
     if FEATURES.SOFTCAP:
-        t = tanh(qk * numbers.scale_over_softcap)
-        s = t * numbers.softcap_log2
+        t = tanh(qk * seq.numbers.scale_over_softcap)
+        s = t * seq.numbers.softcap_log2
         derivative = 1.0 - t * t
     elif FEATURES.ALIBI:
-        s = qk * numbers.scale_log2
+        s = qk * seq.numbers.scale_log2
     if FEATURES.ALIBI:
-        s -= slope_log2 * tl.abs(q_idx + lengths.diagonal - k_idx).to(tl.float32)
+        s -= seq.slope_log2 * tl.abs(q_idx + seq.lengths.diagonal - k_idx).to(tl.float32)
     return Score(s, derivative)
 
 
@@ -56,6 +61,9 @@ def score(qk, q_idx, k_idx, slope_log2, lengths, numbers, FEATURES: tl.constexpr
 def load_slope(optionals, batch, head, FEATURES: tl.constexpr):
     """The head's ALiBi slope in base 2."""
     if FEATURES.ALIBI:
-        return tl.load(optionals.alibi_slopes + batch * optionals.alibi_batch + head) * 1.4426950408889634
+        return (
+            tl.load(optionals.alibi_slopes + batch * optionals.alibi_batch + head)
+            * 1.4426950408889634
+        )
     else:
         return 0.0

@@ -1,8 +1,9 @@
 """Online softmax: a row's softmax over blocks of keys, seen one at a time.
 
-Each row keeps m, the largest score so far, and l, the sum of 2^(s - m). A new block can only raise m; what was summed before is
-then too large by 2^(m_new - m) and is rescaled by alpha (Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2,
-algorithm 1, lines 9-10). A row that has seen no key has m = -inf, and -inf - -inf is NaN: such rows are handled here and nowhere else.
+Each row keeps m, the largest score so far, and l, the sum of 2^(s - m). A new block can only raise
+m; what was summed before is then too large by 2^(m_new - m) and is rescaled by alpha (Milakov and
+Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, algorithm 1, lines 9-10). A row that has seen
+no key has m = -inf, and -inf - -inf is NaN: such rows are handled here and nowhere else.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import triton.language as tl
 
 
 class SoftmaxStep(NamedTuple):
-    """A block's unnormalised probabilities, the new row statistics, and the factor for everything accumulated before."""
+    """A block's unnormalised probabilities, the new row statistics, and the factor for everything
+    accumulated before.
+    """
 
     p: tl.tensor
     m_i: tl.tensor
@@ -41,7 +44,7 @@ def online_step(s, m_i, l_i, unit, MASKED: tl.constexpr):
 
 @triton.jit
 def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
-    """The factor 1 / l and the lse. A sink is one more logit that takes its share and has no value."""
+    """The factor 1 / l and the lse. A sink is a logit that takes its share and has no value."""
     rescale = 1.0
     if FEATURES.SINKS:
         m_new = tl.maximum(m_i, sink_log2)

@@ -11,7 +11,9 @@ import torch
 
 
 class Strided(NamedTuple):
-    """A (batch, seqlen, nheads, headdim) tensor: its memory and its strides in elements; the last dimension is contiguous."""
+    """A (batch, seqlen, nheads, headdim) tensor: its memory and its strides in elements; the last
+    dimension is contiguous.
+    """
 
     ptr: torch.Tensor
     batch: int
@@ -20,7 +22,9 @@ class Strided(NamedTuple):
 
 
 class Optionals(NamedTuple):
-    """Memory of the optional tensors, or None; the constexpr flags of `Features` say which are there."""
+    """Memory of the optional tensors, or None; the constexpr flags of `Features` say which are
+    there.
+    """
 
     alibi_slopes: torch.Tensor | None
     alibi_batch: int  # its stride over the batch; 0 where one set serves all
@@ -31,7 +35,6 @@ class Optionals(NamedTuple):
 class Sizes(NamedTuple):
     """Runtime lengths of the whole call."""
 
-    batch: int
     nheads: int
     seqlen_q: int
     seqlen_k: int
@@ -65,7 +68,9 @@ class Features(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile shape: rows of queries, rows of keys, head dims padded to powers of two; and how tiles are read."""
+    """The tile shape: rows of queries, rows of keys, head dims padded to powers of two; and how
+    tiles are read.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -75,15 +80,25 @@ class Tile(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """One sequence: how many queries and keys, and the key index that query 0's diagonal falls on."""
+    """How many queries and keys a sequence has, and the key that query 0 stands on."""
 
     seqlen_q: int
     seqlen_k: int
     diagonal: int
 
 
+class Sequence(NamedTuple):
+    """One head of one sequence: all that its scores and masks depend on."""
+
+    lengths: Lengths
+    slope_log2: float  # ALiBi, in base 2
+    numbers: Numbers
+
+
 class BlockRange(NamedTuple):
-    """Blocks [first, stop) are visited; of them [full_first, full_stop) need no mask, the rest are partial."""
+    """Blocks [first, stop) are visited; of them [full_first, full_stop) need no mask, the rest are
+    partial.
+    """
 
     first: int
     full_first: int

@@ -1,4 +1,6 @@
-"""The shape of a kernel's tiles and how it is launched: everything that changes speed and no result."""
+"""The shape of a kernel's tiles and how it is launched: everything that changes speed and no
+result.
+"""
 
 from __future__ import annotations
 

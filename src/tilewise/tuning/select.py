@@ -1,4 +1,6 @@
-"""Which configuration a launch uses: an override, else the user's own measurement, else the shipped table, else the default rule."""
+"""Which configuration a launch uses: an override, else the user's own measurement, else the shipped
+table, else the default rule.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from .tables import TABLE, default
 _overrides: dict[str, Config] = {}
 
 
-def select(kernel: str, device: torch.device, dtype: torch.dtype, block_d: int, is_causal: bool) -> Config:
+def select(
+    kernel: str, device: torch.device, dtype: torch.dtype, block_d: int, is_causal: bool
+) -> Config:
     """The configuration of `kernel` for tiles of `block_d` columns on `device`."""
     if kernel in _overrides:
         return _overrides[kernel]
-    return _measured(Key(architecture(device), kernel, block_d, dtype.itemsize * 8, is_causal), device)
+    return _measured(
+        Key(architecture(device), kernel, block_d, dtype.itemsize * 8, is_causal), device
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -35,7 +41,7 @@ def _measured(key: Key, device: torch.device) -> Config:
 
 @functools.lru_cache(maxsize=64)
 def architecture(device: torch.device) -> str:
-    """"sm90", "gfx942", ... as the tables name it; "interpreter" for the CPU."""
+    """ "sm90", "gfx942", ... as the tables name it; "interpreter" for the CPU."""
     if device.type != "cuda":
         return "interpreter"
     properties = torch.cuda.get_device_properties(device)
@@ -57,8 +63,10 @@ def override(**configs: Config) -> Iterator[None]:
 
 
 def cache_file() -> Path:
-    """Where `tilewise tune` keeps what it measured: $TILEWISE_CACHE, else the user's cache folder."""
-    root = os.environ.get("TILEWISE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tilewise")
+    """Where `tilewise tune` keeps its rows: $TILEWISE_CACHE, else the user's cache folder."""
+    root = os.environ.get("TILEWISE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tilewise"
+    )
     return Path(root).expanduser() / "tuning.json"
 
 
@@ -76,7 +84,9 @@ def remember(device: torch.device, rows: dict[Key, Config]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     tables = json.loads(path.read_text()) if path.exists() else {}
     table = {**user_table(device), **rows}
-    tables[torch.cuda.get_device_name(device)] = [{"key": list(key), "config": list(config)} for key, config in sorted(table.items())]
+    tables[torch.cuda.get_device_name(device)] = [
+        {"key": list(key), "config": list(config)} for key, config in sorted(table.items())
+    ]
     path.write_text(json.dumps(tables, indent=1))
     _measured.cache_clear()
     return path

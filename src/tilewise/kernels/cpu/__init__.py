@@ -10,7 +10,7 @@ import torch
 
 from ...problem import Extras, Grads, Problem, Scalars
 from ..outputs import empty_grads, empty_out
-from . import blockwise
+from . import blockwise, flash
 from .dense import make_dense
 
 Tensor = torch.Tensor
@@ -31,12 +31,28 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`."""
+    if extras.seqused_k is None:
+        dense = make_dense(problem, q, k, v, extras, scalars)
+        if flash.serves(dense):
+            return _as_empty_out(problem, *flash.forward(dense))
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
         dense = make_dense(problem, *inputs, _of_row(extras, row), scalars)
-        blockwise.forward(dense, out[row].transpose(1, 2), lse[row])
+        out_row, lse_row = out[row].transpose(1, 2), lse[row]
+        if flash.serves(dense):
+            for target, result in zip((out_row, lse_row), flash.forward(dense)):
+                target.copy_(result)
+        else:
+            blockwise.forward(dense, out_row, lse_row)
     return out, lse
+
+
+def _as_empty_out(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Results with the strides of `empty_out`; torch's kernel gives (batch, seqlen, ...) memory."""
+    if problem.layout == "bhsd":
+        return out.contiguous().transpose(1, 2), lse.contiguous()
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 def backward(
@@ -58,10 +74,13 @@ def backward(
         inputs = q[row], k[row, :used], v[row, :used]
         dense = make_dense(problem, *inputs, _of_row(extras, row), scalars)
         grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
-        results = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
-        parts = Grads(*(x.transpose(1, 2) for x in results), dsinks)
-        given = dout[row].transpose(1, 2), None if dlse is None else dlse[row]
-        blockwise.backward(dense, *given, out[row].transpose(1, 2), lse[row], parts)
+        targets = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
+        parts = Grads(*(x.transpose(1, 2) for x in targets), dsinks)
+        given = dout[row].transpose(1, 2), out[row].transpose(1, 2), lse[row]
+        if dlse is None and flash.serves(dense):
+            flash.backward(dense, *given, parts)
+        else:
+            blockwise.backward(dense, *given, None if dlse is None else dlse[row], parts)
     if dsinks is not None:
         grads.dsinks.copy_(dsinks)
     return grads

@@ -71,7 +71,7 @@ def _attend(
 
 
 def backward(
-    dense: Dense, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, grads: Grads
 ) -> None:
     """Writes dq, dk and dv, in the order of `dense`, and adds to dsinks.
 

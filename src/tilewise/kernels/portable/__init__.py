@@ -1,4 +1,6 @@
-"""The portable backend: FlashAttention-2 in Triton, for every GPU that Triton serves, and for CPU tensors under its interpreter."""
+"""The portable backend: FlashAttention-2 in Triton, for every GPU that Triton serves, and for CPU
+tensors under its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ __all__ = ["NAME", "backward", "forward", "supports"]
 def supports(problem: Problem, device: torch.device) -> str | None:
     """None, or why these kernels do not serve the problem."""
     if device.type == "cpu" and not interpreter_is_on():
-        return "its kernels run on GPUs; on CPU tensors only inside tilewise.testing.use_interpreter()"
+        return (
+            "its kernels run on GPUs; on CPU tensors only inside tilewise.testing.use_interpreter()"
+        )
     if device.type not in ("cpu", "cuda"):
         return f"its kernels run on CUDA and ROCm GPUs, not on {device.type}"
     if problem.dtype not in DTYPES:

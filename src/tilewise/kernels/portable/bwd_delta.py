@@ -1,8 +1,9 @@
 """Before the backward: delta = rowsum(dO * O) - dlse, and the gradient of the sinks.
 
-delta is what softmax's Jacobian subtracts from every dP of a row (FlashAttention-2, algorithm 2, line 4). A gradient that comes in
-through lse adds dlse * P to dS, which is the same as a smaller delta. A sink is a logit without a value: its dS is
-P_sink (0 - delta) with P_sink = exp(sink - lse), summed here over a tile's rows and on the host over tiles.
+delta is what softmax's Jacobian subtracts from every dP of a row (FlashAttention-2, algorithm 2,
+line 4). A gradient that comes in through lse adds dlse * P to dS, which is the same as a smaller
+delta. A sink is a logit without a value: its dS is P_sink (0 - delta) with P_sink = exp(sink -
+lse), summed here over a tile's rows and on the host over tiles.
 """
 
 import triton
@@ -14,7 +15,18 @@ from .io import load_queries, open_queries, row_stats
 
 
 @triton.jit
-def bwd_delta_kernel(out, dout, lse, dlse, delta, sink_parts, optionals, sizes, FEATURES: tl.constexpr, TILE: tl.constexpr):
+def bwd_delta_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    delta,
+    sink_parts,
+    optionals,
+    sizes,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     tile = tl.program_id(0)
     m_block, head, batch = query_tile(tile, sizes, FEATURES, TILE.BLOCK_M)
     m_start = m_block * TILE.BLOCK_M
@@ -22,7 +34,9 @@ def bwd_delta_kernel(out, dout, lse, dlse, delta, sink_parts, optionals, sizes, 
     is_row = q_idx < sizes.seqlen_q
 
     o_rows = open_queries(out, batch, head, sizes.seqlen_q, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE)
-    do_rows = open_queries(dout, batch, head, sizes.seqlen_q, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE)
+    do_rows = open_queries(
+        dout, batch, head, sizes.seqlen_q, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE
+    )
     o = load_queries(o_rows, m_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, True)
     do = load_queries(do_rows, m_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, True)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

@@ -1,6 +1,7 @@
 """dQ: one program a tile of queries, which walks the same keys as the forward did.
 
-FlashAttention-2's algorithm 2 adds to dQ from the programs that own keys, with atomics. Here the queries' owner recomputes S and dP
+FlashAttention-2's algorithm 2 adds to dQ from the programs that own keys, with atomics. Here the
+queries' owner recomputes S and dP
 instead: two more matmuls a tile, no atomics, no fp32 buffer, and the same bits in every run.
 """
 
@@ -9,61 +10,84 @@ import triton.language as tl
 
 from ...tile.bounds import count_partial, key_blocks, partial_block
 from ...tile.schedule import query_tile
-from ...tile.score import load_slope
-from ...tile.seqlen import lengths_of
+from ...tile.seqlen import sequence_of
 from ...tile.softmax import lse_to_log2
-from .io import load_keys, load_queries, open_keys, open_queries, row_stats, store_rows
+from .io import (
+    load_keys,
+    load_queries,
+    load_stats,
+    open_keys,
+    open_queries,
+    row_stats,
+    store_rows,
+)
 from .step import recompute
 
 
 @triton.jit
 def add_key_tile(
-    dq, q, do, k, v, stats, q_idx, n_start, slope, lengths, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+    dq,
+    q,
+    do,
+    k,
+    v,
+    stats,
+    q_idx,
+    n_start,
+    seq,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """One tile of keys into dQ (k and v: opened; stats: the rows' lse in base 2 and delta)."""
+    """One tile of keys into dQ; k and v are opened, stats are the rows' lse (base 2) and delta."""
     k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
     k_tile = load_keys(k, n_start, FEATURES.HEADDIM, TILE.BLOCK_D, TILE, MASKED)
     v_tile = load_keys(v, n_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, MASKED)
-    qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)  # (BLOCK_M, BLOCK_N)
+    # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     dp = tl.dot(do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
-    tile = recompute(
-        qk, dp, stats[0][:, None], stats[1][:, None], q_idx[:, None], k_idx[None, :], slope, lengths, numbers, FEATURES, MASKED
-    )
+    lse, delta = stats[0][:, None], stats[1][:, None]
+    tile = recompute(qk, dp, lse, delta, q_idx[:, None], k_idx[None, :], seq, FEATURES, MASKED)
+    # dQ += dS K
     return tl.dot(tile.ds.to(k_tile.dtype), k_tile, dq, input_precision=FEATURES.PRECISION)
 
 
 @triton.jit
-def attn_bwd_dq_kernel(q, k, v, dout, dq, stats, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr):
+def attn_bwd_dq_kernel(
+    q, k, v, dout, dq, stats, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
+):
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
     m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, BLOCK_M)
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    lengths = lengths_of(batch, sizes, optionals, FEATURES)
-    slope = load_slope(optionals, batch, head, FEATURES)
+    seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
 
     head_k = head // FEATURES.GROUP
-    k_rows = open_keys(k, batch, head_k, lengths.seqlen_k, FEATURES.HEADDIM, BLOCK_D, TILE)
-    v_rows = open_keys(v, batch, head_k, lengths.seqlen_k, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE)
-    q_rows = open_queries(q, batch, head, sizes.seqlen_q, FEATURES.HEADDIM, BLOCK_D, TILE)
-    do_rows = open_queries(dout, batch, head, sizes.seqlen_q, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE)
-    q_tile = load_queries(q_rows, m_start, FEATURES.HEADDIM, BLOCK_D, TILE, True)
-    do = load_queries(do_rows, m_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, True)
-    lse = tl.load(row_stats(stats[0], batch, head, sizes) + q_idx, mask=q_idx < sizes.seqlen_q, other=float("-inf"))
-    delta = tl.load(row_stats(stats[1], batch, head, sizes) + q_idx, mask=q_idx < sizes.seqlen_q, other=0.0)
-    stat_rows = lse_to_log2(lse), delta
+    q_rows = open_queries(q, batch, head, sizes.seqlen_q, D, BLOCK_D, TILE)
+    do_rows = open_queries(dout, batch, head, sizes.seqlen_q, DV, BLOCK_DV, TILE)
+    k_rows = open_keys(k, batch, head_k, seq.lengths.seqlen_k, D, BLOCK_D, TILE)
+    v_rows = open_keys(v, batch, head_k, seq.lengths.seqlen_k, DV, BLOCK_DV, TILE)
+    q_tile = load_queries(q_rows, m_start, D, BLOCK_D, TILE, True)
+    do = load_queries(do_rows, m_start, DV, BLOCK_DV, TILE, True)
+    lse = load_stats(row_stats(stats[0], batch, head, sizes), q_idx, sizes, float("-inf"), True)
+    delta = load_stats(row_stats(stats[1], batch, head, sizes), q_idx, sizes, 0.0, True)
+    rows = lse_to_log2(lse), delta
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    blocks = key_blocks(m_start, lengths, numbers, FEATURES, BLOCK_M, TILE.BLOCK_N)
+    blocks = key_blocks(m_start, seq, FEATURES, TILE)
     for i in range(count_partial(blocks)):
         n_start = partial_block(blocks, i) * TILE.BLOCK_N
         acc_dq = add_key_tile(
-            acc_dq, q_tile, do, k_rows, v_rows, stat_rows, q_idx, n_start, slope, lengths, numbers, FEATURES, TILE, True
+            acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, True
         )
     for n_block in range(blocks.full_first, blocks.full_stop):
         n_start = n_block * TILE.BLOCK_N
         acc_dq = add_key_tile(
-            acc_dq, q_tile, do, k_rows, v_rows, stat_rows, q_idx, n_start, slope, lengths, numbers, FEATURES, TILE, False
+            acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, False
         )
     acc_dq *= numbers.scale
-    store_rows(dq, batch, head, acc_dq, m_start, sizes.seqlen_q, BLOCK_M, FEATURES.HEADDIM, BLOCK_D)
+    store_rows(dq, batch, head, acc_dq, m_start, sizes.seqlen_q, BLOCK_M, D, BLOCK_D)

@@ -1,7 +1,8 @@
 """The forward: FlashAttention-2, algorithm 1 (Dao 2023, arXiv 2307.08691).
 
-A program owns BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N, first the partial ones, which need a mask, then
-the full ones, and keeps the output unnormalised until the end: O = (1 / l) sum_j exp(S_j - m) V_j, lse = m + log l.
+A program owns BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N, first the partial
+ones, which need a mask, then the full ones, and keeps the output unnormalised until the end: O = (1
+/ l) sum_j exp(S_j - m) V_j, lse = m + log l.
 """
 
 import triton
@@ -9,44 +10,47 @@ import triton.language as tl
 
 from ...tile.bounds import count_partial, key_blocks, partial_block
 from ...tile.schedule import query_tile
-from ...tile.score import load_slope
-from ...tile.seqlen import lengths_of
+from ...tile.seqlen import sequence_of
 from ...tile.softmax import finish, load_sink
 from .io import load_queries, open_keys, open_queries, row_stats, store_rows
 from .step import RowState, attend
 
 
 @triton.jit
-def attn_fwd_kernel(q, k, v, out, lse, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr):
+def attn_fwd_kernel(
+    q, k, v, out, lse, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
+):
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
     m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, BLOCK_M)
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    lengths = lengths_of(batch, sizes, optionals, FEATURES)
-    slope = load_slope(optionals, batch, head, FEATURES)
+    seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
 
     head_k = head // FEATURES.GROUP
-    k_rows = open_keys(k, batch, head_k, lengths.seqlen_k, FEATURES.HEADDIM, TILE.BLOCK_D, TILE)
-    v_rows = open_keys(v, batch, head_k, lengths.seqlen_k, FEATURES.HEADDIM_V, BLOCK_DV, TILE)
-    q_rows = open_queries(q, batch, head, sizes.seqlen_q, FEATURES.HEADDIM, TILE.BLOCK_D, TILE)
-    # (BLOCK_M, BLOCK_D), in registers or shared memory for the whole walk
-    q_tile = load_queries(q_rows, m_start, FEATURES.HEADDIM, TILE.BLOCK_D, TILE, True)
+    q_rows = open_queries(q, batch, head, sizes.seqlen_q, D, BLOCK_D, TILE)
+    k_rows = open_keys(k, batch, head_k, seq.lengths.seqlen_k, D, BLOCK_D, TILE)
+    v_rows = open_keys(v, batch, head_k, seq.lengths.seqlen_k, DV, BLOCK_DV, TILE)
+    q_tile = load_queries(q_rows, m_start, D, BLOCK_D, TILE, True)  # (BLOCK_M, BLOCK_D)
 
     state = RowState(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
-    blocks = key_blocks(m_start, lengths, numbers, FEATURES, BLOCK_M, TILE.BLOCK_N)
+    blocks = key_blocks(m_start, seq, FEATURES, TILE)
     for i in range(count_partial(blocks)):
         n_start = partial_block(blocks, i) * TILE.BLOCK_N
-        state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, slope, lengths, numbers, FEATURES, TILE, True)
+        state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, True)
     for n_block in range(blocks.full_first, blocks.full_stop):
         n_start = n_block * TILE.BLOCK_N
-        state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, slope, lengths, numbers, FEATURES, TILE, False)
+        state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, False)
 
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     acc_o = state.acc_o * finished.rescale[:, None]
-    store_rows(out, batch, head, acc_o, m_start, sizes.seqlen_q, BLOCK_M, FEATURES.HEADDIM_V, BLOCK_DV)
-    tl.store(row_stats(lse, batch, head, sizes) + q_idx, finished.lse, mask=q_idx < sizes.seqlen_q)
+    store_rows(out, batch, head, acc_o, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    lse_row = row_stats(lse, batch, head, sizes)
+    tl.store(lse_row + q_idx, finished.lse, mask=q_idx < sizes.seqlen_q)

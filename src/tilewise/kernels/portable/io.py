@@ -1,9 +1,10 @@
 """Loads and stores of a (rows, headdim) tile.
 
-A head of a (batch, seqlen, nheads, headdim) tensor is opened once and then read tile by tile: through a tensor descriptor, which
-Hopper's copy engine and Triton's pipeliner serve without address registers, or through pointers, which any alignment allows.
-Its first row is reached with 64-bit arithmetic and offsets inside a tile fit 32 bits, so tensors beyond 2^31 elements cost one
-scalar multiplication a tile.
+A head of a (batch, seqlen, nheads, headdim) tensor is opened once and then read tile by tile:
+through a tensor descriptor, which Hopper's copy engine and Triton's pipeliner serve without address
+registers, or through pointers, which any alignment allows. Its first row is reached with 64-bit
+arithmetic and offsets inside a tile fit 32 bits, so tensors beyond 2^31 elements cost one scalar
+multiplication a tile.
 """
 
 from typing import NamedTuple
@@ -27,28 +28,61 @@ def head_of(x, batch, head):
 
 
 @triton.jit
-def open_rows(x, batch, head, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTOR: tl.constexpr):
-    """One head, for `load_rows` of (ROWS, BLOCK_D) tiles; rows past `limit` and columns past D read as zeros."""
+def open_rows(
+    x,
+    batch,
+    head,
+    limit,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """One head, for `load_rows` of (ROWS, BLOCK_D) tiles; rows past `limit` and columns past D read
+    as zeros.
+    """
     if DESCRIPTOR:
-        rows = tl.maximum(limit, 1)  # a descriptor of no rows is invalid even where nothing is read through it
-        return tl.make_tensor_descriptor(head_of(x, batch, head), [rows, D], [x.row.to(tl.int64), 1], [ROWS, BLOCK_D])
+        rows = tl.maximum(
+            limit, 1
+        )  # a descriptor of no rows is invalid even where nothing is read through it
+        return tl.make_tensor_descriptor(
+            head_of(x, batch, head), [rows, D], [x.row.to(tl.int64), 1], [ROWS, BLOCK_D]
+        )
     else:
         return Rows(head_of(x, batch, head), x.row, limit)
 
 
 @triton.jit
-def load_rows(source, start, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTOR: tl.constexpr, CHECKED: tl.constexpr):
-    """Rows start .. start + ROWS as a (ROWS, BLOCK_D) tile. Unless CHECKED, the caller knows that all of them exist."""
+def load_rows(
+    source,
+    start,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Rows start .. start + ROWS as a (ROWS, BLOCK_D) tile. Unless CHECKED, the caller knows that
+    all of them exist.
+    """
     if DESCRIPTOR:
         return source.load([start, 0])
     else:
         rows = tl.arange(0, ROWS)
         columns = tl.arange(0, BLOCK_D)
-        ptrs = source.ptr + tl.cast(start, tl.int64) * source.stride + (rows[:, None] * source.stride + columns[None, :])
+        ptrs = (
+            source.ptr
+            + tl.cast(start, tl.int64) * source.stride
+            + (rows[:, None] * source.stride + columns[None, :])
+        )
         if CHECKED and D == BLOCK_D:
             return tl.load(ptrs, mask=(start + rows < source.limit)[:, None], other=0.0)
         elif CHECKED:
-            return tl.load(ptrs, mask=(start + rows < source.limit)[:, None] & (columns < D)[None, :], other=0.0)
+            return tl.load(
+                ptrs,
+                mask=(start + rows < source.limit)[:, None] & (columns < D)[None, :],
+                other=0.0,
+            )
         elif D != BLOCK_D:
             return tl.load(ptrs, mask=(columns < D)[None, :], other=0.0)
         else:
@@ -62,7 +96,14 @@ def open_keys(x, batch, head, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, TIL
 
 
 @triton.jit
-def load_keys(source, n_start, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr):
+def load_keys(
+    source,
+    n_start,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
     """BLOCK_N rows of keys or values from n_start."""
     return load_rows(source, n_start, TILE.BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS, CHECKED)
 
@@ -74,17 +115,32 @@ def open_queries(x, batch, head, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, 
 
 
 @triton.jit
-def load_queries(source, m_start, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr):
+def load_queries(
+    source,
+    m_start,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
     """BLOCK_M rows of queries from m_start."""
     return load_rows(source, m_start, TILE.BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS, CHECKED)
 
 
 @triton.jit
-def store_rows(x, batch, head, tile, start, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes a (ROWS, BLOCK_D) tile to rows start .. start + ROWS of one head, cut at `limit` and at column D."""
+def store_rows(
+    x, batch, head, tile, start, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Writes a (ROWS, BLOCK_D) tile to rows start .. start + ROWS of one head, cut at `limit` and
+    at column D.
+    """
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
-    ptrs = head_of(x, batch, head) + tl.cast(start, tl.int64) * x.row + (rows[:, None] * x.row + columns[None, :])
+    ptrs = (
+        head_of(x, batch, head)
+        + tl.cast(start, tl.int64) * x.row
+        + (rows[:, None] * x.row + columns[None, :])
+    )
     mask = (start + rows < limit)[:, None]
     if D != BLOCK_D:
         mask = mask & (columns < D)[None, :]
@@ -93,5 +149,16 @@ def store_rows(x, batch, head, tile, start, limit, ROWS: tl.constexpr, D: tl.con
 
 @triton.jit
 def row_stats(ptr, batch, head, sizes):
-    """Address of the (batch, head) row of a contiguous (batch, nheads, seqlen_q) tensor such as lse or delta."""
+    """Address of the (batch, head) row of a contiguous (batch, nheads, seqlen_q) tensor such as lse
+    or delta.
+    """
     return ptr + (batch.to(tl.int64) * sizes.nheads + head) * sizes.seqlen_q
+
+
+@triton.jit
+def load_stats(row, q_idx, sizes, other, CHECKED: tl.constexpr):
+    """lse or delta of the rows q_idx; `other` for rows that do not exist."""
+    if CHECKED:
+        return tl.load(row + q_idx, mask=q_idx < sizes.seqlen_q, other=other)
+    else:
+        return tl.load(row + q_idx)

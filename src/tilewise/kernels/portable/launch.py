@@ -24,14 +24,18 @@ LOG2_E = math.log2(math.e)
 Tensor = torch.Tensor
 
 
-def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars) -> tuple[Tensor, Tensor]:
+def forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+) -> tuple[Tensor, Tensor]:
     """`out` and `lse`; allocates nothing else."""
     out, lse = empty_out(problem, q)
     config, tile = tile_of("fwd", problem, q, k, v)
     sizes, numbers = sizes_of(q, k), numbers_of(scalars, q, k)
-    tiles = triton.cdiv(sizes.seqlen_q, tile.BLOCK_M) * sizes.nheads * sizes.batch
+    tiles = triton.cdiv(q.shape[1], tile.BLOCK_M) * q.shape[2] * q.shape[0]
     args = (*map(strided, (q, k, v, out)), lse, optionals_of(extras), sizes, numbers)
-    launch(attn_fwd_kernel, tiles, config, q.device, *args, FEATURES=features_of(problem), TILE=tile)
+    launch(
+        attn_fwd_kernel, tiles, config, q.device, *args, FEATURES=features_of(problem), TILE=tile
+    )
     return out, lse
 
 
@@ -56,22 +60,31 @@ def backward(
 
     delta = torch.empty_like(lse)
     config, tile = tile_of("bwd_delta", problem, q)
-    m_blocks = triton.cdiv(sizes.seqlen_q, tile.BLOCK_M)
-    parts = None if dsinks is None else lse.new_empty(sizes.batch, sizes.nheads, m_blocks)
+    batch, seqlen_q, nheads, _ = q.shape
+    m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
+    parts = None if dsinks is None else lse.new_empty(batch, nheads, m_blocks)
     dlse = None if dlse is None else dlse.contiguous()
     args = (strided(out), strided(dout), lse, dlse, delta, parts, optionals, sizes)
-    launch(bwd_delta_kernel, m_blocks * sizes.nheads * sizes.batch, config, q.device, *args, FEATURES=features, TILE=tile)
+    launch(
+        bwd_delta_kernel,
+        m_blocks * nheads * batch,
+        config,
+        q.device,
+        *args,
+        FEATURES=features,
+        TILE=tile,
+    )
     if dsinks is not None:
         dsinks.copy_(parts.sum((0, 2)))
 
     stats = lse, delta
     config, tile = tile_of("bwd_dkdv", problem, q, k, v, dout)
-    tiles = triton.cdiv(sizes.seqlen_k, tile.BLOCK_N) * problem.nheads_k * sizes.batch
+    tiles = triton.cdiv(k.shape[1], tile.BLOCK_N) * problem.nheads_k * batch
     args = (*map(strided, (q, k, v, dout, dk, dv)), stats, optionals, sizes, numbers)
     launch(attn_bwd_dkdv_kernel, tiles, config, q.device, *args, FEATURES=features, TILE=tile)
 
     config, tile = tile_of("bwd_dq", problem, q, k, v, dout)
-    tiles = triton.cdiv(sizes.seqlen_q, tile.BLOCK_M) * sizes.nheads * sizes.batch
+    tiles = triton.cdiv(seqlen_q, tile.BLOCK_M) * nheads * batch
     args = (*map(strided, (q, k, v, dout, dq)), stats, optionals, sizes, numbers)
     launch(attn_bwd_dq_kernel, tiles, config, q.device, *args, FEATURES=features, TILE=tile)
     return Grads(dq, dk, dv, dsinks)
@@ -89,8 +102,15 @@ def launch(kernel, tiles: int, config: Config, device: torch.device, *args, **co
     triton.set_allocator(_scratch)  # per thread, and autograd's backward runs in its own
     here = device.index in (None, torch.cuda.current_device())
     with contextlib.nullcontext() if here else torch.cuda.device(device):
-        # fusing multiply and add is what the exponent's cost counts on; Triton 3.10 turns it off by default
-        kernel[(tiles,)](*args, **constants, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+        # fusing multiply and add is what the exponent's cost counts on; Triton 3.10 turns it off by
+        # default
+        kernel[(tiles,)](
+            *args,
+            **constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -103,9 +123,17 @@ def tile_of(kernel: str, problem: Problem, q: Tensor, *read: Tensor) -> tuple[Co
 
     Descriptors are used only where every tensor read allows them.
     """
-    block_d, block_dv = (max(16, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v))
+    block_d, block_dv = (
+        max(16, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
     config = select(kernel, q.device, problem.dtype, max(block_d, block_dv), problem.is_causal)
-    return config, Tile(config.BLOCK_M, config.BLOCK_N, block_d, block_dv, config.descriptors and all(map(fits_descriptor, (q, *read))))
+    return config, Tile(
+        config.BLOCK_M,
+        config.BLOCK_N,
+        block_d,
+        block_dv,
+        config.descriptors and all(map(fits_descriptor, (q, *read))),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,7 +155,7 @@ def features_of(problem: Problem) -> Features:
 
 
 def fits_descriptor(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read each head of x: 16-byte aligned rows that do not repeat."""
+    """Whether a tensor descriptor can read each head of x: aligned rows that do not repeat."""
     aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
     return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
 
@@ -139,15 +167,19 @@ def strided(x: Tensor) -> Strided:
 
 def sizes_of(q: Tensor, k: Tensor) -> Sizes:
     """The call's lengths."""
-    return Sizes(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return Sizes(q.shape[2], q.shape[1], k.shape[1])
 
 
 def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
-    """Scale and softcap in base 2; window sides cut to what the lengths can reach, so that index sums stay in 32 bits."""
+    """Scale and softcap in base 2; window sides cut to what the lengths can reach, so that index
+    sums stay in 32 bits.
+    """
     reach = q.shape[1] + k.shape[1]
     ratio = scalars.scale / scalars.softcap if scalars.softcap > 0 else 0.0
     left, right = min(scalars.left, reach), min(scalars.right, reach)
-    return Numbers(scalars.scale, scalars.scale * LOG2_E, scalars.softcap * LOG2_E, ratio, left, right)
+    return Numbers(
+        scalars.scale, scalars.scale * LOG2_E, scalars.softcap * LOG2_E, ratio, left, right
+    )
 
 
 def optionals_of(extras: Extras) -> Optionals:

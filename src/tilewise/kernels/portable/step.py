@@ -1,4 +1,6 @@
-"""What happens between one tile of queries and one tile of keys: the forward update, and the backward's recomputation."""
+"""What happens between one tile of queries and one tile of keys: the forward update, and the
+backward's recomputation.
+"""
 
 from typing import NamedTuple
 
@@ -12,7 +14,9 @@ from .io import load_keys
 
 
 class RowState(NamedTuple):
-    """A tile of queries on its way over the keys: unnormalised output, running maximum (base 2) and running sum."""
+    """A tile of queries on its way over the keys: unnormalised output, running maximum (base 2) and
+    running sum.
+    """
 
     acc_o: tl.tensor  # (BLOCK_M, BLOCK_DV)
     m_i: tl.tensor  # (BLOCK_M,)
@@ -20,23 +24,34 @@ class RowState(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """A tile of probabilities and of the gradient of the products q k^T, before the factor scale."""
+    """A tile of probabilities, and of the gradient of scale * q k^T."""
 
     p: tl.tensor
     ds: tl.tensor
 
 
 @triton.jit
-def attend(state, q, k, v, n_start, q_idx, slope, lengths, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def attend(
+    state,
+    q,
+    k,
+    v,
+    n_start,
+    q_idx,
+    seq,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """One tile of keys into the state (k and v: opened)."""
     k_tile = load_keys(k, n_start, FEATURES.HEADDIM, TILE.BLOCK_D, TILE, MASKED)
     # S = Q K^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
-    s = score(qk, q_idx[:, None], k_idx[None, :], slope, lengths, numbers, FEATURES).s
+    s = score(qk, q_idx[:, None], k_idx[None, :], seq, FEATURES).s
     if MASKED:
-        s = apply_mask(s, q_idx[:, None], k_idx[None, :], lengths, numbers, FEATURES)
-    step = online_step(s, state.m_i, state.l_i, unit(numbers, FEATURES), MASKED)
+        s = apply_mask(s, q_idx[:, None], k_idx[None, :], seq, FEATURES)
+    step = online_step(s, state.m_i, state.l_i, unit(seq, FEATURES), MASKED)
     v_tile = load_keys(v, n_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, MASKED)
     # O = diag(alpha) O + P V
     acc_o = state.acc_o * step.alpha[:, None]
@@ -45,14 +60,25 @@ def attend(state, q, k, v, n_start, q_idx, slope, lengths, numbers, FEATURES: tl
 
 
 @triton.jit
-def recompute(qk, dp, lse, delta, q_idx, k_idx, slope, lengths, numbers, FEATURES: tl.constexpr, MASKED: tl.constexpr):
+def recompute(
+    qk,
+    dp,
+    lse,
+    delta,
+    q_idx,
+    k_idx,
+    seq,
+    FEATURES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """P = exp(S - lse) and dS = P (dP - delta), times the score's derivative.
 
-    All arguments are shaped to broadcast over the tile, so that the same lines serve S and its transpose. lse is in base 2.
+    All arguments are shaped to broadcast over the tile, so that the same lines serve S and its
+    transpose. lse is in base 2.
     """
-    scored = score(qk, q_idx, k_idx, slope, lengths, numbers, FEATURES)
+    scored = score(qk, q_idx, k_idx, seq, FEATURES)
     s = scored.s
     if MASKED:
-        s = apply_mask(s, q_idx, k_idx, lengths, numbers, FEATURES)
-    p = tl.exp2(s * unit(numbers, FEATURES) - lse)
+        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
+    p = tl.exp2(s * unit(seq, FEATURES) - lse)
     return Recomputed(p, p * (dp - delta) * scored.derivative)

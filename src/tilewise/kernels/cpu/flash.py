@@ -1,0 +1,140 @@
+"""Plain attention by torch's own fused CPU kernel: full or causal, in pieces where it must be.
+
+The kernel behind `F.scaled_dot_product_attention` is causal from the top left corner only, wants
+headdim_v = headdim, and gives lse 0 for a row that sees no key. So a band that is open to the left
+is cut into rows that see nothing, and for the others two pieces over disjoint keys,
+
+    row i sees j <= i + last:      full, keys j < last;      causal, keys j - last <= i
+
+whose results merge by LSE. The backward of each piece takes the merged out and LSE: with them
+P = exp(S - LSE) and delta are those of the whole row. A sink scales out and joins LSE, no more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...problem import Grads
+from .dense import Dense
+
+Tensor = torch.Tensor
+
+# Private to torch, so that a release may take them away: then tiles compute everything.
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+_forward = getattr(torch, _NAME, None)
+_backward = getattr(getattr(torch.ops.aten, f"{_NAME}_backward", None), "default", None)
+
+
+class Piece(NamedTuple):
+    """Keys [start, stop) for the rows that see any; `is_causal` from the top left corner."""
+
+    start: int
+    stop: int
+    is_causal: bool
+
+
+def serves(dense: Dense) -> bool:
+    """Whether torch's kernel computes this, alone or in pieces."""
+    return (
+        dense.left < 0
+        and dense.softcap == 0
+        and dense.alibi_slopes is None
+        and dense.q.numel() > 0
+        and dense.k.numel() > 0
+        and _forward is not None
+        and _backward is not None
+    )
+
+
+def cut(dense: Dense) -> tuple[int, list[Piece]]:
+    """How many rows at the top see no key, and the pieces that the others see."""
+    seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
+    if dense.right < 0:
+        return 0, [Piece(0, seqlen_k, False)]
+    last = dense.diagonal + dense.right  # the last key that row 0 sees
+    hidden = max(0, -last)
+    full = last + hidden
+    causal = Piece(full, min(seqlen_k, full + seqlen_q - hidden), True)
+    return hidden, [Piece(0, full, False), causal] if full else [causal]
+
+
+def forward(dense: Dense) -> tuple[Tensor, Tensor]:
+    """`out` (batch, nheads, seqlen_q, headdim_v) and `lse`, of any strides."""
+    hidden, pieces = cut(dense)
+    q, k, v = widen(dense)
+    rows = q[:, :, hidden:] if hidden else q
+    out, lse = _attend(rows, k, v, pieces[0], dense.scale)
+    for piece in pieces[1:]:
+        out, lse = merge(out, lse, *_attend(rows, k, v, piece, dense.scale))
+    if dense.v.shape[3] < out.shape[3]:
+        out = out[..., : dense.v.shape[3]]
+    sinks = None if dense.sinks is None else dense.sinks.to(lse.dtype).unsqueeze(1)
+    if sinks is not None:
+        out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
+    if hidden:
+        out, lse = F.pad(out, (0, 0, hidden, 0)), F.pad(lse, (hidden, 0), value=-math.inf)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks)
+    return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+    start, stop, is_causal = piece
+    if stop - start < k.shape[2]:
+        k, v = k[:, :, start:stop], v[:, :, start:stop]
+    return _forward(q, k, v, 0.0, is_causal, scale=scale)
+
+
+def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results over disjoint keys, where each row sees keys of both."""
+    share2 = torch.sigmoid(lse2 - lse1).unsqueeze(-1)
+    out = torch.lerp(out1.to(lse1.dtype), out2.to(lse1.dtype), share2)
+    return out.to(out1.dtype), torch.logaddexp(lse1, lse2)
+
+
+def widen(dense: Dense) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with zeros to the wider head dim, which change neither scores nor values."""
+    more = dense.v.shape[3] - dense.q.shape[3]
+    q, k = (_pad(x, more) for x in (dense.q, dense.k))
+    return q, k, _pad(dense.v, -more)
+
+
+def _pad(x: Tensor, more: int) -> Tensor:
+    return F.pad(x, (0, more)) if more > 0 else x
+
+
+def backward(dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    """Writes dq, dk and dv, and adds to dsinks. There may be no gradient of lse."""
+    hidden, pieces = cut(dense)
+    q, k, v = (x.to(lse.dtype) for x in widen(dense))
+    dout, out = (_pad(x.to(lse.dtype), q.shape[3] - x.shape[3]) for x in (dout, out))
+    if dout.stride(3) != 1:
+        dout = dout.contiguous()
+    given = dout, q, out, lse
+    if hidden:
+        given = tuple(x[:, :, hidden:] for x in given)
+    if dense.sinks is not None:
+        grads.dsinks.sub_(_sink_gradient(dense.sinks, *given))
+    dq_sum = None
+    seen = 0
+    for start, stop, is_causal in pieces:
+        args = *given[:2], k[:, :, start:stop], v[:, :, start:stop], *given[2:], 0.0, is_causal
+        dq, dk, dv = _backward(*args, scale=dense.scale)
+        dq_sum = dq if dq_sum is None else dq_sum + dq
+        for grad, part in ((grads.dk, dk), (grads.dv, dv)):
+            grad[:, :, start:stop].copy_(part[..., : grad.shape[3]])
+        seen = stop
+    grads.dq[:, :, :hidden].zero_()
+    grads.dq[:, :, hidden:].copy_(dq_sum[..., : grads.dq.shape[3]])
+    grads.dk[:, :, seen:].zero_()
+    grads.dv[:, :, seen:].zero_()
+
+
+def _sink_gradient(sinks: Tensor, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """P * delta of the sinks, where P is exp(sink - LSE); their dP is 0, so this is -dS."""
+    delta = (dout * out).sum(-1)
+    return (torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse) * delta).sum((0, 2))
