@@ -47,6 +47,7 @@ DTYPES = {
     "fp32": "float32",
     "fp64": "float64",
 }
+SHORT = {name: short for short, name in DTYPES.items()}
 DTYPES |= {name: name for name in DTYPES.values()}
 
 

@@ -33,7 +33,13 @@ def table(
 ) -> Table:
     """A light table; the columns in `numbers` are aligned to the right and never folded."""
     numbers = set(numbers)
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="dim")
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
+        header_style="dim",
+    )
     for column in columns:
         if column in numbers:
             made.add_column(column, justify="right", no_wrap=True)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import click
 
 from .machine import describe_machine
-from .options import DTYPES, Exit, NameList, default_device, need_gpu
-from .tables import console, mark, table
+from .options import DTYPES, SHORT, Exit, NameList, default_device, need_gpu
+from .tables import console, error, mark, table
 
 QUICK_TILES = 20  # of a case, with --quick
 
@@ -97,8 +97,8 @@ def matches(expression: str, name: str) -> bool:
     python = " ".join(word if word in operators else str(word in name) for word in words)
     try:
         return bool(eval(python, {"__builtins__": {}}))
-    except SyntaxError as error:
-        raise click.UsageError(f"-k {expression!r} cannot be read") from error
+    except SyntaxError as fault:
+        raise click.UsageError(f"-k {expression!r} cannot be read") from fault
 
 
 def run(screen, cases: list, backend: str | None, device: str, dtypes: list[str]) -> list[Check]:
@@ -125,10 +125,10 @@ def check_case(case, backend: str | None, device: str, dtype: str) -> Check:
 
     try:
         records = run_case(case, backend, device, getattr(torch, dtype))
-    except NotImplementedError as error:
-        return Check(case.name, dtype, refused=" ".join(str(error).split()))
-    except Exception as error:
-        raised = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    except NotImplementedError as refusal:
+        return Check(case.name, dtype, refused=" ".join(str(refusal).split()))
+    except Exception as fault:
+        raised = f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
         return Check(case.name, dtype, ok=False, raised=raised)
     worst = max(records, key=lambda record: nearness(record.verdict))
     verdict = worst.verdict
@@ -147,7 +147,7 @@ def nearness(verdict) -> float:
     if not verdict.ok:
         return float("inf")
     pairs = ((verdict.max_error, verdict.max_bound), (verdict.mean_error, verdict.mean_bound))
-    return max(error / bound if bound else 0.0 for error, bound in pairs)
+    return max(off / bound if bound else 0.0 for off, bound in pairs)
 
 
 def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
@@ -188,7 +188,7 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
 
 
 def torch_can(case, tensor: str) -> bool:
-    """Whether F.scaled_dot_product_attention computes this case's tensor without a mask of scores."""
+    """Whether torch's attention computes this tensor of the case without a mask of scores."""
     features, sizes = case.features, case.sizes
     if tensor not in ("out", "dq", "dk", "dv") or (features.lse_grad and tensor != "out"):
         return False
@@ -206,23 +206,30 @@ def show(screen, checks: list[Check]) -> None:
     rows = [
         (
             check.case,
-            check.dtype,
+            SHORT[check.dtype],
             check.tensor,
-            *_pair(check.max_error, check.max_bound),
-            *_pair(check.mean_error, check.mean_bound),
-            "-" if check.sdpa_error is None else check.sdpa_error,
+            *map(error, (check.max_error, check.max_bound, check.mean_error, check.mean_bound)),
+            error(check.sdpa_error),
             mark(check.ok),
         )
         for check in served
     ]
-    names = ["case", "dtype", "worst", "max error", "bound", "mean error", "bound ", "SDPA max", ""]
-    screen.print(table(names, rows, "max error,bound,mean error,bound ,SDPA max"))
-    for check in served:
-        if check.raised:
-            screen.print(f"{check.case} {check.dtype} raised {check.raised}", style="bold red")
-    for reason in dict.fromkeys(check.refused for check in checks if check.refused):
-        names = [check.case for check in checks if check.refused == reason]
-        screen.print(f"not served ({len(names)}: {', '.join(names[:4])}...): {reason}")
+    numbers = ["max", "of", "mean", "of ", "SDPA"]
+    screen.print(table(["case", "dtype", "worst", *numbers, ""], rows, numbers))
+    legend = (
+        "max, mean: errors against fp64, of what is allowed, in the tensor nearest to its bound"
+    )
+    screen.print(legend, style="dim")
+    list_by_reason(screen, "raised", {c: c.raised for c in served if c.raised})
+    list_by_reason(screen, "not served", {c: c.refused for c in checks if c.refused})
+
+
+def list_by_reason(screen, what: str, reasons: dict[Check, str]) -> None:
+    """Each reason once, with some of its cases."""
+    for reason in dict.fromkeys(reasons.values()):
+        names = [f"{c.case} {SHORT[c.dtype]}" for c, given in reasons.items() if given == reason]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        screen.print(f"{what}: {', '.join(names[:3])}{more}: {reason}")
 
 
 def summary(checks: list[Check]) -> str:
@@ -233,11 +240,5 @@ def summary(checks: list[Check]) -> str:
     also = f", {refused} not served here" if refused else ""
     if failed:
         names = ", ".join(dict.fromkeys(check.case for check in failed))
-        return (
-            f"FAIL: {len(failed)} of {len(checks)} checks are beyond their bounds ({names}){also}."
-        )
+        return f"FAIL: {len(failed)} of {len(checks)} checks ({names}){also}."
     return f"ok: {passed} checks within their bounds against fp64{also}."
-
-
-def _pair(error: float | None, bound: float | None) -> tuple[object, object]:
-    return ("-", "-") if error is None else (error, bound)

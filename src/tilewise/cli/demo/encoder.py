@@ -158,10 +158,10 @@ def nearest(embeddings: Tensor, found: list[texts.Sentence], queries: int) -> li
 def show(screen, results: dict, neighbours: list[Neighbour]) -> None:
     """Neighbours and differences."""
     rows = [(n.query, f"{n.text}  ({n.source})", n.cosine) for n in neighbours]
-    screen.print(table(["query", "nearest sentence, by tilewise", "cosine"], rows, "cosine"))
+    screen.print(table(["query", "nearest sentence, by tilewise", "cosine"], rows, ["cosine"]))
     rows = [
         (f"{name} against eager", difference, results["bound"], mark(difference <= BOUND))
         for name, difference in results["max_difference"].items()
     ]
-    columns = ["embeddings", "max difference", "bound", ""]
-    screen.print(table(columns, rows, "max difference,bound"))
+    numbers = ["max difference", "bound"]
+    screen.print(table(["embeddings", *numbers, ""], rows, numbers))

@@ -141,7 +141,7 @@ def show(screen, results: dict, trained_on: int) -> None:
     )
     rows = [(name, value) for name, value in results["perplexity"].items()]
     rows = [(*row, mark(results["ok"])) for row in rows]
-    screen.print(table(["attention", "perplexity a byte", ""], rows, "perplexity a byte"))
+    screen.print(table(["attention", "perplexity a byte", ""], rows, ["perplexity a byte"]))
     screen.print(
         f"logits differ by at most {results['max_logit_difference']:.2g}; "
         f"it writes: {results['sample']!r}"
