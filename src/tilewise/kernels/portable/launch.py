@@ -1,27 +1,67 @@
-"""Host side: groups the arguments, picks the tiles, allocates what comes back, launches."""
+"""Host side: allocates what comes back, picks the tiles, launches.
+
+A `Plan` is a launch that lacks its configuration. The same plans serve a call, which looks its
+configuration up, and `tilewise tune`, which tries many.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ...problem import Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
-from ...tile.types import Features, Numbers, Optionals, Sizes, Strided, Tile
+from ...tile.types import Tile
 from ...tuning.config import Config
 from ...tuning.select import select
 from ..outputs import empty_grads, empty_out
+from .arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
 from .bwd_delta import bwd_delta_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fwd import attn_fwd_kernel
 
-LOG2_E = math.log2(math.e)
 Tensor = torch.Tensor
+
+
+class Plan(NamedTuple):
+    """A launch without its configuration: a program for each `side` block of `rows`, `copies`
+    times.
+    """
+
+    name: str  # as the tuning tables call the kernel
+    kernel: Any
+    problem: Problem
+    side: str  # "BLOCK_M" or "BLOCK_N"
+    rows: int
+    copies: int  # heads times batch
+    read: tuple[Tensor, ...]  # tensors read in tiles
+    args: tuple
+
+    def config(self) -> Config:
+        """What the tables say."""
+        problem = self.problem
+        block_d = max(padded(problem.headdim), padded(problem.headdim_v))
+        device = self.read[0].device
+        return select(self.name, device, problem.dtype, block_d, problem.is_causal)
+
+    def tile(self, config: Config) -> Tile:
+        """The tile shape; descriptors only where every tensor read allows them."""
+        descriptors = config.descriptors and all(map(fits_descriptor, self.read))
+        block_d, block_dv = padded(self.problem.headdim), padded(self.problem.headdim_v)
+        return Tile(config.BLOCK_M, config.BLOCK_N, block_d, block_dv, descriptors)
+
+    def programs(self, tile: Tile) -> int:
+        """How many programs cover the problem."""
+        return triton.cdiv(self.rows, getattr(tile, self.side)) * self.copies
+
+
+def padded(headdim: int) -> int:
+    """A head dim as a matmul takes it: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(headdim))
 
 
 def forward(
@@ -29,13 +69,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`; allocates nothing else."""
     out, lse = empty_out(problem, q)
-    config, tile = tile_of("fwd", problem, q, k, v)
-    sizes, numbers = sizes_of(q, k), numbers_of(scalars, q, k)
-    tiles = triton.cdiv(q.shape[1], tile.BLOCK_M) * q.shape[2] * q.shape[0]
-    args = (*map(strided, (q, k, v, out)), lse, optionals_of(extras), sizes, numbers)
-    launch(
-        attn_fwd_kernel, tiles, config, q.device, *args, FEATURES=features_of(problem), TILE=tile
-    )
+    run(plan_forward(problem, q, k, v, out, lse, extras, scalars))
     return out, lse
 
 
@@ -52,139 +86,100 @@ def backward(
     scalars: Scalars,
 ) -> Grads:
     """Gradients by recomputation; allocates them, delta, and one float a tile for the sinks."""
-    dq, dk, dv, dsinks = empty_grads(q, k, v, extras.sinks)
+    grads = empty_grads(q, k, v, extras.sinks)
     if dout.stride(-1) != 1:  # such as the expanded gradient of a sum
         dout = dout.contiguous()
-    features, optionals = features_of(problem), optionals_of(extras)
-    sizes, numbers = sizes_of(q, k), numbers_of(scalars, q, k)
+    delta = run_delta(problem, dout, dlse, out, lse, extras, grads.dsinks)
+    for plan in plan_backward(problem, dout, q, k, v, (lse, delta), grads, extras, scalars):
+        run(plan)
+    return grads
 
+
+def plan_forward(problem, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> Plan:
+    """Tiles of queries."""
+    numbers = numbers_of(scalars, q, k)
+    args = (*map(strided, (q, k, v, out)), lse, optionals_of(extras), sizes_of(q, k), numbers)
+    copies = q.shape[0] * q.shape[2]
+    return Plan("fwd", attn_fwd_kernel, problem, "BLOCK_M", q.shape[1], copies, (q, k, v), args)
+
+
+def plan_backward(
+    problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scalars: Scalars
+) -> tuple[Plan, Plan]:
+    """Tiles of keys for dK and dV, then tiles of queries for dQ."""
+    shared = (stats, optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k))
+    read = (q, k, v, dout)
+    keys = Plan(
+        "bwd_dkdv",
+        attn_bwd_dkdv_kernel,
+        problem,
+        "BLOCK_N",
+        k.shape[1],
+        k.shape[0] * k.shape[2],
+        read,
+        (*map(strided, (q, k, v, dout, grads.dk, grads.dv)), *shared),
+    )
+    queries = Plan(
+        "bwd_dq",
+        attn_bwd_dq_kernel,
+        problem,
+        "BLOCK_M",
+        q.shape[1],
+        q.shape[0] * q.shape[2],
+        read,
+        (*map(strided, (q, k, v, dout, grads.dq)), *shared),
+    )
+    return keys, queries
+
+
+def run_delta(
+    problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, extras: Extras, dsinks
+) -> Tensor:
+    """delta, shaped as lse; fills `dsinks` where there are sinks."""
+    batch, nheads, seqlen_q = lse.shape
     delta = torch.empty_like(lse)
-    config, tile = tile_of("bwd_delta", problem, q)
-    batch, seqlen_q, nheads, _ = q.shape
-    m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
+    plan = Plan(
+        "bwd_delta", bwd_delta_kernel, problem, "BLOCK_M", seqlen_q, batch * nheads, (out,), ()
+    )
+    m_blocks = triton.cdiv(seqlen_q, plan.config().BLOCK_M)
     parts = None if dsinks is None else lse.new_empty(batch, nheads, m_blocks)
     dlse = None if dlse is None else dlse.contiguous()
-    args = (strided(out), strided(dout), lse, dlse, delta, parts, optionals, sizes)
-    launch(
-        bwd_delta_kernel,
-        m_blocks * nheads * batch,
-        config,
-        q.device,
-        *args,
-        FEATURES=features,
-        TILE=tile,
-    )
+    shared = (optionals_of(extras), sizes_of(out, out))
+    run(plan._replace(args=(strided(out), strided(dout), lse, dlse, delta, parts, *shared)))
     if dsinks is not None:
         dsinks.copy_(parts.sum((0, 2)))
-
-    stats = lse, delta
-    config, tile = tile_of("bwd_dkdv", problem, q, k, v, dout)
-    tiles = triton.cdiv(k.shape[1], tile.BLOCK_N) * problem.nheads_k * batch
-    args = (*map(strided, (q, k, v, dout, dk, dv)), stats, optionals, sizes, numbers)
-    launch(attn_bwd_dkdv_kernel, tiles, config, q.device, *args, FEATURES=features, TILE=tile)
-
-    config, tile = tile_of("bwd_dq", problem, q, k, v, dout)
-    tiles = triton.cdiv(seqlen_q, tile.BLOCK_M) * nheads * batch
-    args = (*map(strided, (q, k, v, dout, dq)), stats, optionals, sizes, numbers)
-    launch(attn_bwd_dq_kernel, tiles, config, q.device, *args, FEATURES=features, TILE=tile)
-    return Grads(dq, dk, dv, dsinks)
+    return delta
 
 
-def launch(kernel, tiles: int, config: Config, device: torch.device, *args, **constants) -> None:
-    """One program a tile; on CPU tensors through the interpreter."""
-    if tiles == 0:
+def run(plan: Plan) -> None:
+    """Launches a plan as the tables say; on CPU tensors through the interpreter."""
+    config = plan.config()
+    tile = plan.tile(config)
+    programs, features, device = plan.programs(tile), features_of(plan.problem), plan.read[0].device
+    if programs == 0:
         return
     if interpreter_is_on() and device.type == "cpu":
         from ...testing.interpreter import interpret
 
-        interpret(kernel)[(tiles,)](*args, **constants)
+        interpret(plan.kernel)[(programs,)](*plan.args, FEATURES=features, TILE=tile)
         return
-    triton.set_allocator(_scratch)  # per thread, and autograd's backward runs in its own
-    here = device.index in (None, torch.cuda.current_device())
-    with contextlib.nullcontext() if here else torch.cuda.device(device):
-        # fusing multiply and add is what the exponent's cost counts on; Triton 3.10 turns it off by
-        # default
-        kernel[(tiles,)](
-            *args,
-            **constants,
+    with on_device(device):
+        plan.kernel[(programs,)](
+            *plan.args,
+            FEATURES=features,
+            TILE=tile,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            enable_fp_fusion=True,
+            enable_fp_fusion=True,  # the exponent's cost counts on it; Triton 3.10 turns it off
         )
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes `device` current, with scratch memory for the descriptors that kernels make."""
+    triton.set_allocator(_scratch)  # per thread, and autograd's backward runs in its own
+    is_current = device.index in (None, torch.cuda.current_device())
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Device memory that descriptors made in a kernel live in."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def tile_of(kernel: str, problem: Problem, q: Tensor, *read: Tensor) -> tuple[Config, Tile]:
-    """The kernel's configuration and its tile, head dims padded to what a matmul takes.
-
-    Descriptors are used only where every tensor read allows them.
-    """
-    block_d, block_dv = (
-        max(16, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
-    )
-    config = select(kernel, q.device, problem.dtype, max(block_d, block_dv), problem.is_causal)
-    return config, Tile(
-        config.BLOCK_M,
-        config.BLOCK_N,
-        block_d,
-        block_dv,
-        config.descriptors and all(map(fits_descriptor, (q, *read))),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def features_of(problem: Problem) -> Features:
-    """The constexpr record that selects a kernel's code."""
-    return Features(
-        HEADDIM=problem.headdim,
-        HEADDIM_V=problem.headdim_v,
-        GROUP=problem.group,
-        LEFT=problem.has_left,
-        RIGHT=problem.has_right,
-        TOP_LEFT=problem.align == "top_left",
-        SOFTCAP=problem.has_softcap,
-        ALIBI=problem.has_alibi,
-        SINKS=problem.has_sinks,
-        SEQUSED_K=problem.has_seqused_k,
-        PRECISION="ieee",
-    )
-
-
-def fits_descriptor(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read each head of x: aligned rows that do not repeat."""
-    aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
-    return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
-
-
-def strided(x: Tensor) -> Strided:
-    """A (batch, seqlen, nheads, headdim) tensor as kernels take it."""
-    return Strided(x, *x.stride()[:3])
-
-
-def sizes_of(q: Tensor, k: Tensor) -> Sizes:
-    """The call's lengths."""
-    return Sizes(q.shape[2], q.shape[1], k.shape[1])
-
-
-def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
-    """Scale and softcap in base 2; window sides cut to what the lengths can reach, so that index
-    sums stay in 32 bits.
-    """
-    reach = q.shape[1] + k.shape[1]
-    ratio = scalars.scale / scalars.softcap if scalars.softcap > 0 else 0.0
-    left, right = min(scalars.left, reach), min(scalars.right, reach)
-    return Numbers(
-        scalars.scale, scalars.scale * LOG2_E, scalars.softcap * LOG2_E, ratio, left, right
-    )
-
-
-def optionals_of(extras: Extras) -> Optionals:
-    """The optional tensors as kernels take them."""
-    slopes, sinks, used = extras
-    per_batch = slopes is not None and slopes.dim() == 2
-    slopes, sinks, used = (None if x is None else x.contiguous() for x in (slopes, sinks, used))
-    return Optionals(slopes, slopes.stride(0) if per_batch else 0, sinks, used)

@@ -1,0 +1,71 @@
+"""Arguments as kernels take them: tensors with their strides, and numbers in base 2."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from ...problem import Extras, Problem, Scalars
+from ...tile.types import Features, Numbers, Optionals, Sizes, Strided
+
+LOG2_E = math.log2(math.e)
+Tensor = torch.Tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def features_of(problem: Problem) -> Features:
+    """The constexpr record that selects a kernel's code."""
+    return Features(
+        HEADDIM=problem.headdim,
+        HEADDIM_V=problem.headdim_v,
+        GROUP=problem.group,
+        LEFT=problem.has_left,
+        RIGHT=problem.has_right,
+        TOP_LEFT=problem.align == "top_left",
+        SOFTCAP=problem.has_softcap,
+        ALIBI=problem.has_alibi,
+        SINKS=problem.has_sinks,
+        SEQUSED_K=problem.has_seqused_k,
+        PRECISION="ieee",
+    )
+
+
+def strided(x: Tensor) -> Strided:
+    """A (batch, seqlen, nheads, headdim) tensor as kernels take it."""
+    return Strided(x, *x.stride()[:3])
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read each head of x: aligned rows that do not repeat."""
+    aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
+
+
+def sizes_of(q: Tensor, k: Tensor) -> Sizes:
+    """The call's lengths."""
+    return Sizes(q.shape[2], q.shape[1], k.shape[1])
+
+
+def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
+    """Scale and softcap in base 2.
+
+    Window sides are cut to what the lengths can reach, so that sums of indices stay in 32 bits.
+    """
+    reach = q.shape[1] + k.shape[1]
+    return Numbers(
+        scale=scalars.scale,
+        scale_log2=scalars.scale * LOG2_E,
+        softcap_log2=scalars.softcap * LOG2_E,
+        scale_over_softcap=scalars.scale / scalars.softcap if scalars.softcap > 0 else 0.0,
+        left=min(scalars.left, reach),
+        right=min(scalars.right, reach),
+    )
+
+
+def optionals_of(extras: Extras) -> Optionals:
+    """The optional tensors as kernels take them."""
+    slopes, sinks, used = (None if x is None else x.contiguous() for x in extras)
+    per_batch = slopes is not None and slopes.dim() == 2
+    return Optionals(slopes, slopes.stride(0) if per_batch else 0, sinks, used)
