@@ -1,0 +1,102 @@
+"""`tilewise verify`: passes here, fails with exit code 1 where a result is wrong."""
+
+import json
+
+import pytest
+
+pytest.importorskip("rich")
+testing = pytest.importorskip("click.testing")
+
+import tilewise  # noqa: E402
+from tilewise.cli import verify  # noqa: E402
+
+
+def invoke(*arguments):
+    return testing.CliRunner(env={"COLUMNS": "200"}).invoke(verify.verify, arguments)
+
+
+def test_passes_on_the_cpu():
+    done = invoke("--quick", "--device", "cpu", "-k", "gqa or 64x64 or window or no-", "--json")
+    assert done.exit_code == 0, done.output
+    checks = json.loads(done.stdout)
+    assert len(checks) > 5
+    assert all(check["max_error"] <= check["max_bound"] for check in checks)
+    peer = next(check for check in checks if check["case"] == "64x64")
+    assert peer["tensor"] == "lse" or peer["sdpa_error"] is not None
+    assert "within their bounds" in done.stderr
+
+
+def test_table():
+    done = invoke("--quick", "--device", "cpu", "--dtype", "bf16", "-k", "64x64")
+    assert done.exit_code == 0, done.output
+    assert "64x64-causal" in done.output and "bf16" in done.output
+
+
+@pytest.mark.slow
+def test_portable_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = invoke("--quick", "--device", "cpu", "--backend", "portable", "-k", "64x64")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_wrong_result_fails(monkeypatch):
+    right = tilewise.attention
+
+    def wrong(*args, **kwargs):
+        out, lse = right(*args, **kwargs)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(tilewise, "attention", wrong)
+    done = invoke("--quick", "--device", "cpu", "-k", "64x64")
+    assert done.exit_code == 1
+    assert "FAIL" in done.output
+
+
+def test_what_raises_fails_and_what_is_refused_does_not(monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(tilewise, "attention", broken)
+    done = invoke("--quick", "--device", "cpu", "-k", "64x64")
+    assert done.exit_code == 1 and "ZeroDivisionError: oh" in done.output
+
+    def refusing(*args, **kwargs):
+        raise NotImplementedError("not on Sundays")
+
+    monkeypatch.setattr(tilewise, "attention", refusing)
+    done = invoke("--quick", "--device", "cpu", "-k", "64x64")
+    assert done.exit_code == 0 and "not on Sundays" in done.output
+
+
+def test_usage():
+    assert invoke("--quick", "--full").exit_code == 2
+    assert invoke("-k", "no such case").exit_code == 2
+    assert invoke("-k", "gqa and (").exit_code == 2
+    assert invoke("--dtype", "int3").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("expression", "name", "expected"),
+    [
+        ("", "gqa", True),
+        ("gqa", "gqa-3", True),
+        ("gqa and not 3", "gqa-3", False),
+        ("(window or sinks) and not tall", "sinks-window", True),
+        ("64x64-causal", "64x64-causal", True),
+    ],
+)
+def test_names(expression, name, expected):
+    assert verify.matches(expression, name) is expected
+
+
+@pytest.mark.parametrize("tensor", ["out", "dq", "dv"])
+def test_torch_is_held_to_the_same_oracle(tensor):
+    import torch
+
+    from tilewise.testing.cases import CASES
+
+    case = next(case for case in CASES if case.name == "64x64")
+    error = verify.sdpa_error(case, tensor, "cpu", torch.float32)
+    assert 0 <= error < 1e-5
+    windowed = next(case for case in CASES if case.name == "window-left")
+    assert verify.sdpa_error(windowed, tensor, "cpu", torch.float32) is None
