@@ -24,8 +24,8 @@ def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOC
     """
     first_row = clamp(first_row, 0, limit)
     first = first_row // BLOCK
-    stop = tl.cdiv(clamp(stop_row, first_row, limit), BLOCK)
-    stop = tl.maximum(stop, first)
+    stop_row = clamp(stop_row, first_row, limit)
+    stop = tl.where(stop_row > first_row, tl.cdiv(stop_row, BLOCK), first)
     full_first = clamp(tl.cdiv(tl.maximum(full_first_row, 0), BLOCK), first, stop)
     full_stop = clamp(clamp(full_stop_row, 0, limit) // BLOCK, full_first, stop)
     return BlockRange(first, full_first, full_stop, stop)
