@@ -391,5 +391,8 @@ def _register_late() -> None:
         dtensor.register()
 
 
+# What torch.compiler.assume_constant_result sets, but its import is torch._dynamo's. Dynamo, which
+# cannot trace a registration, then runs it while it traces.
+_register_late._dynamo_marked_constant = True
 _late = {"flops": False, "dtensor": False}
 _register_late()
