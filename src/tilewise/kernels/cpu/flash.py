@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...problem import Grads
+from ...problem import OPEN, Grads
+from . import blockwise
 from .dense import Dense
 
 Tensor = torch.Tensor
@@ -27,6 +28,11 @@ Tensor = torch.Tensor
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _forward = getattr(torch, _NAME, None)
 _backward = getattr(getattr(torch.ops.aten, f"{_NAME}_backward", None), "default", None)
+
+
+# With fewer keys in its first block than fp32 lanes in a vector (16 with AVX-512), torch's kernel
+# takes a row of NaN for a masked one and gives 0 (torch 2.13, November 2026).
+LANES = 16
 
 
 class Piece(NamedTuple):
@@ -86,7 +92,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tupl
     start, stop, is_causal = piece
     if stop - start < k.shape[2]:
         k, v = k[:, :, start:stop], v[:, :, start:stop]
-    return _forward(q, k, v, 0.0, is_causal, scale=scale)
+    if min(k.shape[2], q.shape[2] if is_causal else LANES) >= LANES:
+        return _forward(q, k, v, 0.0, is_causal, scale=scale)
+    batch, nheads, seqlen_q, headdim = q.shape
+    out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
+    lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))
+    right = 0 if is_causal else OPEN
+    blockwise.forward(Dense(q, k, v, None, None, scale, 0.0, 0, OPEN, right), out, lse)
+    return out, lse
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
