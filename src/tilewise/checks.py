@@ -70,8 +70,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if q.dtype not in DTYPES:
         raise ArgumentError(
-            f"q.dtype is {q.dtype}: attention takes float16, bfloat16, float32 and (on the CPU) "
-            "float64"
+            f"q.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) float64, "
+            "so cast q, k and v"
         )
     if k.shape[1] != v.shape[1]:
         raise ArgumentError(
@@ -121,6 +121,11 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
     batch, nheads = q.shape[0], q.shape[2]
     slopes, sinks, used = extras
+    for name, x in zip(Extras._fields, extras, strict=True):
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
+            )
     if slopes is not None:
         _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
         if slopes.requires_grad:

@@ -294,6 +294,8 @@ def _vmap_backward(info, in_dims, *args):
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch)."""
     device = q.device.type
+    if device not in ("cpu", "cuda") and not torch.amp.is_autocast_available(device):
+        return q, k, v  # torch raises where a device, meta among them, knows no autocast
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (
