@@ -51,9 +51,10 @@ def sizes_of(q: Tensor, k: Tensor) -> Sizes:
 def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
     """Scale and softcap in base 2.
 
-    Window sides are cut to what the lengths can reach, so that sums of indices stay in 32 bits.
+    Window sides are cut to what the lengths can reach, so that sums of indices stay in 32
+    bits for lengths up to 2^30.
     """
-    reach = q.shape[1] + k.shape[1]
+    reach = max(q.shape[1], k.shape[1])
     return Numbers(
         scale=scalars.scale,
         scale_log2=scalars.scale * LOG2_E,
