@@ -206,6 +206,7 @@ def test_names_that_transformers_would_look_up_elsewhere():
     assert integration.is_registered()
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     """The forward without a padding mask is one graph; so is a step over a static cache."""
     eager, ours = pair(config_of("llama"))

@@ -73,8 +73,8 @@ def is_registered(name: str = "tilewise") -> bool:
 
 def visible_keys(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int = 0,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function=None,
@@ -89,6 +89,9 @@ def visible_keys(
     """The mask function: None where the model's own causal flag says it all."""
     if isinstance(attention_mask, Visible):  # made by `generate`, before the model's forward
         return attention_mask
+    if "cache_position" in kwargs:  # how transformers before 5.4 says it
+        positions = kwargs["cache_position"]
+        q_length, q_offset, device = positions.shape[0], positions[0], positions.device
     if use_vmap:
         raise NotImplementedError(f"this model adds a mask of its own: {ANOTHER}")
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
