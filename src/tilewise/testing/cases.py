@@ -215,7 +215,8 @@ def slack_of_lse(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
     rows = math.prod(inputs.q.shape[:3]) / max(1, math.prod(inputs.k.shape[:3]))  # to each key
     more = max(1.0, rows) ** 0.5
     slack = {name: p * _rms(oracle[name]) for name in ("out", "dv")}
-    return slack | {"dq": ds * k, "dk": ds * q * more, "dsinks": ds * more}
+    slack |= {"dq": ds * k, "dk": ds * q * more, "dsinks": ds * more}
+    return slack | {"lse": torch.finfo(torch.float32).eps * q * k}
 
 
 def _rms(x: Tensor) -> float:

@@ -32,9 +32,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`."""
     if extras.seqused_k is None:
-        dense = make_dense(problem, q, k, v, extras, scalars)
-        if flash.serves(dense):
-            return _as_empty_out(problem, *flash.forward(dense))
+        found = flash.forward_whole(problem, q, k, v, scalars)
+        if found is None:
+            dense = make_dense(problem, q, k, v, extras, scalars)
+            found = flash.forward(dense) if flash.serves(dense) else None
+        if found is not None:
+            return _as_empty_out(problem, *found)
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
