@@ -14,14 +14,30 @@ from tilewise.tile.bounds import count_partial, key_blocks, partial_block, query
 
 
 @triton.jit
-def key_blocks_kernel(first_block, ranges, partials, seq, FEATURES, TILE, MOST: tl.constexpr):
+def key_blocks_kernel(
+    first_block,
+    ranges,
+    partials,
+    seq,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST: tl.constexpr,
+):
     at = tl.program_id(0)
     blocks = key_blocks((first_block + at) * TILE.BLOCK_M, seq, FEATURES, TILE)
     store_range(ranges + 4 * at, partials + MOST * at, blocks, MOST)
 
 
 @triton.jit
-def query_blocks_kernel(first_block, ranges, partials, seq, FEATURES, TILE, MOST: tl.constexpr):
+def query_blocks_kernel(
+    first_block,
+    ranges,
+    partials,
+    seq,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST: tl.constexpr,
+):
     at = tl.program_id(0)
     blocks = query_blocks((first_block + at) * TILE.BLOCK_N, seq, FEATURES, TILE)
     store_range(ranges + 4 * at, partials + MOST * at, blocks, MOST)
