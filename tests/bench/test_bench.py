@@ -148,7 +148,7 @@ def wrong_provider(calls):
 def test_a_wrong_provider_is_not_timed():
     calls, lines = [], []
     done = run_suite([SMALL], [wrong_provider(calls)], rounds=2, round_ms=1, show=lines.append)
-    assert done[0].row is None and "out is off by" in done[0].wrong
+    assert done[0].row is None and done[0].wrong.startswith("out")
     assert len(calls) == 1  # once, to be judged
     assert any("WRONG" in line for line in lines)
 
@@ -161,7 +161,7 @@ def test_a_wrong_gradient_is_not_timed():
     (done,) = run_suite(
         [SMALL._replace(direction="bwd")], [bad], rounds=2, round_ms=1, show=lambda line: None
     )
-    assert done.row is None and "dv is off by" in done.wrong
+    assert done.row is None and done.wrong.startswith("dv")
 
 
 def test_a_provider_that_raises_is_a_refusal():

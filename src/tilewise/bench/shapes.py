@@ -95,6 +95,15 @@ SUITES = {
     "dense": grid(
         ("fwd", "bwd"), [_KI, 2 * _KI, 4 * _KI, 8 * _KI, 16 * _KI], (64, 128), (False, True)
     ),
+    "cpu": grid(
+        ("fwd", "fwd+bwd"),
+        [64, 256, _KI, 4 * _KI, 16 * _KI],
+        (64,),
+        (False, True),
+        tokens=1,
+        hidden=512,
+        dtype="float32",
+    ),
     "smoke": grid(
         ("fwd", "bwd"), [256], (64,), (False, True), tokens=512, hidden=128, dtype="float32"
     ),

@@ -1,6 +1,6 @@
 """The `tilewise` command.
 
-Its commands are imported when asked for, so that `--help` needs neither torch nor Triton.
+Its commands are imported when asked for, so that `--help` loads none of them.
 """
 
 from __future__ import annotations

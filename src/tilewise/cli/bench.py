@@ -1,4 +1,4 @@
-"""`tilewise bench`:
+"""The command `tilewise bench`.
 
 Our attention beside its peers, in turns, each held to fp64 before it is timed.
 """
@@ -15,7 +15,9 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 
 @click.command()
 @click.argument("directions", nargs=-1, type=click.Choice(["fwd", "bwd", "fwd+bwd"]))
-@click.option("--suite", help="A named list of shapes instead of the options below: dense, smoke.")
+@click.option(
+    "--suite", help="A named list of shapes instead of the options below: dense, cpu, smoke."
+)
 @click.option("--seqlen", type=IntList(), default="1k,4k,16k", show_default=True)
 @click.option("--headdim", type=IntList(), default="64,128", show_default=True)
 @click.option(

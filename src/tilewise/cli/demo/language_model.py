@@ -22,6 +22,7 @@ from . import texts
 Tensor = torch.Tensor
 WIDTH, HEADS, KEY_HEADS, HEADDIM, LAYERS, CONTEXT = 128, 4, 2, 32, 2, 256
 BATCH, RATE = 4, 5e-3
+SAME = 1e-6  # of a perplexity: less than its last printed digit
 Attend = Callable[..., Tensor]
 
 
@@ -79,7 +80,7 @@ def run(screen, device: str, quick: bool) -> dict:
         }
     target = windows[:, 1:].flatten()
     perplexity = {
-        name: f"{F.cross_entropy(one.flatten(0, 1), target).exp().item():.4f}"
+        name: F.cross_entropy(one.flatten(0, 1).double(), target).exp().item()
         for name, one in logits.items()
     }
     difference = (logits["tilewise"] - logits["eager"]).abs().max().item()
@@ -90,8 +91,8 @@ def run(screen, device: str, quick: bool) -> dict:
         "last_loss": sum(losses[-5:]) / len(losses[-5:]),
         "perplexity": perplexity,
         "max_logit_difference": difference,
-        "sample": sample(model, b"    def ", 60, device),
-        "ok": perplexity["tilewise"] == perplexity["eager"],
+        "sample": sample(model, b"    def ", 90, device),
+        "ok": abs(perplexity["tilewise"] - perplexity["eager"]) < SAME * perplexity["eager"],
     }
     show(screen, results, len(train))
     return results
@@ -127,7 +128,8 @@ def fit(screen, model: ByteModel, data: Tensor, seconds: float, device: str) -> 
 def sample(model: ByteModel, prompt: bytes, count: int, device: str) -> str:
     """Likely bytes after a prompt."""
     ids = torch.tensor([list(prompt)], device=device)
-    for _ in range(count):
+    start = time.perf_counter()
+    while len(ids[0]) < count and time.perf_counter() - start < 3:
         chances = (model(ids)[:, -1] / 0.6).softmax(-1)
         ids = torch.cat([ids, torch.multinomial(chances, 1)], dim=1)
     return bytes(ids[0].tolist()).decode("utf-8", errors="replace")
@@ -139,8 +141,8 @@ def show(screen, results: dict, trained_on: int) -> None:
         f"{results['parameters']:,} parameters, {results['steps']} steps over {trained_on:,} bytes "
         f"of Python's library: loss {results['first_loss']:.2f} to {results['last_loss']:.2f}"
     )
-    rows = [(name, value) for name, value in results["perplexity"].items()]
-    rows = [(*row, mark(results["ok"])) for row in rows]
+    same = mark(results["ok"])
+    rows = [(name, f"{value:.4f}", same) for name, value in results["perplexity"].items()]
     screen.print(table(["attention", "perplexity a byte", ""], rows, ["perplexity a byte"]))
     screen.print(
         f"logits differ by at most {results['max_logit_difference']:.2g}; "
