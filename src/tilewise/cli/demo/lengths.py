@@ -74,6 +74,8 @@ def run(screen, layer: Layer, device: str, quick: bool) -> Grown:
     what = f"{nheads} heads, headdim {headdim}, {str(dtype).removeprefix('torch.')}"
     show(screen, points)
     screen.print(f"{what}; {how_memory_is_measured(device)}", style="dim")
+    if not on_gpu:
+        screen.print("on the CPU such plain attention is torch's own fused kernel", style="dim")
     return Grown(points, f"Attention forward on MiniLM's own Q, K, V ({what})")
 
 

@@ -9,8 +9,10 @@ from .lengths import Grown, Point
 # Okabe and Ito's colours, told apart by every kind of sight; markers and dashes say it again.
 LOOKS = {
     "standard": dict(color="#D55E00", marker="s", label="standard attention"),
-    "sdpa": dict(color="#0072B2", marker="^", label="torch SDPA", linestyle=(0, (4, 2))),
-    "tilewise": dict(color="#009E73", marker="o", label="tilewise", linewidth=2.6, zorder=5),
+    "sdpa": dict(color="#0072B2", marker="^", label="torch SDPA", linestyle=(0, (4, 2)), zorder=6),
+    "tilewise": dict(
+        color="#009E73", marker="o", label="tilewise", linewidth=3.4, markersize=9, zorder=5
+    ),
 }
 
 
