@@ -100,11 +100,12 @@ def forward(dense: Dense) -> tuple[Tensor, Tensor]:
         out = out[..., : dense.v.shape[3]]
     sinks = None if dense.sinks is None else dense.sinks.to(lse.dtype).unsqueeze(1)
     if sinks is not None:
-        out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
+        share = torch.exp(lse - log_add(lse, sinks))
+        out = (out * share.unsqueeze(-1)).to(out.dtype)
     if hidden:
         out, lse = F.pad(out, (0, 0, hidden, 0)), F.pad(lse, (hidden, 0), value=-math.inf)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks)
+        lse = log_add(lse, sinks)
     return out, lse
 
 
@@ -124,9 +125,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tupl
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """Two results over disjoint keys, where each row sees keys of both."""
-    share2 = torch.sigmoid(lse2 - lse1).unsqueeze(-1)
-    out = torch.lerp(out1.to(lse1.dtype), out2.to(lse1.dtype), share2)
-    return out.to(out1.dtype), torch.logaddexp(lse1, lse2)
+    lse = log_add(lse1, lse2)
+    share2 = torch.exp(lse2 - lse).unsqueeze(-1)
+    out = torch.lerp(out1.to(lse.dtype), out2.to(lse.dtype), share2)
+    return out.to(out1.dtype), lse
+
+
+def log_add(x: Tensor, y: Tensor) -> Tensor:
+    """log(exp(x) + exp(y)).
+
+    torch.logaddexp and torch.sigmoid give a last bit that depends on where in memory an element
+    lies (torch 2.13), so that a row's result would depend on its place in the batch.
+    """
+    larger = torch.maximum(x, y)
+    larger = larger.masked_fill(larger == -math.inf, 0)
+    return larger + torch.log(torch.exp(x - larger) + torch.exp(y - larger))
 
 
 def widen(dense: Dense) -> tuple[Tensor, Tensor, Tensor]:
