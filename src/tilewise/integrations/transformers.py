@@ -21,7 +21,6 @@ PACKING = "sequences packed in one row are not served yet: pad the batch instead
 # Keyword arguments that models hand down and that say nothing about attention.
 HARMLESS = {
     "cache_position",
-    "deterministic",
     "encoder_hidden_states",
     "layer_idx",
     "num_items_in_batch",
@@ -137,12 +136,13 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
     _refuse(dropout, attention_mask, kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    features = dict(scale=scaling, softcap=softcap, sinks=s_aux)
+    features = dict(scale=scaling, softcap=softcap, sinks=s_aux, deterministic=bool(deterministic))
     if isinstance(attention_mask, Tensor):  # 2D: a model that hands its padding down
         runs = runs_of(attention_mask, 0, k.shape[1])
         if runs is not None:
