@@ -13,9 +13,8 @@ import sys
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from . import dispatch
+from . import batching, dispatch
 from .kernels.outputs import empty_grads, empty_out
 from .problem import Extras, Grads, Problem, Scalars, describe
 
@@ -48,10 +47,12 @@ def attention(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call, differentiable in q, k, v and sinks."""
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return _Attention.apply(q, k, v, *extras, problem, scalars, backend)
     if is_watched(q, k, v, *extras):
         _register_late()
         return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
-    if _is_transformed() or needs_grad(q, k, v, extras.sinks):
+    if needs_grad(q, k, v, extras.sinks):
         return _Attention.apply(q, k, v, *extras, problem, scalars, backend)
     return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
 
@@ -103,14 +104,13 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
         return (None,) * 6
     q, k, v, alibi_slopes, sinks, seqused_k, out, lse = ctx.saved_tensors
     extras = Extras(alibi_slopes, sinks, seqused_k)
-    if is_watched(dout, dlse, q, k, v) or _is_transformed():
-        _register_late()
-        call = (*extras, *ctx.scalars, *_flags(ctx.problem), ctx.backend)
-        dq, dk, dv, dsinks = torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *call)
+    tensors = (dout, dlse, q, k, v, out, lse, *extras)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # create_graph or a functorch transform: the gradients are to be differentiated in turn.
+        grads = _AttentionBackward.apply(*tensors, ctx.problem, ctx.scalars, ctx.backend)
     else:
-        dq, dk, dv, dsinks = _run_backward(
-            ctx.problem, dout, dlse, q, k, v, out, lse, extras, ctx.scalars, ctx.backend
-        )
+        grads = _AttentionBackward.forward(*tensors, ctx.problem, ctx.scalars, ctx.backend)
+    dq, dk, dv, dsinks = grads
     return dq, dk, dv, None, None if sinks is None else dsinks, None
 
 
@@ -128,6 +128,7 @@ class _Attention(torch.autograd.Function):
     def forward(q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
         extras = Extras(alibi_slopes, sinks, seqused_k)
         if is_watched(q, k, v) or _is_transformed():
+            _register_late()
             return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
         return dispatch.choose(problem, q.device, backend).forward(
             problem, q, k, v, extras, scalars
@@ -139,25 +140,58 @@ class _Attention(torch.autograd.Function):
         _save(ctx, tuple(tensors), output, problem, scalars, backend)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
         return *_backward(ctx, dout, dlse), None, None, None
 
     @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "attention has no forward-mode derivative: use tilewise.attention_reference, or "
+            "reverse mode (torch.func.vjp, jacrev)"
+        )
+
+    @staticmethod
     def vmap(info, in_dims, *args):
-        problem, scalars, backend = args[6:]
-        call = (*scalars, *_flags(problem), backend)
-        return _vmap_forward(info, in_dims, *args[:6], *call)
+        attend = batching.with_last(_Attention.apply, args[6:])
+        return batching.forward(attend, info.batch_size, in_dims[:6], args[:6])
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward, which has no derivative and says so."""
+
+    @staticmethod
+    def forward(
+        dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused_k, problem, scalars, backend
+    ):
+        extras = Extras(alibi_slopes, sinks, seqused_k)
+        if is_watched(dout, dlse, q, k, v) or _is_transformed():
+            _register_late()
+            call = (*extras, *scalars, *_flags(problem), backend)
+            return torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *call)
+        grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend)
+        return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _no_double_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _no_double_backward(ctx, *tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        differentiate = batching.with_last(_AttentionBackward.apply, args[10:])
+        return batching.one_by_one(differentiate, info.batch_size, in_dims[:10], args[:10])
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, (scale, softcap, left, right, align, layout, deterministic, backend) = (
-        inputs[:6],
-        inputs[6:],
-    )
-    scalars = Scalars(scale, softcap, left, right)
-    problem = describe(*tensors[:3], Extras(*tensors[3:]), scalars, align, layout, deterministic)
-    _save(ctx, tensors, output, problem, scalars, backend)
+    problem, _, scalars = _asked(inputs[:6], inputs[6:])
+    _save(ctx, inputs[:6], output, problem, scalars, inputs[-1])
 
 
 def _op_backward(ctx, dout, dlse):
@@ -173,69 +207,27 @@ def _no_double_backward(ctx, *grads):
 # the operators
 
 
-def _forward_kernel(
-    q,
-    k,
-    v,
-    alibi_slopes,
-    sinks,
-    seqused_k,
-    scale,
-    softcap,
-    left,
-    right,
-    align,
-    layout,
-    deterministic,
-    backend,
-):
-    extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
-    problem = describe(q, k, v, extras, scalars, align, layout, deterministic)
-    return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
+def _asked(tensors: tuple, call: tuple) -> tuple[Problem, Extras, Scalars]:
+    """What an operator's arguments ask for: `tensors` end at seqused_k, `call` begins at scale."""
+    q, k, v, *extras = tensors
+    extras, scalars = Extras(*extras), Scalars(*call[:4])
+    return describe(q, k, v, extras, scalars, *call[4:7]), extras, scalars
 
 
-def _backward_kernel(
-    dout,
-    dlse,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    alibi_slopes,
-    sinks,
-    seqused_k,
-    scale,
-    softcap,
-    left,
-    right,
-    *flags,
-):
-    *flags, backend = flags
-    extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
-    problem = describe(q, k, v, extras, scalars, *flags)
-    grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend)
-    return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
+def _forward_kernel(q, k, v, *args):
+    problem, extras, scalars = _asked((q, k, v, *args[:3]), args[3:])
+    chosen = dispatch.choose(problem, q.device, args[-1])
+    return chosen.forward(problem, q, k, v, extras, scalars)
 
 
-def _forward_fake(
-    q,
-    k,
-    v,
-    alibi_slopes,
-    sinks,
-    seqused_k,
-    scale,
-    softcap,
-    left,
-    right,
-    align,
-    layout,
-    deterministic,
-    backend,
-):
-    extras, scalars = Extras(alibi_slopes, sinks, seqused_k), Scalars(scale, softcap, left, right)
-    return empty_out(describe(q, k, v, extras, scalars, align, layout, deterministic), q)
+def _backward_kernel(dout, dlse, q, k, v, out, lse, *args):
+    problem, extras, scalars = _asked((q, k, v, *args[:3]), args[3:])
+    grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, args[-1])
+    return *grads[:3], q.new_empty(0) if grads.dsinks is None else grads.dsinks
+
+
+def _forward_fake(q, k, v, *args):
+    return empty_out(_asked((q, k, v, *args[:3]), args[3:])[0], q)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *rest):
@@ -243,52 +235,16 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *rest):
     return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
 
 
-def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """A vmapped tensor with its mapped dimension folded into the batch."""
-    if x is None:
-        return None
-    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
+def _vmap_forward_op(info, in_dims, *args):
+    tensors, call = args[:6], args[6:]
+    attend = batching.with_last(torch.ops.tilewise.forward, call)
+    return batching.forward(attend, info.batch_size, in_dims[:6], tensors)
 
 
-def _vmap_forward(info, in_dims, q, k, v, alibi_slopes, sinks, seqused_k, *call):
-    """vmap of the forward: the mapped dimension joins the batch; mapped sinks, shared by a batch,
-    go one by one.
-    """
-    size = info.batch_size
-    if in_dims[4] is not None:
-        return _vmap_loop(
-            torch.ops.tilewise.forward,
-            size,
-            in_dims,
-            (q, k, v, alibi_slopes, sinks, seqused_k, *call),
-        )
-    batch = q.shape[1 if in_dims[0] == 0 else 0]
-    if alibi_slopes is not None and (in_dims[3] is not None or alibi_slopes.dim() == 2):
-        slopes = alibi_slopes if in_dims[3] is None else alibi_slopes.movedim(in_dims[3], 0)
-        slopes = slopes.expand(size, *slopes.shape[-2:]) if in_dims[3] is None else slopes
-        if slopes.dim() == 2:  # (size, nheads): one set for each mapped call
-            slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
-        alibi_slopes = slopes.flatten(0, 1)
-    q, k, v = (_fold(x, d, size) for x, d in zip((q, k, v), in_dims, strict=False))
-    seqused_k = _fold(seqused_k, in_dims[5], size)
-    out, lse = torch.ops.tilewise.forward(q, k, v, alibi_slopes, sinks, seqused_k, *call)
-    return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
-
-
-def _vmap_loop(op, size: int, in_dims: tuple, args: tuple):
-    """vmap one by one: always right, and as slow as it says."""
-    in_dims = (*in_dims[: len(args)], *(None,) * (len(args) - len(in_dims)))
-    calls = [
-        [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]
-        for i in range(size)
-    ]
-    results = [op(*call) for call in calls]
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
-
-
-def _vmap_backward(info, in_dims, *args):
-    return _vmap_loop(torch.ops.tilewise.backward, info.batch_size, in_dims, args)
+def _vmap_backward_op(info, in_dims, *args):
+    tensors, call = args[:10], args[10:]
+    differentiate = batching.with_last(torch.ops.tilewise.backward, call)
+    return batching.one_by_one(differentiate, info.batch_size, in_dims[:10], tensors)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,8 +284,8 @@ torch.library.register_autograd(
     "tilewise::forward", _op_backward, setup_context=_setup_context, lib=_library
 )
 torch.library.register_autograd("tilewise::backward", _no_double_backward, lib=_library)
-torch.library.register_vmap("tilewise::forward", _vmap_forward, lib=_library)
-torch.library.register_vmap("tilewise::backward", _vmap_backward, lib=_library)
+torch.library.register_vmap("tilewise::forward", _vmap_forward_op, lib=_library)
+torch.library.register_vmap("tilewise::backward", _vmap_backward_op, lib=_library)
 
 
 # registered when somebody has loaded what needs it
