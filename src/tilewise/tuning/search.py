@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -80,14 +81,15 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
 
 def measure(plan: launch.Plan, configs: list[Config]) -> dict[Config, float]:
     """Milliseconds of each configuration that this GPU can build."""
+    options = {"FEATURES": features_of(plan.problem), "enable_fp_fusion": True}
     by_tile = {}
-    for config in configs:
-        tile = plan.tile(config)
-        variant = triton.Config({"TILE": tile}, config.num_warps, config.num_stages)
-        by_tile[variant] = config
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for config in configs:
+            tile = {"TILE": plan.tile(config)}
+            launched = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            by_tile[triton.Config(tile, **launched)] = config
+            plan.kernel.warmup(*plan.args, grid=(1,), **tile, **launched, **options)
     tuner = triton.autotune(configs=list(by_tile), key=[])(plan.kernel)
     with launch.on_device(plan.read[0].device):
-        tuner[lambda meta: (plan.programs(meta["TILE"]),)](
-            *plan.args, FEATURES=features_of(plan.problem), enable_fp_fusion=True
-        )
+        tuner[lambda meta: (plan.programs(meta["TILE"]),)](*plan.args, **options)
     return {by_tile[variant]: times[0] for variant, times in tuner.configs_timings.items()}

@@ -1,30 +1,42 @@
 """Configurations that were measured, and a default rule for everything else.
 
-Key fields: architecture, kernel, padded head dim, element bits, band closed on the right (causal).
-A row without a measured figure does not belong here: the default rule below serves it. Figures are
-TFLOP/s at seqlen 1Ki / 4Ki / 16Ki with 16Ki tokens and hidden size 2048, counting the matmuls that
-the kernel itself does (2 forward, 4 for dK and dV, 3 for dQ). One configuration serves all lengths.
+Key fields: kernel, padded head dim, element bits, band closed on the right (causal). A row without
+a measured figure does not belong here: the default rule below serves it. Figures are TFLOP/s with
+16Ki tokens and hidden size 2048, counting the matmuls that the kernel itself does (2 forward, 4 for
+dK and dV, 3 for dQ). One configuration serves all lengths.
 """
 
 from __future__ import annotations
 
 from .config import SHARED_MEMORY, Config, Key
 
-# NVIDIA H200, Triton 3.6, bf16, 2026-11-20. Descriptors cost about a microsecond a program and save
-# address registers: they pay where programs are long.
+# NVIDIA H200, Triton 3.6, bf16, 2026-11-20, at seqlen 1Ki / 4Ki / 16Ki; one figure: 4Ki. A
+# descriptor costs a program about a microsecond, and saves it the registers of its addresses.
 _H200 = [
-    (("fwd", 64, 16, False), (128, 64, 8, 3), "382 / 415 / 435"),
-    (("fwd", 64, 16, True), (64, 64, 4, 2), "312 / 382 / 401"),
-    (("fwd", 128, 16, False), (128, 64, 8, 3), "405 / 486 / 494"),
-    (("fwd", 128, 16, True), (64, 64, 4, 3, True), "287 / 428 / 497"),
-    (("bwd_dkdv", 64, 16, False), (64, 64, 4, 2, True), "420 / 519 / 532"),
-    (("bwd_dkdv", 64, 16, True), (64, 64, 4, 3), "344 / 442 / 475"),
-    (("bwd_dkdv", 128, 16, False), (64, 64, 4, 2, True), "470 / 580 / 617"),
-    (("bwd_dkdv", 128, 16, True), (64, 64, 4, 2), "406 / 528 / 641"),
-    (("bwd_dq", 64, 16, False), (128, 64, 8, 3), "576 / 568 / 649"),
-    (("bwd_dq", 64, 16, True), (64, 64, 4, 3), "414 / 555 / 550"),
-    (("bwd_dq", 128, 16, False), (128, 64, 8, 3), "518 / 621 / 590"),
-    (("bwd_dq", 128, 16, True), (128, 64, 8, 3), "380 / 550 / 660"),
+    (("fwd", 32, 16, False), (64, 128, 4, 3, True), "293"),
+    (("fwd", 32, 16, True), (64, 64, 4, 2), "268"),
+    (("fwd", 64, 16, False), (128, 64, 8, 3), "388 / 396 / 431"),
+    (("fwd", 64, 16, True), (64, 64, 4, 2), "305 / 373 / 397"),
+    (("fwd", 128, 16, False), (128, 128, 8, 3), "404 / 476 / 501"),
+    (("fwd", 128, 16, True), (64, 64, 4, 3, True), "299 / 416 / 469"),
+    (("fwd", 256, 16, False), (128, 64, 8, 2), "509"),
+    (("fwd", 256, 16, True), (128, 64, 8, 2), "460"),
+    (("bwd_dkdv", 32, 16, False), (64, 128, 4, 3), "399"),
+    (("bwd_dkdv", 32, 16, True), (128, 64, 4, 3), "348"),
+    (("bwd_dkdv", 64, 16, False), (64, 64, 4, 3, True), "406 / 459 / 488"),
+    (("bwd_dkdv", 64, 16, True), (64, 64, 4, 3), "341 / 434 / 465"),
+    (("bwd_dkdv", 128, 16, False), (64, 64, 4, 2, True), "496 / 557 / 585"),
+    (("bwd_dkdv", 128, 16, True), (64, 64, 4, 2, True), "405 / 528 / 607"),
+    (("bwd_dkdv", 256, 16, False), (64, 64, 8, 2, True), "322"),
+    (("bwd_dkdv", 256, 16, True), (64, 64, 8, 2, True), "314"),
+    (("bwd_dq", 32, 16, False), (64, 64, 4, 3), "431"),
+    (("bwd_dq", 32, 16, True), (64, 64, 4, 2), "388"),
+    (("bwd_dq", 64, 16, False), (128, 64, 8, 3), "536 / 588 / 553"),
+    (("bwd_dq", 64, 16, True), (64, 64, 4, 2, True), "406 / 540 / 534"),
+    (("bwd_dq", 128, 16, False), (128, 64, 8, 3), "512 / 572 / 613"),
+    (("bwd_dq", 128, 16, True), (128, 64, 8, 3), "376 / 535 / 593"),
+    (("bwd_dq", 256, 16, False), (64, 64, 4, 2, True), "485"),
+    (("bwd_dq", 256, 16, True), (64, 64, 4, 2, True), "440"),
 ]
 
 TABLE: dict[Key, Config] = {Key("sm90", *key): Config(*config) for key, config, _ in _H200}

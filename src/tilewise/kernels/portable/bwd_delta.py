@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...tile.schedule import query_tile
 from ...tile.softmax import load_sink, lse_to_log2
-from .io import load_queries, open_queries, row_stats
+from .io import load_once, load_stats, row_stats
 
 
 @triton.jit
@@ -27,25 +27,23 @@ def bwd_delta_kernel(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    DV: tl.constexpr = FEATURES.HEADDIM_V
     tile = tl.program_id(0)
-    m_block, head, batch = query_tile(tile, sizes, FEATURES, TILE.BLOCK_M)
-    m_start = m_block * TILE.BLOCK_M
-    q_idx = m_start + tl.arange(0, TILE.BLOCK_M)
-    is_row = q_idx < sizes.seqlen_q
+    m_block, head, batch = query_tile(tile, sizes, FEATURES, BLOCK_M)
+    m_start = m_block * BLOCK_M
+    q_idx = m_start + tl.arange(0, BLOCK_M)
 
-    o_rows = open_queries(out, batch, head, sizes.seqlen_q, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE)
-    do_rows = open_queries(
-        dout, batch, head, sizes.seqlen_q, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE
-    )
-    o = load_queries(o_rows, m_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, True)
-    do = load_queries(do_rows, m_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, True)
+    o = load_once(out, batch, head, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    do = load_once(dout, batch, head, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    lse_row = tl.load(row_stats(lse, batch, head, sizes) + q_idx, mask=is_row, other=float("-inf"))
+    lse_row = load_stats(row_stats(lse, batch, head, sizes), q_idx, sizes, float("-inf"), True)
     if dlse is not None:
-        dlse_row = tl.load(row_stats(dlse, batch, head, sizes) + q_idx, mask=is_row, other=0.0)
+        dlse_row = load_stats(row_stats(dlse, batch, head, sizes), q_idx, sizes, 0.0, True)
         # a row that saw no key has no gradient, whatever comes in
         row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
-    tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=is_row)
+    tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=q_idx < sizes.seqlen_q)
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         tl.store(sink_parts + tile, -tl.sum(p_sink * row_delta, 0))

@@ -20,11 +20,10 @@ from ...tile.schedule import key_tile
 from ...tile.seqlen import lengths_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from .io import (
-    load_keys,
-    load_queries,
+    load_once,
+    load_rows,
     load_stats,
-    open_keys,
-    open_queries,
+    open_rows,
     row_stats,
     store_rows,
 )
@@ -61,10 +60,13 @@ def add_query_tile(
     MASKED: tl.constexpr,
 ):
     """One tile of queries into dK and dV."""
-    q_idx = m_start + tl.arange(0, TILE.BLOCK_M)
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
+    q_idx = m_start + tl.arange(0, BLOCK_M)
     k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
-    q_tile = load_queries(rows.q, m_start, FEATURES.HEADDIM, TILE.BLOCK_D, TILE, MASKED)
-    do_tile = load_queries(rows.do, m_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, MASKED)
+    q_tile = load_rows(rows.q, m_start, BLOCK_M, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
+    do_tile = load_rows(rows.do, m_start, BLOCK_M, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # S^T = K Q^T, dP^T = V dO^T: (BLOCK_N, BLOCK_M)
     qk = tl.dot(k, tl.trans(q_tile), input_precision=FEATURES.PRECISION)
     dp = tl.dot(v, tl.trans(do_tile), input_precision=FEATURES.PRECISION)
@@ -94,6 +96,7 @@ def attn_bwd_dkdv_kernel(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
@@ -102,11 +105,10 @@ def attn_bwd_dkdv_kernel(
     n_block, head_k, batch = key_tile(tl.program_id(0), sizes, FEATURES, BLOCK_N)
     n_start = n_block * BLOCK_N
     lengths = lengths_of(batch, sizes, optionals, FEATURES)
+    seqlen_q = sizes.seqlen_q
 
-    k_rows = open_keys(k, batch, head_k, lengths.seqlen_k, D, BLOCK_D, TILE)
-    v_rows = open_keys(v, batch, head_k, lengths.seqlen_k, DV, BLOCK_DV, TILE)
-    k_tile = load_keys(k_rows, n_start, D, BLOCK_D, TILE, True)
-    v_tile = load_keys(v_rows, n_start, DV, BLOCK_DV, TILE, True)
+    k_tile = load_once(k, batch, head_k, n_start, lengths.seqlen_k, BLOCK_N, D, BLOCK_D)
+    v_tile = load_once(v, batch, head_k, n_start, lengths.seqlen_k, BLOCK_N, DV, BLOCK_DV)
     grads = KeyGrads(
         tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     )
@@ -114,19 +116,19 @@ def attn_bwd_dkdv_kernel(
     for head in range(head_k * FEATURES.GROUP, (head_k + 1) * FEATURES.GROUP):
         seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
         rows = QueryRows(
-            open_queries(q, batch, head, sizes.seqlen_q, D, BLOCK_D, TILE),
-            open_queries(dout, batch, head, sizes.seqlen_q, DV, BLOCK_DV, TILE),
+            open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS),
+            open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, TILE.DESCRIPTORS),
             row_stats(stats[0], batch, head, sizes),
             row_stats(stats[1], batch, head, sizes),
         )
         blocks = query_blocks(n_start, seq, FEATURES, TILE)
         for i in range(count_partial(blocks)):
-            m_start = partial_block(blocks, i) * TILE.BLOCK_M
+            m_start = partial_block(blocks, i) * BLOCK_M
             grads = add_query_tile(
                 grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, True
             )
         for m_block in range(blocks.full_first, blocks.full_stop):
-            m_start = m_block * TILE.BLOCK_M
+            m_start = m_block * BLOCK_M
             grads = add_query_tile(
                 grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, False
             )

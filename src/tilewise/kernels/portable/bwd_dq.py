@@ -13,11 +13,10 @@ from ...tile.schedule import query_tile
 from ...tile.seqlen import sequence_of
 from ...tile.softmax import lse_to_log2
 from .io import (
-    load_keys,
-    load_queries,
+    load_once,
+    load_rows,
     load_stats,
-    open_keys,
-    open_queries,
+    open_rows,
     row_stats,
     store_rows,
 )
@@ -40,9 +39,12 @@ def add_key_tile(
     MASKED: tl.constexpr,
 ):
     """One tile of keys into dQ; k and v are opened, stats are the rows' lse (base 2) and delta."""
-    k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
-    k_tile = load_keys(k, n_start, FEATURES.HEADDIM, TILE.BLOCK_D, TILE, MASKED)
-    v_tile = load_keys(v, n_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, MASKED)
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
+    k_idx = n_start + tl.arange(0, BLOCK_N)
+    k_tile = load_rows(k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
+    v_tile = load_rows(v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     dp = tl.dot(do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
@@ -57,6 +59,7 @@ def attn_bwd_dq_kernel(
     q, k, v, dout, dq, stats, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
 ):
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
@@ -66,13 +69,12 @@ def attn_bwd_dq_kernel(
     q_idx = m_start + tl.arange(0, BLOCK_M)
     seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
 
+    seqlen_k = seq.lengths.seqlen_k
     head_k = head // FEATURES.GROUP
-    q_rows = open_queries(q, batch, head, sizes.seqlen_q, D, BLOCK_D, TILE)
-    do_rows = open_queries(dout, batch, head, sizes.seqlen_q, DV, BLOCK_DV, TILE)
-    k_rows = open_keys(k, batch, head_k, seq.lengths.seqlen_k, D, BLOCK_D, TILE)
-    v_rows = open_keys(v, batch, head_k, seq.lengths.seqlen_k, DV, BLOCK_DV, TILE)
-    q_tile = load_queries(q_rows, m_start, D, BLOCK_D, TILE, True)
-    do = load_queries(do_rows, m_start, DV, BLOCK_DV, TILE, True)
+    k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
+    v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
+    q_tile = load_once(q, batch, head, m_start, sizes.seqlen_q, BLOCK_M, D, BLOCK_D)
+    do = load_once(dout, batch, head, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
     lse = load_stats(row_stats(stats[0], batch, head, sizes), q_idx, sizes, float("-inf"), True)
     delta = load_stats(row_stats(stats[1], batch, head, sizes), q_idx, sizes, 0.0, True)
     rows = lse_to_log2(lse), delta
@@ -80,12 +82,12 @@ def attn_bwd_dq_kernel(
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     blocks = key_blocks(m_start, seq, FEATURES, TILE)
     for i in range(count_partial(blocks)):
-        n_start = partial_block(blocks, i) * TILE.BLOCK_N
+        n_start = partial_block(blocks, i) * BLOCK_N
         acc_dq = add_key_tile(
             acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, True
         )
     for n_block in range(blocks.full_first, blocks.full_stop):
-        n_start = n_block * TILE.BLOCK_N
+        n_start = n_block * BLOCK_N
         acc_dq = add_key_tile(
             acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, False
         )

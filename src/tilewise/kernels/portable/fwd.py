@@ -12,7 +12,7 @@ from ...tile.bounds import count_partial, key_blocks, partial_block
 from ...tile.schedule import query_tile
 from ...tile.seqlen import sequence_of
 from ...tile.softmax import finish, load_sink
-from .io import load_queries, open_keys, open_queries, row_stats, store_rows
+from .io import load_once, open_rows, row_stats, store_rows
 from .step import RowState, attend
 
 
@@ -21,6 +21,7 @@ def attn_fwd_kernel(
     q, k, v, out, lse, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
 ):
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
@@ -30,11 +31,12 @@ def attn_fwd_kernel(
     q_idx = m_start + tl.arange(0, BLOCK_M)
     seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
 
+    seqlen_k = seq.lengths.seqlen_k
     head_k = head // FEATURES.GROUP
-    q_rows = open_queries(q, batch, head, sizes.seqlen_q, D, BLOCK_D, TILE)
-    k_rows = open_keys(k, batch, head_k, seq.lengths.seqlen_k, D, BLOCK_D, TILE)
-    v_rows = open_keys(v, batch, head_k, seq.lengths.seqlen_k, DV, BLOCK_DV, TILE)
-    q_tile = load_queries(q_rows, m_start, D, BLOCK_D, TILE, True)  # (BLOCK_M, BLOCK_D)
+    k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
+    v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
+    # (BLOCK_M, BLOCK_D)
+    q_tile = load_once(q, batch, head, m_start, sizes.seqlen_q, BLOCK_M, D, BLOCK_D)
 
     state = RowState(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
@@ -43,10 +45,10 @@ def attn_fwd_kernel(
     )
     blocks = key_blocks(m_start, seq, FEATURES, TILE)
     for i in range(count_partial(blocks)):
-        n_start = partial_block(blocks, i) * TILE.BLOCK_N
+        n_start = partial_block(blocks, i) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, True)
     for n_block in range(blocks.full_first, blocks.full_stop):
-        n_start = n_block * TILE.BLOCK_N
+        n_start = n_block * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, False)
 
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)

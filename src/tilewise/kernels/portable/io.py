@@ -90,41 +90,12 @@ def load_rows(
 
 
 @triton.jit
-def open_keys(x, batch, head, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr):
-    """Keys or values, for `load_keys`."""
-    return open_rows(x, batch, head, limit, TILE.BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
-
-
-@triton.jit
-def load_keys(
-    source,
-    n_start,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    CHECKED: tl.constexpr,
+def load_once(
+    x, batch, head, start, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """BLOCK_N rows of keys or values from n_start."""
-    return load_rows(source, n_start, TILE.BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS, CHECKED)
-
-
-@triton.jit
-def open_queries(x, batch, head, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr):
-    """Queries, or what is shaped like them, for `load_queries`."""
-    return open_rows(x, batch, head, limit, TILE.BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS)
-
-
-@triton.jit
-def load_queries(
-    source,
-    m_start,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
-    """BLOCK_M rows of queries from m_start."""
-    return load_rows(source, m_start, TILE.BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS, CHECKED)
+    """A tile that a program reads one time: by pointers, as making a descriptor takes longer."""
+    source = open_rows(x, batch, head, limit, ROWS, D, BLOCK_D, False)
+    return load_rows(source, start, ROWS, D, BLOCK_D, False, True)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from ...tile.mask import apply_mask
 from ...tile.score import score, unit
 from ...tile.softmax import online_step
-from .io import load_keys
+from .io import load_rows
 
 
 class RowState(NamedTuple):
@@ -44,15 +44,18 @@ def attend(
     MASKED: tl.constexpr,
 ):
     """One tile of keys into the state (k and v: opened)."""
-    k_tile = load_keys(k, n_start, FEATURES.HEADDIM, TILE.BLOCK_D, TILE, MASKED)
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
+    k_tile = load_rows(k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
     # S = Q K^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
+    k_idx = n_start + tl.arange(0, BLOCK_N)
     s = score(qk, q_idx[:, None], k_idx[None, :], seq, FEATURES).s
     if MASKED:
         s = apply_mask(s, q_idx[:, None], k_idx[None, :], seq, FEATURES)
     step = online_step(s, state.m_i, state.l_i, unit(seq, FEATURES), MASKED)
-    v_tile = load_keys(v, n_start, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE, MASKED)
+    v_tile = load_rows(v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # O = diag(alpha) O + P V
     acc_o = state.acc_o * step.alpha[:, None]
     acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
