@@ -57,7 +57,7 @@ def run(screen, layer: Layer, device: str, quick: bool) -> Grown:
     on_gpu = device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     longest = (4096 if quick else 131072) if on_gpu else (1024 if quick else 16384)
-    budget = 4.0 if quick else 35.0
+    budget = 4.0 if quick else 30.0
     points: list[Point] = []
     seqlen, start, ahead = 256, time.perf_counter(), 0.0
     with screen.status("") as status:
