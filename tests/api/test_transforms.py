@@ -1,0 +1,211 @@
+"""functorch and autograd: every transform equals its loop or formula, or is refused by name."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck
+from torch.func import grad, hessian, jacrev, jvp, vmap
+
+import tilewise
+
+SIZE, BATCH, SEQLEN = 3, 2, 7
+
+
+def qkv(*mapped):
+    return [torch.randn(*mapped, BATCH, SEQLEN, heads, 16) for heads in (4, 2, 2)]
+
+
+def loss(q, k, v, sinks=None, slopes=None, used=None):
+    out, lse = tilewise.attention(
+        q,
+        k,
+        v,
+        causal=True,
+        window=(4, None),
+        sinks=sinks,
+        alibi_slopes=slopes,
+        seqused_k=used,
+        return_lse=True,
+    )
+    return out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+
+
+def looped(function, in_dims, tensors):
+    """What vmap has to equal."""
+    calls = [
+        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)))
+        for i in range(SIZE)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*calls))
+
+
+def test_func_grad_is_autograd():
+    tensors = [x.requires_grad_() for x in (*qkv(), torch.randn(4))]
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    got = grad(loss, (0, 1, 2, 3))(*(x.detach() for x in tensors))
+    torch.testing.assert_close(got, want)
+
+
+EXTRAS = {
+    "none": {},
+    "sinks": {"sinks": torch.randn(SIZE, 4)},
+    "slopes by head": {"alibi_slopes": torch.rand(SIZE, 4)},
+    "slopes by batch": {"alibi_slopes": torch.rand(SIZE, BATCH, 4)},
+    "seqused_k": {"seqused_k": torch.tensor([[3, 7], [0, 2], [7, 5]], dtype=torch.int32)},
+}
+EXTRAS["all"] = EXTRAS["sinks"] | EXTRAS["slopes by batch"] | EXTRAS["seqused_k"]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["shared", "mapped"])
+@pytest.mark.parametrize("name", EXTRAS)
+def test_vmap(name, is_mapped, needs_grad):
+    """With extras that each mapped call has its own of, or that all share."""
+    extras = {x: e if is_mapped else e[0] for x, e in EXTRAS[name].items()}
+    tensors = [x.requires_grad_(needs_grad) for x in qkv(SIZE)] + [*extras.values()]
+
+    def attend(q, k, v, *given):
+        named = dict(zip(extras, given))
+        return tilewise.attention(q, k, v, causal=True, return_lse=True, **named)
+
+    in_dims = (0, 0, 0, *(0 if is_mapped else None for _ in extras))
+    got = vmap(attend, in_dims)(*tensors)
+    want = looped(attend, in_dims, tensors)
+    torch.testing.assert_close(got, want)
+    if needs_grad:
+        grads = [
+            torch.autograd.grad(out.square().sum(), tensors[:3], retain_graph=True)
+            for out in (got[0], want[0])
+        ]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    "in_dims",
+    [(0, None, None), (None, 0, None), (None, None, 2), (1, 4, 3), (None, 3, 0)],
+    ids=str,
+)
+def test_vmap_of_some_in_any_dimension(in_dims):
+    tensors = [x if d is None else x.movedim(0, d) for x, d in zip(_mapped(in_dims), in_dims)]
+
+    def attend(q, k, v):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        return tilewise.attention(q, k, v, return_lse=True)
+
+    torch.testing.assert_close(vmap(attend, in_dims)(*tensors), looped(attend, in_dims, tensors))
+
+
+def _mapped(in_dims):
+    shared, mapped = qkv(), qkv(SIZE)
+    return [shared[i] if dim is None else mapped[i] for i, dim in enumerate(in_dims)]
+
+
+def test_vmap_of_vmap():
+    tensors = qkv(2, SIZE)
+    want = torch.stack([vmap(tilewise.attention)(*x) for x in zip(*tensors)])
+    torch.testing.assert_close(vmap(vmap(tilewise.attention))(*tensors), want)
+
+
+@pytest.mark.parametrize("sinks_dim", [None, 0], ids=["shared sinks", "mapped sinks"])
+def test_vmap_of_grad(sinks_dim):
+    """Per-sample gradients, those of sinks that the samples share among them."""
+    in_dims = (0, 0, 0, sinks_dim)
+    tensors = [*qkv(SIZE), torch.randn(4) if sinks_dim is None else torch.randn(SIZE, 4)]
+    each = grad(loss, (0, 1, 2, 3))
+    got = vmap(each, in_dims)(*tensors)
+    torch.testing.assert_close(got, looped(each, in_dims, tensors))
+
+
+def test_grad_of_vmap():
+    tensors = [*qkv(SIZE), torch.randn(SIZE, 4)]
+    got = grad(lambda *t: vmap(loss)(*t).sum(), (0, 1, 2, 3))(*tensors)
+    want = grad(lambda *t: sum(loss(*x) for x in zip(*t)), (0, 1, 2, 3))(*tensors)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["out", "lse"])
+def test_jacrev_is_the_jacobian(part):
+    q, k, v = (x[:1, :3, :1, :4].contiguous() for x in qkv())
+
+    def attend(q, face=tilewise.attention):
+        return face(q, k, v, return_lse=True)[part]
+
+    want = torch.autograd.functional.jacobian(lambda q: attend(q, tilewise.attention_reference), q)
+    torch.testing.assert_close(jacrev(attend)(q), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func's own
+def test_forward_mode_is_refused_by_name():
+    q, k, v = qkv()
+    refused = pytest.raises(NotImplementedError, match=r"attention has no forward-mode.*reference")
+    with refused:
+        jvp(lambda q: tilewise.attention(q, k, v), (q,), (q,))
+    with refused, forward_ad.dual_level():
+        tilewise.attention(forward_ad.make_dual(q, q), k, v)
+    with refused:
+        hessian(loss)(q, k, v)
+
+
+def test_a_dual_level_without_duals_changes_nothing():
+    tensors = qkv()
+    with forward_ad.dual_level():
+        got = tilewise.attention(*tensors)
+    torch.testing.assert_close(got, tilewise.attention(*tensors), rtol=0, atol=0)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    refused = pytest.raises(NotImplementedError, match=r"attention is differentiable once.*refer")
+    (first,) = torch.autograd.grad(loss(q, k, v), q, create_graph=True)
+    with refused:
+        torch.autograd.grad(first.sum(), q)
+    (first,) = torch.autograd.grad(loss(q, k, v), q, create_graph=True)
+    with refused:  # a gradient penalty
+        first.square().sum().backward()
+    with refused:
+        grad(lambda q: grad(loss)(q, k, v).sum())(q)
+
+
+def test_create_graph_alone_gives_the_same_gradients():
+    tensors = [x.requires_grad_() for x in qkv()]
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    got = torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+FEATURES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "top left": {"causal": "top_left"},
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 1.5},
+    "slopes": {"alibi_slopes": torch.tensor([0.5, 0.1])},
+    "scale": {"scale": 0.7},
+    "seqused_k": {"seqused_k": torch.tensor([4, 2], dtype=torch.int32)},
+    "heads first": {"layout": "bhsd"},
+}
+FEATURES["all"] = {name: x for part in FEATURES.values() for name, x in part.items()}
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_gradcheck(name, has_sinks):
+    """The derivative of out and lse against finite differences, in fp64."""
+    features = FEATURES[name]
+    shapes = [(2, 3, 2, 3), (2, 5, 1, 3), (2, 5, 1, 2)]
+    tensors = [torch.randn(s, dtype=torch.float64) for s in shapes]
+    if features.get("layout") == "bhsd":
+        tensors = [x.transpose(1, 2) for x in tensors]
+    if has_sinks:
+        tensors.append(torch.randn(2, dtype=torch.float64))
+
+    def attend(q, k, v, sinks=None):
+        return tilewise.attention(q, k, v, sinks=sinks, return_lse=True, **features)
+
+    rows = attend(*tensors)[1].isfinite()
+    assert rows.any()
+
+    def finite(*tensors):
+        out, lse = attend(*tensors)
+        return out, lse[rows]
+
+    assert gradcheck(finite, [x.requires_grad_() for x in tensors])
