@@ -3,25 +3,58 @@
 import pytest
 import torch
 
-from tilewise.testing.cases import CASES, run_case
+from tilewise.testing.cases import CASES, Case, run_case
+from tilewise.testing.inputs import Features, Sizes
 
-BACKENDS = ["cpu"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MOST_TILES = {"portable": 24}  # the interpreter pays 3 ms a tile
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKENDS = {"cpu": ("cpu", "cpu"), "interpreted": ("portable", "cpu"), "gpu": ("portable", "cuda")}
+
+# Head dims that pad to each power of two, with everything that selects code.
+_FEATURES = {
+    "plain": Features(lse_grad=True),
+    "window": Features(causal=True, window=(30, 0), layout="bhsd", memory="sliced"),
+    "scores": Features(causal=True, softcap=3.0, alibi="heads", sinks=True, lse_grad=True),
+    "padded": Features(causal="top_left", seqused_k=(41, 0), memory="transposed"),
+}
+HEADDIMS = tuple(
+    Case(f"{name}-d{d}-v{e}", Sizes(2, 43, 50, 2, 1, d, e), features)
+    for d, e in ((1, 1), (8, 8), (33, 33), (72, 72), (80, 40), (96, 96), (160, 160), (192, 128))
+    + ((256, 256),)
+    for name, features in _FEATURES.items()
+)
+MOST_TILES = 24  # of a sampled case in the interpreter, which pays 10 ms a tile and its gradients
+# The compiler takes seconds for each fp32 kernel, and dtype changes nothing but that.
+ON_GPU = {"bf16": CASES + HEADDIMS, "fp16": CASES[::6], "fp32": CASES[3::12]}
+
+
+def _is_sampled(backend, at, case, dtype):
+    """Whether `make test` runs it. The interpreter runs each case in one dtype, in turn."""
+    if backend == "cpu":
+        return case in CASES
+    return case.tiles <= MOST_TILES and dtype == list(DTYPES)[at % 3]
 
 
 def _params():
     for backend in BACKENDS:
-        for case in CASES:
-            if case.tiles <= MOST_TILES.get(backend, case.tiles):
-                yield pytest.param(backend, case, id=f"{backend}-{case.name}")
+        for at, case in enumerate(CASES + HEADDIMS):
+            for dtype in DTYPES:
+                if backend == "gpu" and case not in ON_GPU[dtype]:
+                    continue
+                if backend == "gpu":
+                    marks = [pytest.mark.gpu]
+                elif _is_sampled(backend, at, case, dtype):
+                    marks = []
+                else:
+                    marks = [pytest.mark.slow]
+                name = f"{backend}-{case.name}-{dtype}"
+                yield pytest.param(backend, case, dtype, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("backend", "case"), list(_params()))
+@pytest.mark.parametrize(("backend", "case", "dtype"), list(_params()))
 def test_case(backend, case, dtype):
+    name, device = BACKENDS[backend]
     try:
-        records = run_case(case, backend=backend, dtype=dtype)
+        records = run_case(case, name, device, DTYPES[dtype])
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
     failures = [str(record) for record in records if not record.verdict.ok]
@@ -29,5 +62,5 @@ def test_case(backend, case, dtype):
 
 
 def test_names_are_unique():
-    names = [case.name for case in CASES]
+    names = [case.name for case in CASES + HEADDIMS]
     assert len(set(names)) == len(names)
