@@ -41,10 +41,9 @@ def load(name: str) -> ModuleType:
 def ask(name: str, problem: Problem, device: torch.device) -> str | None:
     """None if backend `name` serves the problem on `device`, else its reason."""
     try:
-        backend = load(name)
+        return load(name).supports(problem, device)
     except ImportError as error:
         return f"cannot be imported ({error}); install it with `pip install triton`"
-    return backend.supports(problem, device)
 
 
 def choose(problem: Problem, device: torch.device, backend: str | None = None) -> ModuleType:

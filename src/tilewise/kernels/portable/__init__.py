@@ -4,11 +4,15 @@ tensors under its interpreter.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ...problem import Problem
 from ...testing.switch import interpreter_is_on
-from .launch import backward, forward
+
+if TYPE_CHECKING:
+    from .launch import backward, forward
 
 NAME = "portable"
 MAX_HEADDIM = 256
@@ -30,4 +34,16 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     widest = max(problem.headdim, problem.headdim_v)
     if widest > MAX_HEADDIM:
         return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"
+    from . import launch  # noqa: F401  without Triton the ImportError is the reason
+
     return None
+
+
+def __getattr__(name: str) -> Any:
+    """`forward` and `backward`, and with them Triton: a CPU call that asks us needs neither."""
+    if name not in ("backward", "forward"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import launch
+
+    globals()[name] = getattr(launch, name)
+    return globals()[name]
