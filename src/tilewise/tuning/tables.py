@@ -13,12 +13,12 @@ from .config import SHARED_MEMORY, Config, Key
 # NVIDIA H200, Triton 3.6, bf16, 2026-11-20, at seqlen 1Ki / 4Ki / 16Ki; one figure: 4Ki. A
 # descriptor costs a program about a microsecond, and saves it the registers of its addresses.
 _H200 = [
-    (("fwd", 32, 16, False), (64, 128, 4, 3, True), "293"),
+    (("fwd", 32, 16, False), (128, 64, 4, 3), "283"),
     (("fwd", 32, 16, True), (64, 64, 4, 2), "268"),
     (("fwd", 64, 16, False), (128, 64, 8, 3), "388 / 396 / 431"),
     (("fwd", 64, 16, True), (64, 64, 4, 2), "305 / 373 / 397"),
     (("fwd", 128, 16, False), (128, 128, 8, 3), "404 / 476 / 501"),
-    (("fwd", 128, 16, True), (64, 64, 4, 3, True), "299 / 416 / 469"),
+    (("fwd", 128, 16, True), (64, 64, 4, 3), "327 / 402 / 454"),
     (("fwd", 256, 16, False), (128, 64, 8, 2), "509"),
     (("fwd", 256, 16, True), (128, 64, 8, 2), "460"),
     (("bwd_dkdv", 32, 16, False), (64, 128, 4, 3), "399"),
@@ -41,28 +41,38 @@ _H200 = [
 
 TABLE: dict[Key, Config] = {Key("sm90", *key): Config(*config) for key, config, _ in _H200}
 
-# Below this a tile's operands leave no room for pipelining, and the rule takes smaller tiles.
+# Below this much shared memory a tile's operands leave no room for pipelining.
 ROOMY = 160_000
 
 
 def default(key: Key) -> Config:
-    """Tiles that fit every architecture: half as large where shared memory is small, smaller again
-    for fp32 and wide heads.
+    """Tiles whose accumulators stay in registers and whose operands fit in shared memory.
+
+    The forward holds S and O, dQ holds S, dP and dQ, and dK and dV one tile more: fewer queries
+    each time, and more warps for wide heads.
     """
     if key.arch == "interpreter":
         return Config(64, 64, 4, 1)
     if key.kernel == "bwd_delta":
         return Config(max(16, 8192 // key.block_d), 16, 4, 1)
+    m, n, warps, stages = _forward_tile(key)
+    if key.kernel != "fwd":
+        m, stages = min(m, 64 if key.kernel == "bwd_dq" else 32), min(stages, 2)
+        if key.bits == 16 and key.block_d >= 128:
+            warps = 8
+    if key.arch.startswith("gfx"):  # a wavefront has 64 lanes, and 4 of them have all registers
+        warps = 4
+    return Config(m, n, warps, stages)
+
+
+def _forward_tile(key: Key) -> tuple[int, int, int, int]:
     is_roomy = SHARED_MEMORY.get(key.arch, 0) >= ROOMY
-    wide = key.block_d * key.bits // 16  # in 16-bit elements
-    if wide <= 64:
-        config = Config(128, 64, 4, 3)
-    elif wide <= 128:
-        config = Config(128, 64, 8, 3) if is_roomy else Config(64, 64, 4, 2)
-    elif wide <= 256:
-        config = Config(64, 64, 8, 2) if is_roomy else Config(32, 32, 4, 2)
-    else:
-        config = Config(32, 32, 8, 1) if is_roomy else Config(16, 16, 4, 1)
-    if key.kernel == "bwd_dkdv":  # keys stay, queries stream
-        return Config(config.BLOCK_N, config.BLOCK_M, config.num_warps, min(config.num_stages, 2))
-    return config
+    if key.bits == 32:  # exact fp32 has no tensor cores: operands pass through registers, too
+        if key.block_d <= 64:
+            return 64, 32, 8, 1
+        return (32, 32, 8, 1) if is_roomy or key.block_d <= 128 else (16, 16, 4, 1)
+    if key.block_d <= 64:
+        return 128, 64, 4, 3
+    if key.block_d <= 128:
+        return (128, 64, 8, 3) if is_roomy else (64, 64, 4, 2)
+    return (64, 64, 8, 2) if is_roomy else (32, 32, 4, 2)
