@@ -1,0 +1,193 @@
+"""torch.compile and export: one graph for every length, equal results and gradients."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tilewise
+from tilewise.testing import use_interpreter
+
+EVERY = {
+    "causal": True,
+    "window": (6, None),
+    "softcap": 5.0,
+    "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]),
+    "return_lse": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(batch, seqlen_q, seqlen_k=None, layout="bshd"):
+    shapes = [(seqlen_q, 4), (seqlen_k or seqlen_q, 2), (seqlen_k or seqlen_q, 2)]
+    tensors = [torch.randn(batch, seqlen, heads, 16) for seqlen, heads in shapes]
+    return [(x if layout == "bshd" else x.transpose(1, 2)).requires_grad_() for x in tensors]
+
+
+def compiled(function, dynamic=None):
+    """The function in one graph, and a counter of how often it was compiled."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic), counter
+
+
+def check_equal(function, compiled, tensors):
+    results = []
+    for f in (function, compiled):
+        out, lse = f(*tensors)
+        loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+        results.append((out, lse, torch.autograd.grad(loss, tensors)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_graph_with_every_feature(dynamic, layout):
+    def attend(q, k, v, sinks):
+        return tilewise.attention(q, k, v, sinks=sinks, layout=layout, **EVERY)
+
+    again, counter = compiled(attend, dynamic)
+    sinks = torch.randn(4, requires_grad=True)
+    check_equal(attend, again, [*qkv(3, 8, 12, layout), sinks])
+    first = counter.frame_count
+    check_equal(
+        attend, again, [*qkv(3, 10 if dynamic else 8, 27 if dynamic else 12, layout), sinks]
+    )
+    assert counter.frame_count == first
+    # An operator's floats are constants of the graph: a dynamic one may find that out by a restart.
+    assert first == 1 or dynamic
+
+
+@pytest.mark.parametrize("features", [{"causal": True}, {"causal": "top_left", "window": (3, 2)}])
+def test_no_recompile_for_a_length(features):
+    """One static graph, then one dynamic for every length: what torch does to an addition."""
+
+    def attend(q, k, v):
+        return tilewise.attention(q, k, v, return_lse=True, **features)
+
+    again, counter = compiled(attend)
+    for seqlen in (8, 16, 24, 33, 100):
+        check_equal(attend, again, qkv(2, seqlen))
+    assert counter.frame_count == 2
+
+
+def test_no_recompile_for_lengths_that_part():
+    def attend(q, k, v):
+        return tilewise.attention(q, k, v, causal=True, return_lse=True)
+
+    again, counter = compiled(attend, dynamic=True)
+    for seqlens in [(8, 9), (33, 12), (5, 70), (31, 32)]:
+        check_equal(attend, again, qkv(2, *seqlens))
+    assert counter.frame_count == 1
+
+
+def test_no_recompile_for_a_batch():
+    def attend(q, k, v):
+        return tilewise.attention(q, k, v, causal=True, return_lse=True)
+
+    again, counter = compiled(attend, dynamic=True)
+    for batch, seqlen in [(3, 8), (7, 8), (5, 21), (2, 40)]:  # 2 is a number of heads, too
+        check_equal(attend, again, qkv(batch, seqlen))
+    assert counter.frame_count == 1
+
+
+def test_no_recompile_for_a_window():
+    def attend(x, left):
+        return tilewise.attention(x, x, x, window=(left, 0))
+
+    again, counter = compiled(attend)
+    x = torch.randn(1, 20, 2, 16)
+    for left in (3, 5, 7, 11):
+        torch.testing.assert_close(again(x, left), attend(x, left))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize(
+    "face",
+    [tilewise.flash_attn_func, tilewise.scaled_dot_product_attention],
+    ids=lambda f: f.__name__,
+)
+def test_the_drop_in_faces_compile(face):
+    again, counter = compiled(face)
+    x = torch.randn(2, 4, 4, 16)
+    torch.testing.assert_close(again(x, x, x), face(x, x, x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+def test_inductor():
+    """The whole compiler, which asserts the strides that the fake promised."""
+
+    def block(x, weight):
+        q, k, v = (x @ weight).unflatten(-1, (4, 3, 16)).unbind(-2)
+        out = tilewise.attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), causal=True, layout="bhsd"
+        )
+        return out.transpose(1, 2).flatten(2).relu()
+
+    tensors = [torch.randn(s, requires_grad=True) for s in [(2, 8, 24), (24, 192)]]
+    results = []
+    for function in (block, torch.compile(block, fullgraph=True)):
+        out = function(*tensors)
+        results.append((out, torch.autograd.grad(out.square().sum(), tensors)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_portable_kernels_under_compile():
+    def attend(q, k, v):
+        return tilewise.attention(q, k, v, causal=True, return_lse=True, backend="portable")
+
+    with use_interpreter():
+        again, counter = compiled(attend)
+        check_equal(attend, again, qkv(1, 8))
+    assert counter.frame_count == 1
+
+
+def test_autocast_under_compile():
+    tensors = [*qkv(2, 8), torch.randn(4, requires_grad=True)]
+
+    def attend(q, k, v, sinks):
+        return tilewise.attention(q, k, v, sinks=sinks, return_lse=True)
+
+    again, _ = compiled(attend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = again(*tensors), attend(*tensors)
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    grads = torch.autograd.grad(got[0].float().sum() + got[1].sum(), tensors)
+    assert {x.dtype for x in grads} == {torch.float32}
+
+
+def test_compile_refuses_as_eager_does():
+    again, _ = compiled(lambda q, k: tilewise.attention(q, k, k))
+    with pytest.raises(Exception, match="q has headdim 16 and k has headdim 8"):
+        again(torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 8))
+
+
+def test_vmap_under_compile():
+    tensors = [torch.randn(3, 2, 8, heads, 16) for heads in (4, 2, 2)]
+    again, counter = compiled(torch.vmap(tilewise.attention))
+    want = torch.stack([tilewise.attention(*x) for x in zip(*tensors)])
+    torch.testing.assert_close(again(*tensors), want)
+    assert counter.frame_count == 1
+
+
+class Module(torch.nn.Module):
+    def forward(self, q, k, v):
+        return tilewise.attention(q, k, v, causal=True, window=(5, 0))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_a_dynamic_sequence(strict):
+    batch, seqlen = torch.export.Dim("batch", min=2), torch.export.Dim("seqlen", min=2, max=4096)
+    tensors = tuple(x.detach() for x in qkv(2, 8))
+    shapes = ({0: batch, 1: seqlen},) * 3
+    program = torch.export.export(Module(), tensors, dynamic_shapes=shapes, strict=strict)
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert torch.ops.tilewise.forward.default in targets
+    other = [x.detach() for x in qkv(3, 37)]
+    torch.testing.assert_close(program.module()(*other), Module()(*other), rtol=0, atol=0)
