@@ -231,5 +231,6 @@ def _compiled_job(mesh) -> None:
         torch.testing.assert_close(grad.full_tensor(), w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled():
     _run(_compiled_job)
