@@ -31,13 +31,9 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`."""
-    if extras.seqused_k is None:
-        found = flash.forward_whole(problem, q, k, v, scalars)
-        if found is None:
-            dense = make_dense(problem, q, k, v, extras, scalars)
-            found = flash.forward(dense) if flash.serves(dense) else None
-        if found is not None:
-            return _as_empty_out(problem, *found)
+    if flash.is_whole(problem, q, k, scalars):
+        results = flash.forward_whole(q, k, v, problem.has_right, scalars.scale)
+        return _as_empty_out(problem, *results)
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
@@ -71,6 +67,10 @@ def backward(
     scalars: Scalars,
 ) -> Grads:
     """Gradients of q, k, v and, where there are any, sinks."""
+    if dlse is None and flash.is_whole(problem, q, k, scalars):
+        given = dout, q, k, v, out
+        found = flash.backward_whole(given, lse, problem.has_right, scalars.scale)
+        return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)
     grads = empty_grads(q, k, v, extras.sinks)
     dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
     for row, used in _batch_rows(q, k, extras.seqused_k):
@@ -87,6 +87,13 @@ def backward(
     if dsinks is not None:
         grads.dsinks.copy_(dsinks)
     return grads
+
+
+def _as_empty_like(x: Tensor, grad: Tensor) -> Tensor:
+    """A gradient with the dtype and strides of `empty_grads`, copied only where they differ."""
+    if grad.dtype == x.dtype and grad.stride() == x.stride():
+        return grad
+    return torch.empty_like(x).copy_(grad)
 
 
 def _batch_rows(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> list[tuple[slice, int]]:

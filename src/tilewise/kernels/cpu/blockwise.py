@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 
 from ...problem import Grads
+from . import tiles
 from .dense import Dense, Rows, rows
-from .tiles import BLOCK_N, Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
+from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
 
 Tensor = torch.Tensor
 
@@ -53,8 +54,8 @@ def _attend(
         m_i = x.sinks.expand(-1, -1, nrows // x.group, -1).reshape(heads, nrows, 1)
         l_i = (m_i > -math.inf).to(q.dtype)
     acc_o = q.new_zeros(heads, nrows, x.v.shape[2])
-    for start in range(r.first, r.last, BLOCK_N):
-        stop = min(start + BLOCK_N, r.last)
+    for start in range(r.first, r.last, tiles.BLOCK_N):
+        stop = min(start + tiles.BLOCK_N, r.last)
         s = workspace.matmul("s", q, x.k[:, start:stop].transpose(1, 2))
         if dense.softcap:
             s.div_(dense.softcap).tanh_().mul_(dense.softcap)
@@ -118,8 +119,8 @@ def _attend_backward(
     """dQ of one block of queries; adds its share to dk and dv."""
     q, do, delta, lse = given
     dq = torch.zeros_like(q)
-    for start in range(r.first, r.last, BLOCK_N):
-        stop = min(start + BLOCK_N, r.last)
+    for start in range(r.first, r.last, tiles.BLOCK_N):
+        stop = min(start + tiles.BLOCK_N, r.last)
         k, v = x.k[:, start:stop], x.v[:, start:stop]
         s = workspace.matmul("s", q, k.transpose(1, 2))
         slope = None

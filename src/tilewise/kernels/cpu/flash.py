@@ -56,24 +56,38 @@ def serves(dense: Dense) -> bool:
     )
 
 
-def forward_whole(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, scalars: Scalars
-) -> tuple[Tensor, Tensor] | None:
-    """`forward` of a call that is one piece, told by as few questions as will do; None if not one.
+def is_whole(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool:
+    """Whether a call is one piece and nothing else, found with as few questions as will do.
 
-    A short call costs less than those questions: 16 queries take 20 us in torch's kernel.
+    A short call costs less than describing it: 16 queries take 20 us in torch's kernel.
     """
     has_more = problem.has_left or problem.has_softcap or problem.has_alibi or problem.has_sinks
-    if has_more or problem.headdim != problem.headdim_v or _forward is None:
-        return None
+    if has_more or problem.has_seqused_k or problem.headdim != problem.headdim_v:
+        return False
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    is_causal = problem.has_right
-    if is_causal and (scalars.right or (seqlen_q != seqlen_k and problem.align != "top_left")):
-        return None
-    if seqlen_k < LANES or (is_causal and seqlen_q < LANES) or q.numel() == 0:
-        return None
+    if problem.has_right:
+        if scalars.right or (seqlen_q != seqlen_k and problem.align != "top_left"):
+            return False
+        if seqlen_q < LANES:
+            return False
+    return seqlen_k >= LANES and q.numel() > 0 and _forward is not None and _backward is not None
+
+
+def forward_whole(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
+    """`forward` of one piece: (batch, seqlen, ...) in, (batch, nheads, seqlen, ...) out."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return _forward(q, k, v, 0.0, is_causal, scale=scalars.scale)
+    return _forward(q, k, v, 0.0, is_causal, scale=scale)
+
+
+def backward_whole(
+    given: tuple[Tensor, ...], lse: Tensor, is_causal: bool, scale: float
+) -> list[Tensor]:
+    """dq, dk and dv of one piece from (dout, q, k, v, out), all (batch, seqlen, ...)."""
+    given = [x.to(lse.dtype).transpose(1, 2) for x in given]
+    if given[0].stride(3) != 1:
+        given[0] = given[0].contiguous()
+    grads = _backward(*given, lse, 0.0, is_causal, scale=scale)
+    return [grad.transpose(1, 2) for grad in grads]
 
 
 def cut(dense: Dense) -> tuple[int, list[Piece]]:
