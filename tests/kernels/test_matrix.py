@@ -1,5 +1,9 @@
 """The matrix of `tilewise.testing.cases`, by backend: the same calls for all of them."""
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 
@@ -23,7 +27,7 @@ HEADDIMS = tuple(
     for name, features in _FEATURES.items()
 )
 MOST_TILES = 24  # of a sampled case in the interpreter, which pays 10 ms a tile and its gradients
-# The compiler takes seconds for each fp32 kernel, and dtype changes nothing but that.
+# The compiler takes longest for fp32, and dtype changes little but that.
 ON_GPU = {"bf16": CASES + HEADDIMS, "fp16": CASES[::6], "fp32": CASES[3::12]}
 
 
@@ -50,11 +54,29 @@ def _params():
                 yield pytest.param(backend, case, dtype, id=name, marks=marks)
 
 
+@pytest.fixture(scope="session")
+def started(request):
+    """A GPU's cases by test, begun by all cores at once: nearly all of their time is compiling."""
+    workers = min(16, os.cpu_count() or 1)
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        cases = {}
+        for item in request.session.items:
+            if item.name.startswith("test_case[gpu-"):
+                case, dtype = (item.callspec.params[name] for name in ("case", "dtype"))
+                call = run_case, case, *BACKENDS["gpu"], DTYPES[dtype]
+                cases[item.nodeid] = pool.submit(*call)
+        yield cases
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize(("backend", "case", "dtype"), list(_params()))
-def test_case(backend, case, dtype):
-    name, device = BACKENDS[backend]
+def test_case(backend, case, dtype, request):
     try:
-        records = run_case(case, name, device, DTYPES[dtype])
+        if backend == "gpu":
+            records = request.getfixturevalue("started")[request.node.nodeid].result()
+        else:
+            records = run_case(case, *BACKENDS[backend], DTYPES[dtype])
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
     failures = [str(record) for record in records if not record.verdict.ok]
