@@ -56,9 +56,8 @@ def search(work: Workload, device: torch.device) -> Iterator[Found]:
         configs = list(dict.fromkeys([before, *candidates(plan.name, work.dtype.itemsize * 8)]))
         times = measure(plan, configs)
         best = min(times, key=times.__getitem__)
-        block_d = launch.padded(work.headdim)
-        bits = work.dtype.itemsize * 8
-        key = Key(architecture(device), plan.name, block_d, bits, work.is_causal)
+        bits, widest = work.dtype.itemsize * 8, max(launch.padded_headdims(plan.problem))
+        key = Key(architecture(device), plan.name, widest, bits, work.is_causal)
         yield Found(key, best, times[best], times[before])
 
 

@@ -44,24 +44,31 @@ class Plan(NamedTuple):
     def config(self) -> Config:
         """What the tables say."""
         problem = self.problem
-        block_d = max(padded(problem.headdim), padded(problem.headdim_v))
+        widest = max(padded_headdims(problem))
         device = self.read[0].device
-        return select(self.name, device, problem.dtype, block_d, problem.is_causal)
+        return select(self.name, device, problem.dtype, widest, problem.is_causal)
 
     def tile(self, config: Config) -> Tile:
         """The tile shape; descriptors only where every tensor read allows them."""
         descriptors = config.descriptors and all(map(fits_descriptor, self.read))
-        block_d, block_dv = padded(self.problem.headdim), padded(self.problem.headdim_v)
-        return Tile(config.BLOCK_M, config.BLOCK_N, block_d, block_dv, descriptors)
+        return Tile(config.BLOCK_M, config.BLOCK_N, *padded_headdims(self.problem), descriptors)
 
     def programs(self, tile: Tile) -> int:
         """How many programs cover the problem."""
         return triton.cdiv(self.rows, getattr(tile, self.side)) * self.copies
 
 
-def padded(headdim: int) -> int:
-    """A head dim as a matmul takes it: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(headdim))
+def padded_headdims(problem: Problem) -> tuple[int, int]:
+    """Both head dims as matmuls take them: powers of two, at least 16.
+
+    A V tile under 64 columns is made as wide as K's: Triton 3.6 compiles O += P V wrongly for sm_90
+    where V's tile is narrower than both and not copied asynchronously. Outputs are then off by 1,
+    or addresses illegal (H200, 2026-11-20; K of 32 to 128 columns, V of 16 to 32; cause unknown).
+    """
+    block_d, block_dv = (
+        max(16, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    return block_d, max(block_dv, min(block_d, 64))
 
 
 def forward(
