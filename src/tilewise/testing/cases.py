@@ -205,7 +205,8 @@ def slack_of_lse(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
 
     P = exp(S - LSE) is off by eps |LSE| for S and LSE in fp32, and dP - delta by eps |dP|, as delta
     is a sum of its own. That counts where they cancel: in a row that sees one key dS is 0, and
-    plain code, which subtracts equal numbers there, has exactly 0.
+    plain code, which subtracts equal numbers there, has exactly 0. delta is also a sum over out as
+    it was stored, rounded to its dtype.
     """
     q, k, v, dout = (_rms(x) for x in inputs[:4])
     lse = oracle["lse"]
@@ -215,8 +216,13 @@ def slack_of_lse(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
     rows = math.prod(inputs.q.shape[:3]) / max(1, math.prod(inputs.k.shape[:3]))  # to each key
     more = max(1.0, rows) ** 0.5
     slack = {name: p * _rms(oracle[name]) for name in ("out", "dv")}
-    slack |= {"dq": ds * k, "dk": ds * q * more, "dsinks": ds * more}
-    return slack | {"lse": torch.finfo(torch.float32).eps * q * k}
+    slack |= {"dq": ds * k, "dk": ds * q * more, "lse": torch.finfo(torch.float32).eps * q * k}
+    if inputs.sinks is not None:  # of few elements, each a sum over rows of P delta
+        p_sink = _rms(torch.exp(inputs.sinks.double().unsqueeze(1) - lse))
+        delta = torch.finfo(inputs.q.dtype).eps * dout * _rms(oracle["out"])
+        delta *= inputs.v.shape[-1] ** 0.5
+        slack["dsinks"] = (ds + delta) * p_sink * (lse.shape[0] * lse.shape[2]) ** 0.5
+    return slack
 
 
 def _rms(x: Tensor) -> float:
