@@ -1,0 +1,103 @@
+"""Every portable kernel compiles for every target as tuning would launch it: fits, spills little,
+uses the matrix units.
+"""
+
+import pytest
+import torch
+from compile.plans import EVERYTHING, compiled_stats, config_of, plans_of
+
+from tilewise.testing import SMEM_LIMIT, TARGETS
+from tilewise.tuning.config import SHARED_MEMORY
+from tilewise.tuning.tables import TABLE
+
+pytestmark = pytest.mark.compile
+
+KERNELS = ("fwd", "bwd_delta", "bwd_dkdv", "bwd_dq")
+VARIANTS = {"full": {}, "causal": dict(causal=True), "everything": EVERYTHING}
+BF16, FP32 = torch.bfloat16, torch.float32
+MATMUL = {"sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "MFMA", "gfx950": "MFMA"}  # else HMMA
+
+# What a kernel of 16-bit tensors with headdim up to 128 may spill: bytes a thread on NVIDIA,
+# registers on AMD. As compiled by Triton 3.6 and 3.9 on 2026-11-20, and a fifth more; what is not
+# listed spills less than SMALL.
+SMALL = 64
+SPILLS = {
+    ("sm80", "bwd_dkdv"): 150,
+    ("sm90", "bwd_dkdv"): 480,  # measured rows: the fastest there are, spills and all
+    ("sm100", "bwd_dkdv"): 280,
+    ("sm100", "fwd"): 300,
+    ("sm120", "fwd"): 90,
+}
+# The stride of such a head is no multiple of 16 elements, which is all the alignment that Triton
+# asks numbers about: its loads go through registers.
+PADDED = 1200
+
+
+def allowed_spills(plan, target):
+    headdim = plan.problem.headdim
+    if headdim & (headdim - 1):
+        return PADDED
+    return SPILLS.get((target, plan.name), SMALL)
+
+
+def check(plan, target):
+    """Compiles a launch and holds it to the limits of its target."""
+    found = compiled_stats(plan, target)
+    problem = plan.problem
+    is_16_bit = problem.dtype.itemsize == 2
+    assert found["smem"] <= SMEM_LIMIT[target], found
+    if is_16_bit and max(problem.headdim, problem.headdim_v) <= 128:
+        spills = found["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]
+        assert spills <= allowed_spills(plan, target), found
+    if plan.name == "bwd_delta":
+        return found
+    if is_16_bit or target.startswith("gfx"):
+        assert found[MATMUL.get(target, "HMMA")] > 0, found
+        assert not found.get("wgmma_serialized"), found
+    else:
+        assert found["FFMA"] > 1000 and found["HMMA"] == 0, found  # exact fp32
+    return found
+
+
+def _rows():
+    for key in TABLE:
+        name = f"{key.arch}-{key.kernel}-d{key.block_d}-{'causal' if key.is_causal else 'full'}"
+        marks = [] if key.block_d in (64, 128) else [pytest.mark.slow]
+        yield pytest.param(key, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("key", list(_rows()))
+def test_measured_rows(key):
+    dtype = BF16 if key.bits == 16 else FP32
+    plan = plans_of(key.block_d, dtype, causal=key.is_causal)[key.kernel]
+    assert config_of(plan, key.arch) == TABLE[key]
+    found = check(plan, key.arch)
+    assert (found["UTMALDG"] > 0) == TABLE[key].descriptors
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm90"])
+def test_one_kernel_a_target(target):
+    check(plans_of(64, BF16, **EVERYTHING)["fwd"], target)
+
+
+def _everything_else():
+    for target in TARGETS:
+        for headdim in (64, 128, 256, 72):
+            for dtype, variants in ((BF16, ("full", "everything")), (FP32, ("causal",))):
+                for variant in variants:
+                    for kernel in KERNELS:
+                        name = f"{target}-d{headdim}-{str(dtype)[6:]}-{variant}-{kernel}"
+                        yield pytest.param(target, headdim, dtype, variant, kernel, id=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "headdim", "dtype", "variant", "kernel"), list(_everything_else())
+)
+def test_default_rule(target, headdim, dtype, variant, kernel):
+    check(plans_of(headdim, dtype, **VARIANTS[variant])[kernel], target)
+
+
+def test_limits_agree():
+    """The tuner's and the compiler tests' tables of shared memory."""
+    assert SMEM_LIMIT == {target: SHARED_MEMORY[target] for target in TARGETS}
