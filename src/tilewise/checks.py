@@ -54,6 +54,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     nheads, headdim) order.
     """
     check_rank(q, k, v)
+    if _fits(q, k, v):
+        return
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ArgumentError(
@@ -103,6 +105,23 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} has stride {x.stride(3)} in its last dimension: it must be contiguous, so "
                 f"call {name}.contiguous()"
             )
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """What `check_tensors` asks, in one go: one by one it costs a short call 5 us more."""
+    batch, _, nheads, headdim = q.shape
+    batch_k, seqlen_k, nheads_k, headdim_k = k.shape
+    batch_v, seqlen_v, nheads_v, headdim_v = v.shape
+    return (
+        k.dtype == v.dtype == q.dtype in DTYPES
+        and k.device == v.device == q.device
+        and batch == batch_k == batch_v
+        and seqlen_k == seqlen_v
+        and nheads_k == nheads_v != 0 != nheads
+        and nheads % nheads_k == 0
+        and headdim == headdim_k != 0 != headdim_v
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    )
 
 
 def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:

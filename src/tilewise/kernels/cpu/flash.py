@@ -8,6 +8,12 @@ is cut into rows that see nothing, and for the others two pieces over disjoint k
 
 whose results merge by LSE. The backward of each piece takes the merged out and LSE: with them
 P = exp(S - LSE) and delta are those of the whole row. A sink scales out and joins LSE, no more.
+
+Why it goes first wherever it serves: tiles of torch operations took 1.4 to 9 times as long forward
+and 1.4 to 4 times fp32 forward and backward (B1 H8 D64, S 64 to 4096, full and causal). Why halves
+have their backward in fp32: torch's own took 1.7 (bf16) and 12 (fp16) times as long at S 1024, on a
+CPU without units for them. Xeon 2.5 GHz, 2 cores, AVX-512, torch 2.13, 2026-11-20, interleaved
+medians on a shared machine; a CPU with AMX has not been measured.
 """
 
 from __future__ import annotations
