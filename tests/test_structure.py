@@ -18,7 +18,7 @@ RANKS = [
     ["integrations", "ring"],
     ["__init__", "api", "sparse"],
     ["ops"],
-    ["dispatch", "batching"],
+    ["dispatch", "batching", "flops"],
     ["kernels"],
     ["tuning"],
     ["tile"],

@@ -60,7 +60,8 @@ def attention(
 
     Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
     each row's scores: natural log, fp32, (batch, nheads, seqlen_q), differentiable, sink included.
-    A row that sees no key has out 0 and lse -inf. Raises ArgumentError for a wrong argument and
+    A row that sees no key has out 0 and lse -inf
+    (its sink's logit, if it has one). Raises ArgumentError for a wrong argument and
     NotImplementedError, with every backend's reason, where nothing serves it.
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
@@ -80,7 +81,6 @@ def attention(
         softcap=softcap,
         align=align,
         window=band(window, causal is not False),
-        layout=layout,
         deterministic=deterministic,
         backend=backend,
     )
@@ -152,7 +152,6 @@ def flash_attn_func(
         softcap=softcap,
         align="bottom_right",
         window=band(window_size, causal, "window_size"),
-        layout="bshd",
         deterministic=deterministic,
     )
     if return_attn_probs:

@@ -35,18 +35,13 @@ def check(
     softcap: float | None,
     align: str,
     window: tuple[int, int],
-    layout: str,
     deterministic: bool,
 ) -> Checked:
-    """Checks tensors in (batch, seqlen, nheads, headdim) order; `layout` names how the caller wrote
-    them.
-    """
+    """Checks tensors in (batch, seqlen, nheads, headdim) order."""
     check_tensors(q, k, v)
     check_extras(q, k, extras)
     scalars = Scalars(check_scale(scale, q.shape[3]), check_softcap(softcap), *window)
-    return Checked(
-        describe(q, k, v, extras, scalars, align, layout, deterministic), extras, scalars
-    )
+    return Checked(describe(q, k, v, extras, scalars, align, deterministic), extras, scalars)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

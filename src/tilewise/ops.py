@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _CALL = (
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, float scale, float softcap, SymInt "
     "left, SymInt right, "
-    "str align, str layout, bool deterministic, str? backend"
+    "str align, bool deterministic, str? backend"
 )
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
@@ -83,8 +83,8 @@ def _is_transformed() -> bool:
     )
 
 
-def _flags(problem: Problem) -> tuple[str, str, bool]:
-    return problem.align, problem.layout, problem.deterministic
+def _flags(problem: Problem) -> tuple[str, bool]:
+    return problem.align, problem.deterministic
 
 
 # autograd
@@ -195,7 +195,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _op_backward(ctx, dout, dlse):
-    return *_backward(ctx, dout, dlse), *(None,) * 8
+    return *_backward(ctx, dout, dlse), *(None,) * 7
 
 
 def _no_double_backward(ctx, *grads):
@@ -211,7 +211,7 @@ def _asked(tensors: tuple, call: tuple) -> tuple[Problem, Extras, Scalars]:
     """What an operator's arguments ask for: `tensors` end at seqused_k, `call` begins at scale."""
     q, k, v, *extras = tensors
     extras, scalars = Extras(*extras), Scalars(*call[:4])
-    return describe(q, k, v, extras, scalars, *call[4:7]), extras, scalars
+    return describe(q, k, v, extras, scalars, *call[4:6]), extras, scalars
 
 
 def _forward_kernel(q, k, v, *args):
@@ -291,57 +291,15 @@ torch.library.register_vmap("tilewise::backward", _vmap_backward_op, lib=_librar
 # registered when somebody has loaded what needs it
 
 
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
-    """How many (query, key) pairs a band mask keeps: the unit of work of attention."""
-    if left < 0 and right < 0:
-        return seqlen_q * seqlen_k
-    diagonal = seqlen_k - seqlen_q if align == "bottom_right" else 0
-    q_idx = torch.arange(seqlen_q)
-    first = (q_idx + diagonal - left).clamp(0, seqlen_k) if left >= 0 else torch.zeros_like(q_idx)
-    stop = (
-        (q_idx + diagonal + right + 1).clamp(0, seqlen_k)
-        if right >= 0
-        else torch.full_like(q_idx, seqlen_k)
-    )
-    return int((stop - first).clamp(min=0).sum())
-
-
-def _forward_flops(
-    q, k, v, alibi, sinks, used, scale, softcap, left, right, align, *rest, out_shape=None, **kwargs
-) -> int:
-    """2 matmuls of 2 FLOPs an element over the pairs the mask keeps (seqused_k is not known here,
-    and counts as full).
-    """
-    pairs = visible_pairs(q[1], k[1], left, right, align)
-    return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
-
-
-def _backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
-    """5 matmuls: S, dQ and dK over headdim, dP and dV over headdim_v."""
-    pairs = visible_pairs(q[1], k[1], *call[5:8])
-    return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
-
-
 def _register_late() -> None:
-    """The FLOP formula and the DTensor rules, once their modules are loaded (importing them costs
-    more than all of tilewise).
+    """The FLOP formulas and the DTensor rules, once their modules are loaded: importing those costs
+    more than all of tilewise.
     """
     if not _late["flops"] and "torch.utils.flop_counter" in sys.modules:
         _late["flops"] = True
-        from torch.utils import _python_dispatch, flop_counter
+        from . import flops
 
-        for op, formula in (
-            (torch.ops.tilewise.forward, _forward_flops),
-            (torch.ops.tilewise.backward, _backward_flops),
-        ):
-            flop_counter.register_flop_formula(op)(formula)
-            for mode in (
-                _python_dispatch._get_current_dispatch_mode_stack()
-            ):  # a counter made before us has its own copy
-                if (counter := getattr(mode, "counter", None)) is not None and hasattr(
-                    counter, "flop_registry"
-                ):
-                    counter.flop_registry.setdefault(op, flop_counter.flop_registry[op])
+        flops.register(torch.ops.tilewise.forward, torch.ops.tilewise.backward)
     if not _late["dtensor"] and "torch.distributed.tensor" in sys.modules:
         _late["dtensor"] = True
         from .integrations import dtensor

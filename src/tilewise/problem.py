@@ -37,7 +37,6 @@ class Problem(NamedTuple):
     has_alibi: bool
     has_sinks: bool
     has_seqused_k: bool
-    layout: str  # "bshd" or "bhsd": the memory order of the outputs
     deterministic: bool
 
     @property
@@ -84,7 +83,6 @@ def describe(
     extras: Extras,
     scalars: Scalars,
     align: str,
-    layout: str,
     deterministic: bool,
 ) -> Problem:
     """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order."""
@@ -101,6 +99,5 @@ def describe(
         has_alibi=extras.alibi_slopes is not None,
         has_sinks=extras.sinks is not None,
         has_seqused_k=extras.seqused_k is not None,
-        layout=layout,
         deterministic=deterministic,
     )

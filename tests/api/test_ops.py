@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
-from tilewise.ops import visible_pairs
+from tilewise.flops import visible_pairs
 
 FORWARD = torch.ops.tilewise.forward.default
 BACKWARD = torch.ops.tilewise.backward.default
@@ -277,7 +277,6 @@ def test_autocast_casts_and_gradients_come_back():
             -1,
             -1,
             "bottom_right",
-            "bshd",
             False,
             None,
         )

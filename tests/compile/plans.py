@@ -28,7 +28,7 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
         torch.ones(BATCH, dtype=torch.int32) if tensors.get("seqused_k") else None,
     )
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
-    problem = describe(q, k, v, extras, scalars, "bottom_right", "bshd", False)
+    problem = describe(q, k, v, extras, scalars, "bottom_right", False)
     plans = []
     with mock.patch.object(launch, "run", plans.append):
         out, lse = launch.forward(problem, q, k, v, extras, scalars)

@@ -97,13 +97,14 @@ def test_nan_reaches_only_rows_that_see_it(causal, lengths, softcap):
 @pytest.mark.parametrize("memory", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
 def test_strides_of_results(layout, memory, dtype):
-    """What a traced graph asserts: out dense in layout order, gradients strided as inputs."""
+    """What a traced graph asserts: out dense, sequence first; gradients strided as inputs."""
     q, k, v = torch.randn(3, 2, 6, 4, 8, dtype=dtype).unbind(0)
     if memory != layout:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, layout=layout, return_lse=True)
-    assert out.is_contiguous() and lse.is_contiguous()
+    sequence_first = out if layout == "bshd" else out.transpose(1, 2)
+    assert sequence_first.is_contiguous() and lse.is_contiguous()
     assert out.dtype == dtype
     grads = torch.autograd.grad(out.sum(), leaves)
     for x, grad in zip(leaves, grads):
@@ -132,7 +133,6 @@ def test_refusals_say_why():
         tilewise.problem.Extras(),
         tilewise.problem.Scalars(1.0),
         "bottom_right",
-        "bshd",
         False,
     )
     assert cpu.supports(problem, torch.device("cpu")) is None

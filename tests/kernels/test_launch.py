@@ -28,4 +28,4 @@ def test_head_dims_are_padded_to_powers_of_two():
 
 def problem_of(headdim: int, headdim_v: int):
     q, v = torch.empty(1, 1, 1, headdim), torch.empty(1, 1, 1, headdim_v)
-    return describe(q, q, v, Extras(), Scalars(1.0), "bottom_right", "bshd", False)
+    return describe(q, q, v, Extras(), Scalars(1.0), "bottom_right", False)

@@ -142,7 +142,7 @@ class Call:
         q, k, v, out, dout = (t[name] for name in ("q", "k", "v", "out", "dout"))
         grads = Grads(t["dq"], t["dk"], t["dv"], None)
         extras, scalars = Extras(), Scalars(0.25, right=0)
-        problem = describe(q, k, v, extras, scalars, "bottom_right", "bshd", False)
+        problem = describe(q, k, v, extras, scalars, "bottom_right", False)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
         with use_interpreter():
             launch.run(launch.plan_forward(problem, q, k, v, out, lse, extras, scalars))
@@ -260,7 +260,7 @@ def test_same_bits_every_time():
 
 def test_refusals_say_why():
     q = torch.empty(1, 4, 2, 16)
-    problem = describe(q, q, q, Extras(), Scalars(1.0), "bottom_right", "bshd", False)
+    problem = describe(q, q, q, Extras(), Scalars(1.0), "bottom_right", False)
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert "use_interpreter" in portable.supports(problem, cpu)
     assert portable.supports(problem, gpu) is None

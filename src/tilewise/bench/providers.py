@@ -49,7 +49,7 @@ def _tilewise(name: str, backend: str | None) -> Provider:
             return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"
         q, k, v = (torch.empty(s, dtype=getattr(torch, shape.dtype)) for s in _sizes(shape))
         scalars = Scalars(shape.headdim**-0.5, right=0 if shape.causal else -1)
-        problem = describe(q, k, v, Extras(), scalars, "bottom_right", "bshd", False)
+        problem = describe(q, k, v, Extras(), scalars, "bottom_right", False)
         return dispatch.ask(backend, problem, torch.device(device))
 
     def prepare(shape: Shape, device: str) -> Attend:

@@ -25,7 +25,7 @@ def typical(dtype, **asked):
 
     q, k = torch.empty(0, 0, 8, 64, dtype=dtype), torch.empty(0, 0, 2, 64, dtype=dtype)
     scalars = Scalars(0.125, **asked)
-    return describe(q, k, k, Extras(), scalars, "bottom_right", "bshd", False)
+    return describe(q, k, k, Extras(), scalars, "bottom_right", False)
 
 
 def chosen_backend(device: str, dtype) -> str:

@@ -1,9 +1,10 @@
 """What a backend returns, allocated: shapes and strides in one place, because a traced graph
 asserts them.
 
-`out` is dense in the order the caller's layout names; `lse` is contiguous (batch, nheads,
-seqlen_q), fp32 (fp64 for fp64 inputs); a gradient has the strides of its input, as far as
-`torch.empty_like` keeps them.
+`out` is dense in (batch, seqlen, nheads, headdim) order, whatever the layout of the call: so the
+projection that follows reads it without a copy, as after torch's own attention. `lse` is contiguous
+(batch, nheads, seqlen_q), fp32 (fp64 for fp64 inputs). A gradient has the strides of its input, as
+far as `torch.empty_like` keeps them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,9 @@ from ..problem import Grads, Problem
 
 
 def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` (batch, seqlen_q, nheads, headdim_v) as a view of dense memory in `problem.layout`
-    order, and `lse`.
-    """
+    """`out` (batch, seqlen_q, nheads, headdim_v) and `lse`."""
     batch, seqlen_q, nheads, _ = q.shape
-    if problem.layout == "bhsd":
-        out = q.new_empty(batch, nheads, seqlen_q, problem.headdim_v).transpose(1, 2)
-    else:
-        out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v)
+    out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_empty(batch, nheads, seqlen_q, dtype=lse_dtype)
 

@@ -70,7 +70,7 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
         Extras(),
         Scalars(work.headdim**-0.5, 0.0, OPEN, 0 if work.is_causal else OPEN),
     )
-    problem = describe(q, k, v, extras, scalars, "bottom_right", "bshd", False)
+    problem = describe(q, k, v, extras, scalars, "bottom_right", False)
     out, lse = launch.forward(problem, q, k, v, extras, scalars)
     yield launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)
     delta = launch.run_delta(problem, dout, None, out, lse, extras, None)

@@ -32,8 +32,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`."""
     if flash.is_whole(problem, q, k, scalars):
-        results = flash.forward_whole(q, k, v, problem.has_right, scalars.scale)
-        return _as_empty_out(problem, *results)
+        out, lse = flash.forward_whole(q, k, v, problem.has_right, scalars.scale)
+        # torch's kernel gives (batch, seqlen, ...) memory, so that this copies lse alone
+        return out.transpose(1, 2).contiguous(), lse.contiguous()
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
@@ -45,13 +46,6 @@ def forward(
         else:
             blockwise.forward(dense, out_row, lse_row)
     return out, lse
-
-
-def _as_empty_out(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Results with the strides of `empty_out`; torch's kernel gives (batch, seqlen, ...) memory."""
-    if problem.layout == "bhsd":
-        return out.contiguous().transpose(1, 2), lse.contiguous()
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 def backward(
