@@ -63,7 +63,7 @@ def shapes(seqlens: list[int], dtypes: list[str]) -> list[Shape]:
     return [
         Shape(
             direction=direction,
-            batch=max(1, TOKENS // seqlen // 8),
+            batch=max(1, TOKENS // seqlen),
             seqlen_q=seqlen,
             seqlen_k=seqlen,
             nheads=8 if seqlen <= 1024 else 2,

@@ -53,7 +53,7 @@ def attention(
         _register_late()
         return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
     if needs_grad(q, k, v, extras.sinks):
-        return _Attention.apply(q, k, v, *extras, problem, scalars, backend)
+        return _EagerAttention.apply(q, k, v, *extras, problem, scalars, backend)
     return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
 
 
@@ -121,18 +121,34 @@ def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backe
     return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
 
 
+class _EagerAttention(torch.autograd.Function):
+    """Eager autograd without the dispatcher.
+
+    A Function with a setup_context would serve transforms too, but its `apply` reads the signature
+    of `forward` at every call: 75 us of a short one.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
+        extras = Extras(alibi_slopes, sinks, seqused_k)
+        chosen = dispatch.choose(problem, q.device, backend)
+        output = chosen.forward(problem, q, k, v, extras, scalars)
+        _save(ctx, (q, k, v, *extras), output, problem, scalars, backend)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return *_backward(ctx, dout, dlse), None, None, None
+
+
 class _Attention(torch.autograd.Function):
-    """Eager autograd without the dispatcher; also what functorch transforms see."""
+    """What functorch transforms and forward-mode AD see."""
 
     @staticmethod
     def forward(q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
-        extras = Extras(alibi_slopes, sinks, seqused_k)
-        if is_watched(q, k, v) or _is_transformed():
-            _register_late()
-            return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
-        return dispatch.choose(problem, q.device, backend).forward(
-            problem, q, k, v, extras, scalars
-        )
+        _register_late()
+        extras = (alibi_slopes, sinks, seqused_k)
+        return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
