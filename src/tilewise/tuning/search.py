@@ -14,6 +14,7 @@ from ..kernels.portable import launch
 from ..kernels.portable.arguments import features_of
 from ..problem import OPEN, Extras, Scalars, describe
 from .config import Config, Key
+from .select import architecture
 
 
 class Workload(NamedTuple):
@@ -55,7 +56,9 @@ def search(work: Workload, device: torch.device) -> Iterator[Found]:
         configs = list(dict.fromkeys([before, *candidates(plan.name, work.dtype.itemsize * 8)]))
         times = measure(plan, configs)
         best = min(times, key=times.__getitem__)
-        yield Found(plan.key(), best, times[best], times[before])
+        bits, widest = work.dtype.itemsize * 8, max(launch.padded_headdims(plan.problem))
+        key = Key(architecture(device), plan.name, widest, bits, work.is_causal)
+        yield Found(key, best, times[best], times[before])
 
 
 def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
@@ -76,7 +79,7 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
 
 
 def measure(plan: launch.Plan, configs: list[Config]) -> dict[Config, float]:
-    """Milliseconds of each configuration that this GPU can build; two at least."""
+    """Milliseconds of each configuration that this GPU can build."""
     options = {"FEATURES": features_of(plan.problem), "enable_fp_fusion": True}
     by_tile = {}
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
