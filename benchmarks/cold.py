@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/cold.py --save benchmarks/results/cold.jsonl
 
-Each round is a process of its own. The clock starts when torch is imported, the GPU is awake and
-the inputs are there, and stops when the results are: importing tilewise and Triton is in it.
+Each round is a process of its own. The clock starts when torch is imported, the GPU and autograd
+are awake and the inputs are there, and stops when the results are: importing tilewise and Triton is
+in it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from tilewise.bench.timer import Spread
 
 CHILD = """
 import json, time, torch
-q = torch.randn(1, 1024, 16, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+shape = (1, 1024, 16, 128)
+q, k, v = (
+    torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+)
+torch.ones(8, device="cuda", requires_grad=True).add(1).sum().backward()
 torch.cuda.synchronize()
 times = [time.perf_counter()]
 import tilewise
-out = tilewise.attention(q, q, q, causal=True)
+out = tilewise.attention(q, k, v, causal=True)
 torch.cuda.synchronize()
 times.append(time.perf_counter())
-out.backward(out)
+torch.autograd.grad(out, (q, k, v), out)
 torch.cuda.synchronize()
 times.append(time.perf_counter())
 print(json.dumps([(b - a) * 1e3 for a, b in zip(times, times[1:])]))

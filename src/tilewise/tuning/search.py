@@ -79,7 +79,7 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
 
 
 def measure(plan: launch.Plan, configs: list[Config]) -> dict[Config, float]:
-    """Milliseconds of each configuration that this GPU can build."""
+    """Milliseconds of each configuration that this GPU can build; two at least."""
     options = {"FEATURES": features_of(plan.problem), "enable_fp_fusion": True}
     by_tile = {}
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
