@@ -1,13 +1,12 @@
 """The oracle against torch's own attention, and each feature against a line of its definition."""
 
-import doctest
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewise import ArgumentError, attention_reference, merge_states, reference
+from tilewise import ArgumentError, attention_reference, merge_states
 
 F64 = torch.float64
 
@@ -23,10 +22,6 @@ def qkv(batch=2, seqlen_q=5, seqlen_k=7, nheads=4, nheads_k=2, headdim=8, headdi
 def torch_sdpa(q, k, v, **how):
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*heads_first, enable_gqa=True, **how).transpose(1, 2)
-
-
-def test_docstrings():
-    assert doctest.testmod(reference).failed == 0
 
 
 @pytest.mark.parametrize("causal", [False, "top_left"])

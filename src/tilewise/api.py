@@ -35,10 +35,8 @@ def attention(
     matrix.
 
     >>> import torch, tilewise
-    # (batch, seqlen_q, nheads, headdim)
-    >>> q = torch.randn(2, 128, 8, 64)
-    # 2 key heads: each serves 4 query heads
-    >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)
+    >>> q = torch.randn(2, 128, 8, 64)  # (batch, seqlen_q, nheads, headdim)
+    >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # each key head serves 4 query heads
     >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
     torch.Size([2, 128, 8, 64])
 

@@ -17,6 +17,7 @@ import torch
 
 from .errors import ArgumentError
 from .problem import Problem
+from .testing.switch import interpreter_is_on
 
 # In the order of preference. A module is imported when it is first asked, so that a machine without
 # Triton never needs it.
@@ -57,16 +58,7 @@ def choose(problem: Problem, device: torch.device, backend: str | None = None) -
             f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
             "to choose"
         )
-    return _choose(problem, device, backend, _mode())
-
-
-def _mode() -> bool:
-    """Whether CPU tensors may go to Triton kernels (`tilewise.testing.use_interpreter`): part of
-    the cache's key.
-    """
-    from .testing.switch import interpreter_is_on
-
-    return interpreter_is_on()
+    return _choose(problem, device, backend, interpreter_is_on())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ _CALL = (
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
 _library.define(
-    "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_CALL})"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -63,12 +63,19 @@ def is_watched(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    return any(type(t) not in _PLAIN for t in tensors)
+    for t in tensors:  # a loop costs half of any() over a generator
+        if type(t) not in _PLAIN:
+            return True
+    return False
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd will ask for a gradient of any of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
@@ -104,6 +111,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
         return (None,) * 6
     q, k, v, alibi_slopes, sinks, seqused_k, out, lse = ctx.saved_tensors
     extras = Extras(alibi_slopes, sinks, seqused_k)
+    if dout is None:  # only the gradient of lse is asked
+        dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse, *extras)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
@@ -115,8 +124,6 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 
 def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
-    if dout is None:  # only the gradient of lse is asked
-        dout = torch.zeros_like(out)
     chosen = dispatch.choose(problem, q.device, backend)
     return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
 

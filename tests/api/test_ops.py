@@ -76,12 +76,11 @@ def test_opcheck_forward(name):
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [*((name, "both") for name in PROBLEMS), ("every feature", "dout"), ("every feature", "dlse")],
+    [*((name, "both") for name in PROBLEMS), ("every feature", "dout")],
 )
 def test_opcheck_backward(name, given):
     dout, dlse, *rest = captured(BACKWARD, name)
-    args = (None if given == "dlse" else dout, None if given == "dout" else dlse, *rest)
-    torch.library.opcheck(BACKWARD, args)
+    torch.library.opcheck(BACKWARD, (dout, None if given == "dout" else dlse, *rest))
 
 
 class Count(TorchDispatchMode):

@@ -105,6 +105,9 @@ def fit(screen, model: ByteModel, data: Tensor, seconds: float, device: str) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=True)
     places = torch.Generator().manual_seed(0)
     losses: list[float] = []
+    with screen.status("first step: a GPU compiles its kernels here"):
+        first = data[: BATCH * CONTEXT].view(BATCH, CONTEXT).to(device)
+        model(first).sum().backward()
     start = time.perf_counter()
     columns = [TextColumn("training"), BarColumn(), TextColumn("{task.description}")]
     with Progress(*columns, console=screen, transient=True) as progress:
@@ -128,8 +131,9 @@ def fit(screen, model: ByteModel, data: Tensor, seconds: float, device: str) -> 
 def sample(model: ByteModel, prompt: bytes, count: int, device: str) -> str:
     """Likely bytes after a prompt."""
     ids = torch.tensor([list(prompt)], device=device)
+    model(ids)  # compiles, on a GPU
     start = time.perf_counter()
-    while len(ids[0]) < count and time.perf_counter() - start < 3:
+    while len(ids[0]) < count and time.perf_counter() - start < 5:
         chances = (model(ids)[:, -1] / 0.6).softmax(-1)
         ids = torch.cat([ids, torch.multinomial(chances, 1)], dim=1)
     return bytes(ids[0].tolist()).decode("utf-8", errors="replace")

@@ -1,8 +1,9 @@
 """The forward: FlashAttention-2, algorithm 1 (Dao 2023, arXiv 2307.08691).
 
 A program owns BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N, first the partial
-ones, which need a mask, then the full ones, and keeps the output unnormalised until the end: O = (1
-/ l) sum_j exp(S_j - m) V_j, lse = m + log l.
+ones, which need a mask, then the full ones, and keeps the output unnormalised until the end:
+
+    O = (1 / l) sum_j exp(S_j - m) V_j        lse = m + log l
 """
 
 import triton
