@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from .errors import warn_slow
+
 Tensor = torch.Tensor
 
 
@@ -29,6 +31,10 @@ def forward(attend: Callable, size: int, in_dims: tuple, tensors: tuple):
 
 def one_by_one(call: Callable, size: int, in_dims: tuple, tensors: tuple):
     """`call` mapped in a loop."""
+    warn_slow(
+        "vmap of attention's backward, or over sinks, runs its calls one by one: join the mapped "
+        "dimension to the batch where that is too slow"
+    )
     results = [
         call(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)))
         for i in range(size)

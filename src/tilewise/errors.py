@@ -1,5 +1,9 @@
 """What tilewise raises and warns with."""
 
+import warnings
+
+import torch
+
 
 class ArgumentError(ValueError, RuntimeError):
     """An argument is wrong: the message names it, its shape or value, and the remedy.
@@ -10,4 +14,15 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class PerformanceWarning(UserWarning):
-    """A slower GPU backend serves this call; the message says why. Given once per reason."""
+    """A slower way serves this call than the caller may expect; the message says why, once."""
+
+
+_said: set[str] = set()
+
+
+def warn_slow(reason: str) -> None:
+    """A PerformanceWarning, once a process for each reason; a compiler does not trace it."""
+    if torch.compiler.is_compiling() or reason in _said:
+        return
+    _said.add(reason)
+    warnings.warn(reason, PerformanceWarning, stacklevel=3)

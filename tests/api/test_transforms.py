@@ -10,6 +10,15 @@ import tilewise
 SIZE, BATCH, SEQLEN = 3, 2, 7
 
 
+def test_a_loop_says_so_once(monkeypatch):
+    monkeypatch.setattr(tilewise.errors, "_said", set())
+    tensors = qkv(SIZE)
+    with pytest.warns(tilewise.PerformanceWarning, match="one by one") as said:
+        vmap(grad(loss))(*tensors)
+        vmap(grad(loss))(*tensors)
+    assert len(said) == 1
+
+
 def qkv(*mapped):
     return [torch.randn(*mapped, BATCH, SEQLEN, heads, 16) for heads in (4, 2, 2)]
 

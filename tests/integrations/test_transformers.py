@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import tilewise  # noqa: E402
 from tilewise import ArgumentError  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
 
@@ -82,6 +83,15 @@ def test_decoder_logits(name, padding):
         got = ours(ids, attention_mask=mask).logits
     real = mask.bool()
     torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
+def test_a_call_a_row_says_so(monkeypatch):
+    monkeypatch.setattr(tilewise.errors, "_said", set())
+    _, ours = pair(config_of("llama"))
+    with torch.no_grad(), pytest.warns(tilewise.PerformanceWarning, match="once a row") as said:
+        ours(tokens(), attention_mask=padded("left"))
+        ours(tokens(), attention_mask=padded("right"))
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

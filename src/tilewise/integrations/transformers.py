@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..api import attention
-from ..errors import ArgumentError
+from ..errors import ArgumentError, warn_slow
 from .visible import Band, Visible, band_of, runs_of, simplest
 
 Tensor = torch.Tensor
@@ -204,6 +204,10 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features:
         return _attend(q, k, v, visible.band, features)
     if len(set(visible.runs)) == 1:
         return _attend_run(q, k, v, visible, visible.runs[0], features)
+    warn_slow(
+        "rows of this batch begin at different keys, so attention is called once a row until "
+        "packed sequences are served: pad on the right where that is too slow"
+    )
     rows = [slice(row, row + 1) for row in range(q.shape[0])]
     parts = zip(rows, visible.runs, strict=True)
     return torch.cat([_attend_run(q[r], k[r], v[r], visible, run, features) for r, run in parts])
