@@ -62,6 +62,8 @@ def default(key: Key) -> Config:
             warps = 8
     if key.arch.startswith("gfx"):  # a wavefront has 64 lanes, and 4 of them have all registers
         warps = 4
+        if key.kernel == "bwd_dkdv" and key.block_d >= 128:
+            stages = 1  # loads in flight would take the registers of dK and dV: 177 spilled
     return Config(m, n, warps, stages)
 
 
