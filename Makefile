@@ -54,7 +54,7 @@ test-newest:  ## kernels in the interpreter and the compiler, on the newest Trit
 test-gpu: $(READY)  ## the tests that need a CUDA GPU
 	$(PYTEST) -m gpu
 
-demo: $(READY)  ## watch attention being computed tile by tile
+demo: $(READY)  ## a real model computes with tilewise
 	$(RUN) -m tilewise.cli demo
 
 lint: $(READY)  ## ruff: rules and format

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from .config import SHARED_MEMORY, Config, Key
 
-# NVIDIA H200, Triton 3.6, bf16, 2026-11-20, at seqlen 1Ki / 4Ki / 16Ki; one figure: 4Ki. A
-# descriptor costs a program about a microsecond, and saves it the registers of its addresses.
+# NVIDIA H200, Triton 3.6, bf16, 2026-11-20, at seqlen 1Ki / 4Ki / 16Ki; one figure: 4Ki. Three
+# descriptors cost a program about 4 us, and save it the registers of its addresses.
 _H200 = [
     (("fwd", 32, 16, False), (128, 64, 4, 3), "283"),
     (("fwd", 32, 16, True), (64, 64, 4, 2), "268"),
