@@ -8,7 +8,6 @@ from tilewise.kernels.portable import launch
 from tilewise.kernels.portable.arguments import features_of
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import build, stats
-from tilewise.tuning import select
 
 EVERYTHING = dict(causal=True, left=100, softcap=30.0, alibi=True, sinks=True, seqused_k=True)
 BATCH, SEQLEN, NHEADS, NHEADS_K = 2, 256, 4, 2
@@ -39,7 +38,7 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
 
 def config_of(plan, target):
     """What a launch on such a GPU would use."""
-    with mock.patch.object(select, "architecture", lambda device: target):
+    with mock.patch.object(launch, "architecture", lambda device: target):
         return plan.config()
 
 

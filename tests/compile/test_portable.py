@@ -7,7 +7,7 @@ import torch
 from compile.plans import EVERYTHING, compiled_stats, config_of, plans_of
 
 from tilewise.testing import SMEM_LIMIT, TARGETS
-from tilewise.tuning.config import SHARED_MEMORY
+from tilewise.tuning.config import SHARED_MEMORY, SHORT
 from tilewise.tuning.tables import TABLE
 
 pytestmark = pytest.mark.compile
@@ -62,6 +62,7 @@ def check(plan, target):
 def _rows():
     for key in TABLE:
         name = f"{key.arch}-{key.kernel}-d{key.block_d}-{'causal' if key.is_causal else 'full'}"
+        name += "-short" if key.is_short else ""
         marks = [] if key.block_d in (64, 128) else [pytest.mark.slow]
         yield pytest.param(key, id=name, marks=marks)
 
@@ -70,6 +71,7 @@ def _rows():
 def test_measured_rows(key):
     dtype = BF16 if key.bits == 16 else FP32
     plan = plans_of(key.block_d, dtype, causal=key.is_causal)[key.kernel]
+    plan = plan._replace(rows=SHORT if key.is_short else SHORT + 1)
     assert config_of(plan, key.arch) == TABLE[key]
     found = check(plan, key.arch)
     assert (found["UTMALDG"] > 0) == TABLE[key].descriptors

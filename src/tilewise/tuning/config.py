@@ -18,6 +18,9 @@ class Config(NamedTuple):
     descriptors: bool = False
 
 
+SHORT = 1024
+
+
 class Key(NamedTuple):
     """What a measured row is for."""
 
@@ -26,6 +29,7 @@ class Key(NamedTuple):
     block_d: int  # the larger head dim, padded to a power of two
     bits: int  # 16 or 32: the width of an element
     is_causal: bool  # the band is closed on the right
+    is_short: bool = False  # at most SHORT rows to cover: a program's start and end weigh more
 
 
 # Bytes of shared memory one program may use: the vendors' limits.

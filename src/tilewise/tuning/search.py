@@ -14,7 +14,6 @@ from ..kernels.portable import launch
 from ..kernels.portable.arguments import features_of
 from ..problem import OPEN, Extras, Scalars, describe
 from .config import Config, Key
-from .select import architecture
 
 
 class Workload(NamedTuple):
@@ -56,9 +55,7 @@ def search(work: Workload, device: torch.device) -> Iterator[Found]:
         configs = list(dict.fromkeys([before, *candidates(plan.name, work.dtype.itemsize * 8)]))
         times = measure(plan, configs)
         best = min(times, key=times.__getitem__)
-        bits, widest = work.dtype.itemsize * 8, max(launch.padded_headdims(plan.problem))
-        key = Key(architecture(device), plan.name, widest, bits, work.is_causal)
-        yield Found(key, best, times[best], times[before])
+        yield Found(plan.key(), best, times[best], times[before])
 
 
 def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:

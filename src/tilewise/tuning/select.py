@@ -19,21 +19,16 @@ from .tables import TABLE, default
 _overrides: dict[str, Config] = {}
 
 
-def select(
-    kernel: str, device: torch.device, dtype: torch.dtype, block_d: int, is_causal: bool
-) -> Config:
-    """The configuration of `kernel` for tiles of `block_d` columns on `device`."""
-    if kernel in _overrides:
-        return _overrides[kernel]
-    return _measured(
-        Key(architecture(device), kernel, block_d, dtype.itemsize * 8, is_causal), device
-    )
+def select(key: Key, device: torch.device) -> Config:
+    """The configuration of a launch on `device`."""
+    return _overrides[key.kernel] if key.kernel in _overrides else _measured(key, device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _measured(key: Key, device: torch.device) -> Config:
+    any_length = key._replace(is_short=False)
     for table in (user_table(device), TABLE):
-        for found in (key, key._replace(is_causal=not key.is_causal)):
+        for found in (key, any_length, any_length._replace(is_causal=not key.is_causal)):
             if found in table:
                 return table[found]
     return default(key)

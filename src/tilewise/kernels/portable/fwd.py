@@ -45,7 +45,9 @@ def attn_fwd_kernel(
         tl.zeros([BLOCK_M], tl.float32),
     )
     blocks = key_blocks(m_start, seq, FEATURES, TILE)
-    for i in range(count_partial(blocks)):
+    # Without a band the partial run is a ragged tail, if that: not worth starting a pipeline for
+    TAIL_STAGES: tl.constexpr = None if FEATURES.LEFT or FEATURES.RIGHT else 1
+    for i in tl.range(count_partial(blocks), num_stages=TAIL_STAGES):
         n_start = partial_block(blocks, i) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, True)
     for n_block in range(blocks.full_first, blocks.full_stop):

@@ -15,8 +15,8 @@ import triton
 from ...problem import Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
 from ...tile.types import Tile
-from ...tuning.config import Config
-from ...tuning.select import select
+from ...tuning.config import SHORT, Config, Key
+from ...tuning.select import architecture, select
 from ..outputs import empty_grads, empty_out
 from .arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
 from .bwd_delta import bwd_delta_kernel
@@ -41,12 +41,15 @@ class Plan(NamedTuple):
     read: tuple[Tensor, ...]  # tensors read in tiles
     args: tuple
 
+    def key(self) -> Key:
+        """What the tables look up."""
+        problem, widest = self.problem, max(padded_headdims(self.problem))
+        arch, bits = architecture(self.read[0].device), problem.dtype.itemsize * 8
+        return Key(arch, self.name, widest, bits, problem.is_causal, self.rows <= SHORT)
+
     def config(self) -> Config:
         """What the tables say."""
-        problem = self.problem
-        widest = max(padded_headdims(problem))
-        device = self.read[0].device
-        return select(self.name, device, problem.dtype, widest, problem.is_causal)
+        return select(self.key(), self.read[0].device)
 
     def tile(self, config: Config) -> Tile:
         """The tile shape; descriptors only where every tensor read allows them."""
