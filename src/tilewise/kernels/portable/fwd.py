@@ -46,7 +46,9 @@ def attn_fwd_kernel(
     )
     blocks = key_blocks(m_start, seq, FEATURES, TILE)
     # Without a band the partial run is a ragged tail, if that: not worth starting a pipeline for
-    TAIL_STAGES: tl.constexpr = None if FEATURES.LEFT or FEATURES.RIGHT else 1
+    # (headdim 256 keeps it: without, its full loop spills 32 bytes on sm_90)
+    HAS_BAND: tl.constexpr = FEATURES.LEFT or FEATURES.RIGHT
+    TAIL_STAGES: tl.constexpr = None if HAS_BAND or BLOCK_D > 128 else 1
     for i in tl.range(count_partial(blocks), num_stages=TAIL_STAGES):
         n_start = partial_block(blocks, i) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, True)
