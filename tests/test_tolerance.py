@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tilewise import attention_reference
-from tilewise.testing import tolerance
+from tilewise.testing import cases, tolerance
 from tilewise.testing.inputs import Features, Sizes, make_inputs, poisoned
 from tilewise.testing.tolerance import assert_within, judge
 
+CASE = {case.name: case for case in cases.CASES}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -92,6 +93,34 @@ def test_the_band_is_a_few_roundings():
     for dtype in DTYPES:
         band = tolerance.rounding_band(x, dtype).max().item()
         assert 0 < band < 3 * torch.finfo(dtype).eps * x.abs().max().item()
+
+
+def test_errors_of_two_plain_runs_add():
+    oracle = torch.ones(200, dtype=torch.float64)
+    plain, result = oracle.float() + 1e-3, oracle.float() + 2e-3
+    assert judge(result, oracle, plain, plain).ok
+    assert not judge(result, oracle, plain).ok
+    assert not judge(oracle.float() + 3e-3, oracle, plain, plain).ok
+
+
+@pytest.mark.parametrize("name", ["239x1", "gqa-3", "everything", "layout-bhsd-dense"])
+def test_the_recomputing_run_is_attention(name):
+    case = CASE[name]
+    inputs = make_inputs(case.sizes, case.features, torch.float64)
+    found, oracle = cases.recomputed(case, inputs), cases._run(attention_reference, case, inputs)
+    assert found.keys() == oracle.keys()
+    for tensor in oracle:
+        torch.testing.assert_close(found[tensor], oracle[tensor], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["1023x1024-causal", "d128", "gqa", "softcap", "gqa-3"])
+def test_a_wrong_factor_fails(name, dtype, monkeypatch):
+    """With both runs: a per mille in any tensor in fp32, 5% in halves, which round more."""
+    factor, real = 1.001 if dtype == torch.float32 else 1.05, cases.judge
+    assert all(record.verdict.ok for record in cases.run_case(CASE[name], "cpu", dtype=dtype))
+    monkeypatch.setattr(cases, "judge", lambda x, *runs: real(x * factor, *runs))
+    assert not any(record.verdict.ok for record in cases.run_case(CASE[name], "cpu", dtype=dtype))
 
 
 def test_poisoned_memory_is_nan_and_only_inside():

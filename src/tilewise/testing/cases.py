@@ -11,7 +11,6 @@ for a fault it would show, so that it stays short: `case.tiles` says what an int
 from __future__ import annotations
 
 import contextlib
-import math
 import zlib
 from typing import NamedTuple
 
@@ -163,68 +162,124 @@ def run_case(
     interpreted = backend == "portable" and torch.device(device).type == "cpu"
     with use_interpreter() if interpreted else contextlib.nullcontext(), poisoned():
         results = _run(attention, case, inputs, backend=backend)
-    oracle = _run(attention_reference, case, _to_double(inputs))
+    oracle = _run(attention_reference, case, _to(torch.float64, inputs))
     plain = _run(attention_reference, case, inputs, upcast=False)
-    slack = slack_of_lse(inputs, oracle)
+    again = recomputed(case, inputs)
     return [
-        Record(name, judge(results[name], oracle[name], plain[name], slack.get(name, 0.0)))
+        Record(name, judge(results[name], oracle[name], plain[name], again[name]))
         for name in oracle
     ]
 
 
+def recomputed(case: Case, inputs: Inputs) -> dict[str, Tensor]:
+    """The plain run of FlashAttention-2, which stores out and LSE and not P; in fp32 at least.
+
+    Its scores are rounded in another way than those behind out and LSE: q is scaled first. With
+    P' = exp(S - LSE') of those scores and w = exp(LSE' - LSE), autograd of the reference gives
+
+        dV = P^T dO = P'^T (w dO)                     where P = exp(S - LSE) = w P'
+        dS = P (dP - delta) = P' ((w dO) V^T - rowsum(w dO * O') + dLSE')
+                              given dLSE' = rowsum(w dO * O') - w delta
+
+    A row's LSE and delta are off by a throw of dice, and may be all that a gradient's error comes
+    from. So here they are off by what rounding can do, with u = eps / 2 for each operation and, in
+    a sum, of the sizes of its terms: LSE by u |S| + u |LSE| and 2 u for exp and 1 / l; delta, and
+    dP which it meets, by u |dO| |O|. The sign changes from row to row. And kernels sum in sequence:
+    of n terms, n roundings of the running sum, each u / sqrt(3) in the mean. So S is off over
+    headdim, with a sign that changes from key to key, and results over keys or queries. A cap's
+    t = tanh(x) is off by u t, which is u t / (1 - t^2) in x, or u sinh(2x) / 2x of it.
+    """
+    dtype = torch.promote_types(inputs.q.dtype, torch.float32)
+    eps = torch.finfo(dtype).eps
+    with torch.no_grad():
+        _, *stored = _attend(attention_reference, case, inputs)
+    exact = _to(dtype, inputs)
+    scale = case.features.scale or inputs.q.shape[-1] ** -0.5
+    keys = _as_rows(exact.k, case)
+    off = _in_sequence(keys.shape[3], eps)
+    if case.features.softcap:
+        queries = _as_rows(exact.q, case)[:, : keys.shape[1]]
+        x = scale / case.features.softcap * queries @ keys.transpose(2, 3)
+        x = x.square().nanmean().sqrt()
+        off = off + eps / 2 * torch.sinh(2 * x) / (2 * x)
+    keys = keys * (1 + _signs(keys).unsqueeze(-1) * off)
+    scaled = exact._replace(q=exact.q * scale, k=_as_rows(keys, case))
+    leaves, out, lse = _attend(attention_reference, case, scaled, scale=1.0)
+
+    stored_out, stored_lse = (x.to(dtype) for x in stored)
+    sign = _signs(lse)
+    stored_lse = stored_lse + sign * eps * (1 + stored_lse.abs())
+    products = exact.dout * stored_out
+    delta_off = eps * _rowsum(products.abs(), case)
+    delta = _rowsum(products, case) + sign * delta_off
+    if exact.dlse is not None:
+        delta = delta - exact.dlse
+    w = torch.exp(lse.detach() - stored_lse).nan_to_num(0)  # a row without keys has no P
+    dout = exact.dout * _as_rows(w.unsqueeze(-1), case)
+    dlse = _rowsum(dout * out.detach(), case) - w * delta
+    results = _results(leaves, out, lse, dout, dlse) | {"lse": stored_lse}
+    results["dq"] *= scale
+    nkeys, nqueries = keys.shape[2], lse.shape[2] * lse.shape[1] // keys.shape[1]
+    for name, terms in {"out": nkeys, "dq": nkeys, "dk": nqueries, "dv": nqueries}.items():
+        results[name] *= 1 + _in_sequence(terms, eps)
+    if inputs.sinks is not None:  # few numbers, each a sum over rows: their errors add in squares
+        delta_off += torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
+        p_sink = torch.exp(exact.sinks.unsqueeze(1) - stored_lse)
+        results["dsinks"] += (p_sink * delta_off).square().sum((0, 2)).sqrt()
+    return results
+
+
+def _in_sequence(terms: int, eps: float) -> float:
+    """The relative error of a sum that rounds as many times."""
+    return eps / 2 * (terms / 3) ** 0.5
+
+
+def _signs(x: Tensor) -> Tensor:
+    """1 and -1 by turns for (batch, nheads, seqlen, ...)."""
+    return 1 - 2 * (torch.arange(x.shape[2], device=x.device) % 2)
+
+
+def _as_rows(x: Tensor, case: Case) -> Tensor:
+    """(batch, nheads, seqlen, ...) in the case's layout, and back."""
+    return x.transpose(1, 2) if case.features.layout == "bshd" else x
+
+
+def _rowsum(x: Tensor, case: Case) -> Tensor:
+    """The sum over headdim, shaped as lse."""
+    return _as_rows(x, case).sum(-1)
+
+
 def _run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v and sinks."""
+    return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
+
+
+def _attend(attend, case: Case, inputs: Inputs, **how) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The tensors that want gradients, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if inputs.sinks is not None:
         leaves["sinks"] = inputs.sinks
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     asked = case.features._asdict()
-    how |= {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
-    how |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
-    out, lse = attend(**leaves, **how, return_lse=True)
-    results, grads = {"out": out}, [(out, inputs.dout)]
-    if inputs.dlse is not None:
-        grads.append((lse, inputs.dlse))
-    outputs, given = zip(*grads)
+    asked = {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
+    asked |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
+    return leaves, *attend(**leaves, **(asked | how), return_lse=True)
+
+
+def _results(
+    leaves: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """out, lse and the gradients, given those of out and lse."""
+    outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
     found = torch.autograd.grad(outputs, list(leaves.values()), given)
     results = {"out": out.detach(), "lse": lse.detach()}
     return results | {f"d{name}": grad for name, grad in zip(leaves, found)}
 
 
-def _to_double(inputs: Inputs) -> Inputs:
+def _to(dtype: torch.dtype, inputs: Inputs) -> Inputs:
     floats = {
-        name: x.double()
+        name: x.to(dtype)
         for name, x in inputs._asdict().items()
         if name != "alibi_slopes" and x is not None and x.is_floating_point()
     }
     return inputs._replace(**floats)
-
-
-def slack_of_lse(inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, float]:
-    """What a kernel that works with LSE may be off by where plain code, which stores P, is not.
-
-    P = exp(S - LSE) is off by eps |LSE| for S and LSE in fp32, and dP - delta by eps |dP|, as delta
-    is a sum of its own. That counts where they cancel: in a row that sees one key dS is 0, and
-    plain code, which subtracts equal numbers there, has exactly 0. delta is also a sum over out as
-    it was stored, rounded to its dtype.
-    """
-    q, k, v, dout = (_rms(x) for x in inputs[:4])
-    lse = oracle["lse"]
-    largest = lse[lse.isfinite()].abs().max().item() if lse.isfinite().any() else 0.0
-    p = 2 * torch.finfo(torch.float32).eps * (1 + largest)
-    ds = p * dout * v * inputs.v.shape[-1] ** 0.5
-    rows = math.prod(inputs.q.shape[:3]) / max(1, math.prod(inputs.k.shape[:3]))  # to each key
-    more = max(1.0, rows) ** 0.5
-    slack = {name: p * _rms(oracle[name]) for name in ("out", "dv")}
-    slack |= {"dq": ds * k, "dk": ds * q * more, "lse": torch.finfo(torch.float32).eps * q * k}
-    if inputs.sinks is not None:  # of few elements, each a sum over rows of P delta
-        p_sink = _rms(torch.exp(inputs.sinks.double().unsqueeze(1) - lse))
-        delta = torch.finfo(inputs.q.dtype).eps * dout * _rms(oracle["out"])
-        delta *= inputs.v.shape[-1] ** 0.5
-        slack["dsinks"] = (ds + delta) * p_sink * (lse.shape[0] * lse.shape[2]) ** 0.5
-    return slack
-
-
-def _rms(x: Tensor) -> float:
-    x = x[x.isfinite()].double()
-    return x.square().mean().sqrt().item() if x.numel() else 0.0

@@ -120,8 +120,7 @@ def forward(dense: Dense) -> tuple[Tensor, Tensor]:
         out = out[..., : dense.v.shape[3]]
     sinks = None if dense.sinks is None else dense.sinks.to(lse.dtype).unsqueeze(1)
     if sinks is not None:
-        share = torch.exp(lse - log_add(lse, sinks))
-        out = (out * share.unsqueeze(-1)).to(out.dtype)
+        out = (out * share(lse, sinks).unsqueeze(-1)).to(out.dtype)
     if hidden:
         out, lse = F.pad(out, (0, 0, hidden, 0)), F.pad(lse, (hidden, 0), value=-math.inf)
     if sinks is not None:
@@ -145,10 +144,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tupl
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """Two results over disjoint keys, where each row sees keys of both."""
-    lse = log_add(lse1, lse2)
-    share2 = torch.exp(lse2 - lse).unsqueeze(-1)
-    out = torch.lerp(out1.to(lse.dtype), out2.to(lse.dtype), share2)
-    return out.to(out1.dtype), lse
+    out = torch.lerp(out1.to(lse1.dtype), out2.to(lse2.dtype), share(lse2, lse1).unsqueeze(-1))
+    return out.to(out1.dtype), log_add(lse1, lse2)
+
+
+def share(lse: Tensor, other: Tensor) -> Tensor:
+    """exp(lse) / (exp(lse) + exp(other)): of a large lse, as exact as of a small one.
+
+    exp(lse - log_add(lse, other)) would be off by the last bit of lse, which is no small part of 1.
+    """
+    return torch.exp(other - lse).add_(1).reciprocal_()
 
 
 def log_add(x: Tensor, y: Tensor) -> Tensor:
