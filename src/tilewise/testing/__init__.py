@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .hopper import emulate
     from .interpreter import interpret, interpreting
     from .interpreter_repair import repair
     from .offline import SMEM_LIMIT, TARGETS, build, stats
@@ -22,6 +23,7 @@ __all__ = [
     "SMEM_LIMIT",
     "TARGETS",
     "build",
+    "emulate",
     "interpret",
     "interpreter_is_on",
     "interpreting",
@@ -34,6 +36,7 @@ _HOME = {
     "SMEM_LIMIT": "offline",
     "TARGETS": "offline",
     "build": "offline",
+    "emulate": "hopper",
     "interpret": "interpreter",
     "interpreter_is_on": "switch",
     "interpreting": "interpreter",

@@ -1,0 +1,168 @@
+"""TMA: copies between global and shared memory that run by themselves and land late.
+
+A load poisons its target when it is issued, so that reading early shows, and lands at some later
+time, out of order. A store reads shared memory at some time before `store_wait` returns, and writes
+global memory later still. Both take shared memory as the asynchronous proxy sees it.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .machine import HopperError, running
+from .memory import Memory, poison
+from .values import TRITON, to_value
+
+
+class Descriptor:
+    """A tensor in global memory that is copied in blocks: a kernel's view of a descriptor."""
+
+    def __init__(self, view: torch.Tensor, block_shape: Any, layout: Any, padding: str) -> None:
+        self.view, self.layout = view, layout
+        self.block_shape = [int(n) for n in block_shape]
+        self.dtype = TRITON[view.dtype]
+        self.fill = math.nan if padding == "nan" else 0
+        self.block_type = tl.block_type(self.dtype, self.block_shape)
+        self.nbytes_per_cta = math.prod(self.block_shape) * view.element_size()
+        self.shape = to_value(tuple(view.shape))
+        self.strides = to_value(tuple(view.stride()))
+
+    @classmethod
+    def from_host(cls, descriptor: Any) -> "Descriptor":
+        base = descriptor.base.detach()
+        if base.device.type != "cpu":
+            raise ValueError(f"the emulator runs on CPU tensors, got one on {base.device}")
+        view = base.as_strided(list(descriptor.shape), list(descriptor.strides))
+        padding = getattr(descriptor, "padding", "zero")
+        return cls(view, descriptor.block_shape, descriptor.layout, padding)
+
+    def window(self, coord: Any) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """The part of a block that lies within the tensor, and where in the block it lies."""
+        if len(coord) != len(self.block_shape):
+            raise ValueError(f"{len(coord)} coordinates for a block of {self.block_shape}")
+        outer, inner = [], []
+        for start, width, size in zip(map(int, coord), self.block_shape, self.view.shape):
+            low, high = min(max(start, 0), size), min(max(start + width, 0), size)
+            outer.append(slice(low, high))
+            inner.append(slice(low - start, high - start))
+        return self.view[tuple(outer)], tuple(inner)
+
+    def in_shared(self, memory: Memory) -> Memory:
+        """The shared memory of one block, in the shape of the block."""
+        if memory.dtype != self.dtype or memory.numel != math.prod(self.block_shape):
+            raise ValueError(
+                f"{memory!r} of {memory.dtype} for a block of {self.block_shape} of {self.dtype}"
+            )
+        return memory if memory.shape == self.block_shape else memory.reshape(self.block_shape)
+
+
+def make_tensor_descriptor(
+    base: Any, shape: Any, strides: Any, block_shape: Any, layout: Any, padding_option: Any = "zero"
+) -> Descriptor:
+    size, stride = [int(n) for n in shape], [int(n) for n in strides]
+    view = base.flat.as_strided(size, stride, base.offset)
+    return Descriptor(view, block_shape, layout, padding_option)
+
+
+def load(
+    tensor_desc: Any, coord: Any, barrier: Any, result: Any, pred: Any = True, **_: Any
+) -> None:
+    """Start copying a block into shared memory; the barrier gets its bytes when it lands."""
+    if not pred:
+        return
+    partition, target = running(), tensor_desc.in_shared(result)
+    mbarrier = barrier.one.usable(by_tma=True)
+    cta, nbytes = partition.cta, tensor_desc.nbytes_per_cta
+    coord = [int(i) for i in coord]
+    name = result.allocation.name() if partition.machine.trace else ""
+    partition.log("TMA load", lambda: f"{name} from {coord}, {nbytes} bytes")
+    for memory in (target.plain, target.fenced):
+        poison(memory)
+    cta.loads += 1
+
+    def land() -> bool:
+        source, inside = tensor_desc.window(coord)
+        for memory in (target.plain, target.fenced):
+            if source.shape != memory.shape:
+                memory.fill_(tensor_desc.fill)
+            memory[inside] = source
+        cta.loads -= 1
+        mbarrier.land(nbytes)
+        partition.log("TMA load landed", lambda: f"{name} from {coord}")
+        return True
+
+    partition.machine.launch(land)
+    partition.pause()
+
+
+class Store:
+    """A copy out of shared memory: it reads once, late, and writes later."""
+
+    def __init__(self, descriptor: Descriptor, coord: Any, source: Memory, combine: Any) -> None:
+        self.descriptor, self.coord = descriptor, [int(i) for i in coord]
+        self.source, self.combine = descriptor.in_shared(source), combine
+        self.data: torch.Tensor | None = None
+        self.has_landed = self.was_awaited = False
+
+    @property
+    def has_read(self) -> bool:
+        return self.data is not None
+
+    def read(self) -> None:
+        self.data = self.source.fenced.clone()
+
+    def advance(self) -> bool:
+        if self.data is None:
+            self.read()
+            return False
+        target, inside = self.descriptor.window(self.coord)
+        self.combine(target, self.data[inside])
+        self.has_landed = True
+        return True
+
+
+def _store(event: str, combine: Any) -> Any:
+    def tma_store(tensor_desc: Any, coord: Any, src: Any, **_: Any) -> None:
+        partition = running()
+        store = Store(tensor_desc, coord, src, combine)
+        partition.log(event, lambda: f"{src.allocation.name()} to {store.coord}")
+        partition.stores.append(store)
+        if partition.machine.random.random() < 0.3:
+            store.read()
+        partition.machine.launch(store.advance)
+        partition.pause()
+
+    return tma_store
+
+
+store = _store("TMA store", lambda target, data: target.copy_(data))
+atomic_add = _store("TMA add", lambda target, data: target.add_(data))
+atomic_max = _store("TMA max", lambda target, data: target.copy_(torch.maximum(target, data)))
+atomic_min = _store("TMA min", lambda target, data: target.copy_(torch.minimum(target, data)))
+
+
+def store_wait(pendings: Any = 0, read_only: Any = True) -> None:
+    """Wait until all but the last `pendings` stores of this partition have read their source.
+
+    With `read_only=False`, until they have been written to global memory.
+    """
+    partition, pendings = running(), int(pendings)
+    awaited = partition.stores[: len(partition.stores) - pendings]
+    partition.log("store wait", lambda: f"{len(awaited)} stores")
+
+    def is_over() -> bool:
+        return all(s.has_read if read_only else s.has_landed for s in awaited)
+
+    partition.wait(is_over, lambda: f"waits for {len(awaited)} TMA stores")
+    for one in awaited:
+        one.was_awaited = True
+    done = [s for s in awaited if s.has_landed]
+    partition.stores = [s for s in partition.stores if s not in done]
+
+
+def check_end(cta: Any) -> None:
+    """What must hold when a CTA has ended."""
+    if cta.loads:
+        raise HopperError(f"{cta} ends with {cta.loads} TMA loads on their way to shared memory")

@@ -1,0 +1,138 @@
+"""wgmma: matrix products that run by themselves until they are waited for.
+
+The tensor cores read shared operands at any time between issue and wait: here at one of the two,
+drawn at random, so that a tile overwritten early or used before it landed shows. Register operands
+are taken at issue. The accumulator in flight has no value before its wait.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .machine import HopperError, running
+from .memory import Memory
+from .values import TORCH, Value
+
+
+class Matmul:
+    """One product on its way."""
+
+    def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.dtype = acc.dtype
+        self.shape = acc.matmul.shape if isinstance(acc, InFlight) else acc.shape
+        self.product: torch.Tensor | None = None
+        self.result: Value | None = None
+
+    def multiply(self) -> None:
+        """Read the operands."""
+        if self.product is None:
+            self.product = _matrix(self.a, self.dtype) @ _matrix(self.b, self.dtype)
+
+    def retire(self) -> None:
+        """Be done; those issued before are."""
+        self.multiply()
+        result = self.product
+        if self.use_acc:
+            before = self.acc.matmul.result if isinstance(self.acc, InFlight) else self.acc
+            result = result + before.data
+        self.result = Value(result, self.dtype)
+
+
+class InFlight:
+    """The accumulator of an asynchronous matmul: no value to be read before its wait."""
+
+    __slots__ = ("matmul",)
+
+    def __init__(self, matmul: Matmul) -> None:
+        self.matmul = matmul
+
+    @property
+    def dtype(self) -> Any:
+        return self.matmul.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        raise HopperError(
+            f"{running()} uses the result of an asynchronous matmul (.{name}) that it has not"
+            " waited for: take it from warpgroup_mma_wait"
+        )
+
+    def _refuse(self, *_: Any) -> Any:
+        return self.__getattr__("value")
+
+    for _name in "add sub mul truediv floordiv mod".split():
+        locals()[f"__{_name}__"] = locals()[f"__r{_name}__"] = _refuse
+    for _name in "lt le gt ge neg getitem bool float int index".split():
+        locals()[f"__{_name}__"] = _refuse
+
+
+def warpgroup_mma(
+    a: Any,
+    b: Any,
+    acc: Any,
+    *,
+    use_acc: Any = True,
+    precision: Any = None,
+    max_num_imprecise_acc: Any = None,
+    is_async: Any = False,
+) -> Any:
+    """Start acc = a @ b (+ acc)."""
+    partition = running()
+    if not isinstance(b, Memory):
+        raise HopperError("the right operand of warpgroup_mma must lie in shared memory")
+    use_acc = bool(use_acc)
+    matmul = Matmul(a, b, acc, use_acc)
+    _check_shapes(a, b, acc)
+    partition.log("wgmma", lambda: f"{_words(a)} @ {_words(b)}")
+    partition.matmuls.append(matmul)
+    if partition.machine.random.random() < 0.5:
+        matmul.multiply()
+    partition.pause()
+    token = InFlight(matmul)
+    return token if is_async else warpgroup_mma_wait(0, [token])
+
+
+def warpgroup_mma_init(value: Any) -> Any:
+    return value
+
+
+def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
+    """Wait until at most `num_outstanding` matmuls are in flight, and return `deps`."""
+    if deps is None:
+        raise ValueError("warpgroup_mma_wait deps must be given")
+    partition = running()
+    partition.pause()
+    while len(partition.matmuls) > int(num_outstanding):
+        partition.matmuls.pop(0).retire()
+    partition.log("wgmma wait", lambda: f"{len(partition.matmuls)} in flight")
+    results = tuple(_resolve(dep) for dep in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def _resolve(dep: Any) -> Any:
+    """A finished accumulator's value; one still in flight stays so, to be waited for again."""
+    if isinstance(dep, InFlight) and dep.matmul.result is not None:
+        return dep.matmul.result
+    return dep
+
+
+def _matrix(operand: Any, dtype: Any) -> torch.Tensor:
+    """An operand as the tensor cores take it, in the accumulator's type, or a wider one."""
+    tensor = operand.fenced if isinstance(operand, Memory) else operand.data
+    if tensor.dtype == torch.float32 and dtype == tl.float32:
+        # tf32: the low 13 bits of the mantissa are not read.
+        return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return tensor.to(TORCH[dtype] if dtype != tl.float16 else torch.float32)
+
+
+def _check_shapes(a: Any, b: Any, acc: Any) -> None:
+    shape = acc.matmul.shape if isinstance(acc, InFlight) else acc.shape
+    if [*a.shape[:1], *b.shape[1:]] != shape or a.shape[1:] != b.shape[:1]:
+        raise ValueError(f"a matmul of {a.shape} by {b.shape} into {shape}")
+    if a.dtype != b.dtype:
+        raise ValueError(f"a matmul of {a.dtype} by {b.dtype}")
+
+
+def _words(operand: Any) -> str:
+    return operand.allocation.name() if isinstance(operand, Memory) else "registers"
