@@ -1,9 +1,9 @@
 """Which backend serves a problem: an ordered tuple, asked one by one, each answering None or the
 reason why not.
 
-A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, `forward`
-and `backward`. Refusals are data: the error for a problem that nothing serves prints them all, and
-`tilewise info` shows them.
+A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, and
+`forward`, `backward` or both, as `DIRECTIONS` says. Refusals are data: the error for a problem that
+nothing serves prints them all, and `tilewise info` shows them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from typing import NamedTuple
 
 import torch
 
-from .errors import ArgumentError
+from .errors import ArgumentError, Avoidable, warn_slow
 from .problem import Problem
-from .testing.switch import interpreter_is_on
+from .testing.switch import cpu_stand_ins
 
 # In the order of preference. A module is imported when it is first asked, so that a machine without
 # Triton never needs it.
 BACKENDS = {
+    "hopper": "tilewise.kernels.hopper",
     "portable": "tilewise.kernels.portable",
     "cpu": "tilewise.kernels.cpu",
 }
+
+
+UNALIGNED = Avoidable(
+    "rows, heads and batches of q, k and v must start at multiples of 16 bytes, and none be "
+    "expanded, for the copy engine: q.contiguous() does that"
+)
 
 
 class Refusal(NamedTuple):
@@ -39,36 +46,66 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name])
 
 
-def ask(name: str, problem: Problem, device: torch.device) -> str | None:
+def ask(
+    name: str,
+    problem: Problem,
+    device: torch.device,
+    direction: str = "forward",
+    is_aligned: bool = True,
+) -> str | None:
     """None if backend `name` serves the problem on `device`, else its reason."""
     try:
-        return load(name).supports(problem, device)
+        module = load(name)
+        if direction not in module.DIRECTIONS:
+            return f"it has no {direction}"
+        reason = module.supports(problem, device)
+        if reason is None and module.NEEDS_ALIGNMENT and not is_aligned:
+            reason = UNALIGNED
+        return reason
     except ImportError as error:
         return f"cannot be imported ({error}); install it with `pip install triton`"
 
 
-def choose(problem: Problem, device: torch.device, backend: str | None = None) -> ModuleType:
+def choose(
+    problem: Problem,
+    device: torch.device,
+    backend: str | None = None,
+    direction: str = "forward",
+    is_aligned: bool = True,
+) -> ModuleType:
     """The first backend that serves `problem` on `device`, or the one forced by name.
 
-    Raises NotImplementedError with every refusal if none does, and ArgumentError for an unknown
-    name.
+    A backend that is forced and has no such direction (hopper has no backward) leaves it to the
+    others. Raises NotImplementedError with every refusal if none serves the problem, and
+    ArgumentError for an unknown name.
     """
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError(
             f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
             "to choose"
         )
-    return _choose(problem, device, backend, interpreter_is_on())
+    return _choose(problem, device, backend, direction, is_aligned, cpu_stand_ins())
 
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    problem: Problem, device: torch.device, backend: str | None, _interpreted: bool
+    problem: Problem,
+    device: torch.device,
+    backend: str | None,
+    direction: str,
+    is_aligned: bool,
+    _stand_ins: tuple[bool, bool],
 ) -> ModuleType:
+    names = list(BACKENDS)
+    if backend is not None and direction in load(backend).DIRECTIONS:
+        names = [backend]
     refusals = []
-    for name in BACKENDS if backend is None else [backend]:
-        reason = ask(name, problem, device)
+    for name in names:
+        reason = ask(name, problem, device, direction, is_aligned)
         if reason is None:
+            for refusal in refusals:
+                if isinstance(refusal.reason, Avoidable):
+                    warn_slow(f"the {refusal.backend} kernels do not serve this: {refusal.reason}")
             return load(name)
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)

@@ -26,3 +26,7 @@ def warn_slow(reason: str) -> None:
         return
     _said.add(reason)
     warnings.warn(reason, PerformanceWarning, stacklevel=3)
+
+
+class Avoidable(str):
+    """Why a faster backend refuses, where the caller can do something about it."""

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import batching, dispatch
+from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
 from .problem import Extras, Grads, Problem, Scalars, describe
 
@@ -54,7 +55,14 @@ def attention(
         return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
     if needs_grad(q, k, v, extras.sinks):
         return _EagerAttention.apply(q, k, v, *extras, problem, scalars, backend)
-    return dispatch.choose(problem, q.device, backend).forward(problem, q, k, v, extras, scalars)
+    return _run_forward(problem, q, k, v, extras, scalars, backend)
+
+
+def _run_forward(problem, q, k, v, extras, scalars, backend) -> tuple[Tensor, Tensor]:
+    """The call on a backend; what memory it comes in is known only here, not while tracing."""
+    is_aligned = aligned(q) and aligned(k) and aligned(v)
+    chosen = dispatch.choose(problem, q.device, backend, "forward", is_aligned)
+    return chosen.forward(problem, q, k, v, extras, scalars)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
@@ -124,7 +132,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 
 def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
-    chosen = dispatch.choose(problem, q.device, backend)
+    chosen = dispatch.choose(problem, q.device, backend, "backward")
     return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
 
 
@@ -138,8 +146,7 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
         extras = Extras(alibi_slopes, sinks, seqused_k)
-        chosen = dispatch.choose(problem, q.device, backend)
-        output = chosen.forward(problem, q, k, v, extras, scalars)
+        output = _run_forward(problem, q, k, v, extras, scalars, backend)
         _save(ctx, (q, k, v, *extras), output, problem, scalars, backend)
         return output
 
@@ -239,8 +246,7 @@ def _asked(tensors: tuple, call: tuple) -> tuple[Problem, Extras, Scalars]:
 
 def _forward_kernel(q, k, v, *args):
     problem, extras, scalars = _asked((q, k, v, *args[:3]), args[3:])
-    chosen = dispatch.choose(problem, q.device, args[-1])
-    return chosen.forward(problem, q, k, v, extras, scalars)
+    return _run_forward(problem, q, k, v, extras, scalars, args[-1])
 
 
 def _backward_kernel(dout, dlse, q, k, v, out, lse, *args):

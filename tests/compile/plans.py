@@ -4,8 +4,8 @@ from unittest import mock
 
 import torch
 
+from tilewise.kernels.arguments import features_of
 from tilewise.kernels.portable import launch
-from tilewise.kernels.portable.arguments import features_of
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import build, stats
 

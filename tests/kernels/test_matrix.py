@@ -11,7 +11,13 @@ from tilewise.testing.cases import CASES, Case, run_case
 from tilewise.testing.inputs import Features, Sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BACKENDS = {"cpu": ("cpu", "cpu"), "interpreted": ("portable", "cpu"), "gpu": ("portable", "cuda")}
+BACKENDS = {
+    "cpu": ("cpu", "cpu"),
+    "interpreted": ("portable", "cpu"),
+    "emulated": ("hopper", "cpu"),
+    "gpu": ("portable", "cuda"),
+    "gpu-hopper": ("hopper", "cuda"),
+}
 
 # Head dims that pad to each power of two, with everything that selects code.
 _FEATURES = {
@@ -35,6 +41,8 @@ def _is_sampled(backend, at, case, dtype):
     """Whether `make test` runs it. The interpreter runs each case in one dtype, in turn."""
     if backend == "cpu":
         return case in CASES
+    if backend == "emulated":
+        return case.tiles <= MOST_TILES and dtype == ("bf16", "fp16")[at % 2]
     return case.tiles <= MOST_TILES and dtype == list(DTYPES)[at % 3]
 
 
@@ -42,9 +50,11 @@ def _params():
     for backend in BACKENDS:
         for at, case in enumerate(CASES + HEADDIMS):
             for dtype in DTYPES:
-                if backend == "gpu" and case not in ON_GPU[dtype]:
+                if backend in ("emulated", "gpu-hopper") and dtype == "fp32":
                     continue
-                if backend == "gpu":
+                if backend.startswith("gpu") and case not in ON_GPU[dtype]:
+                    continue
+                if backend.startswith("gpu"):
                     marks = [pytest.mark.gpu]
                 elif _is_sampled(backend, at, case, dtype):
                     marks = []
@@ -62,9 +72,10 @@ def started(request):
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         cases = {}
         for item in request.session.items:
-            if item.name.startswith("test_case[gpu-"):
-                case, dtype = (item.callspec.params[name] for name in ("case", "dtype"))
-                call = run_case, case, *BACKENDS["gpu"], DTYPES[dtype]
+            if item.name.startswith("test_case[gpu"):
+                names = ("backend", "case", "dtype")
+                backend, case, dtype = (item.callspec.params[name] for name in names)
+                call = run_case, case, *BACKENDS[backend], DTYPES[dtype]
                 cases[item.nodeid] = pool.submit(*call)
         yield cases
         pool.shutdown(cancel_futures=True)
@@ -73,7 +84,7 @@ def started(request):
 @pytest.mark.parametrize(("backend", "case", "dtype"), list(_params()))
 def test_case(backend, case, dtype, request):
     try:
-        if backend == "gpu":
+        if backend.startswith("gpu"):
             records = request.getfixturevalue("started")[request.node.nodeid].result()
         else:
             records = run_case(case, *BACKENDS[backend], DTYPES[dtype])

@@ -9,8 +9,8 @@ import torch
 
 from tilewise import attention
 from tilewise.kernels import portable
+from tilewise.kernels.arguments import fits_descriptor
 from tilewise.kernels.portable import launch
-from tilewise.kernels.portable.arguments import fits_descriptor
 from tilewise.problem import Extras, Grads, Scalars, describe
 from tilewise.testing import use_interpreter
 from tilewise.testing.cases import CASES, Case, run_case

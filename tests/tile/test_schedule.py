@@ -9,8 +9,8 @@ import triton.language as tl
 from tile.records import features
 
 from tilewise.testing import interpret
-from tilewise.tile.schedule import key_tile, query_tile
-from tilewise.tile.types import Sizes
+from tilewise.tile.schedule import key_tile, query_tile, query_tile_in_group
+from tilewise.tile.types import Queue, Sizes
 
 
 @triton.jit
@@ -56,3 +56,38 @@ def test_longest_first():
     keys, _ = order(True, True)
     assert [block for _, _, block in queries[:3]] == [2, 1, 0]
     assert [block for _, _, block in keys[:4]] == [0, 1, 2, 3]
+
+
+@triton.jit
+def queue_kernel(out, queue, seqlen_q, BLOCK: tl.constexpr):
+    tile = tl.program_id(0)
+    block, head, batch = query_tile_in_group(tile, queue, seqlen_q, BLOCK)
+    tl.store(out + 3 * tile, batch)
+    tl.store(out + 3 * tile + 1, head)
+    tl.store(out + 3 * tile + 2, block)
+
+
+def handed_out(batch, nheads, blocks, together, light):
+    """(batch, head, block) in the order of the counter."""
+    tiles = batch * nheads * blocks
+    out = torch.full((tiles, 3), -7)
+    queue = Queue(torch.zeros(1), tiles, nheads, batch * nheads, together, light)
+    interpret(queue_kernel)[(tiles,)](out, queue, 32 * blocks - 5, BLOCK=32)
+    return [tuple(row) for row in out.tolist()]
+
+
+@pytest.mark.parametrize("light", [0, 2, 5])
+@pytest.mark.parametrize("together", [1, 2, 4, 6])
+def test_queue_hands_out_every_tile_once(together, light):
+    found = handed_out(2, 3, 5, together, light)
+    assert sorted(found) == list(itertools.product(range(2), range(3), range(5)))
+
+
+def test_queue_order():
+    """Groups of two heads, longest first in each; the two shortest blocks of all come last."""
+    found = handed_out(1, 4, 4, together=2, light=2)
+    assert [(head, block) for _, head, block in found] == [
+        *[(0, 3), (1, 3), (0, 2), (1, 2)],
+        *[(2, 3), (3, 3), (2, 2), (3, 2)],
+        *[(0, 1), (1, 1), (2, 1), (3, 1), (0, 0), (1, 0), (2, 0), (3, 0)],
+    ]

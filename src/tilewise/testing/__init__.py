@@ -17,18 +17,20 @@ if TYPE_CHECKING:
     from .interpreter import interpret, interpreting
     from .interpreter_repair import repair
     from .offline import SMEM_LIMIT, TARGETS, build, stats
-    from .switch import interpreter_is_on, use_interpreter
+    from .switch import emulator_seed, interpreter_is_on, use_emulator, use_interpreter
 
 __all__ = [
     "SMEM_LIMIT",
     "TARGETS",
     "build",
     "emulate",
+    "emulator_seed",
     "interpret",
     "interpreter_is_on",
     "interpreting",
     "repair",
     "stats",
+    "use_emulator",
     "use_interpreter",
 ]
 
@@ -37,11 +39,13 @@ _HOME = {
     "TARGETS": "offline",
     "build": "offline",
     "emulate": "hopper",
+    "emulator_seed": "switch",
     "interpret": "interpreter",
     "interpreter_is_on": "switch",
     "interpreting": "interpreter",
     "repair": "interpreter_repair",
     "stats": "offline",
+    "use_emulator": "switch",
     "use_interpreter": "switch",
 }
 

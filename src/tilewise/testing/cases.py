@@ -18,7 +18,7 @@ import torch
 
 from ..reference import attention_reference
 from .inputs import Features, Inputs, Sizes, make_inputs, poisoned
-from .switch import use_interpreter
+from .switch import use_emulator, use_interpreter
 from .tolerance import Verdict, judge
 
 Tensor = torch.Tensor
@@ -151,16 +151,25 @@ def run_case(
     backend: str | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
 ) -> list[Record]:
     """Computes the case and judges out, lse, dq, dk, dv and dsinks against fp64.
+
+    On CPU tensors portable kernels run in the interpreter and Hopper ones in the emulator, by
+    `seed`, or one of the case's own.
 
     Raises NotImplementedError, with the reason, where the backend does not serve the case.
     """
     from .. import attention
 
     inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
-    interpreted = backend == "portable" and torch.device(device).type == "cpu"
-    with use_interpreter() if interpreted else contextlib.nullcontext(), poisoned():
+    on_cpu = torch.device(device).type == "cpu"
+    stand_in = contextlib.nullcontext()
+    if on_cpu and backend == "portable":
+        stand_in = use_interpreter()
+    elif on_cpu and backend == "hopper":
+        stand_in = use_emulator(case.seed if seed is None else seed)
+    with stand_in, poisoned():
         results = _run(attention, case, inputs, backend=backend)
     oracle = _run(attention_reference, case, _to(torch.float64, inputs))
     plain = _run(attention_reference, case, inputs, upcast=False)

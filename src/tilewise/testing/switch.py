@@ -1,6 +1,8 @@
-"""The one flag that sends portable kernels to the interpreter; reading it imports nothing.
+"""The flags that send kernels to CPU tensors: portable ones to Triton's interpreter, Hopper ones to
+the emulator. Reading them imports nothing.
 
-Library code asks `interpreter_is_on()` at the launch and where it would refuse a CPU tensor.
+Library code asks `interpreter_is_on()` and `emulator_seed()` at the launch and where it would
+refuse a CPU tensor.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 
 _lock = threading.Lock()
 _depth = 0
+_seeds: list[int] = []
 
 
 def interpreter_is_on() -> bool:
@@ -39,3 +42,32 @@ def use_interpreter() -> Iterator[None]:
     finally:
         with _lock:
             _depth -= 1
+
+
+def emulator_seed() -> int | None:
+    """The seed by which Hopper kernels are emulated, or None: they need a Hopper GPU."""
+    return _seeds[-1] if _seeds else None
+
+
+@contextlib.contextmanager
+def use_emulator(seed: int = 0) -> Iterator[None]:
+    """Run Hopper kernels on CPU tensors, in the emulator, within this block.
+
+    >>> with use_emulator(seed=3):
+    ...     emulator_seed()
+    3
+
+    The seed decides who runs when. Blocks nest.
+    """
+    with _lock:
+        _seeds.append(seed)
+    try:
+        yield
+    finally:
+        with _lock:
+            _seeds.pop()
+
+
+def cpu_stand_ins() -> tuple[bool, bool]:
+    """Whether the interpreter and the emulator are on: what a choice of backend depends on."""
+    return _depth > 0, bool(_seeds)

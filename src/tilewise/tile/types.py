@@ -79,6 +79,30 @@ class Tile(NamedTuple):
     DESCRIPTORS: bool  # read through tensor descriptors instead of pointers
 
 
+class Queue(NamedTuple):
+    """The tiles of a launch, handed out by a counter."""
+
+    counter: torch.Tensor  # int32, 0 between launches
+    tiles: int
+    nheads: int  # of one sequence; key heads where their query heads share a tile
+    heads: int  # of the whole batch
+    together: int  # heads whose tiles are mixed: their K and V fit the L2 cache
+    light: int  # m_blocks so short, under a causal mask, that they are kept for the end
+
+
+class Pipeline(NamedTuple):
+    """A tile and how it passes through a Hopper program."""
+
+    BLOCK_M: int  # queries: 64 rows a warpgroup, divided by PACK
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    WARPGROUPS: int  # that do matmuls
+    STAGES: int  # slots for tiles of K, and of V
+    Q_STAGES: int
+    PACK: int  # heads of a group that share a tile, as neighbouring rows
+
+
 class Lengths(NamedTuple):
     """How many queries and keys a sequence has, and the key that query 0 stands on."""
 

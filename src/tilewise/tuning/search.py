@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..kernels.arguments import features_of
 from ..kernels.portable import launch
-from ..kernels.portable.arguments import features_of
 from ..problem import OPEN, Extras, Scalars, describe
 from .config import Config, Key
 

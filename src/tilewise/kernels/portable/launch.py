@@ -17,8 +17,8 @@ from ...testing.switch import interpreter_is_on
 from ...tile.types import Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, select
+from ..arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
 from ..outputs import empty_grads, empty_out
-from .arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
 from .bwd_delta import bwd_delta_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from ...problem import Extras, Problem, Scalars
-from ...tile.types import Features, Numbers, Optionals, Sizes, Strided
+from ..problem import Extras, Problem, Scalars
+from ..tile.types import Features, Numbers, Optionals, Sizes, Strided
 
 LOG2_E = math.log2(math.e)
 Tensor = torch.Tensor
@@ -35,6 +35,17 @@ def features_of(problem: Problem) -> Features:
 def strided(x: Tensor) -> Strided:
     """A (batch, seqlen, nheads, headdim) tensor as kernels take it."""
     return Strided(x, *x.stride()[:3])
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read x: rows, heads and batches at multiples of 16 bytes, and
+    none of them repeated.
+    """
+    units = 16 // x.itemsize
+    for size, stride in zip(x.shape[:3], x.stride()):
+        if size > 1 and (stride % units or stride <= 0):
+            return False
+    return x.data_ptr() % 16 == 0
 
 
 def fits_descriptor(x: Tensor) -> bool:

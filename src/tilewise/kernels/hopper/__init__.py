@@ -1,0 +1,62 @@
+"""The Hopper backend: FlashAttention-3's forward in Gluon, for sm_90, and for CPU tensors in the
+emulator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import Avoidable
+from ...problem import Problem
+from ...testing.switch import emulator_seed
+
+if TYPE_CHECKING:
+    from .launch import forward
+
+NAME = "hopper"
+DIRECTIONS = ("forward",)
+NEEDS_ALIGNMENT = True
+MAX_HEADDIM = 256
+DTYPES = (torch.float16, torch.bfloat16)
+
+__all__ = ["NAME", "forward", "supports"]
+
+
+def supports(problem: Problem, device: torch.device) -> str | None:
+    """None, or why this kernel does not serve the problem."""
+    if device.type == "cpu" and emulator_seed() is None:
+        return (
+            "its kernel runs on Hopper GPUs; on CPU tensors only in tilewise.testing.use_emulator()"
+        )
+    if device.type == "cuda" and not _is_hopper(device):
+        return "its instructions (wgmma, TMA) are those of Hopper GPUs, sm_90"
+    if device.type not in ("cpu", "cuda"):
+        return f"its kernel runs on CUDA GPUs, not on {device.type}"
+    if problem.dtype not in DTYPES:
+        return f"{problem.dtype} has no exact matmul there; float16 and bfloat16 have"
+    for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
+        if headdim > MAX_HEADDIM:
+            return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
+        if headdim % 8:
+            return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
+    if problem.has_seqused_k:
+        return Avoidable("seqused_k is not served: the copy engine would read the padding")
+    from . import launch  # noqa: F401  without Triton the ImportError is the reason
+
+    return None
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def __getattr__(name: str) -> Any:
+    """`forward`, and with it Triton: a CPU call that asks us needs neither."""
+    if name != "forward":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import launch
+
+    globals()[name] = launch.forward
+    return launch.forward

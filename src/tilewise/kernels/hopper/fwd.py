@@ -1,0 +1,90 @@
+"""The forward for Hopper: warps that only load, warpgroups that only compute.
+
+A program stays on its SM and works through tiles that a counter hands out. Inside it one warp
+starts copies from global to shared memory (`fwd_load`), and WARPGROUPS warpgroups each hold 64
+queries (`fwd_mma`): they share the tiles of K and V that pass through the rings. FlashAttention-3
+(arXiv 2407.08608), algorithm 1.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .epilogue import Output
+from .fwd_load import load_partition
+from .fwd_mma import attend_partition
+from .layouts import shared
+from .pipeline import Ring, make_ring
+from .work import Call
+
+
+class Rings(NamedTuple):
+    """All that passes through shared memory from the load warp to the matmuls."""
+
+    q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
+    k: Ring  # (BLOCK_N, BLOCK_D)
+    v: Ring  # (BLOCK_N, BLOCK_DV)
+    mail: Ring  # tile numbers
+
+
+# Specialised on no length and no address: one compiled kernel serves them all, called directly
+@gluon.jit(do_not_specialize=["lse", "queue", "optionals", "sizes", "numbers"])
+def hopper_fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse,
+    queue,
+    optionals,
+    sizes,
+    numbers,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    M: gl.constexpr = 64
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    k_ring = make_ring(dtype, [N, D], shared(N, D, dtype), TILE.STAGES, 1, WARPGROUPS)
+    v_ring = make_ring(dtype, [N, DV], shared(N, DV, dtype), TILE.STAGES, 1, WARPGROUPS)
+    mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    mail = make_ring(gl.int32, [1], mail_layout, 2, 1, WARPGROUPS)
+    q_layout: gl.constexpr = shared(M, D, dtype)
+    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
+    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
+    OUT: gl.constexpr = out_desc.block_type.shape[4]  # columns of O that are stored at a time
+    out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
+    q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1) if WARPGROUPS == 3 else q_1
+    fence_async_shared()  # barriers are made before a copy arrives at one
+
+    # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
+    output = Output(out_desc, out_smem, lse)
+    call = Call(queue, optionals, sizes, numbers)
+    if WARPGROUPS == 2:
+        rings = Rings((q_0, q_1), k_ring, v_ring, mail)
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, output, call, FEATURES, TILE)),
+                (load_partition, (q_desc, k_desc, v_desc, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        rings = Rings((q_0, q_1, q_2), k_ring, v_ring, mail)
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (2, rings, output, call, FEATURES, TILE)),
+                (load_partition, (q_desc, k_desc, v_desc, rings, call, FEATURES, TILE)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

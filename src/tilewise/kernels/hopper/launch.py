@@ -1,0 +1,255 @@
+"""Host side of the forward: describes the tensors to the copy engine, picks the tile, launches.
+
+A launch from Python costs more than a short kernel runs. So what selects code is compiled and kept
+by `Problem`, and later calls go to the compiled kernel itself, past Triton's look at every
+argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...problem import Extras, Problem, Scalars
+from ...testing.switch import emulator_seed
+from ...tile.types import Features, Pipeline, Queue
+from ...tuning.config import SHARED_MEMORY, SHORT, Key
+from ...tuning.select import architecture, select
+from ..arguments import features_of, numbers_of, optionals_of, sizes_of
+from ..outputs import empty_out
+from .fwd import hopper_fwd_kernel
+
+Tensor = torch.Tensor
+ROWS = 64  # of a warpgroup's tile
+L2_BYTES = 16 << 20  # K and V of the heads that are worked on together, of 50 MB in all
+OUT_COLUMNS = 128  # of O that pass through shared memory at a time
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+class Plan(NamedTuple):
+    """What a `Problem` selects: constants of the kernel, and the blocks of its descriptors."""
+
+    features: Features
+    tile: Pipeline
+    q_block: list[int]
+    k_block: list[int]
+    v_block: list[int]
+    out_block: list[int]
+    layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+def forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse`; allocates nothing else but the tile counter, once a stream."""
+    out, lse = empty_out(problem, q)
+    if out.numel() == 0 and lse.numel() == 0:
+        return out, lse
+    if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
+        return out.zero_(), _lse_of_nothing(lse, extras.sinks)
+    plan = plan_for(problem, q)
+    args = arguments(problem, plan, q, k, v, out, lse, extras, scalars)
+    tiles = args[5].tiles
+    if (seed := emulator_seed()) is not None and q.device.type == "cpu":
+        from ...testing.hopper import emulate
+
+        programs = min(tiles, 4)  # few, so that each works through several tiles
+        kernel = emulate(hopper_fwd_kernel, seed=seed)[(programs,)]
+        kernel(*args, FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    else:
+        _launch(plan, q.device, args, min(tiles, processors(q.device)))
+    return out, lse
+
+
+def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
+    """What the kernel is launched with, but its constants."""
+    return (
+        *descriptors(problem, plan, q, k, v, out),
+        lse,
+        _queue(problem, plan.tile, q, k),
+        optionals_of(extras),
+        sizes_of(q, k),
+        numbers_of(scalars, q, k),
+    )
+
+
+def _lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    return lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks.float()[None, :, None])
+
+
+def pack_of(problem: Problem, seqlen_q: int) -> int:
+    """How many heads share a tile, as neighbouring rows: those of a group, where this makes fewer
+    tiles.
+    """
+    pack = triton.next_power_of_2(problem.group)
+    if pack == 1 or pack > ROWS:
+        return 1
+    rows = 2 * ROWS
+    packed = problem.nheads_k * triton.cdiv(seqlen_q * pack, rows)
+    return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
+
+
+def plan_for(problem: Problem, q: Tensor) -> Plan:
+    """The plan of a call."""
+    seqlen_q = q.shape[1]
+    return plan_of(problem, q.device, seqlen_q <= SHORT, pack_of(problem, seqlen_q))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(problem: Problem, device: torch.device, is_short: bool, pack: int) -> Plan:
+    """The plan of a problem, as the tuning tables say."""
+    block_d, block_dv = (
+        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    arch = "sm90" if device.type == "cpu" else architecture(device)
+    widest = max(block_d, block_dv)
+    config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
+    warpgroups = config.BLOCK_M // ROWS
+    if pack > 1 or problem.has_alibi or problem.has_left:
+        warpgroups = 2  # three have 160 registers a thread each: positions would spill
+    out_columns = min(block_dv, OUT_COLUMNS)
+    tile = Pipeline(
+        warpgroups * ROWS // pack,
+        config.BLOCK_N,
+        block_d,
+        block_dv,
+        warpgroups,
+        config.num_stages,
+        2,
+        pack,
+    )
+    if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
+        tile = tile._replace(Q_STAGES=1)
+    blocks = (
+        [1, 1, ROWS // pack, pack, block_d],
+        [1, 1, tile.BLOCK_N, block_d],
+        [1, 1, tile.BLOCK_N, block_dv],
+        [1, 1, ROWS // pack, pack, out_columns],
+    )
+    element = ELEMENTS[problem.dtype]
+    layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
+    return Plan(features_of(problem), tile, *blocks, layouts)
+
+
+def shared_memory(tile: Pipeline, out_columns: int) -> int:
+    """Bytes of shared memory of a program, with 1 KiB for its barriers."""
+    q = tile.WARPGROUPS * tile.Q_STAGES * ROWS * tile.BLOCK_D
+    kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
+    return 2 * (q + kv + tile.WARPGROUPS * ROWS * out_columns) + 1024
+
+
+def descriptors(
+    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> tuple[TensorDescriptor, ...]:
+    """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
+
+    Rows past the end of a sequence read as zeros and are not written, and so are columns past the
+    head dim, up to the block's.
+    """
+
+    def describe(x: Tensor, block: list[int], layout: Any, grouped: bool) -> TensorDescriptor:
+        batch, rows, heads, columns = x.shape
+        by_batch, by_row, by_head, _ = x.stride()
+        shape, stride = [batch, heads, rows], [by_batch, by_head, by_row]
+        if grouped:
+            group = problem.group
+            shape = [batch, heads // group, rows, group]
+            stride = [by_batch, by_head * group, by_row, by_head]
+        # Between elements of which there is one, any stride; the copy engine wants a multiple
+        stride = [s if n > 1 else 16 for n, s in zip(shape, stride)]
+        return TensorDescriptor(x, [*shape, columns], [*stride, 1], block, layout)
+
+    return (
+        describe(q, plan.q_block, plan.layouts[0], True),
+        describe(k, plan.k_block, plan.layouts[1], False),
+        describe(v, plan.v_block, plan.layouts[2], False),
+        describe(out, plan.out_block, plan.layouts[3], True),
+    )
+
+
+def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
+    """The tiles of the call, and the order they are handed out in."""
+    batch, seqlen_q, nheads, _ = q.shape
+    sharing = problem.group
+    if tile.PACK > 1:
+        nheads, sharing = problem.nheads_k, 1
+    m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
+    heads, together, light = batch * nheads, 1, 0
+    if problem.is_causal:
+        head_bytes = k.shape[1] * (problem.headdim + problem.headdim_v) * k.itemsize
+        together = min(heads, max(1, L2_BYTES * sharing // head_bytes))
+        if m_blocks >= LONG:
+            # Short tiles of as much work as programs may differ by: a long tile each
+            light = math.ceil(m_blocks * math.sqrt(PROGRAMS / max(PROGRAMS, heads * m_blocks)))
+    return Queue(_counter(q.device), heads * m_blocks, nheads, heads, together, light)
+
+
+LONG = 32  # m_blocks from which the light tiles are kept for the end (H200: 588 -> 629 at 16Ki)
+PROGRAMS = 132
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """The counter that hands out tiles: 0 before and after every launch.
+
+    Launches of one stream follow each other and share it. A captured graph, which may be replayed
+    beside them, gets one of its own.
+    """
+    if device.type == "cpu":
+        return torch.zeros(1, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+@functools.lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors, one program each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> None:
+    """Through Triton's launcher the first time, afterwards straight to the compiled kernel.
+
+    Nothing is specialised on the values of runtime arguments, so one kernel serves all of them.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return _launch(plan, device, args, programs)
+    key = plan.features, plan.tile, args[0].base.dtype, index
+    compiled = _compiled.get(key)
+    if compiled is None or knobs.runtime.launch_enter_hook is not None:
+        constants = dict(FEATURES=plan.features, TILE=plan.tile)
+        _compiled[key] = hopper_fwd_kernel[(programs,)](*args, **constants, num_warps=4)
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    compiled.run(
+        programs,
+        1,
+        1,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *args,
+        plan.features,
+        plan.tile,
+    )
+    return None

@@ -1,0 +1,43 @@
+"""Where the elements of a tile live: registers of a warpgroup, or shared memory.
+
+A warpgroup is four warps. In one wgmma instruction each warp computes 16 rows; a thread holds pairs
+of neighbouring columns of two of them, so a row is spread over four threads and no wider: a row's
+maximum is two shuffles away.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+WARPGROUP_ROWS = gl.constexpr(64)  # the M of every wgmma
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """A (64, columns) fp32 tile as wgmma leaves it."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_of(layout):
+    """One number a row, beside a tile of this layout."""
+    return gl.SliceLayout(1, layout)
+
+
+@gluon.constexpr_function
+def column_of(layout):
+    """One number a column, beside a tile of this layout."""
+    return gl.SliceLayout(0, layout)
+
+
+@gluon.constexpr_function
+def left_operand(accumulator_layout):
+    """A tile of 16-bit elements as wgmma reads its A operand from registers: P, for P V."""
+    return gl.DotOperandLayout(0, accumulator_layout, 2)
+
+
+@gluon.constexpr_function
+def shared(rows, columns, dtype):
+    """A (rows, columns) tile as TMA writes and wgmma reads it: swizzled in rows of 128 bytes, so
+    that neither meets a bank conflict.
+    """
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)

@@ -1,0 +1,95 @@
+"""Rings of buffers in shared memory, and the barriers by which warps hand them to each other.
+
+A slot of a ring has two mbarriers: `full`, which the bytes of a copy complete, and `empty`, which
+its readers complete. Both flip a phase bit each time. Whoever waits names the phase that must be
+over: the filler waits for `empty` of the lap before, which at the first lap counts as over
+(`phase ^ 1`), a reader for `full` of this lap.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .compat import tma_load
+
+
+class Ring(NamedTuple):
+    """Slots of shared memory, and a barrier of each kind for each of them."""
+
+    slots: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Cursor(NamedTuple):
+    """Where somebody stands in a ring: its slot, and the parity of its lap."""
+
+    slot: gl.tensor
+    phase: gl.tensor
+
+
+@gluon.jit
+def make_ring(
+    dtype: gl.constexpr,
+    shape: gl.constexpr,
+    layout: gl.constexpr,
+    STAGES: gl.constexpr,
+    FILLERS: gl.constexpr,
+    READERS: gl.constexpr,
+):
+    """A ring whose slots are full after FILLERS arrivals and empty after READERS."""
+    slots = gl.allocate_shared_memory(dtype, [STAGES] + shape, layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FILLERS)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Ring(slots, full, empty)
+
+
+@gluon.jit
+def start():
+    """The first slot of the first lap."""
+    return Cursor(gl.to_tensor(0), gl.to_tensor(0))
+
+
+@gluon.jit
+def after(cursor, STAGES: gl.constexpr):
+    """The next slot, on the next lap if this was the last one."""
+    if STAGES == 1:
+        return Cursor(cursor.slot, cursor.phase ^ 1)
+    else:
+        wraps = cursor.slot == STAGES - 1
+        slot = gl.where(wraps, 0, cursor.slot + 1)
+        return Cursor(slot, cursor.phase ^ wraps.to(gl.int32))
+
+
+@gluon.jit
+def wait_empty(ring, cursor):
+    """Until the slot's readers of the lap before have let go of it."""
+    mbarrier.wait(ring.empty.index(cursor.slot), cursor.phase ^ 1)
+
+
+@gluon.jit
+def wait_full(ring, cursor, pred=True):
+    """Until the slot has been filled on this lap."""
+    mbarrier.wait(ring.full.index(cursor.slot), cursor.phase, pred=pred)
+
+
+@gluon.jit
+def release(ring, cursor, pred=True):
+    """This reader needs the slot no more."""
+    mbarrier.arrive(ring.empty.index(cursor.slot), count=1, pred=pred)
+
+
+@gluon.jit
+def load(ring, cursor, desc, coordinates, shape: gl.constexpr):
+    """Fills the slot with a tile of `desc`, as soon as it is empty; the copy engine arrives at
+    `full` when the last byte is there.
+    """
+    wait_empty(ring, cursor)
+    full = ring.full.index(cursor.slot)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma_load(desc, coordinates, full, ring.slots.index(cursor.slot).reshape(shape))
