@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import peers
 from .shapes import Shape
 
 Tensor = torch.Tensor
@@ -30,9 +31,10 @@ class Provider(NamedTuple):
 
 
 def provider(name: str) -> Provider:
-    """A provider by name; `tilewise:portable` forces that backend."""
+    """A provider by name or alias; `tilewise:portable` forces that backend."""
     if name.startswith("tilewise:"):
         return _tilewise(name, name.split(":", 1)[1])
+    name = ALIASES.get(name, name)
     if name not in PROVIDERS:
         raise KeyError(f"provider {name!r} is unknown: use one of {', '.join(PROVIDERS)}")
     return PROVIDERS[name]
@@ -194,6 +196,10 @@ PROVIDERS = {
     "cudnn": _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
     "efficient": _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "math": _sdpa("math", SDPBackend.MATH),
+    "fa3": Provider("fa3", peers.refuse_fa3, peers.prepare_fa3),
+    "fa4": Provider("fa4", peers.refuse_fa4, peers.prepare_fa4),
     "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),
     "standard": Provider("standard", too_large, _prepare_standard),
 }
+# torch's own function, its backend pinned in each.
+ALIASES = {f"sdpa-{name}": name for name in ("flash", "cudnn", "efficient", "math")}

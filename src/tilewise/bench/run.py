@@ -16,7 +16,8 @@ from .check import Inputs, Verdict, judge, make_inputs, truth
 from .providers import Attend, Provider, provider
 from .row import Row, append, stamp
 from .shapes import Shape
-from .timer import Spread, clock_for, ratio, time_interleaved
+from .standings import ratios_to_first
+from .timer import CallFailed, Spread, clock_for, ratio, time_interleaved
 
 
 class Outcome(NamedTuple):
@@ -45,7 +46,8 @@ def run_suite(
 
     Rows are appended to `save` as each shape ends, so a run that is cut short keeps what it has.
     """
-    chosen = [provider(p) if isinstance(p, str) else p for p in providers]
+    named = [provider(p) if isinstance(p, str) else p for p in providers]
+    chosen = list({one.name: one for one in named}.values())  # two spellings are one provider
     common = stamp(suite, device)
     versions = f"torch {common['torch']}, triton {common['triton']}"
     show(f"{common['device']}, {versions}, {rounds} rounds in turns")
@@ -77,13 +79,13 @@ def run_shape(
     inputs = {"bshd": make_inputs(shape, device)}
     expected = truth(shape, inputs["bshd"])
     for one in providers:
-        if (reason := one.refuse(shape, device)) is not None:
-            outcomes[one.name] = Outcome(shape, one.name, None, refused=reason)
-            continue
-        if one.layout not in inputs:
-            inputs[one.layout] = make_inputs(shape, device, one.layout)
-        mine = inputs[one.layout]
         try:
+            if (reason := one.refuse(shape, device)) is not None:
+                outcomes[one.name] = Outcome(shape, one.name, None, refused=reason)
+                continue
+            if one.layout not in inputs:
+                inputs[one.layout] = make_inputs(shape, device, one.layout)
+            mine = inputs[one.layout]
             attend = one.prepare(shape, device)
             verdict = judge(shape, attend, mine, expected, one.name.startswith("tilewise"))
             calls[one.name] = call_of(shape, attend, mine)
@@ -94,7 +96,15 @@ def run_shape(
         if not verdict.passes:
             del calls[one.name]
             outcomes[one.name] = Outcome(shape, one.name, None, wrong=verdict.what)
-    times = time_interleaved(calls, clock=clock_for(device), rounds=rounds, round_ms=round_ms)
+    clock = clock_for(device)
+    times = None
+    while times is None:  # again without the one that raised
+        try:
+            times = time_interleaved(calls, clock=clock, rounds=rounds, round_ms=round_ms)
+        except CallFailed as failed:
+            del calls[failed.name]
+            reason = _reason(failed.error)
+            outcomes[failed.name] = Outcome(shape, failed.name, None, refused=reason)
     baseline = next(iter(times.values()), None)
     for name, own in times.items():
         row = make_row(shape, name, own, verdicts[name], common)
@@ -165,15 +175,17 @@ def table_of(shape: Shape, outcomes: Sequence[Outcome]) -> list[str]:
 def summary(outcomes: Sequence[Outcome]) -> str:
     """One sentence: how the first provider stands against each peer."""
     wrong = sum(outcome.wrong is not None for outcome in outcomes)
-    timed = [outcome for outcome in outcomes if outcome.row is not None]
-    parts = []
-    for name in dict.fromkeys(outcome.provider for outcome in timed):
-        ratios = [o.ratio.median for o in timed if o.provider == name and o.ratio is not None]
-        ahead = sum(value >= 1 for value in ratios)
-        if timed and name != timed[0].provider:
-            parts.append(f"{name} {ahead}/{len(ratios)} (worst {min(ratios):.2f})")
+    timed = sum(outcome.row is not None for outcome in outcomes)
+    ratios: dict[str, list[float]] = {}
+    for of_shape in ratios_to_first(outcomes).values():
+        for name, value in of_shape.items():
+            ratios.setdefault(name, []).append(value)
+    parts = [
+        f"{name} {sum(value >= 1 for value in values)}/{len(values)} (worst {min(values):.2f})"
+        for name, values in ratios.items()
+    ]
     against = f"; not slower than {', '.join(parts)}" if parts else ""
-    return f"{len(timed)} rows timed, {wrong} wrong{against}"
+    return f"{timed} rows timed, {wrong} wrong{against}"
 
 
 def _reason(error: Exception) -> str:

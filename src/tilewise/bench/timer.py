@@ -78,6 +78,14 @@ def clock_for(device: str) -> Clock:
     return CudaClock(device) if device.startswith("cuda") else cpu_clock
 
 
+class CallFailed(Exception):
+    """A call raised while it was timed: its name, and the error."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{name}: {error}")
+        self.name, self.error = name, error
+
+
 def time_interleaved(
     calls: Mapping[str, Call],
     *,
@@ -86,18 +94,25 @@ def time_interleaved(
     round_ms: float = 30.0,
     max_calls: int = 50,
 ) -> dict[str, list[float]]:
-    """For each named call a median time a round, in milliseconds."""
+    """For each named call a median time a round, in milliseconds; CallFailed where one raises."""
+
+    def timed(name: str, count: int) -> list[float]:
+        try:
+            return clock(calls[name], count)
+        except Exception as error:
+            raise CallFailed(name, error) from error
+
     names = list(calls)
     repeats = {}
     for name in names:
-        clock(calls[name], 1)  # the first call compiles and allocates
-        estimate = max(min(clock(calls[name], 2)), 1e-6)
+        timed(name, 1)  # the first call compiles and allocates
+        estimate = max(min(timed(name, 2)), 1e-6)
         repeats[name] = int(min(max(round_ms / estimate, 1), max_calls))
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names) if names else 0
         for name in names[turn:] + names[:turn]:
-            times[name].append(statistics.median(clock(calls[name], repeats[name])))
+            times[name].append(statistics.median(timed(name, repeats[name])))
     return times
 
 

@@ -18,8 +18,16 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 @click.option(
     "--suite", help="A named list of shapes instead of the options below: dense, cpu, smoke."
 )
-@click.option("--seqlen", type=IntList(), default="1k,4k,16k", show_default=True)
-@click.option("--headdim", type=IntList(), default="64,128", show_default=True)
+@click.option(
+    "--seqlen",
+    type=IntList(),
+    default="1k,4k,16k",
+    show_default=True,
+    help="Any list: 512,1k,2k,4k,8k,16k.",
+)
+@click.option(
+    "--headdim", type=IntList(), default="64,128", show_default=True, help="Any up to 256."
+)
 @click.option(
     "--causal", type=click.Choice(["no", "yes", "both"]), default="both", show_default=True
 )
@@ -34,7 +42,14 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 @click.option(
     "--provider", "ours", default="tilewise", show_default=True, help="Or tilewise:portable."
 )
-@click.option("--against", type=NameList(), default="flash,cudnn,flex,standard", show_default=True)
+@click.option(
+    "--against",
+    type=NameList(),
+    default="flash,cudnn,flex,standard",
+    show_default=True,
+    help="Of flash, cudnn, efficient, math (torch's SDPA, the backend pinned; sdpa-flash is flash),"
+    " fa3, fa4, flex, standard.",
+)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--round-ms", default=30.0, show_default=True, help="Time of a provider in a round.")
 @click.option("--device", help="cuda or cpu; the GPU if there is one.")
@@ -43,12 +58,20 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 def bench(
     directions, suite, device, ours, against, rounds, round_ms, save, as_json, **grid
 ) -> None:
-    """Time attention beside its peers; the first provider is the one the others are divided by."""
+    """Time attention beside its peers; the first provider is the one the others are divided by.
+
+    fa3 is FlashAttention-3: its library alone, where TILEWISE_FA3=/path/to/fa3.so names it (with
+    the CUDA runtime it was built with on LD_LIBRARY_PATH), else its package flash_attn_interface.
+    fa4 is FlashAttention-4: the package flash_attn.cute. A peer that cannot run is listed with
+    the reason. The last lines are time(peer) / time(first): geometric mean and worst shape, for
+    each peer and for the best of fa3, cudnn and fa4 at each shape.
+    """
     device = device or default_device()
     need_gpu(device)
     from ..bench.providers import provider
     from ..bench.run import run_suite, summary, warn
     from ..bench.shapes import SUITES
+    from ..bench.standings import standings
 
     if suite is not None and suite not in SUITES:
         raise click.UsageError(f"suite {suite!r} is unknown: {', '.join(SUITES)}")
@@ -74,8 +97,8 @@ def bench(
         for outcome in outcomes:
             if outcome.row is not None:
                 click.echo(json.dumps(dataclasses.asdict(outcome.row)))
-    show("\n" + summary(outcomes))
-    if any(outcome.wrong for outcome in outcomes if outcome.provider == ours):
+    show("\n" + "\n".join([*standings(outcomes), summary(outcomes)]))
+    if any(outcome.wrong for outcome in outcomes if outcome.provider == chosen[0].name):
         raise SystemExit(Exit.FAILED)
 
 

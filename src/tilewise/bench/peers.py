@@ -1,0 +1,197 @@
+"""FlashAttention-3 and FlashAttention-4 as peers: a callable, or the reason why there is none.
+
+FA3 is its package or, where TILEWISE_FA3 names one, its library without the package; FA4 is
+`flash_attn.cute`. Both mask causally at the bottom right, as we do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .shapes import Shape
+
+if TYPE_CHECKING:
+    from .providers import Attend
+
+Tensor = torch.Tensor
+
+FA3_LIBRARY = "TILEWISE_FA3"  # the environment variable with the path of fa3.so
+FA3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+FA4_MODULES = ("flash_attn.cute.interface", "flash_attn.cute")
+FA3_MAJORS = (9,)  # of the compute capability
+FA4_MAJORS = tuple(range(8, 13))  # its own checks are finer
+AT_REST = {  # what an option is where it asks for nothing
+    "causal": False,
+    "is_causal": False,
+    "deterministic": False,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+}
+BWD_TAKES = ["dout", "q", "k", "v", "out", "softmax_lse"]
+BWD_WRITES = {"dq", "dk", "dv"}
+
+
+class Absent(Exception):
+    """A peer, or one pass of it, is not to be had here; the text says why."""
+
+
+def refuse_fa3(shape: Shape, device: str) -> str | None:
+    return unfit(shape, device, FA3_MAJORS) or _missing(prepare_fa3, shape, device)
+
+
+def refuse_fa4(shape: Shape, device: str) -> str | None:
+    return unfit(shape, device, FA4_MAJORS) or _missing(prepare_fa4, shape, device)
+
+
+def prepare_fa3(shape: Shape, device: str) -> Attend:
+    """From the library that the environment names, else from the package."""
+    if path := os.environ.get(FA3_LIBRARY):
+        return from_library(load(path), shape)
+    return from_package(FA3_MODULES, shape, f", and {FA3_LIBRARY} names no library")
+
+
+def prepare_fa4(shape: Shape, device: str) -> Attend:
+    return from_package(FA4_MODULES, shape)
+
+
+def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
+    """Why neither serves this device or shape, installed or not."""
+    if not device.startswith("cuda"):
+        return "it is for CUDA GPUs"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in majors:
+        served = ", ".join(f"{one}.x" for one in majors)
+        return f"it is for compute capability {served}; this GPU has {major}.{minor}"
+    if shape.dtype not in ("float16", "bfloat16"):
+        return f"it takes float16 and bfloat16, not {shape.dtype}"
+    for headdim in (shape.headdim, shape.headdim_v):
+        if headdim > 256 or headdim % 8:
+            return f"it takes headdims up to 256 in steps of 8, not {headdim}"
+    return None
+
+
+def _missing(prepare: Callable[[Shape, str], Attend], shape: Shape, device: str) -> str | None:
+    try:
+        prepare(shape, device)
+    except Absent as absent:
+        return str(absent)
+    return None
+
+
+def from_package(modules: Sequence[str], shape: Shape, unless: str = "") -> Attend:
+    """`flash_attn_func` of the first module that has it; the gradient is the package's own."""
+    reasons = []
+    for name in modules:
+        try:
+            function = importlib.import_module(name).flash_attn_func
+        except ModuleNotFoundError as error:
+            if not name.startswith(error.name or " "):  # it is there, and what it needs is not
+                reasons.append(f"{name} does not import: {error}")
+        except Exception as error:  # a broken build raises what it likes
+            reasons.append(f"{name} has no flash_attn_func: {error}")
+        else:
+            options = keywords(
+                inspect.signature(function).parameters,
+                softmax_scale=shape.headdim**-0.5,
+                causal=shape.causal,
+                deterministic=False,
+            )
+            return lambda q, k, v: _first(function(q, k, v, **options))
+    raise Absent(reasons[0] if reasons else f"{modules[0]} is not installed{unless}")
+
+
+def load(path: str):
+    """The operators of FA3's library."""
+    operators = torch.ops.flash_attn_3
+    if hasattr(operators, "fwd"):  # to register them twice would end the process
+        return operators
+    if not os.path.exists(path):
+        raise Absent(f"{FA3_LIBRARY} names {path}, which is not there")
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise Absent(
+            f"{path} does not load ({error.__cause__ or error}): the CUDA runtime that it was"
+            " built with has to be on LD_LIBRARY_PATH when Python starts"
+        ) from error
+    if not hasattr(operators, "fwd"):
+        raise Absent(f"{path} registers no flash_attn_3::fwd")
+    return operators
+
+
+def from_library(operators, shape: Shape) -> Attend:
+    """FA3's operators, driven as far as their schemas say how."""
+    fwd = operators.fwd.default
+    wanted = dict(
+        softmax_scale=shape.headdim**-0.5,
+        is_causal=shape.causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+    )
+    options = operator_keywords(fwd, **wanted)
+    if shape.direction == "fwd":
+        return lambda q, k, v: fwd(q, k, v, **options)[0]
+    if not hasattr(operators, "bwd"):
+        raise Absent("this library has no flash_attn_3::bwd")
+    bwd = operators.bwd.default
+    names = [argument.name for argument in bwd._schema.arguments]
+    if names[: len(BWD_TAKES)] != BWD_TAKES or not BWD_WRITES <= set(names):
+        raise Absent(f"its backward has a schema that is not known here: {bwd._schema}"[:240])
+    back_options = operator_keywords(bwd, **wanted, deterministic=False)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(fwd(q, k, v, **options)[:2])
+
+    def backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in saved[1:4])
+        bwd(*saved, **{**back_options, "dq": dq, "dk": dk, "dv": dv})
+        return dq, dk, dv
+
+    return lambda q, k, v: _Library.apply(q, k, v, forward, backward)
+
+
+class _Library(torch.autograd.Function):
+    """The library's two passes; `backward` takes dout, q, k, v, out, lse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, forward, backward):
+        out, lse = forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.pull = backward
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return *ctx.pull(dout.contiguous(), *ctx.saved_tensors), None, None
+
+
+def operator_keywords(operator, **wanted: Any) -> dict[str, Any]:
+    """`keywords` by an operator's schema; optional arguments without a default are None."""
+    arguments = {argument.name: argument for argument in operator._schema.arguments}
+    unset = {
+        name: None
+        for name, argument in arguments.items()
+        if isinstance(argument.type, torch.OptionalType) and not argument.has_default_value()
+    }
+    return {**unset, **keywords(arguments, **wanted)}
+
+
+def keywords(known: Collection[str], **wanted: Any) -> dict[str, Any]:
+    """What of `wanted` a function knows; Absent where it lacks one that asks for something."""
+    for name, value in wanted.items():
+        if name not in known and not (name in AT_REST and value == AT_REST[name]):
+            raise Absent(f"it takes no argument {name!r}")
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _first(result: Tensor | tuple) -> Tensor:
+    """Out, with or without the LSE beside it."""
+    return result if isinstance(result, torch.Tensor) else result[0]

@@ -1,0 +1,42 @@
+"""`tilewise bench` against peers by either spelling: those that cannot run say why."""
+
+import json
+
+import pytest
+
+testing = pytest.importorskip("click.testing")
+
+from tilewise.cli import bench as command  # noqa: E402
+
+QUICK = ["--device", "cpu", "--dtype", "fp32", "--tokens", "64", "--hidden", "64"]
+QUICK += ["--rounds", "1", "--round-ms", "1", "--causal", "no"]
+
+
+def invoke(*arguments):
+    return testing.CliRunner(env={"COLUMNS": "200"}).invoke(command.bench, arguments)
+
+
+def test_peers_that_cannot_run_are_listed_and_have_no_row():
+    peers = "sdpa-flash,fa3,fa4,sdpa-cudnn"
+    sizes = ["--seqlen", "64", "--headdim", "32"]
+    done = invoke("fwd", *QUICK, *sizes, "--against", peers, "--json")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["provider"] for row in rows] == ["tilewise", "flash"]
+    for name in ("fa3", "fa4"):
+        assert f"{name}: no row at 1 of 1: it is for CUDA GPUs" in done.stderr
+    assert "geometric mean" in done.stderr and "cudnn: no row" in done.stderr
+
+
+def test_the_classic_grid_can_be_asked_for():
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    shapes = command.shapes_of(
+        ("fwd", "bwd"), lengths, (64, 128, 256), "both", 1, (16384,), (2048,), "bf16"
+    )
+    assert len(shapes) == 2 * 6 * 3 * 2
+    assert {shape.nheads * shape.headdim for shape in shapes} == {2048}
+
+
+def test_help_says_where_fa3_is_looked_for():
+    text = invoke("--help").output
+    assert "TILEWISE_FA3=" in text and "LD_LIBRARY_PATH" in text and "sdpa-flash" in text
