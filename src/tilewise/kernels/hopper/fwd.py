@@ -17,7 +17,7 @@ from .fwd_load import load_partition
 from .fwd_mma import attend_partition
 from .layouts import shared
 from .pipeline import Ring, make_ring
-from .work import Call
+from .work import WORDS, Call
 
 
 class Rings(NamedTuple):
@@ -53,7 +53,7 @@ def hopper_fwd_kernel(
     k_ring = make_ring(dtype, [N, D], shared(N, D, dtype), TILE.STAGES, 1, WARPGROUPS)
     v_ring = make_ring(dtype, [N, DV], shared(N, DV, dtype), TILE.STAGES, 1, WARPGROUPS)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    mail = make_ring(gl.int32, [1], mail_layout, 2, 1, WARPGROUPS)
+    mail = make_ring(gl.int32, [WORDS], mail_layout, 2, 1, WARPGROUPS)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .pipeline import after, load, start
-from .work import END, draw, open_tile, send
+from .work import END, Work, draw, open_tile, send
 
 
 @gluon.jit
@@ -22,23 +22,23 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, FEATURES: gl.constexpr, 
     kv_at = start()
     tile = gl.program_id(0)
     while tile != END:
-        send(rings.mail, mail, tile)
-        mail = after(mail, 2)
         # Drawn a tile ahead: the counter's answer takes a microsecond
         next_tile = draw(call.queue)
         work = open_tile(tile, call, FEATURES, TILE)
+        send(rings.mail, mail, work)
+        mail = after(mail, 2)
         head_k, member = key_head(work.head, FEATURES, TILE)
         for i in gl.static_range(WARPGROUPS):
             m_start = work.m_start + i * (64 // TILE.PACK)
             load(rings.q[i], q_at, q_desc, [work.batch, head_k, m_start, member, 0], q_shape)
         q_at = after(q_at, TILE.Q_STAGES)
-        for t in range(work.n_block - work.blocks.first + 1):
-            n_start = (work.n_block - t) * TILE.BLOCK_N
+        for n_block in range(work.last, work.first - 1, -1):
+            n_start = n_block * TILE.BLOCK_N
             load(rings.k, kv_at, k_desc, [work.batch, head_k, n_start, 0], k_shape)
             load(rings.v, kv_at, v_desc, [work.batch, head_k, n_start, 0], v_shape)
             kv_at = after(kv_at, TILE.STAGES)
         tile = next_tile
-    send(rings.mail, mail, tile)
+    send(rings.mail, mail, Work(tile, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

@@ -27,18 +27,17 @@ from ...tile.softmax import online_step
 from ...tile.types import Lengths, Sequence
 from .epilogue import head_of_row, query_of_row, write_tile
 from .layouts import accumulator, column_of, left_operand, row_of
-from .pipeline import Cursor, after, release, start, wait_full
-from .work import END, Work, is_partial, open_tile, receive
+from .pipeline import after, release, start, wait_full
+from .work import END, Work, is_partial, receive
 
 
 class Share(NamedTuple):
-    """Which of a tile's key blocks a warpgroup computes with: top, ..., stop, downwards. It lets
-    those above `top` pass, which none of its rows sees, and `idle` others if it has no rows at all.
-    """
+    """Which of a tile's key blocks a warpgroup computes with: from `top` down to `stop`."""
 
     top: gl.tensor
     stop: gl.tensor
-    idle: gl.tensor
+    above: gl.tensor  # blocks that pass before, because none of its rows sees them
+    idle: gl.tensor  # blocks that pass after, because it has no rows at all
 
 
 class Step(NamedTuple):
@@ -50,54 +49,12 @@ class Step(NamedTuple):
     l_i: gl.tensor
 
 
-class State(NamedTuple):
-    """A tile of queries on its way over the keys."""
-
-    acc_o: gl.tensor  # (64, BLOCK_DV)
-    step: Step
-    k_at: Cursor
-    v_at: Cursor
-
-
-class Operands(NamedTuple):
-    """What stays the same for all key blocks of a tile."""
+class Rows(NamedTuple):
+    """The rows of a tile, as scores and masks want them."""
 
     work: Work
-    q_tile: gl.shared_memory_descriptor
-    no_scores: gl.tensor
     slope_log2: gl.tensor
     rows: gl.tensor
-
-
-@gluon.jit
-def attend_blocks(
-    state,
-    begin,
-    end,
-    tile,
-    rings,
-    call,
-    MASKED: gl.constexpr,
-    FEATURES: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Key blocks begin, begin - 1, ..., end + 1: each one's S beside the P V of the one before."""
-    O_LAYOUT: gl.constexpr = state.acc_o.type.layout
-    STAGES: gl.constexpr = TILE.STAGES
-    acc_o, step, k_at, v_at = state
-    for n_block in range(begin, end, -1):
-        wait_full(rings.k, k_at)
-        pending_s = multiply_keys(tile.q_tile, rings.k, k_at, tile.no_scores)
-        pending_o = accumulate_values(step, rings.v, v_at, acc_o)
-        s = warpgroup_mma_wait(1, deps=[pending_s])
-        release(rings.k, k_at)
-        k_at = after(k_at, STAGES)
-        s = to_scores(s, tile, n_block, call, MASKED, FEATURES, TILE)
-        step = softmax(s, step.m_i, step.l_i, call, O_LAYOUT, tile.q_tile.dtype, FEATURES)
-        acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-        release(rings.v, v_at)
-        v_at = after(v_at, STAGES)
-    return State(acc_o, step, k_at, v_at)
 
 
 @gluon.jit
@@ -109,6 +66,9 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
+    HAS_BAND: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT
+    UNEVEN: gl.constexpr = TILE.WARPGROUPS == 3
+    dtype: gl.constexpr = output.desc.dtype
     q_ring = rings.q[WG]
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
@@ -119,70 +79,68 @@ def attend_partition(
     k_at = start()
     v_at = start()
     # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
-    work = open_tile(receive(rings.mail, mail), call, FEATURES, TILE)
+    work = receive(rings.mail, mail)
     mail = after(mail, 2)
     share = share_of(work, WG, call, FEATURES, TILE)
-    slope_log2 = slope_of(work, call.optionals, rows, FEATURES, TILE)
-    k_at = skip(rings.k, k_at, work.n_block - share.top, STAGES)
-    v_at = skip(rings.v, v_at, work.n_block - share.top, STAGES)
+    if UNEVEN:
+        k_at = skip(rings.k, k_at, share.above, STAGES)
+        v_at = skip(rings.v, v_at, share.above, STAGES)
     wait_full(q_ring, q_at)
     wait_full(rings.k, k_at)
     q_tile = q_ring.slots.index(q_at.slot)
     pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
+    tile = Rows(work, slope_of(work, call.optionals, rows, FEATURES, TILE), rows)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     release(rings.k, k_at)
     k_at = after(k_at, STAGES)
-    tile = Operands(work, q_tile, no_scores, slope_log2, rows)
     s = to_scores(s, tile, share.top, call, True, FEATURES, TILE)
-    step = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, q_tile.dtype, FEATURES)
+    step = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
 
-    while work.tile != END:
+    while work.m_start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
-        state = State(acc_o, step, k_at, v_at)
-        tile = Operands(work, q_tile, no_scores, slope_log2, rows)
-        # Downwards from the block after `top`: partial ones, full ones, partial ones
-        full_low = gl.maximum(work.blocks.full_first, share.stop)
-        high = gl.minimum(gl.maximum(work.blocks.full_stop, share.stop), share.top) - 1
-        if FEATURES.RIGHT:
-            state = attend_blocks(
-                state, share.top - 1, high, tile, rings, call, True, FEATURES, TILE
-            )
-        state = attend_blocks(state, high, full_low - 1, tile, rings, call, False, FEATURES, TILE)
-        if FEATURES.LEFT:
-            low = gl.minimum(high, full_low - 1)
-            state = attend_blocks(
-                state, low, share.stop - 1, tile, rings, call, True, FEATURES, TILE
-            )
-        acc_o, step, k_at, v_at = state
-        for _ in range(share.idle):  # in the order of the loads, which wait for both
-            k_at = skip(rings.k, k_at, 1, STAGES)
-            v_at = skip(rings.v, v_at, 1, STAGES)
+        for n_block in range(share.top - 1, share.stop - 1, -1):
+            wait_full(rings.k, k_at)
+            pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
+            pending_o = accumulate_values(step, rings.v, v_at, acc_o)
+            s = warpgroup_mma_wait(1, deps=[pending_s])
+            release(rings.k, k_at)
+            k_at = after(k_at, STAGES)
+            s = to_scores(s, tile, n_block, call, HAS_BAND, FEATURES, TILE)
+            step = softmax(s, step.m_i, step.l_i, call, O_LAYOUT, dtype, FEATURES)
+            acc_o = warpgroup_mma_wait(0, deps=[pending_o])
+            release(rings.v, v_at)
+            v_at = after(v_at, STAGES)
+        if UNEVEN:
+            for _ in range(share.idle):  # in the order of the loads, which wait for both
+                k_at = skip(rings.k, k_at, 1, STAGES)
+                v_at = skip(rings.v, v_at, 1, STAGES)
 
+        # The last P V of this tile, beside the first S of the next
         release(q_ring, q_at)
         q_at = after(q_at, TILE.Q_STAGES)
-        upcoming = open_tile(receive(rings.mail, mail), call, FEATURES, TILE)
+        upcoming = receive(rings.mail, mail)
         mail = after(mail, 2)
+        goes_on = upcoming.m_start != END
         share = share_of(upcoming, WG, call, FEATURES, TILE)
-        slope_log2 = slope_of(upcoming, call.optionals, rows, FEATURES, TILE)
-        goes_on = upcoming.tile != END
-        unseen = gl.where(goes_on, upcoming.n_block - share.top, 0)
-        k_at = skip(rings.k, k_at, unseen, STAGES)
+        if UNEVEN:
+            k_at = skip(rings.k, k_at, share.above, STAGES)
         wait_full(q_ring, q_at, pred=goes_on)
         wait_full(rings.k, k_at, pred=goes_on)
         q_tile = q_ring.slots.index(q_at.slot)
         # After the last tile S is computed from what lies there, and not used
         pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
         pending_o = accumulate_values(step, rings.v, v_at, acc_o)
+        tile = Rows(upcoming, slope_of(upcoming, call.optionals, rows, FEATURES, TILE), rows)
         s = warpgroup_mma_wait(1, deps=[pending_s])
         release(rings.k, k_at, pred=goes_on)
         k_at = after(k_at, STAGES)
-        tile = Operands(upcoming, q_tile, no_scores, slope_log2, rows)
         s = to_scores(s, tile, share.top, call, True, FEATURES, TILE)
-        first = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, q_tile.dtype, FEATURES)
+        first = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         release(rings.v, v_at)
         v_at = after(v_at, STAGES)
-        v_at = skip(rings.v, v_at, unseen, STAGES)
+        if UNEVEN:
+            v_at = skip(rings.v, v_at, share.above, STAGES)
         write_tile(acc_o, step.m_i, step.l_i, work, output, call, WG, FEATURES, TILE)
         step = first
         work = upcoming
@@ -192,19 +150,21 @@ def attend_partition(
 
 @gluon.jit
 def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warpgroup's share of a tile."""
-    ROWS: gl.constexpr = 64 // TILE.PACK
-    m_start = work.m_start + WG * ROWS
-    top = work.n_block
-    if FEATURES.RIGHT and TILE.BLOCK_DV <= 128:  # wider, O leaves no registers for it
-        lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
-        last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
-        # While it still holds the last V of the tile before, the ring has room for no more to pass
-        nearest = gl.maximum(work.n_block - (TILE.STAGES - 1), work.blocks.first)
-        top = gl.minimum(gl.maximum(last_seen // TILE.BLOCK_N, nearest), work.n_block)
-    has_rows = m_start < call.sizes.seqlen_q
-    stop = gl.where(has_rows, work.blocks.first, top)
-    return Share(top, stop, stop - work.blocks.first)
+    """The warpgroup's share of a tile: all of it where two warpgroups are as tall as a block."""
+    if TILE.WARPGROUPS < 3:
+        return Share(work.last, work.first, 0, 0)
+    else:
+        ROWS: gl.constexpr = 64 // TILE.PACK
+        m_start = work.m_start + WG * ROWS
+        top = work.last
+        if FEATURES.RIGHT:
+            lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+            last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
+            # The ring still holds the last V of the tile before: no room for more to pass
+            nearest = gl.maximum(work.last - (TILE.STAGES - 1), work.first)
+            top = gl.minimum(gl.maximum(last_seen // TILE.BLOCK_N, nearest), work.last)
+        stop = gl.where(m_start < call.sizes.seqlen_q, work.first, top)
+        return Share(top, stop, work.last - top, stop - work.first)
 
 
 @gluon.jit
@@ -265,6 +225,6 @@ def to_scores(
     k_idx = (n_block * N + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
     s = score(qk, q_idx, k_idx, seq, FEATURES).s
     if MASKED:
-        if is_partial(n_block, work.blocks):
+        if is_partial(n_block, work):
             s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
     return s

@@ -222,6 +222,12 @@ def processors(device: torch.device) -> int:
 _compiled: dict[tuple, Any] = {}
 
 
+def is_watched() -> bool:
+    """Whether a profiler has hooked itself into Triton's launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> None:
     """Through Triton's launcher the first time, afterwards straight to the compiled kernel.
 
@@ -233,7 +239,7 @@ def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> Non
             return _launch(plan, device, args, programs)
     key = plan.features, plan.tile, args[0].base.dtype, index
     compiled = _compiled.get(key)
-    if compiled is None or knobs.runtime.launch_enter_hook is not None:
+    if compiled is None or is_watched():
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         _compiled[key] = hopper_fwd_kernel[(programs,)](*args, **constants, num_warps=4)
         return None

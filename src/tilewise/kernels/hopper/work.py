@@ -1,7 +1,8 @@
 """What a program works on: a tile of queries, handed out by a counter, and its blocks of keys.
 
-The load warp draws tile numbers and puts them into a mailbox, a ring of one number a slot, from
-which all matmul warpgroups read them: so everybody walks the same list of (tile, block of keys).
+The load warp draws tile numbers, works out what they stand for and puts that into a mailbox, a ring
+of a few numbers a slot, which all matmul warpgroups read. So everybody walks the same list of
+(tile, block of keys), and the divisions are done by the warp that has time for them.
 """
 
 from typing import NamedTuple
@@ -13,10 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...tile.bounds import key_blocks
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
-from ...tile.types import BlockRange, Numbers, Optionals, Queue, Sequence, Sizes
+from ...tile.types import Numbers, Optionals, Queue, Sequence, Sizes
 from .pipeline import wait_empty, wait_full
 
-END = gl.constexpr(-1)  # the tile number that says: no more
+END = gl.constexpr(-1)  # the tile number, and the m_start, that says: no more
+WORDS = gl.constexpr(8)  # of a letter, of which seven are used: a tile's sides are powers of two
 
 
 class Call(NamedTuple):
@@ -29,33 +31,34 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One tile of queries, and the key blocks it visits: from n_block down to blocks.first."""
+    """One tile of queries, and the key blocks it visits: from `last` down to `first`. Those in
+    [full_first, full_stop) need no mask.
+    """
 
-    tile: gl.tensor
     m_start: gl.tensor
     head: gl.tensor  # a key head, where its query heads share a tile
     batch: gl.tensor
-    n_block: gl.tensor
-    blocks: BlockRange
+    last: gl.tensor
+    first: gl.tensor
+    full_first: gl.tensor
+    full_stop: gl.tensor
 
 
 @gluon.jit
 def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The tile at the last of its key blocks. It has one, if only to find everything masked."""
-    m_block, head, batch = query_tile_in_group(
-        gl.maximum(tile, 0), call.queue, call.sizes.seqlen_q, TILE.BLOCK_M
-    )
+    """What a tile number stands for. A tile has a key block, if only to find everything masked."""
+    m_block, head, batch = query_tile_in_group(tile, call.queue, call.sizes.seqlen_q, TILE.BLOCK_M)
     m_start = m_block * TILE.BLOCK_M
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
-    seq = Sequence(lengths, 0.0, call.numbers)
-    blocks = key_blocks(m_start, seq, FEATURES, TILE)
-    return Work(tile, m_start, head, batch, gl.maximum(blocks.stop, blocks.first + 1) - 1, blocks)
+    blocks = key_blocks(m_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    last = gl.maximum(blocks.stop - 1, blocks.first)
+    return Work(m_start, head, batch, last, blocks.first, blocks.full_first, blocks.full_stop)
 
 
 @gluon.jit
-def is_partial(n_block, blocks):
+def is_partial(n_block, work):
     """Whether a block of keys needs a mask."""
-    return (n_block < blocks.full_first) | (n_block >= blocks.full_stop)
+    return (n_block < work.full_first) | (n_block >= work.full_stop)
 
 
 @gluon.jit
@@ -74,19 +77,34 @@ def draw(queue):
 
 
 @gluon.jit
-def send(mailbox, cursor, tile):
-    """Puts a tile number into the mailbox."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def send(mailbox, cursor, work):
+    """Puts a tile into the mailbox."""
+    word = gl.arange(0, WORDS, gl.BlockedLayout([WORDS], [32], [1], [0]))
+    letter = gl.where(word == 0, work.m_start, work.full_stop)
+    letter = gl.where(word == 1, work.head, letter)
+    letter = gl.where(word == 2, work.batch, letter)
+    letter = gl.where(word == 3, work.last, letter)
+    letter = gl.where(word == 4, work.first, letter)
+    letter = gl.where(word == 5, work.full_first, letter)
     wait_empty(mailbox, cursor)
-    mailbox.slots.index(cursor.slot).store(gl.full([1], 0, gl.int32, one) + tile)
+    mailbox.slots.index(cursor.slot).store(letter)
     mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
 
 
 @gluon.jit
 def receive(mailbox, cursor):
-    """The tile number, for a whole warpgroup."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    """The tile, for a whole warpgroup. Each thread reads all words."""
+    layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
     wait_full(mailbox, cursor)
-    tile = gl.max(mailbox.slots.index(cursor.slot).load(one), 0)
+    letter = mailbox.slots.index(cursor.slot).load(layout)
     mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)
-    return tile
+    word = gl.arange(0, WORDS, layout)
+    return Work(
+        gl.sum(gl.where(word == 0, letter, 0), 0),
+        gl.sum(gl.where(word == 1, letter, 0), 0),
+        gl.sum(gl.where(word == 2, letter, 0), 0),
+        gl.sum(gl.where(word == 3, letter, 0), 0),
+        gl.sum(gl.where(word == 4, letter, 0), 0),
+        gl.sum(gl.where(word == 5, letter, 0), 0),
+        gl.sum(gl.where(word == 6, letter, 0), 0),
+    )
