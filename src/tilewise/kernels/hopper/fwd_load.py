@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .pipeline import after, load, start
-from .work import END, Work, draw, open_tile, send
+from .work import END, Work, draw, key_block, open_tile, send
 
 
 @gluon.jit
@@ -32,8 +32,8 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, FEATURES: gl.constexpr, 
             m_start = work.m_start + i * (64 // TILE.PACK)
             load(rings.q[i], q_at, q_desc, [work.batch, head_k, m_start, member, 0], q_shape)
         q_at = after(q_at, TILE.Q_STAGES)
-        for n_block in range(work.last, work.first - 1, -1):
-            n_start = n_block * TILE.BLOCK_N
+        for i in range(work.last + 1 - work.first):
+            n_start = key_block(work, i, FEATURES) * TILE.BLOCK_N
             load(rings.k, kv_at, k_desc, [work.batch, head_k, n_start, 0], k_shape)
             load(rings.v, kv_at, v_desc, [work.batch, head_k, n_start, 0], v_shape)
             kv_at = after(kv_at, TILE.STAGES)

@@ -28,16 +28,15 @@ from ...tile.types import Lengths, Sequence
 from .epilogue import head_of_row, query_of_row, write_tile
 from .layouts import accumulator, column_of, left_operand, row_of
 from .pipeline import after, release, start, wait_full
-from .work import END, Work, is_partial, receive
+from .work import END, Work, is_partial, key_block, receive
 
 
 class Share(NamedTuple):
-    """Which of a tile's key blocks a warpgroup computes with: from `top` down to `stop`."""
+    """How many of a tile's key blocks a warpgroup computes with, and how many pass after them."""
 
-    top: gl.tensor
-    stop: gl.tensor
-    above: gl.tensor  # blocks that pass before, because none of its rows sees them
-    idle: gl.tensor  # blocks that pass after, because it has no rows at all
+    blocks: gl.tensor
+    unseen: gl.tensor  # because none of its rows sees them
+    idle: gl.tensor  # because it has no rows at all
 
 
 class Step(NamedTuple):
@@ -82,9 +81,6 @@ def attend_partition(
     work = receive(rings.mail, mail)
     mail = after(mail, 2)
     share = share_of(work, WG, call, FEATURES, TILE)
-    if UNEVEN:
-        k_at = skip(rings.k, k_at, share.above, STAGES)
-        v_at = skip(rings.v, v_at, share.above, STAGES)
     wait_full(q_ring, q_at)
     wait_full(rings.k, k_at)
     q_tile = q_ring.slots.index(q_at.slot)
@@ -93,18 +89,19 @@ def attend_partition(
     s = warpgroup_mma_wait(0, deps=[pending_s])
     release(rings.k, k_at)
     k_at = after(k_at, STAGES)
-    s = to_scores(s, tile, share.top, call, True, FEATURES, TILE)
+    s = to_scores(s, tile, key_block(work, 0, FEATURES), call, True, FEATURES, TILE)
     step = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
 
     while work.m_start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
-        for n_block in range(share.top - 1, share.stop - 1, -1):
+        for i in range(1, share.blocks):
             wait_full(rings.k, k_at)
             pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
             pending_o = accumulate_values(step, rings.v, v_at, acc_o)
             s = warpgroup_mma_wait(1, deps=[pending_s])
             release(rings.k, k_at)
             k_at = after(k_at, STAGES)
+            n_block = key_block(work, i, FEATURES)
             s = to_scores(s, tile, n_block, call, HAS_BAND, FEATURES, TILE)
             step = softmax(s, step.m_i, step.l_i, call, O_LAYOUT, dtype, FEATURES)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
@@ -121,9 +118,8 @@ def attend_partition(
         upcoming = receive(rings.mail, mail)
         mail = after(mail, 2)
         goes_on = upcoming.m_start != END
-        share = share_of(upcoming, WG, call, FEATURES, TILE)
         if UNEVEN:
-            k_at = skip(rings.k, k_at, share.above, STAGES)
+            k_at = skip(rings.k, k_at, share.unseen, STAGES)
         wait_full(q_ring, q_at, pred=goes_on)
         wait_full(rings.k, k_at, pred=goes_on)
         q_tile = q_ring.slots.index(q_at.slot)
@@ -134,16 +130,17 @@ def attend_partition(
         s = warpgroup_mma_wait(1, deps=[pending_s])
         release(rings.k, k_at, pred=goes_on)
         k_at = after(k_at, STAGES)
-        s = to_scores(s, tile, share.top, call, True, FEATURES, TILE)
-        first = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
+        s = to_scores(s, tile, key_block(upcoming, 0, FEATURES), call, True, FEATURES, TILE)
+        begun = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         release(rings.v, v_at)
         v_at = after(v_at, STAGES)
         if UNEVEN:
-            v_at = skip(rings.v, v_at, share.above, STAGES)
+            v_at = skip(rings.v, v_at, share.unseen, STAGES)
         write_tile(acc_o, step.m_i, step.l_i, work, output, call, WG, FEATURES, TILE)
-        step = first
+        step = begun
         work = upcoming
+        share = share_of(work, WG, call, FEATURES, TILE)
     # The copy engine still reads the last tile from shared memory
     tma.store_wait(0)
 
@@ -151,20 +148,23 @@ def attend_partition(
 @gluon.jit
 def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The warpgroup's share of a tile: all of it where two warpgroups are as tall as a block."""
+    blocks = work.last + 1 - work.first
     if TILE.WARPGROUPS < 3:
-        return Share(work.last, work.first, 0, 0)
+        return Share(blocks, 0, 0)
     else:
         ROWS: gl.constexpr = 64 // TILE.PACK
         m_start = work.m_start + WG * ROWS
-        top = work.last
+        has_rows = m_start < call.sizes.seqlen_q
+        unseen = 0
         if FEATURES.RIGHT:
             lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
             last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
-            # The ring still holds the last V of the tile before: no room for more to pass
-            nearest = gl.maximum(work.last - (TILE.STAGES - 1), work.first)
-            top = gl.minimum(gl.maximum(last_seen // TILE.BLOCK_N, nearest), work.last)
-        stop = gl.where(m_start < call.sizes.seqlen_q, work.first, top)
-        return Share(top, stop, work.last - top, stop - work.first)
+            unseen = work.last - gl.maximum(last_seen // TILE.BLOCK_N, work.first)
+            # While it holds the last V it saw, the ring has no room for more to pass
+            unseen = gl.maximum(gl.minimum(unseen, TILE.STAGES - 1), 0)
+            unseen = gl.where(has_rows, unseen, 0)
+        idle = gl.where(has_rows, 0, blocks - 1)
+        return Share(blocks - unseen - idle, unseen, idle)
 
 
 @gluon.jit

@@ -62,7 +62,7 @@ def forward(
 
         programs = min(tiles, 4)  # few, so that each works through several tiles
         kernel = emulate(hopper_fwd_kernel, seed=seed)[(programs,)]
-        kernel(*args, FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+        kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     else:
         _launch(plan, q.device, args, min(tiles, processors(q.device)))
     return out, lse
@@ -145,33 +145,59 @@ def shared_memory(tile: Pipeline, out_columns: int) -> int:
     return 2 * (q + kv + tile.WARPGROUPS * ROWS * out_columns) + 1024
 
 
+class Described(NamedTuple):
+    """A tensor as the copy engine takes it: the fields of a TensorDescriptor, without its checks,
+    which would take as long as the launch.
+    """
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+    padding: str = "zero"
+
+
 def descriptors(
     problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> tuple[TensorDescriptor, ...]:
+) -> tuple[Described, ...]:
     """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
 
     Rows past the end of a sequence read as zeros and are not written, and so are columns past the
     head dim, up to the block's.
     """
+    group = problem.group
 
-    def describe(x: Tensor, block: list[int], layout: Any, grouped: bool) -> TensorDescriptor:
+    def of_queries(x: Tensor, block: list[int], layout: Any) -> Described:
         batch, rows, heads, columns = x.shape
         by_batch, by_row, by_head, _ = x.stride()
-        shape, stride = [batch, heads, rows], [by_batch, by_head, by_row]
-        if grouped:
-            group = problem.group
-            shape = [batch, heads // group, rows, group]
-            stride = [by_batch, by_head * group, by_row, by_head]
-        # Between elements of which there is one, any stride; the copy engine wants a multiple
-        stride = [s if n > 1 else 16 for n, s in zip(shape, stride)]
-        return TensorDescriptor(x, [*shape, columns], [*stride, 1], block, layout)
+        shape = [batch, heads // group, rows, group]
+        strides = _valid(shape, [by_batch, by_head * group, by_row, by_head])
+        return Described(x, [*shape, columns], [*strides, 1], block, layout)
+
+    def of_keys(x: Tensor, block: list[int], layout: Any) -> Described:
+        batch, rows, heads, columns = x.shape
+        by_batch, by_row, by_head, _ = x.stride()
+        shape = [batch, heads, rows]
+        strides = _valid(shape, [by_batch, by_head, by_row])
+        return Described(x, [*shape, columns], [*strides, 1], block, layout)
 
     return (
-        describe(q, plan.q_block, plan.layouts[0], True),
-        describe(k, plan.k_block, plan.layouts[1], False),
-        describe(v, plan.v_block, plan.layouts[2], False),
-        describe(out, plan.out_block, plan.layouts[3], True),
+        of_queries(q, plan.q_block, plan.layouts[0]),
+        of_keys(k, plan.k_block, plan.layouts[1]),
+        of_keys(v, plan.v_block, plan.layouts[2]),
+        of_queries(out, plan.out_block, plan.layouts[3]),
     )
+
+
+def _valid(shape: list[int], strides: list[int]) -> list[int]:
+    """Between elements of which there is one, any stride; the copy engine wants a multiple of 8."""
+    return [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
+
+
+def checked(args: tuple) -> tuple:
+    """The same arguments as Triton's front end takes them."""
+    return tuple(TensorDescriptor(*x) if isinstance(x, Described) else x for x in args)
 
 
 def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
@@ -207,7 +233,8 @@ def _counter(device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = device, torch._C._cuda_getCurrentRawStream(index)
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]
@@ -241,7 +268,8 @@ def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> Non
     compiled = _compiled.get(key)
     if compiled is None or is_watched():
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
-        _compiled[key] = hopper_fwd_kernel[(programs,)](*args, **constants, num_warps=4)
+        kernel = hopper_fwd_kernel[(programs,)]
+        _compiled[key] = kernel(*checked(args), **constants, num_warps=4)
         return None
     stream = torch._C._cuda_getCurrentRawStream(index)
     compiled.run(

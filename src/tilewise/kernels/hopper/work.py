@@ -31,8 +31,8 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One tile of queries, and the key blocks it visits: from `last` down to `first`. Those in
-    [full_first, full_stop) need no mask.
+    """One tile of queries, and the key blocks it visits: `first` to `last`. Those in [full_first,
+    full_stop) need no mask.
     """
 
     m_start: gl.tensor
@@ -53,6 +53,20 @@ def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     blocks = key_blocks(m_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     return Work(m_start, head, batch, last, blocks.first, blocks.full_first, blocks.full_stop)
+
+
+@gluon.jit
+def key_block(work, i, FEATURES: gl.constexpr):
+    """The i-th key block that a tile visits.
+
+    Under a causal mask upwards: programs that start together on tiles of one head then read the
+    same keys at the same time, and the L2 cache answers them once. Else downwards, so that the
+    ragged end, the one block that needs a mask, comes first and the loop has none.
+    """
+    if FEATURES.RIGHT:
+        return work.first + i
+    else:
+        return work.last - i
 
 
 @gluon.jit
