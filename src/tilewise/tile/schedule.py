@@ -24,22 +24,15 @@ def query_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
 def query_tile_in_group(tile, queue, seqlen_q, BLOCK_M: tl.constexpr):
     """Tile number -> (m_block, head, batch), for programs that take tile after tile.
 
-    First the long tiles, m_block >= queue.light, in groups of heads whose keys and values fit the
-    L2 cache together, longest first in each group. The light ones come last, of all heads at once,
-    longest first: small change with which all programs end at the same time.
+    Heads come in groups, so that the programs at work read few keys and values; in each group the
+    longest tiles come first.
     """
     m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    long_blocks = m_blocks - queue.light
-    is_light = tile >= long_blocks * queue.heads
-    tile = tl.where(is_light, tile - long_blocks * queue.heads, tile)
-    together = tl.where(is_light, queue.heads, queue.together)
-    blocks = tl.where(is_light, queue.light, long_blocks)
-    group = tile // (together * blocks)
-    rest = tile - group * (together * blocks)
-    width = tl.minimum(together, queue.heads - group * together)
-    head = group * together + rest % width
-    m_block = tl.where(is_light, queue.light, m_blocks) - 1 - rest // width
-    return m_block, head % queue.nheads, head // queue.nheads
+    group = tile // (queue.together * m_blocks)
+    rest = tile - group * (queue.together * m_blocks)
+    width = tl.minimum(queue.together, queue.heads - group * queue.together)
+    head = group * queue.together + rest % width
+    return m_blocks - 1 - rest // width, head % queue.nheads, head // queue.nheads
 
 
 @triton.jit

@@ -86,8 +86,7 @@ class Queue(NamedTuple):
     tiles: int
     nheads: int  # of one sequence; key heads where their query heads share a tile
     heads: int  # of the whole batch
-    together: int  # heads whose tiles are mixed: their K and V fit the L2 cache
-    light: int  # m_blocks so short, under a causal mask, that they are kept for the end
+    together: int  # heads in a group: their tiles are mixed
 
 
 class Pipeline(NamedTuple):
