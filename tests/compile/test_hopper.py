@@ -1,4 +1,4 @@
-"""The Hopper forward compiles for sm_90 as tuning would launch it: fits, uses wgmma, spills nothing."""
+"""The Hopper forward compiles for sm_90 as tuning launches it: fits, has wgmma, spills nothing."""
 
 import pytest
 import torch

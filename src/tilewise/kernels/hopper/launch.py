@@ -28,8 +28,8 @@ from .fwd import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
-# K and V of the heads of a group, under a causal mask. 32 MB are faster than 16 in every row from 2Ki
-# (H200: 16Ki, headdim 256: 628 and 529 TFLOP/s), though they leave little of the 50 MB of L2 cache.
+# K and V of a group of heads, under a causal mask. 32 MB beat 16 in every row from 2Ki (H200, 16Ki,
+# headdim 256: 628 and 529 TFLOP/s), though they leave little of the 50 MB of L2 cache.
 GROUP_BYTES = 32 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
