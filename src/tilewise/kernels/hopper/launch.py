@@ -28,9 +28,7 @@ from .fwd import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
-# K and V of a group of heads, under a causal mask. 32 MB beat 16 in every row from 2Ki (H200, 16Ki,
-# headdim 256: 628 and 529 TFLOP/s), though they leave little of the 50 MB of L2 cache.
-GROUP_BYTES = 32 << 20
+MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -212,8 +210,19 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
     heads, together = batch * nheads, 1
     if problem.is_causal:
         head_bytes = k.shape[1] * (problem.headdim + problem.headdim_v) * k.itemsize
-        together = min(heads, max(1, GROUP_BYTES * sharing // head_bytes))
+        together = min(heads, max(1, group_bytes(k.shape[1]) * sharing // head_bytes))
     return Queue(_counter(q.device), heads * m_blocks, nheads, heads, together)
+
+
+def group_bytes(seqlen_k: int) -> int:
+    """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing to
+    64 MB at 4Ki.
+
+    Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
+    478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki: 567
+    and 609).
+    """
+    return min(64, max(16, seqlen_k * 16 // 1024)) * MEGABYTE
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
