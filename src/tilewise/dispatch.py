@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .errors import ArgumentError, Avoidable, warn_slow
+from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .problem import Problem
 from .testing.switch import cpu_stand_ins
 
@@ -59,7 +59,11 @@ def ask(
         if direction not in module.DIRECTIONS:
             return f"it has no {direction}"
         reason = module.supports(problem, device)
-        if reason is None and module.NEEDS_ALIGNMENT and not is_aligned:
+        if (
+            (reason is None or isinstance(reason, Slower))
+            and module.NEEDS_ALIGNMENT
+            and not is_aligned
+        ):
             reason = UNALIGNED
         return reason
     except ImportError as error:
@@ -102,7 +106,7 @@ def _choose(
     refusals = []
     for name in names:
         reason = ask(name, problem, device, direction, is_aligned)
-        if reason is None:
+        if reason is None or (isinstance(reason, Slower) and name == backend):
             for refusal in refusals:
                 if isinstance(refusal.reason, Avoidable):
                     warn_slow(f"the {refusal.backend} kernels do not serve this: {refusal.reason}")

@@ -30,3 +30,7 @@ def warn_slow(reason: str) -> None:
 
 class Avoidable(str):
     """Why a faster backend refuses, where the caller can do something about it."""
+
+
+class Slower(str):
+    """Why a backend that could serve a problem leaves it to others, unless it is asked by name."""

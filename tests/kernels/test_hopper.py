@@ -5,7 +5,7 @@ import torch
 
 import tilewise
 from tilewise import dispatch
-from tilewise.errors import Avoidable, PerformanceWarning
+from tilewise.errors import Avoidable, PerformanceWarning, Slower
 from tilewise.kernels import hopper
 from tilewise.kernels.hopper import launch
 from tilewise.problem import Extras, Scalars, describe
@@ -47,6 +47,15 @@ def test_falling_to_another_backend_is_said_once():
             tilewise.attention(*(x[..., 4:] for _ in range(3)))  # rows that start at 8 bytes
         with pytest.raises(NotImplementedError, match="multiples of 16 bytes"):
             tilewise.attention(*(x[..., 4:] for _ in range(3)), backend="hopper")
+
+
+def test_narrow_heads_are_left_to_others_unless_it_is_named():
+    q = torch.randn(1, 9, 2, 32, dtype=BF16)
+    problem = problem_of((1, 9, 2, 32), (1, 9, 2, 32), 32)
+    with use_emulator():
+        assert isinstance(hopper.supports(problem, CPU), Slower)
+        assert dispatch.choose(problem, CPU).NAME == "cpu"
+        assert tilewise.attention(q, q, q, backend="hopper").isfinite().all()
 
 
 def test_backward_of_a_forced_forward():

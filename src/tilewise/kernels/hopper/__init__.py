@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import Avoidable
+from ...errors import Avoidable, Slower
 from ...problem import Problem
 from ...testing.switch import emulator_seed
 
@@ -41,12 +41,12 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
         if headdim % 8:
             return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
-    if max(problem.headdim, problem.headdim_v) <= 32:
-        return "its tiles are 64 columns wide at least: the portable kernel is faster to 32"
     if problem.has_seqused_k:
         return Avoidable("seqused_k is not served: the copy engine would read the padding")
     from . import launch  # noqa: F401  without Triton the ImportError is the reason
 
+    if max(problem.headdim, problem.headdim_v) <= 32:
+        return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")
     return None
 
 

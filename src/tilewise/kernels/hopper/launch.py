@@ -215,8 +215,8 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
 
 
 def group_bytes(seqlen_k: int) -> int:
-    """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing to
-    64 MB at 4Ki.
+    """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing
+    to 64 MB at 4Ki.
 
     Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
     478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki: 567
