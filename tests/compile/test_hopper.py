@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewise.kernels.hopper import launch
+from tilewise.kernels.outputs import empty_out
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, build, stats
 from tilewise.tuning.tables import TABLE
@@ -19,6 +20,17 @@ FEATURES = {
     "sinks": dict(causal=True, sinks=True),
     "everything": dict(causal=True, left=100, softcap=30.0, alibi=True, sinks=True),
 }
+
+
+def compile_call(q, k, v, extras, scalars):
+    """The plan of a call, its kernel compiled for sm_90, and what the launch keeps that under."""
+    problem = describe(q, k, v, extras, scalars, "bottom_right", False)
+    plan = launch.plan_for(problem, q)
+    out, lse = empty_out(problem, q)
+    args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    compiled = build(launch.hopper_fwd_kernel, *launch.checked(args), on="sm90", **constants)
+    return plan, compiled, launch.specialization(args)
 
 
 def compiled_stats(
@@ -83,3 +95,20 @@ def test_heads_that_share_a_tile():
 @pytest.mark.slow
 def test_fp16():
     compiled_stats(128, dtype=torch.float16)
+
+
+def test_a_compiled_kernel_is_kept_under_all_that_it_was_compiled_for():
+    """Triton takes an integer of 1 for a constant: that kernel must not serve a call with 3."""
+    found = {}
+    for batch, seqlen, nheads in ((1, 64, 1), (1, 799, 3), (1, 790, 3)):
+        q = torch.empty(batch, seqlen, nheads, 64, dtype=torch.bfloat16)
+        call = q, q, q, Extras(), Scalars(0.1, 0.0, -1, -1)
+        _, compiled, key = compile_call(*call)
+        source = compiled.src
+        # constants that are no part of the kernel's key otherwise, and what is known of numbers
+        runtime = {at: value for at, value in source.constants.items() if at[0] in (5, 6, 7, 8)}
+        found.setdefault(key, []).append((str(source.signature), str(runtime), str(source.attrs)))
+    assert len(found) == 2
+    assert all(len(set(compiled)) == 1 for compiled in found.values())
+    one, many = found.values()
+    assert one[0] != many[0]

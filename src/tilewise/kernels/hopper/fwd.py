@@ -29,8 +29,7 @@ class Rings(NamedTuple):
     mail: Ring  # tile numbers
 
 
-# Specialised on no length and no address: one compiled kernel serves them all, called directly
-@gluon.jit(do_not_specialize=["lse", "queue", "optionals", "sizes", "numbers"])
+@gluon.jit(do_not_specialize=["lse"])
 def hopper_fwd_kernel(
     q_desc,
     k_desc,

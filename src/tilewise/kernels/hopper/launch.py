@@ -260,16 +260,29 @@ def is_watched() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> None:
-    """Through Triton's launcher the first time, afterwards straight to the compiled kernel.
+def specialization(args: tuple) -> tuple[int, ...]:
+    """What Triton compiles for, of the values of the runtime arguments.
 
-    Nothing is specialised on the values of runtime arguments, so one kernel serves all of them.
+    It takes an integer of 1 for a constant and knows of multiples of 16, also of addresses, also
+    inside a tuple, where `do_not_specialize` does not reach. A compiled kernel serves the calls
+    that share all that.
     """
+    queue, optionals, sizes, numbers = args[5:]
+    integers = (*queue[1:], optionals.alibi_batch, *sizes, numbers.left, numbers.right)
+    addresses = (optionals.alibi_slopes, optionals.sinks)
+    return (
+        *[1 if i == 1 else 16 if i % 16 == 0 else 0 for i in integers],
+        *[0 if x is None else x.data_ptr() % 16 for x in addresses],
+    )
+
+
+def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> None:
+    """Through Triton's launcher the first time, afterwards straight to the compiled kernel."""
     index = torch.cuda.current_device() if device.index is None else device.index
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return _launch(plan, device, args, programs)
-    key = plan.features, plan.tile, args[0].base.dtype, index
+    key = plan.features, plan.tile, args[0].base.dtype, index, specialization(args)
     compiled = _compiled.get(key)
     if compiled is None or is_watched():
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
