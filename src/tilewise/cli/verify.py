@@ -41,7 +41,7 @@ class Check(NamedTuple):
 @click.option("--full", is_flag=True, help="Every case in fp32, bf16 and fp16.")
 @click.option("--device", help="cuda or cpu; the GPU if there is one.")
 @click.option("--dtype", "dtypes", type=NameList(), help="For example fp32,bf16.")
-@click.option("--backend", help="Force one; portable on the CPU runs in Triton's interpreter.")
+@click.option("--backend", help="Force one; on the CPU portable is interpreted, hopper emulated.")
 @click.option("-k", "expression", default="", help="Cases by name: 'gqa or (window and not tall)'.")
 @click.option("--json", "as_json", is_flag=True, help="The checks as JSON; the rest to stderr.")
 def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:

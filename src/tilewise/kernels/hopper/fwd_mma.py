@@ -1,13 +1,12 @@
 """The matmul warpgroups of the forward: FlashAttention-2, algorithm 1, one step ahead of itself.
 
-The loop has no seams between tiles: its items are (tile, block of keys), one tile after another.
 While the tensor cores compute
 
     S(next) = Q K^T        and        O += P V
 
-the warpgroup waits only for S(next), whose softmax then runs beside P V. The first S of a tile thus
-hides under the last P V of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2, there
-within a tile).
+the warpgroup waits only for S(next), whose softmax then runs beside P V (FlashAttention-3, arXiv
+2407.08608, algorithm 2). There is no seam between tiles: the first S of a tile runs beside the last
+P V of the tile before.
 """
 
 from typing import NamedTuple
