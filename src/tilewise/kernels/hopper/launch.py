@@ -260,19 +260,19 @@ def is_watched() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def specialization(args: tuple) -> tuple[int, ...]:
-    """What Triton compiles for, of the values of the runtime arguments.
+def specialization(args: tuple) -> tuple[Any, ...]:
+    """What Triton compiles for, of the runtime arguments.
 
-    It takes an integer of 1 for a constant and knows of multiples of 16, also of addresses, also
-    inside a tuple, where `do_not_specialize` does not reach. A compiled kernel serves the calls
-    that share all that.
+    Dtypes; integers of 1, which it takes for constants, and multiples of 16, also of addresses
+    and also inside a tuple, where `do_not_specialize` does not reach. A compiled kernel serves the
+    calls that share all that.
     """
     queue, optionals, sizes, numbers = args[5:]
     integers = (*queue[1:], optionals.alibi_batch, *sizes, numbers.left, numbers.right)
-    addresses = (optionals.alibi_slopes, optionals.sinks)
+    tensors = (optionals.alibi_slopes, optionals.sinks)
     return (
         *[1 if i == 1 else 16 if i % 16 == 0 else 0 for i in integers],
-        *[0 if x is None else x.data_ptr() % 16 for x in addresses],
+        *[None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors],
     )
 
 
