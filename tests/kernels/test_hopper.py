@@ -15,6 +15,8 @@ from tilewise.testing.inputs import Features, Sizes
 from tilewise.testing.tolerance import assert_within
 
 CPU = torch.device("cpu")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 BF16 = torch.bfloat16
 
 
@@ -132,6 +134,7 @@ def test_no_keys_and_no_queries():
 
 
 @pytest.mark.gpu
+@needs_hopper
 def test_same_bits_under_contention():
     """1,000 repeats of a ragged causal batch while another stream takes processors away."""
     torch.manual_seed(0)
@@ -153,6 +156,7 @@ def any_differs(first, again):
 
 
 @pytest.mark.gpu
+@needs_hopper
 def test_cuda_graph_and_streams():
     torch.manual_seed(0)
     q = torch.randn(2, 500, 4, 64, device="cuda", dtype=BF16)
@@ -172,6 +176,7 @@ def test_cuda_graph_and_streams():
 
 
 @pytest.mark.gpu
+@needs_hopper
 def test_more_elements_than_32_bits_count():
     q = torch.randn(1, 64, 8, 128, device="cuda", dtype=BF16)
     k = torch.empty(1, 2**21 + 77, 9, 128, device="cuda", dtype=BF16)[:, :, :8]
@@ -187,12 +192,11 @@ def test_more_elements_than_32_bits_count():
 
 
 @pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_default_on_hopper(causal, headdim):
     """Without a name the call goes to this backend, and its answer is the portable one."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 1023, h, headdim, device="cuda", dtype=BF16) for h in (8, 2, 2))
     found = tilewise.attention(q, k, v, causal=causal)

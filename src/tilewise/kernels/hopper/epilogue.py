@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...tile.softmax import finish, load_sink
 from .compat import tma_store
 from .layouts import row_of
+from .work import key_head
 
 
 class Output(NamedTuple):
@@ -64,12 +65,7 @@ def write_tile(
 
     rescale = gl.convert_layout(finished.rescale, row_of(acc_o.type.layout))
     out = (acc_o * rescale[:, None]).to(output.desc.dtype)  # (64, BLOCK_DV)
-    if TILE.PACK > 1:
-        head_k = work.head
-        member = 0
-    else:
-        head_k = work.head // FEATURES.GROUP
-        member = work.head % FEATURES.GROUP
+    head_k, member = key_head(work.head, FEATURES, TILE)
     m_start = work.m_start + WG * (64 // TILE.PACK)
     store_columns(out, output, WG, [work.batch, head_k, m_start, member], 0)
 

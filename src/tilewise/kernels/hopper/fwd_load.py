@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .pipeline import after, load, start
-from .work import END, Work, draw, key_block, open_tile, send
+from .work import END, Work, draw, key_block, key_head, open_tile, send
 
 
 @gluon.jit
@@ -39,12 +39,3 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, FEATURES: gl.constexpr, 
             kv_at = after(kv_at, TILE.STAGES)
         tile = next_tile
     send(rings.mail, mail, Work(tile, 0, 0, 0, 0, 0, 0))
-
-
-@gluon.jit
-def key_head(head, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The key head, and which of its query heads this is; 0 where they share a tile."""
-    if TILE.PACK > 1:
-        return head, 0
-    else:
-        return head // FEATURES.GROUP, head % FEATURES.GROUP

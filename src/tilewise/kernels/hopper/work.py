@@ -56,6 +56,15 @@ def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def key_head(head, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The key head, and which of its query heads this is; 0 where they share a tile."""
+    if TILE.PACK > 1:
+        return head, 0
+    else:
+        return head // FEATURES.GROUP, head % FEATURES.GROUP
+
+
+@gluon.jit
 def key_block(work, i, FEATURES: gl.constexpr):
     """The i-th key block that a tile visits.
 
