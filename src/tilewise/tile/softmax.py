@@ -23,6 +23,13 @@ class SoftmaxStep(NamedTuple):
     alpha: tl.tensor
 
 
+class Exponentials(NamedTuple):
+    """2^(s - m) of a block, and 2^(m_before - m), the factor for everything accumulated before."""
+
+    p: tl.tensor
+    alpha: tl.tensor
+
+
 class Finished(NamedTuple):
     """What a row's accumulator is multiplied by, and its natural log-sum-exp."""
 
@@ -33,13 +40,24 @@ class Finished(NamedTuple):
 @triton.jit
 def online_step(s, m_i, l_i, unit, MASKED: tl.constexpr):
     """One block of scores (rows x keys) into the running maximum and sum."""
-    m_new = tl.maximum(m_i, tl.max(s, 1) * unit)
+    m_new = running_max(s, m_i, unit)
+    p, alpha = exponentials(s, m_i, m_new, unit, MASKED)
+    return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
+
+
+@triton.jit
+def running_max(s, m_i, unit):
+    """The largest score of each row so far."""
+    return tl.maximum(m_i, tl.max(s, 1) * unit)
+
+
+@triton.jit
+def exponentials(s, m_i, m_new, unit, MASKED: tl.constexpr):
+    """The rest of the step, which needs the maximum."""
     m_ref = m_new
     if MASKED:  # a row with nothing but masked scores so far
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * unit - m_ref[:, None])
-    alpha = tl.exp2(m_i - m_ref)
-    return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
+    return Exponentials(tl.exp2(s * unit - m_ref[:, None]), tl.exp2(m_i - m_ref))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .epilogue import Output
 from .fwd_load import load_partition
 from .fwd_mma import attend_partition
 from .layouts import shared
-from .pipeline import Ring, make_ring
+from .pipeline import Ring, Steps, make_barriers, make_ring
 from .work import WORDS, Call
 
 
@@ -24,9 +24,8 @@ class Rings(NamedTuple):
     """All that passes through shared memory from the load warp to the matmuls."""
 
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
-    k: Ring  # (BLOCK_N, BLOCK_D)
-    v: Ring  # (BLOCK_N, BLOCK_DV)
-    mail: Ring  # tile numbers
+    steps: Steps  # tiles of K and V
+    mail: Ring  # what a tile stands for
 
 
 @gluon.jit(do_not_specialize=["lse"])
@@ -49,8 +48,10 @@ def hopper_fwd_kernel(
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    k_ring = make_ring(dtype, [N, D], shared(N, D, dtype), TILE.STAGES, 1, WARPGROUPS)
-    v_ring = make_ring(dtype, [N, DV], shared(N, DV, dtype), TILE.STAGES, 1, WARPGROUPS)
+    k_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
+    v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
+    full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS)
+    steps = Steps(k_slots, v_slots, full, empty)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     mail = make_ring(gl.int32, [WORDS], mail_layout, 2, 1, WARPGROUPS)
     q_layout: gl.constexpr = shared(M, D, dtype)
@@ -65,7 +66,7 @@ def hopper_fwd_kernel(
     output = Output(out_desc, out_smem, lse)
     call = Call(queue, optionals, sizes, numbers)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), k_ring, v_ring, mail)
+        rings = Rings((q_0, q_1), steps, mail)
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),
@@ -76,7 +77,7 @@ def hopper_fwd_kernel(
             [232, 40],
         )
     else:
-        rings = Rings((q_0, q_1, q_2), k_ring, v_ring, mail)
+        rings = Rings((q_0, q_1, q_2), steps, mail)
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),

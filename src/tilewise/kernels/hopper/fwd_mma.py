@@ -4,7 +4,7 @@ While the tensor cores compute
 
     S(next) = Q K^T        and        O += P V
 
-the warpgroup waits only for S(next), whose softmax then runs beside P V (FlashAttention-3, arXiv
+the warpgroup waits only for S(next), whose maxima it takes beside P V (FlashAttention-3, arXiv
 2407.08608, algorithm 2). There is no seam between tiles: the first S of a tile runs beside the last
 P V of the tile before.
 """
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...tile.mask import apply_mask
 from ...tile.score import load_slope, score, unit
 from ...tile.seqlen import lengths_of
-from ...tile.softmax import online_step
+from ...tile.softmax import exponentials, running_max
 from ...tile.types import Lengths, Sequence
 from .epilogue import head_of_row, query_of_row, write_tile
 from .layouts import accumulator, column_of, left_operand, row_of
@@ -42,9 +42,8 @@ class Step(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
     p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand
-    alpha: gl.tensor  # the factor for everything accumulated before
     m_i: gl.tensor
-    l_i: gl.tensor
+    l_i: gl.tensor  # as `row_sums` keeps it
 
 
 class Rows(NamedTuple):
@@ -64,52 +63,61 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    HAS_BAND: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT
+    MASKED: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT
     UNEVEN: gl.constexpr = TILE.WARPGROUPS == 3
+    # Asked for before the exponentials, the next step costs no wait after them; but where the ring
+    # holds only two, it is not there that soon
+    EARLY: gl.constexpr = STAGES > 2
     dtype: gl.constexpr = output.desc.dtype
     q_ring = rings.q[WG]
+    steps = rings.steps
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
-    nothing = gl.zeros([64], gl.float32, row_of(S_LAYOUT))
+    no_sums = row_sums(no_scores, TILE)
+    no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    scale = unit(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
 
     mail = start()
     q_at = start()
-    k_at = start()
-    v_at = start()
+    at = start()
     # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
     work = receive(rings.mail, mail)
     mail = after(mail, 2)
     share = share_of(work, WG, call, FEATURES, TILE)
     wait_full(q_ring, q_at)
-    wait_full(rings.k, k_at)
+    wait_full(steps, at)
     q_tile = q_ring.slots.index(q_at.slot)
-    pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
+    pending_s = multiply_keys(q_tile, steps, at, no_scores)
     tile = Rows(work, slope_of(work, call.optionals, rows, FEATURES, TILE), rows)
     s = warpgroup_mma_wait(0, deps=[pending_s])
-    release(rings.k, k_at)
-    k_at = after(k_at, STAGES)
-    s = to_scores(s, tile, key_block(work, 0, FEATURES), call, True, FEATURES, TILE)
-    step = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
+    release(steps, at)
+    at = after(at, STAGES)
+    s, m_i = to_scores(s, tile, key_block(work, 0, FEATURES), no_max, call, True, FEATURES, TILE)
+    p, alpha = exponentials(s, no_max, m_i, scale, True)
+    step = Step(operand(p, dtype, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
+    if EARLY:
+        wait_full(steps, at, pred=share.blocks > 1)
 
     while work.m_start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
         for i in range(1, share.blocks):
-            wait_full(rings.k, k_at)
-            pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
-            pending_o = accumulate_values(step, rings.v, v_at, acc_o)
+            if not EARLY:
+                wait_full(steps, at)
+            pending_s = multiply_keys(q_tile, steps, at, no_scores)
+            pending_o = multiply_values(step.p, steps, at, acc_o)
             s = warpgroup_mma_wait(1, deps=[pending_s])
-            release(rings.k, k_at)
-            k_at = after(k_at, STAGES)
             n_block = key_block(work, i, FEATURES)
-            s = to_scores(s, tile, n_block, call, HAS_BAND, FEATURES, TILE)
-            step = softmax(s, step.m_i, step.l_i, call, O_LAYOUT, dtype, FEATURES)
+            s, m_i = to_scores(s, tile, n_block, step.m_i, call, MASKED, FEATURES, TILE)
+            if EARLY:
+                wait_full(steps, after(at, STAGES), pred=i + 1 < share.blocks)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-            release(rings.v, v_at)
-            v_at = after(v_at, STAGES)
+            release(steps, at)
+            at = after(at, STAGES)
+            p, alpha = exponentials(s, step.m_i, m_i, scale, True)
+            step = Step(operand(p, dtype, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p, TILE))
+            acc_o = acc_o * gl.convert_layout(alpha, row_of(O_LAYOUT))[:, None]
         if UNEVEN:
-            for _ in range(share.idle):  # in the order of the loads, which wait for both
-                k_at = skip(rings.k, k_at, 1, STAGES)
-                v_at = skip(rings.v, v_at, 1, STAGES)
+            at = skip(steps, at, share.idle, STAGES)
 
         # The last P V of this tile, beside the first S of the next
         release(q_ring, q_at)
@@ -117,29 +125,37 @@ def attend_partition(
         upcoming = receive(rings.mail, mail)
         mail = after(mail, 2)
         goes_on = upcoming.m_start != END
-        if UNEVEN:
-            k_at = skip(rings.k, k_at, share.unseen, STAGES)
         wait_full(q_ring, q_at, pred=goes_on)
-        wait_full(rings.k, k_at, pred=goes_on)
+        wait_full(steps, at)
+        k_at = at
+        if UNEVEN:
+            for _ in range(share.unseen):
+                k_at = after(k_at, STAGES)
+                wait_full(steps, k_at)
         q_tile = q_ring.slots.index(q_at.slot)
         # After the last tile S is computed from what lies there, and not used
-        pending_s = multiply_keys(q_tile, rings.k, k_at, no_scores)
-        pending_o = accumulate_values(step, rings.v, v_at, acc_o)
+        pending_s = multiply_keys(q_tile, steps, k_at, no_scores)
+        pending_o = multiply_values(step.p, steps, at, acc_o)
         tile = Rows(upcoming, slope_of(upcoming, call.optionals, rows, FEATURES, TILE), rows)
         s = warpgroup_mma_wait(1, deps=[pending_s])
-        release(rings.k, k_at, pred=goes_on)
-        k_at = after(k_at, STAGES)
-        s = to_scores(s, tile, key_block(upcoming, 0, FEATURES), call, True, FEATURES, TILE)
-        begun = softmax(s, nothing - float("inf"), nothing, call, O_LAYOUT, dtype, FEATURES)
+        n_block = key_block(upcoming, 0, FEATURES)
+        s, m_i = to_scores(s, tile, n_block, no_max, call, True, FEATURES, TILE)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-        release(rings.v, v_at)
-        v_at = after(v_at, STAGES)
         if UNEVEN:
-            v_at = skip(rings.v, v_at, share.unseen, STAGES)
-        write_tile(acc_o, step.m_i, step.l_i, work, output, call, WG, FEATURES, TILE)
+            for _ in range(share.unseen):
+                release(steps, at)
+                at = after(at, STAGES)
+        release(steps, at)
+        at = after(at, STAGES)
+        p, alpha = exponentials(s, no_max, m_i, scale, True)
+        begun = Step(operand(p, dtype, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
+        l_i = whole_sums(step.l_i, row_of(S_LAYOUT), TILE)
+        write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
         step = begun
         work = upcoming
         share = share_of(work, WG, call, FEATURES, TILE)
+        if EARLY:
+            wait_full(steps, at, pred=goes_on & (share.blocks > 1))
     # The copy engine still reads the last tile from shared memory
     tma.store_wait(0)
 
@@ -167,38 +183,65 @@ def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.cons
 
 
 @gluon.jit
-def skip(ring, at, count, STAGES: gl.constexpr):
-    """Lets `count` slots of a ring pass unread."""
+def skip(steps, at, count, STAGES: gl.constexpr):
+    """Lets `count` steps pass unread."""
     for _ in range(count):
-        wait_full(ring, at)
-        release(ring, at)
+        wait_full(steps, at)
+        release(steps, at)
         at = after(at, STAGES)
     return at
 
 
 @gluon.jit
-def multiply_keys(q_tile, k_ring, at, no_scores):
+def multiply_keys(q_tile, steps, at, no_scores):
     """Starts S = Q K^T: (64, BLOCK_N)."""
-    k_tile = k_ring.slots.index(at.slot).permute((1, 0))
+    k_tile = steps.k.index(at.slot).permute((1, 0))
     return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def accumulate_values(step, v_ring, at, acc_o):
-    """Starts O = diag(alpha) O + P V: (64, BLOCK_DV)."""
-    acc_o = acc_o * step.alpha[:, None]
-    wait_full(v_ring, at)
-    return warpgroup_mma(step.p, v_ring.slots.index(at.slot), acc_o, is_async=True)
+def multiply_values(p, steps, at, acc_o):
+    """Starts O += P V: (64, BLOCK_DV)."""
+    return warpgroup_mma(p, steps.v.index(at.slot), acc_o, is_async=True)
 
 
 @gluon.jit
-def softmax(s, m_i, l_i, call, O_LAYOUT: gl.constexpr, dtype: gl.constexpr, FEATURES: gl.constexpr):
-    """One block of scores into the running statistics; P and alpha as O's matmul takes them."""
-    numbers_only = Sequence(Lengths(0, 0, 0), 0.0, call.numbers)
-    step = online_step(s, m_i, l_i, unit(numbers_only, FEATURES), True)
-    p = gl.convert_layout(step.p.to(dtype), left_operand(O_LAYOUT))
-    alpha = gl.convert_layout(step.alpha, row_of(O_LAYOUT))
-    return Step(p, alpha, step.m_i, step.l_i)
+def operand(p, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """P as wgmma's left operand: the registers stay where they are."""
+    return gl.convert_layout(p.to(dtype), left_operand(O_LAYOUT))
+
+
+@gluon.jit
+def row_sums(p, TILE: gl.constexpr):
+    """Sums over keys, as far as one thread holds a row: (64, 4). The four threads of a row meet
+    once a tile, instead of once a block; but with three warpgroups, at 160 registers a thread,
+    that was 3 % slower (H200, headdim 64), so there they are whole: (64,).
+    """
+    if TILE.WARPGROUPS == 3:
+        return gl.sum(p, 1)
+    else:
+        # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1
+        by_thread = p.reshape([64, p.shape[1] // 8, 4, 2])
+        return gl.sum(gl.sum(by_thread, 3), 1)
+
+
+@gluon.jit
+def add_sums(l_i, alpha, p, TILE: gl.constexpr):
+    """The sums of a block, to those before it."""
+    if TILE.WARPGROUPS == 3:
+        return l_i * alpha + row_sums(p, TILE)
+    else:
+        alpha = gl.convert_layout(alpha, row_of(l_i.type.layout))
+        return l_i * alpha[:, None] + row_sums(p, TILE)
+
+
+@gluon.jit
+def whole_sums(l_i, layout: gl.constexpr, TILE: gl.constexpr):
+    """The sums of whole rows."""
+    if TILE.WARPGROUPS == 3:
+        return l_i
+    else:
+        return gl.convert_layout(gl.sum(l_i, 1), layout)
 
 
 @gluon.jit
@@ -213,9 +256,20 @@ def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def to_scores(
-    qk, tile, n_block, call, MASKED: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+    qk,
+    tile,
+    n_block,
+    m_i,
+    call,
+    MASKED: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    """Scores of one block of keys, masked where it needs it."""
+    """Scores of one block of keys, masked where it needs it, and the maxima with them.
+
+    The branch does more than save the mask: the compiler may not move the wait for P V before it.
+    So maxima belong inside, and run beside P V.
+    """
     N: gl.constexpr = TILE.BLOCK_N
     work = tile.work
     lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
@@ -223,7 +277,12 @@ def to_scores(
     q_idx = query_of_row(work.m_start, tile.rows, TILE)[:, None]
     k_idx = (n_block * N + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
     s = score(qk, q_idx, k_idx, seq, FEATURES).s
-    if MASKED:
-        if is_partial(n_block, work):
-            s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-    return s
+    scale = unit(seq, FEATURES)
+    if not MASKED:
+        m_i = running_max(s, m_i, scale)
+    elif is_partial(n_block, work):
+        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
+        m_i = running_max(s, m_i, scale)
+    else:
+        m_i = running_max(s, m_i, scale)
+    return s, m_i

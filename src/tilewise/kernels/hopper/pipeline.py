@@ -23,6 +23,18 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
+class Steps(NamedTuple):
+    """A ring of what one step of the matmuls takes: K of a block, and V of the block before, whose
+    probabilities are known by then. One pair of barriers serves both tiles: each is waited for
+    and let go of at the same time as the other.
+    """
+
+    k: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_D)
+    v: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_DV)
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
 class Cursor(NamedTuple):
     """Where somebody stands in a ring: its slot, and the parity of its lap."""
 
@@ -41,12 +53,19 @@ def make_ring(
 ):
     """A ring whose slots are full after FILLERS arrivals and empty after READERS."""
     slots = gl.allocate_shared_memory(dtype, [STAGES] + shape, layout)
+    full, empty = make_barriers(STAGES, FILLERS, READERS)
+    return Ring(slots, full, empty)
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, FILLERS: gl.constexpr, READERS: gl.constexpr):
+    """A `full` and an `empty` barrier for each slot."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=FILLERS)
         mbarrier.init(empty.index(i), count=READERS)
-    return Ring(slots, full, empty)
+    return full, empty
 
 
 @gluon.jit
