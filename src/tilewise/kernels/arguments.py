@@ -25,6 +25,7 @@ def features_of(problem: Problem) -> Features:
         RIGHT=problem.has_right,
         TOP_LEFT=problem.align == "top_left",
         SOFTCAP=problem.has_softcap,
+        FAST_TANH=False,
         ALIBI=problem.has_alibi,
         SINKS=problem.has_sinks,
         SEQUSED_K=problem.has_seqused_k,

@@ -61,6 +61,7 @@ class Features(NamedTuple):
     RIGHT: bool
     TOP_LEFT: bool  # the diagonal starts at (0, 0) instead of ending at the last query and key
     SOFTCAP: bool
+    FAST_TANH: bool  # for the softcap, by an instruction that is right to 11 bits
     ALIBI: bool
     SINKS: bool
     SEQUSED_K: bool

@@ -61,7 +61,8 @@ def forward(
         from ...testing.hopper import emulate
 
         programs = min(tiles, 4)  # few, so that each works through several tiles
-        kernel = emulate(hopper_fwd_kernel, seed=seed)[(programs,)]
+        asm = {"tanh.approx.f32 $0, $1;": torch.tanh}
+        kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
         kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     else:
         _launch(plan, q.device, args, min(tiles, processors(q.device)))
@@ -135,7 +136,8 @@ def plan_of(problem: Problem, device: torch.device, is_short: bool, pack: int) -
     )
     element = ELEMENTS[problem.dtype]
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
-    return Plan(features_of(problem), tile, *blocks, layouts)
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    return Plan(features, tile, *blocks, layouts)
 
 
 def shared_memory(tile: Pipeline, out_columns: int) -> int:
