@@ -2,8 +2,10 @@
 reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, and
-`forward`, `backward` or both, as `DIRECTIONS` says. Refusals are data: the error for a problem that
-nothing serves prints them all, and `tilewise info` shows them.
+`forward`, `backward` or both, as `DIRECTIONS` says. One that can save work for calls of one shape
+has `prepare(problem, scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
+Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info`
+shows them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from . import batching, dispatch
 from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
-from .problem import Extras, Grads, Problem, Scalars, describe
+from .problem import Call, Extras, Grads, Problem, Scalars, describe
 
 Tensor = torch.Tensor
 
@@ -39,30 +39,34 @@ _library.define(
 
 
 def attention(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    scalars: Scalars,
-    backend: str | None,
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras, watched: bool
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a checked call, differentiable in q, k, v and sinks."""
+    """`out` and `lse` of a checked call, differentiable in q, k, v and sinks; `watched` is what
+    `is_watched` said of its tensors.
+    """
     if not torch.compiler.is_compiling() and _is_transformed():
-        return _Attention.apply(q, k, v, *extras, problem, scalars, backend)
-    if is_watched(q, k, v, *extras):
+        return _Attention.apply(q, k, v, *extras, call.problem, call.scalars, call.backend)
+    if watched:
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
+        flags = (*call.scalars, *_flags(call.problem), call.backend)
+        return torch.ops.tilewise.forward(q, k, v, *extras, *flags)
     if needs_grad(q, k, v, extras.sinks):
-        return _EagerAttention.apply(q, k, v, *extras, problem, scalars, backend)
-    return _run_forward(problem, q, k, v, extras, scalars, backend)
+        return _EagerAttention.apply(q, k, v, *extras, call)
+    return _run_forward(call, q, k, v, extras)
 
 
-def _run_forward(problem, q, k, v, extras, scalars, backend) -> tuple[Tensor, Tensor]:
+def _run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
     """The call on a backend; what memory it comes in is known only here, not while tracing."""
+    on_16_bytes = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    if call.forward is not None and on_16_bytes:
+        return call.forward(q, k, v, extras)
+    problem = call.problem
     is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(problem, q.device, backend, "forward", is_aligned)
-    return chosen.forward(problem, q, k, v, extras, scalars)
+    chosen = dispatch.choose(problem, q.device, call.backend, "forward", is_aligned)
+    if on_16_bytes and q.is_cuda and hasattr(chosen, "prepare"):
+        call.forward = chosen.prepare(problem, call.scalars, q, k, v)
+        return call.forward(q, k, v, extras)
+    return chosen.forward(problem, q, k, v, extras, call.scalars)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
@@ -144,15 +148,15 @@ class _EagerAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
+    def forward(ctx, q, k, v, alibi_slopes, sinks, seqused_k, call):
         extras = Extras(alibi_slopes, sinks, seqused_k)
-        output = _run_forward(problem, q, k, v, extras, scalars, backend)
-        _save(ctx, (q, k, v, *extras), output, problem, scalars, backend)
+        output = _run_forward(call, q, k, v, extras)
+        _save(ctx, (q, k, v, *extras), output, call.problem, call.scalars, call.backend)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return *_backward(ctx, dout, dlse), None, None, None
+        return *_backward(ctx, dout, dlse), None
 
 
 class _Attention(torch.autograd.Function):
@@ -246,7 +250,7 @@ def _asked(tensors: tuple, call: tuple) -> tuple[Problem, Extras, Scalars]:
 
 def _forward_kernel(q, k, v, *args):
     problem, extras, scalars = _asked((q, k, v, *args[:3]), args[3:])
-    return _run_forward(problem, q, k, v, extras, scalars, args[-1])
+    return _run_forward(Call(problem, scalars, args[-1]), q, k, v, extras)
 
 
 def _backward_kernel(dout, dlse, q, k, v, out, lse, *args):

@@ -15,6 +15,7 @@ with `left` or `right` absent where the band is open. Causal is right = 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,23 @@ class Scalars(NamedTuple):
     softcap: float = 0.0  # 0: none
     left: int = OPEN
     right: int = OPEN
+
+
+NO_EXTRAS = Extras()
+
+
+class Call:
+    """A call that has passed the door. Kept, it serves every call that looks the same: eager calls
+    then neither check nor choose again.
+    """
+
+    __slots__ = ("backend", "forward", "problem", "scalars")
+
+    def __init__(self, problem: Problem, scalars: Scalars, backend: str | None) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.backend = backend  # the name of one to force
+        self.forward: Callable | None = None  # (q, k, v, extras) -> (out, lse), once prepared
 
 
 class Grads(NamedTuple):

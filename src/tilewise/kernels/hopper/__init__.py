@@ -13,7 +13,7 @@ from ...problem import Problem
 from ...testing.switch import emulator_seed
 
 if TYPE_CHECKING:
-    from .launch import forward
+    from .launch import forward, prepare
 
 NAME = "hopper"
 DIRECTIONS = ("forward",)
@@ -21,7 +21,7 @@ NEEDS_ALIGNMENT = True
 MAX_HEADDIM = 256
 DTYPES = (torch.float16, torch.bfloat16)
 
-__all__ = ["NAME", "forward", "supports"]
+__all__ = ["NAME", "forward", "prepare", "supports"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -55,10 +55,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """`forward`, and with it Triton: a CPU call that asks us needs neither."""
-    if name != "forward":
+    """`forward` and `prepare`, and with them Triton: a CPU call that asks us needs neither."""
+    if name not in ("forward", "prepare"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import launch
 
-    globals()[name] = launch.forward
-    return launch.forward
+    globals()[name] = getattr(launch, name)
+    return globals()[name]

@@ -1,7 +1,7 @@
 """Host side of the forward: describes the tensors to the copy engine, picks the tile, launches.
 
-A launch from Python costs more than a short kernel runs. So what selects code is compiled and kept
-by `Problem`, and later calls go to the compiled kernel itself, past Triton's look at every
+A launch from Python costs more than a short kernel runs. So all that follows from shapes is kept
+(`Launch`), and calls after the first go to the compiled kernel itself, past Triton's look at every
 argument.
 """
 
@@ -17,17 +17,19 @@ from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...problem import Extras, Problem, Scalars
+from ...problem import NO_EXTRAS, Extras, Problem, Scalars
 from ...testing.switch import emulator_seed
 from ...tile.types import Features, Pipeline, Queue
-from ...tuning.config import SHARED_MEMORY, SHORT, Key
+from ...tuning.config import SHARED_MEMORY, Key
 from ...tuning.select import architecture, select
 from ..arguments import features_of, numbers_of, optionals_of, sizes_of
 from ..outputs import empty_out
+from .compat import Direct, direct
 from .fwd import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
+SHORT = 2048  # rows up to which a tile of two warpgroups may be faster than one of three
 MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -49,24 +51,96 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`; allocates nothing else but the tile counter, once a stream."""
-    out, lse = empty_out(problem, q)
-    if out.numel() == 0 and lse.numel() == 0:
-        return out, lse
-    if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
-        return out.zero_(), _lse_of_nothing(lse, extras.sinks)
-    plan = plan_for(problem, q)
-    args = arguments(problem, plan, q, k, v, out, lse, extras, scalars)
-    tiles = args[5].tiles
-    if (seed := emulator_seed()) is not None and q.device.type == "cpu":
-        from ...testing.hopper import emulate
+    return prepare(problem, scalars, q, k, v)(q, k, v, extras)
 
-        programs = min(tiles, 4)  # few, so that each works through several tiles
-        asm = {"tanh.approx.f32 $0, $1;": torch.tanh}
-        kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
-        kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    else:
-        _launch(plan, q.device, args, min(tiles, processors(q.device)))
-    return out, lse
+
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    """The launch for tensors of these shapes, strides and dtypes."""
+    return Launch(problem, scalars, plan_for(problem, q))
+
+
+class Launch:
+    """Calls of one shape. The first goes through Triton's launcher, later ones straight to the
+    compiled kernel, with descriptors that are kept by address.
+    """
+
+    KEPT = 64  # descriptors of one operand
+
+    def __init__(self, problem: Problem, scalars: Scalars, plan: Plan) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.plan = plan
+        self.kernel: Direct | None = None
+        self.args: tuple = ()  # of the kernel, after its descriptors, lse and counter
+        self.queue: Queue | None = None
+        self.device = -1
+        self.encoded: tuple[dict[int, list], ...] = ({}, {}, {}, {})
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(self.problem, q)
+        kernel = self.kernel
+        if (
+            kernel is None
+            or extras is not NO_EXTRAS
+            or torch._C._cuda_getDevice() != self.device
+            or is_watched()
+        ):
+            self._prepare(q, k, v, out, lse, extras)
+            return out, lse
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        described = [known.get(x.data_ptr()) for known, x in zip(self.encoded, (q, k, v, out))]
+        if None in described:
+            described = self._encode(kernel, q, k, v, out)
+        counter = _counter(q.device, self.device, stream)
+        for_keys, for_values, for_out = described[1:]
+        kernel(
+            stream,
+            *described[0],
+            *for_keys,
+            *for_values,
+            *for_out,
+            lse,
+            (counter, *self.queue[1:]),
+            *self.args,
+        )
+        return out, lse
+
+    def _encode(self, kernel: Direct, *tensors: Tensor) -> list[list]:
+        described = descriptors(self.problem, self.plan, *tensors)
+        encoded = []
+        for which, (known, one) in enumerate(zip(self.encoded, described)):
+            if len(known) >= self.KEPT:
+                known.clear()
+            known[one.base.data_ptr()] = kernel.encode(which, one)
+            encoded.append(known[one.base.data_ptr()])
+        return encoded
+
+    def _prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras
+    ) -> None:
+        """The call, through the front door."""
+        if out.numel() == 0 and lse.numel() == 0:
+            return
+        if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
+            out.zero_()
+            _lse_of_nothing(lse, extras.sinks)
+            return
+        plan = self.plan
+        args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
+        queue = args[5]
+        if (seed := emulator_seed()) is not None and q.device.type == "cpu":
+            from ...testing.hopper import emulate
+
+            programs = min(queue.tiles, 4)  # few, so that each works through several tiles
+            asm = {"tanh.approx.f32 $0, $1;": torch.tanh}
+            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
+            kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+            return
+        programs = min(queue.tiles, processors(q.device))
+        compiled, self.device = _launch(plan, q.device, args, programs)
+        if extras is NO_EXTRAS:
+            self.queue, self.args = queue, (*args[6:], plan.features, plan.tile)
+            self.kernel = direct(compiled, programs)
 
 
 def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
@@ -213,7 +287,7 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
     if problem.is_causal:
         head_bytes = k.shape[1] * (problem.headdim + problem.headdim_v) * k.itemsize
         together = min(heads, max(1, group_bytes(k.shape[1]) * sharing // head_bytes))
-    return Queue(_counter(q.device), heads * m_blocks, nheads, heads, together)
+    return Queue(_counter_of(q.device), heads * m_blocks, nheads, heads, together)
 
 
 def group_bytes(seqlen_k: int) -> int:
@@ -227,21 +301,26 @@ def group_bytes(seqlen_k: int) -> int:
     return min(64, max(16, seqlen_k * 16 // 1024)) * MEGABYTE
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def _counter_of(device: torch.device) -> Tensor:
+    """The counter of a launch on the device's current stream."""
+    if device.type == "cpu":
+        return torch.zeros(1, dtype=torch.int32)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _counter(device, index, torch._C._cuda_getCurrentRawStream(index))
+
+
+def _counter(device: torch.device, index: int, stream: int) -> Tensor:
     """The counter that hands out tiles: 0 before and after every launch.
 
     Launches of one stream follow each other and share it. A captured graph, which may be replayed
     beside them, gets one of its own.
     """
-    if device.type == "cpu":
-        return torch.zeros(1, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    key = device, torch._C._cuda_getCurrentRawStream(index)
+    key = index, stream
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]
@@ -278,8 +357,10 @@ def specialization(args: tuple) -> tuple[Any, ...]:
     )
 
 
-def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> None:
-    """Through Triton's launcher the first time, afterwards straight to the compiled kernel."""
+def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tuple[Any, int]:
+    """Through Triton's launcher the first time, afterwards to the compiled kernel, which comes back
+    with the index of its device.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
@@ -289,21 +370,9 @@ def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> Non
     if compiled is None or is_watched():
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         kernel = hopper_fwd_kernel[(programs,)]
-        _compiled[key] = kernel(*checked(args), **constants, num_warps=4)
-        return None
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    compiled.run(
-        programs,
-        1,
-        1,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *args,
-        plan.features,
-        plan.tile,
-    )
-    return None
+        _compiled[key] = compiled = kernel(*checked(args), **constants, num_warps=4)
+    else:
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        before = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(programs, 1, 1, *before, *args, plan.features, plan.tile)
+    return compiled, index
