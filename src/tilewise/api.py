@@ -9,7 +9,7 @@ import torch
 from . import ops
 from .checks import Window, band, check, check_rank
 from .errors import ArgumentError
-from .problem import NO_EXTRAS, Call, Extras
+from .problem import NO_EXTRAS, Call, Extras, extras_of
 
 Tensor = torch.Tensor
 
@@ -75,7 +75,7 @@ def attention(
         q,
         k,
         v,
-        extras=_extras(alibi_slopes, sinks, seqused_k),
+        extras=extras_of(alibi_slopes, sinks, seqused_k),
         scale=scale,
         softcap=softcap,
         align=align,
@@ -113,10 +113,16 @@ def _call(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every face ends here: cast as autocast asks, check once, go."""
-    q, k, v = ops.autocast(q, k, v)
     is_watched = ops.is_watched(q, k, v, *extras)
+    if is_watched or torch._C._is_any_autocast_enabled():
+        q, k, v = ops.autocast(q, k, v)
     key = None
-    if not is_watched and extras is NO_EXTRAS and {type(scale), type(softcap)} <= _NUMBERS:
+    if (
+        not is_watched
+        and extras is NO_EXTRAS
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+    ):
         key = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -137,15 +143,6 @@ def _call(
 # Calls as they look from outside: shapes, strides, dtypes, devices, numbers
 _calls: dict[tuple | None, Call] = {}
 KEPT_CALLS = 4096
-_NUMBERS = {float, int, type(None)}
-
-
-def _extras(
-    alibi_slopes: Tensor | None, sinks: Tensor | None, seqused_k: Tensor | None = None
-) -> Extras:
-    if alibi_slopes is None and sinks is None and seqused_k is None:
-        return NO_EXTRAS
-    return Extras(alibi_slopes, sinks, seqused_k)
 
 
 def flash_attn_func(
@@ -186,7 +183,7 @@ def flash_attn_func(
     _refuse("pack_gqa", pack_gqa, (None, False), "GQA packing is not here yet: leave it None")
     out, lse = _call(
         *_ranked(q, k, v),
-        extras=_extras(alibi_slopes, learnable_sink),
+        extras=extras_of(alibi_slopes, learnable_sink),
         scale=softmax_scale,
         softcap=softcap,
         align="bottom_right",

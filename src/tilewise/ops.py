@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from . import batching, dispatch
 from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
-from .problem import Call, Extras, Grads, Problem, Scalars, describe
+from .problem import Call, Extras, Grads, Problem, Scalars, describe, extras_of
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ def attention(
     """`out` and `lse` of a checked call, differentiable in q, k, v and sinks; `watched` is what
     `is_watched` said of its tensors.
     """
-    if not torch.compiler.is_compiling() and _is_transformed():
+    if not (watched and torch.compiler.is_compiling()) and _is_transformed():
         return _Attention.apply(q, k, v, *extras, call.problem, call.scalars, call.backend)
     if watched:
         _register_late()
@@ -149,7 +149,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, alibi_slopes, sinks, seqused_k, call):
-        extras = Extras(alibi_slopes, sinks, seqused_k)
+        extras = extras_of(alibi_slopes, sinks, seqused_k)
         output = _run_forward(call, q, k, v, extras)
         _save(ctx, (q, k, v, *extras), output, call.problem, call.scalars, call.backend)
         return output

@@ -71,6 +71,17 @@ class Scalars(NamedTuple):
 NO_EXTRAS = Extras()
 
 
+def extras_of(
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seqused_k: torch.Tensor | None = None,
+) -> Extras:
+    """NO_EXTRAS itself where there are none, so that `is` can ask."""
+    if alibi_slopes is None and sinks is None and seqused_k is None:
+        return NO_EXTRAS
+    return Extras(alibi_slopes, sinks, seqused_k)
+
+
 class Call:
     """A call that has passed the door. Kept, it serves every call that looks the same: eager calls
     then neither check nor choose again.

@@ -13,9 +13,11 @@ from tilewise.tuning.tables import TABLE
 pytestmark = pytest.mark.compile
 
 # Bytes a thread may spill, by the wider padded head dim. Triton 3.6, with which the rows were
-# measured, spills none. 3.9, whose ptxas is 13.4, on 2026-11-20: 276 and 532 with three
+# measured, spills none, but for ALiBi at headdim 256, whose accumulator leaves no room for
+# distances. 3.9, whose ptxas is 13.4, on 2026-11-20: 276 and 532 with three
 # warpgroups, 20 at headdim 256 causal.
 IS_MEASURED = triton.__version__.startswith("3.6.")
+ALIBI_SPILLS = 24
 SPILLS = {} if IS_MEASURED else {64: 560, 256: 24}
 
 FEATURES = {
@@ -72,7 +74,8 @@ def compiled_stats(
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
     assert not found["wgmma_serialized"], found
     widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
-    assert found["spill_stores"] <= SPILLS.get(widest, 0), found
+    allowed = SPILLS.get(widest, 0) + (ALIBI_SPILLS if alibi and widest == 256 else 0)
+    assert found["spill_stores"] <= allowed, found
     return found
 
 

@@ -267,6 +267,36 @@ def test_nan_reaches_only_rows_that_see_it(causal):
     assert torch.equal(out[0][~is_nan], clean[0][~is_nan])
 
 
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_calls_after_the_first(backend):
+    """The kept launch serves other addresses, other streams and training, and nothing else: an
+    address off 16 bytes, or another scale, is another call.
+    """
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+    def check(q, k, v, **how):
+        found = attention(q, k, v, causal=True, backend=how.pop("backend", backend), **how)
+        exact = attention_reference(q.double(), k.double(), v.double(), causal=True, **how)
+        torch.testing.assert_close(found.double(), exact, atol=0.02, rtol=0.02)
+
+    held = [tensors(1, 130, 4, 2, 64, seed=seed)[:3] for seed in range(70)]
+    with torch.no_grad():
+        for q, k, v in held:  # more addresses than are kept
+            check(q, k, v)
+        check(*held[0], scale=0.5)
+        check(*held[0])
+        with torch.cuda.stream(torch.cuda.Stream()):
+            check(*held[1])
+            torch.cuda.current_stream().synchronize()
+        q, k, v = held[2]
+        off = torch.empty(q.numel() + 1, device="cuda", dtype=BF16)[1:].view(q.shape)
+        off.copy_(q)
+        assert off.data_ptr() % 16 and off.stride() == q.stride()
+        check(off, k, v, backend=None if backend == "hopper" else backend)
+    check(*held[3])  # with autograd
+
+
 def test_another_gpu():
     """Tensors decide where kernels run, whichever device is current."""
     if torch.cuda.device_count() < 2:

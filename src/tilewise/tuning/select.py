@@ -57,6 +57,11 @@ def override(**configs: Config) -> Iterator[None]:
         _overrides.update(saved)
 
 
+def is_overridden() -> bool:
+    """Whether a configuration is forced now, so that nothing kept from before may be used."""
+    return bool(_overrides)
+
+
 def cache_file() -> Path:
     """Where `tilewise tune` keeps its rows: $TILEWISE_CACHE, else the user's cache folder."""
     root = os.environ.get("TILEWISE_CACHE") or os.path.join(

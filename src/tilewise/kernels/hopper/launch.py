@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -24,6 +23,7 @@ from ...tuning.config import SHARED_MEMORY, Key
 from ...tuning.select import architecture, select
 from ..arguments import features_of, numbers_of, optionals_of, sizes_of
 from ..outputs import empty_out
+from ..relaunch import is_watched, relaunch
 from .compat import Direct, direct
 from .fwd import hopper_fwd_kernel
 
@@ -335,12 +335,6 @@ def processors(device: torch.device) -> int:
 _compiled: dict[tuple, Any] = {}
 
 
-def is_watched() -> bool:
-    """Whether a profiler has hooked itself into Triton's launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
-
-
 def specialization(args: tuple) -> tuple[Any, ...]:
     """What Triton compiles for, of the runtime arguments.
 
@@ -372,7 +366,5 @@ def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tup
         kernel = hopper_fwd_kernel[(programs,)]
         _compiled[key] = compiled = kernel(*checked(args), **constants, num_warps=4)
     else:
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        before = (stream, compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(programs, 1, 1, *before, *args, plan.features, plan.tile)
+        relaunch(compiled, programs, index, *args, plan.features, plan.tile)
     return compiled, index

@@ -12,7 +12,7 @@ from ...problem import Problem
 from ...testing.switch import interpreter_is_on
 
 if TYPE_CHECKING:
-    from .launch import backward, forward
+    from .launch import backward, forward, prepare
 
 NAME = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -20,7 +20,7 @@ NEEDS_ALIGNMENT = False
 MAX_HEADDIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-__all__ = ["NAME", "backward", "forward", "supports"]
+__all__ = ["NAME", "backward", "forward", "prepare", "supports"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -42,8 +42,8 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """`forward` and `backward`, and with them Triton: a CPU call that asks us needs neither."""
-    if name not in ("backward", "forward"):
+    """What `launch` has, and with it Triton: a CPU call that asks us needs neither."""
+    if name not in ("backward", "forward", "prepare"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import launch
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...problem import Extras, Grads, Problem, Scalars
+from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
-from ...tile.types import Tile
+from ...tile.types import Strided, Tile
 from ...tuning.config import SHORT, Config, Key
-from ...tuning.select import architecture, select
+from ...tuning.select import architecture, is_overridden, select
 from ..arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
 from ..outputs import empty_grads, empty_out
+from ..relaunch import is_watched, relaunch
 from .bwd_delta import bwd_delta_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
@@ -81,6 +82,51 @@ def forward(
     out, lse = empty_out(problem, q)
     run(plan_forward(problem, q, k, v, out, lse, extras, scalars))
     return out, lse
+
+
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    """The forward for tensors of these shapes, strides and dtypes, on addresses of 16 bytes."""
+    return Launch(problem, scalars)
+
+
+class Launch:
+    """Forwards of one shape: the first as any other, later ones straight to its kernel."""
+
+    def __init__(self, problem: Problem, scalars: Scalars) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.compiled: Any = None
+        self.device = -1
+        self.programs = 0
+        self.strides: tuple[tuple[int, int, int], ...] = ()  # of q, k, v and out
+        self.args: tuple = ()  # after those and lse
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(self.problem, q)
+        if (
+            self.compiled is None
+            or extras is not NO_EXTRAS
+            or torch._C._cuda_getDevice() != self.device
+            or is_watched()
+            or is_overridden()
+        ):
+            plan = plan_forward(self.problem, q, k, v, out, lse, extras, self.scalars)
+            compiled = run(plan)
+            can_keep = extras is NO_EXTRAS and not is_overridden() and torch.version.hip is None
+            if can_keep and compiled is not None:
+                self._keep(plan, compiled)
+            return out, lse
+        triton.set_allocator(_scratch)
+        tensors = (Strided(x, *strides) for x, strides in zip((q, k, v, out), self.strides))
+        relaunch(self.compiled, self.programs, self.device, *tensors, lse, *self.args)
+        return out, lse
+
+    def _keep(self, plan: Plan, compiled: Any) -> None:
+        tile = plan.tile(plan.config())
+        self.strides = tuple(x[1:] for x in plan.args[:4])
+        self.args = (*plan.args[5:], features_of(self.problem), tile)
+        self.programs, self.device = plan.programs(tile), plan.read[0].device.index
+        self.compiled = compiled
 
 
 def backward(
@@ -161,20 +207,22 @@ def run_delta(
     return delta
 
 
-def run(plan: Plan) -> None:
-    """Launches a plan as the tables say; on CPU tensors through the interpreter."""
+def run(plan: Plan) -> Any:
+    """Launches a plan as the tables say, and returns the compiled kernel; on CPU tensors goes
+    through the interpreter, and returns None.
+    """
     config = plan.config()
     tile = plan.tile(config)
     programs, features, device = plan.programs(tile), features_of(plan.problem), plan.read[0].device
     if programs == 0:
-        return
+        return None
     if interpreter_is_on() and device.type == "cpu":
         from ...testing.interpreter import interpret
 
         interpret(plan.kernel)[(programs,)](*plan.args, FEATURES=features, TILE=tile)
-        return
+        return None
     with on_device(device):
-        plan.kernel[(programs,)](
+        return plan.kernel[(programs,)](
             *plan.args,
             FEATURES=features,
             TILE=tile,
