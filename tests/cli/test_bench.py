@@ -40,3 +40,36 @@ def test_the_classic_grid_can_be_asked_for():
 def test_help_says_where_fa3_is_looked_for():
     text = invoke("--help").output
     assert "TILEWISE_FA3=" in text and "LD_LIBRARY_PATH" in text and "sdpa-flash" in text
+
+
+def test_features_are_given_to_every_shape():
+    features = ["--window", "7", "--softcap", "1.5", "--alibi", "--sinks", "--causal", "yes"]
+    sizes = ["--seqlen", "32,64", "--headdim", "32"]
+    done = invoke("fwd", *QUICK, *sizes, *features, "--against", "flash", "--json")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["provider"] for row in rows] == ["tilewise", "tilewise"]
+    for row in rows:
+        asked = {name: row["shape"][name] for name in ("window", "softcap", "alibi", "sinks")}
+        assert asked == {"window": 7, "softcap": 1.5, "alibi": True, "sinks": True}
+    assert "causal window 7 softcap 1.5 alibi sinks" in done.stderr
+    assert "flash: no row at 2 of 2: it does not take window 7, softcap 1.5, alibi" in done.stderr
+
+
+def test_a_suite_takes_features():
+    quick = [*QUICK[:2], "--rounds", "1", "--round-ms", "1", "--suite", "smoke"]
+    done = invoke("fwd", *quick, "--softcap", "1.5", "--against", "math", "--json")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["shape"]["softcap"] for row in rows] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("shapes", [["--causal", "no"], ["--causal", "both"], ["--suite", "smoke"]])
+def test_a_window_needs_a_causal_mask(shapes):
+    done = invoke("fwd", *QUICK, *shapes, "--window", "7")
+    assert done.exit_code == 2 and "--causal yes" in done.output
+
+
+@pytest.mark.parametrize("option", ["--window", "--softcap"])
+def test_a_feature_below_zero_is_refused(option):
+    assert invoke("fwd", *QUICK, "--causal", "yes", option, "-1").exit_code == 2

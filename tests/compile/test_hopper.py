@@ -14,11 +14,12 @@ pytestmark = pytest.mark.compile
 
 # Bytes a thread may spill, by the wider padded head dim. Triton 3.6, with which the rows were
 # measured, spills none, but for ALiBi at headdim 256, whose accumulator leaves no room for
-# distances. 3.9, whose ptxas is 13.4, on 2026-11-20: 276 and 532 with three
-# warpgroups, 20 at headdim 256 causal.
+# distances. On 2026-11-20 the rows spilled, with three warpgroups at headdim 64, 108 and 156 bytes
+# by 3.8, 268 and 472 by 3.9, whose ptxas is 13.4; by 3.9 also headdim 256 causal, 80, and most
+# features there, some at 128, fewer than 200, and softcap at 64, 828.
 IS_MEASURED = triton.__version__.startswith("3.6.")
 ALIBI_SPILLS = 24
-SPILLS = {} if IS_MEASURED else {64: 560, 256: 24}
+SPILLS = {} if IS_MEASURED else {64: 840, 128: 200, 256: 200}
 
 FEATURES = {
     "full": {},

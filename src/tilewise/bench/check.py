@@ -2,17 +2,18 @@
 
 Out and the gradients of two key heads with their query heads, the first of the batch and the
 last, are held to fp64, computed a block of queries at a time so that memory stays bounded at any
-length.
+length (ALiBi without a causal mask excepted).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..reference import attention_reference
 from ..testing import tolerance
+from .features import options_of
 from .providers import Attend
 from .shapes import Shape
 
@@ -47,18 +48,21 @@ Truth = list[
 
 
 def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) -> Inputs:
-    """Normal inputs, the same for every layout."""
+    """Normal inputs, the same for every layout; under a softcap q is larger, to reach it."""
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
+    # Scores of unit variance would not show that a softcap of 30 was left out; 7.5 times that does.
+    size_q = max(1.0, shape.softcap / 4)
     tensors = []
-    for seqlen, nheads, headdim in (
-        (shape.seqlen_q, shape.nheads, shape.headdim),
-        (shape.seqlen_k, shape.nheads_k, shape.headdim),
-        (shape.seqlen_k, shape.nheads_k, shape.headdim_v),
-        (shape.seqlen_q, shape.nheads, shape.headdim_v),
+    for seqlen, nheads, headdim, size in (
+        (shape.seqlen_q, shape.nheads, shape.headdim, size_q),
+        (shape.seqlen_k, shape.nheads_k, shape.headdim, 1.0),
+        (shape.seqlen_k, shape.nheads_k, shape.headdim_v, 1.0),
+        (shape.seqlen_q, shape.nheads, shape.headdim_v, 1.0),
     ):
         sizes = (shape.batch, seqlen, nheads, headdim)
-        x = torch.randn(sizes, device=device, generator=generator, dtype=torch.float32).to(dtype)
+        x = torch.randn(sizes, device=device, generator=generator, dtype=torch.float32)
+        x = x.mul_(size).to(dtype)
         tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
     return Inputs(*tensors)
 
@@ -67,13 +71,16 @@ def truth(shape: Shape, inputs: Inputs) -> Truth:
     """The sampled heads' results in fp64 and as plain torch gives them in the inputs' precision."""
     group = shape.nheads // shape.nheads_k
     samples = {(0, 0), (shape.batch - 1, shape.nheads_k - 1)}
+    options = options_of(shape, str(inputs.q.device))
     found: Truth = []
     for batch, head in sorted(samples):
         keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
         queries = (slice(batch, batch + 1), slice(None), slice(head * group, (head + 1) * group))
         part = Inputs(inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries])
-        exact = _blockwise(shape, Inputs(*(x.double() for x in part)), upcast=True)
-        plain = _blockwise(shape, part, upcast=False)
+        heads = queries[2]
+        mine = {n: x[heads] if isinstance(x, Tensor) else x for n, x in options.items()}
+        exact = _blockwise(shape, Inputs(*(x.double() for x in part)), mine, upcast=True)
+        plain = _blockwise(shape, part, mine, upcast=False)
         places = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
         found += [(name, places[name], exact[name], plain[name]) for name in exact]
     return found
@@ -105,10 +112,14 @@ def results_of(shape: Shape, attend: Attend, inputs: Inputs) -> dict[str, Tensor
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
-def _blockwise(shape: Shape, part: Inputs, upcast: bool) -> dict[str, Tensor]:
+def _blockwise(
+    shape: Shape, part: Inputs, options: dict[str, Any], upcast: bool
+) -> dict[str, Tensor]:
     """One key head, a block of queries at a time; dk and dv are summed in fp32 or better."""
     q, k, v, dout = part
     rows = max(BLOCK_ELEMENTS[q.device.type] // (shape.seqlen_k * q.shape[2]), 1)
+    if shape.alibi and not shape.causal:
+        rows = shape.seqlen_q  # distances are from the last key, which no block but one ends at
     outs, dqs = [], []
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
@@ -121,7 +132,7 @@ def _blockwise(shape: Shape, part: Inputs, upcast: bool) -> dict[str, Tensor]:
             x.detach().requires_grad_(with_grads)
             for x in (q[:, start:stop], k[:, :last], v[:, :last])
         ]
-        out = attention_reference(*leaves, causal=shape.causal, upcast=upcast)
+        out = attention_reference(*leaves, **options, upcast=upcast)
         outs.append(out.detach())
         if with_grads:
             dq_rows, dk_rows, dv_rows = torch.autograd.grad(out, leaves, dout[:, start:stop])

@@ -1,7 +1,8 @@
 """FlashAttention-3 and FlashAttention-4 as peers: a callable, or the reason why there is none.
 
 FA3 is its package or, where TILEWISE_FA3 names one, its library without the package; FA4 is
-`flash_attn.cute`. Both mask causally at the bottom right, as we do.
+`flash_attn.cute`. Both mask causally at the bottom right, as we do. A feature is asked for by the
+name that it has where it is had; who has no such argument refuses the shape.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .features import options_of
 from .shapes import Shape
 
 if TYPE_CHECKING:
@@ -53,12 +55,12 @@ def refuse_fa4(shape: Shape, device: str) -> str | None:
 def prepare_fa3(shape: Shape, device: str) -> Attend:
     """From the library that the environment names, else from the package."""
     if path := os.environ.get(FA3_LIBRARY):
-        return from_library(load(path), shape)
-    return from_package(FA3_MODULES, shape, f", and {FA3_LIBRARY} names no library")
+        return from_library(load(path), shape, device)
+    return from_package(FA3_MODULES, shape, device, f", and {FA3_LIBRARY} names no library")
 
 
 def prepare_fa4(shape: Shape, device: str) -> Attend:
-    return from_package(FA4_MODULES, shape)
+    return from_package(FA4_MODULES, shape, device)
 
 
 def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
@@ -85,7 +87,19 @@ def _missing(prepare: Callable[[Shape, str], Attend], shape: Shape, device: str)
     return None
 
 
-def from_package(modules: Sequence[str], shape: Shape, unless: str = "") -> Attend:
+def features_of(shape: Shape, device: str) -> dict[str, Any]:
+    """The features that a shape asks for, and no others, by the names of flash-attn."""
+    options = options_of(shape, device)
+    named = dict(
+        window_size=options["window"],
+        softcap=options["softcap"],
+        alibi_slopes=options["alibi_slopes"],
+        learnable_sink=options["sinks"],
+    )
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def from_package(modules: Sequence[str], shape: Shape, device: str, unless: str = "") -> Attend:
     """`flash_attn_func` of the first module that has it; the gradient is the package's own."""
     reasons = []
     for name in modules:
@@ -102,6 +116,7 @@ def from_package(modules: Sequence[str], shape: Shape, unless: str = "") -> Atte
                 softmax_scale=shape.headdim**-0.5,
                 causal=shape.causal,
                 deterministic=False,
+                **features_of(shape, device),
             )
             return lambda q, k, v: _first(function(q, k, v, **options))
     raise Absent(reasons[0] if reasons else f"{modules[0]} is not installed{unless}")
@@ -126,15 +141,18 @@ def load(path: str):
     return operators
 
 
-def from_library(operators, shape: Shape) -> Attend:
+def from_library(operators, shape: Shape, device: str) -> Attend:
     """FA3's operators, driven as far as their schemas say how."""
     fwd = operators.fwd.default
+    features = features_of(shape, device)
+    left, right = features.pop("window_size", (-1, -1))
     wanted = dict(
         softmax_scale=shape.headdim**-0.5,
         is_causal=shape.causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
+        window_size_left=left,
+        window_size_right=right,
+        softcap=features.pop("softcap", 0.0),
+        **features,
     )
     options = operator_keywords(fwd, **wanted)
     if shape.direction == "fwd":

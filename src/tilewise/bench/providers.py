@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import peers
+from . import features, peers
 from .shapes import Shape
 
 Tensor = torch.Tensor
@@ -45,19 +45,24 @@ def _tilewise(name: str, backend: str | None) -> Provider:
         if backend is None:
             return None
         from .. import dispatch
+        from ..checks import band
         from ..problem import Extras, Scalars, describe
 
         if backend not in dispatch.BACKENDS:
             return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"
         q, k, v = (torch.empty(s, dtype=getattr(torch, shape.dtype)) for s in _sizes(shape))
-        scalars = Scalars(shape.headdim**-0.5, right=0 if shape.causal else -1)
-        problem = describe(q, k, v, Extras(), scalars, "bottom_right", False)
+        options = features.options_of(shape, "cpu")
+        sides = band(options["window"], shape.causal)
+        scalars = Scalars(shape.headdim**-0.5, shape.softcap, *sides)
+        extras = Extras(options["alibi_slopes"], options["sinks"])
+        problem = describe(q, k, v, extras, scalars, "bottom_right", False)
         return dispatch.ask(backend, problem, torch.device(device))
 
     def prepare(shape: Shape, device: str) -> Attend:
         from .. import attention
 
-        return lambda q, k, v: attention(q, k, v, causal=shape.causal, backend=backend)
+        options = features.options_of(shape, device)
+        return lambda q, k, v: attention(q, k, v, **options, backend=backend)
 
     return Provider(name, refuse, prepare)
 
@@ -73,6 +78,8 @@ def _sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
 
 def _sdpa(name: str, backend: SDPBackend) -> Provider:
     def refuse(shape: Shape, device: str) -> str | None:
+        if shape.features:
+            return features.refuse(shape)
         on_gpu = device.startswith("cuda")
         if backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) and not on_gpu:
             return "torch has it for CUDA tensors only"
@@ -102,6 +109,8 @@ def _refuse_flex(shape: Shape, device: str) -> str | None:
     if not device.startswith("cuda"):
         if shape.direction != "fwd":
             return "FlexAttention has no backward on the CPU"
+        if shape.sinks:
+            return "FlexAttention on the CPU has no LSE, which sinks need"
     elif importlib.util.find_spec("triton") is None:
         return "FlexAttention on CUDA needs triton"
     return None
@@ -114,23 +123,19 @@ def _prepare_flex(shape: Shape, device: str) -> Attend:
     mode alone recompiles: hence a fresh compile a shape, and a body that raises where it is run
     and not traced.
     """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
     # Inductor frees tensors that a backward saved unless told that the backward runs again.
     torch._functorch.config.donated_buffer = False
-    diagonal = shape.seqlen_k - shape.seqlen_q
+    options = features.options_of(shape, device)
+    score_mod = _flex_score(shape, options["alibi_slopes"])
     block_mask = None
     if shape.causal:
-        block_mask = create_block_mask(
-            lambda b, h, q_idx, k_idx: q_idx + diagonal >= k_idx,
-            None,
-            None,
-            shape.seqlen_q,
-            shape.seqlen_k,
-            device=device,
-        )
+        lengths = (shape.seqlen_q, shape.seqlen_k)
+        block_mask = create_block_mask(_flex_mask(shape), None, None, *lengths, device=device)
+    sinks, aux = options["sinks"], AuxRequest(lse=True) if shape.sinks else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
@@ -139,11 +144,49 @@ def _prepare_flex(shape: Shape, device: str) -> Attend:
             )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = flex_attention(
-            q, k, v, block_mask=block_mask, enable_gqa=shape.nheads != shape.nheads_k
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            enable_gqa=shape.nheads != shape.nheads_k,
+            return_aux=aux,
         )
+        if sinks is not None:
+            # Without a sink of its own: what it takes of the softmax is taken from the result.
+            out, lse = out[0], out[1].lse
+            out = (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(q.dtype)
         return out.transpose(1, 2)
 
     return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+def _flex_mask(shape: Shape) -> Callable[..., Tensor]:
+    """FlexAttention's mask_mod of a causal shape."""
+    diagonal, window = shape.seqlen_k - shape.seqlen_q, shape.window
+
+    def mask_mod(b, h, q_idx, k_idx):
+        is_seen = q_idx + diagonal >= k_idx
+        return is_seen if window is None else is_seen & (q_idx + diagonal - k_idx <= window)
+
+    return mask_mod
+
+
+def _flex_score(shape: Shape, slopes: Tensor | None) -> Callable[..., Tensor] | None:
+    """FlexAttention's score_mod of a shape with a softcap, ALiBi or both."""
+    diagonal, softcap = shape.seqlen_k - shape.seqlen_q, shape.softcap
+    if not softcap and slopes is None:
+        return None
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            distance = q_idx + diagonal - k_idx
+            score = score - slopes[h] * (distance if shape.causal else distance.abs())
+        return score
+
+    return score_mod
 
 
 def too_large(shape: Shape, device: str) -> str | None:
@@ -186,6 +229,10 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) ->
     return (s.softmax(-1) @ v).transpose(1, 2)
 
 
+def _refuse_standard(shape: Shape, device: str) -> str | None:
+    return features.refuse(shape) or too_large(shape, device)
+
+
 def _prepare_standard(shape: Shape, device: str) -> Attend:
     return lambda q, k, v: standard_attention(q, k, v, shape.causal)
 
@@ -199,7 +246,7 @@ PROVIDERS = {
     "fa3": Provider("fa3", peers.refuse_fa3, peers.prepare_fa3),
     "fa4": Provider("fa4", peers.refuse_fa4, peers.prepare_fa4),
     "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),
-    "standard": Provider("standard", too_large, _prepare_standard),
+    "standard": Provider("standard", _refuse_standard, _prepare_standard),
 }
 # torch's own function, its backend pinned in each.
 ALIASES = {f"sdpa-{name}": name for name in ("flash", "cudnn", "efficient", "math")}

@@ -15,7 +15,7 @@ DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 
 
 class Shape(NamedTuple):
-    """One call. `direction` says which passes are timed."""
+    """One call. `direction` says which passes are timed; what follows `dtype` is done to scores."""
 
     direction: str
     batch: int
@@ -27,13 +27,39 @@ class Shape(NamedTuple):
     headdim_v: int
     causal: bool  # bottom-right
     dtype: str
+    window: int | None = None  # keys that a query sees before its own; needs causal
+    softcap: float = 0.0  # 0: none
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def pairs(self) -> float:
+        """Queries with a key, in one head: Sq Sk, half of it when causal.
+
+        A window's are counted to the pair: min(i + 1, W + 1) keys for query i where Sq = Sk.
+        """
+        if self.window is None:
+            return self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
+        diagonal = self.seqlen_k - self.seqlen_q
+        seen = (i + diagonal + 1 for i in range(self.seqlen_q))  # without the window
+        return sum(min(max(keys, 0), self.window + 1) for keys in seen)
 
     @property
     def flops(self) -> float:
-        """4 B H Sq Sk D forward, half of it when causal; backward is 2.5 times that."""
-        pairs = self.batch * self.nheads * self.seqlen_q * self.seqlen_k
-        forward = 2 * pairs * (self.headdim + self.headdim_v) / (2 if self.causal else 1)
+        """4 B H D a pair forward; backward is 2.5 times that. Softcap, ALiBi and sinks add none."""
+        forward = 2 * self.batch * self.nheads * self.pairs * (self.headdim + self.headdim_v)
         return forward * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[self.direction]
+
+    @property
+    def features(self) -> list[str]:
+        """What is asked beyond a causal mask, in words."""
+        words = {
+            f"window {self.window}": self.window is not None,
+            f"softcap {self.softcap:g}": self.softcap,
+            "alibi": self.alibi,
+            "sinks": self.sinks,
+        }
+        return [name for name, is_asked in words.items() if is_asked]
 
     def __str__(self) -> str:
         lengths = f"{self.seqlen_q}" + (
@@ -42,7 +68,7 @@ class Shape(NamedTuple):
         heads = f"{self.nheads}" + (f":{self.nheads_k}" if self.nheads_k != self.nheads else "")
         mask = "causal" if self.causal else "full"
         sizes = f"B{self.batch} S{lengths} H{heads} D{self.headdim}"
-        return f"{self.direction} {sizes} {mask} {self.dtype}"
+        return " ".join([self.direction, sizes, mask, *self.features, self.dtype])
 
 
 def square(

@@ -31,6 +31,14 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 @click.option(
     "--causal", type=click.Choice(["no", "yes", "both"]), default="both", show_default=True
 )
+@click.option(
+    "--window",
+    type=click.IntRange(0),
+    help="Keys that a query sees before its own; needs --causal yes.",
+)
+@click.option("--softcap", type=click.FloatRange(0), default=0.0, help="0, the default, is none.")
+@click.option("--alibi", is_flag=True, help="ALiBi, slope 2^(-8 (i + 1) / heads) for head i.")
+@click.option("--sinks", is_flag=True, help="A sink a head.")
 @click.option("--group", default=1, show_default=True, help="Query heads a key head (GQA).")
 @click.option(
     "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens in the batch."
@@ -56,15 +64,16 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 @click.option("--save", type=click.Path(dir_okay=False), help="Append the rows to this JSONL file.")
 @click.option("--json", "as_json", is_flag=True, help="Rows as JSON lines; the table to stderr.")
 def bench(
-    directions, suite, device, ours, against, rounds, round_ms, save, as_json, **grid
+    directions, suite, device, ours, against, rounds, round_ms, save, as_json, **of_shapes
 ) -> None:
     """Time attention beside its peers; the first provider is the one the others are divided by.
 
     fa3 is FlashAttention-3: its library alone, where TILEWISE_FA3=/path/to/fa3.so names it (with
     the CUDA runtime it was built with on LD_LIBRARY_PATH), else its package flash_attn_interface.
-    fa4 is FlashAttention-4: the package flash_attn.cute. A peer that cannot run is listed with
-    the reason. The last lines are time(peer) / time(first): geometric mean and worst shape, for
-    each peer and for the best of fa3, cudnn and fa4 at each shape.
+    fa4 is FlashAttention-4: the package flash_attn.cute. --window, --softcap, --alibi and --sinks
+    hold for every shape of the run. A peer that cannot run, be it for want of one of these, is
+    listed with the reason. The last lines are time(peer) / time(first): geometric mean and worst
+    shape, for each peer and for the best of fa3, cudnn and fa4 at each shape.
     """
     device = device or default_device()
     need_gpu(device)
@@ -79,9 +88,16 @@ def bench(
         chosen = [provider(name) for name in (ours, *against)]
     except KeyError as error:
         raise click.UsageError(str(error.args[0])) from error
-    shapes = SUITES[suite] if suite else shapes_of(directions or ("fwd",), **grid)
+    features = {name: of_shapes.pop(name) for name in ("window", "softcap", "alibi", "sinks")}
+    shapes = SUITES[suite] if suite else shapes_of(directions or ("fwd",), **of_shapes)
     if suite and directions:
         shapes = [shape for shape in shapes if shape.direction in directions]
+    if features["window"] is not None and not all(shape.causal for shape in shapes):
+        raise click.UsageError(
+            "--window lies before a causal diagonal, and some shapes here have none: --causal yes,"
+            " without --suite"
+        )
+    shapes = [shape._replace(**features) for shape in shapes]
     show = warn if as_json else click.echo
     outcomes = run_suite(
         shapes,
