@@ -1,7 +1,10 @@
 """The Hopper backend: what it refuses, when heads share a tile, and its barriers by many seeds."""
 
+import dataclasses
+
 import pytest
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import tilewise
 from tilewise import dispatch
@@ -24,6 +27,14 @@ def problem_of(q=(1, 8, 2, 64), k=(1, 8, 2, 64), headdim_v=64, dtype=BF16, extra
     q, k = torch.empty(q, dtype=dtype), torch.empty(k, dtype=dtype)
     v = torch.empty(*k.shape[:3], headdim_v, dtype=dtype)
     return describe(q, k, v, extras or Extras(), Scalars(1.0), "bottom_right", False)
+
+
+def test_described_has_all_that_a_descriptor_has():
+    """The launcher of this Triton may read any of it."""
+    theirs = {x.name: x.default for x in dataclasses.fields(TensorDescriptor)}
+    defaults = launch.Described._field_defaults
+    assert theirs.keys() <= set(launch.Described._fields)
+    assert all(theirs[name] == default for name, default in defaults.items() if name in theirs)
 
 
 def test_refuses_with_a_reason():

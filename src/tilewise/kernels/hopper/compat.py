@@ -17,31 +17,43 @@ class Direct:
     at every call: 8 of a launch's 15 us.
     """
 
-    __slots__ = ("_before", "_blocks", "_launcher", "_programs")
+    __slots__ = ("_before", "_blocks", "_launcher", "_packs", "_programs")
 
-    def __init__(self, compiled: Any, programs: int, launcher: Any) -> None:
+    def __init__(self, compiled: Any, programs: int, launcher: Any, packs: bool) -> None:
         run = compiled.run
         hooks = (None, None, None)  # the launch's metadata, and who is called before and after
         scratch = (None, None)
-        flags = (run.launch_cooperative_grid, run.launch_pdl)
-        self._launcher, self._programs = launcher, programs
-        self._before = (compiled.function, *flags, *scratch, compiled.packed_metadata, *hooks)
+        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        if packs:
+            known = (run.arg_annotations, run.kernel_signature)
+            self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *known)
+        else:
+            self._before = (*before, *scratch, compiled.packed_metadata, *hooks)
+        self._launcher, self._programs, self._packs = launcher, programs, packs
         self._blocks = compiled.metadata.tensordesc_meta
 
     def encode(self, which: int, described: Any) -> list:
         """A descriptor as the kernel takes it; valid for every tensor at that address."""
-        return driver.make_tensordesc_arg(described, self._blocks[which])
+        more = (None,) if self._packs else ()
+        return driver.make_tensordesc_arg(described, self._blocks[which], *more)
 
     def __call__(self, stream: int, *args: Any) -> None:
+        if self._packs:
+            args = (args,)
         self._launcher(self._programs, 1, 1, stream, *self._before, *args)
 
 
 def direct(compiled: Any, programs: int) -> Direct | None:
-    """None where this Triton's launcher is not the one of 3.6: it then serves every call itself."""
+    """None where this Triton's launcher is like neither that of 3.6 nor that of 3.8, which takes a
+    kernel's arguments as one tuple: it then serves every call itself.
+    """
     run = compiled.run
-    if getattr(driver, "_BASE_ARGS_FORMAT_LEN", None) != 13 or not inspect.isfunction(run.launch):
+    packs = hasattr(run, "kernel_signature")
+    if not packs and getattr(driver, "_BASE_ARGS_FORMAT_LEN", None) != 13:
+        return None
+    if not inspect.isfunction(run.launch) or getattr(run, "gsan_enabled", False):
         return None
     launcher = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
     if launcher is None or run.global_scratch_size or run.profile_scratch_size:
         return None
-    return Direct(compiled, programs, launcher)
+    return Direct(compiled, programs, launcher, packs)

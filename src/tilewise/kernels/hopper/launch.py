@@ -232,6 +232,7 @@ class Described(NamedTuple):
     block_shape: list[int]
     layout: Any
     padding: str = "zero"
+    round_f32_to_tf32: bool = False  # Triton 3.8 and later ask
 
 
 def descriptors(
@@ -273,7 +274,7 @@ def _valid(shape: list[int], strides: list[int]) -> list[int]:
 
 def checked(args: tuple) -> tuple:
     """The same arguments as Triton's front end takes them."""
-    return tuple(TensorDescriptor(*x) if isinstance(x, Described) else x for x in args)
+    return tuple(TensorDescriptor(*x[:6]) if isinstance(x, Described) else x for x in args)
 
 
 def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
