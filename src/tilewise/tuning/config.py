@@ -18,7 +18,7 @@ class Config(NamedTuple):
     descriptors: bool = False
 
 
-SHORT = 1024
+SHORT = 1024  # rows that the portable kernels call few
 
 
 class Key(NamedTuple):
@@ -29,7 +29,7 @@ class Key(NamedTuple):
     block_d: int  # the larger head dim, padded to a power of two
     bits: int  # 16 or 32: the width of an element
     is_causal: bool  # the band is closed on the right
-    is_short: bool = False  # at most SHORT rows to cover: a program's start and end weigh more
+    is_short: bool = False  # few rows to cover: a program's start and end weigh more
 
 
 # Bytes of shared memory one program may use: the vendors' limits.
