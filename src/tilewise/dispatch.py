@@ -60,7 +60,7 @@ def ask(
         module = load(name)
         if direction not in module.DIRECTIONS:
             return f"it has no {direction}"
-        reason = module.supports(problem, device)
+        reason = module.supports(problem, device, direction)
         if (
             (reason is None or isinstance(reason, Slower))
             and module.NEEDS_ALIGNMENT
@@ -81,7 +81,7 @@ def choose(
 ) -> ModuleType:
     """The first backend that serves `problem` on `device`, or the one forced by name.
 
-    A backend that is forced and has no such direction (hopper has no backward) leaves it to the
+    A backend that is forced and has no such direction leaves it to the
     others. Raises NotImplementedError with every refusal if none serves the problem, and
     ArgumentError for an unknown name.
     """

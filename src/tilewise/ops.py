@@ -136,7 +136,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 
 def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
-    chosen = dispatch.choose(problem, q.device, backend, "backward")
+    is_aligned = aligned(q) and aligned(k) and aligned(v)
+    chosen = dispatch.choose(problem, q.device, backend, "backward", is_aligned)
     return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
 
 

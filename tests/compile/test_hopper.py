@@ -5,6 +5,7 @@ import torch
 import triton
 
 from tilewise.kernels.hopper import launch
+from tilewise.kernels.hopper.described import checked
 from tilewise.kernels.outputs import empty_out
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, build, stats
@@ -39,7 +40,7 @@ def compile_call(q, k, v, extras, scalars):
     out, lse = empty_out(problem, q)
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    compiled = build(launch.hopper_fwd_kernel, *launch.checked(args), on="sm90", **constants)
+    compiled = build(launch.hopper_fwd_kernel, *checked(args), on="sm90", **constants)
     return plan, compiled, launch.specialization(args)
 
 
@@ -69,7 +70,7 @@ def compiled_stats(
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
     constants = dict(FEATURES=plan.features, TILE=plan.tile)
     found = stats(
-        build(launch.hopper_fwd_kernel, *launch.checked(args), on="sm90", num_warps=4, **constants)
+        build(launch.hopper_fwd_kernel, *checked(args), on="sm90", num_warps=4, **constants)
     )
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found

@@ -28,11 +28,26 @@ def query_tile_in_group(tile, queue, seqlen_q, BLOCK_M: tl.constexpr):
     longest tiles come first.
     """
     m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    group = tile // (queue.together * m_blocks)
-    rest = tile - group * (queue.together * m_blocks)
+    rank, head, batch = _in_group(tile, queue, m_blocks)
+    return m_blocks - 1 - rank, head, batch
+
+
+@triton.jit
+def key_tile_in_group(tile, queue, seqlen_k, BLOCK_N: tl.constexpr):
+    """Tile number -> (n_block, head_k, batch): the same for tiles of keys, of which the first are
+    the longest.
+    """
+    return _in_group(tile, queue, tl.cdiv(seqlen_k, BLOCK_N))
+
+
+@triton.jit
+def _in_group(tile, queue, blocks):
+    """Tile number -> (which of its head's blocks, head, batch), the heads of a group in turns."""
+    group = tile // (queue.together * blocks)
+    rest = tile - group * (queue.together * blocks)
     width = tl.minimum(queue.together, queue.heads - group * queue.together)
     head = group * queue.together + rest % width
-    return m_blocks - 1 - rest // width, head % queue.nheads, head // queue.nheads
+    return rest // width, head % queue.nheads, head // queue.nheads
 
 
 @triton.jit

@@ -103,6 +103,17 @@ class Pipeline(NamedTuple):
     PACK: int  # heads of a group that share a tile, as neighbouring rows
 
 
+class KeyPipeline(NamedTuple):
+    """A tile of the Hopper backward: keys that a program holds, and blocks of queries that pass."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    ORDERED: bool  # whether tiles add to dQ in the order of their keys
+    LSE_FIRST: bool  # whether S starts from -lse, as it can unless something comes between
+
+
 class Lengths(NamedTuple):
     """How many queries and keys a sequence has, and the key that query 0 stands on."""
 

@@ -1,5 +1,5 @@
-"""The Hopper backend: FlashAttention-3's forward in Gluon, for sm_90, and for CPU tensors in the
-emulator.
+"""The Hopper backend: FlashAttention-3's forward and backward in Gluon, for sm_90, and for CPU
+tensors in the emulator.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from ...problem import Problem
 from ...testing.switch import emulator_seed
 
 if TYPE_CHECKING:
+    from .bwd_launch import backward
     from .launch import forward, prepare
 
 NAME = "hopper"
-DIRECTIONS = ("forward",)
+DIRECTIONS = ("forward", "backward")
 NEEDS_ALIGNMENT = True
 MAX_HEADDIM = 256
 DTYPES = (torch.float16, torch.bfloat16)
 
-__all__ = ["NAME", "forward", "prepare", "supports"]
+__all__ = ["NAME", "backward", "forward", "prepare", "supports"]
 
 
-def supports(problem: Problem, device: torch.device) -> str | None:
+def supports(problem: Problem, device: torch.device, direction: str = "forward") -> str | None:
     """None, or why this kernel does not serve the problem."""
     if device.type == "cpu" and emulator_seed() is None:
         return (
@@ -47,6 +48,8 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
     if max(problem.headdim, problem.headdim_v) <= 32:
         return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")
+    if direction == "backward" and problem.deterministic:
+        return Slower("where tiles add to dQ in turn, the portable kernels' own dQ is faster")
     return None
 
 
@@ -55,10 +58,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """`forward` and `prepare`, and with them Triton: a CPU call that asks us needs neither."""
-    if name not in ("forward", "prepare"):
+    """What the launches have, and with them Triton: a CPU call that asks us needs none of it."""
+    if name not in ("backward", "forward", "prepare"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import launch
+    from . import bwd_launch, launch
 
-    globals()[name] = getattr(launch, name)
+    globals()[name] = getattr(bwd_launch if name == "backward" else launch, name)
     return globals()[name]

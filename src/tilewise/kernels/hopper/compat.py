@@ -6,10 +6,12 @@ import inspect
 from typing import Any
 
 from triton.backends.nvidia import driver
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Direct:

@@ -56,7 +56,7 @@ def write_tile(
     heads = head_of_row(work.head, rows, FEATURES, TILE)
     finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
 
-    q_idx = query_of_row(work.m_start, rows, TILE)
+    q_idx = query_of_row(work.start, rows, TILE)
     exists = q_idx < call.sizes.seqlen_q
     if TILE.PACK > 1:
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
@@ -66,7 +66,7 @@ def write_tile(
     rescale = gl.convert_layout(finished.rescale, row_of(acc_o.type.layout))
     out = (acc_o * rescale[:, None]).to(output.desc.dtype)  # (64, BLOCK_DV)
     head_k, member = key_head(work.head, FEATURES, TILE)
-    m_start = work.m_start + WG * (64 // TILE.PACK)
+    m_start = work.start + WG * (64 // TILE.PACK)
     store_columns(out, output, WG, [work.batch, head_k, m_start, member], 0)
 
 

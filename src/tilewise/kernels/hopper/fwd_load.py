@@ -41,7 +41,7 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, FEATURES: gl.constexpr, 
         mail = after(mail, 2)
         head_k, member = key_head(work.head, FEATURES, TILE)
         for i in gl.static_range(WARPGROUPS):
-            m_start = work.m_start + i * (64 // TILE.PACK)
+            m_start = work.start + i * (64 // TILE.PACK)
             load(rings.q[i], q_at, q_desc, [work.batch, head_k, m_start, member, 0], q_shape)
         q_at = after(q_at, TILE.Q_STAGES)
         for i in range(work.last + 1 - work.first):
@@ -52,7 +52,7 @@ def load_partition(q_desc, k_desc, v_desc, rings, call, FEATURES: gl.constexpr, 
             has_before = True
         tile = next_tile
     load_step(rings.steps, at, k_desc, before, False, v_desc, before, True)
-    send(rings.mail, mail, Work(tile, 0, 0, 0, 0, 0, 0))
+    send(rings.mail, mail, Work(tile, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

@@ -98,7 +98,7 @@ def attend_partition(
     if EARLY:
         wait_full(steps, at, pred=share.blocks > 1)
 
-    while work.m_start != END:
+    while work.start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
         for i in range(1, share.blocks):
             if not EARLY:
@@ -124,7 +124,7 @@ def attend_partition(
         q_at = after(q_at, TILE.Q_STAGES)
         upcoming = receive(rings.mail, mail)
         mail = after(mail, 2)
-        goes_on = upcoming.m_start != END
+        goes_on = upcoming.start != END
         wait_full(q_ring, q_at, pred=goes_on)
         wait_full(steps, at)
         k_at = at
@@ -168,7 +168,7 @@ def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.cons
         return Share(blocks, 0, 0)
     else:
         ROWS: gl.constexpr = 64 // TILE.PACK
-        m_start = work.m_start + WG * ROWS
+        m_start = work.start + WG * ROWS
         has_rows = m_start < call.sizes.seqlen_q
         unseen = 0
         if FEATURES.RIGHT:
@@ -274,7 +274,7 @@ def to_scores(
     work = tile.work
     lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
     seq = Sequence(lengths, tile.slope_log2, call.numbers)
-    q_idx = query_of_row(work.m_start, tile.rows, TILE)[:, None]
+    q_idx = query_of_row(work.start, tile.rows, TILE)[:, None]
     k_idx = (n_block * N + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
     s = score(qk, q_idx, k_idx, seq, FEATURES).s
     scale = unit(seq, FEATURES)

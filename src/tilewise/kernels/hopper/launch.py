@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import NO_EXTRAS, Extras, Problem, Scalars
 from ...testing.switch import emulator_seed
@@ -25,6 +24,8 @@ from ..arguments import features_of, numbers_of, optionals_of, sizes_of
 from ..outputs import empty_out
 from ..relaunch import is_watched, relaunch
 from .compat import Direct, direct
+from .counters import counter, counter_of, processors
+from .described import ASM, ELEMENTS, Described, by_head, checked, valid
 from .fwd import hopper_fwd_kernel
 
 Tensor = torch.Tensor
@@ -32,7 +33,6 @@ ROWS = 64  # of a warpgroup's tile
 SHORT = 2048  # rows up to which a tile of two warpgroups may be faster than one of three
 MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 class Plan(NamedTuple):
@@ -91,7 +91,7 @@ class Launch:
         described = [known.get(x.data_ptr()) for known, x in zip(self.encoded, (q, k, v, out))]
         if None in described:
             described = self._encode(kernel, q, k, v, out)
-        counter = _counter(q.device, self.device, stream)
+        tiles = counter(q.device, self.device, stream)
         for_keys, for_values, for_out = described[1:]
         kernel(
             stream,
@@ -100,7 +100,7 @@ class Launch:
             *for_values,
             *for_out,
             lse,
-            (counter, *self.queue[1:]),
+            (tiles, *self.queue[1:]),
             *self.args,
         )
         return out, lse
@@ -132,8 +132,7 @@ class Launch:
             from ...testing.hopper import emulate
 
             programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-            asm = {"tanh.approx.f32 $0, $1;": torch.tanh}
-            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
+            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=ASM)[(programs,)]
             kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
             return
         programs = min(queue.tiles, processors(q.device))
@@ -221,20 +220,6 @@ def shared_memory(tile: Pipeline, out_columns: int) -> int:
     return 2 * (q + kv + tile.WARPGROUPS * ROWS * out_columns) + 1024
 
 
-class Described(NamedTuple):
-    """A tensor as the copy engine takes it: the fields of a TensorDescriptor, without its checks,
-    which would take as long as the launch.
-    """
-
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: Any
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False  # Triton 3.8 and later ask
-
-
 def descriptors(
     problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> tuple[Described, ...]:
@@ -249,32 +234,15 @@ def descriptors(
         batch, rows, heads, columns = x.shape
         by_batch, by_row, by_head, _ = x.stride()
         shape = [batch, heads // group, rows, group]
-        strides = _valid(shape, [by_batch, by_head * group, by_row, by_head])
-        return Described(x, [*shape, columns], [*strides, 1], block, layout)
-
-    def of_keys(x: Tensor, block: list[int], layout: Any) -> Described:
-        batch, rows, heads, columns = x.shape
-        by_batch, by_row, by_head, _ = x.stride()
-        shape = [batch, heads, rows]
-        strides = _valid(shape, [by_batch, by_head, by_row])
+        strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
         return Described(x, [*shape, columns], [*strides, 1], block, layout)
 
     return (
         of_queries(q, plan.q_block, plan.layouts[0]),
-        of_keys(k, plan.k_block, plan.layouts[1]),
-        of_keys(v, plan.v_block, plan.layouts[2]),
+        by_head(k, plan.k_block, plan.layouts[1]),
+        by_head(v, plan.v_block, plan.layouts[2]),
         of_queries(out, plan.out_block, plan.layouts[3]),
     )
-
-
-def _valid(shape: list[int], strides: list[int]) -> list[int]:
-    """Between elements of which there is one, any stride; the copy engine wants a multiple of 8."""
-    return [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
-
-
-def checked(args: tuple) -> tuple:
-    """The same arguments as Triton's front end takes them."""
-    return tuple(TensorDescriptor(*x[:6]) if isinstance(x, Described) else x for x in args)
 
 
 def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
@@ -291,7 +259,7 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
         # Evenly: a last group of few heads ends with long tiles that nothing levels out
         # (headdim 256, 16Ki: 8 heads as 6 and 2 take 1.14 times as long as 4 and 4)
         together = triton.cdiv(heads, triton.cdiv(heads, most))
-    return Queue(_counter_of(q.device), heads * m_blocks, nheads, heads, together)
+    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, together)
 
 
 def group_bytes(seqlen_k: int) -> int:
@@ -303,37 +271,6 @@ def group_bytes(seqlen_k: int) -> int:
     and 609).
     """
     return min(64, max(16, seqlen_k * 16 // 1024)) * MEGABYTE
-
-
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _counter_of(device: torch.device) -> Tensor:
-    """The counter of a launch on the device's current stream."""
-    if device.type == "cpu":
-        return torch.zeros(1, dtype=torch.int32)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _counter(device, index, torch._C._cuda_getCurrentRawStream(index))
-
-
-def _counter(device: torch.device, index: int, stream: int) -> Tensor:
-    """The counter that hands out tiles: 0 before and after every launch.
-
-    Launches of one stream follow each other and share it. A captured graph, which may be replayed
-    beside them, gets one of its own.
-    """
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = index, stream
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
-
-
-@functools.lru_cache(maxsize=64)
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors, one program each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _compiled: dict[tuple, Any] = {}

@@ -1,4 +1,5 @@
-"""What a program works on: a tile of queries, handed out by a counter, and its blocks of keys.
+"""What a program works on: a tile of queries, handed out by a counter, and its blocks of keys; in
+the backward a tile of keys, and its blocks of queries.
 
 The load warp draws tile numbers, works out what they stand for and puts that into a mailbox, a ring
 of a few numbers a slot, which all matmul warpgroups read. So everybody walks the same list of
@@ -11,14 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tile.bounds import key_blocks
-from ...tile.schedule import query_tile_in_group
+from ...tile.bounds import key_blocks, query_blocks
+from ...tile.schedule import key_tile_in_group, query_tile_in_group
 from ...tile.seqlen import lengths_of
 from ...tile.types import Numbers, Optionals, Queue, Sequence, Sizes
 from .pipeline import wait_empty, wait_full
 
-END = gl.constexpr(-1)  # the tile number, and the m_start, that says: no more
-WORDS = gl.constexpr(8)  # of a letter, of which seven are used: a tile's sides are powers of two
+END = gl.constexpr(-1)  # the tile number, and the start, that says: no more
+WORDS = gl.constexpr(8)  # of a letter
 
 
 class Call(NamedTuple):
@@ -31,17 +32,18 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One tile of queries, and the key blocks it visits: `first` to `last`. Those in [full_first,
-    full_stop) need no mask.
+    """One tile, from row `start` of its side, and the blocks of the other side that it visits:
+    `first` to `last`, beginning with `begin`. Those in [full_first, full_stop) need no mask.
     """
 
-    m_start: gl.tensor
+    start: gl.tensor
     head: gl.tensor  # a key head, where its query heads share a tile
     batch: gl.tensor
     last: gl.tensor
     first: gl.tensor
     full_first: gl.tensor
     full_stop: gl.tensor
+    begin: gl.tensor
 
 
 @gluon.jit
@@ -52,7 +54,29 @@ def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
     blocks = key_blocks(m_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
-    return Work(m_start, head, batch, last, blocks.first, blocks.full_first, blocks.full_stop)
+    full_first, full_stop = blocks.full_first, blocks.full_stop
+    return Work(m_start, head, batch, last, blocks.first, full_first, full_stop, blocks.first)
+
+
+@gluon.jit
+def open_key_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The same for a tile of keys, whose head is a key head.
+
+    Where it reaches past the last key all its blocks are partial: keys that are not there may not
+    reach dQ, not even as infinity times zero. Without a band each tile of a head begins with
+    another block, lest all add to the same dQ at the same time.
+    """
+    n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
+    n_start = n_block * TILE.BLOCK_N
+    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
+    blocks = query_blocks(n_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    last = gl.maximum(blocks.stop - 1, blocks.first)
+    is_whole = n_start + TILE.BLOCK_N <= lengths.seqlen_k
+    full_stop = gl.where(is_whole, blocks.full_stop, blocks.full_first)
+    begin = blocks.first
+    if not (FEATURES.LEFT or FEATURES.RIGHT or TILE.ORDERED):
+        begin += n_block % (last + 1 - blocks.first)
+    return Work(n_start, head, batch, last, blocks.first, blocks.full_first, full_stop, begin)
 
 
 @gluon.jit
@@ -103,12 +127,13 @@ def draw(queue):
 def send(mailbox, cursor, work):
     """Puts a tile into the mailbox."""
     word = gl.arange(0, WORDS, gl.BlockedLayout([WORDS], [32], [1], [0]))
-    letter = gl.where(word == 0, work.m_start, work.full_stop)
+    letter = gl.where(word == 0, work.start, work.begin)
     letter = gl.where(word == 1, work.head, letter)
     letter = gl.where(word == 2, work.batch, letter)
     letter = gl.where(word == 3, work.last, letter)
     letter = gl.where(word == 4, work.first, letter)
     letter = gl.where(word == 5, work.full_first, letter)
+    letter = gl.where(word == 6, work.full_stop, letter)
     wait_empty(mailbox, cursor)
     mailbox.slots.index(cursor.slot).store(letter)
     mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
@@ -130,4 +155,5 @@ def receive(mailbox, cursor):
         gl.sum(gl.where(word == 4, letter, 0), 0),
         gl.sum(gl.where(word == 5, letter, 0), 0),
         gl.sum(gl.where(word == 6, letter, 0), 0),
+        gl.sum(gl.where(word == 7, letter, 0), 0),
     )

@@ -19,7 +19,7 @@ from ...tile.bounds import count_partial, partial_block, query_blocks
 from ...tile.schedule import key_tile
 from ...tile.seqlen import lengths_of, sequence_of
 from ...tile.softmax import lse_to_log2
-from .io import (
+from ..io import (
     load_once,
     load_rows,
     load_stats,

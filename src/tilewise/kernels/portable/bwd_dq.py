@@ -12,7 +12,7 @@ from ...tile.bounds import count_partial, key_blocks, partial_block
 from ...tile.schedule import query_tile
 from ...tile.seqlen import sequence_of
 from ...tile.softmax import lse_to_log2
-from .io import (
+from ..io import (
     load_once,
     load_rows,
     load_stats,

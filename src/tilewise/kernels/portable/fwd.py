@@ -13,7 +13,7 @@ from ...tile.bounds import count_partial, key_blocks, partial_block
 from ...tile.schedule import query_tile
 from ...tile.seqlen import sequence_of
 from ...tile.softmax import finish, load_sink
-from .io import load_once, open_rows, row_stats, store_rows
+from ..io import load_once, open_rows, row_stats, store_rows
 from .step import RowState, attend
 
 

@@ -18,9 +18,9 @@ from ...tile.types import Strided, Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, is_overridden, select
 from ..arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
+from ..bwd_delta import bwd_delta_kernel
 from ..outputs import empty_grads, empty_out
 from ..relaunch import is_watched, relaunch
-from .bwd_delta import bwd_delta_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fwd import attn_fwd_kernel
@@ -201,7 +201,11 @@ def run_delta(
     parts = None if dsinks is None else lse.new_empty(batch, nheads, m_blocks)
     dlse = None if dlse is None else dlse.contiguous()
     shared = (optionals_of(extras), sizes_of(out, out))
-    run(plan._replace(args=(strided(out), strided(dout), lse, dlse, delta, parts, *shared)))
+    run(
+        plan._replace(
+            args=(strided(out), strided(dout), lse, dlse, delta, None, None, parts, *shared)
+        )
+    )
     if dsinks is not None:
         dsinks.copy_(parts.sum((0, 2)))
     return delta

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ...tile.gradient import probabilities, score_gradient
 from ...tile.mask import apply_mask
 from ...tile.score import score, unit
 from ...tile.softmax import online_step
-from .io import load_rows
+from ..io import load_rows
 
 
 class RowState(NamedTuple):
@@ -80,8 +81,5 @@ def recompute(
     transpose. lse is in base 2.
     """
     scored = score(qk, q_idx, k_idx, seq, FEATURES)
-    s = scored.s
-    if MASKED:
-        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-    p = tl.exp2(s * unit(seq, FEATURES) - lse)
-    return Recomputed(p, p * (dp - delta) * scored.derivative)
+    p = probabilities(scored.s, -lse, q_idx, k_idx, seq, FEATURES, MASKED)
+    return Recomputed(p, score_gradient(p, dp - delta, scored.derivative))

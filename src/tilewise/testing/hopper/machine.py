@@ -23,6 +23,7 @@ SHARED_MEMORY = 232448  # bytes one CTA may have on Hopper: 227 KiB
 
 # How often a partition gives its turn away unforced, and how often all sleepers wake up.
 _RESTLESSNESS, _WAKING = 0.5, 0.02
+_SPINNING = 50  # turns in which nothing changes but a loop that polls memory: copies land then
 # Turns that may pass without a phase ending, a copy landing or a partition leaving.
 _PATIENCE = 1_000_000
 
@@ -239,7 +240,8 @@ class Machine:
         if self.turns > _PATIENCE:
             raise self._deadlock(f"nothing changed in {_PATIENCE} turns, a loop may spin for ever")
         while True:
-            if self.in_flight and self.random.random() < self.haste:
+            is_due = self.random.random() < self.haste or self.turns > _SPINNING
+            if self.in_flight and is_due:
                 self._advance()
             ready = [p for p in self.partitions if p.condition is None or p.condition()]
             if ready:

@@ -4,14 +4,28 @@ delta is what softmax's Jacobian subtracts from every dP of a row (FlashAttentio
 line 4). A gradient that comes in through lse adds dlse * P to dS, which is the same as a smaller
 delta. A sink is a logit without a value: its dS is P_sink (0 - delta) with P_sink = exp(sink -
 lse), summed here over a tile's rows and on the host over tiles.
+
+Where dQ is added up in memory, its rows are set to zero on the way, and so are the counters that
+say whose turn it is to add.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ...tile.schedule import query_tile
-from ...tile.softmax import load_sink, lse_to_log2
+from ..tile.schedule import query_tile
+from ..tile.softmax import load_sink, lse_to_log2
 from .io import load_once, load_stats, row_stats
+
+
+class Accumulated(NamedTuple):
+    """What a backward needs that adds up dQ: all is filled here."""
+
+    dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32
+    stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
+    padded: int  # seqlen_q in whole tiles
+    lse_unit: float  # what the stored lse is a multiple of, in base 2
 
 
 @triton.jit
@@ -21,6 +35,8 @@ def bwd_delta_kernel(
     lse,
     dlse,
     delta,
+    accumulated,
+    turns,
     sink_parts,
     optionals,
     sizes,
@@ -43,7 +59,23 @@ def bwd_delta_kernel(
         dlse_row = load_stats(row_stats(dlse, batch, head, sizes), q_idx, sizes, 0.0, True)
         # a row that saw no key has no gradient, whatever comes in
         row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
-    tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=q_idx < sizes.seqlen_q)
+    exists = q_idx < sizes.seqlen_q
+    if accumulated is None:
+        tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=exists)
+    else:
+        batch_head = batch.to(tl.int64) * sizes.nheads + head
+        row = accumulated.stats + batch_head * 2 * accumulated.padded
+        # rows past the end count as rows that saw nothing
+        tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
+        tl.store(row + accumulated.padded + q_idx, -row_delta)
+        BLOCK_D: tl.constexpr = TILE.BLOCK_D
+        cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        tl.store(
+            accumulated.dq + (batch_head * accumulated.padded + m_start) * BLOCK_D + cells, zeros
+        )
+        if turns is not None:  # int32, eight a tile
+            tl.store(turns + tile * 8 + tl.arange(0, 8), tl.zeros([8], tl.int32))
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         tl.store(sink_parts + tile, -tl.sum(p_sink * row_delta, 0))

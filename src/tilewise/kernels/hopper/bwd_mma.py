@@ -1,0 +1,311 @@
+"""The matmul warpgroups of the backward: FlashAttention-2, algorithm 2, each with 64 of a tile's
+keys.
+
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
+
+S and dP are computed transposed, so that P^T and dS^T are in registers just where wgmma wants its
+left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each
+warpgroup computes half of dQ. It does so a block late, when the other's dS has long been there:
+the two need not keep step, and one computes with vectors while the other computes with matrices.
+
+Of a thread's 240 registers dK and dV take 128 at headdim 128, and the tiles of a block up to 80:
+the rest is what every address and counter has to fit in. Where the code counts steps instead of
+keeping cursors, that is why.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...tile.gradient import probabilities, score_gradient
+from ...tile.score import load_slope, score
+from ...tile.seqlen import lengths_of
+from ...tile.types import Sequence
+from .bwd_blocks import block_after, block_before, count_blocks, first_block
+from .compat import tma_store
+from .layouts import accumulator, by_register, column_of, left_operand, row_of
+from .pipeline import Cursor, after, release, start, wait_full
+from .turns import await_turn, pass_turn, rank_of
+from .work import END, is_partial, receive
+
+
+class Recomputed(NamedTuple):
+    """A block of probabilities, and the derivative of its scores."""
+
+    p: gl.tensor  # (64, BLOCK_M)
+    derivative: gl.tensor
+
+
+@gluon.jit
+def grad_partition(
+    WG: gl.constexpr, rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    M: gl.constexpr = TILE.BLOCK_M
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    S_LAYOUT: gl.constexpr = accumulator(M)
+    K_LAYOUT: gl.constexpr = accumulator(D)
+    V_LAYOUT: gl.constexpr = accumulator(DV)
+    dtype: gl.constexpr = outputs.dk.dtype
+    # -lse and -delta are loaded long before they are needed, as shared memory is busy; but of a
+    # tall block there are too many to keep
+    AHEAD: gl.constexpr = M == 64
+    EARLY: gl.constexpr = M == 64 or FEATURES.RIGHT
+    keys = rings.keys
+    queries = rings.queries
+    exchange = rings.exchange
+    no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
+
+    step = gl.to_tensor(0)  # blocks so far
+    tiles = gl.to_tensor(0)
+    turn = start()
+    last_turn = Cursor(turn.slot + 2, turn.phase)
+    work = receive(rings.mail, nth(tiles))
+    while work.start != END:
+        dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
+        dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
+        blocks = count_blocks(work, FEATURES)
+        block = first_block(work, FEATURES)
+        # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
+        wait_full(keys, Cursor(0, tiles & 1))
+        wait_full(queries, nth(step))
+        minus_lse = load_row(queries.minus_lse, step, no_scores)
+        left = half_of(keys.k, WG, step)
+        pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
+        minus_delta = load_row(queries.minus_delta, step, no_scores)
+        s = warpgroup_mma_wait(0, deps=[pending_s])
+        for i in range(blocks):
+            # dP^T = V dO^T - delta, while P is recomputed
+            if not AHEAD:
+                minus_delta = load_row(queries.minus_delta, step, no_scores)
+            left = half_of(keys.v, WG, step)
+            pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
+            q_start, k_start = block.m_block * M, work.start + WG * 64
+            if not TILE.LSE_FIRST:
+                minus_lse = load_row(queries.minus_lse, step, no_scores)
+            tile = recompute(s, minus_lse, q_start, k_start, work, block, call, FEATURES, TILE)
+            dp = warpgroup_mma_wait(0, deps=[pending_dp])
+            # dV += P^T dO, while dS is made
+            left = gl.convert_layout(tile.p.to(dtype), left_operand(V_LAYOUT))
+            pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
+            ds = score_gradient(tile.p, dp, tile.derivative).to(dtype)
+            wait_full(exchange, last_turn, pred=i > 0)
+            exchange.ds.index(turn.slot).slice(WG * 64, 64, 0).store(ds)
+            fence_async_shared()  # what threads wrote, before wgmma reads it
+            mbarrier.arrive(exchange.full.index(turn.slot), count=1)
+            # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
+            # block and after the last one, from what lies there, and not used
+            dv = warpgroup_mma_wait(0, deps=[pending_dv])
+            goes_on = i + 1 < blocks
+            if TILE.LSE_FIRST:
+                wait_full(queries, nth(step + 1), pred=goes_on)
+                minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
+            pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
+            left = gl.convert_layout(ds, left_operand(K_LAYOUT))
+            pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
+            if not EARLY:
+                dq = warpgroup_mma_wait(1, deps=[pending_dq])
+                if i > 0:
+                    before = block_before(block, work, FEATURES)
+                    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
+            if not TILE.LSE_FIRST:
+                wait_full(queries, nth(step + 1), pred=goes_on)
+            left = half_of(keys.k, WG, step)
+            pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
+            if EARLY:
+                dq = warpgroup_mma_wait(2, deps=[pending_dq])
+                if i > 0:
+                    before = block_before(block, work, FEATURES)
+                    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
+            if AHEAD:
+                minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
+            dk = warpgroup_mma_wait(1, deps=[pending_dk])
+            release(queries, nth(step))
+            last_turn = turn
+            turn = after(turn, 3)
+            block = block_after(block, work, FEATURES)
+            step += 1
+            # No matmul may be on its way when the loop turns: the compiler would serialize all
+            s = warpgroup_mma_wait(0, deps=[pending_s])
+        wait_full(exchange, last_turn)
+        pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
+        dq = warpgroup_mma_wait(0, deps=[pending_dq])
+        before = block_before(block, work, FEATURES)
+        add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
+        release(keys, Cursor(0, 0))
+        rows = work.start + WG * 64
+        write_rows((dk * call.numbers.scale).to(dtype), outputs.dk, outputs, work, rows, WG)
+        write_rows(dv.to(dtype), outputs.dv, outputs, work, rows, WG)
+        tiles += 1
+        work = receive(rings.mail, nth(tiles))
+    tma.store_wait(0)  # the copy engine still reads the last tile from shared memory
+
+
+@gluon.jit
+def nth(step):
+    """Where the n-th step stands in a ring of two slots."""
+    return Cursor(step & 1, (step >> 1) & 1)
+
+
+@gluon.jit
+def here(slots, step):
+    """The one slot of K or V, by an index that is always 0 and that the compiler cannot know.
+
+    It would otherwise compute the operands of all wgmma instructions before the loop, 16 registers
+    of them for each of K and V, and spill as many.
+    """
+    return slots.index(step >> 30)
+
+
+@gluon.jit
+def half_of(slots, WG: gl.constexpr, step):
+    """The warpgroup's 64 rows of K or V: (64, BLOCK_D)."""
+    return here(slots, step).slice(WG * 64, 64, 0)
+
+
+@gluon.jit
+def load_row(row, step, like):
+    """One number a query, (1, BLOCK_M), beside a tile `like` this one."""
+    return row.index(step & 1).load(like.type.layout)
+
+
+@gluon.jit
+def multiply_queries(left, queries, step, minus_lse, no_scores, TILE: gl.constexpr):
+    """Starts S^T - lse = K Q^T - lse, lse in units of a raw score: (64, BLOCK_M)."""
+    right = queries.q.index(step & 1).permute((1, 0))
+    if TILE.LSE_FIRST:
+        first = minus_lse.broadcast_to(no_scores.shape)
+        return warpgroup_mma(left, right, first, is_async=True)
+    else:
+        return warpgroup_mma(left, right, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_values(left, queries, step, minus_delta, no_scores):
+    """Starts dP^T - delta = V dO^T - delta: (64, BLOCK_M). The accumulator starts at -delta, so
+    that nobody has to subtract it when no matmul is on its way.
+    """
+    right = queries.do.index(step & 1).permute((1, 0))
+    return warpgroup_mma(left, right, minus_delta.broadcast_to(no_scores.shape), is_async=True)
+
+
+@gluon.jit
+def multiply_scores(ds, k, step, WG: gl.constexpr, TILE: gl.constexpr):
+    """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one."""
+    right = here(k, step)
+    if TILE.BLOCK_M == 128:
+        COLUMNS: gl.constexpr = TILE.BLOCK_D
+        left = ds.slice(WG * 64, 64, 1).permute((1, 0))
+    else:
+        COLUMNS: gl.constexpr = TILE.BLOCK_D // 2
+        left = ds.permute((1, 0))
+        right = right.slice(WG * COLUMNS, COLUMNS, 1)
+    nothing = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS))
+    return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_dq(
+    dq,
+    outputs,
+    work,
+    block,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
+    bytes a thread, 512 neighbours a warp.
+
+    Nothing waits for it, and it costs no shared memory, whose bandwidth the matmuls need: by way of
+    shared memory and the copy engine's reduce-add (TMA) headdim 64 was 6 % slower.
+    """
+    C: gl.constexpr = dq.shape[1]
+    x = in_register_order(dq)
+    heads = work.batch.to(gl.int64) * call.sizes.nheads + block.head
+    # The kernel that makes dQ of this takes 128 rows at a time
+    blocks = heads * (gl.cdiv(call.sizes.seqlen_q, 128) * (128 // TILE.BLOCK_M)) + block.m_block
+    part = blocks * PARTS + PART
+    cells = outputs.dq + part * (64 * C) + gl.arange(0, 64 * C, x.type.layout)
+    if TILE.ORDERED:
+        rank, is_visited = rank_of(work, block, call, FEATURES, TILE)
+        if is_visited:
+            await_turn(outputs.turns + part, rank)
+            gl.atomic_add(cells, x, sem="relaxed")
+            pass_turn(outputs.turns + part, rank)
+    else:
+        gl.atomic_add(cells, x, sem="relaxed")
+
+
+@gluon.jit
+def in_register_order(x):
+    """A (64, C) accumulator as a vector in which four registers of a thread are neighbours: nothing
+    moves.
+    """
+    C: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = by_register(64 * C)
+    # A warp has 16 rows, in halves of 8; a thread has 2 columns of 8 in both halves
+    x = x.reshape([4, 2, 8, C // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([64 * C])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def in_accumulator_order(x, layout: gl.constexpr):
+    """The (64, C) accumulator that such a vector was."""
+    C: gl.constexpr = x.shape[0] // 64
+    x = x.reshape([C // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([64, C])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr):
+    """Stores 64 rows of dK or dV, by way of the warpgroup's buffer."""
+    shape: gl.constexpr = desc.block_type.shape
+    buffer = outputs.smem.index(WG)
+    tma.store_wait(0)  # the copy engine has read from here what was stored before
+    buffer.store(rows)
+    fence_async_shared()  # what threads wrote, before the copy engine reads it
+    tma_store(desc, [work.batch, work.head, start, 0], buffer.reshape(shape))
+
+
+@gluon.jit
+def recompute(
+    qk,
+    minus_lse,
+    q_start,
+    k_start,
+    work,
+    block,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """P^T of a block, masked where it needs it.
+
+    The branch does more than save the mask: the compiler may not move the wait for dP before it. So
+    the exponentials belong inside, and run beside dP.
+    """
+    S_LAYOUT: gl.constexpr = qk.type.layout
+    lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+    slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
+    seq = Sequence(lengths, slope, call.numbers)
+    q_idx = (q_start + gl.arange(0, qk.shape[1], column_of(S_LAYOUT)))[None, :]
+    k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
+    minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
+    scored = score(qk, q_idx, k_idx, seq, FEATURES)
+    p = scored.s
+    if is_partial(block.m_block, work):
+        p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, True)
+    else:
+        p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, False)
+    return Recomputed(p, scored.derivative)

@@ -1,0 +1,110 @@
+"""The backward for Hopper where head dims are wider than 128: 64 keys a program.
+
+The parts are those of bwd.py; what the two warpgroups share out between them is in bwd_wide_mma.py.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .bwd import Inputs, Keys, Queries, Rings
+from .bwd_load import load_partition
+from .bwd_wide_mma import key_partition, value_partition
+from .layouts import shared
+from .pipeline import make_barriers, make_ring
+from .work import WORDS, Call
+
+
+class Outputs(NamedTuple):
+    """What the matmul warpgroups write to. dK and dV pass through the shared memory of K and V."""
+
+    dq: gl.tensor  # the accumulator, in the order of registers
+    turns: gl.tensor  # whose turn it is to add to a part of a block, where that is ordered
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+
+
+class Gradients(NamedTuple):
+    """dS^T of two blocks, (2, BLOCK_N, BLOCK_M)."""
+
+    slots: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+class Exchange(NamedTuple):
+    """What one warpgroup makes and the other needs. There is no `empty` barrier:
+
+    P of a block is written after `full` of dS of the block before, which was made from the P there.
+    dS of a block is made after its P is there, and that is written by who has finished dQ of the
+    block two before, the last reader of this slot.
+    """
+
+    p: gl.shared_memory_descriptor  # (BLOCK_N * BLOCK_M,), fp32, in the order of registers
+    p_full: gl.shared_memory_descriptor
+    ds: Gradients
+    done: gl.shared_memory_descriptor  # both have read K and V of a tile for the last time
+
+
+@gluon.jit
+def hopper_bwd_wide_kernel(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    stats_desc,
+    dq,
+    turns,
+    dk_desc,
+    dv_desc,
+    queue,
+    optionals,
+    sizes,
+    numbers,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    M: gl.constexpr = TILE.BLOCK_M
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    k_smem = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype))
+    v_smem = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype))
+    full, empty = make_barriers(1, 1, 2)
+    keys = Keys(k_smem, v_smem, full, empty)
+    q_smem = gl.allocate_shared_memory(dtype, [2, M, D], shared(M, D, dtype))
+    do_smem = gl.allocate_shared_memory(dtype, [2, M, DV], shared(M, DV, dtype))
+    row: gl.constexpr = shared(1, M, gl.float32)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
+    full, empty = make_barriers(2, 1, 2)
+    queries = Queries(q_smem, do_smem, lse_smem, delta_smem, full, empty)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    p_smem = gl.allocate_shared_memory(gl.float32, [N * M], flat)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(p_full, count=1)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, N, M], shared(N, M, dtype))
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ds_full.index(0), count=1)
+    mbarrier.init(ds_full.index(1), count=1)
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(done, count=2)
+    exchange = Exchange(p_smem, p_full, Gradients(ds_smem, ds_full), done)
+    mail = make_ring(gl.int32, [WORDS], flat, 2, 1, 2)
+    fence_async_shared()  # barriers are made before a copy arrives at one
+
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc)
+    outputs = Outputs(dq, turns, dk_desc, dv_desc)
+    rings = Rings(keys, queries, exchange, mail)
+    call = Call(queue, optionals, sizes, numbers)
+    gl.warp_specialize(
+        [
+            (value_partition, (rings, outputs, call, FEATURES, TILE)),
+            (key_partition, (rings, outputs, call, FEATURES, TILE)),
+            (load_partition, (inputs, rings, call, FEATURES, TILE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

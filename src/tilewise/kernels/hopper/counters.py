@@ -1,0 +1,39 @@
+"""The counters that hand out tiles, one a stream."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+Tensor = torch.Tensor
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter_of(device: torch.device) -> Tensor:
+    """The counter of a launch on the device's current stream."""
+    if device.type == "cpu":
+        return torch.zeros(1, dtype=torch.int32)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return counter(device, index, torch._C._cuda_getCurrentRawStream(index))
+
+
+def counter(device: torch.device, index: int, stream: int) -> Tensor:
+    """The counter that hands out tiles: 0 before and after every launch.
+
+    Launches of one stream follow each other and share it. A captured graph, which may be replayed
+    beside them, gets one of its own.
+    """
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = index, stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+@functools.lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors, one program each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
