@@ -1,0 +1,108 @@
+"""The Hopper backward compiles for sm_90: fits, has wgmma, keeps its registers."""
+
+import pytest
+import torch
+import triton
+
+from tilewise.kernels.arguments import numbers_of, optionals_of, sizes_of, strided
+from tilewise.kernels.bwd_delta import Accumulated, bwd_delta_kernel
+from tilewise.kernels.hopper import bwd_launch
+from tilewise.kernels.hopper.described import checked
+from tilewise.kernels.outputs import empty_grads
+from tilewise.problem import Extras, Scalars, describe
+from tilewise.testing import SMEM_LIMIT, build, stats
+
+pytestmark = pytest.mark.compile
+
+# Bytes a thread may spill, by the wider padded head dim; Triton 3.6, with which all was measured.
+# Tall blocks of headdim 64 spill what the loop does not need; softcap's derivative takes 32
+# registers that headdim 128 does not have.
+IS_MEASURED = triton.__version__.startswith("3.6.")
+SPILLS = {64: 120, 128: 8, 256: 40}
+SOFTCAP_SPILLS = 330
+
+FEATURES = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, left=100),
+    "alibi": dict(causal=True, alibi=True),
+    "softcap": dict(causal=True, softcap=30.0),
+    "groups": dict(nheads_k=1),
+    "turns": dict(causal=True, deterministic=True),
+}
+
+
+def launch_of(
+    headdim,
+    headdim_v=0,
+    nheads_k=4,
+    causal=False,
+    left=-1,
+    softcap=0.0,
+    alibi=False,
+    deterministic=False,
+    dtype=torch.bfloat16,
+):
+    """The plan of a call, and the arguments of its kernels before and at the core."""
+    q = torch.empty(2, 4096, 4, headdim, dtype=dtype)
+    k = torch.empty(2, 4096, nheads_k, headdim, dtype=dtype)
+    v = torch.empty(2, 4096, nheads_k, headdim_v or headdim, dtype=dtype)
+    out, lse = torch.empty(2, 4096, 4, v.shape[-1], dtype=dtype), torch.empty(2, 4, 4096)
+    extras = Extras(torch.ones(4) if alibi else None)
+    scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
+    problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
+    plan = bwd_launch.plan_of(problem, True)
+    turns = torch.empty(2, 4, 32, 8, dtype=torch.int32) if deterministic else None
+    dq, row_stats = torch.empty(2, 4, 4096, plan.tile.BLOCK_D), torch.empty(2, 4, 2, 4096)
+    added = Accumulated(dq, row_stats, 4096, 1.0), turns
+    groups = optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k)
+    grads = empty_grads(q, k, v, None)
+    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads)
+    before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
+    return plan, (*args, *groups), before
+
+
+def compiled_stats(*headdims, **features):
+    plan, args, before = launch_of(*headdims, **features)
+    narrow, wide = bwd_launch.hopper_bwd_kernel, bwd_launch.hopper_bwd_wide_kernel
+    kernel = narrow if plan.tile.BLOCK_N == 128 else wide
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    found = stats(build(kernel, *checked(args), on="sm90", **constants))
+    assert found["smem"] <= SMEM_LIMIT["sm90"], found
+    assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
+    if IS_MEASURED:
+        assert not found["wgmma_serialized"], found
+        widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
+        extra = SOFTCAP_SPILLS if features.get("softcap") else 0
+        extra += 100 if features.get("deterministic") else 0
+        assert found["spill_stores"] <= SPILLS[widest] + extra, found
+    edge = dict(FEATURES=plan.features, TILE=plan.edge, num_warps=8)
+    assert stats(build(bwd_delta_kernel, *before, on="sm90", **edge))["spill_stores"] == 0
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain(headdim, causal):
+    compiled_stats(headdim, causal=causal)
+
+
+def test_turns():
+    compiled_stats(128, causal=True, deterministic=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name, headdim):
+    compiled_stats(headdim, **FEATURES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdims", [(72, 72), (192, 128), (64, 256), (40, 40)], ids=str)
+def test_padded_headdims(headdims):
+    compiled_stats(*headdims)
+
+
+@pytest.mark.slow
+def test_fp16():
+    compiled_stats(128, dtype=torch.float16)

@@ -1,0 +1,200 @@
+"""The Hopper backward: who gets it, turns, its memory order, and the same bits where promised."""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import dispatch
+from tilewise.errors import Slower
+from tilewise.kernels import hopper
+from tilewise.kernels.hopper import bwd_launch
+from tilewise.problem import Extras, Scalars, describe
+from tilewise.testing import use_emulator
+from tilewise.testing.cases import Case, run_case
+from tilewise.testing.inputs import Features, Sizes
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in range(12)]
+
+VARIANTS = {
+    "groups": Case("a", Sizes(1, 300, 300, 4, 2, 64), Features()),  # blocks begin in their midst
+    "groups-causal": Case("b", Sizes(1, 200, 313, 4, 2, 128), Features(causal=True)),
+    "unseen-keys": Case("c", Sizes(1, 100, 500, 2, 2, 64), Features(causal="top_left")),
+    "tall": Case("d", Sizes(2, 260, 130, 2, 2, 64), Features(lse_grad=True)),
+    "no-registers-left": Case("e", Sizes(1, 200, 150, 2, 2, 64), Features(softcap=3.0)),
+    "wide": Case("f", Sizes(1, 130, 150, 2, 1, 256), Features()),
+    "three-quarters": Case("g", Sizes(1, 150, 100, 2, 2, 192, 128), Features(causal=True)),
+    "wide-values": Case("h", Sizes(1, 100, 90, 2, 2, 64, 256), Features(window=(30, 10))),
+}
+
+
+def problem_of(headdim, headdim_v=0, deterministic=False, extras=None, **scalars):
+    q, v = torch.empty(1, 8, 2, headdim, dtype=BF16), torch.empty(1, 8, 2, headdim_v or headdim)
+    scalars = Scalars(**{"scale": 0.1, **scalars})
+    return describe(q, q, v, extras or Extras(), scalars, "bottom_right", deterministic)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_order_of_events(name, seed):
+    """No deadlock, no wrong phase and no missing wait, whoever runs first."""
+    records = run_case(VARIANTS[name], "hopper", "cpu", BF16, seed)
+    failures = [str(record) for record in records if not record.verdict.ok]
+    assert not failures, "\n".join(failures)
+
+
+def gradients(q, k, v, **options):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(*inputs, backend="hopper", **options)
+    generator = torch.Generator(out.device).manual_seed(1)
+    dout = torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
+    return torch.autograd.grad(out, inputs, dout)
+
+
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
+def test_deterministic_in_any_order_of_events(causal, headdim):
+    """The tiles of a head add to dQ in one order, whoever runs first; keys that nobody sees take no
+    turn.
+    """
+    torch.manual_seed(0)
+    q = torch.randn(1, 90, 2, headdim, dtype=BF16)
+    k, v = (torch.randn(1, 400 if headdim == 64 else 200, 1, headdim, dtype=BF16) for _ in "kv")
+    found = []
+    for seed in range(3):
+        with use_emulator(seed):
+            found.append(gradients(q, k, v, causal=causal, deterministic=True))
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
+
+
+def test_deterministic_calls_go_to_the_faster_kernels():
+    with use_emulator():
+        turns = problem_of(64, deterministic=True)
+        assert isinstance(dispatch.ask("hopper", turns, CPU, "backward"), Slower)
+        assert dispatch.ask("hopper", turns, CPU, "forward") is None
+        assert dispatch.choose(turns, CPU, "hopper", "backward") is hopper
+        assert dispatch.choose(turns, CPU, None, "backward") is not hopper
+
+
+@pytest.mark.parametrize(
+    ("problem", "sides"),
+    [
+        (problem_of(64), (128, 128, 64, 64)),
+        (problem_of(64, softcap=3.0), (64, 128, 64, 64)),
+        (problem_of(40, 72), (64, 128, 128, 128)),
+        (problem_of(192, 128), (64, 64, 256, 128)),
+    ],
+)
+def test_tiles(problem, sides):
+    assert bwd_launch.plan_of(problem, True).tile[:4] == sides
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-3])
+def test_scales_too_small_to_divide_by(scale):
+    q = torch.randn(1, 70, 1, 128, dtype=BF16)
+    with use_emulator():
+        assert all(grad.isfinite().all() for grad in gradients(q, q, q, scale=scale))
+
+
+def test_no_keys_and_no_queries():
+    q, k = torch.randn(1, 5, 2, 64, dtype=BF16), torch.randn(1, 0, 2, 64, dtype=BF16)
+    with use_emulator():
+        for grads in (gradients(q, k, k), gradients(k, q, q)):
+            assert all(grad.eq(0).all() for grad in grads)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_same_bits_1000_times(headdim):
+    """Turns, while another stream takes processors away."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, n, 4, headdim, device="cuda", dtype=BF16) for n in (333, 601, 601))
+    first = gradients(q, k, v, causal=True, deterministic=True)
+    noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    differ = torch.zeros((), dtype=torch.bool, device="cuda")
+    for repeat in range(1000):
+        if repeat % 7 == 0:
+            with torch.cuda.stream(other):
+                noise @ noise
+        again = gradients(q, k, v, causal=True, deterministic=True)
+        differ |= torch.stack([(a != b).any() for a, b in zip(first, again)]).any()
+    assert not differ.item()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_keys_and_values_have_the_same_bits_anyway():
+    torch.manual_seed(0)
+    q = torch.randn(2, 1500, 4, 128, device="cuda", dtype=BF16)
+    first = gradients(q, q, q)
+    for _ in range(20):
+        again = gradients(q, q, q)
+        assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_cuda_graph():
+    torch.manual_seed(0)
+    q = torch.randn(2, 500, 4, 64, device="cuda", dtype=BF16)
+    eager = gradients(q, q, q, causal=True, deterministic=True)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        gradients(q, q, q, causal=True, deterministic=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = gradients(q, q, q, causal=True, deterministic=True)
+    for _ in range(5):
+        for grad in captured:
+            grad.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(eager, captured))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_default_on_hopper(causal, headdim):
+    """The gradients of both backends agree at lengths that the case matrix does not reach."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4100, h, headdim, device="cuda", dtype=BF16) for h in (4, 2, 2))
+    mine = gradients(q, k, v, causal=causal)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(*inputs, causal=causal, backend="portable")
+    generator = torch.Generator("cuda").manual_seed(1)
+    dout = torch.randn(out.shape, device="cuda", generator=generator).to(BF16)
+    for a, b in zip(mine, torch.autograd.grad(out, inputs, dout)):
+        assert (a.float() - b.float()).norm() < 0.01 * b.float().norm()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_peak_memory(headdim, deterministic):
+    """Beside the gradients dQ in fp32 and two floats a query; 32 bytes for 128 queries' turns."""
+    q, k, v = (torch.randn(2, 2048, h, headdim, device="cuda", dtype=BF16) for h in (8, 2, 2))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(*inputs, backend="hopper", deterministic=deterministic)
+    dout = torch.randn_like(out)
+
+    def backward():
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    backward()  # compile
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    grads = backward()
+    torch.cuda.synchronize()
+    extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    rows = 2 * 2048 * 8
+    turns = rows // 128 * 32 if deterministic else 0
+    assert extra == sum(x.nbytes for x in grads) + rows * (headdim + 2) * 4 + turns
