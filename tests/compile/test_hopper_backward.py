@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compile
 # Tall blocks of headdim 64 spill what the loop does not need; softcap's derivative takes 32
 # registers that headdim 128 does not have.
 IS_MEASURED = triton.__version__.startswith("3.6.")
-SPILLS = {64: 120, 128: 8, 256: 40}
+SPILLS = {64: 120, 128: 8, 256: 80}
 SOFTCAP_SPILLS = 330
 
 FEATURES = {

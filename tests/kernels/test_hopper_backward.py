@@ -46,12 +46,15 @@ def test_any_order_of_events(name, seed):
     assert not failures, "\n".join(failures)
 
 
-def gradients(q, k, v, **options):
+def gradients(q, k, v, dout=None, **options):
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = tilewise.attention(*inputs, backend="hopper", **options)
+    return torch.autograd.grad(out, inputs, like(out) if dout is None else dout)
+
+
+def like(out):
     generator = torch.Generator(out.device).manual_seed(1)
-    dout = torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
-    return torch.autograd.grad(out, inputs, dout)
+    return torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
 
 
 @pytest.mark.parametrize("headdim", [64, 256])
@@ -128,6 +131,24 @@ def test_same_bits_1000_times(headdim):
 
 @pytest.mark.gpu
 @needs_hopper
+def test_two_streams_that_take_turns():
+    """Two launches that hold each other's processors: neither may wait for what is not at work."""
+    torch.manual_seed(0)
+    q = torch.randn(8, 2000, 4, 128, device="cuda", dtype=BF16)
+    first = gradients(q, q, q, deterministic=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(gradients(q, q, q, deterministic=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for again in found for a, b in zip(first, again))
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_keys_and_values_have_the_same_bits_anyway():
     torch.manual_seed(0)
     q = torch.randn(2, 1500, 4, 128, device="cuda", dtype=BF16)
@@ -141,14 +162,16 @@ def test_keys_and_values_have_the_same_bits_anyway():
 @needs_hopper
 def test_cuda_graph():
     torch.manual_seed(0)
-    q = torch.randn(2, 500, 4, 64, device="cuda", dtype=BF16)
-    eager = gradients(q, q, q, causal=True, deterministic=True)
+    q, dout = torch.randn(2, 2, 500, 4, 64, device="cuda", dtype=BF16)
+    options = dict(causal=True, deterministic=True)
+    eager = gradients(q, q, q, dout, **options)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        gradients(q, q, q, causal=True, deterministic=True)
+        gradients(q, q, q, dout, **options)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = gradients(q, q, q, causal=True, deterministic=True)
+        captured = gradients(q, q, q, dout, **options)
     for _ in range(5):
         for grad in captured:
             grad.zero_()
@@ -168,9 +191,7 @@ def test_default_on_hopper(causal, headdim):
     mine = gradients(q, k, v, causal=causal)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = tilewise.attention(*inputs, causal=causal, backend="portable")
-    generator = torch.Generator("cuda").manual_seed(1)
-    dout = torch.randn(out.shape, device="cuda", generator=generator).to(BF16)
-    for a, b in zip(mine, torch.autograd.grad(out, inputs, dout)):
+    for a, b in zip(mine, torch.autograd.grad(out, inputs, like(out))):
         assert (a.float() - b.float()).norm() < 0.01 * b.float().norm()
 
 

@@ -130,6 +130,10 @@ SUITES = {
         hidden=512,
         dtype="float32",
     ),
+    # GPT-2 medium's layer, as FlashAttention's paper times it
+    "gpt2-medium": [
+        Shape("fwd+bwd", 64, _KI, _KI, 16, 16, 64, 64, False, "float16"),
+    ],
     "smoke": grid(
         ("fwd", "bwd"), [256], (64,), (False, True), tokens=512, hidden=128, dtype="float32"
     ),

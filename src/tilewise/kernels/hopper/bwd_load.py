@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .bwd_blocks import block_after, count_blocks, first_block
 from .compat import tma_load
 from .pipeline import after, start, wait_empty
-from .work import END, Work, draw, open_key_tile, send
+from .work import END, Work, draw, draw_from_start, open_key_tile, send
 
 
 @gluon.jit
@@ -18,9 +18,9 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
     mail = start()
     keys_at = start()
     at = start()
-    tile = gl.program_id(0)
+    tile = draw_from_start(call.queue) if TILE.ORDERED else gl.program_id(0)
     while tile != END:
-        next_tile = draw(call.queue)
+        next_tile = draw_from_start(call.queue) if TILE.ORDERED else draw(call.queue)
         work = open_key_tile(tile, call, FEATURES, TILE)
         send(rings.mail, mail, work)
         mail = after(mail, 2)

@@ -228,7 +228,7 @@ def add_dq(
     bytes a thread, 512 neighbours a warp.
 
     Nothing waits for it, and it costs no shared memory, whose bandwidth the matmuls need: by way of
-    shared memory and the copy engine's reduce-add (TMA) headdim 64 was 6 % slower.
+    shared memory and the copy engine's reduce-add (TMA) headdim 64 was 4 to 6 % slower.
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)

@@ -3,9 +3,9 @@
 Sums of floats depend on their order. So tiles of keys add to a block in the order of their keys,
 each when the block's counter says its rank, and then count on.
 
-Nobody waits for ever: tiles of a head are handed out in this same order, so that a tile waits only
-for tiles that were handed out before it. Of all tiles at work the one that was handed out first
-waits for nobody.
+Nobody waits for ever: tiles of a head are handed out in this same order, and only to programs that
+are at work (`draw_from_start`). So a tile waits only for tiles that are at work and were handed out
+before it, and of all these the first waits for nobody.
 """
 
 from triton.experimental import gluon
