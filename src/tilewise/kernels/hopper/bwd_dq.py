@@ -16,20 +16,15 @@ def hopper_bwd_dq_kernel(
     m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, ROWS)
     heads = batch.to(tl.int64) * sizes.nheads + head
     tile = accumulated + (heads * tl.cdiv(sizes.seqlen_q, ROWS) + m_block) * (ROWS * BLOCK_D)
-    rows = tl.arange(0, ROWS)[:, None]
-    cells = cell_of(rows, tl.arange(0, BLOCK_D)[None, :], TILE.BLOCK_N, BLOCK_D)
-    x = tl.load(tile + cells) * numbers.scale
+    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), BLOCK_D) * numbers.scale
     store_rows(dq, batch, head, x, m_block * ROWS, sizes.seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
 
 
 @triton.jit
-def cell_of(row, column, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where `add_dq` of bwd_mma.py puts an element of 128 rows: after the parts of a block, halves
-    of its rows where it is tall and else of its columns, come fours of a thread's registers, then
-    threads. Quarters of columns lie as halves do.
+def in_rows(x, BLOCK_D: tl.constexpr):
+    """128 rows of dQ, from the order that `add_dq` of bwd_mma.py leaves them in: 64 rows, 8 columns
+    of them, four warps of 16 rows, in which a thread has 2 columns of two rows that are 8 apart.
+    Halves of rows, halves and quarters of columns all lie like this.
     """
-    COLUMNS: tl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2
-    part = row // 64 if BLOCK_M == 128 else row // 64 * 2 + column // COLUMNS
-    thread = row % 64 // 16 * 32 + row % 8 * 4 + column // 2 % 4
-    register = row // 8 % 2 * 2 + column % 2
-    return part * (64 * COLUMNS) + (column % COLUMNS // 8 * 128 + thread) * 4 + register
+    x = x.reshape(2, BLOCK_D // 8, 4, 8, 4, 2, 2)
+    return x.permute(0, 2, 5, 3, 1, 4, 6).reshape(128, BLOCK_D)

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
     features: Features
     tile: KeyPipeline
-    edge: Tile  # of the kernels before and after; BLOCK_N is the kernel's BLOCK_M
+    edge: Tile  # of the kernels before and after
     blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk and dv
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
@@ -72,7 +72,7 @@ def plan_of(problem: Problem, has_scale: bool) -> Plan:
     kinds = (element, element, element, element, gl.float32, element, element)
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
-    edge = Tile(ROWS, m, block_d, block_dv, False)
+    edge = Tile(ROWS, 16, block_d, block_dv, False)
     return Plan(features, tile, edge, blocks, layouts)
 
 
