@@ -54,8 +54,7 @@ def attention(
     value.
     seqused_k: int32 (batch,), how many keys of each row of the batch are real, the rest being
     padding on the right.
-    deterministic: the same bits in every backward. backend: the name of one to force; where it has
-    no backward the others serve that.
+    deterministic: the same bits in every backward. backend: the name of one to force.
 
     Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
     each row's scores: natural log, fp32, (batch, nheads, seqlen_q), differentiable, sink included.

@@ -2,7 +2,7 @@
 reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, and
-`forward`, `backward` or both, as `DIRECTIONS` says. One that can save work for calls of one shape
+`forward` and `backward`. One that can save work for calls of one shape
 has `prepare(problem, scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
 Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info`
 shows them.
@@ -58,8 +58,6 @@ def ask(
     """None if backend `name` serves the problem on `device`, else its reason."""
     try:
         module = load(name)
-        if direction not in module.DIRECTIONS:
-            return f"it has no {direction}"
         reason = module.supports(problem, device, direction)
         if (
             (reason is None or isinstance(reason, Slower))
@@ -81,9 +79,8 @@ def choose(
 ) -> ModuleType:
     """The first backend that serves `problem` on `device`, or the one forced by name.
 
-    A backend that is forced and has no such direction leaves it to the
-    others. Raises NotImplementedError with every refusal if none serves the problem, and
-    ArgumentError for an unknown name.
+    Raises NotImplementedError with every refusal if none serves the problem, and ArgumentError for
+    an unknown name.
     """
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError(
@@ -102,9 +99,7 @@ def _choose(
     is_aligned: bool,
     _stand_ins: tuple[bool, bool],
 ) -> ModuleType:
-    names = list(BACKENDS)
-    if backend is not None and direction in load(backend).DIRECTIONS:
-        names = [backend]
+    names = list(BACKENDS) if backend is None else [backend]
     refusals = []
     for name in names:
         reason = ask(name, problem, device, direction, is_aligned)

@@ -15,7 +15,6 @@ from .dense import make_dense
 
 Tensor = torch.Tensor
 NAME = "cpu"
-DIRECTIONS = ("forward", "backward")
 NEEDS_ALIGNMENT = False
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .launch import forward, prepare
 
 NAME = "hopper"
-DIRECTIONS = ("forward", "backward")
 NEEDS_ALIGNMENT = True
 MAX_HEADDIM = 256
 DTYPES = (torch.float16, torch.bfloat16)

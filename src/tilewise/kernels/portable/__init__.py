@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .launch import backward, forward, prepare
 
 NAME = "portable"
-DIRECTIONS = ("forward", "backward")
 NEEDS_ALIGNMENT = False
 MAX_HEADDIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
