@@ -31,7 +31,7 @@ from ...tile.seqlen import lengths_of
 from ...tile.types import Sequence
 from .bwd_blocks import block_after, block_before, count_blocks, first_block
 from .compat import tma_store
-from .layouts import accumulator, by_register, column_of, left_operand, row_of
+from .layouts import accumulator, by_register, column_of, left_operand, quarters_of, row_of
 from .pipeline import Cursor, after, release, start, wait_full
 from .turns import await_turn, pass_turn, rank_of
 from .work import END, is_partial, receive
@@ -173,8 +173,15 @@ def half_of(slots, WG: gl.constexpr, step):
 
 @gluon.jit
 def load_row(row, step, like):
-    """One number a query, (1, BLOCK_M), beside a tile `like` this one."""
-    return row.index(step & 1).load(like.type.layout)
+    """One number a query, (1, BLOCK_M), beside a tile `like` this one.
+
+    A thread has pairs of columns that are 8 apart. The two pairs of 16 columns are neighbours in
+    memory (`pairs_together` of bwd_delta.py), so that one load brings both.
+    """
+    M: gl.constexpr = like.shape[1]
+    x = row.index(step & 1).load(quarters_of(M))
+    x = x.reshape([1, M // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4).reshape([1, M])
+    return gl.convert_layout(x, like.type.layout)
 
 
 @gluon.jit
