@@ -2,8 +2,8 @@
 reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, and
-`forward` and `backward`. One that can save work for calls of one shape
-has `prepare(problem, scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
+`forward` and `backward`. One that can save work for calls of one shape has `prepare(problem,
+scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
 Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info`
 shows them.
 """
@@ -52,13 +52,12 @@ def ask(
     name: str,
     problem: Problem,
     device: torch.device,
-    direction: str = "forward",
     is_aligned: bool = True,
 ) -> str | None:
     """None if backend `name` serves the problem on `device`, else its reason."""
     try:
         module = load(name)
-        reason = module.supports(problem, device, direction)
+        reason = module.supports(problem, device)
         if (
             (reason is None or isinstance(reason, Slower))
             and module.NEEDS_ALIGNMENT
@@ -74,7 +73,6 @@ def choose(
     problem: Problem,
     device: torch.device,
     backend: str | None = None,
-    direction: str = "forward",
     is_aligned: bool = True,
 ) -> ModuleType:
     """The first backend that serves `problem` on `device`, or the one forced by name.
@@ -87,7 +85,7 @@ def choose(
             f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
             "to choose"
         )
-    return _choose(problem, device, backend, direction, is_aligned, cpu_stand_ins())
+    return _choose(problem, device, backend, is_aligned, cpu_stand_ins())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,14 +93,13 @@ def _choose(
     problem: Problem,
     device: torch.device,
     backend: str | None,
-    direction: str,
     is_aligned: bool,
     _stand_ins: tuple[bool, bool],
 ) -> ModuleType:
     names = list(BACKENDS) if backend is None else [backend]
     refusals = []
     for name in names:
-        reason = ask(name, problem, device, direction, is_aligned)
+        reason = ask(name, problem, device, is_aligned)
         if reason is None or (isinstance(reason, Slower) and name == backend):
             for refusal in refusals:
                 if isinstance(refusal.reason, Avoidable):

@@ -62,7 +62,7 @@ def _run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
         return call.forward(q, k, v, extras)
     problem = call.problem
     is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(problem, q.device, call.backend, "forward", is_aligned)
+    chosen = dispatch.choose(problem, q.device, call.backend, is_aligned)
     if on_16_bytes and q.is_cuda and hasattr(chosen, "prepare"):
         call.forward = chosen.prepare(problem, call.scalars, q, k, v)
         return call.forward(q, k, v, extras)
@@ -137,7 +137,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
     is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(problem, q.device, backend, "backward", is_aligned)
+    chosen = dispatch.choose(problem, q.device, backend, is_aligned)
     return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
 
 

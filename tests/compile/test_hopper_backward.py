@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compile
 # Tall blocks of headdim 64 spill what the loop does not need; softcap's derivative takes 32
 # registers that headdim 128 does not have.
 IS_MEASURED = triton.__version__.startswith("3.6.")
-SPILLS = {64: 120, 128: 8, 256: 80}
+SPILLS = {64: 128, 128: 8, 256: 80}
 SOFTCAP_SPILLS = 330
 
 FEATURES = {
@@ -52,7 +52,7 @@ def launch_of(
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
     plan = bwd_launch.plan_of(problem, True)
-    turns = torch.empty(2, 4, 32, 8, dtype=torch.int32) if deterministic else None
+    turns = torch.empty(2, 4, 32, 2, dtype=torch.int32) if deterministic else None
     dq, row_stats = torch.empty(2, 4, 4096, plan.tile.BLOCK_D), torch.empty(2, 4, 2, 4096)
     added = Accumulated(dq, row_stats, 4096, 1.0), turns
     groups = optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k)
@@ -70,6 +70,7 @@ def compiled_stats(*headdims, **features):
     found = stats(build(kernel, *checked(args), on="sm90", **constants))
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
+    assert found["copies_apart"] == 0, found
     if IS_MEASURED:
         assert not found["wgmma_serialized"], found
         widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)

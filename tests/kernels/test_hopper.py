@@ -58,10 +58,8 @@ def test_refuses_with_a_reason():
         assert "256" in hopper.supports(problem_of(headdim_v=264), CPU)
         padded = Extras(seqused_k=torch.ones(1, dtype=torch.int32))
         assert "seqused_k" in hopper.supports(problem_of(extras=padded), CPU)
-        unaligned = dispatch.ask("hopper", problem_of(), CPU, "forward", False)
+        unaligned = dispatch.ask("hopper", problem_of(), CPU, False)
         assert unaligned is dispatch.UNALIGNED
-        assert dispatch.ask("hopper", problem_of(), CPU, "backward") is None
-        assert dispatch.ask("hopper", problem_of(), CPU, "backward", False) is dispatch.UNALIGNED
     assert "mps" in hopper.supports(problem_of(), torch.device("mps"))
 
 

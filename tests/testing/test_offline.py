@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from testing.jitted import Flags, Operands, Strided, tile_pointers
 
-from tilewise.testing import SMEM_LIMIT, TARGETS, build, interpret, stats
+from tilewise.testing import SMEM_LIMIT, TARGETS, build, interpret, offline, stats
 
 pytestmark = pytest.mark.compile
 
@@ -112,3 +112,17 @@ def test_figures_need_a_kernel_from_build():
 
     with pytest.raises(ValueError, match="compiled by `build`"):
         stats(Plain)
+
+
+@pytest.mark.parametrize(("meeting", "apart"), [(".L_x_1", 0), (".L_x_2", 1)])
+def test_copies_of_parted_lanes(meeting, apart):
+    sass = f"""
+        BSSY B0, `({meeting}) ;
+        ATOMG.E.ADD.STRONG.GPU PT, R3, desc[UR14][R2.64], R5 ;
+.L_x_1:
+        BSYNC B0 ;
+        UTMALDG.4D [UR16], [UR24] ;
+.L_x_2:
+        EXIT ;
+"""
+    assert offline._copies_apart(sass) == apart

@@ -23,7 +23,7 @@ class Accumulated(NamedTuple):
     """What a backward needs that adds up dQ: all is filled here."""
 
     dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32
-    stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta, `pairs_together`
+    stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
     padded: int  # seqlen_q in whole tiles
     lse_unit: float  # what the stored lse is a multiple of, in base 2
 
@@ -66,25 +66,16 @@ def bwd_delta_kernel(
         batch_head = batch.to(tl.int64) * sizes.nheads + head
         row = accumulated.stats + batch_head * 2 * accumulated.padded
         # rows past the end count as rows that saw nothing
-        place = pairs_together(q_idx)
-        tl.store(row + place, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
-        tl.store(row + accumulated.padded + place, -row_delta)
+        tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
+        tl.store(row + accumulated.padded + q_idx, -row_delta)
         BLOCK_D: tl.constexpr = TILE.BLOCK_D
         cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         tl.store(
             accumulated.dq + (batch_head * accumulated.padded + m_start) * BLOCK_D + cells, zeros
         )
-        if turns is not None:  # int32, eight a tile
-            tl.store(turns + tile * 8 + tl.arange(0, 8), tl.zeros([8], tl.int32))
+        if turns is not None:  # int32, two a tile
+            tl.store(turns + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         tl.store(sink_parts + tile, -tl.sum(p_sink * row_delta, 0))
-
-
-@triton.jit
-def pairs_together(q_idx):
-    """Where a query's numbers lie: of 16 queries 0, 1, 8, 9, 2, 3, 10, 11 and so on. A thread of
-    Hopper's matmuls has such a four of their columns.
-    """
-    return (q_idx & ~15) | ((q_idx & 6) << 1) | ((q_idx & 8) >> 2) | (q_idx & 1)

@@ -84,9 +84,10 @@ def stats(compiled: Any) -> dict[str, int | bool]:
 
     Everywhere: `smem` in bytes, `warps`. NVIDIA: `registers` a thread, `spill_stores` and
     `spill_loads` in bytes, `wgmma_serialized`, and how often instructions occur (HGMMA, HMMA,
-    UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA). AMD: `vgpr_count`, `agpr_count`,
-    `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`. A kernel that `build` did not compile
-    raises ValueError.
+    UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA); `copies_apart`: how many TMA loads stand where a
+    warp's lanes may have parted, as lanes that run ahead read what is not there yet. AMD:
+    `vgpr_count`, `agpr_count`, `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`. A kernel that
+    `build` did not compile raises ValueError.
     """
     found = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
     if "amdgcn" in compiled.asm:
@@ -101,6 +102,7 @@ def stats(compiled: Any) -> dict[str, int | bool]:
         "wgmma_serialized": "are serialized" in log,
     }
     sass = _disassemble(compiled.asm["cubin"])
+    found["copies_apart"] = _copies_apart(sass)
     return found | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
 
 
@@ -153,6 +155,15 @@ def _number(pattern: str, text: str) -> int:
     if not found:
         raise ValueError(f"nothing matches {pattern!r}: was this kernel compiled by `build`?")
     return int(found[1])
+
+
+def _copies_apart(sass: str) -> int:
+    """TMA loads between a BSSY, where lanes part, and the place where they meet again."""
+    apart = 0
+    for parting in re.finditer(r"\bBSSY\b.*?`\((\.\w+)\)", sass):
+        meeting = sass.index(f"\n{parting[1]}:")
+        apart += sass[parting.end() : meeting].count("UTMALDG")
+    return apart
 
 
 def _disassemble(cubin: bytes) -> str:

@@ -19,7 +19,7 @@ NEEDS_ALIGNMENT = False
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def supports(problem: Problem, device: torch.device, direction: str = "forward") -> str | None:
+def supports(problem: Problem, device: torch.device) -> str | None:
     """None, or why this backend does not serve the problem."""
     if device.type != "cpu":
         return f"computes on the CPU, and the tensors are on {device}"

@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 __all__ = ["NAME", "backward", "forward", "prepare", "supports"]
 
 
-def supports(problem: Problem, device: torch.device, direction: str = "forward") -> str | None:
+def supports(problem: Problem, device: torch.device) -> str | None:
     """None, or why this kernel does not serve the problem."""
     if device.type == "cpu" and emulator_seed() is None:
         return (
@@ -47,8 +47,6 @@ def supports(problem: Problem, device: torch.device, direction: str = "forward")
 
     if max(problem.headdim, problem.headdim_v) <= 32:
         return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")
-    if direction == "backward" and problem.deterministic:
-        return Slower("where tiles add to dQ in turn, the portable kernels' own dQ is faster")
     return None
 
 

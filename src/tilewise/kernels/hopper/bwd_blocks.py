@@ -47,3 +47,13 @@ def block_before(block, work, FEATURES: gl.constexpr):
     else:
         m_block = gl.where(block.m_block == work.first, work.last, m_block)
         return Block(block.head - (block.m_block == work.begin).to(gl.int32), m_block)
+
+
+@gluon.jit
+def block_index(block, work, call, TILE: gl.constexpr):
+    """Which of all blocks it is, of all heads and sequences. The kernel that makes dQ of their sums
+    takes 128 rows at a time.
+    """
+    heads = work.batch.to(gl.int64) * call.sizes.nheads + block.head
+    blocks = gl.cdiv(call.sizes.seqlen_q, 128) * (128 // TILE.BLOCK_M)
+    return heads * blocks + block.m_block

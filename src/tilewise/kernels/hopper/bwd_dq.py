@@ -16,15 +16,15 @@ def hopper_bwd_dq_kernel(
     m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, ROWS)
     heads = batch.to(tl.int64) * sizes.nheads + head
     tile = accumulated + (heads * tl.cdiv(sizes.seqlen_q, ROWS) + m_block) * (ROWS * BLOCK_D)
-    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), BLOCK_D) * numbers.scale
+    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D) * numbers.scale
     store_rows(dq, batch, head, x, m_block * ROWS, sizes.seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
 
 
 @triton.jit
-def in_rows(x, BLOCK_D: tl.constexpr):
-    """128 rows of dQ, from the order that `add_dq` of bwd_mma.py leaves them in: 64 rows, 8 columns
+def in_rows(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of dQ, from the order that `add_dq` of bwd_mma.py leaves them in: 64 rows, 8 columns
     of them, four warps of 16 rows, in which a thread has 2 columns of two rows that are 8 apart.
     Halves of rows, halves and quarters of columns all lie like this.
     """
-    x = x.reshape(2, BLOCK_D // 8, 4, 8, 4, 2, 2)
-    return x.permute(0, 2, 5, 3, 1, 4, 6).reshape(128, BLOCK_D)
+    x = x.reshape(ROWS // 64, BLOCK_D // 8, 4, 8, 4, 2, 2)
+    return x.permute(0, 2, 5, 3, 1, 4, 6).reshape(ROWS, BLOCK_D)

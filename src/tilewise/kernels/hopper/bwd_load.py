@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .bwd_blocks import block_after, count_blocks, first_block
 from .compat import tma_load
 from .pipeline import after, start, wait_empty
-from .work import END, Work, draw, draw_from_start, open_key_tile, send
+from .work import END, Work, close, draw_late, open_key_tile, send
 
 
 @gluon.jit
@@ -18,9 +18,8 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
     mail = start()
     keys_at = start()
     at = start()
-    tile = draw_from_start(call.queue) if TILE.ORDERED else gl.program_id(0)
-    while tile != END:
-        next_tile = draw_from_start(call.queue) if TILE.ORDERED else draw(call.queue)
+    tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
+    while tile < call.queue.tiles:
         work = open_key_tile(tile, call, FEATURES, TILE)
         send(rings.mail, mail, work)
         mail = after(mail, 2)
@@ -35,8 +34,10 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
             load_queries(inputs, rings.queries, at, work.batch, block, TILE.BLOCK_M)
             at = after(at, 2)
             block = block_after(block, work, FEATURES)
-        tile = next_tile
-    send(rings.mail, mail, Work(tile, 0, 0, 0, 0, 0, 0, 0))
+        # Not sooner: others may wait for what a tile adds
+        tile = draw_late(call.queue, TILE.ORDERED)
+    close(call.queue, tile)
+    send(rings.mail, mail, Work(END, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

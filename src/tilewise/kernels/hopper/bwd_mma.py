@@ -29,11 +29,11 @@ from ...tile.gradient import probabilities, score_gradient
 from ...tile.score import load_slope, score
 from ...tile.seqlen import lengths_of
 from ...tile.types import Sequence
-from .bwd_blocks import block_after, block_before, count_blocks, first_block
+from .bwd_blocks import block_after, block_before, block_index, count_blocks, first_block
 from .compat import tma_store
-from .layouts import accumulator, by_register, column_of, left_operand, quarters_of, row_of
-from .pipeline import Cursor, after, release, start, wait_full
-from .turns import await_turn, pass_turn, rank_of
+from .layouts import accumulator, by_register, column_of, left_operand, row_of
+from .pipeline import Cursor, after, nth, release, start, wait_full
+from .turns import await_turn, end_turn
 from .work import END, is_partial, receive
 
 
@@ -55,10 +55,6 @@ def grad_partition(
     K_LAYOUT: gl.constexpr = accumulator(D)
     V_LAYOUT: gl.constexpr = accumulator(DV)
     dtype: gl.constexpr = outputs.dk.dtype
-    # -lse and -delta are loaded long before they are needed, as shared memory is busy; but of a
-    # tall block there are too many to keep
-    AHEAD: gl.constexpr = M == 64
-    EARLY: gl.constexpr = M == 64 or FEATURES.RIGHT
     keys = rings.keys
     queries = rings.queries
     exchange = rings.exchange
@@ -84,8 +80,6 @@ def grad_partition(
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             # dP^T = V dO^T - delta, while P is recomputed
-            if not AHEAD:
-                minus_delta = load_row(queries.minus_delta, step, no_scores)
             left = half_of(keys.v, WG, step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
             q_start, k_start = block.m_block * M, work.start + WG * 64
@@ -111,23 +105,18 @@ def grad_partition(
             pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
-            if not EARLY:
-                dq = warpgroup_mma_wait(1, deps=[pending_dq])
-                if i > 0:
-                    before = block_before(block, work, FEATURES)
-                    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
             if not TILE.LSE_FIRST:
                 wait_full(queries, nth(step + 1), pred=goes_on)
             left = half_of(keys.k, WG, step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
-            if EARLY:
-                dq = warpgroup_mma_wait(2, deps=[pending_dq])
-                if i > 0:
-                    before = block_before(block, work, FEATURES)
-                    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
-            if AHEAD:
-                minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
+            dq = warpgroup_mma_wait(2, deps=[pending_dq])
+            if i > 0:
+                before = block_before(block, work, FEATURES)
+                await_turn(rings.turns, step - 1, TILE)
+                add_dq(dq, outputs, work, before, WG, 2, call, TILE)
+                end_turn(rings.turns, step - 1, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
+            minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
             release(queries, nth(step))
             last_turn = turn
             turn = after(turn, 3)
@@ -139,7 +128,9 @@ def grad_partition(
         pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         before = block_before(block, work, FEATURES)
-        add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
+        await_turn(rings.turns, step - 1, TILE)
+        add_dq(dq, outputs, work, before, WG, 2, call, TILE)
+        end_turn(rings.turns, step - 1, TILE)
         release(keys, Cursor(0, 0))
         rows = work.start + WG * 64
         write_rows((dk * call.numbers.scale).to(dtype), outputs.dk, outputs, work, rows, WG)
@@ -147,12 +138,6 @@ def grad_partition(
         tiles += 1
         work = receive(rings.mail, nth(tiles))
     tma.store_wait(0)  # the copy engine still reads the last tile from shared memory
-
-
-@gluon.jit
-def nth(step):
-    """Where the n-th step stands in a ring of two slots."""
-    return Cursor(step & 1, (step >> 1) & 1)
 
 
 @gluon.jit
@@ -173,15 +158,8 @@ def half_of(slots, WG: gl.constexpr, step):
 
 @gluon.jit
 def load_row(row, step, like):
-    """One number a query, (1, BLOCK_M), beside a tile `like` this one.
-
-    A thread has pairs of columns that are 8 apart. The two pairs of 16 columns are neighbours in
-    memory (`pairs_together` of bwd_delta.py), so that one load brings both.
-    """
-    M: gl.constexpr = like.shape[1]
-    x = row.index(step & 1).load(quarters_of(M))
-    x = x.reshape([1, M // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4).reshape([1, M])
-    return gl.convert_layout(x, like.type.layout)
+    """One number a query, (1, BLOCK_M), beside a tile `like` this one."""
+    return row.index(step & 1).load(like.type.layout)
 
 
 @gluon.jit
@@ -228,7 +206,6 @@ def add_dq(
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     call,
-    FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
     """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
@@ -239,19 +216,9 @@ def add_dq(
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)
-    heads = work.batch.to(gl.int64) * call.sizes.nheads + block.head
-    # The kernel that makes dQ of this takes 128 rows at a time
-    blocks = heads * (gl.cdiv(call.sizes.seqlen_q, 128) * (128 // TILE.BLOCK_M)) + block.m_block
-    part = blocks * PARTS + PART
+    part = block_index(block, work, call, TILE) * PARTS + PART
     cells = outputs.dq + part * (64 * C) + gl.arange(0, 64 * C, x.type.layout)
-    if TILE.ORDERED:
-        rank, is_visited = rank_of(work, block, call, FEATURES, TILE)
-        if is_visited:
-            await_turn(outputs.turns + part, rank)
-            gl.atomic_add(cells, x, sem="relaxed")
-            pass_turn(outputs.turns + part, rank)
-    else:
-        gl.atomic_add(cells, x, sem="relaxed")
+    gl.atomic_add(cells, x, sem="relaxed")
 
 
 @gluon.jit

@@ -9,19 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .bwd import Inputs, Keys, Queries, Rings
 from .bwd_load import load_partition
+from .bwd_rings import Inputs, Rings, make_keys, make_mail, make_queries
 from .bwd_wide_mma import key_partition, value_partition
 from .layouts import shared
-from .pipeline import make_barriers, make_ring
-from .work import WORDS, Call
+from .turns import ask_partition, make_turns, pass_partition
+from .work import Call
 
 
 class Outputs(NamedTuple):
     """What the matmul warpgroups write to. dK and dV pass through the shared memory of K and V."""
 
     dq: gl.tensor  # the accumulator, in the order of registers
-    turns: gl.tensor  # whose turn it is to add to a part of a block, where that is ordered
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
 
@@ -55,7 +54,7 @@ def hopper_bwd_wide_kernel(
     v_desc,
     stats_desc,
     dq,
-    turns,
+    counters,
     dk_desc,
     dv_desc,
     queue,
@@ -68,19 +67,8 @@ def hopper_bwd_wide_kernel(
     dtype: gl.constexpr = q_desc.dtype
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
-    D: gl.constexpr = TILE.BLOCK_D
-    DV: gl.constexpr = TILE.BLOCK_DV
-    k_smem = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype))
-    v_smem = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype))
-    full, empty = make_barriers(1, 1, 2)
-    keys = Keys(k_smem, v_smem, full, empty)
-    q_smem = gl.allocate_shared_memory(dtype, [2, M, D], shared(M, D, dtype))
-    do_smem = gl.allocate_shared_memory(dtype, [2, M, DV], shared(M, DV, dtype))
-    row: gl.constexpr = shared(1, M, gl.float32)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
-    full, empty = make_barriers(2, 1, 2)
-    queries = Queries(q_smem, do_smem, lse_smem, delta_smem, full, empty)
+    keys = make_keys(dtype, TILE)
+    queries = make_queries(dtype, TILE)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_smem = gl.allocate_shared_memory(gl.float32, [N * M], flat)
     p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -92,19 +80,33 @@ def hopper_bwd_wide_kernel(
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
     exchange = Exchange(p_smem, p_full, Gradients(ds_smem, ds_full), done)
-    mail = make_ring(gl.int32, [WORDS], flat, 2, 1, 2)
+    mail = make_mail(TILE)
+    turns = make_turns()
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc)
-    outputs = Outputs(dq, turns, dk_desc, dv_desc)
-    rings = Rings(keys, queries, exchange, mail)
+    outputs = Outputs(dq, dk_desc, dv_desc)
+    rings = Rings(keys, queries, exchange, mail, turns)
     call = Call(queue, optionals, sizes, numbers)
-    gl.warp_specialize(
-        [
-            (value_partition, (rings, outputs, call, FEATURES, TILE)),
-            (key_partition, (rings, outputs, call, FEATURES, TILE)),
-            (load_partition, (inputs, rings, call, FEATURES, TILE)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if TILE.ORDERED:
+        gl.warp_specialize(
+            [
+                (value_partition, (rings, outputs, call, FEATURES, TILE)),
+                (key_partition, (rings, outputs, call, FEATURES, TILE)),
+                (load_partition, (inputs, rings, call, FEATURES, TILE)),
+                (ask_partition, (rings, counters, call, FEATURES, TILE)),
+                (pass_partition, (rings, counters, call, FEATURES, TILE)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (value_partition, (rings, outputs, call, FEATURES, TILE)),
+                (key_partition, (rings, outputs, call, FEATURES, TILE)),
+                (load_partition, (inputs, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

@@ -26,12 +26,12 @@ from .bwd_mma import (
     in_accumulator_order,
     in_register_order,
     load_row,
-    nth,
     recompute,
 )
 from .compat import tma_store
 from .layouts import accumulator, by_register, left_operand
-from .pipeline import release, wait_full
+from .pipeline import nth, release, wait_full
+from .turns import await_turn, end_turn
 from .work import END, receive
 
 
@@ -86,7 +86,8 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
-                add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
+                await_turn(rings.turns, step - 1, TILE)
+                add_dq(dq, outputs, work, before, 0, 4, call, TILE)
             pending_dq = multiply_keys(exchange.ds, step - 1, here(rings.keys.k, step), no_dq, 1)
             wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
             k_smem = here(rings.keys.k, step)
@@ -94,17 +95,20 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             dv, dq = warpgroup_mma_wait(S_GROUPS, deps=[pending_dv, pending_dq])
             release(queries, nth(step))
             if i > 0:
-                add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
+                add_dq(dq, outputs, work, before, 1, 4, call, TILE)
+                end_turn(rings.turns, step - 1, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
         before = block_before(block, work, FEATURES)
         wait_full(exchange.ds, nth(step - 1))
+        await_turn(rings.turns, step - 1, TILE)
         for part in gl.static_range(2):
             k_smem = here(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
-            add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
+            add_dq(dq, outputs, work, before, part, 4, call, TILE)
+        end_turn(rings.turns, step - 1, TILE)
         write_tile(dv.to(dtype), rings.keys.v, outputs.dv, rings, work, tiles)
         tiles += 1
         work = receive(rings.mail, nth(tiles))
@@ -152,7 +156,10 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
                 before = block_before(block, work, FEATURES)
-                add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+                if LAST_PART == 2:
+                    await_turn(rings.turns, step - 1, TILE)
+                add_dq(dq, outputs, work, before, LAST_PART, 4, call, TILE)
+                end_turn(rings.turns, step - 1, TILE)
             if LAST_PART == 3:
                 k_smem = here(rings.keys.k, step)
                 pending_dq = multiply_keys(exchange.ds, step, k_smem, no_dq, 2)
@@ -165,7 +172,8 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 dk = warpgroup_mma_wait(DP_GROUPS, deps=[pending_dk])
             release(queries, nth(step))
             if LAST_PART == 3:
-                add_dq(dq, outputs, work, block, 2, 4, call, FEATURES, TILE)
+                await_turn(rings.turns, step, TILE)
+                add_dq(dq, outputs, work, block, 2, 4, call, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
@@ -173,7 +181,10 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         before = block_before(block, work, FEATURES)
-        add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+        if LAST_PART == 2:
+            await_turn(rings.turns, step - 1, TILE)
+        add_dq(dq, outputs, work, before, LAST_PART, 4, call, TILE)
+        end_turn(rings.turns, step - 1, TILE)
         dk = (dk * call.numbers.scale).to(dtype)
         write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles)
         tiles += 1

@@ -50,14 +50,3 @@ def by_register(size):
     return gl.DistributedLinearLayout(
         [[1], [2], *rest], [[4], [8], [16], [32], [64]], [[128], [256]], [], [size]
     )
-
-
-@gluon.constexpr_function
-def quarters_of(size):
-    """(1, size): four neighbours a thread, 16 for the four threads that share a row of an
-    accumulator, and the same for all its rows.
-    """
-    rest = [[0, 16 << i] for i in range((size // 16).bit_length() - 1)]
-    none = [0, 0]
-    lanes = [[0, 4], [0, 8], none, none, none]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *rest], lanes, [none, none], [], [1, size])

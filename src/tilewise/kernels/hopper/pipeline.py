@@ -86,6 +86,12 @@ def after(cursor, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def nth(step):
+    """Where the n-th step stands in a ring of two slots."""
+    return Cursor(step & 1, (step >> 1) & 1)
+
+
+@gluon.jit
 def wait_empty(ring, cursor):
     """Until the slot's readers of the lap before have let go of it."""
     mbarrier.wait(ring.empty.index(cursor.slot), cursor.phase ^ 1)

@@ -67,6 +67,8 @@ def open_key_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     another block, lest all add to the same dQ at the same time.
     """
     n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
+    if TILE.ORDERED and FEATURES.RIGHT:  # the order of turns
+        n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
     n_start = n_block * TILE.BLOCK_N
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
     blocks = query_blocks(n_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
@@ -124,12 +126,25 @@ def draw(queue):
 
 
 @gluon.jit
-def draw_from_start(queue):
-    """The next tile number, the first one included: so nobody has a tile before he is at work."""
+def draw_late(queue, ORDERED: gl.constexpr):
+    """The same, for programs that draw only when they need a tile; `queue.tiles` or more says: no
+    more. Where tiles are ordered, programs draw their first tile, too: so nobody has a tile before
+    he is at work.
+    """
     drawn = gl.atomic_add(queue.counter, 1, sem="relaxed")
-    if drawn == queue.tiles + gl.num_programs(0) - 1:  # every program draws one number too many
+    if ORDERED:
+        return drawn
+    else:
+        return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def close(queue, drawn):
+    """After the loop, as in it the compiler (ptxas of CUDA 12.8) forgot to let the lanes of the
+    warp meet again: who drew the last number sets the counter back.
+    """
+    if drawn == queue.tiles + gl.num_programs(0) - 1:
         gl.atomic_xchg(queue.counter, 0, sem="relaxed")
-    return gl.where(drawn < queue.tiles, drawn, END)
 
 
 @gluon.jit
@@ -149,9 +164,9 @@ def send(mailbox, cursor, work):
 
 
 @gluon.jit
-def receive(mailbox, cursor):
-    """The tile, for a whole warpgroup. Each thread reads all words."""
-    layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
+def receive(mailbox, cursor, WARPS: gl.constexpr = 4):
+    """The tile, for a partition of WARPS warps. Each thread reads all words."""
+    layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [WARPS], [0])
     wait_full(mailbox, cursor)
     letter = mailbox.slots.index(cursor.slot).load(layout)
     mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)

@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 __all__ = ["NAME", "backward", "forward", "prepare", "supports"]
 
 
-def supports(problem: Problem, device: torch.device, direction: str = "forward") -> str | None:
+def supports(problem: Problem, device: torch.device) -> str | None:
     """None, or why these kernels do not serve the problem."""
     if device.type == "cpu" and not interpreter_is_on():
         return (
