@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from tilewise.bench import SUITES, Row, Shape, append, load, run_suite, time_interleaved
 from tilewise.bench.check import make_inputs, results_of, truth
 from tilewise.bench.providers import PROVIDERS, Provider, provider, standard_attention
-from tilewise.bench.row import validate
+from tilewise.bench.row import triton_version, validate
 from tilewise.bench.shapes import square
 from tilewise.bench.timer import Spread, ratio
 
@@ -216,6 +217,21 @@ def test_unknown_providers_are_named():
     assert "no backend" in provider("tilewise:none").refuse(SMALL, "cpu")
     assert provider("tilewise:cpu").refuse(SMALL, "cpu") is None
     assert provider("tilewise:portable").refuse(SMALL, "cpu") is not None
+
+
+def test_a_provider_that_is_deterministic(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("tilewise.attention", lambda *_, **options: asked.update(options))
+    provider("tilewise:deterministic").prepare(SMALL, "cpu")(None, None, None)
+    assert asked["deterministic"] is True and asked["backend"] is None
+
+
+def test_the_triton_of_a_row_is_the_one_imported(tmp_path, monkeypatch):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text('"""Newer."""\n__version__ = "99.1"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert triton_version() == "99.1"
 
 
 def test_standard_attention_refuses_what_does_not_fit():

@@ -31,7 +31,11 @@ class Provider(NamedTuple):
 
 
 def provider(name: str) -> Provider:
-    """A provider by name or alias; `tilewise:portable` forces that backend."""
+    """A provider by name or alias; `tilewise:portable` forces that backend, and
+    `tilewise:deterministic` asks for gradients of the same bits in every run.
+    """
+    if name == "tilewise:deterministic":
+        return _tilewise(name, None, True)
     if name.startswith("tilewise:"):
         return _tilewise(name, name.split(":", 1)[1])
     name = ALIASES.get(name, name)
@@ -40,7 +44,7 @@ def provider(name: str) -> Provider:
     return PROVIDERS[name]
 
 
-def _tilewise(name: str, backend: str | None) -> Provider:
+def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Provider:
     def refuse(shape: Shape, device: str) -> str | None:
         if backend is None:
             return None
@@ -62,7 +66,8 @@ def _tilewise(name: str, backend: str | None) -> Provider:
         from .. import attention
 
         options = features.options_of(shape, device)
-        return lambda q, k, v: attention(q, k, v, **options, backend=backend)
+        options |= dict(backend=backend, deterministic=deterministic)
+        return lambda q, k, v: attention(q, k, v, **options)
 
     return Provider(name, refuse, prepare)
 

@@ -131,13 +131,17 @@ def driver_version() -> str:
 
 
 def triton_version() -> str:
-    """Triton's version, without importing it."""
-    import importlib.metadata
+    """The version of the Triton that would be imported, without importing it: its installer's
+    records may be another's, where PYTHONPATH names a newer one.
+    """
+    import importlib.util
+    import re
 
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
         return "none"
+    found = re.search(r"__version__\s*=\s*['\"](.+?)['\"]", Path(spec.origin).read_text())
+    return found[1] if found else "unknown"
 
 
 @functools.cache

@@ -48,7 +48,11 @@ from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
 @click.option(
-    "--provider", "ours", default="tilewise", show_default=True, help="Or tilewise:portable."
+    "--provider",
+    "ours",
+    default="tilewise",
+    show_default=True,
+    help="Or tilewise:portable, tilewise:deterministic.",
 )
 @click.option(
     "--against",
