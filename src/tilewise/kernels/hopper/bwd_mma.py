@@ -55,6 +55,9 @@ def grad_partition(
     K_LAYOUT: gl.constexpr = accumulator(D)
     V_LAYOUT: gl.constexpr = accumulator(DV)
     dtype: gl.constexpr = outputs.dk.dtype
+    # S^T of the next block starts before dQ is waited for, and -delta comes before S^T. Tall blocks
+    # without a mask, whose loop is shorter, lose 7 % so with Triton 3.8; with one they gain 3 %
+    EARLY: gl.constexpr = M == 64 or FEATURES.RIGHT
     keys = rings.keys
     queries = rings.queries
     exchange = rings.exchange
@@ -80,6 +83,8 @@ def grad_partition(
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             # dP^T = V dO^T - delta, while P is recomputed
+            if not EARLY:
+                minus_delta = load_row(queries.minus_delta, step, no_scores)
             left = half_of(keys.v, WG, step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
             q_start, k_start = block.m_block * M, work.start + WG * 64
@@ -105,18 +110,21 @@ def grad_partition(
             pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
+            if not EARLY:
+                dq = warpgroup_mma_wait(1, deps=[pending_dq])
+                if i > 0:
+                    add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
             if not TILE.LSE_FIRST:
                 wait_full(queries, nth(step + 1), pred=goes_on)
             left = half_of(keys.k, WG, step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
-            dq = warpgroup_mma_wait(2, deps=[pending_dq])
-            if i > 0:
-                before = block_before(block, work, FEATURES)
-                await_turn(rings.turns, step - 1, TILE)
-                add_dq(dq, outputs, work, before, WG, 2, call, TILE)
-                end_turn(rings.turns, step - 1, TILE)
+            if EARLY:
+                dq = warpgroup_mma_wait(2, deps=[pending_dq])
+                if i > 0:
+                    add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
-            minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
+            if EARLY:
+                minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
             release(queries, nth(step))
             last_turn = turn
             turn = after(turn, 3)
@@ -127,10 +135,7 @@ def grad_partition(
         wait_full(exchange, last_turn)
         pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
-        before = block_before(block, work, FEATURES)
-        await_turn(rings.turns, step - 1, TILE)
-        add_dq(dq, outputs, work, before, WG, 2, call, TILE)
-        end_turn(rings.turns, step - 1, TILE)
+        add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
         release(keys, Cursor(0, 0))
         rows = work.start + WG * 64
         write_rows((dk * call.numbers.scale).to(dtype), outputs.dk, outputs, work, rows, WG)
@@ -195,6 +200,26 @@ def multiply_scores(ds, k, step, WG: gl.constexpr, TILE: gl.constexpr):
         right = right.slice(WG * COLUMNS, COLUMNS, 1)
     nothing = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS))
     return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_turn(
+    dq,
+    outputs,
+    rings,
+    work,
+    block,
+    step,
+    WG: gl.constexpr,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Adds the warpgroup's half of the dQ of the block before, when it is its turn."""
+    before = block_before(block, work, FEATURES)
+    await_turn(rings.turns, step - 1, TILE)
+    add_dq(dq, outputs, work, before, WG, 2, call, TILE)
+    end_turn(rings.turns, step - 1, TILE)
 
 
 @gluon.jit
