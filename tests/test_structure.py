@@ -16,7 +16,8 @@ OF_LIBRARY = [name for name in TREES if not name.startswith(("testing/", "bench/
 RANKS = [
     ["cli", "bench"],
     ["integrations", "ring"],
-    ["__init__", "api", "sparse"],
+    ["__init__", "faces", "sparse"],
+    ["api"],
     ["ops"],
     ["dispatch", "batching", "flops"],
     ["kernels"],
@@ -114,8 +115,8 @@ def test_triton_is_imported_where_kernels_are():
             assert name.startswith(rooms), name
 
 
-# Each loads one number: a length, a slope, a sink.
-LOADS = {"seqlen.py", "score.py", "softmax.py"}
+# Each loads numbers of a sequence or a head: a length, a slope, a sink.
+LOADS = {"seqlen.py", "score.py", "softmax.py", "varlen.py"}
 CREATES = {"arange", "zeros", "full", "dot", "zeros_like", "full_like", "rand", "store"}
 
 
@@ -143,8 +144,9 @@ def test_files_are_short_and_open_with_their_idea(name):
 
 # Signatures that another library or a kernel's launch dictates.
 WIDE = {
-    "api.py": {"attention", "flash_attn_func", "flash_attn_qkvpacked_func"}
-    | {"flash_attn_kvpacked_func"},
+    "api.py": {"attention"},
+    "faces.py": {"flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"}
+    | {"flash_attn_varlen_func"},
     "reference.py": {"attention_reference"},
     "ops.py": {"forward"},  # an autograd.Function's: every input is a parameter
     # Triton takes descriptors as arguments of their own, not in groups

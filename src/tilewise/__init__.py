@@ -1,13 +1,16 @@
 """Exact attention for PyTorch, computed tile by tile, every kernel written in Python."""
 
-from .api import (
-    attention,
+from .api import attention
+from .errors import ArgumentError, PerformanceWarning
+from .faces import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     scaled_dot_product_attention,
 )
-from .errors import ArgumentError, PerformanceWarning
 from .reference import attention_reference, merge_states
 
 __version__ = "0.1.0"
@@ -20,6 +23,9 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "merge_states",
     "scaled_dot_product_attention",
 ]

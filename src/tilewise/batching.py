@@ -17,23 +17,24 @@ Tensor = torch.Tensor
 
 
 def forward(attend: Callable, size: int, in_dims: tuple, tensors: tuple):
-    """`attend` of (q, k, v, alibi_slopes, sinks, seqused_k), mapped over `size` calls."""
-    if in_dims[4] is not None:
+    """`attend` of (q, k, v, *extras), mapped over `size` calls."""
+    q, k, v, *extras = tensors
+    slopes, sinks, seqused_k, _, cu_seqlens_q, _ = extras
+    if in_dims[4] is not None or cu_seqlens_q is not None:
         return one_by_one(attend, size, in_dims, tensors)
-    q, k, v, slopes, sinks, seqused_k = tensors
     batch = q.shape[1 if in_dims[0] == 0 else 0]
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), in_dims))
     seqused_k = _fold(seqused_k, in_dims[5], size)
     slopes = _fold_slopes(slopes, in_dims[3], size, batch)
-    out, lse = attend(q, k, v, slopes, sinks, seqused_k)
+    out, lse = attend(q, k, v, slopes, sinks, seqused_k, *extras[3:])
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
 def one_by_one(call: Callable, size: int, in_dims: tuple, tensors: tuple):
     """`call` mapped in a loop."""
     warn_slow(
-        "vmap of attention's backward, or over sinks, runs its calls one by one: join the mapped "
-        "dimension to the batch where that is too slow"
+        "vmap of attention's backward, over sinks or over packed sequences runs its calls one by "
+        "one: join the mapped dimension to the batch where that is too slow"
     )
     results = [
         call(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)))

@@ -4,7 +4,9 @@ that names the culprit.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -118,6 +120,29 @@ def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+def in_order(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, is_packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, seqlen, nheads, headdim); packed ones, which come as (total, nheads,
+    headdim), as a batch of 1.
+    """
+    if is_packed:
+        if layout != "bshd":
+            raise ArgumentError(
+                f"layout={layout!r}: packed sequences are (total, nheads, headdim), so leave it out"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 3:
+                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ArgumentError(
+                    f"{name} has shape {shape}: with cu_seqlens it must be packed, (total, nheads, "
+                    "headdim)"
+                )
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    check_rank(q, k, v)
+    return tuple(x.transpose(1, 2) for x in (q, k, v)) if layout == "bhsd" else (q, k, v)
+
+
 def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k and v are tensors of rank 4 (asked before anything is transposed)."""
     if type(q) is type(k) is type(v) is torch.Tensor and q.ndim == k.ndim == v.ndim == 4:
@@ -132,15 +157,25 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def check_bounds(*bounds: int | None) -> None:
+    """max_seqlen_q and max_seqlen_k, which nothing here needs."""
+    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
+        if bound is not None and (
+            not isinstance(bound, (int, torch.SymInt, torch.Tensor)) or isinstance(bound, bool)
+        ):
+            raise ArgumentError(f"{name}={bound!r}: it must be an int, or None to leave it out")
+
+
 def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
-    batch, nheads = q.shape[0], q.shape[2]
-    slopes, sinks, used = extras
+    nheads = q.shape[2]
+    slopes, sinks = extras.alibi_slopes, extras.sinks
     for name, x in zip(Extras._fields, extras, strict=True):
         if x is not None and not isinstance(x, torch.Tensor):
             raise ArgumentError(
                 f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
             )
+    batch = check_packing(q, k, extras)
     if slopes is not None:
         _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
         if slopes.requires_grad:
@@ -150,8 +185,58 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
             )
     if sinks is not None:
         _check_extra("sinks", sinks, q, [(nheads,)], DTYPES)
-    if used is not None:
-        _check_extra("seqused_k", used, q, [(batch,)], (torch.int32,))
+    for name in ("seqused_q", "seqused_k"):
+        if (used := getattr(extras, name)) is not None:
+            _check_extra(name, used, q, [(batch,)], (torch.int32,))
+            if extras.cu_seqlens_q is not None and knows_values(used):
+                capacity = getattr(extras, name.replace("seqused", "cu_seqlens")).diff()
+                if bool(((used < 0) | (used > capacity)).any()):
+                    raise ArgumentError(
+                        f"{name}={used.tolist()}: it must be at least 0 and at most what the "
+                        f"sequences have room for, {capacity.tolist()}"
+                    )
+
+
+def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:
+    """cu_seqlens of packed q and k, which come as a batch of 1; the number of sequences."""
+    cu_q, cu_k = extras.cu_seqlens_q, extras.cu_seqlens_k
+    if cu_q is None and cu_k is None:
+        if extras.seqused_q is not None:
+            raise ArgumentError("seqused_q is for packed sequences: pass cu_seqlens_q, too")
+        return q.shape[0]
+    if cu_q is None or cu_k is None:
+        missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
+        raise ArgumentError(f"{missing} is missing: packed sequences need both")
+    for name, x, total in (("cu_seqlens_q", cu_q, q.shape[1]), ("cu_seqlens_k", cu_k, k.shape[1])):
+        if x.dim() != 1 or x.shape[0] < 1 or x.shape != cu_q.shape:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}: cu_seqlens_q and cu_seqlens_k must both be "
+                "(batch + 1,)"
+            )
+        _check_extra(name, x, q, [tuple(x.shape)], (torch.int32,))
+        if knows_values(x):
+            _check_starts(name, x, total)
+    return cu_q.shape[0] - 1
+
+
+def _check_starts(name: str, starts: Tensor, total: int) -> None:
+    found = starts.tolist()
+    if found[0] != 0 or found[-1] != total or any(a > b for a, b in itertools.pairwise(found)):
+        raise ArgumentError(
+            f"{name}={found}: it must begin with 0, never decrease, and end with the number of "
+            f"packed rows, {total}"
+        )
+
+
+def knows_values(x: Tensor) -> bool:
+    """Whether a tensor's values may be looked at: on the CPU, and on a GPU, where that waits for
+    it, if TILEWISE_CHECK=1 asks. Never while traced.
+    """
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
 def _check_extra(

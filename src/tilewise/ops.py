@@ -21,10 +21,13 @@ from .problem import Call, Extras, Grads, Problem, Scalars, describe, extras_of
 
 Tensor = torch.Tensor
 
+EXTRAS = len(Extras._fields)
+TENSORS = 3 + EXTRAS  # q, k, v and the optional ones
+SAVED = 7 + EXTRAS  # what the backward takes: dout, dlse, q, k, v, out, lse and those
 _CALL = (
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, float scale, float softcap, SymInt "
-    "left, SymInt right, "
-    "str align, bool deterministic, str? backend"
+    ", ".join(f"Tensor? {name}" for name in Extras._fields)
+    + ", float scale, float softcap, SymInt left, SymInt right, str align, bool deterministic, "
+    "str? backend"
 )
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
@@ -118,11 +121,11 @@ def _save(
 
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of (q, k, v, alibi_slopes, sinks, seqused_k)."""
+    """Gradients of q, k, v and the extras."""
     if dout is None and dlse is None:
-        return (None,) * 6
-    q, k, v, alibi_slopes, sinks, seqused_k, out, lse = ctx.saved_tensors
-    extras = Extras(alibi_slopes, sinks, seqused_k)
+        return (None,) * TENSORS
+    q, k, v, *extras, out, lse = ctx.saved_tensors
+    extras = Extras(*extras)
     if dout is None:  # only the gradient of lse is asked
         dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse, *extras)
@@ -132,7 +135,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     else:
         grads = _AttentionBackward.forward(*tensors, ctx.problem, ctx.scalars, ctx.backend)
     dq, dk, dv, dsinks = grads
-    return dq, dk, dv, None, None if sinks is None else dsinks, None
+    of_extras = Extras(sinks=None if extras.sinks is None else dsinks)
+    return dq, dk, dv, *of_extras
 
 
 def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
@@ -149,8 +153,9 @@ class _EagerAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, alibi_slopes, sinks, seqused_k, call):
-        extras = extras_of(alibi_slopes, sinks, seqused_k)
+    def forward(ctx, q, k, v, *rest):
+        *tensors, call = rest
+        extras = extras_of(*tensors)
         output = _run_forward(call, q, k, v, extras)
         _save(ctx, (q, k, v, *extras), output, call.problem, call.scalars, call.backend)
         return output
@@ -164,9 +169,9 @@ class _Attention(torch.autograd.Function):
     """What functorch transforms and forward-mode AD see."""
 
     @staticmethod
-    def forward(q, k, v, alibi_slopes, sinks, seqused_k, problem, scalars, backend):
+    def forward(q, k, v, *rest):
+        *extras, problem, scalars, backend = rest
         _register_late()
-        extras = (alibi_slopes, sinks, seqused_k)
         return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
 
     @staticmethod
@@ -187,24 +192,23 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        attend = batching.with_last(_Attention.apply, args[6:])
-        return batching.forward(attend, info.batch_size, in_dims[:6], args[:6])
+        attend = batching.with_last(_Attention.apply, args[TENSORS:])
+        return batching.forward(attend, info.batch_size, in_dims[:TENSORS], args[:TENSORS])
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward, which has no derivative and says so."""
 
     @staticmethod
-    def forward(
-        dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused_k, problem, scalars, backend
-    ):
-        extras = Extras(alibi_slopes, sinks, seqused_k)
+    def forward(dout, dlse, q, k, v, out, lse, *rest):
+        *extras, problem, scalars, backend = rest
+        extras = Extras(*extras)
         if is_watched(dout, dlse, q, k, v) or _is_transformed():
             _register_late()
             call = (*extras, *scalars, *_flags(problem), backend)
             return torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *call)
         grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend)
-        return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
+        return *grads[:3], q.new_empty(0) if extras.sinks is None else grads.dsinks
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -220,13 +224,13 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        differentiate = batching.with_last(_AttentionBackward.apply, args[10:])
-        return batching.one_by_one(differentiate, info.batch_size, in_dims[:10], args[:10])
+        differentiate = batching.with_last(_AttentionBackward.apply, args[SAVED:])
+        return batching.one_by_one(differentiate, info.batch_size, in_dims[:SAVED], args[:SAVED])
 
 
 def _setup_context(ctx, inputs, output):
-    problem, _, scalars = _asked(inputs[:6], inputs[6:])
-    _save(ctx, inputs[:6], output, problem, scalars, inputs[-1])
+    problem, _, scalars = _asked(inputs[:TENSORS], inputs[TENSORS:])
+    _save(ctx, inputs[:TENSORS], output, problem, scalars, inputs[-1])
 
 
 def _op_backward(ctx, dout, dlse):
@@ -243,25 +247,25 @@ def _no_double_backward(ctx, *grads):
 
 
 def _asked(tensors: tuple, call: tuple) -> tuple[Problem, Extras, Scalars]:
-    """What an operator's arguments ask for: `tensors` end at seqused_k, `call` begins at scale."""
+    """What an operator's arguments ask for: `call` begins at scale, after the extras."""
     q, k, v, *extras = tensors
     extras, scalars = Extras(*extras), Scalars(*call[:4])
     return describe(q, k, v, extras, scalars, *call[4:6]), extras, scalars
 
 
 def _forward_kernel(q, k, v, *args):
-    problem, extras, scalars = _asked((q, k, v, *args[:3]), args[3:])
+    problem, extras, scalars = _asked((q, k, v, *args[:EXTRAS]), args[EXTRAS:])
     return _run_forward(Call(problem, scalars, args[-1]), q, k, v, extras)
 
 
 def _backward_kernel(dout, dlse, q, k, v, out, lse, *args):
-    problem, extras, scalars = _asked((q, k, v, *args[:3]), args[3:])
+    problem, extras, scalars = _asked((q, k, v, *args[:EXTRAS]), args[EXTRAS:])
     grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, args[-1])
     return *grads[:3], q.new_empty(0) if grads.dsinks is None else grads.dsinks
 
 
 def _forward_fake(q, k, v, *args):
-    return empty_out(_asked((q, k, v, *args[:3]), args[3:])[0], q)
+    return empty_out(_asked((q, k, v, *args[:EXTRAS]), args[EXTRAS:])[0], q)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *rest):
@@ -270,15 +274,15 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *rest):
 
 
 def _vmap_forward_op(info, in_dims, *args):
-    tensors, call = args[:6], args[6:]
+    tensors, call = args[:TENSORS], args[TENSORS:]
     attend = batching.with_last(torch.ops.tilewise.forward, call)
-    return batching.forward(attend, info.batch_size, in_dims[:6], tensors)
+    return batching.forward(attend, info.batch_size, in_dims[:TENSORS], tensors)
 
 
 def _vmap_backward_op(info, in_dims, *args):
-    tensors, call = args[:10], args[10:]
+    tensors, call = args[:SAVED], args[SAVED:]
     differentiate = batching.with_last(torch.ops.tilewise.backward, call)
-    return batching.one_by_one(differentiate, info.batch_size, in_dims[:10], tensors)
+    return batching.one_by_one(differentiate, info.batch_size, in_dims[:SAVED], tensors)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,6 +38,8 @@ class Problem(NamedTuple):
     has_alibi: bool
     has_sinks: bool
     has_seqused_k: bool
+    has_seqused_q: bool
+    is_packed: bool  # sequences lie one behind the other in a batch of 1
     deterministic: bool
 
     @property
@@ -57,6 +59,9 @@ class Extras(NamedTuple):
     alibi_slopes: torch.Tensor | None = None  # (nheads,) or (batch, nheads), fp32
     sinks: torch.Tensor | None = None  # (nheads,)
     seqused_k: torch.Tensor | None = None  # (batch,), int32
+    seqused_q: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None  # (batch + 1,), int32: where sequences begin
+    cu_seqlens_k: torch.Tensor | None = None
 
 
 class Scalars(NamedTuple):
@@ -71,15 +76,12 @@ class Scalars(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-def extras_of(
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seqused_k: torch.Tensor | None = None,
-) -> Extras:
-    """NO_EXTRAS itself where there are none, so that `is` can ask."""
-    if alibi_slopes is None and sinks is None and seqused_k is None:
-        return NO_EXTRAS
-    return Extras(alibi_slopes, sinks, seqused_k)
+def extras_of(*tensors: torch.Tensor | None) -> Extras:
+    """Extras in their order; NO_EXTRAS itself where there are none, so that `is` can ask."""
+    for x in tensors:
+        if x is not None:
+            return Extras(*tensors)
+    return NO_EXTRAS
 
 
 class Call:
@@ -128,5 +130,7 @@ def describe(
         has_alibi=extras.alibi_slopes is not None,
         has_sinks=extras.sinks is not None,
         has_seqused_k=extras.seqused_k is not None,
+        has_seqused_q=extras.seqused_q is not None,
+        is_packed=extras.cu_seqlens_q is not None,
         deterministic=deterministic,
     )

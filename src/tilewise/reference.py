@@ -23,10 +23,10 @@ from .checks import (
     Window,
     band,
     check_extras,
-    check_rank,
     check_scale,
     check_softcap,
     check_tensors,
+    in_order,
 )
 from .errors import ArgumentError
 from .problem import Extras, Scalars
@@ -46,6 +46,9 @@ def attention_reference(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     upcast: bool = True,
@@ -65,19 +68,51 @@ def attention_reference(
     Without it they run in the dtype of q, and S and P are rounded to it: what plain code in half
     precision gives, and so the error that a kernel is allowed.
     """
-    align, extras = _check_names(causal, layout), Extras(alibi_slopes, sinks, seqused_k)
-    check_rank(q, k, v)
-    if layout == "bhsd":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    align = _check_names(causal, layout)
+    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    extras = Extras(alibi_slopes, sinks, *lengths)
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    q, k, v = in_order(q, k, v, layout, is_packed)
     check_tensors(q, k, v)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
     check_extras(q, k, extras._replace(alibi_slopes=slopes))
     sides = band(window, causal is not False)
     scalars = Scalars(check_scale(scale, q.shape[3]), check_softcap(softcap), *sides)
-    out, lse = _attend(*(x.transpose(1, 2) for x in (q, k, v)), align, extras, scalars, upcast)
+    attend = _attend_packed if is_packed else _attend
+    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), align, extras, scalars, upcast)
     if layout == "bshd":
         out = out.transpose(1, 2)
+    if is_packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, align, extras: Extras, *rest):
+    """Packed sequences, one by one; rows that are not used have out 0 and lse -inf."""
+    outs, lses = [], []
+    for (a, b, c), (d, e, _), alone in _sequences(extras):
+        out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v[:, :, d:e], align, alone, *rest)
+        outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
+        lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
+    if not outs:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3])
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _sequences(extras: Extras):
+    """(start, used stop, stop) of each sequence in q and in k, and its extras."""
+    rows = []
+    for starts, used in (
+        (extras.cu_seqlens_q, extras.seqused_q),
+        (extras.cu_seqlens_k, extras.seqused_k),
+    ):
+        starts = starts.tolist()
+        stops = starts[1:] if used is None else [a + u for a, u in zip(starts, used.tolist())]
+        rows.append(list(zip(starts, stops, starts[1:])))
+    slopes = extras.alibi_slopes
+    for i, (queries, keys) in enumerate(zip(*rows)):
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
+        yield queries, keys, Extras(own, extras.sinks)
 
 
 def _check_names(causal: bool | str, layout: str) -> str:

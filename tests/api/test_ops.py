@@ -270,7 +270,7 @@ def test_autocast_casts_and_gradients_come_back():
             *tensors[:3],
             None,
             tensors[3],
-            None,
+            *(None,) * 4,
             0.25,
             0.0,
             -1,

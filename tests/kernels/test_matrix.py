@@ -9,6 +9,7 @@ import torch
 
 from tilewise.testing.cases import CASES, Case, run_case
 from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.packed import PACKED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = {
@@ -32,15 +33,16 @@ HEADDIMS = tuple(
     + ((256, 256),)
     for name, features in _FEATURES.items()
 )
+ALL = CASES + HEADDIMS + PACKED
 MOST_TILES = 24  # of a sampled case in the interpreter, which pays 10 ms a tile and its gradients
 # The compiler takes longest for fp32, and dtype changes little but that.
-ON_GPU = {"bf16": CASES + HEADDIMS, "fp16": CASES[::6], "fp32": CASES[3::12]}
+ON_GPU = {"bf16": ALL, "fp16": CASES[::6] + PACKED[:2], "fp32": CASES[3::12] + PACKED[-2:]}
 
 
 def _is_sampled(backend, at, case, dtype):
     """Whether `make test` runs it. The interpreter runs each case in one dtype, in turn."""
     if backend == "cpu":
-        return case in CASES
+        return case in CASES or case in PACKED
     if backend == "emulated":
         return case.tiles <= MOST_TILES and dtype == ("bf16", "fp16")[at % 2]
     return case.tiles <= MOST_TILES and dtype == list(DTYPES)[at % 3]
@@ -48,7 +50,7 @@ def _is_sampled(backend, at, case, dtype):
 
 def _params():
     for backend in BACKENDS:
-        for at, case in enumerate(CASES + HEADDIMS):
+        for at, case in enumerate(ALL):
             for dtype in DTYPES:
                 if backend in ("emulated", "gpu-hopper") and dtype == "fp32":
                     continue
@@ -95,5 +97,5 @@ def test_case(backend, case, dtype, request):
 
 
 def test_names_are_unique():
-    names = [case.name for case in CASES + HEADDIMS]
+    names = [case.name for case in ALL]
     assert len(set(names)) == len(names)

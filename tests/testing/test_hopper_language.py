@@ -96,6 +96,20 @@ def test_shapes_and_reductions():
 
 
 @triton.jit
+def prefixes_kernel(x, sums, whole, N: tl.constexpr):
+    r = tl.arange(0, N)
+    tile = r[:, None] * N + r[None, :]
+    tl.store(sums + tile, tl.cumsum(tl.load(x + tile), 1))
+    tl.store(sums + N * N + tile, tl.load(x + tile).cumsum(0, reverse=True))
+    tl.store(whole + r, tl.cumsum((tl.load(x + r) > 0).to(tl.int8), 0))
+
+
+def test_prefix_sums():
+    x = torch.randint(-50, 50, (64,)).float()
+    same_in_both(prefixes_kernel, [(128, torch.float32), (8, torch.int32)], x, N=8)
+
+
+@triton.jit
 def larger(a, i, b, j):
     keep = a >= b
     return tl.where(keep, a, b), tl.where(keep, i, j)

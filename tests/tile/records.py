@@ -6,7 +6,7 @@ from tilewise.kernels.arguments import numbers_of
 from tilewise.problem import Scalars
 from tilewise.tile.types import Features, Lengths, Optionals, Sequence, Tile
 
-NOTHING = Optionals(None, 0, None, None)
+NOTHING = Optionals(None, 0, None, None, None, None, None)
 
 
 def features(**on):

@@ -33,7 +33,7 @@ def order(keys, causal, batch=3, nheads=4, group=2, lengths=(70, 100), block=32)
     out = torch.full((tiles, 3), -7)
     on = features(RIGHT=causal, GROUP=group)
     interpret(schedule_kernel)[(tiles,)](
-        out, Sizes(nheads, *lengths), FEATURES=on, BLOCK=block, KEYS=keys
+        out, Sizes(0, nheads, *lengths), FEATURES=on, BLOCK=block, KEYS=keys
     )
     everything = list(itertools.product(range(batch), range(heads), range(blocks)))
     return [tuple(row) for row in out.tolist()], everything

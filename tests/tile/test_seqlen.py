@@ -7,7 +7,7 @@ import triton.language as tl
 from tile.records import NOTHING, features, sequence
 
 from tilewise.testing import interpret
-from tilewise.tile.seqlen import lengths_of, sequence_of
+from tilewise.tile.seqlen import lengths_of, place_of, sequence_of
 from tilewise.tile.types import Sizes
 
 
@@ -27,7 +27,7 @@ def test_lengths(top_left, used):
     out = torch.full((3, 3), -7)
     on = features(TOP_LEFT=top_left, SEQUSED_K=used is not None)
     interpret(lengths_kernel)[(3,)](
-        out, Sizes(2, 7, 9), NOTHING._replace(seqused_k=given), FEATURES=on
+        out, Sizes(0, 2, 7, 9), NOTHING._replace(seqused_k=given), FEATURES=on
     )
     expected = [[7, n, 0 if top_left else n - 7] for n in used or [9, 9, 9]]
     assert out.tolist() == expected
@@ -52,8 +52,43 @@ def test_a_sequence_holds_what_its_scores_depend_on():
     numbers = sequence(7, 9, left=4, scale=0.5).numbers
     out = torch.zeros(2, 2, 4)
     on = features(ALIBI=True, SEQUSED_K=True, LEFT=True)
-    interpret(sequence_kernel)[(2, 2)](out, Sizes(2, 7, 9), optionals, numbers, FEATURES=on)
+    interpret(sequence_kernel)[(2, 2)](out, Sizes(0, 2, 7, 9), optionals, numbers, FEATURES=on)
     slopes = optionals.alibi_slopes * 1.4426950408889634
     torch.testing.assert_close(out[:, :, 0], slopes)
     assert out[:, :, 1].tolist() == [[6, 6], [3, 3]]
     assert out[:, :, 2:].tolist() == [[[4, 0.5]] * 2] * 2
+
+
+@triton.jit
+def place_kernel(out, sizes, optionals, FEATURES: tl.constexpr):
+    batch = tl.program_id(0)
+    place = place_of(batch, sizes, optionals, FEATURES)
+    lengths = lengths_of(batch, sizes, optionals, FEATURES)
+    tl.store(out + 8 * batch, place.batch)
+    tl.store(out + 8 * batch + 1, place.first_q)
+    tl.store(out + 8 * batch + 2, place.first_k)
+    tl.store(out + 8 * batch + 3, place.rows_q)
+    tl.store(out + 8 * batch + 4, place.rows_k)
+    tl.store(out + 8 * batch + 5, lengths.seqlen_q)
+    tl.store(out + 8 * batch + 6, lengths.seqlen_k)
+    tl.store(out + 8 * batch + 7, lengths.diagonal)
+
+
+def test_where_packed_sequences_lie():
+    def int32(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    optionals = NOTHING._replace(
+        cu_seqlens_q=int32(0, 5, 5, 12),
+        cu_seqlens_k=int32(0, 9, 13, 15),
+        seqused_q=int32(3, 0, 7),
+        seqused_k=int32(9, 1, 0),
+    )
+    out = torch.full((3, 8), -7)
+    on = features(PACKED=True, SEQUSED_Q=True, SEQUSED_K=True)
+    interpret(place_kernel)[(3,)](out, Sizes(3, 2, 12, 15), optionals, FEATURES=on)
+    assert out.tolist() == [
+        [0, 0, 0, 5, 9, 3, 9, 6],
+        [0, 5, 9, 0, 4, 0, 1, 1],
+        [0, 5, 13, 7, 2, 7, 0, -7],
+    ]

@@ -36,6 +36,9 @@ COMMANDS = {
     "verify": Entry("tilewise.cli.verify", "Hold every feature to fp64 on this machine."),
     "bench": Entry("tilewise.cli.bench", "Time attention beside its peers, correctness first."),
     "tune": Entry("tilewise.cli.tune", "Find the fastest kernel configurations for this GPU."),
+    "schedule": Entry(
+        "tilewise.cli.schedule", "Draw which SM runs which tile of a ragged batch when."
+    ),
 }
 
 

@@ -17,15 +17,18 @@ class Exit(IntEnum):
 
 
 class IntList(click.ParamType):
-    """`64,128` or `1k,16k` (k is 1024)."""
+    """`64,128` or `1k,16k` (k is 1024), none less than `least`."""
 
     name = "list"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
 
     def convert(self, value, param, ctx) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(_number(part) for part in value.split(","))
+            return tuple(_number(part, self.least) for part in value.split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of numbers such as 64,128 or 1k,16k", param, ctx)
 
@@ -51,10 +54,10 @@ SHORT = {name: short for short, name in DTYPES.items()}
 DTYPES |= {name: name for name in DTYPES.values()}
 
 
-def _number(text: str) -> int:
+def _number(text: str, least: int) -> int:
     text = text.strip().lower()
     value = int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
-    if value < 1:
+    if value < least:
         raise ValueError(text)
     return value
 

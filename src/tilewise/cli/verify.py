@@ -79,8 +79,9 @@ def dtypes_of(named: tuple[str, ...] | None, quick: bool, full: bool, device: st
 def select(expression: str, quick: bool) -> list:
     """The cases that are asked for."""
     from ..testing.cases import CASES
+    from ..testing.packed import PACKED
 
-    chosen = [case for case in CASES if matches(expression, case.name)]
+    chosen = [case for case in CASES + PACKED if matches(expression, case.name)]
     if quick:
         chosen = [case for case in chosen if case.tiles <= QUICK_TILES]
     if not chosen:
@@ -189,7 +190,11 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
 
 def torch_can(case, tensor: str) -> bool:
     """Whether torch's attention computes this tensor of the case without a mask of scores."""
+    from ..testing.packed import PackedCase
+
     features, sizes = case.features, case.sizes
+    if isinstance(case, PackedCase):
+        return False
     if tensor not in ("out", "dq", "dk", "dv") or (features.lse_grad and tensor != "out"):
         return False
     if features.window or features.softcap or features.alibi or features.sinks:

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..problem import Extras
+
 _registered = False
+EXTRAS = len(Extras._fields)
 
 
 def register() -> bool:
@@ -36,20 +39,17 @@ def register() -> bool:
     return True
 
 
-def _forward_rules(q, k, v, alibi_slopes, sinks, seqused_k, *scalars) -> list[tuple]:
-    rest = [None] * len(scalars)
+def _forward_rules(q, k, v, *call) -> list[tuple]:
+    extras, rest = call[:EXTRAS], [None] * len(call[EXTRAS:])
     return [
-        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + rest)
-        for way in _ways(q, k, alibi_slopes, sinks, seqused_k)
+        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + rest) for way in _ways(q, k, *extras)
     ]
 
 
-def _backward_rules(
-    dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, seqused_k, *scalars
-) -> list[tuple]:
-    rest = [None] * len(scalars)
+def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
+    extras, rest = call[:EXTRAS], [None] * len(call[EXTRAS:])
     rules = []
-    for way in _ways(q, k, alibi_slopes, sinks, seqused_k):
+    for way in _ways(q, k, *extras):
         given = [_if(dout, way.bshd), _if(dlse, way.bhs)]
         saved = [way.bshd] * 4 + [way.bhs]
         rules.append(([way.bshd] * 3 + [way.dsinks], given + saved + way.extras + rest))
@@ -65,7 +65,7 @@ class _Way(NamedTuple):
     dsinks: Any
 
 
-def _ways(q, k, alibi_slopes, sinks, seqused_k) -> list[_Way]:
+def _ways(q, k, alibi_slopes, sinks, *lengths) -> list[_Way]:
     """The ways that serve these tensors; here a tensor is what DTensor knows of one."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -73,13 +73,15 @@ def _ways(q, k, alibi_slopes, sinks, seqused_k) -> list[_Way]:
     slopes_by_batch = alibi_slopes is not None and len(alibi_slopes.shape) == 2
 
     def extras(slopes, sink, used) -> list:
-        return [_if(alibi_slopes, slopes), _if(sinks, sink), _if(seqused_k, used)]
+        return [_if(alibi_slopes, slopes), _if(sinks, sink), *(_if(x, used) for x in lengths)]
 
     by_batch = extras(first if slopes_by_batch else whole, whole, first)
     ways = [
         _Way(whole, whole, extras(whole, whole, whole), whole),
         _Way(first, first, by_batch, whole if sinks is None else Partial()),
     ]
+    if any(x is not None for x in lengths[2:]):  # packed: a cut of the batch of 1 is none
+        del ways[1]
     if _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
         by_head = extras(second if slopes_by_batch else first, first, whole)
         ways.append(_Way(Shard(2), second, by_head, whole if sinks is None else first))

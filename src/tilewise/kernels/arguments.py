@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ..problem import Extras, Problem, Scalars
+from ..problem import NO_EXTRAS, Extras, Problem, Scalars
 from ..tile.types import Features, Numbers, Optionals, Sizes, Strided
 
 LOG2_E = math.log2(math.e)
@@ -29,6 +29,8 @@ def features_of(problem: Problem) -> Features:
         ALIBI=problem.has_alibi,
         SINKS=problem.has_sinks,
         SEQUSED_K=problem.has_seqused_k,
+        SEQUSED_Q=problem.has_seqused_q,
+        PACKED=problem.is_packed,
         PRECISION="ieee",
     )
 
@@ -55,9 +57,14 @@ def fits_descriptor(x: Tensor) -> bool:
     return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
 
 
-def sizes_of(q: Tensor, k: Tensor) -> Sizes:
+def sizes_of(q: Tensor, k: Tensor, extras: Extras = NO_EXTRAS) -> Sizes:
     """The call's lengths."""
-    return Sizes(q.shape[2], q.shape[1], k.shape[1])
+    return Sizes(packed_in(extras), q.shape[2], q.shape[1], k.shape[1])
+
+
+def packed_in(extras: Extras) -> int:
+    """How many sequences are packed; 0 where they are rows of a batch."""
+    return 0 if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
 
 
 def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
@@ -79,6 +86,6 @@ def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
 
 def optionals_of(extras: Extras) -> Optionals:
     """The optional tensors as kernels take them."""
-    slopes, sinks, used = (None if x is None else x.contiguous() for x in extras)
+    slopes, *rest = (None if x is None else x.contiguous() for x in extras)
     per_batch = slopes is not None and slopes.dim() == 2
-    return Optionals(slopes, slopes.stride(0) if per_batch else 0, sinks, used)
+    return Optionals(slopes, slopes.stride(0) if per_batch else 0, *rest)

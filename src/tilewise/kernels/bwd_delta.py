@@ -78,4 +78,7 @@ def bwd_delta_kernel(
             tl.store(turns + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
-        tl.store(sink_parts + tile, -tl.sum(p_sink * row_delta, 0))
+        of_rows = p_sink * row_delta
+        if FEATURES.SEQUSED_Q:  # rows that are not used have no sink, and may hold anything
+            of_rows = tl.where(lse_row == float("-inf"), 0.0, of_rows)
+        tl.store(sink_parts + tile, -tl.sum(of_rows, 0))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..tile.types import Strided
+
 
 class Rows(NamedTuple):
     """The rows of one head: where they start, how far apart they lie, how many there are."""
@@ -27,6 +29,12 @@ class Rows(NamedTuple):
 def head_of(x, batch, head):
     """Address of (batch, row 0, head) of a Strided tensor."""
     return x.ptr + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
+
+
+@triton.jit
+def from_row(x, first):
+    """A Strided tensor without the rows before `first`: those of packed sequences."""
+    return Strided(x.ptr + tl.cast(first, tl.int64) * x.row, x.batch, x.row, x.head)
 
 
 @triton.jit

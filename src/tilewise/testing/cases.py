@@ -162,20 +162,35 @@ def run_case(
     """
     from .. import attention
 
+    if not isinstance(case, Case):
+        return case.run(backend, device, dtype, seed)
     inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
-    on_cpu = torch.device(device).type == "cpu"
-    stand_in = contextlib.nullcontext()
-    if on_cpu and backend == "portable":
-        stand_in = use_interpreter()
-    elif on_cpu and backend == "hopper":
-        stand_in = use_emulator(case.seed if seed is None else seed)
-    with stand_in, poisoned():
-        results = _run(attention, case, inputs, backend=backend)
-    oracle = _run(attention_reference, case, _to(torch.float64, inputs))
-    plain = _run(attention_reference, case, inputs, upcast=False)
-    again = recomputed(case, inputs)
+    with stand_in(backend, device, case.seed if seed is None else seed), poisoned():
+        results = run(attention, case, inputs, backend=backend)
+    return records(results, *standards(case, inputs))
+
+
+def stand_in(
+    backend: str | None, device: str | torch.device, seed: int
+) -> contextlib.AbstractContextManager:
+    """What runs a GPU backend on CPU tensors."""
+    if torch.device(device).type == "cpu" and backend == "portable":
+        return use_interpreter()
+    if torch.device(device).type == "cpu" and backend == "hopper":
+        return use_emulator(seed)
+    return contextlib.nullcontext()
+
+
+def standards(case: Case, inputs: Inputs) -> tuple[dict[str, Tensor], ...]:
+    """What results are judged by: the oracle, and the plain runs whose errors are allowed."""
+    oracle = run(attention_reference, case, _to(torch.float64, inputs))
+    return oracle, run(attention_reference, case, inputs, upcast=False), recomputed(case, inputs)
+
+
+def records(results: dict, oracle: dict, *plain: dict) -> list[Record]:
+    """The verdict on each tensor."""
     return [
-        Record(name, judge(results[name], oracle[name], plain[name], again[name]))
+        Record(name, judge(results[name], oracle[name], *(runs[name] for runs in plain)))
         for name in oracle
     ]
 
@@ -258,7 +273,7 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
     return _as_rows(x, case).sum(-1)
 
 
-def _run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
+def run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v and sinks."""
     return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
 

@@ -8,6 +8,34 @@ the tail.
 import triton
 import triton.language as tl
 
+from .varlen import Hint, varlen_tile
+
+
+@triton.jit
+def find_query_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tile number -> (m_block, head, batch), of packed sequences, too; `lane` is 0 .. 31. Past the
+    last tile, batch is `sizes.packed`.
+    """
+    if FEATURES.PACKED:
+        starts, last_first = optionals.cu_seqlens_q, FEATURES.RIGHT
+        of = varlen_tile(
+            tile, Hint(0, 0), lane, starts, sizes.packed, sizes.nheads, BLOCK_M, 1, last_first
+        )
+        return of.m_block, of.head, of.batch
+    else:
+        return query_tile(tile, sizes, FEATURES, BLOCK_M)
+
+
+@triton.jit
+def find_key_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tile number -> (n_block, head_k, batch), of packed sequences, too."""
+    if FEATURES.PACKED:
+        starts, nheads_k = optionals.cu_seqlens_k, sizes.nheads // FEATURES.GROUP
+        of = varlen_tile(tile, Hint(0, 0), lane, starts, sizes.packed, nheads_k, BLOCK_N)
+        return of.m_block, of.head, of.batch
+    else:
+        return key_tile(tile, sizes, FEATURES, BLOCK_N)
+
 
 @triton.jit
 def query_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):

@@ -1,10 +1,23 @@
-"""What one head of one sequence is: how long, where its diagonal lies, its ALiBi slope."""
+"""What one head of one sequence is: where it lies, how long, where its diagonal is, its slope."""
 
 import triton
 import triton.language as tl
 
 from .score import load_slope
-from .types import Lengths, Sequence
+from .types import Lengths, Place, Sequence
+
+
+@triton.jit
+def place_of(batch, sizes, optionals, FEATURES: tl.constexpr):
+    """Where the sequence lies: a row of the batch, or rows of packed tensors."""
+    if FEATURES.PACKED:
+        first_q = tl.load(optionals.cu_seqlens_q + batch)
+        first_k = tl.load(optionals.cu_seqlens_k + batch)
+        rows_q = tl.load(optionals.cu_seqlens_q + batch + 1) - first_q
+        rows_k = tl.load(optionals.cu_seqlens_k + batch + 1) - first_k
+        return Place(batch * 0, first_q, first_k, rows_q, rows_k)
+    else:
+        return Place(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
 
 
 @triton.jit
@@ -12,13 +25,17 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """The sequence's true lengths; the diagonal is aligned to its last key (bottom-right) or to key
     0 (top-left).
     """
-    seqlen_k = sizes.seqlen_k
+    place = place_of(batch, sizes, optionals, FEATURES)
+    seqlen_q = place.rows_q
+    if FEATURES.SEQUSED_Q:
+        seqlen_q = tl.load(optionals.seqused_q + batch)
+    seqlen_k = place.rows_k
     if FEATURES.SEQUSED_K:
         seqlen_k = tl.load(optionals.seqused_k + batch)
-    diagonal = seqlen_k - sizes.seqlen_q
+    diagonal = seqlen_k - seqlen_q
     if FEATURES.TOP_LEFT:
         diagonal = 0
-    return Lengths(sizes.seqlen_q, seqlen_k, diagonal)
+    return Lengths(seqlen_q, seqlen_k, diagonal)
 
 
 @triton.jit

@@ -30,11 +30,15 @@ class Optionals(NamedTuple):
     alibi_batch: int  # its stride over the batch; 0 where one set serves all
     sinks: torch.Tensor | None
     seqused_k: torch.Tensor | None
+    seqused_q: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
 
 
 class Sizes(NamedTuple):
-    """Runtime lengths of the whole call."""
+    """Runtime lengths of the whole call; of packed sequences, of all of them together."""
 
+    packed: int  # how many sequences; 0 where they are rows of a batch, and not asked for
     nheads: int
     seqlen_q: int
     seqlen_k: int
@@ -65,6 +69,8 @@ class Features(NamedTuple):
     ALIBI: bool
     SINKS: bool
     SEQUSED_K: bool
+    SEQUSED_Q: bool
+    PACKED: bool  # sequences lie one behind the other; cu_seqlens say where they begin
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
 
 
@@ -120,6 +126,16 @@ class Lengths(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     diagonal: int
+
+
+class Place(NamedTuple):
+    """Where a sequence lies in its tensors, and how many rows it has there, used or not."""
+
+    batch: int  # 0 where sequences are packed
+    first_q: int  # 0 where they are not
+    first_k: int
+    rows_q: int
+    rows_k: int
 
 
 class Sequence(NamedTuple):

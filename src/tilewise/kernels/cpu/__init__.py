@@ -10,7 +10,7 @@ import torch
 
 from ...problem import Extras, Grads, Problem, Scalars
 from ..outputs import empty_grads, empty_out
-from . import blockwise, flash
+from . import blockwise, flash, packed
 from .dense import make_dense
 
 Tensor = torch.Tensor
@@ -32,6 +32,8 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`."""
+    if problem.is_packed:
+        return packed.forward(forward, problem, q, k, v, extras, scalars)
     if flash.is_whole(problem, q, k, scalars):
         out, lse = flash.forward_whole(q, k, v, problem.has_right, scalars.scale)
         # torch's kernel gives (batch, seqlen, ...) memory, so that this copies lse alone
@@ -62,6 +64,9 @@ def backward(
     scalars: Scalars,
 ) -> Grads:
     """Gradients of q, k, v and, where there are any, sinks."""
+    if problem.is_packed:
+        given = dout, dlse, q, k, v, out, lse
+        return packed.backward(backward, problem, given, extras, scalars)
     if dlse is None and flash.is_whole(problem, q, k, scalars):
         given = dout, q, k, v, out
         found = flash.backward_whole(given, lse, problem.has_right, scalars.scale)
@@ -103,4 +108,4 @@ def _of_row(extras: Extras, row: slice) -> Extras:
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[row]
-    return Extras(slopes, extras.sinks, None)
+    return Extras(slopes, extras.sinks)

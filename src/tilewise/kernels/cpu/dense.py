@@ -43,7 +43,7 @@ def make_dense(
     if diagonal + right >= seqlen_k - 1:
         right = OPEN
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    slopes, sinks, _ = extras
+    slopes, sinks = extras.alibi_slopes, extras.sinks
     return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, diagonal, left, right)
 
 

@@ -41,6 +41,8 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
         if headdim % 8:
             return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
+    if problem.is_packed:
+        return Avoidable("packed sequences (cu_seqlens) are not served yet")
     if problem.has_seqused_k:
         return Avoidable("seqused_k is not served: the copy engine would read the padding")
     from . import launch  # noqa: F401  without Triton the ImportError is the reason

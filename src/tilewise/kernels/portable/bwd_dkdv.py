@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import count_partial, partial_block, query_blocks
-from ...tile.schedule import key_tile
-from ...tile.seqlen import lengths_of, sequence_of
+from ...tile.schedule import find_key_tile
+from ...tile.seqlen import lengths_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ..io import (
+    from_row,
     load_once,
     load_rows,
     load_stats,
@@ -102,10 +103,19 @@ def attn_bwd_dkdv_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
-    n_block, head_k, batch = key_tile(tl.program_id(0), sizes, FEATURES, BLOCK_N)
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    n_block, head_k, sequence = find_key_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_N)
+    if FEATURES.PACKED:
+        if sequence >= sizes.packed:
+            return
     n_start = n_block * BLOCK_N
-    lengths = lengths_of(batch, sizes, optionals, FEATURES)
-    seqlen_q = sizes.seqlen_q
+    lengths = lengths_of(sequence, sizes, optionals, FEATURES)
+    place = place_of(sequence, sizes, optionals, FEATURES)
+    batch = place.batch
+    q, dout = from_row(q, place.first_q), from_row(dout, place.first_q)
+    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
+    dk, dv = from_row(dk, place.first_k), from_row(dv, place.first_k)
+    seqlen_q = lengths.seqlen_q
 
     k_tile = load_once(k, batch, head_k, n_start, lengths.seqlen_k, BLOCK_N, D, BLOCK_D)
     v_tile = load_once(v, batch, head_k, n_start, lengths.seqlen_k, BLOCK_N, DV, BLOCK_DV)
@@ -114,12 +124,12 @@ def attn_bwd_dkdv_kernel(
     )
 
     for head in range(head_k * FEATURES.GROUP, (head_k + 1) * FEATURES.GROUP):
-        seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
+        seq = sequence_of(sequence, head, sizes, optionals, numbers, FEATURES)
         rows = QueryRows(
             open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS),
             open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, TILE.DESCRIPTORS),
-            row_stats(stats[0], batch, head, sizes),
-            row_stats(stats[1], batch, head, sizes),
+            row_stats(stats[0], batch, head, sizes) + place.first_q,
+            row_stats(stats[1], batch, head, sizes) + place.first_q,
         )
         blocks = query_blocks(n_start, seq, FEATURES, TILE)
         for i in range(count_partial(blocks)):
@@ -137,5 +147,5 @@ def attn_bwd_dkdv_kernel(
     is_key = (n_start + tl.arange(0, BLOCK_N) < lengths.seqlen_k)[:, None]
     dk_tile = tl.where(is_key, grads.dk * numbers.scale, 0.0)
     dv_tile = tl.where(is_key, grads.dv, 0.0)
-    store_rows(dk, batch, head_k, dk_tile, n_start, sizes.seqlen_k, BLOCK_N, D, BLOCK_D)
-    store_rows(dv, batch, head_k, dv_tile, n_start, sizes.seqlen_k, BLOCK_N, DV, BLOCK_DV)
+    store_rows(dk, batch, head_k, dk_tile, n_start, place.rows_k, BLOCK_N, D, BLOCK_D)
+    store_rows(dv, batch, head_k, dv_tile, n_start, place.rows_k, BLOCK_N, DV, BLOCK_DV)

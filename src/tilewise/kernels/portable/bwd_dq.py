@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import count_partial, key_blocks, partial_block
-from ...tile.schedule import query_tile
-from ...tile.seqlen import sequence_of
+from ...tile.schedule import find_query_tile
+from ...tile.seqlen import place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ..io import (
+    from_row,
     load_once,
     load_rows,
     load_stats,
@@ -64,19 +65,31 @@ def attn_bwd_dq_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
-    m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, BLOCK_M)
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:
+            return
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
     seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
+    place = place_of(batch, sizes, optionals, FEATURES)
+    batch = place.batch
+    q, dq = from_row(q, place.first_q), from_row(dq, place.first_q)
+    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
+    dout = from_row(dout, place.first_q)
 
+    seqlen_q = seq.lengths.seqlen_q
     seqlen_k = seq.lengths.seqlen_k
     head_k = head // FEATURES.GROUP
     k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
     v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
-    q_tile = load_once(q, batch, head, m_start, sizes.seqlen_q, BLOCK_M, D, BLOCK_D)
-    do = load_once(dout, batch, head, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
-    lse = load_stats(row_stats(stats[0], batch, head, sizes), q_idx, sizes, float("-inf"), True)
-    delta = load_stats(row_stats(stats[1], batch, head, sizes), q_idx, sizes, 0.0, True)
+    q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
+    do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    lse_row = row_stats(stats[0], batch, head, sizes) + place.first_q
+    delta_row = row_stats(stats[1], batch, head, sizes) + place.first_q
+    lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
+    delta = load_stats(delta_row, q_idx, seq.lengths, 0.0, True)
     rows = lse_to_log2(lse), delta
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -92,4 +105,4 @@ def attn_bwd_dq_kernel(
             acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, False
         )
     acc_dq *= numbers.scale
-    store_rows(dq, batch, head, acc_dq, m_start, sizes.seqlen_q, BLOCK_M, D, BLOCK_D)
+    store_rows(dq, batch, head, acc_dq, m_start, place.rows_q, BLOCK_M, D, BLOCK_D)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import count_partial, key_blocks, partial_block
-from ...tile.schedule import query_tile
-from ...tile.seqlen import sequence_of
+from ...tile.schedule import find_query_tile
+from ...tile.seqlen import place_of, sequence_of
 from ...tile.softmax import finish, load_sink
-from ..io import load_once, open_rows, row_stats, store_rows
+from ..io import from_row, load_once, open_rows, row_stats, store_rows
 from .step import RowState, attend
 
 
@@ -27,17 +27,26 @@ def attn_fwd_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
-    m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, BLOCK_M)
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:  # the grid has programs enough for any lengths
+            return
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
     seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
+    place = place_of(batch, sizes, optionals, FEATURES)
+    batch = place.batch
+    q, out = from_row(q, place.first_q), from_row(out, place.first_q)
+    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
 
+    seqlen_q = seq.lengths.seqlen_q
     seqlen_k = seq.lengths.seqlen_k
     head_k = head // FEATURES.GROUP
     k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
     v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
     # (BLOCK_M, BLOCK_D)
-    q_tile = load_once(q, batch, head, m_start, sizes.seqlen_q, BLOCK_M, D, BLOCK_D)
+    q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
 
     state = RowState(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
@@ -58,6 +67,10 @@ def attn_fwd_kernel(
 
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     acc_o = state.acc_o * finished.rescale[:, None]
-    store_rows(out, batch, head, acc_o, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
-    lse_row = row_stats(lse, batch, head, sizes)
-    tl.store(lse_row + q_idx, finished.lse, mask=q_idx < sizes.seqlen_q)
+    row_lse = finished.lse
+    if FEATURES.SEQUSED_Q:
+        acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
+        row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))
+    store_rows(out, batch, head, acc_o, m_start, place.rows_q, BLOCK_M, DV, BLOCK_DV)
+    lse_row = row_stats(lse, batch, head, sizes) + place.first_q
+    tl.store(lse_row + q_idx, row_lse, mask=q_idx < place.rows_q)

@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     side: str  # "BLOCK_M" or "BLOCK_N"
     rows: int
     copies: int  # heads times batch
+    packed: int  # sequences in these rows, each with a ragged end; 0 where they are no sequences
     read: tuple[Tensor, ...]  # tensors read in tiles
     args: tuple
 
@@ -46,7 +47,8 @@ class Plan(NamedTuple):
         """What the tables look up."""
         problem, widest = self.problem, max(padded_headdims(self.problem))
         arch, bits = architecture(self.read[0].device), problem.dtype.itemsize * 8
-        return Key(arch, self.name, widest, bits, problem.is_causal, self.rows <= SHORT)
+        is_short = self.rows // max(self.packed, 1) <= SHORT
+        return Key(arch, self.name, widest, bits, problem.is_causal, is_short)
 
     def config(self) -> Config:
         """What the tables say."""
@@ -59,7 +61,8 @@ class Plan(NamedTuple):
 
     def programs(self, tile: Tile) -> int:
         """How many programs cover the problem."""
-        return triton.cdiv(self.rows, getattr(tile, self.side)) * self.copies
+        blocks = triton.cdiv(self.rows, getattr(tile, self.side))
+        return (blocks + self.packed) * self.copies
 
 
 def padded_headdims(problem: Problem) -> tuple[int, int]:
@@ -153,17 +156,19 @@ def backward(
 
 def plan_forward(problem, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> Plan:
     """Tiles of queries."""
-    numbers = numbers_of(scalars, q, k)
-    args = (*map(strided, (q, k, v, out)), lse, optionals_of(extras), sizes_of(q, k), numbers)
+    sizes, numbers = sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    args = (*map(strided, (q, k, v, out)), lse, optionals_of(extras), sizes, numbers)
     copies = q.shape[0] * q.shape[2]
-    return Plan("fwd", attn_fwd_kernel, problem, "BLOCK_M", q.shape[1], copies, (q, k, v), args)
+    of_rows = q.shape[1], copies, sizes.packed
+    return Plan("fwd", attn_fwd_kernel, problem, "BLOCK_M", *of_rows, (q, k, v), args)
 
 
 def plan_backward(
     problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scalars: Scalars
 ) -> tuple[Plan, Plan]:
     """Tiles of keys for dK and dV, then tiles of queries for dQ."""
-    shared = (stats, optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k))
+    sizes = sizes_of(q, k, extras)
+    shared = (stats, optionals_of(extras), sizes, numbers_of(scalars, q, k))
     read = (q, k, v, dout)
     keys = Plan(
         "bwd_dkdv",
@@ -172,6 +177,7 @@ def plan_backward(
         "BLOCK_N",
         k.shape[1],
         k.shape[0] * k.shape[2],
+        sizes.packed,
         read,
         (*map(strided, (q, k, v, dout, grads.dk, grads.dv)), *shared),
     )
@@ -182,6 +188,7 @@ def plan_backward(
         "BLOCK_M",
         q.shape[1],
         q.shape[0] * q.shape[2],
+        sizes.packed,
         read,
         (*map(strided, (q, k, v, dout, grads.dq)), *shared),
     )
@@ -194,9 +201,8 @@ def run_delta(
     """delta, shaped as lse; fills `dsinks` where there are sinks."""
     batch, nheads, seqlen_q = lse.shape
     delta = torch.empty_like(lse)
-    plan = Plan(
-        "bwd_delta", bwd_delta_kernel, problem, "BLOCK_M", seqlen_q, batch * nheads, (out,), ()
-    )
+    of_rows = seqlen_q, batch * nheads, 0  # a row's delta needs no sequence
+    plan = Plan("bwd_delta", bwd_delta_kernel, problem, "BLOCK_M", *of_rows, (out,), ())
     m_blocks = triton.cdiv(seqlen_q, plan.config().BLOCK_M)
     parts = None if dsinks is None else lse.new_empty(batch, nheads, m_blocks)
     dlse = None if dlse is None else dlse.contiguous()

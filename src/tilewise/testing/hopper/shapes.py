@@ -76,6 +76,15 @@ def sum(input: Any, axis: Any = None, keep_dims: Any = False, dtype: Any = None)
     return Value(fit(total, kind), kind)
 
 
+def cumsum(input: Any, axis: Any = 0, reverse: Any = False, dtype: Any = None) -> Value:
+    """Prefix sums, summed in the type that `sum` takes."""
+    kind = sum(input, axis, dtype=dtype).dtype
+    x = data_as(input, kind)
+    axis = int(axis)
+    total = x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+    return Value(fit(total, kind), kind)
+
+
 def _extreme(best: Any, best_place: Any) -> Callable[..., Any]:
     def extreme(
         input: Any,

@@ -26,7 +26,8 @@ _AS_NAMED = """
     static_print device_print device_assert allocate_shared_memory warp_specialize barrier
 """.split()
 _SHAPES = """
-    expand_dims broadcast broadcast_to reshape ravel permute trans join split sum max min reduce
+    expand_dims broadcast broadcast_to reshape ravel permute trans join split sum cumsum
+    max min reduce
 """.split()
 
 _LANGUAGE: dict[str, Any] = {

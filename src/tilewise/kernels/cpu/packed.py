@@ -1,0 +1,72 @@
+"""Packed sequences on the CPU: each is a call of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...problem import Extras, Grads, Problem, Scalars
+from ..outputs import empty_grads, empty_out
+
+Tensor = torch.Tensor
+
+
+def forward(
+    attend: Callable, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of packed sequences, by `attend` of one."""
+    out, lse = empty_out(problem, q)
+    out.zero_(), lse.fill_(-torch.inf)  # rows that are not used
+    alone = as_one(problem)
+    for queries, keys, of_one in sequences(extras):
+        parts = attend(alone, q[:, queries], k[:, keys], v[:, keys], of_one, scalars)
+        out[:, queries].copy_(parts[0]), lse[:, :, queries].copy_(parts[1])
+    return out, lse
+
+
+def backward(
+    differentiate: Callable, problem: Problem, given: tuple, extras: Extras, scalars: Scalars
+) -> Grads:
+    """Gradients of packed sequences, by `differentiate` of one."""
+    dout, dlse, q, k, v, out, lse = given
+    grads = empty_grads(q, k, v, extras.sinks)
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+    dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
+    alone = as_one(problem)
+    for queries, keys, of_one in sequences(extras):
+        dlse_one = None if dlse is None else dlse[:, :, queries]
+        tensors = dout[:, queries], dlse_one, q[:, queries], k[:, keys], v[:, keys]
+        saved = out[:, queries], lse[:, :, queries]
+        parts = differentiate(alone, *tensors, *saved, of_one, scalars)
+        for whole, part, rows in zip(grads, parts, (queries, keys, keys)):
+            whole[:, rows].copy_(part)
+        if dsinks is not None:
+            dsinks += parts.dsinks
+    if dsinks is not None:
+        grads.dsinks.copy_(dsinks)
+    return grads
+
+
+def as_one(problem: Problem) -> Problem:
+    """The problem of one sequence."""
+    return problem._replace(is_packed=False, has_seqused_q=False, has_seqused_k=False)
+
+
+def sequences(extras: Extras) -> Iterator[tuple[slice, slice, Extras]]:
+    """The used rows of each sequence in q and in k, and its extras."""
+    sides = (extras.cu_seqlens_q, extras.seqused_q), (extras.cu_seqlens_k, extras.seqused_k)
+    rows = [list(_used_rows(*side)) for side in sides]
+    slopes = extras.alibi_slopes
+    for i, (queries, keys) in enumerate(zip(*rows)):
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
+        yield queries, keys, Extras(own, extras.sinks)
+
+
+def _used_rows(cu_seqlens: Tensor, used: Tensor | None) -> Iterator[slice]:
+    starts = cu_seqlens.tolist()
+    for i, (start, stop) in enumerate(itertools.pairwise(starts)):
+        yield slice(start, stop if used is None else start + int(used[i]))

@@ -1,0 +1,121 @@
+"""Who works on which tile of a packed batch, and when: the tile scheduler in plain Python.
+
+`tiles` numbers the tiles as `tilewise.tile.varlen` does on a GPU, and is what that is tested
+against. `simulate` hands them out, in a fixed order or to whoever is free first; `tilewise
+schedule` draws the result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """A tile's number and what it stands for."""
+
+    tile: int
+    batch: int
+    head: int
+    m_block: int
+    split_idx: int
+
+
+class Run(NamedTuple):
+    """A processor was busy with a tile from `start` to `stop`."""
+
+    processor: int
+    start: int
+    stop: int
+    tile: int
+
+
+def tiles(
+    lengths: Sequence[int],
+    nheads: int,
+    block: int,
+    num_splits: int = 1,
+    longest_first: bool = False,
+) -> Iterator[Tile]:
+    """The tiles of a packed batch in the order of their numbers: batch, head, block, split.
+
+    Lengths 160 and 300 with blocks of 128 have 2 and 3 blocks:
+
+    >>> [(tile.tile, tile.batch, tile.m_block) for tile in tiles([160, 300], 1, 128)]
+    [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 1, 2)]
+
+    With more heads, tile = m_block + head * blocks(batch) + nheads * (blocks before the sequence);
+    block 2 of head 1 of sequence 1 is tile 2 + 1 * 3 + 2 * 2:
+
+    >>> list(tiles([160, 300], 2, 128))[9]
+    Tile(tile=9, batch=1, head=1, m_block=2, split_idx=0)
+
+    `longest_first` gives the blocks of a head from the last to the first:
+
+    >>> [tile.m_block for tile in tiles([160, 300], 1, 128, longest_first=True)]
+    [1, 0, 2, 1, 0]
+    """
+    tile = 0
+    for batch, length in enumerate(lengths):
+        blocks = range(-(-length // block))
+        for head in range(nheads):
+            for m_block in reversed(blocks) if longest_first else blocks:
+                for split_idx in range(num_splits):
+                    yield Tile(tile, batch, head, m_block, split_idx)
+                    tile += 1
+
+
+def key_blocks(length: int, m_block: int, block: int, causal: bool) -> int:
+    """How many blocks of keys a tile visits in the self-attention of its sequence: its cost.
+
+    >>> [key_blocks(300, m_block, 128, causal=True) for m_block in range(3)]
+    [1, 2, 3]
+    >>> [key_blocks(300, m_block, 128, causal=False) for m_block in range(3)]
+    [3, 3, 3]
+    """
+    return m_block + 1 if causal else -(-length // block)
+
+
+def simulate(costs: Sequence[int], processors: int, dynamic: bool) -> list[Run]:
+    """When each tile runs and where, by tile number.
+
+    Static: tile i runs on processor i % processors, after that one's tiles before it.
+
+    >>> simulate([4, 1, 1, 1], 2, dynamic=False)[2]
+    Run(processor=0, start=4, stop=5, tile=2)
+
+    Dynamic: the next tile goes to whoever is free first, as a counter gives it to whoever asks.
+
+    >>> simulate([4, 1, 1, 1], 2, dynamic=True)[2]
+    Run(processor=1, start=1, stop=2, tile=2)
+    """
+    free = [(0, processor) for processor in range(processors)]
+    runs = []
+    for tile, cost in enumerate(costs):
+        start, processor = free[0] if dynamic else free[tile % processors]
+        runs.append(Run(processor, start, start + cost, tile))
+        if dynamic:
+            heapq.heapreplace(free, (start + cost, processor))
+        else:
+            free[processor] = (start + cost, processor)
+    return runs
+
+
+def makespan(runs: Sequence[Run]) -> int:
+    """When the last tile is done.
+
+    >>> makespan(simulate([4, 1, 1, 1], 2, dynamic=False))
+    5
+    """
+    return max((run.stop for run in runs), default=0)
+
+
+def busy(runs: Sequence[Run], processors: int) -> float:
+    """The share of its time until the makespan that a processor is at work, over all of them.
+
+    >>> busy(simulate([4, 1, 1, 1], 2, dynamic=False), 2)
+    0.7
+    """
+    work = sum(run.stop - run.start for run in runs)
+    return work / (processors * makespan(runs)) if work else 1.0

@@ -1,0 +1,100 @@
+"""Which tile of a packed batch a program works on, when only the device knows the lengths.
+
+Tiles are numbered by batch, then head, then block inside a head, then split. Sequences of 160 and
+300 queries have 2 and 3 blocks of 128: with one head, tiles 0 and 1 lie in sequence 0, tiles 2, 3
+and 4 in sequence 1. A tile's number is
+
+    block + head * blocks(batch) + nheads * (blocks of all sequences before it)
+
+and this module solves it for (batch, head, block), as FlashAttention-3's
+VarlenDynamicPersistentTileScheduler does: the lanes of a warp hold the block counts of 32
+sequences, their sum says whether the tile lies in this group of 32, and their prefix sums say in
+which of them. `tilewise.testing.schedule` says the same in plain Python.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
+
+
+class Hint(NamedTuple):
+    """Where to begin to look: the first sequence of a group, and the tiles before it. It serves
+    every tile from that number on; Hint(0, 0) serves all.
+    """
+
+    batch: tl.tensor
+    tiles: tl.tensor
+
+
+class VarlenTile(NamedTuple):
+    """What a tile number stands for. Without `is_tile`, `batch` is batch_size and the rest 0."""
+
+    m_block: tl.tensor
+    head: tl.tensor
+    batch: tl.tensor
+    split_idx: tl.tensor
+    is_tile: tl.tensor
+    hint: Hint
+
+
+@triton.jit
+def varlen_tile(
+    tile,
+    hint,
+    lane,
+    cu_seqlens,
+    batch_size,
+    nheads,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr = 1,
+    LONGEST_FIRST: tl.constexpr = False,
+):
+    """Tile number -> VarlenTile; `lane` is 0 .. 31 in the caller's layout.
+
+    A program that takes tile after tile, each later than the one before, passes the hint on and
+    reads no group twice that it has left behind. The grid may be an upper bound,
+    (total // BLOCK + batch_size) * nheads * NUM_SPLITS: tiles past the last are none.
+
+    LONGEST_FIRST reverses the blocks of a head, of which the last see the most keys under a causal
+    mask. An empty sequence has no tile.
+    """
+    times = nheads * NUM_SPLITS
+    first = hint.batch - GROUP
+    before = hint.tiles
+    after = before
+    blocks = lane * 0
+    # Entered at least once: Triton 3.6 dies of a load that it can prove to be never reached, as it
+    # could here for a batch of one.
+    while (after <= tile) & (first + GROUP < batch_size):
+        first += GROUP
+        before = after
+        blocks = blocks_of(first + lane, cu_seqlens, batch_size, BLOCK)
+        after = before + tl.sum(blocks, 0) * times
+
+    ends = before + tl.cumsum(blocks, 0) * times  # the tiles up to and with each sequence
+    is_tile = tile < after
+    is_passed = ends <= tile
+    place = tl.sum(is_passed.to(tl.int32), 0)
+    start = tl.max(tl.where(is_passed, ends, before), 0)
+    m_blocks = tl.sum(tl.where(lane == place, blocks, 0), 0)
+
+    within = tl.where(is_tile, tile - start, 0)
+    m_blocks = tl.maximum(m_blocks, 1)  # 0 where there is no tile
+    split_idx = within % NUM_SPLITS
+    m_block = within // NUM_SPLITS % m_blocks
+    if LONGEST_FIRST:
+        m_block = m_blocks - 1 - m_block
+    head = within // NUM_SPLITS // m_blocks
+    batch = tl.where(is_tile, first + place, batch_size)
+    return VarlenTile(m_block, head, batch, split_idx, is_tile, Hint(first, before))
+
+
+@triton.jit
+def blocks_of(batch, cu_seqlens, batch_size, BLOCK: tl.constexpr):
+    """How many blocks each of these sequences has; 0 past the last sequence."""
+    start = tl.load(cu_seqlens + tl.minimum(batch, batch_size))
+    stop = tl.load(cu_seqlens + tl.minimum(batch + 1, batch_size))
+    return tl.cdiv(stop - start, BLOCK)

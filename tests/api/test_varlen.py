@@ -1,0 +1,152 @@
+"""Packed sequences: the faces, what a compiler makes of them, and what is refused."""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.testing import use_interpreter
+
+INT32 = torch.int32
+LENGTHS = (5, 0, 33, 20)
+STARTS = torch.tensor([0, 5, 5, 38, 58], dtype=INT32)
+
+
+def packed(heads=(4, 2, 2), headdim=16, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(58, n, headdim, dtype=dtype) for n in heads]
+
+
+def one_by_one(q, k, v, **options):
+    rows = [slice(a, b) for a, b in zip(STARTS[:-1].tolist(), STARTS[1:].tolist())]
+    parts = [
+        tilewise.attention(q[None, r], k[None, r], v[None, r], return_lse=True, **options)
+        for r in rows
+    ]
+    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_loop_over_sequences_gives_the_same(causal):
+    q, k, v = packed()
+    found = tilewise.attention(
+        q, k, v, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, causal=causal, return_lse=True
+    )
+    for mine, theirs in zip(found, one_by_one(q, k, v, causal=causal)):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_the_faces_of_flash_attn():
+    q, k, v = packed((2, 2, 2))
+    out, lse = one_by_one(q, k, v, causal=True)
+    bounds = STARTS, STARTS, 33, 33
+    found = tilewise.flash_attn_varlen_func(q, k, v, *bounds, 0.0, None, True, return_lse=True)
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(found[1], lse)
+    qkv = torch.stack([q, k, v], 1)
+    found = tilewise.flash_attn_varlen_qkvpacked_func(qkv, STARTS, 33, 0.0, None, True)
+    torch.testing.assert_close(found, out)
+    found = tilewise.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], *bounds, causal=True)
+    torch.testing.assert_close(found, out)
+    kept = tilewise.flash_attn_varlen_func(q, k, v, STARTS, STARTS, return_attn_probs=True)
+    assert len(kept) == 3 and kept[2] is None
+
+
+def test_one_graph_serves_any_lengths():
+    torch._dynamo.reset()
+    q, k, v = packed()
+
+    def attend(q, k, v, starts):
+        return tilewise.flash_attn_varlen_func(q, k, v, starts, starts, causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    other = torch.tensor([0, 1, 40, 40, 58], dtype=INT32)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for starts in (STARTS, other):
+            torch.testing.assert_close(compiled(q, k, v, starts), attend(q, k, v, starts))
+
+
+def test_gradients_through_the_operator():
+    q, k, v = (x[None].double().requires_grad_() for x in packed((2, 1, 1), 8))
+    rest = (None, None, None, None, STARTS, STARTS, 0.3, 0.0, -1, 0, "bottom_right", False, None)
+    torch.library.opcheck(torch.ops.tilewise.forward.default, (q, k, v, *rest))
+
+
+def test_flops_and_vmap_know_packed_sequences():
+    q, k, v = (torch.stack([x, 2 * x]) for x in packed())
+
+    def attend(q, k, v):
+        return tilewise.flash_attn_varlen_func(q, k, v, STARTS, STARTS)
+
+    with pytest.warns(tilewise.PerformanceWarning, match="one by one"):
+        found = torch.vmap(attend)(q, k, v)
+    torch.testing.assert_close(found[1], attend(q[1], k[1], v[1]))
+
+
+def test_rows_that_are_not_used():
+    q, k, v = packed()
+    used = torch.tensor([2, 0, 30, 20], dtype=INT32)
+    q[2:5], k[2:5], v[35:38] = torch.nan, torch.nan, torch.nan
+    found = []
+    for backend in ("cpu", "portable"):
+        with use_interpreter():
+            out, lse = (
+                tilewise.flash_attn_varlen_func(
+                    *(q, k, v, STARTS, STARTS), seqused_q=used, seqused_k=used, return_lse=True
+                )
+                if backend == "cpu"
+                else tilewise.attention(
+                    *(q, k, v),
+                    cu_seqlens_q=STARTS,
+                    cu_seqlens_k=STARTS,
+                    seqused_q=used,
+                    seqused_k=used,
+                    return_lse=True,
+                    backend=backend,
+                )
+            )
+        assert out[2:5].eq(0).all() and lse[:, 2:5].eq(-torch.inf).all()
+        assert out.isfinite().all()
+        found.append(out)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=INT32)
+
+
+WRONG = {
+    "not from 0": (dict(cu_seqlens_q=int32(1, 5, 5, 38, 58)), "cu_seqlens_q=[1, 5", "begin with 0"),
+    "decreasing": (dict(cu_seqlens_k=int32(0, 5, 4, 38, 58)), "cu_seqlens_k=[0, 5, 4", "decrease"),
+    "another total": (dict(cu_seqlens_q=int32(0, 5, 5, 38, 57)), "cu_seqlens_q", "58"),
+    "dtype": (dict(cu_seqlens_q=STARTS.long()), "cu_seqlens_q.dtype is torch.int64", "int32"),
+    "batches": (dict(cu_seqlens_k=int32(0, 58)), "cu_seqlens_k has shape (2,)", "(batch + 1,)"),
+    "one side": (dict(cu_seqlens_k=None), "cu_seqlens_k is missing", "both"),
+    "too many used": (dict(seqused_k=int32(6, 0, 33, 20)), "seqused_k=[6", "[5, 0, 33, 20]"),
+    "used elsewhere": (dict(seqused_q=int32(1, 2)), "seqused_q has shape (2,)", "(4,)"),
+    "layout": (dict(layout="bhsd"), "layout='bhsd'", "leave it out"),
+    "bound": (dict(max_seqlen_q="33"), "max_seqlen_q='33'", "int"),
+    "rank": (dict(q=torch.randn(1, 58, 4, 16)), "q has shape (1, 58, 4, 16)", "(total, nheads"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name):
+    changes, *claims = WRONG[name]
+    given = dict(zip("qkv", packed()), cu_seqlens_q=STARTS, cu_seqlens_k=STARTS) | changes
+    q, k, v = (given.pop(name) for name in "qkv")
+    with pytest.raises(tilewise.ArgumentError) as error:
+        tilewise.attention(q, k, v, **given)
+    for claim in claims:
+        assert claim in str(error.value)
+
+
+def test_seqused_q_asks_for_packed_sequences():
+    q = torch.randn(2, 5, 2, 16)
+    with pytest.raises(tilewise.ArgumentError, match="pass cu_seqlens_q"):
+        tilewise.attention(q, q, q, seqused_q=int32(3, 5))
+
+
+def test_a_paged_cache_is_refused_by_name():
+    q, k, v = packed()
+    with pytest.raises(NotImplementedError, match="block_table"):
+        tilewise.flash_attn_varlen_func(q, k, v, STARTS, STARTS, block_table=STARTS)
