@@ -61,7 +61,7 @@ def attention(seqlen_q=128, seqlen_k=200, nheads=2, causal=True):
     meta = (torch.empty(1, n, 1, 0, device="meta") for n in (seqlen_q, seqlen_k))
     args = (
         *(descriptor(x, [1, 64, 64]) for x in (q, k, v, out)),
-        *(lse, NOTHING, Sizes(nheads, seqlen_q, seqlen_k), numbers_of(scalars, *meta)),
+        *(lse, NOTHING, Sizes(0, nheads, seqlen_q, seqlen_k), numbers_of(scalars, *meta)),
     )
     flags = features(HEADDIM=64, HEADDIM_V=64, RIGHT=causal)
     constants = dict(FEATURES=flags, TILE=tile_of(64, 64), num_warps=4)

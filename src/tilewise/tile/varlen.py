@@ -63,16 +63,16 @@ def varlen_tile(
     """
     times = nheads * NUM_SPLITS
     first = hint.batch - GROUP
-    before = hint.tiles
-    after = before
+    after = hint.tiles  # the tiles up to and with the group
     blocks = lane * 0
     # Entered at least once: Triton 3.6 dies of a load that it can prove to be never reached, as it
-    # could here for a batch of one.
+    # could here for a batch of one. The tiles before the group are no variable of the loop: they
+    # would enter it as the same value as `after`, and Triton would take both for one.
     while (after <= tile) & (first + GROUP < batch_size):
         first += GROUP
-        before = after
         blocks = blocks_of(first + lane, cu_seqlens, batch_size, BLOCK)
-        after = before + tl.sum(blocks, 0) * times
+        after += tl.sum(blocks, 0) * times
+    before = after - tl.sum(blocks, 0) * times
 
     ends = before + tl.cumsum(blocks, 0) * times  # the tiles up to and with each sequence
     is_tile = tile < after
