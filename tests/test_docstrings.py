@@ -9,7 +9,10 @@ import pytest
 import tilewise
 
 FUNCTIONS = [name for name in tilewise.__all__ if inspect.isfunction(getattr(tilewise, name))]
-MODULES = ("tilewise.api", "tilewise.reference", "tilewise.testing.switch")
+MODULES = (
+    *("tilewise.api", "tilewise.faces", "tilewise.reference", "tilewise.testing.switch"),
+    *("tilewise.mods", "tilewise.sparse.block_mask"),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -24,7 +24,9 @@ RANKS = [
     ["tuning"],
     ["tile"],
     ["reference", "checks"],
-    ["problem", "predicates", "mods"],
+    ["problem", "mods"],
+    ["tracing"],
+    ["predicates", "expressions"],
     ["errors", "testing"],
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}

@@ -34,6 +34,7 @@ COMMANDS = {
         "tilewise.cli.demo", "A real model computes with tilewise, beside standard attention."
     ),
     "verify": Entry("tilewise.cli.verify", "Hold every feature to fp64 on this machine."),
+    "mask": Entry("tilewise.cli.mask", "Draw a mask by tiles: full, partial or skipped."),
     "bench": Entry("tilewise.cli.bench", "Time attention beside its peers, correctness first."),
     "tune": Entry("tilewise.cli.tune", "Find the fastest kernel configurations for this GPU."),
     "schedule": Entry(

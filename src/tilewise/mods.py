@@ -1,0 +1,298 @@
+"""Which keys a query sees, as algebra: predicates over positions, joined with &, | and ~.
+
+    packed = causal() & document(doc_ids)
+    gemma = packed & sliding_window(1023, 0)
+    mine = mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0) | prefix_lm(16)
+
+A predicate takes (b, h, q_idx, kv_idx) and says whether that query sees that key: FlexAttention's
+mask_mod (Dong et al. 2024, arXiv:2412.05496). Positions are absolute, so that causal here is
+top-left: shift it with `diagonal`. What a predicate may be made of stands in `tilewise.tracing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from . import predicates
+from .errors import ArgumentError
+from .expressions import Node, describe, evaluate, intern, source, walk
+from .tracing import Symbol, maximum, minimum, trace, where
+
+__all__ = [
+    "Mask",
+    "causal",
+    "chunked",
+    "dilated",
+    "document",
+    "evaluate",
+    "mask",
+    "maximum",
+    "minimum",
+    "prefix_lm",
+    "sliding_window",
+    "source",
+    "where",
+]
+
+Tensor = torch.Tensor
+Predicate = Callable[..., Tensor]
+DENSE_LIMIT = 1 << 26  # bools that `dense` will make
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Mask:
+    """A predicate, as its tree and the tensors it captured; made by `mask` and the named ones.
+
+    >>> window = causal() & ~mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx > 2)
+    >>> window.dense(1, 1, 4, 4)[0, 0].int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [0, 1, 1, 1]], dtype=torch.int32)
+    """
+
+    expr: Node
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name of what is computed, equal for equal predicates; tensors' values are no part.
+
+        >>> causal().key == mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).key
+        True
+        """
+        return intern(self.expr)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        """The answer for integer tensors (or ints) that broadcast against each other: bools, of
+        the shape of those indices that matter. Inside another predicate, a part of it.
+        """
+        indices = [b, h, q_idx, kv_idx]
+        for index in indices:
+            if isinstance(index, Symbol):
+                tracer = index.tracer
+                return tracer.splice(self.expr, [tracer.lift(i) for i in indices], self.tensors)
+        return evaluate(self.expr, b, h, q_idx, kv_idx, self.tensors)
+
+    def __and__(self, other: Predicate) -> Mask:
+        other = _operand("&", other)
+        return mask(lambda *indices: self(*indices) & other(*indices))
+
+    def __or__(self, other: Predicate) -> Mask:
+        other = _operand("|", other)
+        return mask(lambda *indices: self(*indices) | other(*indices))
+
+    def __invert__(self) -> Mask:
+        return mask(lambda *indices: ~self(*indices))
+
+    def __rand__(self, other: Predicate) -> Mask:
+        return _operand("&", other) & self
+
+    def __ror__(self, other: Predicate) -> Mask:
+        return _operand("|", other) | self
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            f"the truth of {self!r} was asked for (`and`, `or`, `not` or `if`): join masks with &, "
+            "| and ~"
+        )
+
+    def __repr__(self) -> str:
+        return f"Mask({describe(self.expr)})"
+
+    def to(self, device: torch.device | str) -> Mask:
+        """The same with its tensors on another device."""
+        return Mask(self.expr, tuple(x.to(device) for x in self.tensors))
+
+    def depends_on(self, index: str) -> bool:
+        """Whether the tree mentions an index: "b", "h", "q_idx" or "k_idx"."""
+        return any(node.op == index for node in walk(self.expr))
+
+    def dense(
+        self,
+        batch: int,
+        nheads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Every answer, bool (batch, nheads, seqlen_q, seqlen_k): to test and to draw with."""
+        shape = (batch, nheads, seqlen_q, seqlen_k)
+        count = batch * nheads * seqlen_q * seqlen_k
+        if count > DENSE_LIMIT:
+            raise ArgumentError(
+                f"a dense mask of shape {shape} has {count} elements, over {DENSE_LIMIT}: build a "
+                "BlockMask with tilewise.sparse.create_block_mask"
+            )
+        device = self.device(device)
+        check_sizes(self, *shape)
+        b, h, q, k = (torch.arange(n, device=device) for n in shape)
+        found = self(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        return found.to(device).expand(shape).contiguous()
+
+    def device(self, asked: torch.device | str | None = None) -> torch.device:
+        """The device of the captured tensors, which must be the one asked for; else the CPU."""
+        found = {x.device for x in self.tensors}
+        if len(found) > 1:
+            names = ", ".join(sorted(map(str, found)))
+            raise ArgumentError(f"the mask captured tensors on {names}: move them to one device")
+        own = found.pop() if found else None
+        if asked is None:
+            return own or torch.device("cpu")
+        asked = torch.device(asked)
+        if own is not None and (own.type != asked.type or asked.index not in (None, own.index)):
+            raise ArgumentError(
+                f"the mask captured tensors on {own} and is asked for on {asked}: call "
+                f'mask.to("{asked}")'
+            )
+        return own or asked
+
+
+def mask(function: Predicate) -> Mask:
+    """A mask from any predicate of (b, h, q_idx, kv_idx).
+
+    >>> strided = mask(lambda b, h, q_idx, kv_idx: (q_idx + h) % 2 == kv_idx % 2)
+    >>> strided
+    Mask((((q_idx + h) % 2) == (k_idx % 2)))
+    """
+    if isinstance(function, Mask):
+        return function
+    if not callable(function):
+        raise ArgumentError(
+            f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
+            "or a Mask"
+        )
+    return Mask(*trace(function))
+
+
+def causal(diagonal: int = 0) -> Mask:
+    """Keys up to the query's own position plus `diagonal` (seqlen_k - seqlen_q: bottom-right).
+
+    >>> causal(diagonal=1).dense(1, 1, 2, 4)[0, 0].int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 1, 0]], dtype=torch.int32)
+    """
+    _check_int("diagonal", diagonal)
+    return mask(lambda b, h, q_idx, kv_idx: predicates.within_right(q_idx, kv_idx, diagonal, 0))
+
+
+def sliding_window(left: int | None, right: int | None = None) -> Mask:
+    """Keys at most `left` before and `right` after the query's position; None or -1: no limit.
+
+    >>> sliding_window(1, 0).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
+    for name, side in (("left", left), ("right", right)):
+        if side is not None:
+            _check_int(name, side, -1)
+
+    def predicate(b, h, q_idx, kv_idx):
+        keep = True
+        if left not in (None, -1):
+            keep = predicates.within_left(q_idx, kv_idx, 0, left)
+        if right not in (None, -1):
+            near = predicates.within_right(q_idx, kv_idx, 0, right)
+            keep = near if keep is True else keep & near
+        return keep
+
+    return mask(predicate)
+
+
+def prefix_lm(prefix: int | Tensor) -> Mask:
+    """Causal, and everybody sees the first `prefix` keys: an int, or int32 (batch,).
+
+    >>> prefix_lm(2).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
+    if not isinstance(prefix, Tensor):
+        _check_int("prefix", prefix, 0)
+        return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (kv_idx <= q_idx))
+    _check_tensor("prefix", prefix, (1,), "(batch,)")
+    return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_idx))
+
+
+def document(doc_ids: Tensor) -> Mask:
+    """Keys of the query's own document: `doc_ids` is int32, (seqlen,) or (batch, seqlen).
+
+    >>> document(torch.tensor([0, 0, 1], dtype=torch.int32)).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    _check_tensor("doc_ids", doc_ids, (1, 2), "(seqlen,) or (batch, seqlen)")
+    if doc_ids.ndim == 1:
+        return mask(lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx])
+    return mask(lambda b, h, q_idx, kv_idx: doc_ids[b, q_idx] == doc_ids[b, kv_idx])
+
+
+def chunked(size: int) -> Mask:
+    """Keys of the query's own chunk of `size` positions (with causal: Llama 4's local layers).
+
+    >>> chunked(2).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    _check_int("size", size, 1)
+    return mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
+
+
+def dilated(stride: int) -> Mask:
+    """Keys a multiple of `stride` away (Longformer, Beltagy et al. 2020, arXiv:2004.05150).
+
+    >>> dilated(2).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 0, 1],
+            [0, 1, 0],
+            [1, 0, 1]], dtype=torch.int32)
+    """
+    _check_int("stride", stride, 1)
+    # abs: kernels then need no care for what % gives below 0
+    return mask(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) % stride == 0)
+
+
+def check_sizes(mask: Mask, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
+    """Captured tensors are long enough for every position (indices with offsets are clamped)."""
+    sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
+    names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
+    for node in walk(mask.expr):
+        if node.op != "load":
+            continue
+        x = mask.tensors[node.value[0]]
+        for dim, index in enumerate(node.inputs):
+            if x.shape[dim] < sizes.get(index.op, 0):
+                raise ArgumentError(
+                    f"the mask reads {describe(node)} of a tensor of shape {tuple(x.shape)} and "
+                    f"{names[index.op]} is {sizes[index.op]}: dimension {dim} is too short"
+                )
+
+
+def _operand(op: str, other: Predicate) -> Mask:
+    if not callable(other):
+        raise ArgumentError(
+            f"`{op}` joins a mask with a {type(other).__name__}: it joins masks and functions of "
+            "(b, h, q_idx, kv_idx)"
+        )
+    return mask(other)
+
+
+def _check_int(name: str, value: int, least: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(f"{name} is a {type(value).__name__}: it must be an int")
+    if least is not None and value < least:
+        raise ArgumentError(f"{name}={value}: it must be at least {least}")
+
+
+def _check_tensor(name: str, x: Tensor, ranks: tuple[int, ...], shapes: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be an int32 torch.Tensor")
+    if x.dtype != torch.int32:
+        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be int32, so call {name}.int()")
+    if x.ndim not in ranks:
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shapes}")

@@ -1,0 +1,294 @@
+"""Which tiles of a mask a kernel skips, which it masks, and which it takes whole.
+
+Per m_block, two lists of n_blocks: partial (some pair is seen, or the tile runs past an end) and
+full (every pair is seen); what is on neither list is skipped. Two lists per n_block, for the
+backward, are their transpose. The layout is FlexAttention's (Dong et al. 2024, arXiv:2412.05496).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .. import mods
+from ..errors import ArgumentError
+from ..expressions import INDICES, evaluate
+from ..mods import Mask, Predicate, check_sizes
+from .intervals import Blocks, bound
+
+Tensor = torch.Tensor
+Shape = tuple[int, int, int, int]
+SKIPPED, PARTIAL, FULL, UNKNOWN = range(4)
+# What is held at once: 8-byte values, a few of each kind alive per operator of the mask.
+TILES_AT_ONCE = 1 << 20
+PAIRS_AT_ONCE = 1 << 20
+
+
+class BlockLists(NamedTuple):
+    """For each (batch, nheads, block) how many blocks of the other side, and which, ascending.
+
+    counts: int32 (batch, nheads, blocks)
+    indices: int32 (batch, nheads, blocks, width): zeros after the first `counts`
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A mask by blocks. batch and nheads are 1 where all share one.
+
+    >>> from tilewise.mods import causal
+    >>> blocks = create_block_mask(causal(), 1, 1, 512, 512)
+    >>> blocks
+    BlockMask((1, 1, 512, 512), block=(128, 128), 4 partial, 6 full, 37.5% skipped)
+    >>> blocks.full.counts[0, 0], blocks.full.indices[0, 0, 3]
+    (tensor([0, 1, 2, 3], dtype=torch.int32), tensor([0, 1, 2], dtype=torch.int32))
+    """
+
+    mask: Mask
+    shape: Shape  # batch, nheads, seqlen_q, seqlen_k
+    block: tuple[int, int]  # BLOCK_M, BLOCK_N
+    partial: BlockLists  # of n_blocks, per m_block
+    full: BlockLists
+
+    @property
+    def grid(self) -> Shape:
+        """batch, nheads, m_blocks, n_blocks."""
+        return _grid(self.shape, self.block)
+
+    @functools.cached_property
+    def transposed(self) -> tuple[BlockLists, BlockLists]:
+        """(partial, full) of m_blocks, per n_block; made when first asked for, and a GPU is waited
+        for then: ask before a CUDA graph is captured.
+        """
+        kinds = self.kinds().transpose(2, 3)
+        return _lists(kinds == PARTIAL), _lists(kinds == FULL)
+
+    def kinds(self) -> Tensor:
+        """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
+        batch, nheads, m_blocks, n_blocks = self.grid
+        shape = (batch, nheads, m_blocks, n_blocks + 1)  # the last takes the lists' padding
+        kinds = self.partial.counts.new_zeros(shape, dtype=torch.uint8)
+        for kind, (counts, indices) in ((PARTIAL, self.partial), (FULL, self.full)):
+            listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
+            kinds.scatter_(3, torch.where(listed, indices, n_blocks).long(), kind)
+        return kinds[..., :n_blocks]
+
+    def sparsity(self) -> float:
+        """The percentage of blocks that are skipped; it waits for the device."""
+        listed = sum(int(lists.counts.sum()) for lists in (self.partial, self.full))
+        count = self.partial.counts.numel() * self.grid[3]
+        return 100 * (1 - listed / count) if count else 0.0
+
+    def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
+        """It serves attention of this shape; else an ArgumentError."""
+        asked = (batch, nheads, seqlen_q, seqlen_k)
+        for own, n, index in zip(self.shape, asked, INDICES):
+            if own != n and (own != 1 or index[1:] or self.mask.depends_on(index)):
+                raise ArgumentError(
+                    f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the call "
+                    f"has {asked}: build it for the call's"
+                )
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same on another device, its mask's captured tensors too."""
+        partial, full = (
+            BlockLists(*(x.to(device) for x in lists)) for lists in (self.partial, self.full)
+        )
+        return BlockMask(self.mask.to(device), self.shape, self.block, partial, full)
+
+    def __repr__(self) -> str:
+        partial, full = (int(lists.counts.sum()) for lists in (self.partial, self.full))
+        return (
+            f"BlockMask({self.shape}, block={self.block}, {partial} partial, {full} full, "
+            f"{self.sparsity():.1f}% skipped)"
+        )
+
+    @classmethod
+    def from_flex(cls, block_mask) -> BlockMask:
+        """From torch.nn.attention.flex_attention.BlockMask, whose mask_mod must be traceable."""
+        from torch.nn.attention import flex_attention
+
+        if not isinstance(block_mask, flex_attention.BlockMask):
+            raise ArgumentError(
+                f"block_mask is a {type(block_mask).__name__}: it must be a BlockMask of "
+                "torch.nn.attention.flex_attention"
+            )
+        counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+        if counts.ndim != 3:
+            raise ArgumentError(
+                f"block_mask.kv_num_blocks has shape {tuple(counts.shape)}: it must be (batch, "
+                "nheads, m_blocks)"
+            )
+        partial, full = BlockLists(counts, indices), block_mask.full_kv_num_blocks
+        if full is None:
+            full = BlockLists(torch.zeros_like(counts), indices[..., :0])
+        else:
+            full = BlockLists(full, block_mask.full_kv_indices)
+        # FlexAttention's mask of everything makes a tensor, which is no operator of ours
+        function = block_mask.mask_mod
+        everything = function is flex_attention.noop_mask
+        function = mods.mask((lambda b, h, q_idx, kv_idx: True) if everything else function)
+        shape = (*counts.shape[:2], *block_mask.seq_lengths)
+        return cls(function, shape, tuple(block_mask.BLOCK_SIZE), _trim(partial), _trim(full))
+
+
+def create_block_mask(
+    mask: Mask | Predicate,
+    batch: int,
+    nheads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    device: torch.device | str | None = None,
+    block: tuple[int, int] = (128, 128),
+) -> BlockMask:
+    """Finds the partial and full blocks of a mask, without making seqlen_q x seqlen_k of anything.
+
+    Intervals of the mask's tree (`tilewise.sparse.intervals`) settle most blocks at once; the rest
+    are evaluated pair by pair. Held at once: one byte a block, the lists, 32 bytes for each open
+    one of 2^20 blocks, and for each operator of the mask whose value is alive 16 bytes for each of
+    2^20 blocks or 8 for each of 2^20 pairs. A batch or nheads that the mask does not mention
+    becomes 1.
+
+    On a GPU the host waits once for each 2^20 blocks, to learn how many are unsettled, and twice
+    for each of the two lists, to learn how long it is.
+
+    Args:
+        mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
+        batch, nheads, seqlen_q, seqlen_k: the extents of its indices.
+        device: where to build; that of the captured tensors (else the CPU) unless given.
+        block: (BLOCK_M, BLOCK_N), powers of two of at least 16.
+
+    Raises:
+        ArgumentError: an extent or a block size is wrong, the predicate cannot be traced, or a
+            captured tensor is too short or on another device.
+
+    >>> doc_ids = torch.arange(1024, dtype=torch.int32) // 256
+    >>> create_block_mask(
+    ...     lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx], 1, 1, 1024, 1024
+    ... )
+    BlockMask((1, 1, 1024, 1024), block=(128, 128), 0 partial, 16 full, 75.0% skipped)
+    """
+    mask = mods.mask(mask)
+    shape = (batch, nheads, seqlen_q, seqlen_k)
+    _check_shape(shape, block)
+    check_sizes(mask, *shape)
+    device = mask.device(device)
+    batch, nheads = (
+        n if mask.depends_on(i) else min(n, 1) for n, i in ((batch, "b"), (nheads, "h"))
+    )
+    shape = (batch, nheads, seqlen_q, seqlen_k)
+    kinds = torch.empty(_grid(shape, block), dtype=torch.uint8, device=device)
+    with torch.no_grad():
+        for slab in _slabs(kinds.shape, shape, block):
+            _classify(mask, shape, block, kinds, slab)
+    partial, full = _lists(kinds == PARTIAL), _lists(kinds == FULL)
+    return BlockMask(mask, shape, tuple(block), partial, full)
+
+
+def _check_shape(shape: Shape, block: tuple[int, int]) -> None:
+    for name, n in zip(("batch", "nheads", "seqlen_q", "seqlen_k"), shape):
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ArgumentError(f"{name}={n!r}: it must be an int of at least 0")
+    is_pair = isinstance(block, (tuple, list)) and len(block) == 2
+    if not is_pair or any(not isinstance(n, int) or n < 16 or n & (n - 1) for n in block):
+        raise ArgumentError(
+            f"block={block!r}: it must be a pair (BLOCK_M, BLOCK_N) of powers of two, each at "
+            "least 16"
+        )
+
+
+def _grid(shape: Shape, block: tuple[int, int]) -> Shape:
+    batch, nheads, seqlen_q, seqlen_k = shape
+    return batch, nheads, -(-seqlen_q // block[0]), -(-seqlen_k // block[1])
+
+
+def _slabs(grid: Shape, shape: Shape, block: tuple[int, int]) -> Iterator[tuple[range, ...]]:
+    """Ranges of batch, head and m_block that hold at most TILES_AT_ONCE tiles, and positions."""
+    batch, nheads, m_blocks, n_blocks = grid
+    if not batch * nheads * m_blocks * n_blocks:
+        return
+    per_head = max(m_blocks * n_blocks, *shape[2:])
+    steps = (
+        max(1, TILES_AT_ONCE // (per_head * nheads)),
+        max(1, TILES_AT_ONCE // per_head),
+        max(1, TILES_AT_ONCE // max(n_blocks, block[0])),
+    )
+    cuts = ([range(i, min(i + step, n)) for i in range(0, n, step)] for n, step in zip(grid, steps))
+    yield from itertools.product(*cuts)
+
+
+def _positions(start: int, stop: int, size: int, seqlen: int, device: torch.device) -> Tensor:
+    """The positions in blocks start to stop: int64 (blocks, size), the last real one repeated."""
+    positions = torch.arange(start * size, stop * size, device=device).clamp_(max=seqlen - 1)
+    return positions.view(-1, size)
+
+
+def _classify(
+    mask: Mask, shape: Shape, block: tuple[int, int], kinds: Tensor, slab: tuple[range, ...]
+) -> None:
+    """Fills in the kinds of one slab."""
+    batches, heads, m_blocks = slab
+    device = kinds.device
+    blocks = Blocks(
+        torch.arange(batches.start, batches.stop, device=device)[:, None, None, None],
+        torch.arange(heads.start, heads.stop, device=device)[:, None, None],
+        _positions(m_blocks.start, m_blocks.stop, block[0], shape[2], device),
+        _positions(0, kinds.shape[3], block[1], shape[3], device),
+    )
+    lo, hi = bound(mask.expr, blocks, mask.tensors)
+    part = kinds[tuple(slice(r.start, r.stop) for r in slab)]
+    part.copy_(torch.where(lo, FULL, torch.where(hi, UNKNOWN, SKIPPED)).to(torch.uint8))
+    _settle(mask, blocks, part)
+    # A tile that runs past an end is masked there, so it is never full
+    if shape[2] % block[0] and m_blocks.stop == kinds.shape[2]:
+        part[:, :, -1].clamp_(max=PARTIAL)
+    if shape[3] % block[1]:
+        part[..., -1].clamp_(max=PARTIAL)
+
+
+def _settle(mask: Mask, blocks: Blocks, kinds: Tensor) -> None:
+    """Evaluates every pair of the tiles that intervals left open, some tiles at a time."""
+    unknown = (kinds == UNKNOWN).nonzero()
+    pairs = blocks.q_idx.shape[1] * blocks.k_idx.shape[1]
+    for at in unknown.split(max(1, PAIRS_AT_ONCE // pairs)):
+        b, h, m, n = at.unbind(1)
+        found = evaluate(
+            mask.expr,
+            blocks.b.flatten()[b, None, None],
+            blocks.h.flatten()[h, None, None],
+            blocks.q_idx[m][:, :, None],
+            blocks.k_idx[n][:, None, :],
+            mask.tensors,
+        )
+        # A mask of few indices answers for more than one pair, or tile, at once
+        found = found.expand(torch.broadcast_shapes(found.shape, (len(at), 1, 1))).flatten(1)
+        kinds[b, h, m, n] = found.any(1).to(torch.uint8) + found.all(1).to(torch.uint8)
+
+
+def _lists(flags: Tensor) -> BlockLists:
+    """The flagged blocks of each row, ascending."""
+    counts = flags.sum(-1, dtype=torch.int32)
+    rows, blocks = flags.flatten(0, 2).nonzero().unbind(1)
+    width = int(counts.max()) if counts.numel() else 0
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    places = torch.arange(len(rows), device=rows.device) - starts[rows]
+    indices = torch.zeros(counts.numel(), width, dtype=torch.int32, device=flags.device)
+    indices[rows, places] = blocks.int()
+    return BlockLists(counts, indices.view(*counts.shape, width))
+
+
+def _trim(lists: BlockLists) -> BlockLists:
+    """Without what all rows leave unused; zeros where a row does."""
+    counts, indices = lists
+    width = int(counts.max()) if counts.numel() else 0
+    listed = torch.arange(width, device=counts.device) < counts[..., None]
+    return BlockLists(counts.int(), torch.where(listed, indices[..., :width], 0).int())
