@@ -61,7 +61,8 @@ def attention(
     sequences of any lengths, packed one behind the other: q is then (total_q, nheads, headdim), and
     k and v are (total_k, nheads_k, headdim). Lengths stay on the device. `seqused_q` and
     `seqused_k` say how many rows of each sequence are real; a query that is not has out 0 and lse
-    -inf. `max_seqlen_q` and `max_seqlen_k` are what others ask for; nothing here needs them.
+    -inf. `max_seqlen_q` and `max_seqlen_k` are what others ask for; nothing here needs them. On a
+    GPU the values are checked only with TILEWISE_CHECK=1 in the environment, as that waits for it.
     deterministic: the same bits in every backward. backend: the name of one to force.
 
     Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.checks import knows_values
 from tilewise.testing import use_interpreter
 
 INT32 = torch.int32
@@ -86,24 +87,11 @@ def test_rows_that_are_not_used():
     q, k, v = packed()
     used = torch.tensor([2, 0, 30, 20], dtype=INT32)
     q[2:5], k[2:5], v[35:38] = torch.nan, torch.nan, torch.nan
+    lengths = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, seqused_q=used, seqused_k=used)
     found = []
     for backend in ("cpu", "portable"):
         with use_interpreter():
-            out, lse = (
-                tilewise.flash_attn_varlen_func(
-                    *(q, k, v, STARTS, STARTS), seqused_q=used, seqused_k=used, return_lse=True
-                )
-                if backend == "cpu"
-                else tilewise.attention(
-                    *(q, k, v),
-                    cu_seqlens_q=STARTS,
-                    cu_seqlens_k=STARTS,
-                    seqused_q=used,
-                    seqused_k=used,
-                    return_lse=True,
-                    backend=backend,
-                )
-            )
+            out, lse = tilewise.attention(q, k, v, **lengths, return_lse=True, backend=backend)
         assert out[2:5].eq(0).all() and lse[:, 2:5].eq(-torch.inf).all()
         assert out.isfinite().all()
         found.append(out)
@@ -150,3 +138,11 @@ def test_a_paged_cache_is_refused_by_name():
     q, k, v = packed()
     with pytest.raises(NotImplementedError, match="block_table"):
         tilewise.flash_attn_varlen_func(q, k, v, STARTS, STARTS, block_table=STARTS)
+
+
+def test_values_on_a_gpu_are_looked_at_only_if_asked(monkeypatch):
+    elsewhere = torch.zeros(3, dtype=INT32, device="meta")
+    monkeypatch.delenv("TILEWISE_CHECK", raising=False)
+    assert knows_values(STARTS) and not knows_values(elsewhere)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    assert knows_values(elsewhere)
