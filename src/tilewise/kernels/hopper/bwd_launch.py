@@ -166,8 +166,8 @@ def together(problem: Problem, q: Tensor) -> int:
 
     Under a causal mask those whose queries, with dQ, take 32 MB of the L2 cache (H200, headdim 128,
     1Ki: 348 TFLOP/s; 329 with 8 MB, 315 with 64). Where tiles wait for each other, more: those of
-    one head then start at different times (H200, headdim 64 to 256, 512 to 16Ki: within 3 % of the
-    best number nearly everywhere, where 2 heads are up to 25 % behind it, and 64 up to 50).
+    one head then start at different times (H200, headdim 64 to 256, 512 to 16Ki: within 5 % of the
+    best number nearly everywhere, where 2 heads are up to 26 % behind it, and 64 up to 50).
     """
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]
