@@ -1,10 +1,9 @@
-"""Random mask predicates as text: for torch on whole tensors, for tracing, for what is printed."""
+"""Random mask predicates as text: for torch on whole tensors, and for tracing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from tilewise import mods
@@ -81,72 +80,3 @@ def truth(text: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> T
     shape = (batch, nheads, seqlen_q, seqlen_k)
     b, h, q, k = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
     return predicate(text, torch.int64)(b, h, q, k)
-
-
-class Register(int):
-    """An integer that divides as a kernel's do, towards zero; ~ of its comparisons negates."""
-
-    def __floordiv__(self, other):
-        size = abs(int(self)) // abs(int(other))
-        return Register(size if (self < 0) == (other < 0) else -size)
-
-    def __mod__(self, other):
-        return Register(int(self) - int(self // other) * int(other))
-
-    def __rfloordiv__(self, other):
-        return Register(other) // self
-
-    def __rmod__(self, other):
-        return Register(other) % self
-
-
-def _wrap(name: str, kind: Callable) -> Callable:
-    return lambda self, *others: kind(getattr(int, name)(self, *others))
-
-
-_BINARY = ("add", "sub", "mul", "and", "or", "xor", "lshift", "rshift")
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "invert"):
-    setattr(Register, f"__{_name}__", _wrap(f"__{_name}__", Register))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Register, f"__{_name}__", _wrap(f"__{_name}__", np.bool_))
-
-
-class Language:
-    """`triton.language`, as far as printed masks go, on single numbers."""
-
-    abs = staticmethod(lambda x: Register(abs(x)))
-    minimum = staticmethod(lambda x, y: Register(min(x, y)))
-    maximum = staticmethod(lambda x, y: Register(max(x, y)))
-
-    @staticmethod
-    def where(condition, x, y):
-        value = x if condition else y
-        return Register(value) if type(value) is int else value
-
-    @staticmethod
-    def load(pointer: Pointer):
-        value = pointer.x.reshape(-1)[pointer.at]
-        return np.bool_(value) if value.dtype == torch.bool else Register(value)
-
-
-class Pointer:
-    """An address in a contiguous tensor."""
-
-    def __init__(self, x: Tensor, at: int = 0):
-        self.x, self.at = x, at
-
-    def __add__(self, offset: int) -> Pointer:
-        if not 0 <= self.at + offset < self.x.numel():
-            raise IndexError(f"reads element {self.at + offset} of {tuple(self.x.shape)}")
-        return Pointer(self.x, self.at + offset)
-
-
-def run_line(line: str, at: tuple[int, int, int, int], captured: tuple[Tensor, ...]) -> bool:
-    """What `tilewise.mods.source` printed, for one pair."""
-    names = dict(zip(("b", "h", "q_idx", "k_idx"), map(Register, at)))
-    for slot, x in enumerate(captured):
-        names[f"t{slot}"] = Pointer(x)
-        for d in range(x.ndim):
-            names[f"t{slot}_size{d}"] = Register(x.shape[d])
-            names[f"t{slot}_stride{d}"] = Register(x.stride(d))
-    return eval(line, {"tl": Language} | names)

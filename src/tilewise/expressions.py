@@ -1,13 +1,14 @@
-"""What a mask predicate computes: its expression as a tree, its value in torch, its line of Triton.
+"""What a mask or a score function computes: its expression as a tree, and its value in torch.
 
-A tree is a nest of `Node`s: the four indices, constants, loads from captured tensors, and the
-operators of `OPERATORS`, which are all there is. Two predicates that compute the same by the same
-steps have equal trees, constants included, so that a tree is a key: a closure made anew at every
-call compiles nothing anew.
+A tree is a nest of `Node`s: the four indices, the score, constants, loads from captured tensors,
+and the operators of `OPERATORS`, which are all there is. Two functions that compute the same by the
+same steps have equal trees, constants included, so that a tree is a key: a closure made anew at
+every call compiles nothing anew.
 
-Integers are as wide as int64 in torch and 32 bits in kernels: keep what a predicate computes below
-2^31. `//` and `%` round down as Python's do. An index past either end of a tensor reads its first
-or last element: that is what lets `where(q_idx > 0, doc[q_idx - 1], -1)` be asked at query 0.
+Integers are as wide as int64 in torch and 32 bits in kernels: keep what a function computes below
+2^31. `//` and `%` round down as Python's do. Floats are fp32, or fp64 in torch where the score is;
+an integer that meets one becomes one. An index past either end of a tensor reads its first or last
+element: that is what lets `where(q_idx > 0, doc[q_idx - 1], -1)` be asked at query 0.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from .errors import ArgumentError
 
 Tensor = torch.Tensor
 INDICES = ("b", "h", "q_idx", "k_idx")
+SCORE = "score"
 BOOL, INT, FLOAT = "bool", "int", "float"
 NUMBERS = {INT, FLOAT}
 
 
 class Node(NamedTuple):
-    """One step. `op` is an index, the kind of a constant, "load", or a key of OPERATORS."""
+    """One step. `op` is an index, SCORE, the kind of a constant, "load", or a key of OPERATORS."""
 
     op: str
     inputs: tuple[Node, ...] = ()
@@ -53,6 +55,10 @@ def _number(*kinds: str) -> str | None:
 
 def _integer(*kinds: str) -> str | None:
     return INT if set(kinds) == {INT} else None
+
+
+def _real(*kinds: str) -> str | None:
+    return None if set(kinds) - NUMBERS else FLOAT
 
 
 def _ordered(x: str, y: str) -> str | None:
@@ -83,6 +89,7 @@ OPERATORS = {
     "+": Operator("({0} + {1})", _number, operator.add),
     "-": Operator("({0} - {1})", _number, operator.sub),
     "*": Operator("({0} * {1})", _number, operator.mul),
+    "/": Operator("({0} / {1})", _real, operator.truediv),
     "//": Operator("({0} // {1})", _integer, operator.floordiv),
     "%": Operator("({0} % {1})", _integer, operator.mod),
     "<<": Operator("({0} << {1})", _integer, operator.lshift),
@@ -100,18 +107,30 @@ OPERATORS = {
     "minimum": Operator("tl.minimum({0}, {1})", _number, _minimum),
     "maximum": Operator("tl.maximum({0}, {1})", _number, _maximum),
     "where": Operator("tl.where({0}, {1}, {2})", _chosen, torch.where),
+    "exp": Operator("tl.exp({0})", _real, torch.exp),
+    "exp2": Operator("tl.exp2({0})", _real, torch.exp2),
+    "log": Operator("tl.log({0})", _real, torch.log),
+    "log2": Operator("tl.log2({0})", _real, torch.log2),
+    "sqrt": Operator("tl.sqrt({0})", _real, torch.sqrt),
+    "rsqrt": Operator("tl.rsqrt({0})", _real, torch.rsqrt),
+    "tanh": Operator("tanh({0})", _real, torch.tanh),
+    "sigmoid": Operator("tl.sigmoid({0})", _real, torch.sigmoid),
 }
 
 
 def kind_of(expr: Node) -> str:
     """Whether a tree gives "bool", "int" or "float"."""
-    if expr.op in INDICES:
+    return _kind(expr.op, expr.value, [kind_of(node) for node in expr.inputs])
+
+
+def _kind(op: str, value: object, kinds: list[str]) -> str:
+    if op in INDICES:
         return INT
-    if expr.op in (BOOL, INT, FLOAT):
-        return expr.op
-    if expr.op == "load":
-        return kind_of_dtype(expr.value[1])
-    return OPERATORS[expr.op].kind(*map(kind_of, expr.inputs))
+    if op == SCORE:
+        return FLOAT
+    if op in (BOOL, INT, FLOAT):
+        return op
+    return kind_of_dtype(value[1]) if op == "load" else OPERATORS[op].kind(*kinds)
 
 
 def kind_of_dtype(dtype: torch.dtype) -> str:
@@ -126,25 +145,82 @@ def walk(expr: Node):
     yield expr
 
 
-def evaluate(expr: Node, b, h, q_idx, k_idx, tensors: tuple[Tensor, ...] = ()) -> Tensor:
-    """The value in torch: indices are ints or integer tensors that broadcast against each other,
-    and the answer has the shape of those that the tree mentions.
+class Step(NamedTuple):
+    """A node whose inputs are given by their numbers, as computers take them."""
+
+    op: str
+    inputs: tuple[int, ...]
+    value: object
+    kind: str
+
+
+def steps(expr: Node) -> list[Step]:
+    """The distinct nodes, inputs before their users, the whole tree last: what stands in the tree
+    twice is here once.
     """
-    values = (torch.as_tensor(x).to(torch.int64) for x in (b, h, q_idx, k_idx))
-    return _value(expr, dict(zip(INDICES, values)), tensors)
+    found: list[Step] = []
+    known: dict[str, int] = {}
+    numbers: dict[int, int] = {}  # of nodes, by id
+    stack = [expr]  # and no recursion: derivatives are deep
+    while stack:
+        node = stack[-1]
+        missing = [x for x in node.inputs if id(x) not in numbers]
+        if missing:
+            stack.extend(reversed(missing))
+            continue
+        stack.pop()
+        inputs = tuple(numbers[id(x)] for x in node.inputs)
+        kind = _kind(node.op, node.value, [found[i].kind for i in inputs])
+        step = Step(node.op, inputs, node.value, kind)
+        number = known.setdefault(repr(step), len(found))  # repr: 0.0 is not -0.0
+        numbers[id(node)] = number
+        if number == len(found):
+            found.append(step)
+    return found
 
 
-def _value(expr: Node, indices: dict[str, Tensor], tensors: tuple[Tensor, ...]):
-    if expr.op in INDICES:
-        return indices[expr.op]
-    if expr.op == BOOL:  # a tensor: ~ of Python's own bools is an int
-        return torch.full((), expr.value, device=indices["q_idx"].device)
-    if expr.op in NUMBERS:
-        return expr.value
-    inputs = [_value(node, indices, tensors) for node in expr.inputs]
-    if expr.op != "load":
-        return OPERATORS[expr.op].compute(*inputs)
-    return load(tensors[expr.value[0]], inputs)
+def takes_floats(op: str, kinds: list[str]) -> bool:
+    """Whether an operator's integer operands become floats."""
+    return op in OPERATORS and FLOAT in (*kinds, OPERATORS[op].kind(*kinds))
+
+
+def evaluate(
+    expr: Node, b, h, q_idx, k_idx, tensors: tuple[Tensor, ...] = (), score: Tensor | None = None
+) -> Tensor:
+    """The value in torch: indices are ints or integer tensors that broadcast against each other and
+    the score, and the answer has the shape of those that the tree mentions.
+    """
+    given = {name: torch.as_tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
+    dtype = torch.float32
+    if score is not None:
+        score = torch.as_tensor(score)
+        dtype = torch.promote_types(score.dtype, dtype)
+        given[SCORE] = score.to(dtype)
+    plan = steps(expr)
+    last_user = {i: number for number, step in enumerate(plan) for i in step.inputs}
+    found: list = []
+    for number, step in enumerate(plan):
+        kinds = [plan[i].kind for i in step.inputs]
+        operands = [found[i] for i in step.inputs]
+        if takes_floats(step.op, kinds):
+            operands = [x.to(dtype) if k == INT else x for x, k in zip(operands, kinds)]
+        found.append(_value(step, operands, given, tensors, dtype))
+        for i in step.inputs:
+            if last_user[i] == number:
+                found[i] = None  # its memory
+    return found[-1]
+
+
+def _value(step: Step, operands: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:
+    if step.op in given:
+        return given[step.op]
+    if step.op in (BOOL, INT, FLOAT):
+        kind = dtype if step.op == FLOAT else None
+        return torch.full((), step.value, dtype=kind, device=given["q_idx"].device)
+    if step.op != "load":
+        return OPERATORS[step.op].compute(*operands)
+    found = load(tensors[step.value[0]], operands)
+    return found.to(dtype) if step.kind == FLOAT else found
 
 
 def load(x: Tensor, index: list) -> Tensor:
@@ -160,73 +236,23 @@ def load(x: Tensor, index: list) -> Tensor:
     return found.to(torch.int64) if kind_of_dtype(x.dtype) == INT else found
 
 
-def source(expr: Node) -> str:
-    """The tree as one line of Triton over b, h, q_idx, k_idx and, for the captured tensor i,
-    `t{i}`, `t{i}_size{d}` and `t{i}_stride{d}`.
-
-    The four indices must lie in the sequences (kernels clamp them in ragged tiles); others are
-    clamped here. Triton's `//` and `%` round to zero: where an operand is not seen to be at least
-    0, what is printed rounds down.
-    """
-    return _text(expr, _address)
-
-
 def describe(expr: Node) -> str:
     """The tree as people write it, for messages."""
-    return _text(expr, lambda slot, index: f"t{slot}[{', '.join(index)}]").replace("tl.", "")
-
-
-def _text(expr: Node, load_text: Callable[..., str]) -> str:
-    if expr.op in INDICES:
+    if expr.op in (*INDICES, SCORE):
         return expr.op
     if expr.op in (BOOL, INT, FLOAT):
-        return _constant(expr.value)
-    inputs = [_text(node, load_text) for node in expr.inputs]
+        return constant_text(expr.value)
+    inputs = [describe(node) for node in expr.inputs]
     if expr.op == "load":
-        slot = expr.value[0]
-        if load_text is _address:
-            inputs = [
-                text if node.op in (*INDICES, INT) else _clamped(text, f"t{slot}_size{d}")
-                for d, (node, text) in enumerate(zip(expr.inputs, inputs))
-            ]
-        return load_text(slot, inputs)
-    if (
-        load_text is _address
-        and expr.op in ("//", "%")
-        and not all(map(is_nonnegative, expr.inputs))
-    ):
-        x, d = inputs
-        rest = f"((({x} % {d}) + {d}) % {d})"
-        return rest if expr.op == "%" else f"(({x} - {rest}) // {d})"
-    return OPERATORS[expr.op].text.format(*inputs)
+        return f"t{expr.value[0]}[{', '.join(inputs)}]"
+    return OPERATORS[expr.op].text.format(*inputs).replace("tl.", "")
 
 
-def _constant(value) -> str:
+def constant_text(value: bool | int | float) -> str:
+    """A number as Python and Triton read it, ready to be an operand."""
     text = repr(value)
     text = f'float("{text}")' if text in ("inf", "-inf") else text
     return f"({text})" if text.startswith("-") else text
-
-
-def _address(slot: int, index: list[str]) -> str:
-    terms = [f"t{slot}", *(f"{text} * t{slot}_stride{d}" for d, text in enumerate(index))]
-    return f"tl.load({' + '.join(terms)})"
-
-
-def _clamped(text: str, size: str) -> str:
-    return f"tl.minimum(tl.maximum({text}, 0), {size} - 1)"
-
-
-def is_nonnegative(expr: Node) -> bool:
-    """Whether an integer is seen to be at least 0 from its operators alone."""
-    if expr.op == INT:
-        return expr.value >= 0
-    if expr.op in (*INDICES, "abs"):
-        return True
-    if expr.op in ("+", "*", "//", "%", "<<", ">>", "&", "|", "^", "minimum"):
-        return all(map(is_nonnegative, expr.inputs))
-    if expr.op == "maximum":
-        return any(map(is_nonnegative, expr.inputs))
-    return expr.op == "where" and all(map(is_nonnegative, expr.inputs[1:]))
 
 
 # Trees by name, the least recently used first: names cross torch.library, trees cannot.
@@ -237,13 +263,20 @@ _lock = threading.Lock()
 
 def intern(expr: Node) -> str:
     """The name of a tree, the same in every process, kept in a table of TABLE_SIZE trees."""
-    name = "mask_" + hashlib.sha256(repr(expr).encode()).hexdigest()[:24]
+    plan = steps(expr)
+    kind = "mask" if plan[-1].kind == BOOL else "score"
+    name = f"{kind}_{hashlib.sha256(repr(plan).encode()).hexdigest()[:24]}"
+    remember(name, expr)
+    return name
+
+
+def remember(name: str, expr: Node) -> None:
+    """Keeps a tree under the name that `intern` gave it, as the one that was used last."""
     with _lock:
         _table.setdefault(name, expr)
         _table.move_to_end(name)
         while len(_table) > TABLE_SIZE:
             _table.popitem(last=False)
-    return name
 
 
 def named(name: str) -> Node:
@@ -253,5 +286,6 @@ def named(name: str) -> Node:
             _table.move_to_end(name)
             return _table[name]
     raise ArgumentError(
-        f"{name} is no longer known: {TABLE_SIZE} other masks were used since; build the mask again"
+        f"{name} is no longer known: {TABLE_SIZE} other masks and score functions were used since; "
+        f"build the {name.split('_')[0]} again"
     )

@@ -1,28 +1,35 @@
-"""Which keys a query sees, as algebra: predicates over positions, joined with &, | and ~.
+"""Which keys a query sees and what becomes of its scores, as functions of positions.
 
     packed = causal() & document(doc_ids)
     gemma = packed & sliding_window(1023, 0)
     mine = mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0) | prefix_lm(16)
+    biased = score(lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx])
 
-A predicate takes (b, h, q_idx, kv_idx) and says whether that query sees that key: FlexAttention's
-mask_mod (Dong et al. 2024, arXiv:2412.05496). Positions are absolute, so that causal here is
-top-left: shift it with `diagonal`. What a predicate may be made of stands in `tilewise.tracing`.
+A mask takes (b, h, q_idx, kv_idx) and says whether that query sees that key: FlexAttention's
+mask_mod (Dong et al. 2024, arXiv:2412.05496). Masks join with &, | and ~. Positions are absolute,
+so that causal here is top-left: shift it with `diagonal`. Score functions stand in
+`tilewise.scores`, what functions may be made of in `tilewise.tracing`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
 from . import predicates
 from .errors import ArgumentError
-from .expressions import Node, describe, evaluate, intern, source, walk
-from .tracing import Symbol, maximum, minimum, trace, where
+from .expressions import evaluate
+from .scores import ScoreMod, alibi, relative_bias, score, softcapped
+from .traced import TracedFunction, check_sizes
+from .tracing import MASK, maximum, minimum, trace, where
 
 __all__ = [
     "Mask",
+    "ScoreMod",
+    "alibi",
     "causal",
     "chunked",
     "dilated",
@@ -32,8 +39,10 @@ __all__ = [
     "maximum",
     "minimum",
     "prefix_lm",
+    "relative_bias",
+    "score",
     "sliding_window",
-    "source",
+    "softcapped",
     "where",
 ]
 
@@ -43,7 +52,7 @@ DENSE_LIMIT = 1 << 26  # bools that `dense` will make
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Mask:
+class Mask(TracedFunction):
     """A predicate, as its tree and the tensors it captured; made by `mask` and the named ones.
 
     >>> window = causal() & ~mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx > 2)
@@ -54,28 +63,13 @@ class Mask:
             [0, 1, 1, 1]], dtype=torch.int32)
     """
 
-    expr: Node
-    tensors: tuple[Tensor, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The name of what is computed, equal for equal predicates; tensors' values are no part.
-
-        >>> causal().key == mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).key
-        True
-        """
-        return intern(self.expr)
+    KIND: ClassVar[str] = "mask"
 
     def __call__(self, b, h, q_idx, kv_idx):
         """The answer for integer tensors (or ints) that broadcast against each other: bools, of
-        the shape of those indices that matter. Inside another predicate, a part of it.
+        the shape of those indices that matter. Inside another function, a part of it.
         """
-        indices = [b, h, q_idx, kv_idx]
-        for index in indices:
-            if isinstance(index, Symbol):
-                tracer = index.tracer
-                return tracer.splice(self.expr, [tracer.lift(i) for i in indices], self.tensors)
-        return evaluate(self.expr, b, h, q_idx, kv_idx, self.tensors)
+        return self._value(b, h, q_idx, kv_idx)
 
     def __and__(self, other: Predicate) -> Mask:
         other = _operand("&", other)
@@ -100,17 +94,6 @@ class Mask:
             "| and ~"
         )
 
-    def __repr__(self) -> str:
-        return f"Mask({describe(self.expr)})"
-
-    def to(self, device: torch.device | str) -> Mask:
-        """The same with its tensors on another device."""
-        return Mask(self.expr, tuple(x.to(device) for x in self.tensors))
-
-    def depends_on(self, index: str) -> bool:
-        """Whether the tree mentions an index: "b", "h", "q_idx" or "k_idx"."""
-        return any(node.op == index for node in walk(self.expr))
-
     def dense(
         self,
         batch: int,
@@ -133,23 +116,6 @@ class Mask:
         found = self(b[:, None, None, None], h[:, None, None], q[:, None], k)
         return found.to(device).expand(shape).contiguous()
 
-    def device(self, asked: torch.device | str | None = None) -> torch.device:
-        """The device of the captured tensors, which must be the one asked for; else the CPU."""
-        found = {x.device for x in self.tensors}
-        if len(found) > 1:
-            names = ", ".join(sorted(map(str, found)))
-            raise ArgumentError(f"the mask captured tensors on {names}: move them to one device")
-        own = found.pop() if found else None
-        if asked is None:
-            return own or torch.device("cpu")
-        asked = torch.device(asked)
-        if own is not None and (own.type != asked.type or asked.index not in (None, own.index)):
-            raise ArgumentError(
-                f"the mask captured tensors on {own} and is asked for on {asked}: call "
-                f'mask.to("{asked}")'
-            )
-        return own or asked
-
 
 def mask(function: Predicate) -> Mask:
     """A mask from any predicate of (b, h, q_idx, kv_idx).
@@ -165,7 +131,7 @@ def mask(function: Predicate) -> Mask:
             f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
             "or a Mask"
         )
-    return Mask(*trace(function))
+    return Mask(*trace(function, MASK))
 
 
 def causal(diagonal: int = 0) -> Mask:
@@ -255,22 +221,6 @@ def dilated(stride: int) -> Mask:
     _check_int("stride", stride, 1)
     # abs: kernels then need no care for what % gives below 0
     return mask(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) % stride == 0)
-
-
-def check_sizes(mask: Mask, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
-    """Captured tensors are long enough for every position (indices with offsets are clamped)."""
-    sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
-    names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
-    for node in walk(mask.expr):
-        if node.op != "load":
-            continue
-        x = mask.tensors[node.value[0]]
-        for dim, index in enumerate(node.inputs):
-            if x.shape[dim] < sizes.get(index.op, 0):
-                raise ArgumentError(
-                    f"the mask reads {describe(node)} of a tensor of shape {tuple(x.shape)} and "
-                    f"{names[index.op]} is {sizes[index.op]}: dimension {dim} is too short"
-                )
 
 
 def _operand(op: str, other: Predicate) -> Mask:

@@ -1,12 +1,15 @@
 """How a plain function of indices becomes a tree: it is called once, on symbols that write down
 what is done to them.
 
-The function takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may use:
+A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may use:
 
     + - * // %   < <= > >= == !=   & | ^ ~ << >>   -x abs(x)
     where, minimum, maximum     of `tilewise.mods`, or torch's own
     doc[q_idx], doc[b, q_idx]   a captured tensor, one index for each of its dimensions
     n                           a captured number or 0-d tensor
+
+A score function takes (score, b, h, q_idx, kv_idx), as its score_mod does, and may use / as well,
+and torch's exp, exp2, log, log2, sqrt, rsqrt, tanh and sigmoid.
 
 Nothing else: Python asks a symbol for its truth at `and`, `or`, `not`, `if` and a chained
 comparison, and a symbol has none. Trees are kept canonical in small ways: `a > b` is `b < a`, and
@@ -25,13 +28,43 @@ from torch.overrides import TorchFunctionMode
 
 from . import expressions
 from .errors import ArgumentError
-from .expressions import BOOL, FLOAT, INDICES, INT, OPERATORS, Node
+from .expressions import BOOL, FLOAT, INDICES, INT, OPERATORS, SCORE, Node
+from .symbols import FUNCTIONS, Symbol, no_meaning, torch_call
 
 Tensor = torch.Tensor
-MAX_NODES = 400  # evaluating and hashing recurse: below Python's own limit
-ACCEPTED = (
-    "a mask is made of + - * // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum "
-    "from tilewise.mods, and of captured tensors indexed like doc[q_idx]"
+MAX_NODES = 400  # describing and indexing recurse: below Python's own limit
+MIRRORED = {">": "<", ">=": "<="}
+
+
+class Dialect(NamedTuple):
+    """What a kind of function takes, may be made of and returns."""
+
+    name: str
+    parameters: tuple[str, ...]
+    operators: frozenset[str]
+    accepted: str
+    result: str
+    remedy: str  # for another result
+
+
+MASK = Dialect(
+    "mask",
+    INDICES,
+    frozenset(OPERATORS) - {"/", *FUNCTIONS},
+    "+ - * // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from tilewise.mods, "
+    "and of captured tensors indexed like doc[q_idx]",
+    BOOL,
+    "so compare it with something",
+)
+SCORE_FUNCTION = Dialect(
+    "score function",
+    (SCORE, *INDICES),
+    frozenset(OPERATORS),
+    "+ - * / // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from "
+    f"tilewise.mods, of torch's {', '.join(FUNCTIONS)}, and of captured tensors indexed like "
+    "bias[h, q_idx, kv_idx]",
+    FLOAT,
+    "so add it to the score, multiply it by 1.0, or choose with where(x, score, -math.inf)",
 )
 
 
@@ -42,109 +75,21 @@ class Traced(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class Symbol:
-    """A value of the function while it is traced."""
-
-    __slots__ = ("kind", "node", "size", "tracer")
-    __hash__ = None
-    __array_ufunc__ = None  # numpy's numbers leave their operators to us
-
-    def __init__(self, node: Node, kind: str, size: int, tracer: Tracer):
-        self.node, self.kind, self.size, self.tracer = node, kind, size, tracer
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _torch_call(func, args, kwargs or {})
-
-    def __repr__(self) -> str:
-        return expressions.describe(self.node)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):  # what Python itself looks for
-            raise AttributeError(name)
-        raise ArgumentError(f"`.{name}` of {self!r} has no meaning in a mask: {ACCEPTED}")
-
-
-BINARY = {
-    **{"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"},
-    **{"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"},
-}
-COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-UNARY = {"invert": "~", "neg": "neg", "abs": "abs"}
-MIRRORED = {">": "<", ">=": "<="}
-TRUTH = (
-    "the truth of {0} (`and`, `or`, `not`, `if` or a chained comparison)",
-    "join with &, | and ~, each comparison in brackets, and choose with tilewise.mods.where",
-)
-NUMBER = (
-    "{0} as a Python number",
-    "index a torch tensor with it, not a list or an array, and loop over nothing",
-)
-REFUSED = {
-    "bool": TRUTH,
-    **{name: NUMBER for name in ("int", "float", "index", "complex", "iter", "len", "round")},
-    "truediv": ("{0} / ...", "divide with //"),
-    "rtruediv": ("... / {0}", "divide with //"),
-    **{name: ("** on {0}", "multiply, or shift with <<") for name in ("pow", "rpow")},
-    **{name: ("divmod of {0}", "use // and %") for name in ("divmod", "rdivmod")},
-    **{name: ("@ on {0}", ACCEPTED) for name in ("matmul", "rmatmul")},
-    "call": ("a call of {0}", ACCEPTED),
-    "getitem": (
-        "{0}[...]",
-        "index a captured tensor, by all its dimensions at once: doc[b, q_idx]",
-    ),
-    "contains": ("`in` on {0}", "join comparisons with |"),
-}
-# Functions of torch by their names, dunders bare.
-OF_TORCH = {
-    **{**BINARY, **COMPARED, **UNARY},
-    **{name: name for name in ("where", "minimum", "maximum")},
-    **{"floor_divide": "//", "remainder": "%", "negative": "neg", "absolute": "abs"},
-    **{"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_not": "~"},
-    **{"logical_and": "&", "logical_or": "|", "logical_xor": "^", "logical_not": "~"},
-    **{"bitwise_left_shift": "<<", "bitwise_right_shift": ">>"},
-}
-
-
-def _attach() -> None:
-    """Python's operators, onto Symbol."""
-
-    def forward(op):
-        return lambda self, *others: self.tracer.build(op, self, *others)
-
-    def reflected(op):
-        return lambda self, other: self.tracer.build(op, other, self)
-
-    def refused(what, remedy):
-        def refuse(self, *_):
-            raise ArgumentError(f"{what.format(self)} has no meaning in a mask: {remedy}")
-
-        return refuse
-
-    for name, op in {**BINARY, **COMPARED, **UNARY}.items():
-        setattr(Symbol, f"__{name}__", forward(op))
-    for name, op in BINARY.items():
-        setattr(Symbol, f"__r{name}__", reflected(op))
-    for name, (what, remedy) in REFUSED.items():
-        setattr(Symbol, f"__{name}__", refused(what, remedy))
-
-
-_attach()
-
-
 class Tracer(TorchFunctionMode):
     """Builds nodes and collects the tensors; while it is entered, it hears what torch is asked."""
 
-    def __init__(self):
+    def __init__(self, dialect: Dialect, tensors: tuple[Tensor, ...] = ()):
         super().__init__()
-        self.tensors: list[Tensor] = []
+        self.dialect = dialect
+        self.tensors = list(tensors)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return _torch_call(func, args, kwargs or {})
+        return torch_call(func, args, kwargs or {})
 
-    def index(self, name: str) -> Symbol:
-        """One of the four indices."""
-        return Symbol(Node(name), INT, 1, self)
+    def parameters(self) -> list[Symbol]:
+        """What the function is called on."""
+        kinds = {SCORE: FLOAT}
+        return [Symbol(Node(p), kinds.get(p, INT), 1, self) for p in self.dialect.parameters]
 
     def lift(self, value) -> Symbol:
         """An operand as a symbol: numbers are constants, 0-d tensors are loads."""
@@ -153,8 +98,9 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, Tensor):
             if value.ndim:
                 raise ArgumentError(
-                    f"a tensor of shape {tuple(value.shape)} is an operand in a mask: index it by "
-                    "each of its dimensions, like doc[q_idx] or doc[b, q_idx]"
+                    f"a tensor of shape {tuple(value.shape)} is an operand in a "
+                    f"{self.dialect.name}: index it by each of its dimensions, like doc[q_idx] or "
+                    "doc[b, q_idx]"
                 )
             return self.load(value, ())
         if isinstance(value, bool):
@@ -164,13 +110,17 @@ class Tracer(TorchFunctionMode):
                 return Symbol(Node(INT, (), int(value)), INT, 1, self)
         elif isinstance(value, numbers.Real) and not math.isnan(value):
             return Symbol(Node(FLOAT, (), float(value)), FLOAT, 1, self)
-        raise ArgumentError(f"{value!r} ({type(value).__name__}) is an operand: {ACCEPTED}")
+        raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
 
     def build(self, op: str, *values) -> Symbol:
         """A step from its operands."""
         if op in MIRRORED:
             op, values = MIRRORED[op], values[::-1]
         operands = [self.lift(value) for value in values]
+        node = Node(op, tuple(x.node for x in operands))
+        if op not in self.dialect.operators:
+            remedy = "divide with //" if op == "/" else ""
+            raise no_meaning(self, expressions.describe(node), remedy)
         if op in ("+", "-") and operands[1].node == Node(INT, (), 0) and operands[0].kind == INT:
             return operands[0]
         if op == "+" and operands[0].node == Node(INT, (), 0) and operands[1].kind == INT:
@@ -179,10 +129,11 @@ class Tracer(TorchFunctionMode):
         if kind is None:
             said = " and ".join(f"{x!r} ({x.kind})" for x in operands)
             raise ArgumentError(
-                f"`{op}` is not for {said} in a mask: compare numbers to get bools, turn a bool "
-                "into a number with where(x, 1, 0), and keep floats out of // % << >> & | ^ ~"
+                f"`{op}` is not for {said} in a {self.dialect.name}: compare numbers to get bools, "
+                "turn a bool into a number with where(x, 1, 0), and keep floats out of "
+                "// % << >> & | ^ ~"
             )
-        return self._symbol(Node(op, tuple(x.node for x in operands)), kind, operands)
+        return self._symbol(node, kind, operands)
 
     def load(self, x: Tensor, index) -> Symbol:
         """A captured tensor at an index for each dimension."""
@@ -213,13 +164,13 @@ class Tracer(TorchFunctionMode):
         node = Node("load", tuple(s.node for s in operands), (slot, x.dtype))
         return self._symbol(node, expressions.kind_of_dtype(x.dtype), operands)
 
-    def splice(self, expr: Node, symbols: list[Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
-        """A tree made before, at these indices."""
-        if expr.op in INDICES:
-            return symbols[INDICES.index(expr.op)]
+    def splice(self, expr: Node, given: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
+        """A tree made before, at these indices and this score."""
+        if expr.op in given:
+            return given[expr.op]
         if expr.op in (BOOL, INT, FLOAT):
             return self.lift(expr.value)
-        inputs = [self.splice(node, symbols, tensors) for node in expr.inputs]
+        inputs = [self.splice(node, given, tensors) for node in expr.inputs]
         if expr.op == "load":
             return self.load(tensors[expr.value[0]], tuple(inputs))
         return self.build(expr.op, *inputs)
@@ -228,47 +179,33 @@ class Tracer(TorchFunctionMode):
         size = 1 + sum(x.size for x in operands)
         if size > MAX_NODES:
             raise ArgumentError(
-                f"a mask has over {MAX_NODES} operators: put what it counts into a tensor and "
-                "index that"
+                f"a {self.dialect.name} has over {MAX_NODES} operators: put what it counts into a "
+                "tensor and index that"
             )
         return Symbol(node, kind, size, self)
 
 
-def _torch_call(func, args, kwargs):
-    """What torch is asked while a function is traced: our business where a symbol takes part."""
-    groups = (x if isinstance(x, (tuple, list)) else (x,) for x in (*args, *kwargs.values()))
-    symbols = [x for group in groups for x in group if isinstance(x, Symbol)]
-    if not symbols:
-        return func(*args, **kwargs)
-    name = getattr(func, "__name__", str(func)).strip("_")
-    tracer = symbols[0].tracer
-    if name == "getitem":
-        return tracer.load(*args)
-    bools_only = name.startswith("logical") and any(x.kind != BOOL for x in symbols)
-    if name not in OF_TORCH or kwargs or bools_only:
-        raise ArgumentError(f"torch's `{name}` of {symbols[0]!r} has no meaning here: {ACCEPTED}")
-    return tracer.build(OF_TORCH[name], *args)
-
-
-def trace(function: Callable) -> Traced:
-    """Calls the function on symbols."""
-    tracer = Tracer()
-    name = getattr(function, "__name__", type(function).__name__)
+def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()) -> Traced:
+    """Calls the function on symbols. `tensors` are captured already, by a companion of it."""
+    tracer = Tracer(dialect, tensors)
+    what = f"{dialect.name.removesuffix(' function')} function"
+    what += f" {getattr(function, '__name__', type(function).__name__)}"
     try:
         with tracer:
-            result = function(*map(tracer.index, INDICES))
+            result = function(*tracer.parameters())
     except ArgumentError:
         raise
     except Exception as error:
+        takes = ", ".join(dialect.parameters).replace("k_idx", "kv_idx")
         raise ArgumentError(
-            f"mask function {name} cannot be traced ({type(error).__name__}: {error}): it takes "
-            f"(b, h, q_idx, kv_idx), and {ACCEPTED}"
+            f"{what} cannot be traced ({type(error).__name__}: {error}): it takes ({takes}), and a "
+            f"{dialect.name} is made of {dialect.accepted}"
         ) from error
     result = tracer.lift(result)
-    if result.kind != BOOL:
+    if result.kind != dialect.result:
         raise ArgumentError(
-            f"mask function {name} returns {result!r}, which is {result.kind}: it must return a "
-            "bool, so compare it with something"
+            f"{what} returns {result!r}, which is {result.kind}: it must return a "
+            f"{dialect.result}, {dialect.remedy}"
         )
     return Traced(result.node, tuple(tracer.tensors))
 

@@ -1,0 +1,140 @@
+"""The derivative of a score function by its score, as another tree over the same inputs.
+
+One rule for each operator, the chain rule, and so much tidying that `score + bias[...]` gives 1.0.
+Conditions and integers are steps of the score: between the steps they do not change. Where two
+sides tie, at minimum(x, x) or abs(0), the rules take one side or 0, as torch may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .errors import ArgumentError
+from .expressions import BOOL, FLOAT, INT, NUMBERS, OPERATORS, SCORE, Node, describe, kind_of, steps
+
+ZERO, ONE = Node(FLOAT, (), 0.0), Node(FLOAT, (), 1.0)
+MINUS_INFINITY = Node(FLOAT, (), -math.inf)
+
+
+def derivative(expr: Node) -> Node:
+    """d expr / d score, where expr gives a float.
+
+    >>> describe(derivative(Node("tanh", (Node("score"),))))
+    '(1.0 - (tanh(score) * tanh(score)))'
+    """
+    nodes: list[Node] = []
+    slopes: list[Node] = []
+    for step in steps(expr):
+        inputs = tuple(nodes[i] for i in step.inputs)
+        node = Node(step.op, inputs, step.value)
+        nodes.append(node)
+        slopes.append(_slope(node, step.kind, [slopes[i] for i in step.inputs]))
+    return _guarded(nodes[-1], slopes[-1])
+
+
+def _slope(node: Node, kind: str, slopes: list[Node]) -> Node:
+    """The derivative of a node from those of its inputs."""
+    if node.op == SCORE:
+        return ONE
+    if kind in (BOOL, INT) or all(slope == ZERO for slope in slopes):
+        return ZERO
+    if node.op not in RULES:
+        raise ArgumentError(
+            f"{describe(node)} has no derivative by score that is known here: say what the whole "
+            "function's is, with score(f, derivative=g)"
+        )
+    return RULES[node.op](node, node.inputs, slopes)
+
+
+def _guarded(expr: Node, slope: Node) -> Node:
+    """With 0 where the score became -inf, if infinities of the function reach its derivative:
+    0 * inf is NaN, and a pair that is not seen moves nothing.
+    """
+    constants = (step.value for step in steps(slope) if step.op == FLOAT)
+    if not any(map(math.isinf, constants)):
+        return slope
+    return _where(Node("==", (expr, MINUS_INFINITY)), ZERO, slope)
+
+
+def _constant(value: float) -> Node:
+    return Node(FLOAT, (), value)
+
+
+def _folded(op: str, x: Node, y: Node) -> Node:
+    """An operator, done here if both sides are constants and so is what they give."""
+    if x.op in NUMBERS and y.op in NUMBERS:
+        value = float(OPERATORS[op].compute(x.value, y.value))
+        if math.isfinite(value):
+            return _constant(value)
+    return Node(op, (x, y))
+
+
+def _sum(x: Node, y: Node) -> Node:
+    return y if x == ZERO else x if y == ZERO else _folded("+", x, y)
+
+
+def _difference(x: Node, y: Node) -> Node:
+    if x == ZERO:
+        return _negative(y)
+    return x if y == ZERO else _folded("-", x, y)
+
+
+def _negative(x: Node) -> Node:
+    return _folded("*", _constant(-1.0), x) if x.op in (FLOAT, INT) else Node("neg", (x,))
+
+
+def _product(slope: Node, factor: Node) -> Node:
+    """A slope times something: 0 whatever the factor is, infinity too. Constants come first, as
+    one: the derivative of a softcap then is 1 - tanh^2.
+    """
+    if slope == ZERO:
+        return ZERO
+    if factor.op not in NUMBERS:
+        is_plain = slope == ONE and kind_of(factor) == FLOAT
+        return factor if is_plain else Node("*", (slope, factor))
+    if slope.op == "*" and slope.inputs[0].op in NUMBERS:
+        return _product(_folded("*", slope.inputs[0], factor), slope.inputs[1])
+    return slope if factor == ONE else _folded("*", factor, slope)
+
+
+def _quotient(slope: Node, divisor: Node) -> Node:
+    if divisor.op in NUMBERS and divisor.value:
+        return _product(slope, _constant(1 / divisor.value))
+    return ZERO if slope == ZERO else Node("/", (slope, divisor))
+
+
+def _where(condition: Node, x: Node, y: Node) -> Node:
+    if x.op == y.op == FLOAT and x == y:
+        return x
+    return Node("where", (condition, x, y))
+
+
+def _less(x: Node, y: Node) -> Node:
+    return Node("<", (x, y))
+
+
+Rule = Callable[[Node, tuple[Node, ...], list[Node]], Node]
+
+# From the node f, its inputs x and their slopes d, to the slope of f.
+RULES: dict[str, Rule] = {
+    "+": lambda f, x, d: _sum(d[0], d[1]),
+    "-": lambda f, x, d: _difference(d[0], d[1]),
+    "*": lambda f, x, d: _sum(_product(d[0], x[1]), _product(d[1], x[0])),
+    "/": lambda f, x, d: _quotient(_difference(d[0], _product(d[1], f)), x[1]),
+    "neg": lambda f, x, d: _negative(d[0]),
+    "abs": lambda f, x, d: _where(
+        _less(x[0], ZERO), _negative(d[0]), _where(_less(ZERO, x[0]), d[0], ZERO)
+    ),
+    "minimum": lambda f, x, d: _where(_less(x[0], x[1]), d[0], d[1]),
+    "maximum": lambda f, x, d: _where(_less(x[1], x[0]), d[0], d[1]),
+    "where": lambda f, x, d: _where(x[0], d[1], d[2]),
+    "exp": lambda f, x, d: _product(d[0], f),
+    "exp2": lambda f, x, d: _product(_product(d[0], _constant(math.log(2))), f),
+    "log": lambda f, x, d: _quotient(d[0], x[0]),
+    "log2": lambda f, x, d: _quotient(_product(d[0], _constant(1 / math.log(2))), x[0]),
+    "sqrt": lambda f, x, d: _quotient(_product(d[0], _constant(0.5)), f),
+    "rsqrt": lambda f, x, d: _quotient(_product(_product(d[0], _constant(-0.5)), f), x[0]),
+    "tanh": lambda f, x, d: _product(d[0], _difference(ONE, Node("*", (f, f)))),
+    "sigmoid": lambda f, x, d: _product(d[0], Node("*", (f, _difference(ONE, f)))),
+}

@@ -1,0 +1,190 @@
+"""Masks and score functions for kernels: a tree becomes the source of a Triton function.
+
+    mask_mod(b, h, q_idx, k_idx, captured)           bools
+    score_mod(score, b, h, q_idx, k_idx, captured)   fp32, and so its derivative
+
+`q_idx` and `k_idx` broadcast over the tile, whichever of its sides is which, and so does what is
+returned: it has the shape of what the tree mentions, which may be one number. `captured` is what
+`captured_of` made of the captured tensors. A function is a constant of the kernel, alone or in a
+NamedTuple, and called as any other: FEATURES.MASK_MOD(b, h, q_idx, k_idx, captured).
+
+A function's name holds the hash of its text, because Triton knows a constant within a NamedTuple by
+its repr alone, which is that name, when it looks for a kernel on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import linecache
+import weakref
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from ..expressions import (
+    BOOL,
+    FLOAT,
+    INDICES,
+    INT,
+    OPERATORS,
+    SCORE,
+    TABLE_SIZE,
+    Node,
+    Step,
+    constant_text,
+    named,
+    steps,
+    takes_floats,
+)
+from ..tile.score import tanh
+
+Tensor = torch.Tensor
+CONSTANTS = (BOOL, INT, FLOAT)
+LEAVES = (*INDICES, SCORE, *CONSTANTS)
+TYPES = {BOOL: "tl.int1", INT: "tl.int32", FLOAT: "tl.float32"}
+
+
+class Captured(NamedTuple):
+    """A tensor that a function captured, as kernels take it."""
+
+    ptr: Tensor
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def captured_of(tensors: tuple[Tensor, ...]) -> tuple[Captured, ...]:
+    """The captured tensors as generated functions read them."""
+    return tuple(Captured(x, tuple(x.shape), x.stride()) for x in tensors)
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def function_of(key: str) -> JITFunction:
+    """The function of an interned tree; one key gives one object, which nothing compiles twice."""
+    expr = named(key)
+    return _jit("mask_mod" if key.startswith("mask") else "score_mod", text_of(expr))
+
+
+def _jit(name: str, text: str) -> JITFunction:
+    """`name(...)` from its text, which starts at the bracket."""
+    digest = hashlib.sha256((text + inspect.getsource(tanh.fn)).encode()).hexdigest()[:24]
+    name = f"{name}_{digest}"
+    text, file = f"def {name}{text}", f"<tilewise {name}>"
+    scope = {"__name__": __name__, "tl": tl, "tanh": tanh}
+    # Triton and debuggers ask inspect for the source, and inspect asks linecache
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), scope)
+    weakref.finalize(scope[name], linecache.cache.pop, file, None)
+    return triton.jit(scope[name])
+
+
+def text_of(expr: Node) -> str:
+    """The function's text after its name: a line for each distinct node, in the tree's order."""
+    plan = steps(expr)
+    lines = _Lines(plan)
+    score = "" if plan[-1].kind == BOOL else "score, "
+    body = [*lines.text, f"return tl.cast({lines.values[-1]}, {TYPES[plan[-1].kind]})"]
+    return "".join([f"({score}{', '.join(INDICES)}, captured):\n", *(f"    {x}\n" for x in body)])
+
+
+class _Lines:
+    """The lines that compute a plan, and the name or constant that each step's value goes by."""
+
+    def __init__(self, plan: list[Step]):
+        self.plan = plan
+        self.text: list[str] = []
+        self.values: list[str] = []
+        self.is_nonnegative: list[bool] = []
+        for step in plan:
+            self.is_nonnegative.append(_is_nonnegative(step, self.is_nonnegative))
+            self.values.append(self._value(step))
+
+    def _assign(self, name: str, text: str) -> str:
+        self.text.append(f"{name} = {text}")
+        return name
+
+    def _value(self, step: Step) -> str:
+        if step.op in CONSTANTS:
+            text = constant_text(step.value)
+            return f"tl.cast({text}, tl.int64)" if _is_wide(step) else text
+        if step.op in LEAVES:
+            return step.op
+        name = f"v{len(self.text)}"
+        if step.op == "load":
+            return self._assign(name, self._load(step))
+        operands = self._operands(step)
+        if step.op in ("//", "%") and not all(self.is_nonnegative[i] for i in step.inputs):
+            return self._assign(name, self._rounded_down(step, *operands))
+        return self._assign(name, OPERATORS[step.op].text.format(*operands))
+
+    def _operands(self, step: Step) -> list[str]:
+        """The operands of an operator, integers as floats where it takes these."""
+        plan, inputs = self.plan, step.inputs
+        operands = [self.values[i] for i in inputs]
+        as_floats = takes_floats(step.op, [plan[i].kind for i in inputs])
+        for at, i in enumerate(inputs):
+            if as_floats and plan[i].op == INT:
+                operands[at] = constant_text(float(plan[i].value))
+            elif as_floats and plan[i].kind == INT:
+                operands[at] = f"tl.cast({operands[at]}, tl.float32)"
+        if all(plan[i].op in CONSTANTS for i in inputs):
+            # Else Python computes, and its ~True is -2
+            first = plan[inputs[0]]
+            kind = FLOAT if as_floats and first.op != BOOL else first.op
+            if kind != INT or not _is_wide(first):
+                operands[0] = f"tl.cast({operands[0]}, {TYPES[kind]})"
+        return operands
+
+    def _rounded_down(self, step: Step, x: str, d: str) -> str:
+        """`//` or `%`, which Triton rounds towards zero."""
+        rest = self._assign(f"r{len(self.text)}", f"{x} % {d}")
+        is_below = f"{rest} < 0"
+        if not self.is_nonnegative[step.inputs[1]]:
+            is_below = f"({rest} != 0) & (({rest} ^ {d}) < 0)"
+        if step.op == "%":
+            return f"tl.where({is_below}, {rest} + {d}, {rest})"
+        return f"tl.where({is_below}, {x} // {d} - 1, {x} // {d})"
+
+    def _load(self, step: Step) -> str:
+        """A captured element, by 64-bit offsets and from within the tensor: computed indices are
+        held at its ends, and where q_idx or k_idx itself lies past them, in a ragged tile, 0 is
+        read. b, h and constants lie within: callers check.
+        """
+        # A mask, not a minimum: it leaves the compiler to see that keys are neighbours. A bias in
+        # fp32 takes 32 loads of 16 bytes a thread, with a minimum 128 of 4 (128 x 128 on sm_90)
+        tensor = f"captured[{step.value[0]}]"
+        address, within = [f"{tensor}.ptr"], []
+        for d, i in enumerate(step.inputs):
+            index, op = self.values[i], self.plan[i].op
+            if op in ("q_idx", "k_idx"):
+                within.append(f"({index} < {tensor}.sizes[{d}])")
+            elif op not in ("b", "h", INT):
+                index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
+            address.append(f"tl.cast({index}, tl.int64) * {tensor}.strides[{d}]")
+        mask = f", mask={' & '.join(within)}, other=0" if within else ""
+        return f"tl.cast(tl.load({' + '.join(address)}{mask}), {TYPES[step.kind]})"
+
+
+def _is_wide(step: Step) -> bool:
+    """Whether a constant is an integer of over 32 bits."""
+    return step.op == INT and not -(2**31) <= step.value < 2**31
+
+
+def _is_nonnegative(step: Step, known: list[bool]) -> bool:
+    """Whether an integer is seen to be at least 0 from its operator and inputs alone."""
+    inputs = [known[i] for i in step.inputs]
+    if step.op == INT:
+        return step.value >= 0
+    if step.op in (*INDICES, "abs"):
+        return True
+    if step.op == "%":
+        return inputs[1]
+    if step.op in ("+", "*", "//", "<<", ">>", "&", "|", "^", "minimum"):
+        return all(inputs)
+    if step.op == "maximum":
+        return any(inputs)
+    return step.op == "where" and all(inputs[1:])

@@ -1,0 +1,104 @@
+"""What masks and score functions have in common: a tree, and the tensors it captured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Self
+
+import torch
+
+from .errors import ArgumentError
+from .expressions import Node, describe, evaluate, intern, remember, steps, walk
+from .symbols import Symbol
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TracedFunction:
+    """A function as its tree."""
+
+    KIND: ClassVar[str]  # in messages
+
+    expr: Node
+    tensors: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_name", intern(self.expr))
+
+    @property
+    def key(self) -> str:
+        """The name of what is computed, equal for equal functions; tensors' values are no part.
+
+        >>> from tilewise.mods import causal, mask
+        >>> causal().key == mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).key
+        True
+        """
+        if not torch.compiler.is_compiling():  # a compiler takes no locks
+            remember(self._name, self.expr)
+        return self._name
+
+    @property
+    def trees(self) -> tuple[Node, ...]:
+        """Everything that is computed from the captured tensors."""
+        return (self.expr,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe(self.expr)})"
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with its tensors on another device."""
+        return dataclasses.replace(self, tensors=tuple(x.to(device) for x in self.tensors))
+
+    def depends_on(self, index: str) -> bool:
+        """Whether the tree mentions an index: "b", "h", "q_idx" or "k_idx"."""
+        return any(step.op == index for step in steps(self.expr))
+
+    def device(self, asked: torch.device | str | None = None) -> torch.device:
+        """The device of the captured tensors, which must be the one asked for; else the CPU."""
+        found = {x.device for x in self.tensors}
+        if len(found) > 1:
+            names = ", ".join(sorted(map(str, found)))
+            raise ArgumentError(
+                f"the {self.KIND} captured tensors on {names}: move them to one device"
+            )
+        own = found.pop() if found else None
+        if asked is None:
+            return own or torch.device("cpu")
+        asked = torch.device(asked)
+        if own is not None and (own.type != asked.type or asked.index not in (None, own.index)):
+            raise ArgumentError(
+                f"the {self.KIND} captured tensors on {own} and is asked for on {asked}: call "
+                f'{self.KIND.split()[0]}.to("{asked}")'
+            )
+        return own or asked
+
+    def _value(self, b, h, q_idx, kv_idx, score=None):
+        """The value in torch; inside another function, a part of it."""
+        given = {"b": b, "h": h, "q_idx": q_idx, "k_idx": kv_idx}
+        given |= {} if score is None else {"score": score}
+        for value in given.values():
+            if isinstance(value, Symbol):
+                tracer = value.tracer
+                symbols = {name: tracer.lift(x) for name, x in given.items()}
+                return tracer.splice(self.expr, symbols, self.tensors)
+        return evaluate(self.expr, b, h, q_idx, kv_idx, self.tensors, score)
+
+
+def check_sizes(
+    function: TracedFunction, batch: int, nheads: int, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Captured tensors are long enough for every position (indices with offsets are clamped)."""
+    sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
+    names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
+    for node in (node for tree in function.trees for node in walk(tree)):
+        if node.op != "load":
+            continue
+        x = function.tensors[node.value[0]]
+        for dim, index in enumerate(node.inputs):
+            if x.shape[dim] < sizes.get(index.op, 0):
+                raise ArgumentError(
+                    f"the {function.KIND} reads {describe(node)} of a tensor of shape "
+                    f"{tuple(x.shape)} and {names[index.op]} is {sizes[index.op]}: dimension {dim} "
+                    "is too short"
+                )
