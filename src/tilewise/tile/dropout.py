@@ -1,0 +1,94 @@
+"""Which pairs of a tile dropout keeps: the map of `tilewise.dropout`, for kernels.
+
+Every element asks for the words of its group. Elements of one group that lie in one thread ask the
+same question, and the compiler computes it once: in wgmma's accumulator layout, queries down, a
+thread has all 16 of a group; keys down (the backward's S^T) it has four.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .. import dropout
+from ..dropout import Stream
+
+query_group = triton.jit(dropout.query_group)
+key_group = triton.jit(dropout.key_group)
+word_of = triton.jit(dropout.word_of)
+byte_of = triton.jit(dropout.byte_of)
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+MULTIPLIER_0 = tl.constexpr(dropout.MULTIPLIERS[0])
+MULTIPLIER_1 = tl.constexpr(dropout.MULTIPLIERS[1])
+KEY_STEP_0 = tl.constexpr(dropout.KEY_STEPS[0])
+KEY_STEP_1 = tl.constexpr(dropout.KEY_STEPS[1])
+
+
+class Draw(NamedTuple):
+    """A random word for each pair, and which of its bytes is the pair's."""
+
+    word: tl.tensor  # uint32
+    byte: tl.tensor  # 0 is the least significant
+
+
+@triton.jit
+def stream_of(rng, batch, head):
+    """The random numbers of a head; rng points to seed and offset, int64."""
+    seed = tl.load(rng)
+    offset = tl.load(rng + 1)
+    batch = tl.cast(batch, tl.uint32)
+    head = tl.cast(head, tl.uint32)
+    a0, a1, a2, a3 = philox(batch, head, low(offset), high(offset), low(seed), high(seed), ROUNDS)
+    return Stream(a0, a1, a2, a3)
+
+
+@triton.jit
+def kept(stream, m_start, n_start, offs_m, offs_n, threshold):
+    """Whether each pair (m_start + offs_m, n_start + offs_n) is kept: bool.
+
+    offs_m and offs_n are shaped to broadcast over the tile, whichever of its sides is which.
+    m_start is a multiple of 16 and n_start of 32: apart from the offsets, since the compiler knows
+    these to the bit and so sees which pairs share a group.
+    """
+    drawn = draw(stream, m_start, n_start, offs_m, offs_n)
+    byte = (drawn.word >> (8 * drawn.byte).to(tl.uint32)) & 255
+    return byte >= tl.cast(threshold, tl.uint32)
+
+
+@triton.jit
+def draw(stream, m_start, n_start, offs_m, offs_n):
+    """The random word of each pair, and where in it the pair's byte is."""
+    group_q = (query_group(m_start) + query_group(offs_m)).to(tl.uint32)
+    group_k = (key_group(n_start) + key_group(offs_n)).to(tl.uint32)
+    w0, w1, w2, w3 = philox(
+        group_k, group_q, stream.counter2, stream.counter3, stream.key0, stream.key1, ROUNDS
+    )
+    at = word_of(offs_n)
+    word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
+    return Draw(word, byte_of(offs_m, offs_n))
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1, ROUNDS: tl.constexpr):
+    """Philox4x32: uint32 counter and key to four words; all broadcast."""
+    for i in tl.static_range(ROUNDS):
+        # 64-bit products in one instruction; an int64 wraps and loses no bit
+        a = c0.to(tl.int64) * MULTIPLIER_0
+        b = c2.to(tl.int64) * MULTIPLIER_1
+        step_0 = low(k0.to(tl.int64) + i * KEY_STEP_0)
+        step_1 = low(k1.to(tl.int64) + i * KEY_STEP_1)
+        c0, c1, c2, c3 = high(b) ^ c1 ^ step_0, low(b), high(a) ^ c3 ^ step_1, low(a)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def low(x):
+    """The low 32 bits of an int64."""
+    return x.to(tl.uint32)
+
+
+@triton.jit
+def high(x):
+    """Its high 32 bits."""
+    return (x >> 32).to(tl.uint32)
