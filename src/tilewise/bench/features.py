@@ -1,4 +1,6 @@
-"""The score features of a shape as arguments: a window, a softcap, ALiBi's slopes, sinks."""
+"""What a shape asks beyond a causal mask, as arguments: a window, a softcap, ALiBi's slopes, sinks;
+and where packed sequences begin.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .shapes import Shape
 
@@ -23,8 +26,24 @@ def options_of(shape: Shape, device: str) -> dict[str, Any]:
     )
 
 
+def packing_of(shape: Shape, device: str) -> dict[str, Any]:
+    """Where packed sequences lie, by names that flash-attn and `attention` share; nothing for a
+    dense shape.
+    """
+    if not shape.lengths:
+        return {}
+    ends = torch.tensor(shape.sequences).cumsum(0)
+    starts = F.pad(ends, (1, 0)).to(device, torch.int32)
+    longest = max(shape.sequences)
+    return dict(
+        cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest
+    )
+
+
 def refuse(shape: Shape) -> str | None:
-    """Why a provider without features does not serve the shape."""
+    """Why a provider without features, for dense batches only, does not serve the shape."""
+    if shape.lengths:
+        return "it does not take packed sequences"
     return f"it does not take {', '.join(shape.features)}" if shape.features else None
 
 

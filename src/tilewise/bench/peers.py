@@ -1,8 +1,8 @@
-"""FlashAttention-3 and FlashAttention-4 as peers: a callable, or the reason why there is none.
+"""FlashAttention-2, -3 and -4 as peers: a callable, or the reason why there is none.
 
-FA3 is its package or, where TILEWISE_FA3 names one, its library without the package; FA4 is
-`flash_attn.cute`. Both mask causally at the bottom right, as we do. A feature is asked for by the
-name that it has where it is had; who has no such argument refuses the shape.
+FA3 is its package or, where TILEWISE_FA3 names one, its library without the package; FA2 is
+`flash_attn`, FA4 is `flash_attn.cute`. All mask causally at the bottom right, as we do. A feature
+is asked for by the name that it has where it is had; who has no such argument refuses the shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .features import options_of
+from .features import options_of, packing_of
 from .shapes import Shape
 
 if TYPE_CHECKING:
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 FA3_LIBRARY = "TILEWISE_FA3"  # the environment variable with the path of fa3.so
+FA2_MODULES = ("flash_attn",)
 FA3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 FA4_MODULES = ("flash_attn.cute.interface", "flash_attn.cute")
 FA3_MAJORS = (9,)  # of the compute capability
+FA2_MAJORS = tuple(range(8, 13))
 FA4_MAJORS = tuple(range(8, 13))  # its own checks are finer
 AT_REST = {  # what an option is where it asks for nothing
     "causal": False,
@@ -36,6 +38,7 @@ AT_REST = {  # what an option is where it asks for nothing
     "window_size_right": -1,
     "softcap": 0.0,
 }
+HINTS = ("max_seqlen_q", "max_seqlen_k")  # who does not ask for them reads the lengths themselves
 BWD_TAKES = ["dout", "q", "k", "v", "out", "softmax_lse"]
 BWD_WRITES = {"dq", "dk", "dv"}
 
@@ -44,12 +47,20 @@ class Absent(Exception):
     """A peer, or one pass of it, is not to be had here; the text says why."""
 
 
+def refuse_fa2(shape: Shape, device: str) -> str | None:
+    return unfit(shape, device, FA2_MAJORS) or _missing(prepare_fa2, shape, device)
+
+
 def refuse_fa3(shape: Shape, device: str) -> str | None:
     return unfit(shape, device, FA3_MAJORS) or _missing(prepare_fa3, shape, device)
 
 
 def refuse_fa4(shape: Shape, device: str) -> str | None:
     return unfit(shape, device, FA4_MAJORS) or _missing(prepare_fa4, shape, device)
+
+
+def prepare_fa2(shape: Shape, device: str) -> Attend:
+    return from_package(FA2_MODULES, shape, device)
 
 
 def prepare_fa3(shape: Shape, device: str) -> Attend:
@@ -64,7 +75,7 @@ def prepare_fa4(shape: Shape, device: str) -> Attend:
 
 
 def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
-    """Why neither serves this device or shape, installed or not."""
+    """Why none of them serves this device or shape, installed or not."""
     if not device.startswith("cuda"):
         return "it is for CUDA GPUs"
     major, minor = torch.cuda.get_device_capability(device)
@@ -100,16 +111,19 @@ def features_of(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def from_package(modules: Sequence[str], shape: Shape, device: str, unless: str = "") -> Attend:
-    """`flash_attn_func` of the first module that has it; the gradient is the package's own."""
+    """`flash_attn_func` of the first module that has it, or its twin for packed sequences; the
+    gradient is the package's own.
+    """
+    wanted = "flash_attn_varlen_func" if shape.lengths else "flash_attn_func"
     reasons = []
     for name in modules:
         try:
-            function = importlib.import_module(name).flash_attn_func
+            function = getattr(importlib.import_module(name), wanted)
         except ModuleNotFoundError as error:
             if not name.startswith(error.name or " "):  # it is there, and what it needs is not
                 reasons.append(f"{name} does not import: {error}")
         except Exception as error:  # a broken build raises what it likes
-            reasons.append(f"{name} has no flash_attn_func: {error}")
+            reasons.append(f"{name} has no {wanted}: {error}")
         else:
             options = keywords(
                 inspect.signature(function).parameters,
@@ -117,6 +131,7 @@ def from_package(modules: Sequence[str], shape: Shape, device: str, unless: str 
                 causal=shape.causal,
                 deterministic=False,
                 **features_of(shape, device),
+                **packing_of(shape, device),
             )
             return lambda q, k, v: _first(function(q, k, v, **options))
     raise Absent(reasons[0] if reasons else f"{modules[0]} is not installed{unless}")
@@ -153,6 +168,7 @@ def from_library(operators, shape: Shape, device: str) -> Attend:
         window_size_right=right,
         softcap=features.pop("softcap", 0.0),
         **features,
+        **packing_of(shape, device),
     )
     options = operator_keywords(fwd, **wanted)
     if shape.direction == "fwd":
@@ -205,7 +221,8 @@ def operator_keywords(operator, **wanted: Any) -> dict[str, Any]:
 def keywords(known: Collection[str], **wanted: Any) -> dict[str, Any]:
     """What of `wanted` a function knows; Absent where it lacks one that asks for something."""
     for name, value in wanted.items():
-        if name not in known and not (name in AT_REST and value == AT_REST[name]):
+        at_rest = name in HINTS or (name in AT_REST and value == AT_REST[name])
+        if name not in known and not at_rest:
             raise Absent(f"it takes no argument {name!r}")
     return {name: value for name, value in wanted.items() if name in known}
 

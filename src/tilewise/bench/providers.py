@@ -1,5 +1,5 @@
 """Who is timed. A provider turns a shape into a callable on (batch, seqlen, nheads, headdim)
-tensors, or says why not.
+tensors, packed (tokens, nheads, headdim), or says why not.
 
 Each gets its inputs in the memory order it likes best, so nobody pays for a copy.
 """
@@ -58,7 +58,10 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         options = features.options_of(shape, "cpu")
         sides = band(options["window"], shape.causal)
         scalars = Scalars(shape.headdim**-0.5, shape.softcap, *sides)
-        extras = Extras(options["alibi_slopes"], options["sinks"])
+        starts = features.packing_of(shape, "cpu").get("cu_seqlens_q")
+        extras = Extras(
+            options["alibi_slopes"], options["sinks"], cu_seqlens_q=starts, cu_seqlens_k=starts
+        )
         problem = describe(q, k, v, extras, scalars, "bottom_right", False)
         return dispatch.ask(backend, problem, torch.device(device))
 
@@ -66,6 +69,7 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         from .. import attention
 
         options = features.options_of(shape, device)
+        options |= features.packing_of(shape, device)
         options |= dict(backend=backend, deterministic=deterministic)
         return lambda q, k, v: attention(q, k, v, **options)
 
@@ -83,8 +87,8 @@ def _sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
 
 def _sdpa(name: str, backend: SDPBackend) -> Provider:
     def refuse(shape: Shape, device: str) -> str | None:
-        if shape.features:
-            return features.refuse(shape)
+        if (reason := features.refuse(shape)) is not None:
+            return reason
         on_gpu = device.startswith("cuda")
         if backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) and not on_gpu:
             return "torch has it for CUDA tensors only"
@@ -111,6 +115,8 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
 
 
 def _refuse_flex(shape: Shape, device: str) -> str | None:
+    if shape.lengths:
+        return "packed sequences would need a document mask, which it is not given here"
     if not device.startswith("cuda"):
         if shape.direction != "fwd":
             return "FlexAttention has no backward on the CPU"
@@ -248,6 +254,7 @@ PROVIDERS = {
     "cudnn": _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
     "efficient": _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "math": _sdpa("math", SDPBackend.MATH),
+    "fa2": Provider("fa2", peers.refuse_fa2, peers.prepare_fa2),
     "fa3": Provider("fa3", peers.refuse_fa3, peers.prepare_fa3),
     "fa4": Provider("fa4", peers.refuse_fa4, peers.prepare_fa4),
     "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),

@@ -5,6 +5,7 @@ At each shape every provider is first held to fp64, then those that pass are tim
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from .shapes import Shape
 from .standings import ratios_to_first
 from .timer import CallFailed, Spread, clock_for, ratio, time_interleaved
 
+DENSE = "dense"  # the first provider at the dense shape that a packed one is held against
+
 
 class Outcome(NamedTuple):
     """What became of one provider at one shape: a row, or the reason why there is none."""
@@ -29,6 +32,40 @@ class Outcome(NamedTuple):
     ratio: Spread | None = None  # this provider's time over the first one's, round by round
     refused: str | None = None  # it cannot run here
     wrong: str | None = None  # it ran, and its result is wrong
+    kept: Spread | None = None  # its FLOP/s on packed sequences over its dense ones, by round
+
+
+class Ready(NamedTuple):
+    """A provider whose results are right, and what is to be timed."""
+
+    call: Callable[[], object]
+    verdict: Verdict
+
+
+class Stage:
+    """A shape, with the inputs and the truth that its providers share."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        self.shape, self.device = shape, device
+        self.inputs = {"bshd": make_inputs(shape, device)}
+        self.expected = truth(shape, self.inputs["bshd"])
+
+    def ready(self, one: Provider) -> Ready | Outcome:
+        """The provider once it has been asked and checked, or why it is not timed."""
+        try:
+            if (reason := one.refuse(self.shape, self.device)) is not None:
+                return Outcome(self.shape, one.name, None, refused=reason)
+            if one.layout not in self.inputs:
+                self.inputs[one.layout] = make_inputs(self.shape, self.device, one.layout)
+            inputs = self.inputs[one.layout]
+            attend = one.prepare(self.shape, self.device)
+            is_ours = one.name.startswith("tilewise")
+            verdict = judge(self.shape, attend, inputs, self.expected, is_ours)
+            if verdict.passes:
+                return Ready(call_of(self.shape, attend, inputs), verdict)
+        except Exception as error:  # whatever a peer raises is its reason
+            return Outcome(self.shape, one.name, None, refused=_reason(error))
+        return Outcome(self.shape, one.name, None, wrong=verdict.what)
 
 
 def run_suite(
@@ -41,8 +78,11 @@ def run_suite(
     round_ms: float = 30.0,
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
+    with_dense: bool = False,
 ) -> list[Outcome]:
     """Times `providers` at `shapes`; the first that runs is the one that ratios are taken against.
+    With `with_dense` the first provider also runs, in turn with the others, the dense shape that
+    each packed one is held against.
 
     Rows are appended to `save` as each shape ends, so a run that is cut short keeps what it has.
     """
@@ -53,7 +93,10 @@ def run_suite(
     show(f"{common['device']}, {versions}, {rounds} rounds in turns")
     outcomes = []
     for shape in shapes:
-        done = run_shape(shape, chosen, common, device, rounds, round_ms)
+        entries = {one.name: (shape, one) for one in chosen}
+        if with_dense and shape.lengths:
+            entries[DENSE] = (shape.dense, chosen[0])
+        done = run_entries(entries, common, device, rounds, round_ms)
         if save is not None:
             append(save, [outcome.row for outcome in done if outcome.row is not None])
         for line in table_of(shape, done):
@@ -62,54 +105,57 @@ def run_suite(
     return outcomes
 
 
-def run_shape(
-    shape: Shape,
-    providers: Sequence[Provider],
+def run_entries(
+    entries: dict[str, tuple[Shape, Provider]],
     common: dict,
     device: str,
     rounds: int,
     round_ms: float,
 ) -> list[Outcome]:
-    """One shape: refuse, check, time."""
-    outcomes: dict[str, Outcome] = {}
-    calls: dict[str, Callable[[], object]] = {}
-    verdicts: dict[str, Verdict] = {}
+    """What is timed in turns, by name: refuse, check, time."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # so that the memory that is free is known
-    inputs = {"bshd": make_inputs(shape, device)}
-    expected = truth(shape, inputs["bshd"])
-    for one in providers:
-        try:
-            if (reason := one.refuse(shape, device)) is not None:
-                outcomes[one.name] = Outcome(shape, one.name, None, refused=reason)
-                continue
-            if one.layout not in inputs:
-                inputs[one.layout] = make_inputs(shape, device, one.layout)
-            mine = inputs[one.layout]
-            attend = one.prepare(shape, device)
-            verdict = judge(shape, attend, mine, expected, one.name.startswith("tilewise"))
-            calls[one.name] = call_of(shape, attend, mine)
-        except Exception as error:  # whatever a peer raises is its reason
-            outcomes[one.name] = Outcome(shape, one.name, None, refused=_reason(error))
-            continue
-        verdicts[one.name] = verdict
-        if not verdict.passes:
-            del calls[one.name]
-            outcomes[one.name] = Outcome(shape, one.name, None, wrong=verdict.what)
+    stages = {
+        shape: Stage(shape, device) for shape in dict.fromkeys(at for at, _ in entries.values())
+    }
+    tried = {name: stages[shape].ready(one) for name, (shape, one) in entries.items()}
+    outcomes = {name: one for name, one in tried.items() if isinstance(one, Outcome)}
+    calls = {name: one.call for name, one in tried.items() if isinstance(one, Ready)}
     clock = clock_for(device)
     times = None
     while times is None:  # again without the one that raised
         try:
             times = time_interleaved(calls, clock=clock, rounds=rounds, round_ms=round_ms)
         except CallFailed as failed:
-            del calls[failed.name]
+            del calls[failed.name], tried[failed.name]  # and its memory
+            shape, one = entries[failed.name]
             reason = _reason(failed.error)
-            outcomes[failed.name] = Outcome(shape, failed.name, None, refused=reason)
+            outcomes[failed.name] = Outcome(shape, one.name, None, refused=reason)
     baseline = next(iter(times.values()), None)
     for name, own in times.items():
-        row = make_row(shape, name, own, verdicts[name], common)
-        outcomes[name] = Outcome(shape, name, row, ratio(baseline, own))
-    return [outcomes[one.name] for one in providers]
+        shape, one = entries[name]
+        row = make_row(shape, one.name, own, tried[name].verdict, common)
+        outcomes[name] = Outcome(shape, one.name, row, ratio(baseline, own))
+    done = [outcomes[name] for name in entries]
+    return hold_against_dense(done) if DENSE in entries else done
+
+
+def hold_against_dense(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of a packed shape, of which the last is the first provider's dense one: the
+    first says how much of the dense FLOP/s it keeps. Ratios of times are for the packed alone.
+    """
+    first, *others, dense = outcomes
+    dense = dense._replace(ratio=None)
+    if dense.row is not None:
+        beside = {"beside": str(first.shape)}
+        dense = dense._replace(row=dataclasses.replace(dense.row, extra=beside))
+    if first.row is not None and dense.row is not None:
+        times = ratio(first.row.rounds_ms, dense.row.rounds_ms)
+        work = first.shape.flops / dense.shape.flops
+        kept = Spread(*(work * value for value in times))
+        extra = {**first.row.extra, "of_dense": kept.median}
+        first = first._replace(kept=kept, row=dataclasses.replace(first.row, extra=extra))
+    return [first, *others, dense]
 
 
 def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object]:
@@ -145,13 +191,23 @@ def make_row(shape: Shape, name: str, times: list[float], verdict: Verdict, comm
         tflops=shape.flops / spread.median / 1e9,
         max_error=verdict.max_error,
         bound=verdict.bound,
+        extra=lengths_of(shape),
     )
+
+
+def lengths_of(shape: Shape) -> dict:
+    """What a packed row says of its lengths beside their name."""
+    if not shape.lengths:
+        return {}
+    each = shape.sequences
+    return {"sequences": len(each), "longest": max(each), "tokens": sum(each)}
 
 
 def table_of(shape: Shape, outcomes: Sequence[Outcome]) -> list[str]:
     """The lines of one shape.
 
-    The last column says how many times as long as the first provider this one took.
+    The last column says how many times as long as the first provider this one took; of a dense
+    shape, how much of its FLOP/s the first provider keeps on packed sequences.
     """
     timed = [o for o in outcomes if o.row is not None]
     lines = [f"\n{shape}"]
@@ -159,17 +215,25 @@ def table_of(shape: Shape, outcomes: Sequence[Outcome]) -> list[str]:
         head = f"  {'':<20}{'ms':>9}{'p20-p80':>17}{'TFLOP/s':>9}{'error':>10}{'bound':>10}"
         lines.append(f"{head}  time / {timed[0].provider}")
     for outcome in outcomes:
+        is_dense = outcome.shape != shape
+        name = f"{outcome.provider} {DENSE}" if is_dense else outcome.provider
         if (row := outcome.row) is None:
             why = f"WRONG: {outcome.wrong}" if outcome.wrong else f"not here: {outcome.refused}"
-            lines.append(f"  {outcome.provider:<20}{why}")
+            lines.append(f"  {name:<20}{why}")
             continue
         spread = f"{row.p20_ms:.3g}-{row.p80_ms:.3g}"
-        times = f"{outcome.ratio.median:.3f} ({outcome.ratio.p20:.3f}-{outcome.ratio.p80:.3f})"
+        last = _spread(outcome.ratio) if outcome.ratio else outcome.shape.sizes
+        if is_dense and outcomes[0].kept:
+            last += f"; packed keeps {_spread(outcomes[0].kept)} of its TFLOP/s"
         lines.append(
-            f"  {outcome.provider:<20}{row.median_ms:>9.3g}{spread:>17}{row.tflops:>9.3g}"
-            f"{row.max_error:>10.2g}{row.bound:>10.2g}  {times}"
+            f"  {name:<20}{row.median_ms:>9.3g}{spread:>17}{row.tflops:>9.3g}"
+            f"{row.max_error:>10.2g}{row.bound:>10.2g}  {last}"
         )
     return lines
+
+
+def _spread(of: Spread) -> str:
+    return f"{of.median:.3f} ({of.p20:.3f}-{of.p80:.3f})"
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -1,7 +1,8 @@
 """What is timed: the shape of a call, its work in FLOPs, and the suites of shapes.
 
 The classic rows hold the work's two factors still: 16 Ki tokens in all and hidden size 2048, so
-that the batch is 16384 / seqlen and the heads are 2048 / headdim.
+that the batch is 16384 / seqlen and the heads are 2048 / headdim. A packed shape says what lengths
+its sequences have, which lie one behind the other in (tokens, nheads, headdim) tensors.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .lengths import sequences
+
 TOKENS = 16384
 HIDDEN = 2048
+DENSE_SEQLEN = 4096  # of the dense shape that ragged lengths are held against
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 
 
 class Shape(NamedTuple):
-    """One call. `direction` says which passes are timed; what follows `dtype` is done to scores."""
+    """One call. `direction` says which passes are timed; what follows `dtype` is done to scores.
+
+    A packed shape has `lengths`; its batch is the number of them, its seqlens are the longest.
+    """
 
     direction: str
     batch: int
@@ -31,24 +38,52 @@ class Shape(NamedTuple):
     softcap: float = 0.0  # 0: none
     alibi: bool = False
     sinks: bool = False
+    lengths: str = ""  # packed: the name of a set of lengths, or a list such as "160,300"
 
     @property
     def pairs(self) -> float:
-        """Queries with a key, in one head: Sq Sk, half of it when causal.
+        """Queries with a key, in one head of the batch: Sq Sk, half of it when causal.
 
         A window's are counted to the pair: min(i + 1, W + 1) keys for query i where Sq = Sk.
         """
+        if self.lengths:
+            return sum(self.alone(length).pairs for length in self.sequences)
         if self.window is None:
-            return self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
+            return self.batch * self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
         diagonal = self.seqlen_k - self.seqlen_q
         seen = (i + diagonal + 1 for i in range(self.seqlen_q))  # without the window
-        return sum(min(max(keys, 0), self.window + 1) for keys in seen)
+        return self.batch * sum(min(max(keys, 0), self.window + 1) for keys in seen)
 
     @property
     def flops(self) -> float:
-        """4 B H D a pair forward; backward is 2.5 times that. Softcap, ALiBi and sinks add none."""
-        forward = 2 * self.batch * self.nheads * self.pairs * (self.headdim + self.headdim_v)
+        """4 D a pair and head forward; backward is 2.5 times that. Softcap, ALiBi and sinks add
+        none.
+        """
+        forward = 2 * self.nheads * self.pairs * (self.headdim + self.headdim_v)
         return forward * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[self.direction]
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """How many queries each sequence has."""
+        return sequences(self.lengths) if self.lengths else (self.seqlen_q,) * self.batch
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths differ from one another."""
+        return len(set(self.sequences)) > 1
+
+    @property
+    def dense(self) -> Shape:
+        """The dense shape that a packed one is held against: the same work where its lengths are
+        equal, else as many tokens in sequences of DENSE_SEQLEN.
+        """
+        tokens = sum(self.sequences)
+        seqlen = min(DENSE_SEQLEN, tokens) if self.is_ragged else self.seqlen_q
+        return self.alone(seqlen)._replace(batch=tokens // seqlen)
+
+    def alone(self, length: int) -> Shape:
+        """One sequence of this length, not packed."""
+        return self._replace(batch=1, seqlen_q=length, seqlen_k=length, lengths="")
 
     @property
     def features(self) -> list[str]:
@@ -61,13 +96,18 @@ class Shape(NamedTuple):
         }
         return [name for name, is_asked in words.items() if is_asked]
 
+    @property
+    def sizes(self) -> str:
+        """Batch and lengths: B4 S4096, B4 S1x4096, or of packed sequences zipf B64 S<=16416."""
+        if self.lengths:
+            return f"{self.lengths} B{self.batch} S{'<=' if self.is_ragged else ''}{self.seqlen_q}"
+        others = f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else ""
+        return f"B{self.batch} S{self.seqlen_q}{others}"
+
     def __str__(self) -> str:
-        lengths = f"{self.seqlen_q}" + (
-            f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else ""
-        )
         heads = f"{self.nheads}" + (f":{self.nheads_k}" if self.nheads_k != self.nheads else "")
         mask = "causal" if self.causal else "full"
-        sizes = f"B{self.batch} S{lengths} H{heads} D{self.headdim}"
+        sizes = f"{self.sizes} H{heads} D{self.headdim}"
         return " ".join([self.direction, sizes, mask, *self.features, self.dtype])
 
 
@@ -95,6 +135,32 @@ def square(
         headdim_v=headdim,
         causal=causal,
         dtype=dtype,
+    )
+
+
+def packed(
+    direction: str,
+    lengths: str,
+    heads: tuple[int, int, int],
+    causal: bool,
+    *,
+    dtype: str = "bfloat16",
+) -> Shape:
+    """Self-attention within packed sequences; `heads` are nheads, nheads_k, headdim."""
+    each = sequences(lengths)
+    nheads, nheads_k, headdim = heads
+    return Shape(
+        direction=direction,
+        batch=len(each),
+        seqlen_q=max(each),
+        seqlen_k=max(each),
+        nheads=nheads,
+        nheads_k=nheads_k,
+        headdim=headdim,
+        headdim_v=headdim,
+        causal=causal,
+        dtype=dtype,
+        lengths=lengths,
     )
 
 

@@ -51,9 +51,35 @@ def _of_direction(direction: str, ratios: dict[Shape, dict[str, float]], first: 
         rivals = {shape: [of[name] for name in ran if name in of] for shape, of in ratios.items()}
         best = {shape: min(values) for shape, values in rivals.items() if values}
         columns[f"best peer ({', '.join(ran)})"] = best
+    return _table(f"{direction}: time of a peer / time of {first}", columns)
+
+
+def dense_rates(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line a set of lengths: FLOP/s of the first provider on packed sequences over those of the
+    dense shape, and for ragged lengths also over packed equal ones held against that same shape.
+    """
+    kept = {outcome.shape: outcome.kept.median for outcome in outcomes if outcome.kept is not None}
+    equal = {shape.dense: shape for shape in kept if not shape.is_ragged}
+    tables: dict[str, dict[str, dict[Shape, float]]] = {}
+    for shape, value in kept.items():
+        columns = tables.setdefault(shape.direction, {})
+        name = f"{shape.lengths} / dense S{shape.dense.seqlen_q}"
+        columns.setdefault(name, {})[shape] = value
+        if shape.is_ragged and shape.dense in equal:
+            other = equal[shape.dense]
+            name = f"{shape.lengths} / {other.lengths}"
+            columns.setdefault(name, {})[shape] = value / kept[other]
+    first = outcomes[0].provider if outcomes else ""
+    lines = []
+    for direction, columns in tables.items():
+        lines += _table(f"{direction}: TFLOP/s of {first}, packed / dense or equal", columns)
+    return lines
+
+
+def _table(title: str, columns: dict[str, dict[Shape, float]]) -> list[str]:
+    """A line a name: the geometric mean of its figures, the least of them and where that is."""
     if not columns:
         return []
-    title = f"{direction}: time of a peer / time of {first}"
     width = max(len(name) for name in [*columns, title]) + 2
     lines = [f"{title:<{width + 2}}{'geometric mean':>14}{'worst':>8}  at"]
     for name, column in columns.items():

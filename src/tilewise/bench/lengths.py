@@ -1,0 +1,53 @@
+"""Sets of sequence lengths, by name: what packed shapes are made of.
+
+A sequence has as many keys as queries, as in training and in prefill. Orders and draws come from
+SEED, so that a name means the same lengths everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TOKENS = 65536
+SEED = 1
+
+
+def _zipf(count: int, exponent: float) -> tuple[int, ...]:
+    """TOKENS in lengths proportional to 1 / rank^exponent, shuffled; the longest of them takes up
+    what rounding leaves.
+    """
+    weights = [rank**-exponent for rank in range(1, count + 1)]
+    lengths = [round(TOKENS * weight / sum(weights)) for weight in weights]
+    lengths[0] += TOKENS - sum(lengths)
+    order = torch.randperm(count, generator=_generator())
+    return tuple(lengths[place] for place in order.tolist())
+
+
+def _uniform(count: int, least: int, most: int) -> tuple[int, ...]:
+    """Lengths between `least` and `most`, both included."""
+    return tuple(torch.randint(least, most + 1, (count,), generator=_generator()).tolist())
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+SETS = {
+    "equal512": (512,) * 128,
+    "equal4096": (4096,) * 16,
+    "zipf": _zipf(64, 1.1),
+    "one-long": (32768, *(256,) * 128),
+    "prefill-chat": _uniform(64, 16, 2047),
+}
+
+
+def sequences(lengths: str) -> tuple[int, ...]:
+    """The lengths that a name or a list such as "160,300" stands for; ValueError for others."""
+    if lengths in SETS:
+        return SETS[lengths]
+    parts = lengths.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            f"lengths {lengths!r} are neither a set ({', '.join(SETS)}) nor numbers such as 160,300"
+        )
+    return tuple(int(part) for part in parts)
