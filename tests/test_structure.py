@@ -16,17 +16,20 @@ OF_LIBRARY = [name for name in TREES if not name.startswith(("testing/", "bench/
 RANKS = [
     ["cli", "bench"],
     ["integrations", "ring"],
-    ["__init__", "faces", "sparse"],
+    ["__init__", "faces"],
     ["api"],
     ["ops"],
     ["dispatch", "batching", "flops"],
     ["kernels"],
     ["tuning"],
     ["tile"],
-    ["reference", "checks"],
-    ["problem", "mods"],
-    ["tracing"],
-    ["predicates", "expressions"],
+    ["reference"],
+    ["checks", "modifiers"],
+    ["problem", "sparse"],
+    ["mods", "scores"],
+    ["traced"],
+    ["tracing", "symbols", "derivative"],
+    ["predicates", "expressions", "dropout"],
     ["errors", "testing"],
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
@@ -35,6 +38,8 @@ AGAINST = {
     ("ops", "integrations"): "late, when torch has loaded DTensor: it registers the rules of ops",
     ("tuning", "kernels"): "search launches one configuration after the other",
     ("testing", "reference"): "the matrix of cases is judged by it",
+    ("testing", "sparse"): "the matrix has masks",
+    ("testing", "mods"): "the matrix has masks",
     ("testing", "__init__"): "the matrix of cases calls the public functions",
 }
 
@@ -112,13 +117,13 @@ def test_triton_is_imported_where_kernels_are():
         if any(module.split(".")[0] == "triton" for module in modules):
             rooms = (
                 *("kernels/portable/", "kernels/hopper/", "kernels/relaunch", "kernels/io"),
-                *("kernels/bwd_delta", "tile/", "testing/", "tuning/search"),
+                *("kernels/bwd_delta", "kernels/generated", "tile/", "testing/", "tuning/search"),
             )
             assert name.startswith(rooms), name
 
 
 # Each loads numbers of a sequence or a head: a length, a slope, a sink.
-LOADS = {"seqlen.py", "score.py", "softmax.py", "varlen.py"}
+LOADS = {"bounds.py", "dropout.py", "score.py", "seqlen.py", "softmax.py", "varlen.py"}
 CREATES = {"arange", "zeros", "full", "dot", "zeros_like", "full_like", "rand", "store"}
 
 

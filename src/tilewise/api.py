@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from . import ops
-from .checks import Window, band, check, check_bounds, in_order
+from .checks import Window, band, check, check_bounds, in_order, sizes_of
+from .dropout import draw_rng
 from .errors import ArgumentError
-from .problem import NO_EXTRAS, Call, Extras, extras_of
+from .modifiers import check_block_mask, modifiers_of
+from .problem import NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
+from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor
 
@@ -29,6 +34,12 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    bias: Tensor | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
+    score_mod: Callable | None = None,
+    dropout_p: float = 0,  # not 0.0: a compiler takes that for a variable
+    dropout_rng: Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -63,6 +74,18 @@ def attention(
     `seqused_k` say how many rows of each sequence are real; a query that is not has out 0 and lse
     -inf. `max_seqlen_q` and `max_seqlen_k` are what others ask for; nothing here needs them. On a
     GPU the values are checked only with TILEWISE_CHECK=1 in the environment, as that waits for it.
+    bias: added to the scores, in the dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
+    seqlen_k or 1); differentiable.
+    mask_mod: which keys a query sees, a predicate of (b, h, q_idx, kv_idx) made of plain operators
+    (`tilewise.tracing` lists them), or a Mask of `tilewise.mods`; with `causal` and `window`, both
+    must hold. It is asked for every pair. `block_mask`, of `tilewise.sparse.create_block_mask`,
+    holds a mask with the tiles that it hides, which then cost nothing; a band joins it as
+    `tilewise.mods.causal()` and not as an argument here. Positions count from 0 in each sequence.
+    score_mod: a function of (score, b, h, q_idx, kv_idx), FlexAttention's, applied to the scaled
+    (and capped) score, before ALiBi, bias and masks.
+    dropout_p: this share of the probabilities, rounded to a multiple of 1/256, becomes 0 and the
+    rest grows to make up for it. `dropout_rng`, int64 (2,), seed and offset on the device of q,
+    pins which; else they are drawn from torch's generator.
     deterministic: the same bits in every backward. backend: the name of one to force.
 
     Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
@@ -78,16 +101,29 @@ def attention(
         raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)
+    q, k, v = in_order(q, k, v, layout, is_packed)
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    if dropout_p and dropout_rng is None:
+        dropout_rng = draw_rng(q.device)
+    sides = band(window, causal is not False)
+    sizes = sizes_of(q, k, cu_seqlens_q)
+    modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
+    check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
+    extras = extras_of(
+        *(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None),
+        *modifiers.captured,
+    )
     out, lse = call(
-        *in_order(q, k, v, layout, is_packed),
-        extras=extras_of(alibi_slopes, sinks, *lengths),
+        *(q, k, v),
+        extras=extras,
         scale=scale,
         softcap=softcap,
         align=align,
-        window=band(window, causal is not False),
+        window=sides,
         deterministic=deterministic,
         backend=backend,
+        dropout_p=dropout_p,
+        mods=modifiers.mods,
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -119,15 +155,18 @@ def call(
     window: tuple[int, int],
     deterministic: bool,
     backend: str | None = None,
+    dropout_p: float = 0,
+    mods: Mods = NO_MODS,
 ) -> tuple[Tensor, Tensor]:
     """Every face ends here: cast as autocast asks, check once, go."""
-    is_watched = ops.is_watched(q, k, v, *extras)
+    is_watched = ops.is_watched(q, k, v, *extras.tensors)
     if is_watched or torch._C._is_any_autocast_enabled():
         q, k, v = ops.autocast(q, k, v)
     key = None
     if (
         not is_watched
         and extras is NO_EXTRAS
+        and mods is NO_MODS
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
     ):
@@ -138,8 +177,9 @@ def call(
         )
     known = _calls.get(key)
     if known is None:
-        asked = dict(scale=scale, softcap=softcap, align=align, window=window)
-        checked = check(q, k, v, extras=extras, deterministic=deterministic, **asked)
+        asked = dict(scale=scale, softcap=softcap, align=align, window=window, mods=mods)
+        asked |= dict(deterministic=deterministic, dropout_p=dropout_p)
+        checked = check(q, k, v, extras=extras, **asked)
         known = Call(checked.problem, checked.scalars, backend)
         if key is not None:
             if len(_calls) >= KEPT_CALLS:

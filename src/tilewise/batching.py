@@ -1,8 +1,8 @@
 """vmap of attention: the mapped dimension joins the batch, so that one launch serves all of it.
 
-What has no batch to join, a set of sinks a mapped call and every backward, is computed one by one:
-always right, and as slow as it says. `attend` and `call` take tensors alone, and may be mapped or
-differentiated in turn.
+What has no batch to join is computed one by one, and so is every backward: always right, and as
+slow as it says. `attend` and `call` take tensors alone, and may be mapped or differentiated in
+turn.
 """
 
 from __future__ import annotations
@@ -17,35 +17,30 @@ Tensor = torch.Tensor
 
 
 def forward(attend: Callable, size: int, in_dims: tuple, tensors: tuple):
-    """`attend` of (q, k, v, *extras), mapped over `size` calls."""
-    q, k, v, *extras = tensors
-    slopes, sinks, seqused_k, _, cu_seqlens_q, _ = extras
-    if in_dims[4] is not None or cu_seqlens_q is not None:
+    """`attend` of (q, k, v, *extras.tensors), mapped over `size` calls."""
+    q, k, v, slopes, sinks, seqused_k, *others = tensors
+    if in_dims[4] is not None or any(x is not None for x in others):
         return one_by_one(attend, size, in_dims, tensors)
     batch = q.shape[1 if in_dims[0] == 0 else 0]
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), in_dims))
     seqused_k = _fold(seqused_k, in_dims[5], size)
     slopes = _fold_slopes(slopes, in_dims[3], size, batch)
-    out, lse = attend(q, k, v, slopes, sinks, seqused_k, *extras[3:])
+    out, lse = attend(q, k, v, slopes, sinks, seqused_k, *others)
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
 def one_by_one(call: Callable, size: int, in_dims: tuple, tensors: tuple):
     """`call` mapped in a loop."""
     warn_slow(
-        "vmap of attention's backward, over sinks or over packed sequences runs its calls one by "
-        "one: join the mapped dimension to the batch where that is too slow"
+        "vmap of attention's backward, or over sinks, packed sequences, a bias, dropout or what a "
+        "mask captured, runs its calls one by one: join the mapped dimension to the batch where "
+        "that is too slow"
     )
     results = [
         call(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)))
         for i in range(size)
     ]
     return tuple(torch.stack(parts) for parts in zip(*results)), (0,) * len(results[0])
-
-
-def with_last(function: Callable, last: tuple) -> Callable:
-    """`function` with its last arguments given."""
-    return lambda *first: function(*first, *last)
 
 
 def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:

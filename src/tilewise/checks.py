@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from .dropout import check_dropout
 from .errors import ArgumentError
-from .problem import OPEN, Extras, Problem, Scalars, describe
+from .problem import NO_MODS, OPEN, OPTIONAL, Extras, Mods, Problem, Scalars, describe
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None] | None
@@ -38,12 +39,18 @@ def check(
     align: str,
     window: tuple[int, int],
     deterministic: bool,
+    dropout_p: float = 0,
+    mods: Mods = NO_MODS,
 ) -> Checked:
     """Checks tensors in (batch, seqlen, nheads, headdim) order."""
     check_tensors(q, k, v)
     check_extras(q, k, extras)
-    scalars = Scalars(check_scale(scale, q.shape[3]), check_softcap(softcap), *window)
-    return Checked(describe(q, k, v, extras, scalars, align, deterministic), extras, scalars)
+    check_dropout(dropout_p)
+    numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *window, float(dropout_p)
+    scalars = Scalars(*numbers)
+    has_bias_grad = extras.bias is not None and extras.bias.requires_grad
+    problem = describe(q, k, v, extras, scalars, align, deterministic, mods, has_bias_grad)
+    return Checked(problem, extras, scalars)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -143,6 +150,16 @@ def in_order(
     return tuple(x.transpose(1, 2) for x in (q, k, v)) if layout == "bhsd" else (q, k, v)
 
 
+def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
+    """batch, nheads, seqlen_q and seqlen_k of ordered tensors; lengths are 0 where they are packed,
+    as only the device knows them.
+    """
+    if cu_seqlens is None:
+        return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    batch = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() else 0
+    return batch, q.shape[2], 0, 0
+
+
 def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k and v are tensors of rank 4 (asked before anything is transposed)."""
     if type(q) is type(k) is type(v) is torch.Tensor and q.ndim == k.ndim == v.ndim == 4:
@@ -170,7 +187,7 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
     nheads = q.shape[2]
     slopes, sinks = extras.alibi_slopes, extras.sinks
-    for name, x in zip(Extras._fields, extras, strict=True):
+    for name, x in zip(Extras._fields[:OPTIONAL], extras):
         if x is not None and not isinstance(x, torch.Tensor):
             raise ArgumentError(
                 f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
@@ -185,6 +202,16 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
             )
     if sinks is not None:
         _check_extra("sinks", sinks, q, [(nheads,)], DTYPES)
+    if extras.bias is not None:
+        check_bias(q, k, extras)
+    if extras.dropout_rng is not None:
+        _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
+    for x in extras.captured:
+        if x.device != q.device:
+            raise ArgumentError(
+                f"a mask or score function has a tensor on {x.device} and q is on {q.device}: "
+                "move them to one device (Mask.to, BlockMask.to)"
+            )
     for name in ("seqused_q", "seqused_k"):
         if (used := getattr(extras, name)) is not None:
             _check_extra(name, used, q, [(batch,)], (torch.int32,))
@@ -195,6 +222,23 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
                         f"{name}={used.tolist()}: it must be at least 0 and at most what the "
                         f"sequences have room for, {capacity.tolist()}"
                     )
+
+
+def check_bias(q: Tensor, k: Tensor, extras: Extras) -> None:
+    """A bias that broadcasts over the scores of sequences that are rows of a batch."""
+    bias = extras.bias
+    scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    if extras.cu_seqlens_q is not None:
+        raise ArgumentError(
+            "bias is for sequences in a batch, and these are packed: pass a score_mod that reads "
+            "its tensor by position"
+        )
+    if bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores)):
+        raise ArgumentError(
+            f"bias has shape {tuple(bias.shape)}: it must broadcast over the scores, (batch, "
+            f"nheads, seqlen_q, seqlen_k) = {scores}, with each dimension its own or 1"
+        )
+    _check_extra("bias", bias, q, [tuple(bias.shape)], (q.dtype, torch.float32))
 
 
 def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:

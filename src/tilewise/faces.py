@@ -8,6 +8,7 @@ import torch
 
 from .api import attention, call
 from .checks import Window, band, check_rank, check_window
+from .dropout import draw_rng
 from .errors import ArgumentError
 from .problem import extras_of
 
@@ -43,21 +44,21 @@ def flash_attn_func(
     (batch, seqlen, nheads, headdim); causal is bottom-right; `window_size` counts both ends in, -1
     is no limit; GQA by head counts. Returns out; (out, lse) with `return_lse`; (out, lse, None)
     with `return_attn_probs` (flash-attn's third item is a dropout mask). A row that sees no key has
-    lse -inf (flash-attn 2: +inf). `num_splits` and `pack_gqa` choose among equal results: 0 and
-    None leave that to us. Raises ArgumentError, and NotImplementedError for `dropout_p` > 0 and for
-    forced splits or packing.
+    lse -inf (flash-attn 2: +inf). `dropout_p` draws from torch's generator. `num_splits` and
+    `pack_gqa` choose among equal results: 0 and None leave that to us. Raises ArgumentError, and
+    NotImplementedError for forced splits or packing.
     """
-    _refuse_dropout(dropout_p)
     _refuse("num_splits", num_splits, (0, 1), "split-KV decoding is not here yet: leave it 0")
     _refuse("pack_gqa", pack_gqa, (None, False), "GQA packing is not here yet: leave it None")
     out, lse = call(
         *_ranked(q, k, v),
-        extras=extras_of(alibi_slopes, learnable_sink),
+        extras=extras_of(alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q)),
         scale=softmax_scale,
         softcap=softcap,
         align="bottom_right",
         window=band(window_size, causal, "window_size"),
         deterministic=deterministic,
+        dropout_p=dropout_p,
     )
     if return_attn_probs:
         return out, lse, None
@@ -178,7 +179,6 @@ def flash_attn_varlen_func(
     Returns and errors are those of `flash_attn_func`, lse (nheads, total_q); `block_table` raises
     NotImplementedError.
     """
-    _refuse_dropout(dropout_p)
     if block_table is not None:
         raise NotImplementedError("block_table: a paged KV cache is not here yet; pass None")
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -199,6 +199,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
         deterministic=deterministic,
         return_lse=True,
     )
@@ -274,20 +275,15 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, theirs, atol=1e-5)
     True
 
-    Fewer key heads than query heads need `enable_gqa=True`, as in torch. Raises ArgumentError, and
-    NotImplementedError for `attn_mask` and `dropout_p` > 0. Inputs of rank 3 are taken as one batch
-    row, as torch takes them.
+    Fewer key heads than query heads need `enable_gqa=True`, as in torch. `attn_mask` broadcasts
+    over (batch, nheads, seqlen_q, seqlen_k): bools say which keys are seen, numbers are added to
+    the scores, with a gradient. A row that sees no key gives 0 (torch: NaN). Raises ArgumentError.
+    Inputs of rank 3 are taken as one batch row, as torch takes them.
     """
-    if attn_mask is not None:
-        raise NotImplementedError(
-            "attn_mask: masks as tensors are not here yet; causal and windows are arguments of "
-            "tilewise.attention"
-        )
-    _refuse_dropout(dropout_p)
     if all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in (query, key, value)):
         batched = (x.unsqueeze(0) for x in (query, key, value))
         return scaled_dot_product_attention(
-            *batched, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            *batched, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         ).squeeze(0)
     query, key, value = _ranked(query, key, value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -295,9 +291,36 @@ def scaled_dot_product_attention(
             f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True to "
             "share key heads"
         )
+    if attn_mask is not None and is_causal:
+        raise ArgumentError(
+            "attn_mask and is_causal: torch takes one of them, and so do we; the mask can say both"
+        )
     return attention(
-        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd"
+        query,
+        key,
+        value,
+        causal="top_left" if is_causal else False,
+        scale=scale,
+        layout="bhsd",
+        dropout_p=dropout_p,
+        **_masked_by(attn_mask),
     )
+
+
+def _masked_by(attn_mask: Tensor | None) -> dict:
+    """An attn_mask of torch's as an argument of `attention`."""
+    if attn_mask is None:
+        return {}
+    if not isinstance(attn_mask, torch.Tensor) or attn_mask.dim() > 4:
+        shape = getattr(attn_mask, "shape", type(attn_mask).__name__)
+        raise ArgumentError(
+            f"attn_mask has shape {shape}: it must be a tensor that broadcasts over (batch, "
+            "nheads, seqlen_q, seqlen_k)"
+        )
+    x = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if x.dtype != torch.bool:
+        return {"bias": x}
+    return {"mask_mod": lambda *at: x[tuple(i if n > 1 else 0 for i, n in zip(at, x.shape))]}
 
 
 def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,14 +339,8 @@ def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor
     return packed.unbind(dim)
 
 
-def _refuse_dropout(dropout_p: float) -> None:
-    if not 0 <= dropout_p < 1:
-        raise ArgumentError(f"dropout_p={dropout_p}: it must be at least 0 and below 1")
-    if dropout_p > 0:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: dropout inside the kernel is not here yet; pass 0.0 (in eval "
-            "mode it is 0)"
-        )
+def _rng(dropout_p: float, q: Tensor) -> Tensor | None:
+    return draw_rng(q.device) if dropout_p else None
 
 
 def _refuse(name: str, value, served: tuple, reason: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.utils import _python_dispatch, flop_counter
 
-from .problem import Extras
+from .problem import Extras, Scalars
 
-EXTRAS = len(Extras._fields)  # what follows them: scale, softcap, left, right, align
+EXTRAS = len(Extras._fields)
+BAND = EXTRAS + Scalars._fields.index("left")
+ALIGN = EXTRAS + len(Scalars._fields)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
@@ -27,16 +29,16 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: st
 def forward_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
     """2 matmuls of 2 FLOPs a pair and column; tensors are given as shapes.
 
-    What seqused_k hides is not known here, and counts. Nor are the lengths of packed sequences:
-    they count as one long one.
+    What seqused_k and a mask hide is not known here, and counts. Nor are the lengths of packed
+    sequences: they count as one long one.
     """
-    pairs = visible_pairs(q[1], k[1], *call[EXTRAS + 2 : EXTRAS + 5])
+    pairs = visible_pairs(q[1], k[1], *call[BAND : BAND + 2], call[ALIGN])
     return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
 
 
 def backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
     """5 matmuls: S, dQ and dK over headdim, dP and dV over headdim_v."""
-    pairs = visible_pairs(q[1], k[1], *call[EXTRAS + 2 : EXTRAS + 5])
+    pairs = visible_pairs(q[1], k[1], *call[BAND : BAND + 2], call[ALIGN])
     return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
 
 

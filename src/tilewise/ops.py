@@ -9,6 +9,7 @@ selective checkpointing, a tensor subclass such as FakeTensor or DTensor), it go
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -17,24 +18,36 @@ from torch.autograd import forward_ad
 from . import batching, dispatch
 from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
-from .problem import Call, Extras, Grads, Problem, Scalars, describe, extras_of
+from .problem import (
+    OPTIONAL,
+    Call,
+    Extras,
+    Grads,
+    Mods,
+    Problem,
+    Scalars,
+    describe,
+    extras_of,
+)
 
 Tensor = torch.Tensor
 
-EXTRAS = len(Extras._fields)
-TENSORS = 3 + EXTRAS  # q, k, v and the optional ones
-SAVED = 7 + EXTRAS  # what the backward takes: dout, dlse, q, k, v, out, lse and those
+INPUTS = 3  # q, k, v
+GIVEN = 7  # to the backward: dout, dlse, q, k, v, out, lse
+SCALARS = len(Scalars._fields)
 _CALL = (
-    ", ".join(f"Tensor? {name}" for name in Extras._fields)
-    + ", float scale, float softcap, SymInt left, SymInt right, str align, bool deterministic, "
-    "str? backend"
+    ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
+    + ", Tensor[] captured, float scale, float softcap, SymInt left, SymInt right, float dropout_p,"
+    " str align, bool deterministic, str mask_mod, str score_mod, str score_derivative, "
+    "int[2] mask_block, bool has_bias_grad, str? backend"
 )
+AFTER_TENSORS = SCALARS + 8  # the arguments from scale on
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
 _library.define(
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_CALL})"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -44,17 +57,16 @@ _library.define(
 def attention(
     call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras, watched: bool
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a checked call, differentiable in q, k, v and sinks; `watched` is what
-    `is_watched` said of its tensors.
+    """`out` and `lse` of a checked call, differentiable in q, k, v, sinks and bias; `watched` is
+    what `is_watched` said of its tensors.
     """
     if not (watched and torch.compiler.is_compiling()) and _is_transformed():
-        return _Attention.apply(q, k, v, *extras, call.problem, call.scalars, call.backend)
+        return _Attention.apply(call, q, k, v, *extras.tensors)
     if watched:
         _register_late()
-        flags = (*call.scalars, *_flags(call.problem), call.backend)
-        return torch.ops.tilewise.forward(q, k, v, *extras, *flags)
-    if needs_grad(q, k, v, extras.sinks):
-        return _EagerAttention.apply(q, k, v, *extras, call)
+        return torch.ops.tilewise.forward(q, k, v, *extras, *_asking(call))
+    if needs_grad(q, k, v, extras.sinks, extras.bias):
+        return _EagerAttention.apply(call, q, k, v, *extras.tensors)
     return _run_forward(call, q, k, v, extras)
 
 
@@ -105,44 +117,51 @@ def _is_transformed() -> bool:
     )
 
 
-def _flags(problem: Problem) -> tuple[str, bool]:
-    return problem.align, problem.deterministic
+def _asking(call: Call) -> tuple:
+    """The arguments of an operator after its tensors: the inverse of `_asked`."""
+    problem = call.problem
+    mods = problem.mods
+    functions = mods.mask, mods.score, mods.derivative, mods.block
+    flags = problem.align, problem.deterministic, *functions, problem.has_bias_grad
+    return (*call.scalars, *flags, call.backend)
 
 
 # autograd
 
 
-def _save(
-    ctx, tensors: tuple, output: tuple, problem: Problem, scalars: Scalars, backend: str | None
-) -> None:
-    ctx.save_for_backward(*tensors, *output)
+def _save(ctx, call: Call, tensors: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
-    ctx.problem, ctx.scalars, ctx.backend = problem, scalars, backend
+    ctx.call = call
 
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the extras."""
+    out, lse, q, k, v, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * TENSORS
-    q, k, v, *extras, out, lse = ctx.saved_tensors
-    extras = Extras(*extras)
+        return (None,) * (INPUTS + len(tensors))
     if dout is None:  # only the gradient of lse is asked
         dout = torch.zeros_like(out)
-    tensors = (dout, dlse, q, k, v, out, lse, *extras)
+    given = (ctx.call, dout, dlse, q, k, v, out, lse, *tensors)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
-        grads = _AttentionBackward.apply(*tensors, ctx.problem, ctx.scalars, ctx.backend)
+        grads = _AttentionBackward.apply(*given)
     else:
-        grads = _AttentionBackward.forward(*tensors, ctx.problem, ctx.scalars, ctx.backend)
-    dq, dk, dv, dsinks = grads
-    of_extras = Extras(sinks=None if extras.sinks is None else dsinks)
-    return dq, dk, dv, *of_extras
+        grads = _AttentionBackward.forward(*given)
+    dq, dk, dv, dsinks, dbias = grads
+    extras = extras_of(*tensors)
+    of_extras = Extras(
+        sinks=None if extras.sinks is None else dsinks,
+        bias=dbias if ctx.call.problem.has_bias_grad else None,
+        captured=(None,) * len(extras.captured),
+    )
+    return dq, dk, dv, *of_extras.tensors
 
 
-def _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend) -> Grads:
+def _run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> Grads:
     is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(problem, q.device, backend, is_aligned)
-    return chosen.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
+    chosen = dispatch.choose(call.problem, q.device, call.backend, is_aligned)
+    return chosen.backward(call.problem, dout, dlse, q, k, v, out, lse, extras, call.scalars)
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -153,35 +172,32 @@ class _EagerAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, *rest):
-        *tensors, call = rest
-        extras = extras_of(*tensors)
-        output = _run_forward(call, q, k, v, extras)
-        _save(ctx, (q, k, v, *extras), output, call.problem, call.scalars, call.backend)
+    def forward(ctx, call, q, k, v, *tensors):
+        output = _run_forward(call, q, k, v, extras_of(*tensors))
+        _save(ctx, call, (q, k, v, *tensors), output)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return *_backward(ctx, dout, dlse), None
+        return None, *_backward(ctx, dout, dlse)
 
 
 class _Attention(torch.autograd.Function):
     """What functorch transforms and forward-mode AD see."""
 
     @staticmethod
-    def forward(q, k, v, *rest):
-        *extras, problem, scalars, backend = rest
+    def forward(call, q, k, v, *tensors):
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras, *scalars, *_flags(problem), backend)
+        return torch.ops.tilewise.forward(q, k, v, *extras_of(*tensors), *_asking(call))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, problem, scalars, backend = inputs
-        _save(ctx, tuple(tensors), output, problem, scalars, backend)
+        call, *tensors = inputs
+        _save(ctx, call, tuple(tensors), output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return *_backward(ctx, dout, dlse), None, None, None
+        return None, *_backward(ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -191,24 +207,22 @@ class _Attention(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        attend = batching.with_last(_Attention.apply, args[TENSORS:])
-        return batching.forward(attend, info.batch_size, in_dims[:TENSORS], args[:TENSORS])
+    def vmap(info, in_dims, call, *tensors):
+        attend = functools.partial(_Attention.apply, call)
+        return batching.forward(attend, info.batch_size, in_dims[1:], tensors)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward, which has no derivative and says so."""
 
     @staticmethod
-    def forward(dout, dlse, q, k, v, out, lse, *rest):
-        *extras, problem, scalars, backend = rest
-        extras = Extras(*extras)
+    def forward(call, dout, dlse, q, k, v, out, lse, *tensors):
+        extras = extras_of(*tensors)
+        given = dout, dlse, q, k, v, out, lse
         if is_watched(dout, dlse, q, k, v) or _is_transformed():
             _register_late()
-            call = (*extras, *scalars, *_flags(problem), backend)
-            return torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, *call)
-        grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, backend)
-        return *grads[:3], q.new_empty(0) if extras.sinks is None else grads.dsinks
+            return torch.ops.tilewise.backward(*given, *extras, *_asking(call))
+        return _filled(_run_backward(call, *given, extras), q)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -223,18 +237,26 @@ class _AttentionBackward(torch.autograd.Function):
         _no_double_backward(ctx, *tangents)
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        differentiate = batching.with_last(_AttentionBackward.apply, args[SAVED:])
-        return batching.one_by_one(differentiate, info.batch_size, in_dims[:SAVED], args[:SAVED])
+    def vmap(info, in_dims, call, *tensors):
+        differentiate = functools.partial(_AttentionBackward.apply, call)
+        return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tensors)
+
+
+def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
+    """The gradients as an operator returns them: empty where nobody asked."""
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _setup_context(ctx, inputs, output):
-    problem, _, scalars = _asked(inputs[:TENSORS], inputs[TENSORS:])
-    _save(ctx, inputs[:TENSORS], output, problem, scalars, inputs[-1])
+    tensors, rest = _flat(inputs, INPUTS)
+    problem, _, scalars = _asked(tensors, rest)
+    _save(ctx, Call(problem, scalars, inputs[-1]), tensors, output)
 
 
 def _op_backward(ctx, dout, dlse):
-    return *_backward(ctx, dout, dlse), *(None,) * 7
+    grads = _backward(ctx, dout, dlse)
+    captured = INPUTS + OPTIONAL
+    return *grads[:captured], list(grads[captured:]), *(None,) * AFTER_TENSORS
 
 
 def _no_double_backward(ctx, *grads):
@@ -246,43 +268,66 @@ def _no_double_backward(ctx, *grads):
 # the operators
 
 
-def _asked(tensors: tuple, call: tuple) -> tuple[Problem, Extras, Scalars]:
-    """What an operator's arguments ask for: `call` begins at scale, after the extras."""
-    q, k, v, *extras = tensors
-    extras, scalars = Extras(*extras), Scalars(*call[:4])
-    return describe(q, k, v, extras, scalars, *call[4:6]), extras, scalars
+def _flat(args: tuple, before: int) -> tuple[tuple, tuple]:
+    """An operator's arguments as tensors in a row, of which `before` come before the extras, and
+    the rest of the call.
+    """
+    captured = before + OPTIONAL
+    return (*args[:captured], *args[captured]), args[captured + 1 :]
 
 
-def _forward_kernel(q, k, v, *args):
-    problem, extras, scalars = _asked((q, k, v, *args[:EXTRAS]), args[EXTRAS:])
-    return _run_forward(Call(problem, scalars, args[-1]), q, k, v, extras)
+def _asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
+    """What an operator's arguments ask for: q, k, v and the extras, and what begins at scale."""
+    q, k, v, *tensors = tensors
+    extras, scalars = extras_of(*tensors), Scalars(*rest[:SCALARS])
+    align, deterministic, *functions, block, has_bias_grad, _ = rest[SCALARS:]
+    mods = Mods(*functions, tuple(block))
+    flags = align, deterministic, mods, has_bias_grad
+    return describe(q, k, v, extras, scalars, *flags), extras, scalars
 
 
-def _backward_kernel(dout, dlse, q, k, v, out, lse, *args):
-    problem, extras, scalars = _asked((q, k, v, *args[:EXTRAS]), args[EXTRAS:])
-    grads = _run_backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, args[-1])
-    return *grads[:3], q.new_empty(0) if grads.dsinks is None else grads.dsinks
+def _forward_kernel(*args):
+    tensors, rest = _flat(args, INPUTS)
+    problem, extras, scalars = _asked(tensors, rest)
+    return _run_forward(Call(problem, scalars, rest[-1]), *tensors[:INPUTS], extras)
 
 
-def _forward_fake(q, k, v, *args):
-    return empty_out(_asked((q, k, v, *args[:EXTRAS]), args[EXTRAS:])[0], q)
+def _backward_kernel(*args):
+    tensors, rest = _flat(args, GIVEN)
+    dout, dlse, q, k, v, out, lse, *others = tensors
+    problem, extras, scalars = _asked((q, k, v, *others), rest)
+    call = Call(problem, scalars, rest[-1])
+    return _filled(_run_backward(call, dout, dlse, q, k, v, out, lse, extras), q)
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *rest):
-    grads = empty_grads(q, k, v, sinks)
-    return *grads[:3], q.new_empty(0) if sinks is None else grads.dsinks
+def _forward_fake(*args):
+    tensors, rest = _flat(args, INPUTS)
+    return empty_out(_asked(tensors, rest)[0], tensors[0])
+
+
+def _backward_fake(*args):
+    tensors, rest = _flat(args, GIVEN)
+    q, k, v, _, _, *others = tensors[2:]
+    problem, extras, _ = _asked((q, k, v, *others), rest)
+    return _filled(empty_grads(problem, q, k, v, extras), q)
 
 
 def _vmap_forward_op(info, in_dims, *args):
-    tensors, call = args[:TENSORS], args[TENSORS:]
-    attend = batching.with_last(torch.ops.tilewise.forward, call)
-    return batching.forward(attend, info.batch_size, in_dims[:TENSORS], tensors)
+    tensors, rest = _flat(args, INPUTS)
+
+    def attend(*tensors):
+        return torch.ops.tilewise.forward(*tensors[:INPUTS], *extras_of(*tensors[INPUTS:]), *rest)
+
+    return batching.forward(attend, info.batch_size, _flat(in_dims, INPUTS)[0], tensors)
 
 
 def _vmap_backward_op(info, in_dims, *args):
-    tensors, call = args[:SAVED], args[SAVED:]
-    differentiate = batching.with_last(torch.ops.tilewise.backward, call)
-    return batching.one_by_one(differentiate, info.batch_size, in_dims[:SAVED], tensors)
+    tensors, rest = _flat(args, GIVEN)
+
+    def differentiate(*tensors):
+        return torch.ops.tilewise.backward(*tensors[:GIVEN], *extras_of(*tensors[GIVEN:]), *rest)
+
+    return batching.one_by_one(differentiate, info.batch_size, _flat(in_dims, GIVEN)[0], tensors)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

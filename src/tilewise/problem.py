@@ -23,6 +23,20 @@ import torch
 OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 
+class Mods(NamedTuple):
+    """Functions of scores and positions, by the names under which `expressions.named` knows their
+    trees; "" is none.
+    """
+
+    mask: str = ""
+    score: str = ""
+    derivative: str = ""  # of the score function
+    block: tuple[int, int] = (0, 0)  # of the block mask, (0, 0) without one
+
+
+NO_MODS = Mods()
+
+
 class Problem(NamedTuple):
     """What selects the code that runs. Hashable; no tensors, no lengths."""
 
@@ -40,6 +54,10 @@ class Problem(NamedTuple):
     has_seqused_k: bool
     has_seqused_q: bool
     is_packed: bool  # sequences lie one behind the other in a batch of 1
+    has_bias: bool
+    has_bias_grad: bool  # whether somebody will ask for it
+    has_dropout: bool
+    mods: Mods
     deterministic: bool
 
     @property
@@ -62,6 +80,18 @@ class Extras(NamedTuple):
     seqused_q: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None  # (batch + 1,), int32: where sequences begin
     cu_seqlens_k: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1)
+    dropout_rng: torch.Tensor | None = None  # (2,), int64: seed and offset
+    # The arrays of a block mask, then what the mask and what the score function captured
+    captured: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All in a row: OPTIONAL of which each may be None, then the captured ones."""
+        return (*self[:OPTIONAL], *self.captured)
+
+
+OPTIONAL = len(Extras._fields) - 1
 
 
 class Scalars(NamedTuple):
@@ -71,16 +101,17 @@ class Scalars(NamedTuple):
     softcap: float = 0.0  # 0: none
     left: int = OPEN
     right: int = OPEN
+    dropout_p: float = 0.0
 
 
 NO_EXTRAS = Extras()
 
 
 def extras_of(*tensors: torch.Tensor | None) -> Extras:
-    """Extras in their order; NO_EXTRAS itself where there are none, so that `is` can ask."""
+    """Extras of `Extras.tensors`; NO_EXTRAS itself where there are none, so that `is` can ask."""
     for x in tensors:
         if x is not None:
-            return Extras(*tensors)
+            return Extras(*tensors[:OPTIONAL], captured=tensors[OPTIONAL:])
     return NO_EXTRAS
 
 
@@ -99,12 +130,13 @@ class Call:
 
 
 class Grads(NamedTuple):
-    """What a backend's backward returns; `dsinks` is None without sinks."""
+    """What a backend's backward returns; the last two are None where nobody asked."""
 
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
     dsinks: torch.Tensor | None
+    dbias: torch.Tensor | None = None
 
 
 def describe(
@@ -115,6 +147,8 @@ def describe(
     scalars: Scalars,
     align: str,
     deterministic: bool,
+    mods: Mods = NO_MODS,
+    has_bias_grad: bool = False,
 ) -> Problem:
     """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order."""
     return Problem(
@@ -132,5 +166,9 @@ def describe(
         has_seqused_k=extras.seqused_k is not None,
         has_seqused_q=extras.seqused_q is not None,
         is_packed=extras.cu_seqlens_q is not None,
+        has_bias=extras.bias is not None,
+        has_bias_grad=has_bias_grad,
+        has_dropout=scalars.dropout_p > 0,
+        mods=mods,
         deterministic=deterministic,
     )

@@ -2,10 +2,12 @@
 
     S   = scale * Q K^T                   (batch, nheads, seqlen_q, seqlen_k)
     S   = softcap * tanh(S / softcap)     if there is a softcap
+    S   = score_mod(S, b, h, q, k)        if there is a score function
     S   = S - slope * |distance|          if there is ALiBi
+    S   = S + bias                        if there is a bias
     S   = -inf where the mask hides the key
     LSE = log(sum_j exp(S_j))             with a sink as one more logit in the sum
-    P   = exp(S - LSE),   O = P V
+    P   = exp(S - LSE),   O = P V         with dropout, P where it is kept / (1 - p), else 0
 
 It stores S, so its memory grows with seqlen_q * seqlen_k: that is the one thing the kernels do
 better (FlashAttention, Dao et al. 2022, arXiv 2205.14135). All else is here, on any device, in any
@@ -15,10 +17,12 @@ dtype up to fp64, and autograd differentiates it as often as you like.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from . import predicates
+from . import mods, predicates, scores
 from .checks import (
     Window,
     band,
@@ -27,9 +31,13 @@ from .checks import (
     check_softcap,
     check_tensors,
     in_order,
+    sizes_of,
 )
+from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError
-from .problem import Extras, Scalars
+from .modifiers import check_block_mask, modifiers_of
+from .problem import OPEN, Extras, Scalars
+from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor
 
@@ -49,6 +57,12 @@ def attention_reference(
     seqused_q: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
+    score_mod: Callable | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     upcast: bool = True,
@@ -70,16 +84,24 @@ def attention_reference(
     """
     align = _check_names(causal, layout)
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
-    extras = Extras(alibi_slopes, sinks, *lengths)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     q, k, v = in_order(q, k, v, layout, is_packed)
     check_tensors(q, k, v)
+    check_dropout(dropout_p)
+    if dropout_p and dropout_rng is None:
+        dropout_rng = draw_rng(q.device)
+    extras = Extras(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
     check_extras(q, k, extras._replace(alibi_slopes=slopes))
     sides = band(window, causal is not False)
-    scalars = Scalars(check_scale(scale, q.shape[3]), check_softcap(softcap), *sides)
+    sizes = sizes_of(q, k, cu_seqlens_q)
+    modifiers_of(mask_mod, score_mod, block_mask, sizes)
+    check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
+    numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *sides, dropout_p
+    mask_mod = mask_mod if block_mask is None else block_mask.mask
+    asked = _Asked(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast)
     attend = _attend_packed if is_packed else _attend
-    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), align, extras, scalars, upcast)
+    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), asked)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if is_packed:
@@ -87,11 +109,24 @@ def attention_reference(
     return (out, lse) if return_lse else out
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, align, extras: Extras, *rest):
+class _Asked(NamedTuple):
+    """What is asked of one call."""
+
+    align: str
+    extras: Extras
+    scalars: Scalars
+    mask_mod: Callable | None
+    score_mod: Callable | None
+    upcast: bool
+    sequence: int = 0  # of packed ones
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> tuple[Tensor, Tensor]:
     """Packed sequences, one by one; rows that are not used have out 0 and lse -inf."""
     outs, lses = [], []
-    for (a, b, c), (d, e, _), alone in _sequences(extras):
-        out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v[:, :, d:e], align, alone, *rest)
+    for i, ((a, b, c), (d, e, _), extras) in enumerate(_sequences(asked.extras)):
+        alone = asked._replace(extras=extras, sequence=i)
+        out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v[:, :, d:e], alone)
         outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
         lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
     if not outs:
@@ -112,7 +147,7 @@ def _sequences(extras: Extras):
     slopes = extras.alibi_slopes
     for i, (queries, keys) in enumerate(zip(*rows)):
         own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        yield queries, keys, Extras(own, extras.sinks)
+        yield queries, keys, Extras(own, extras.sinks, dropout_rng=extras.dropout_rng)
 
 
 def _check_names(causal: bool | str, layout: str) -> str:
@@ -128,13 +163,11 @@ def _attend(
     q: Tensor,  # (batch, nheads, seqlen_q, headdim)
     k: Tensor,
     v: Tensor,
-    align: str,
-    extras: Extras,
-    scalars: Scalars,
-    upcast: bool,
+    asked: _Asked,
 ) -> tuple[Tensor, Tensor]:
+    extras, scalars = asked.extras, asked.scalars
     dtype, exact = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    if upcast:
+    if asked.upcast:
         q, k, v = q.to(exact), k.to(exact), v.to(exact)
     q_idx, k_idx = _arange(q).unsqueeze(-1), _arange(k)
     seqlen_k = k.shape[2]
@@ -143,16 +176,28 @@ def _attend(
         padding = ~predicates.is_key(k_idx.unsqueeze(-1), seqlen_k)
         # Padding may hold anything, and 0 * NaN is NaN.
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-    diagonal = seqlen_k - q.shape[2] if align == "bottom_right" else 0
+    diagonal = seqlen_k - q.shape[2] if asked.align == "bottom_right" else 0
+    b = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1) + asked.sequence
+    h = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
 
     s = scalars.scale * _matmul(q, k.transpose(2, 3)).to(exact)
     if scalars.softcap:
         s = scalars.softcap * torch.tanh(s / scalars.softcap)
+    if asked.score_mod is not None:
+        s = scores.score(asked.score_mod)(s, b, h, q_idx, k_idx).to(exact).expand_as(s)
     if extras.alibi_slopes is not None:
         slopes = extras.alibi_slopes.to(exact)[..., None, None]
         s = s - slopes * (q_idx + diagonal - k_idx).abs()
+    if extras.bias is not None:
+        s = s + extras.bias.to(exact)
     visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
+    if asked.mask_mod is not None:
+        visible = visible & mods.mask(asked.mask_mod)(b, h, q_idx, k_idx)
     p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
+    if extras.dropout_rng is not None:
+        threshold = threshold_of(scalars.dropout_p)
+        kept = keep(extras.dropout_rng, b, h, q_idx, k_idx, threshold)
+        p = torch.where(kept, p * factor_of(threshold), 0)
     return _matmul(p.to(v.dtype), v).to(dtype), lse
 
 

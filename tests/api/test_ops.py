@@ -270,13 +270,10 @@ def test_autocast_casts_and_gradients_come_back():
             *tensors[:3],
             None,
             tensors[3],
-            *(None,) * 4,
-            0.25,
-            0.0,
-            -1,
-            -1,
-            "bottom_right",
-            False,
+            *(None,) * 6,
+            [],
+            *(0.25, 0.0, -1, -1, 0.0),
+            *("bottom_right", False, "", "", "", [0, 0], False),
             None,
         )
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

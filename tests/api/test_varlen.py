@@ -69,7 +69,8 @@ def test_one_graph_serves_any_lengths():
 
 def test_gradients_through_the_operator():
     q, k, v = (x[None].double().requires_grad_() for x in packed((2, 1, 1), 8))
-    rest = (None, None, None, None, STARTS, STARTS, 0.3, 0.0, -1, 0, "bottom_right", False, None)
+    tensors = (*(None,) * 4, STARTS, STARTS, None, None, [])
+    rest = (*tensors, 0.3, 0.0, -1, 0, 0.0, "bottom_right", False, "", "", "", [0, 0], False, None)
     torch.library.opcheck(torch.ops.tilewise.forward.default, (q, k, v, *rest))
 
 

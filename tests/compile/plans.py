@@ -4,21 +4,29 @@ from unittest import mock
 
 import torch
 
+from tilewise import mods, scores
 from tilewise.kernels.arguments import features_of
 from tilewise.kernels.portable import launch
+from tilewise.modifiers import modifiers_of
 from tilewise.problem import Extras, Scalars, describe
+from tilewise.sparse import create_block_mask
 from tilewise.testing import build, stats
 
 EVERYTHING = dict(causal=True, left=100, softcap=30.0, alibi=True, sinks=True, seqused_k=True)
 PACKED = dict(causal=True, packed=True)
+MASK = dict(mask=True, score=True)
+BLOCKS = dict(mask=True, blocks=True)
+BIAS = dict(bias=True, dropout=True)
 BATCH, SEQLEN, NHEADS, NHEADS_K = 2, 256, 4, 2
 
 
 def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **tensors):
-    """Plans by kernel name: fwd, bwd_delta, bwd_dkdv and bwd_dq of one call.
+    """Plans by kernel name: fwd, bwd_delta, bwd_dkdv, bwd_dq and bwd_dbias of one call.
 
-    `tensors` says which of alibi, sinks and seqused_k are there, and whether sequences are packed.
+    `tensors` says which of alibi, sinks, seqused_k, mask, score and bias are there, and whether
+    sequences are packed, the mask comes by blocks, and there is dropout.
     """
+    modifiers = modifiers_asked(tensors)
     rows = (1, BATCH * SEQLEN) if tensors.get("packed") else (BATCH, SEQLEN)
     q = torch.empty(*rows, NHEADS, headdim, dtype=dtype)
     k = torch.empty(*rows, NHEADS_K, headdim, dtype=dtype)
@@ -31,15 +39,31 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
         None,
         starts,
         starts,
+        torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=dtype) if tensors.get("bias") else None,
+        torch.ones(2, dtype=torch.int64) if tensors.get("dropout") else None,
+        modifiers.captured,
     )
-    scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
-    problem = describe(q, k, v, extras, scalars, "bottom_right", False)
+    dropout_p = 0.1 if tensors.get("dropout") else 0.0
+    scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1, dropout_p)
+    flags = "bottom_right", False, modifiers.mods, extras.bias is not None
+    problem = describe(q, k, v, extras, scalars, *flags)
     plans = []
     with mock.patch.object(launch, "run", plans.append):
         out, lse = launch.forward(problem, q, k, v, extras, scalars)
         dlse = torch.empty_like(lse) if tensors else None
         launch.backward(problem, out, dlse, q, k, v, out, lse, extras, scalars)
     return {plan.name: plan for plan in plans}
+
+
+def modifiers_asked(tensors):
+    """A mask and a score function that read a tensor each."""
+    documents, slopes = torch.zeros(SEQLEN, dtype=torch.int32), torch.ones(NHEADS)
+    mask = mods.document(documents) & mods.causal() if tensors.get("mask") else None
+    score = scores.alibi(slopes) if tensors.get("score") else None
+    sizes = BATCH, NHEADS, SEQLEN, SEQLEN
+    if tensors.get("blocks"):
+        return modifiers_of(None, score, create_block_mask(mask, *sizes), sizes)
+    return modifiers_of(mask, score, None, sizes)
 
 
 def config_of(plan, target):

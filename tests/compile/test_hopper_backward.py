@@ -56,7 +56,7 @@ def launch_of(
     dq, row_stats = torch.empty(2, 4, 4096, plan.tile.BLOCK_D), torch.empty(2, 4, 2, 4096)
     added = Accumulated(dq, row_stats, 4096, 1.0), turns
     groups = optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k)
-    grads = empty_grads(q, k, v, None)
+    grads = empty_grads(problem, q, k, v, extras)
     args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads)
     before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
     return plan, (*args, *groups), before

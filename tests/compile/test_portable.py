@@ -4,7 +4,16 @@ uses the matrix units.
 
 import pytest
 import torch
-from compile.plans import EVERYTHING, PACKED, compiled_stats, config_of, plans_of
+from compile.plans import (
+    BIAS,
+    BLOCKS,
+    EVERYTHING,
+    MASK,
+    PACKED,
+    compiled_stats,
+    config_of,
+    plans_of,
+)
 
 from tilewise.testing import SMEM_LIMIT, TARGETS
 from tilewise.tuning.config import SHARED_MEMORY, SHORT
@@ -14,7 +23,7 @@ pytestmark = pytest.mark.compile
 
 KERNELS = ("fwd", "bwd_delta", "bwd_dkdv", "bwd_dq")
 VARIANTS = {"full": {}, "causal": dict(causal=True), "everything": EVERYTHING}
-VARIANTS["packed"] = PACKED
+VARIANTS |= {"packed": PACKED, "mask": MASK, "blocks": BLOCKS, "bias": BIAS}
 BF16, FP32 = torch.bfloat16, torch.float32
 MATMUL = {"sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "MFMA", "gfx950": "MFMA"}  # else HMMA
 
@@ -34,6 +43,8 @@ SPILLS = {
 PADDED = 1200
 # Where packed sequences begin takes registers: 64 to 176 bytes more of dK and dV.
 PACKED_SPILLS = 120
+# A bias comes in registers, a tile of it, and the random bytes of dropout are made there
+BIAS_SPILLS = 600
 
 
 def allowed_spills(plan, target):
@@ -41,6 +52,7 @@ def allowed_spills(plan, target):
     if headdim & (headdim - 1):
         return PADDED
     more = PACKED_SPILLS if plan.problem.is_packed else 0
+    more += BIAS_SPILLS if plan.problem.has_bias else 0
     return SPILLS.get((target, plan.name), SMALL) + more
 
 
@@ -57,7 +69,8 @@ def check(plan, target):
         return found
     if is_16_bit or target.startswith("gfx"):
         assert found[MATMUL.get(target, "HMMA")] > 0, found
-        assert not found.get("wgmma_serialized"), found
+        # A tile of a bias comes between the two products
+        assert not found.get("wgmma_serialized") or problem.has_bias, found
     else:
         assert found["FFMA"] > 1000 and found["HMMA"] == 0, found  # exact fp32
     return found
@@ -94,10 +107,26 @@ def test_packed(target, kernel):
     check(plans_of(128, BF16, **PACKED)[kernel], target)
 
 
+@pytest.mark.parametrize("variant", ["mask", "blocks", "bias"])
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_modified(target, variant):
+    for plan in plans_of(64, BF16, **VARIANTS[variant]).values():
+        check(plan, target)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias"])
+def test_a_bias_fits_at_any_length(headdim, kernel):
+    """Its tiles pass through shared memory beside those of K and V."""
+    plan = plans_of(headdim, BF16, bias=True)[kernel]
+    check(plan._replace(rows=SHORT + 1), "sm90")
+
+
 def _everything_else():
+    variants_of = {BF16: tuple(VARIANTS), FP32: ("causal",)}
     for target in TARGETS:
         for headdim in (64, 128, 256, 72):
-            for dtype, variants in ((BF16, ("full", "everything", "packed")), (FP32, ("causal",))):
+            for dtype, variants in variants_of.items():
                 for variant in variants:
                     for kernel in KERNELS:
                         name = f"{target}-d{headdim}-{str(dtype)[6:]}-{variant}-{kernel}"

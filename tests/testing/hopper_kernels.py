@@ -335,7 +335,7 @@ def attention_kernel(
     k_ring = make_ring(dtype, [2, BLOCK_N, D], KEYS, 1)
     v_ring = make_ring(dtype, [2, BLOCK_N, D], KEYS, 1)
     fence_async_shared()
-    seq = sequence_of(0, gl.program_id(1), sizes, optionals, numbers, FEATURES)
+    seq = sequence_of(0, gl.program_id(1), sizes, optionals, 0, numbers, FEATURES)
     gl.warp_specialize(
         [
             (

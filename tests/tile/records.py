@@ -12,7 +12,8 @@ NOTHING = Optionals(None, 0, None, None, None, None, None)
 def features(**on):
     """Features of a plain call but for those named."""
     flags = dict.fromkeys(Features._fields, False)
-    given = dict(HEADDIM=16, HEADDIM_V=16, GROUP=1, PRECISION="ieee")
+    given = dict(HEADDIM=16, HEADDIM_V=16, GROUP=1, PRECISION="ieee", MASK_M=0, MASK_N=0)
+    given |= dict(MASK_MOD=None, SCORE_MOD=None, SCORE_DERIVATIVE=None)
     return Features(**(flags | given | on))
 
 

@@ -35,7 +35,7 @@ def test_lengths(top_left, used):
 
 @triton.jit
 def sequence_kernel(out, sizes, optionals, numbers, FEATURES: tl.constexpr):
-    seq = sequence_of(tl.program_id(0), tl.program_id(1), sizes, optionals, numbers, FEATURES)
+    seq = sequence_of(tl.program_id(0), tl.program_id(1), sizes, optionals, 0, numbers, FEATURES)
     at = out + 4 * (tl.program_id(0) * 2 + tl.program_id(1))
     tl.store(at, seq.slope_log2)
     tl.store(at + 1, seq.lengths.seqlen_k)

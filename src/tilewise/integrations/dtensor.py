@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..problem import Extras
+from ..problem import OPTIONAL
 
 _registered = False
-EXTRAS = len(Extras._fields)
 
 
 def register() -> bool:
@@ -40,20 +39,27 @@ def register() -> bool:
 
 
 def _forward_rules(q, k, v, *call) -> list[tuple]:
-    extras, rest = call[:EXTRAS], [None] * len(call[EXTRAS:])
+    extras, captured, rest = _divide(call)
     return [
-        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + rest) for way in _ways(q, k, *extras)
+        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + rest)
+        for way in _ways(q, k, captured, *extras)
     ]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
-    extras, rest = call[:EXTRAS], [None] * len(call[EXTRAS:])
+    extras, captured, rest = _divide(call)
     rules = []
-    for way in _ways(q, k, *extras):
+    for way in _ways(q, k, captured, *extras):
         given = [_if(dout, way.bshd), _if(dlse, way.bhs)]
         saved = [way.bshd] * 4 + [way.bhs]
-        rules.append(([way.bshd] * 3 + [way.dsinks], given + saved + way.extras + rest))
+        grads = [way.bshd] * 3 + [way.dsinks, way.dbias]
+        rules.append((grads, given + saved + way.extras + rest))
     return rules
+
+
+def _divide(call: tuple) -> tuple[tuple, Any, list]:
+    """The optional tensors, those that masks captured, and placements of all that follows."""
+    return call[:OPTIONAL], call[OPTIONAL], [None] * len(call[OPTIONAL:])
 
 
 class _Way(NamedTuple):
@@ -63,28 +69,35 @@ class _Way(NamedTuple):
     bhs: Any
     extras: list
     dsinks: Any
+    dbias: Any
 
 
-def _ways(q, k, alibi_slopes, sinks, *lengths) -> list[_Way]:
-    """The ways that serve these tensors; here a tensor is what DTensor knows of one."""
+def _ways(q, k, captured, alibi_slopes, sinks, *others) -> list[_Way]:
+    """The ways that serve these tensors; here a tensor is what DTensor knows of one.
+
+    With a bias, dropout or what a mask captured nothing is cut: they tell heads and rows apart by
+    their numbers in the whole.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     whole, first, second = Replicate(), Shard(0), Shard(1)
     slopes_by_batch = alibi_slopes is not None and len(alibi_slopes.shape) == 2
 
     def extras(slopes, sink, used) -> list:
-        return [_if(alibi_slopes, slopes), _if(sinks, sink), *(_if(x, used) for x in lengths)]
+        return [_if(alibi_slopes, slopes), _if(sinks, sink), *(_if(x, used) for x in others)]
 
     by_batch = extras(first if slopes_by_batch else whole, whole, first)
     ways = [
-        _Way(whole, whole, extras(whole, whole, whole), whole),
-        _Way(first, first, by_batch, whole if sinks is None else Partial()),
+        _Way(whole, whole, extras(whole, whole, whole), whole, whole),
+        _Way(first, first, by_batch, whole if sinks is None else Partial(), whole),
     ]
-    if any(x is not None for x in lengths[2:]):  # packed: a cut of the batch of 1 is none
+    if captured or any(x is not None for x in others[4:]):
+        return ways[:1]
+    if any(x is not None for x in others[2:]):  # packed: a cut of the batch of 1 is none
         del ways[1]
     if _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
         by_head = extras(second if slopes_by_batch else first, first, whole)
-        ways.append(_Way(Shard(2), second, by_head, whole if sinks is None else first))
+        ways.append(_Way(Shard(2), second, by_head, whole if sinks is None else first, whole))
     return ways
 
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
-from ..problem import NO_EXTRAS, Extras, Problem, Scalars
-from ..tile.types import Features, Numbers, Optionals, Sizes, Strided
+from ..dropout import factor_of, threshold_of
+from ..modifiers import Parts, take_apart
+from ..problem import NO_EXTRAS, NO_MODS, Extras, Mods, Problem, Scalars
+from ..sparse.block_mask import BlockLists
+from ..tile.types import (
+    Bias,
+    Features,
+    Lists,
+    Modifiers,
+    Numbers,
+    Optionals,
+    Sizes,
+    Strided,
+)
 
 LOG2_E = math.log2(math.e)
 Tensor = torch.Tensor
@@ -31,8 +44,23 @@ def features_of(problem: Problem) -> Features:
         SEQUSED_K=problem.has_seqused_k,
         SEQUSED_Q=problem.has_seqused_q,
         PACKED=problem.is_packed,
+        BIAS=problem.has_bias,
+        DROPOUT=problem.has_dropout,
+        MASK_M=problem.mods.block[0],
+        MASK_N=problem.mods.block[1],
+        MASK_MOD=_function(problem.mods.mask),
+        SCORE_MOD=_function(problem.mods.score),
+        SCORE_DERIVATIVE=_function(problem.mods.derivative),
         PRECISION="ieee",
     )
+
+
+def _function(name: str) -> Any:
+    if not name:
+        return None
+    from .generated import function_of  # it wants Triton, and attention on the CPU does not
+
+    return function_of(name)
 
 
 def strided(x: Tensor) -> Strided:
@@ -74,6 +102,7 @@ def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
     bits for lengths up to 2^30.
     """
     reach = max(q.shape[1], k.shape[1])
+    threshold = threshold_of(scalars.dropout_p)
     return Numbers(
         scale=scalars.scale,
         scale_log2=scalars.scale * LOG2_E,
@@ -81,11 +110,51 @@ def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
         scale_over_softcap=scalars.scale / scalars.softcap if scalars.softcap > 0 else 0.0,
         left=min(scalars.left, reach),
         right=min(scalars.right, reach),
+        dropout_threshold=float(threshold),
+        dropout_factor=factor_of(threshold),
     )
 
 
-def optionals_of(extras: Extras) -> Optionals:
+def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
     """The optional tensors as kernels take them."""
-    slopes, *rest = (None if x is None else x.contiguous() for x in extras)
+    slopes, *rest = (None if x is None else x.contiguous() for x in extras[:BIAS])
     per_batch = slopes is not None and slopes.dim() == 2
-    return Optionals(slopes, slopes.stride(0) if per_batch else 0, *rest)
+    optionals = Optionals(slopes, slopes.stride(0) if per_batch else 0, *rest)
+    if mods == NO_MODS and extras[BIAS:] == NO_EXTRAS[BIAS:]:
+        return optionals
+    from .generated import captured_of
+
+    parts = take_apart(mods, extras.captured)
+    modifiers = Modifiers(
+        0 if extras.bias is None else bias_of(extras.bias),
+        captured_of(parts.mask) or 0,
+        captured_of(parts.score) or 0,
+        *lists_of(parts),
+    )
+    return optionals._replace(dropout_rng=extras.dropout_rng, modifiers=modifiers)
+
+
+BIAS = Extras._fields.index("bias")
+
+
+def bias_of(x: Tensor) -> Bias:
+    """A bias, or its gradient, as kernels take it."""
+    return Bias(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride())))
+
+
+def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
+    """The lists of a block mask as kernels take them, by queries and by keys."""
+    if parts.partial is None:
+        return 0, 0
+    return tuple(_lists(*both) for both in zip(parts.partial, parts.full))
+
+
+def _lists(partial: BlockLists, full: BlockLists) -> Lists:
+    batch, nheads, rows = partial.counts.shape
+    of_each = (
+        *(x.contiguous() for x in partial),
+        partial.indices.shape[3],
+        *(x.contiguous() for x in full),
+        full.indices.shape[3],
+    )
+    return Lists(*of_each, 0 if batch == 1 else nheads * rows, 0 if nheads == 1 else rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import Grads, Problem
+from ..problem import Extras, Grads, Problem
 
 
 def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,8 +23,9 @@ def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def empty_grads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras
 ) -> Grads:
     """One gradient per input, of its dtype and strides."""
-    dsinks = None if sinks is None else torch.empty_like(sinks)
-    return Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks)
+    dsinks = None if extras.sinks is None else torch.empty_like(extras.sinks)
+    dbias = torch.empty_like(extras.bias) if problem.has_bias_grad else None
+    return Grads(*map(torch.empty_like, (q, k, v)), dsinks, dbias)

@@ -8,7 +8,6 @@ backward, are their transpose. The layout is FlexAttention's (Dong et al. 2024, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +17,8 @@ import torch
 from .. import mods
 from ..errors import ArgumentError
 from ..expressions import INDICES, evaluate
-from ..mods import Mask, Predicate, check_sizes
+from ..mods import Mask, Predicate
+from ..traced import check_sizes
 from .intervals import Blocks, bound
 
 Tensor = torch.Tensor
@@ -57,19 +57,19 @@ class BlockMask:
     block: tuple[int, int]  # BLOCK_M, BLOCK_N
     partial: BlockLists  # of n_blocks, per m_block
     full: BlockLists
+    # (partial, full) of m_blocks, per n_block: what a backward walks
+    transposed: tuple[BlockLists, BlockLists] | None = None
+
+    def __post_init__(self) -> None:
+        if self.transposed is None:
+            kinds = self.kinds().transpose(2, 3)
+            lists = _lists(kinds == PARTIAL), _lists(kinds == FULL)
+            object.__setattr__(self, "transposed", lists)
 
     @property
     def grid(self) -> Shape:
         """batch, nheads, m_blocks, n_blocks."""
         return _grid(self.shape, self.block)
-
-    @functools.cached_property
-    def transposed(self) -> tuple[BlockLists, BlockLists]:
-        """(partial, full) of m_blocks, per n_block; made when first asked for, and a GPU is waited
-        for then: ask before a CUDA graph is captured.
-        """
-        kinds = self.kinds().transpose(2, 3)
-        return _lists(kinds == PARTIAL), _lists(kinds == FULL)
 
     def kinds(self) -> Tensor:
         """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
@@ -99,10 +99,12 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same on another device, its mask's captured tensors too."""
-        partial, full = (
-            BlockLists(*(x.to(device) for x in lists)) for lists in (self.partial, self.full)
+        partial, full, *transposed = (
+            BlockLists(*(x.to(device) for x in lists))
+            for lists in (self.partial, self.full, *self.transposed)
         )
-        return BlockMask(self.mask.to(device), self.shape, self.block, partial, full)
+        mask = self.mask.to(device)
+        return BlockMask(mask, self.shape, self.block, partial, full, tuple(transposed))
 
     def __repr__(self) -> str:
         partial, full = (int(lists.counts.sum()) for lists in (self.partial, self.full))
@@ -159,7 +161,7 @@ def create_block_mask(
     becomes 1.
 
     On a GPU the host waits once for each 2^20 blocks, to learn how many are unsettled, and twice
-    for each of the two lists, to learn how long it is.
+    for each of the four lists, to learn how long it is: nothing waits when the mask is used.
 
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.

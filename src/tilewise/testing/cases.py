@@ -18,6 +18,7 @@ import torch
 
 from ..reference import attention_reference
 from .inputs import Features, Inputs, Sizes, make_inputs, poisoned
+from .modified import modifiers
 from .switch import use_emulator, use_interpreter
 from .tolerance import Verdict, judge
 
@@ -43,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The verdict on one tensor of a call: out, lse, dq, dk, dv or dsinks."""
+    """The verdict on one tensor of a call: out, lse, dq, dk, dv, dsinks or dbias."""
 
     tensor: str
     verdict: Verdict
@@ -135,6 +136,43 @@ CASES: tuple[Case, ...] = (
         seqused_k=(150, 40),
         lse_grad=True,
     ),
+    # A bias, in every way that it can be shared.
+    _case("bias", _WIDE, bias="bhqk"),
+    _case("bias-heads-causal", _WIDE, bias="hqk", causal=True, lse_grad=True),
+    _case("bias-keys", _WIDE, bias="bk"),
+    _case("bias-queries", _TALL, bias="q", causal=True),
+    _case("bias-of-heads", _SQUARE, bias="h", sinks=True, alibi="heads", softcap=3.0),
+    # Masks, asked for every pair, and by blocks.
+    _case("mask-prefix", _WIDE, mask="prefix"),
+    _case("mask-by-head-window", _WIDE, mask="by-head", window=(60, 20), lse_grad=True),
+    _case("mask-holes", _TALL, mask="holes", sinks=True),
+    _case("mask-documents-causal", _WIDE, mask="documents", causal="top_left", seqused_k=(150, 90)),
+    _case("blocks-causal", _WIDE, mask="causal", blocks=(64, 64)),
+    _case("blocks-documents", _WIDE, mask="documents", blocks=(32, 64), lse_grad=True),
+    _case("blocks-by-head", _TALL, mask="by-head", blocks=(128, 128), alibi="batch"),
+    _case("blocks-holes", _TALL, mask="holes", blocks=(16, 32), softcap=3.0, sinks=True),
+    _case("blocks-seqused", _SQUARE, mask="prefix", blocks=(64, 32), seqused_k=(40, 0)),
+    # Score functions.
+    _case("score-tilted", _WIDE, score="tilted", lse_grad=True),
+    _case("score-table-causal", _WIDE, score="table", causal=True),
+    _case("score-bent", _TALL, score="bent", alibi="heads"),
+    _case("score-hiding", _TALL, score="hiding", bias="hk", sinks=True),
+    # Dropout.
+    _case("dropout", _WIDE, dropout=0.1, lse_grad=True),
+    _case("dropout-causal", _TALL, dropout=0.5, causal=True, sinks=True),
+    _case(
+        "everything-more",
+        _WIDE,
+        window=(120, 60),
+        softcap=3.0,
+        alibi="batch",
+        sinks=True,
+        bias="hqk",
+        mask="by-head",
+        score="table",
+        dropout=0.2,
+        lse_grad=True,
+    ),
     # Memory.
     _case("layout-bhsd", _WIDE, layout="bhsd", memory="transposed", causal=True),
     _case("layout-bhsd-dense", _WIDE, layout="bhsd", lse_grad=True),
@@ -153,7 +191,7 @@ def run_case(
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
 ) -> list[Record]:
-    """Computes the case and judges out, lse, dq, dk, dv and dsinks against fp64.
+    """Computes the case and judges out, lse and the gradients against fp64.
 
     On CPU tensors portable kernels run in the interpreter and Hopper ones in the emulator, by
     `seed`, or one of the case's own.
@@ -274,19 +312,20 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
 
 
 def run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
-    """out and lse, and the gradients of q, k, v and sinks."""
+    """out and lse, and the gradients of q, k, v, sinks and bias."""
     return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
 
 
 def _attend(attend, case: Case, inputs: Inputs, **how) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors that want gradients, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    if inputs.sinks is not None:
-        leaves["sinks"] = inputs.sinks
+    leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias")}
+    leaves = {name: x for name, x in leaves.items() if x is not None}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     asked = case.features._asdict()
     asked = {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
     asked |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
+    asked |= modifiers(case.sizes, case.features, inputs.q.device)
     return leaves, *attend(**leaves, **(asked | how), return_lse=True)
 
 

@@ -43,6 +43,11 @@ class Features(NamedTuple):
     memory: str = "dense"  # one of MEMORY
     logits: float = 0.0  # forces scores to + and - this
     lse_grad: bool = False  # a gradient comes in through lse, too
+    bias: str = ""  # its own dimensions, of "bhqk"; it has others of 1
+    mask: str = ""  # one of `modified.MASKS`
+    blocks: tuple[int, int] | None = None  # the mask comes as a block mask of such blocks
+    score: str = ""  # one of `modified.SCORES`
+    dropout: float = 0.0
 
 
 class Inputs(NamedTuple):
@@ -56,6 +61,7 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     seqused_k: Tensor | None
+    bias: Tensor | None = None
 
 
 def make_inputs(
@@ -94,7 +100,13 @@ def make_inputs(
     if features.layout == "bhsd":
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
     dlse = None if dlse is None else dlse.to(device)
-    return Inputs(q, k, v, dout, dlse, None if slopes is None else slopes.to(device), sinks, used)
+    slopes = None if slopes is None else slopes.to(device)
+    bias = None
+    if features.bias:
+        extents = zip("bhqk", (batch, nheads, seqlen_q, seqlen_k))
+        bias = normal(*(n if name in features.bias else 1 for name, n in extents))
+        bias = guarded(bias.to(device, dtype))
+    return Inputs(q, k, v, dout, dlse, slopes, sinks, used, bias)
 
 
 def _force_logits(q: Tensor, k: Tensor, features: Features) -> tuple[Tensor, Tensor]:

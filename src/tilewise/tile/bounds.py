@@ -3,13 +3,14 @@
 Query i sees keys i + diagonal - left .. i + diagonal + right. A tile of queries therefore visits
 one interval of key blocks, and the blocks that all its rows see whole form an interval inside it:
 masks cost only in the partial blocks around that. The backward asks the same question the other way
-round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1.
+round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1. A block mask has lists
+of both kinds instead: its blocks may be larger than a tile, but not smaller.
 """
 
 import triton
 import triton.language as tl
 
-from .types import BlockRange
+from .types import BlockRange, ListedBlocks
 
 
 @triton.jit
@@ -34,18 +35,24 @@ def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOC
 @triton.jit
 def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The key blocks that queries m_start .. m_start + BLOCK_M visit."""
-    m_last = tl.minimum(m_start + TILE.BLOCK_M, seq.lengths.seqlen_q) - 1
-    first = 0
-    full_first = 0
-    stop = seq.lengths.seqlen_k
-    full_stop = seq.lengths.seqlen_k
-    if FEATURES.LEFT:
-        first = m_start + seq.lengths.diagonal - seq.numbers.left
-        full_first = m_last + seq.lengths.diagonal - seq.numbers.left
-    if FEATURES.RIGHT:
-        stop = m_last + seq.lengths.diagonal + seq.numbers.right + 1
-        full_stop = m_start + seq.lengths.diagonal + seq.numbers.right + 1
-    return _block_range(first, stop, full_first, full_stop, seq.lengths.seqlen_k, TILE.BLOCK_N)
+    if FEATURES.MASK_M > 0:
+        return _listed(seq.modifiers.by_queries, seq, m_start // FEATURES.MASK_M)
+    else:
+        m_last = tl.minimum(m_start + TILE.BLOCK_M, seq.lengths.seqlen_q) - 1
+        first = 0
+        full_first = 0
+        stop = seq.lengths.seqlen_k
+        full_stop = seq.lengths.seqlen_k
+        if FEATURES.LEFT:
+            first = m_start + seq.lengths.diagonal - seq.numbers.left
+            full_first = m_last + seq.lengths.diagonal - seq.numbers.left
+        if FEATURES.RIGHT:
+            stop = m_last + seq.lengths.diagonal + seq.numbers.right + 1
+            full_stop = m_start + seq.lengths.diagonal + seq.numbers.right + 1
+        if FEATURES.MASK_MOD is not None:  # it is asked for every pair
+            full_stop = 0
+        limit = seq.lengths.seqlen_k
+        return _block_range(first, stop, full_first, full_stop, limit, TILE.BLOCK_N)
 
 
 @triton.jit
@@ -53,31 +60,74 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The query blocks that see keys n_start .. n_start + BLOCK_N: none where all these keys are
     past the end.
     """
-    n_last = tl.minimum(n_start + TILE.BLOCK_N, seq.lengths.seqlen_k) - 1
-    first = 0
-    full_first = 0
-    stop = seq.lengths.seqlen_q
-    full_stop = seq.lengths.seqlen_q
-    if FEATURES.RIGHT:
-        first = n_start - seq.lengths.diagonal - seq.numbers.right
-        full_first = n_last - seq.lengths.diagonal - seq.numbers.right
-    if FEATURES.LEFT:
-        stop = n_last - seq.lengths.diagonal + seq.numbers.left + 1
-        full_stop = n_start - seq.lengths.diagonal + seq.numbers.left + 1
-    if n_start >= seq.lengths.seqlen_k:
-        stop = first
-        full_stop = first
-    return _block_range(first, stop, full_first, full_stop, seq.lengths.seqlen_q, TILE.BLOCK_M)
+    if FEATURES.MASK_M > 0:
+        return _listed(seq.modifiers.by_keys, seq, n_start // FEATURES.MASK_N)
+    else:
+        n_last = tl.minimum(n_start + TILE.BLOCK_N, seq.lengths.seqlen_k) - 1
+        first = 0
+        full_first = 0
+        stop = seq.lengths.seqlen_q
+        full_stop = seq.lengths.seqlen_q
+        if FEATURES.RIGHT:
+            first = n_start - seq.lengths.diagonal - seq.numbers.right
+            full_first = n_last - seq.lengths.diagonal - seq.numbers.right
+        if FEATURES.LEFT:
+            stop = n_last - seq.lengths.diagonal + seq.numbers.left + 1
+            full_stop = n_start - seq.lengths.diagonal + seq.numbers.left + 1
+        if FEATURES.MASK_MOD is not None:
+            full_stop = 0
+        if n_start >= seq.lengths.seqlen_k:
+            stop = first
+            full_stop = first
+        limit = seq.lengths.seqlen_q
+        return _block_range(first, stop, full_first, full_stop, limit, TILE.BLOCK_M)
 
 
 @triton.jit
-def count_partial(blocks):
-    """How many blocks of the range need a mask."""
-    return blocks.stop - blocks.first - (blocks.full_stop - blocks.full_first)
+def _listed(lists, seq, row):
+    """The lists of a block."""
+    n = seq.batch * lists.batch_rows + seq.head * lists.head_rows + row
+    n = tl.cast(n, tl.int64)
+    return ListedBlocks(
+        tl.load(lists.partial_counts + n),
+        lists.partial + n * lists.partial_width,
+        tl.load(lists.full_counts + n),
+        lists.full + n * lists.full_width,
+    )
 
 
 @triton.jit
-def partial_block(blocks, i):
+def count_partial(blocks, SPLIT: tl.constexpr = 0):
+    """How many blocks need a mask. SPLIT: how many make up one of the block mask, 0 without one."""
+    if SPLIT > 0:
+        return blocks.partial_count * SPLIT
+    else:
+        return blocks.stop - blocks.first - (blocks.full_stop - blocks.full_first)
+
+
+@triton.jit
+def partial_block(blocks, i, SPLIT: tl.constexpr = 0):
     """The i-th block that needs a mask: those before the full run, then those after it."""
-    before = blocks.full_first - blocks.first
-    return tl.where(i < before, blocks.first + i, blocks.full_stop + i - before)
+    if SPLIT > 0:
+        return tl.load(blocks.partial + i // SPLIT) * SPLIT + i % SPLIT
+    else:
+        before = blocks.full_first - blocks.first
+        return tl.where(i < before, blocks.first + i, blocks.full_stop + i - before)
+
+
+@triton.jit
+def count_full(blocks, SPLIT: tl.constexpr = 0):
+    """How many blocks need none."""
+    if SPLIT > 0:
+        return blocks.full_count * SPLIT
+    else:
+        return blocks.full_stop - blocks.full_first
+
+
+@triton.jit
+def full_block(blocks, i, SPLIT: tl.constexpr = 0):
+    """The i-th block that needs none."""
+    if SPLIT > 0:
+        return tl.load(blocks.full + i // SPLIT) * SPLIT + i % SPLIT
+    else:
+        return blocks.full_first + i

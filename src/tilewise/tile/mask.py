@@ -20,4 +20,7 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
         keep = keep & within_left(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.left)
     if FEATURES.RIGHT:
         keep = keep & within_right(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.right)
+    if FEATURES.MASK_MOD is not None:
+        tensors = seq.modifiers.mask_tensors
+        keep = keep & FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)
     return tl.where(keep, s, float("-inf"))

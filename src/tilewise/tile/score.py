@@ -2,11 +2,13 @@
 
     score = scale * qk                                  plain
     score = softcap * tanh(scale * qk / softcap)        with softcap
+    score = score_mod(score, b, h, q_idx, k_idx)        with a score function
     score = ... - slope * |q_idx + diagonal - k_idx|    with ALiBi
+    score = ... + bias[b, h, q_idx, k_idx]              with a bias
 
 ALiBi is Press et al. 2022, arXiv 2108.12409. Softmax works on 2^x, so scores are wanted times
-log2(e). Without ALiBi that factor, with the scale or the softcap, is left to the exponent, where it
-joins the subtraction of the maximum in one fused multiply-add: `unit` is what the exponent
+log2(e). Where nothing is added that factor, with the scale or the softcap, is left to the exponent,
+where it joins the subtraction of the maximum in one fused multiply-add: `unit` is what the exponent
 multiplies by.
 """
 
@@ -17,12 +19,12 @@ import triton.language as tl
 
 
 class Score(NamedTuple):
-    """A tile of scores, in units of `unit`, and the derivative of the capped score by the scaled
+    """A tile of scores, in units of `unit`, and the derivative of the score by the scaled
     product.
     """
 
     s: tl.tensor
-    derivative: tl.tensor  # 1.0 without softcap
+    derivative: tl.tensor  # 1.0 where nothing bends the score
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def fast_tanh(x):
 @triton.jit
 def unit(seq, FEATURES: tl.constexpr):
     """The factor that the exponent still has to apply to a score."""
-    if FEATURES.ALIBI:
+    if FEATURES.ALIBI or FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
         return 1.0
     elif FEATURES.SOFTCAP:
         return seq.numbers.softcap_log2
@@ -61,12 +63,33 @@ def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
         s = qk * seq.numbers.scale_over_softcap
         s = fast_tanh(s) if FEATURES.FAST_TANH else tanh(s)
         derivative = 1.0 - s * s
+    if FEATURES.ALIBI or FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        s = s * (seq.numbers.softcap_log2 if FEATURES.SOFTCAP else seq.numbers.scale_log2)
+    if FEATURES.SCORE_MOD is not None:
+        tensors = seq.modifiers.score_tensors
+        x = s * 0.6931471805599453  # ln 2: a score function takes and gives natural units
+        slope = FEATURES.SCORE_DERIVATIVE(x, seq.batch, seq.head, q_idx, k_idx, tensors)
+        derivative = derivative * slope
+        bent = FEATURES.SCORE_MOD(x, seq.batch, seq.head, q_idx, k_idx, tensors)
+        s = tl.broadcast_to(bent * 1.4426950408889634, s.shape)
     if FEATURES.ALIBI:
         # In floats, exact for lengths up to 2^24
         distance = tl.abs((q_idx + seq.lengths.diagonal - k_idx).to(tl.float32))
-        factor = seq.numbers.softcap_log2 if FEATURES.SOFTCAP else seq.numbers.scale_log2
-        s = s * factor - seq.slope_log2 * distance
+        s = s - seq.slope_log2 * distance
+    if FEATURES.BIAS:
+        s += load_bias(q_idx, k_idx, seq) * 1.4426950408889634
     return Score(s, derivative)
+
+
+@triton.jit
+def load_bias(q_idx, k_idx, seq):
+    """The bias of a tile, 0 past the ends; 64-bit, as it may have 2^31 elements."""
+    bias = seq.modifiers.bias
+    row = bias.ptr + tl.cast(seq.batch, tl.int64) * bias.batch
+    row += tl.cast(seq.head, tl.int64) * bias.head
+    at = q_idx.to(tl.int64) * bias.row + k_idx.to(tl.int64) * bias.column
+    exists = (q_idx < seq.lengths.seqlen_q) & (k_idx < seq.lengths.seqlen_k)
+    return tl.load(row + at, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit

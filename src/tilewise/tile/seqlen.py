@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .dropout import stream_of
 from .score import load_slope
 from .types import Lengths, Place, Sequence
 
@@ -39,7 +40,20 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(batch, head, sizes, optionals, numbers, FEATURES: tl.constexpr):
+def modifiers_of(optionals):
+    """The modifiers, to be asked for before any loop: in a loop Triton (3.6 to 3.9) forgets the
+    values of the constants that it found in tuples of tuples, strides of 1, unless a function has
+    returned them.
+    """
+    return optionals.modifiers
+
+
+@triton.jit
+def sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES: tl.constexpr):
     """All that the scores and masks of one head depend on."""
     lengths = lengths_of(batch, sizes, optionals, FEATURES)
-    return Sequence(lengths, load_slope(optionals, batch, head, FEATURES), numbers)
+    slope = load_slope(optionals, batch, head, FEATURES)
+    drawn = 0
+    if FEATURES.DROPOUT:
+        drawn = stream_of(optionals.dropout_rng, batch, head)
+    return Sequence(lengths, slope, numbers, batch, head, modifiers, drawn)

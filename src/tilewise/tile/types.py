@@ -5,7 +5,7 @@ The runtime groups hold pointers and numbers; `Features` and `Tile` are constexp
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,47 @@ class Optionals(NamedTuple):
     seqused_q: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
     cu_seqlens_k: torch.Tensor | None
+    dropout_rng: torch.Tensor | None = None
+    modifiers: Modifiers | int = 0
+
+
+class Modifiers(NamedTuple):
+    """What bends and hides scores beyond the band. What is absent is 0: functions return these,
+    and Triton's functions return no None.
+    """
+
+    bias: Bias | int
+    mask_tensors: tuple | int  # what the mask and the score function captured
+    score_tensors: tuple | int
+    by_queries: Lists | int  # of a block mask: blocks of keys for each block of queries
+    by_keys: Lists | int  # and the other way round
+
+
+class Bias(NamedTuple):
+    """A bias and its strides over the scores, 0 where it is shared; or its gradient."""
+
+    ptr: torch.Tensor
+    batch: int
+    head: int
+    row: int
+    column: int
+
+
+class Lists(NamedTuple):
+    """For each block of one side, the partial and the full blocks of the other.
+
+    The block in row `r` of a head has number n = batch * batch_rows + head * head_rows + r, counts
+    at n, and indices from n times a width on.
+    """
+
+    partial_counts: torch.Tensor
+    partial: torch.Tensor
+    partial_width: int
+    full_counts: torch.Tensor
+    full: torch.Tensor
+    full_width: int
+    batch_rows: int  # 0 where all share one mask
+    head_rows: int
 
 
 class Sizes(NamedTuple):
@@ -53,6 +94,8 @@ class Numbers(NamedTuple):
     scale_over_softcap: float
     left: int
     right: int
+    dropout_threshold: float = 0.0  # of 256: bytes below it are dropped
+    dropout_factor: float = 1.0  # of those that are not
 
 
 class Features(NamedTuple):
@@ -71,6 +114,13 @@ class Features(NamedTuple):
     SEQUSED_K: bool
     SEQUSED_Q: bool
     PACKED: bool  # sequences lie one behind the other; cu_seqlens say where they begin
+    BIAS: bool
+    DROPOUT: bool
+    MASK_M: int  # rows of queries and of keys in a block of the block mask; 0 without one
+    MASK_N: int
+    MASK_MOD: Any  # compiled functions, or None
+    SCORE_MOD: Any
+    SCORE_DERIVATIVE: Any
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
 
 
@@ -144,6 +194,19 @@ class Sequence(NamedTuple):
     lengths: Lengths
     slope_log2: float  # ALiBi, in base 2
     numbers: Numbers
+    batch: int = 0  # which row of the batch, or which packed sequence
+    head: int = 0
+    modifiers: Modifiers | int = 0
+    stream: Any = 0  # of dropout's random numbers
+
+
+class ListedBlocks(NamedTuple):
+    """Blocks by the lists of a block mask: how many, and where their numbers stand."""
+
+    partial_count: int
+    partial: torch.Tensor
+    full_count: int
+    full: torch.Tensor
 
 
 class BlockRange(NamedTuple):

@@ -71,7 +71,7 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
     out, lse = launch.forward(problem, q, k, v, extras, scalars)
     yield launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)
     delta = launch.run_delta(problem, dout, None, out, lse, extras, None)
-    grads = launch.empty_grads(q, k, v, None)
+    grads = launch.empty_grads(problem, q, k, v, extras)
     yield from launch.plan_backward(problem, dout, q, k, v, (lse, delta), grads, extras, scalars)
 
 

@@ -29,9 +29,15 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse`."""
+    """`out` and `lse`; `first` is the number of the first row of the batch."""
     if problem.is_packed:
         return packed.forward(forward, problem, q, k, v, extras, scalars)
     if flash.is_whole(problem, q, k, scalars):
@@ -41,7 +47,8 @@ def forward(
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
-        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars)
+        at = first + (row.start or 0)
+        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at)
         out_row, lse_row = out[row].transpose(1, 2), lse[row]
         if flash.serves(dense):
             for target, result in zip((out_row, lse_row), flash.forward(dense)):
@@ -62,8 +69,9 @@ def backward(
     lse: Tensor,
     extras: Extras,
     scalars: Scalars,
+    first: int = 0,
 ) -> Grads:
-    """Gradients of q, k, v and, where there are any, sinks."""
+    """Gradients of q, k, v and, where they are asked for, sinks and bias."""
     if problem.is_packed:
         given = dout, dlse, q, k, v, out, lse
         return packed.backward(backward, problem, given, extras, scalars)
@@ -71,21 +79,24 @@ def backward(
         given = dout, q, k, v, out
         found = flash.backward_whole(given, lse, problem.has_right, scalars.scale)
         return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)
-    grads = empty_grads(q, k, v, extras.sinks)
+    grads = empty_grads(problem, q, k, v, extras)
     dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
+    dbias = lse.new_zeros(extras.bias.shape) if problem.has_bias_grad else None
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
-        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars)
+        at = first + (row.start or 0)
+        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at)
         grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
         targets = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
-        parts = Grads(*(x.transpose(1, 2) for x in targets), dsinks)
+        parts = Grads(*(x.transpose(1, 2) for x in targets), dsinks, _rows_of(dbias, row))
         given = dout[row].transpose(1, 2), out[row].transpose(1, 2), lse[row]
         if dlse is None and flash.serves(dense):
             flash.backward(dense, *given, parts)
         else:
             blockwise.backward(dense, *given, None if dlse is None else dlse[row], parts)
-    if dsinks is not None:
-        grads.dsinks.copy_(dsinks)
+    for grad, found in ((grads.dsinks, dsinks), (grads.dbias, dbias)):
+        if found is not None:
+            grad.copy_(found)
     return grads
 
 
@@ -108,4 +119,9 @@ def _of_row(extras: Extras, row: slice) -> Extras:
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[row]
-    return Extras(slopes, extras.sinks)
+    return extras._replace(alibi_slopes=slopes, seqused_k=None, bias=_rows_of(extras.bias, row))
+
+
+def _rows_of(bias: Tensor | None, row: slice) -> Tensor | None:
+    """The part of a bias, or of its gradient, for some rows of the batch."""
+    return bias if bias is None or bias.shape[0] == 1 else bias[row]

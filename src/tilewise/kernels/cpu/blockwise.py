@@ -2,7 +2,8 @@
 
 For each block of queries, over the blocks of keys that its band touches:
 
-    S  = softcap * tanh(scale Q K^T / softcap) - slope * |distance|, hidden keys -inf
+    S  = score_mod(softcap * tanh(scale Q K^T / softcap)) - slope * |distance| + bias,
+         hidden keys -inf
     m' = max(m, rowmax S),   alpha = exp(m - m'),   P = exp(S - m')
     l  = alpha l + rowsum P,   O = alpha O + P V            at the end O / l and LSE = m + log l
 
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from ...problem import Grads
-from . import tiles
+from . import modify, tiles
 from .dense import Dense, Rows, rows
 from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
 
@@ -59,12 +60,19 @@ def _attend(
         s = workspace.matmul("s", q, x.k[:, start:stop].transpose(1, 2))
         if dense.softcap:
             s.div_(dense.softcap).tanh_().mul_(dense.softcap)
+        place = None
+        if dense.more is not None:
+            place = modify.place_of(dense, x, r, start, stop)
+            modify.bend(s, dense, place)
+            modify.shift_and_hide(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
         p = s.sub_(shift).exp_()
         alpha = m_i.sub(shift).exp_()
         l_i = l_i * alpha + p.sum(-1, keepdim=True)
+        if place is not None:
+            p = modify.drop(p, dense, place)
         acc_o.mul_(alpha).baddbmm_(p, x.v[:, start:stop])
         m_i = m_new
     acc_o.div_(l_i.masked_fill(l_i == 0, 1))
@@ -74,7 +82,7 @@ def _attend(
 def backward(
     dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, grads: Grads
 ) -> None:
-    """Writes dq, dk and dv, in the order of `dense`, and adds to dsinks.
+    """Writes dq, dk and dv, in the order of `dense`, and adds to dsinks and dbias.
 
     The other tensors are (batch, nheads, seqlen_q, ...) too.
     """
@@ -96,7 +104,8 @@ def backward(
             row_lse = load(lses, r, dtype)
             row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P is 0 in such a row
             given = Given(load(queries, r, dtype) * dense.scale, do, delta, row_lse)
-            store(dqs, r, _attend_backward(dense, x, r, given, dk, dv, workspace))
+            targets = dk, dv, grads.dbias
+            store(dqs, r, _attend_backward(dense, x, r, given, targets, workspace))
             if dense.sinks is not None:
                 _add_dsinks(grads.dsinks, x, r, given)
         for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
@@ -114,10 +123,16 @@ class Given(NamedTuple):
 
 
 def _attend_backward(
-    dense: Dense, x: Chunk, r: Rows, given: Given, dk: Tensor, dv: Tensor, workspace: Workspace
+    dense: Dense,
+    x: Chunk,
+    r: Rows,
+    given: Given,
+    targets: tuple[Tensor, Tensor, Tensor | None],
+    workspace: Workspace,
 ) -> Tensor:
-    """dQ of one block of queries; adds its share to dk and dv."""
+    """dQ of one block of queries; adds its share to the targets, dk, dv and dbias."""
     q, do, delta, lse = given
+    dk, dv, dbias = targets
     dq = torch.zeros_like(q)
     for start in range(r.first, r.last, tiles.BLOCK_N):
         stop = min(start + tiles.BLOCK_N, r.last)
@@ -128,10 +143,23 @@ def _attend_backward(
             tanh = s.div_(dense.softcap).tanh_()
             slope = 1 - tanh * tanh
             s.mul_(dense.softcap)
+        place = derivative = None
+        if dense.more is not None:
+            place = modify.place_of(dense, x, r, start, stop)
+            derivative = modify.bend(s, dense, place)
+            modify.shift_and_hide(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
         p = s.sub_(lse).exp_()
-        dv[:, start:stop].baddbmm_(p.transpose(1, 2), do)
-        ds = workspace.matmul("dp", do, v.transpose(1, 2)).sub_(delta).mul_(p)
+        dp = workspace.matmul("dp", do, v.transpose(1, 2))
+        dropped = p
+        if place is not None:
+            dropped, dp = modify.drop(p, dense, place), modify.drop(dp, dense, place)
+        dv[:, start:stop].baddbmm_(dropped.transpose(1, 2), do)
+        ds = dp.sub_(delta).mul_(p)
+        if dbias is not None:
+            modify.add_dbias(dbias, ds, dense, place)
+        if derivative is not None:
+            ds.mul_(derivative)
         if slope is not None:
             ds.mul_(slope)
         dk[:, start:stop].baddbmm_(ds.transpose(1, 2), q)

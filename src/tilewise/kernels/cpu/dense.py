@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...problem import OPEN, Extras, Problem, Scalars
+from ...modifiers import take_apart
+from ...problem import NO_MODS, OPEN, Extras, Mods, Problem, Scalars
 
 Tensor = torch.Tensor
 
@@ -29,10 +30,29 @@ class Dense(NamedTuple):
     diagonal: int
     left: int
     right: int
+    more: More | None = None
+
+
+class More(NamedTuple):
+    """What depends on more than the distance between a query and a key."""
+
+    first: int  # the index of the first row of the batch, or of a packed sequence
+    mods: Mods
+    of_mask: tuple[Tensor, ...]  # captured tensors
+    of_score: tuple[Tensor, ...]
+    bias: Tensor | None  # of these rows of the batch
+    rng: Tensor | None
+    dropout_p: float
 
 
 def make_dense(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    first: int = 0,
 ) -> Dense:
     """The call without `seqused_k`, its band reduced to the sides that hide something."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -44,7 +64,13 @@ def make_dense(
         right = OPEN
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     slopes, sinks = extras.alibi_slopes, extras.sinks
-    return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, diagonal, left, right)
+    more = None
+    if problem.mods != NO_MODS or problem.has_bias or problem.has_dropout:
+        parts = take_apart(problem.mods, extras.captured)
+        tensors = parts.mask, parts.score, extras.bias, extras.dropout_rng
+        more = More(first, problem.mods, *tensors, scalars.dropout_p)
+    band = diagonal, left, right, more
+    return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, *band)
 
 
 class Rows(NamedTuple):

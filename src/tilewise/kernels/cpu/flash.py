@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...problem import OPEN, Grads, Problem, Scalars
+from ...problem import NO_MODS, OPEN, Grads, Problem, Scalars
 from . import blockwise
 from .dense import Dense
 
@@ -55,6 +55,7 @@ def serves(dense: Dense) -> bool:
         dense.left < 0
         and dense.softcap == 0
         and dense.alibi_slopes is None
+        and dense.more is None
         and dense.q.numel() > 0
         and dense.k.numel() > 0
         and _forward is not None
@@ -68,6 +69,7 @@ def is_whole(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool:
     A short call costs less than describing it: 16 queries take 20 us in torch's kernel.
     """
     has_more = problem.has_left or problem.has_softcap or problem.has_alibi or problem.has_sinks
+    has_more = has_more or problem.has_bias or problem.has_dropout or problem.mods != NO_MODS
     if has_more or problem.has_seqused_k or problem.headdim != problem.headdim_v:
         return False
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]

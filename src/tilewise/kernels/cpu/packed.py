@@ -20,8 +20,8 @@ def forward(
     out, lse = empty_out(problem, q)
     out.zero_(), lse.fill_(-torch.inf)  # rows that are not used
     alone = as_one(problem)
-    for queries, keys, of_one in sequences(extras):
-        parts = attend(alone, q[:, queries], k[:, keys], v[:, keys], of_one, scalars)
+    for i, (queries, keys, of_one) in enumerate(sequences(extras)):
+        parts = attend(alone, q[:, queries], k[:, keys], v[:, keys], of_one, scalars, i)
         out[:, queries].copy_(parts[0]), lse[:, :, queries].copy_(parts[1])
     return out, lse
 
@@ -31,17 +31,17 @@ def backward(
 ) -> Grads:
     """Gradients of packed sequences, by `differentiate` of one."""
     dout, dlse, q, k, v, out, lse = given
-    grads = empty_grads(q, k, v, extras.sinks)
+    grads = empty_grads(problem, q, k, v, extras)
     for grad in grads:
         if grad is not None:
             grad.zero_()
     dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
     alone = as_one(problem)
-    for queries, keys, of_one in sequences(extras):
+    for i, (queries, keys, of_one) in enumerate(sequences(extras)):
         dlse_one = None if dlse is None else dlse[:, :, queries]
         tensors = dout[:, queries], dlse_one, q[:, queries], k[:, keys], v[:, keys]
         saved = out[:, queries], lse[:, :, queries]
-        parts = differentiate(alone, *tensors, *saved, of_one, scalars)
+        parts = differentiate(alone, *tensors, *saved, of_one, scalars, i)
         for whole, part, rows in zip(grads, parts, (queries, keys, keys)):
             whole[:, rows].copy_(part)
         if dsinks is not None:
@@ -63,7 +63,8 @@ def sequences(extras: Extras) -> Iterator[tuple[slice, slice, Extras]]:
     slopes = extras.alibi_slopes
     for i, (queries, keys) in enumerate(zip(*rows)):
         own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        yield queries, keys, Extras(own, extras.sinks)
+        given = dict(dropout_rng=extras.dropout_rng, captured=extras.captured)
+        yield queries, keys, Extras(own, extras.sinks, **given)
 
 
 def _used_rows(cu_seqlens: Tensor, used: Tensor | None) -> Iterator[slice]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import Avoidable, Slower
-from ...problem import Problem
+from ...problem import NO_MODS, Problem
 from ...testing.switch import emulator_seed
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ def supports(problem: Problem, device: torch.device) -> str | None:
         return Avoidable("packed sequences (cu_seqlens) are not served yet")
     if problem.has_seqused_k:
         return Avoidable("seqused_k is not served: the copy engine would read the padding")
+    if problem.mods != NO_MODS:
+        return Avoidable("masks and score functions are not served yet, bands (causal, window) are")
+    if problem.has_bias:
+        return Avoidable("a bias is not served yet, ALiBi is")
+    if problem.has_dropout:
+        return Avoidable("dropout is not served yet")
     from . import launch  # noqa: F401  without Triton the ImportError is the reason
 
     if max(problem.headdim, problem.headdim_v) <= 32:

@@ -89,7 +89,7 @@ def backward(
     scalars: Scalars,
 ) -> Grads:
     """Gradients by recomputation."""
-    grads = empty_grads(q, k, v, extras.sinks)
+    grads = empty_grads(problem, q, k, v, extras)
     if q.numel() == 0 or k.numel() == 0:  # a descriptor of no rows is invalid
         for grad in grads[:3]:
             grad.zero_()

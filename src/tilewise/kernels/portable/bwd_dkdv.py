@@ -15,9 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.bounds import count_partial, partial_block, query_blocks
+from ...tile.bounds import count_full, count_partial, full_block, partial_block, query_blocks
 from ...tile.schedule import find_key_tile
-from ...tile.seqlen import lengths_of, place_of, sequence_of
+from ...tile.seqlen import lengths_of, modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ..io import (
     from_row,
@@ -65,7 +65,6 @@ def add_query_tile(
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
     q_tile = load_rows(rows.q, m_start, BLOCK_M, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
     do_tile = load_rows(rows.do, m_start, BLOCK_M, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # S^T = K Q^T, dP^T = V dO^T: (BLOCK_N, BLOCK_M)
@@ -75,10 +74,10 @@ def add_query_tile(
     lse = load_stats(rows.lse, q_idx, seq.lengths, float("-inf"), MASKED)
     delta = load_stats(rows.delta, q_idx, seq.lengths, 0.0, MASKED)
     lse, delta = lse_to_log2(lse)[None, :], delta[None, :]
-    tile = recompute(qk, dp, lse, delta, q_idx[None, :], k_idx[:, None], seq, FEATURES, MASKED)
+    tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, True)
     # dV += P^T dO, dK += dS^T Q
     dv = tl.dot(tile.p.to(do_tile.dtype), do_tile, grads.dv, input_precision=FEATURES.PRECISION)
-    dk = tl.dot(tile.ds.to(q_tile.dtype), q_tile, grads.dk, input_precision=FEATURES.PRECISION)
+    dk = tl.dot(tile.dqk.to(q_tile.dtype), q_tile, grads.dk, input_precision=FEATURES.PRECISION)
     return KeyGrads(dk, dv)
 
 
@@ -123,8 +122,11 @@ def attn_bwd_dkdv_kernel(
         tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     )
 
+    SPLIT: tl.constexpr = FEATURES.MASK_M // BLOCK_M
+    PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
+    modifiers = modifiers_of(optionals)
     for head in range(head_k * FEATURES.GROUP, (head_k + 1) * FEATURES.GROUP):
-        seq = sequence_of(sequence, head, sizes, optionals, numbers, FEATURES)
+        seq = sequence_of(sequence, head, sizes, optionals, modifiers, numbers, FEATURES)
         rows = QueryRows(
             open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS),
             open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, TILE.DESCRIPTORS),
@@ -132,20 +134,20 @@ def attn_bwd_dkdv_kernel(
             row_stats(stats[1], batch, head, sizes) + place.first_q,
         )
         blocks = query_blocks(n_start, seq, FEATURES, TILE)
-        for i in range(count_partial(blocks)):
-            m_start = partial_block(blocks, i) * BLOCK_M
+        for i in range(count_partial(blocks, SPLIT)):
+            m_start = partial_block(blocks, i, SPLIT) * BLOCK_M
             grads = add_query_tile(
                 grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, True
             )
-        for m_block in range(blocks.full_first, blocks.full_stop):
-            m_start = m_block * BLOCK_M
+        for i in range(count_full(blocks, SPLIT)):
+            m_start = full_block(blocks, i, SPLIT) * BLOCK_M
             grads = add_query_tile(
-                grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, False
+                grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, PADDED
             )
 
     # keys past seqused_k exist in memory and get gradient 0
     is_key = (n_start + tl.arange(0, BLOCK_N) < lengths.seqlen_k)[:, None]
     dk_tile = tl.where(is_key, grads.dk * numbers.scale, 0.0)
-    dv_tile = tl.where(is_key, grads.dv, 0.0)
+    dv_tile = tl.where(is_key, grads.dv * numbers.dropout_factor, 0.0)
     store_rows(dk, batch, head_k, dk_tile, n_start, place.rows_k, BLOCK_N, D, BLOCK_D)
     store_rows(dv, batch, head_k, dv_tile, n_start, place.rows_k, BLOCK_N, DV, BLOCK_DV)

@@ -8,9 +8,9 @@ instead: two more matmuls a tile, no atomics, no fp32 buffer, and the same bits 
 import triton
 import triton.language as tl
 
-from ...tile.bounds import count_partial, key_blocks, partial_block
+from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
-from ...tile.seqlen import place_of, sequence_of
+from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ..io import (
     from_row,
@@ -32,7 +32,7 @@ def add_key_tile(
     k,
     v,
     stats,
-    q_idx,
+    m_start,
     n_start,
     seq,
     FEATURES: tl.constexpr,
@@ -43,16 +43,15 @@ def add_key_tile(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
-    k_idx = n_start + tl.arange(0, BLOCK_N)
     k_tile = load_rows(k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
     v_tile = load_rows(v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     dp = tl.dot(do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
     lse, delta = stats[0][:, None], stats[1][:, None]
-    tile = recompute(qk, dp, lse, delta, q_idx[:, None], k_idx[None, :], seq, FEATURES, MASKED)
+    tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, False)
     # dQ += dS K
-    return tl.dot(tile.ds.to(k_tile.dtype), k_tile, dq, input_precision=FEATURES.PRECISION)
+    return tl.dot(tile.dqk.to(k_tile.dtype), k_tile, dq, input_precision=FEATURES.PRECISION)
 
 
 @triton.jit
@@ -72,7 +71,8 @@ def attn_bwd_dq_kernel(
             return
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
+    modifiers = modifiers_of(optionals)
+    seq = sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES)
     place = place_of(batch, sizes, optionals, FEATURES)
     batch = place.batch
     q, dq = from_row(q, place.first_q), from_row(dq, place.first_q)
@@ -94,15 +94,17 @@ def attn_bwd_dq_kernel(
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     blocks = key_blocks(m_start, seq, FEATURES, TILE)
-    for i in range(count_partial(blocks)):
-        n_start = partial_block(blocks, i) * BLOCK_N
+    SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
+    for i in range(count_partial(blocks, SPLIT)):
+        n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
         acc_dq = add_key_tile(
-            acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, True
+            acc_dq, q_tile, do, k_rows, v_rows, rows, m_start, n_start, seq, FEATURES, TILE, True
         )
-    for n_block in range(blocks.full_first, blocks.full_stop):
-        n_start = n_block * BLOCK_N
+    PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
+    for i in range(count_full(blocks, SPLIT)):
+        n_start = full_block(blocks, i, SPLIT) * BLOCK_N
         acc_dq = add_key_tile(
-            acc_dq, q_tile, do, k_rows, v_rows, rows, q_idx, n_start, seq, FEATURES, TILE, False
+            acc_dq, q_tile, do, k_rows, v_rows, rows, m_start, n_start, seq, FEATURES, TILE, PADDED
         )
     acc_dq *= numbers.scale
     store_rows(dq, batch, head, acc_dq, m_start, place.rows_q, BLOCK_M, D, BLOCK_D)

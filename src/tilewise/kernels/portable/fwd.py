@@ -9,9 +9,9 @@ ones, which need a mask, then the full ones, and keeps the output unnormalised u
 import triton
 import triton.language as tl
 
-from ...tile.bounds import count_partial, key_blocks, partial_block
+from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
-from ...tile.seqlen import place_of, sequence_of
+from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import finish, load_sink
 from ..io import from_row, load_once, open_rows, row_stats, store_rows
 from .step import RowState, attend
@@ -34,7 +34,8 @@ def attn_fwd_kernel(
             return
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    seq = sequence_of(batch, head, sizes, optionals, numbers, FEATURES)
+    modifiers = modifiers_of(optionals)
+    seq = sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES)
     place = place_of(batch, sizes, optionals, FEATURES)
     batch = place.batch
     q, out = from_row(q, place.first_q), from_row(out, place.first_q)
@@ -54,19 +55,22 @@ def attn_fwd_kernel(
         tl.zeros([BLOCK_M], tl.float32),
     )
     blocks = key_blocks(m_start, seq, FEATURES, TILE)
+    SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
     # Without a band the partial run is a ragged tail, if that: not worth starting a pipeline for
     # (headdim 256 keeps it: without, its full loop spills 32 bytes on sm_90)
-    HAS_BAND: tl.constexpr = FEATURES.LEFT or FEATURES.RIGHT
-    TAIL_STAGES: tl.constexpr = None if HAS_BAND or BLOCK_D > 128 else 1
-    for i in tl.range(count_partial(blocks), num_stages=TAIL_STAGES):
-        n_start = partial_block(blocks, i) * BLOCK_N
-        state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, True)
-    for n_block in range(blocks.full_first, blocks.full_stop):
-        n_start = n_block * BLOCK_N
-        state = attend(state, q_tile, k_rows, v_rows, n_start, q_idx, seq, FEATURES, TILE, False)
+    HAS_MASK: tl.constexpr = FEATURES.LEFT or FEATURES.RIGHT or FEATURES.MASK_MOD is not None
+    TAIL_STAGES: tl.constexpr = None if HAS_MASK or BLOCK_D > 128 else 1
+    for i in tl.range(count_partial(blocks, SPLIT), num_stages=TAIL_STAGES):
+        n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
+        state = attend(state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, True)
+    # A block mask knows of no seqused_k
+    PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K
+    for i in range(count_full(blocks, SPLIT)):
+        n_start = full_block(blocks, i, SPLIT) * BLOCK_N
+        state = attend(state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, PADDED)
 
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
-    acc_o = state.acc_o * finished.rescale[:, None]
+    acc_o = state.acc_o * (finished.rescale * numbers.dropout_factor)[:, None]
     row_lse = finished.lse
     if FEATURES.SEQUSED_Q:
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)

@@ -7,20 +7,31 @@ configuration up, and `tilewise tune`, which tries many.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from ...modifiers import reads_tiles
 from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
 from ...tile.types import Strided, Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, is_overridden, select
-from ..arguments import features_of, fits_descriptor, numbers_of, optionals_of, sizes_of, strided
+from ..arguments import (
+    bias_of,
+    features_of,
+    fits_descriptor,
+    numbers_of,
+    optionals_of,
+    sizes_of,
+    strided,
+)
 from ..bwd_delta import bwd_delta_kernel
 from ..outputs import empty_grads, empty_out
 from ..relaunch import is_watched, relaunch
+from .bwd_dbias import Sharing, attn_bwd_dbias_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fwd import attn_fwd_kernel
@@ -48,16 +59,29 @@ class Plan(NamedTuple):
         problem, widest = self.problem, max(padded_headdims(self.problem))
         arch, bits = architecture(self.read[0].device), problem.dtype.itemsize * 8
         is_short = self.rows // max(self.packed, 1) <= SHORT
-        return Key(arch, self.name, widest, bits, problem.is_causal, is_short)
+        name = {"bwd_dbias": "bwd_dq"}.get(self.name, self.name)  # the same work, more or less
+        return Key(arch, name, widest, bits, problem.is_causal, is_short)
 
     def config(self) -> Config:
-        """What the tables say."""
-        return select(self.key(), self.read[0].device)
+        """What the tables say, cut where numbers of a whole tile of scores are read: Triton's
+        pipeliner keeps them in shared memory, a tile a stage.
+        """
+        config = select(self.key(), self.read[0].device)
+        if not self.problem.has_bias and not reads_tiles(self.problem.mods):
+            return config
+        walked = "BLOCK_N" if self.side == "BLOCK_M" else "BLOCK_M"
+        smaller = {walked: min(64, getattr(config, walked))}
+        return config._replace(**smaller, num_stages=min(2, config.num_stages))
 
     def tile(self, config: Config) -> Tile:
         """The tile shape; descriptors only where every tensor read allows them."""
         descriptors = config.descriptors and all(map(fits_descriptor, self.read))
-        return Tile(config.BLOCK_M, config.BLOCK_N, *padded_headdims(self.problem), descriptors)
+        block_m, block_n = config.BLOCK_M, config.BLOCK_N
+        if self.problem.has_dropout:  # its random numbers come for 32 keys at a time
+            block_n = max(block_n, 32)
+        if self.problem.mods.block != (0, 0):  # a tile may not be larger than what a mask lists
+            block_m, block_n = map(min, (block_m, block_n), self.problem.mods.block)
+        return Tile(block_m, block_n, *padded_headdims(self.problem), descriptors)
 
     def programs(self, tile: Tile) -> int:
         """How many programs cover the problem."""
@@ -145,19 +169,23 @@ def backward(
     scalars: Scalars,
 ) -> Grads:
     """Gradients by recomputation; allocates them, delta, and one float a tile for the sinks."""
-    grads = empty_grads(q, k, v, extras.sinks)
+    grads = empty_grads(problem, q, k, v, extras)
     if dout.stride(-1) != 1:  # such as the expanded gradient of a sum
         dout = dout.contiguous()
     delta = run_delta(problem, dout, dlse, out, lse, extras, grads.dsinks)
-    for plan in plan_backward(problem, dout, q, k, v, (lse, delta), grads, extras, scalars):
+    given = dout, q, k, v, (lse, delta), grads, extras, scalars
+    for plan in plan_backward(problem, *given):
         run(plan)
+    if problem.has_bias_grad:
+        run_dbias(problem, *given)
     return grads
 
 
 def plan_forward(problem, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> Plan:
     """Tiles of queries."""
     sizes, numbers = sizes_of(q, k, extras), numbers_of(scalars, q, k)
-    args = (*map(strided, (q, k, v, out)), lse, optionals_of(extras), sizes, numbers)
+    optionals = optionals_of(extras, problem.mods)
+    args = (*map(strided, (q, k, v, out)), lse, optionals, sizes, numbers)
     copies = q.shape[0] * q.shape[2]
     of_rows = q.shape[1], copies, sizes.packed
     return Plan("fwd", attn_fwd_kernel, problem, "BLOCK_M", *of_rows, (q, k, v), args)
@@ -168,7 +196,7 @@ def plan_backward(
 ) -> tuple[Plan, Plan]:
     """Tiles of keys for dK and dV, then tiles of queries for dQ."""
     sizes = sizes_of(q, k, extras)
-    shared = (stats, optionals_of(extras), sizes, numbers_of(scalars, q, k))
+    shared = (stats, optionals_of(extras, problem.mods), sizes, numbers_of(scalars, q, k))
     read = (q, k, v, dout)
     keys = Plan(
         "bwd_dkdv",
@@ -203,10 +231,10 @@ def run_delta(
     delta = torch.empty_like(lse)
     of_rows = seqlen_q, batch * nheads, 0  # a row's delta needs no sequence
     plan = Plan("bwd_delta", bwd_delta_kernel, problem, "BLOCK_M", *of_rows, (out,), ())
-    m_blocks = triton.cdiv(seqlen_q, plan.config().BLOCK_M)
+    m_blocks = triton.cdiv(seqlen_q, plan.tile(plan.config()).BLOCK_M)
     parts = None if dsinks is None else lse.new_empty(batch, nheads, m_blocks)
     dlse = None if dlse is None else dlse.contiguous()
-    shared = (optionals_of(extras), sizes_of(out, out))
+    shared = (optionals_of(extras, problem.mods), sizes_of(out, out))
     run(
         plan._replace(
             args=(strided(out), strided(dout), lse, dlse, delta, None, None, parts, *shared)
@@ -215,6 +243,26 @@ def run_delta(
     if dsinks is not None:
         dsinks.copy_(parts.sum((0, 2)))
     return delta
+
+
+def run_dbias(problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scalars: Scalars):
+    """The gradient of the bias, in tiles as dQ is computed in."""
+    if not grads.dbias.numel():
+        return
+    numbers = sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    read = q, k, v, dout
+    plan = Plan("bwd_dbias", attn_bwd_dbias_kernel, problem, "BLOCK_M", 0, 0, 0, read, ())
+    tile = plan.tile(plan.config())
+    m_blocks, n_blocks = (
+        triton.cdiv(q.shape[1], tile.BLOCK_M),
+        triton.cdiv(k.shape[1], tile.BLOCK_N),
+    )
+    of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
+    own = [1 if n == 1 else tiles for n, tiles in zip(grads.dbias.shape, of_scores)]
+    sharing = Sharing(*own[1:], *(tiles // n for n, tiles in zip(own, of_scores)))
+    args = (*map(strided, read), bias_of(grads.dbias), stats)
+    args = (*args, optionals_of(extras, problem.mods), *numbers, sharing)
+    run(plan._replace(rows=tile.BLOCK_M, copies=math.prod(own), args=args))
 
 
 def run(plan: Plan) -> Any:

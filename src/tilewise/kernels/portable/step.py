@@ -7,7 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.gradient import probabilities, score_gradient
+from ...tile.dropout import kept
+from ...tile.gradient import probabilities
 from ...tile.mask import apply_mask
 from ...tile.score import score, unit
 from ...tile.softmax import online_step
@@ -25,10 +26,11 @@ class RowState(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """A tile of probabilities, and of the gradient of scale * q k^T."""
+    """A tile of probabilities, after dropout, and the gradients of scores and of scale * q k^T."""
 
-    p: tl.tensor
+    p: tl.tensor  # before the factor of what is kept
     ds: tl.tensor
+    dqk: tl.tensor
 
 
 @triton.jit
@@ -38,7 +40,7 @@ def attend(
     k,
     v,
     n_start,
-    q_idx,
+    m_start,
     seq,
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
@@ -51,15 +53,22 @@ def attend(
     k_tile = load_rows(k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
     # S = Q K^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    k_idx = n_start + tl.arange(0, BLOCK_N)
-    s = score(qk, q_idx[:, None], k_idx[None, :], seq, FEATURES).s
+    offs_m, offs_n = tl.arange(0, TILE.BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    q_idx, k_idx = m_start + offs_m, n_start + offs_n
+    s = score(qk, q_idx, k_idx, seq, FEATURES).s
     if MASKED:
-        s = apply_mask(s, q_idx[:, None], k_idx[None, :], seq, FEATURES)
-    step = online_step(s, state.m_i, state.l_i, unit(seq, FEATURES), MASKED)
+        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
+    # A bias or a score function may hide keys without a mask
+    MAY_HIDE: tl.constexpr = MASKED or FEATURES.BIAS or FEATURES.SCORE_MOD is not None
+    step = online_step(s, state.m_i, state.l_i, unit(seq, FEATURES), MAY_HIDE)
+    p = step.p
+    if FEATURES.DROPOUT:
+        threshold = seq.numbers.dropout_threshold
+        p = tl.where(kept(seq.stream, m_start, n_start, offs_m, offs_n, threshold), p, 0.0)
     v_tile = load_rows(v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # O = diag(alpha) O + P V
     acc_o = state.acc_o * step.alpha[:, None]
-    acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
+    acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
     return RowState(acc_o, step.m_i, step.l_i)
 
 
@@ -69,17 +78,31 @@ def recompute(
     dp,
     lse,
     delta,
-    q_idx,
-    k_idx,
+    m_start,
+    n_start,
     seq,
     FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """P = exp(S - lse) and dS = P (dP - delta), times the score's derivative.
+    """P = exp(S - lse) and dS = P (dP - delta), of a tile of S or of its transpose.
 
-    All arguments are shaped to broadcast over the tile, so that the same lines serve S and its
-    transpose. lse is in base 2.
+    lse, in base 2, and delta are shaped to broadcast over the tile.
     """
+    offs_m, offs_n = tl.arange(0, TILE.BLOCK_M), tl.arange(0, TILE.BLOCK_N)
+    if TRANSPOSED:
+        offs_m, offs_n = offs_m[None, :], offs_n[:, None]
+    else:
+        offs_m, offs_n = offs_m[:, None], offs_n[None, :]
+    q_idx, k_idx = m_start + offs_m, n_start + offs_n
     scored = score(qk, q_idx, k_idx, seq, FEATURES)
     p = probabilities(scored.s, -lse, q_idx, k_idx, seq, FEATURES, MASKED)
-    return Recomputed(p, score_gradient(p, dp - delta, scored.derivative))
+    dropped = p
+    if FEATURES.DROPOUT:
+        threshold = seq.numbers.dropout_threshold
+        keep = kept(seq.stream, m_start, n_start, offs_m, offs_n, threshold)
+        dropped = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * seq.numbers.dropout_factor, 0.0)
+    ds = p * (dp - delta)
+    return Recomputed(dropped, ds, ds * scored.derivative)

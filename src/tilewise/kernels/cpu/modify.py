@@ -1,0 +1,106 @@
+"""What bends, hides and drops the scores of one tile beyond its band: score function, bias, mask
+and dropout, by the indices of its rows and columns.
+
+A tile is (heads, group * rows, keys), and seen by index (batch, nheads_k, group, rows, keys).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ... import dropout
+from ...expressions import evaluate, named
+from .dense import Dense, Rows
+from .tiles import Chunk
+
+Tensor = torch.Tensor
+
+
+class Place(NamedTuple):
+    """Where a tile lies: positions that broadcast against its view by index."""
+
+    b: Tensor  # (batch, 1, 1, 1, 1)
+    h: Tensor  # (nheads_k, group, 1, 1)
+    q_idx: Tensor  # (rows, 1)
+    k_idx: Tensor  # (keys,)
+
+
+def place_of(dense: Dense, x: Chunk, r: Rows, start: int, stop: int) -> Place:
+    """Keys [start, stop) beside a block of queries."""
+    batch = range(dense.q.shape[0])[x.batch]
+    heads = range(dense.k.shape[1])[x.heads]
+    h = torch.arange(heads.start * x.group, heads.stop * x.group)
+    return Place(
+        (torch.arange(batch.start, batch.stop) + dense.more.first).view(-1, 1, 1, 1, 1),
+        h.view(-1, x.group, 1, 1),
+        torch.arange(r.start, r.stop).unsqueeze(1),
+        torch.arange(start, stop),
+    )
+
+
+def by_index(s: Tensor, place: Place) -> Tensor:
+    """A tile as (batch, nheads_k, group, rows, keys)."""
+    sizes = place.b.shape[0], *place.h.shape[:2], place.q_idx.shape[0], place.k_idx.shape[0]
+    return s.view(sizes)
+
+
+def bend(s: Tensor, dense: Dense, place: Place) -> Tensor | None:
+    """Applies the score function in place; its derivative, None where there is no function."""
+    more = dense.more
+    if not more.mods.score:
+        return None
+    s = by_index(s, place)
+    at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
+    derivative = evaluate(named(more.mods.derivative), *at, score=s)
+    derivative = torch.as_tensor(derivative).to(s.dtype).expand_as(s).clone()
+    s.copy_(evaluate(named(more.mods.score), *at, score=s))
+    return derivative.flatten(0, 1).flatten(1, 2)
+
+
+def shift_and_hide(s: Tensor, dense: Dense, place: Place) -> None:
+    """Adds the bias, and hides what the mask hides."""
+    more = dense.more
+    s = by_index(s, place)
+    if more.bias is not None:
+        s.add_(of_bias(more.bias, place, dense))
+    if more.mods.mask:
+        at = place.b, place.h, place.q_idx, place.k_idx
+        s.masked_fill_(~evaluate(named(more.mods.mask), *at, more.of_mask), -math.inf)
+
+
+def of_bias(bias: Tensor, place: Place, dense: Dense) -> Tensor:
+    """The part of a bias, or of its gradient, that meets a tile, seen by index."""
+    sides = place.b.flatten() - dense.more.first, place.h.flatten(), place.q_idx[:, 0], place.k_idx
+    for dim, side in enumerate(sides):
+        if bias.shape[dim] > 1:
+            bias = bias.narrow(dim, int(side[0]), len(side))
+    heads = place.h.shape[:2] if bias.shape[1] > 1 else (1, 1)
+    return bias.unflatten(1, heads)
+
+
+def add_dbias(dbias: Tensor, ds: Tensor, dense: Dense, place: Place) -> None:
+    """Adds the gradient of a tile's scores to that of the bias."""
+    target = of_bias(dbias, place, dense)
+    target.add_(by_index(ds, place).sum_to_size(target.shape))
+
+
+def kept(dense: Dense, place: Place) -> tuple[Tensor, float] | None:
+    """Which probabilities dropout keeps, shaped as a tile, and the factor of those."""
+    more = dense.more
+    if more.rng is None:
+        return None
+    threshold = dropout.threshold_of(more.dropout_p)
+    b, h = place.b[..., 0, 0], place.h[..., 0, 0]
+    start = int(place.q_idx[0]), int(place.k_idx[0])
+    sizes = len(place.q_idx), len(place.k_idx)
+    keep = dropout.keep_tile(more.rng, b, h, *start, *sizes, threshold)
+    return keep.flatten(0, 1).flatten(1, 2), dropout.factor_of(threshold)
+
+
+def drop(p: Tensor, dense: Dense, place: Place) -> Tensor:
+    """P with what is dropped 0 and the rest grown to make up for it."""
+    found = kept(dense, place)
+    return p if found is None else torch.where(found[0], p * found[1], 0)

@@ -1,0 +1,106 @@
+"""Masks and score functions of the matrix, by name; each takes the sizes of a call, and captures
+tensors on its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .inputs import Features, Sizes
+
+
+def modifiers(sizes: Sizes, features: Features, device: str | torch.device) -> dict[str, Any]:
+    """The arguments of `attention` that modify scores."""
+    from ..sparse import create_block_mask
+
+    asked = {}
+    if features.score:
+        asked["score_mod"] = SCORES[features.score](sizes, device)
+    if features.mask:
+        mask = MASKS[features.mask](sizes, device)
+        asked["mask_mod"] = mask
+        if features.blocks:
+            shape = sizes.batch, sizes.nheads, sizes.seqlen_q, sizes.seqlen_k
+            blocks = create_block_mask(mask, *shape, device=device, block=features.blocks)
+            asked = {**asked, "mask_mod": None, "block_mask": blocks}
+    if features.dropout:
+        asked["dropout_p"] = features.dropout
+        asked["dropout_rng"] = torch.tensor([1 << 40, 3], device=device)
+    return asked
+
+
+def _causal(sizes: Sizes, device) -> Callable:
+    from ..mods import causal
+
+    return causal(sizes.seqlen_k - sizes.seqlen_q)
+
+
+def _documents(sizes: Sizes, device) -> Callable:
+    """Documents of uneven lengths, others in each row of the batch."""
+    from ..mods import document
+
+    longest = max(sizes.seqlen_q, sizes.seqlen_k)
+    numbers = torch.arange(longest, device=device) // torch.tensor([[29], [50]], device=device)
+    return document(numbers[torch.arange(sizes.batch) % 2].int())
+
+
+def _prefix(sizes: Sizes, device) -> Callable:
+    from ..mods import prefix_lm
+
+    return prefix_lm(20)
+
+
+def _by_head(sizes: Sizes, device) -> Callable:
+    """Another pattern for each head and row of the batch."""
+    return lambda b, h, q_idx, kv_idx: (q_idx + 2 * h) % 3 != (kv_idx + b) % 3
+
+
+def _holes(sizes: Sizes, device) -> Callable:
+    """Queries that see nothing, and keys that nobody sees."""
+    return lambda b, h, q_idx, kv_idx: ((q_idx // 40) % 2 == 0) & ((kv_idx // 40) % 2 == 1)
+
+
+MASKS: dict[str, Callable] = {
+    "causal": _causal,
+    "documents": _documents,
+    "prefix": _prefix,
+    "by-head": _by_head,
+    "holes": _holes,
+}
+
+
+def _tilted(sizes: Sizes, device) -> Callable:
+    return lambda score, b, h, q_idx, kv_idx: score + 0.01 * (kv_idx - q_idx) * (h + 1)
+
+
+def _table(sizes: Sizes, device) -> Callable:
+    """A bias by distance, from a table: relative positions."""
+    from ..mods import maximum, minimum
+
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randn(sizes.nheads, 33, generator=generator).to(device)
+
+    def relative(score, b, h, q_idx, kv_idx):
+        return score + table[h, minimum(maximum(kv_idx - q_idx + 16, 0), 32)]
+
+    return relative
+
+
+def _bent(sizes: Sizes, device) -> Callable:
+    return lambda score, b, h, q_idx, kv_idx: 3 * torch.tanh(score / 3) + 0.1 * score * score
+
+
+def _hiding(sizes: Sizes, device) -> Callable:
+    """FlexAttention's other way to mask."""
+    return lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx <= q_idx + 7, score, -float("inf"))
+
+
+SCORES: dict[str, Callable] = {
+    "tilted": _tilted,
+    "table": _table,
+    "bent": _bent,
+    "hiding": _hiding,
+}
