@@ -182,13 +182,14 @@ def test_packed_rows_are_refused():
         ours(ids, use_cache=False, **lengths)
 
 
-def test_dropout_is_refused_in_training_alone():
+def test_dropout_is_drawn_in_training_alone():
     config = config_of("llama")
-    config.attention_dropout = 0.1
+    config.attention_dropout = 0.5
     _, ours = pair(config)
-    ours(tokens())
-    with pytest.raises(NotImplementedError, match="dropout"):
-        ours.train()(tokens())
+    ids = tokens()
+    assert torch.equal(ours(ids).logits, ours(ids).logits)
+    ours.train()
+    assert not torch.equal(ours(ids).logits, ours(ids).logits)
 
 
 def test_score_masks_and_weights_are_refused():

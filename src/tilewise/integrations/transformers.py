@@ -140,9 +140,10 @@ def attention_forward(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
-    _refuse(dropout, attention_mask, kwargs)
+    _refuse(attention_mask, kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     features = dict(scale=scaling, softcap=softcap, sinks=s_aux, deterministic=bool(deterministic))
+    features["dropout_p"] = dropout
     if isinstance(attention_mask, Tensor):  # 2D: a model that hands its padding down
         runs = runs_of(attention_mask, 0, k.shape[1])
         if runs is not None:
@@ -155,12 +156,7 @@ def attention_forward(
     return _attend(q, k, v, _band(module, is_causal, sliding_window), features), None
 
 
-def _refuse(dropout: float, mask: Tensor | Visible | None, kwargs: dict) -> None:
-    if dropout:
-        raise NotImplementedError(
-            f"dropout={dropout}: attention dropout is not served yet; set the config's "
-            "attention dropout to 0, or call model.eval()"
-        )
+def _refuse(mask: Tensor | Visible | None, kwargs: dict) -> None:
     if isinstance(mask, Tensor) and mask.dim() != 2:
         raise NotImplementedError(
             f"attention_mask of shape {tuple(mask.shape)}: a mask of scores is not served yet; "
