@@ -25,6 +25,7 @@ class TracedFunction:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_name", intern(self.expr))
+        object.__setattr__(self, "_mentions", frozenset(step.op for step in steps(self.expr)))
 
     @property
     def key(self) -> str:
@@ -52,7 +53,7 @@ class TracedFunction:
 
     def depends_on(self, index: str) -> bool:
         """Whether the tree mentions an index: "b", "h", "q_idx" or "k_idx"."""
-        return any(step.op == index for step in steps(self.expr))
+        return index in self._mentions
 
     def device(self, asked: torch.device | str | None = None) -> torch.device:
         """The device of the captured tensors, which must be the one asked for; else the CPU."""
