@@ -36,7 +36,7 @@ FEATURES = {
 def compile_call(q, k, v, extras, scalars):
     """The plan of a call, its kernel compiled for sm_90, and what the launch keeps that under."""
     problem = describe(q, k, v, extras, scalars, "bottom_right", False)
-    plan = launch.plan_for(problem, q)
+    plan = launch.plan_for(problem, q, extras)
     out, lse = empty_out(problem, q)
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -60,23 +60,22 @@ def compiled_stats(
     q = torch.empty(2, seqlen, nheads, headdim, dtype=dtype)
     k = torch.empty(2, seqlen, nheads_k, headdim, dtype=dtype)
     v = torch.empty(2, seqlen, nheads_k, headdim_v or headdim, dtype=dtype)
-    out, lse = torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[-1])), torch.empty(1)
     extras = Extras(
         torch.ones(nheads) if alibi else None, torch.ones(nheads, dtype=dtype) if sinks else None
     )
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
-    problem = describe(q, k, v, extras, scalars, "bottom_right", False)
-    plan = launch.plan_for(problem, q)
-    args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
-    constants = dict(FEATURES=plan.features, TILE=plan.tile)
-    found = stats(
-        build(launch.hopper_fwd_kernel, *checked(args), on="sm90", num_warps=4, **constants)
-    )
+    plan, compiled, _ = compile_call(q, k, v, extras, scalars)
+    widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
+    return checked_stats(plan, compiled, ALIBI_SPILLS if alibi and widest == 256 else 0)
+
+
+def checked_stats(plan, compiled, more_spills=0):
+    """What every variant is held to."""
+    found = stats(compiled)
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
-    assert not found["wgmma_serialized"], found
-    widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
-    allowed = SPILLS.get(widest, 0) + (ALIBI_SPILLS if alibi and widest == 256 else 0)
+    assert not found["wgmma_serialized"] and not found["copies_apart"], found
+    allowed = SPILLS.get(max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV), 0) + more_spills
     assert found["spill_stores"] <= allowed, found
     return found
 
@@ -108,6 +107,56 @@ def test_heads_that_share_a_tile():
 @pytest.mark.slow
 def test_fp16():
     compiled_stats(128, dtype=torch.float16)
+
+
+LENGTHS = {"full": {}, "causal": dict(causal=True), "used": dict(causal=True, used=True)}
+USED_SPILLS = 4  # at headdim 256: one number, once a tile
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(
+    "headdim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))]
+)
+def test_packed_sequences(headdim, name):
+    """Headdim 64 with three warpgroups: sequences are long."""
+    packed_stats(headdim, **LENGTHS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_packed_sequences(name, headdim):
+    packed_stats(headdim, **FEATURES[name])
+
+
+def test_packed_heads_that_share_a_tile():
+    assert packed_stats(128, batch=1000, nheads_k=1, causal=True)
+
+
+def packed_stats(headdim, batch=2, nheads_k=4, causal=False, used=False, **features):
+    q = torch.empty(1, 8192, 4, headdim, dtype=torch.bfloat16)
+    k = torch.empty(1, 8192, nheads_k, headdim, dtype=torch.bfloat16)
+    starts = torch.zeros(batch + 1, dtype=torch.int32)
+    extras = Extras(
+        torch.ones(4) if features.get("alibi") else None,
+        torch.ones(4, dtype=q.dtype) if features.get("sinks") else None,
+        *[starts[:-1] if used else None] * 2,
+        *[starts] * 2,
+    )
+    left, softcap = features.get("left", -1), features.get("softcap", 0.0)
+    scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
+    plan, compiled, _ = compile_call(q, k, k, extras, scalars)
+    assert plan.tile.PACK == (4 if batch > 100 else 1)
+    return checked_stats(plan, compiled, USED_SPILLS if used and headdim == 256 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_unused_keys_of_a_batch(headdim):
+    q = torch.empty(2, 4096, 4, headdim, dtype=torch.bfloat16)
+    extras = Extras(seqused_k=torch.zeros(2, dtype=torch.int32))
+    plan, compiled, _ = compile_call(q, q, q, extras, Scalars(headdim**-0.5))
+    checked_stats(plan, compiled)
 
 
 def test_a_compiled_kernel_is_kept_under_all_that_it_was_compiled_for():

@@ -42,28 +42,39 @@ def launch_of(
     alibi=False,
     deterministic=False,
     dtype=torch.bfloat16,
+    sequences=0,
+    used=False,
 ):
-    """The plan of a call, and the arguments of its kernels before and at the core."""
-    q = torch.empty(2, 4096, 4, headdim, dtype=dtype)
-    k = torch.empty(2, 4096, nheads_k, headdim, dtype=dtype)
-    v = torch.empty(2, 4096, nheads_k, headdim_v or headdim, dtype=dtype)
-    out, lse = torch.empty(2, 4096, 4, v.shape[-1], dtype=dtype), torch.empty(2, 4, 4096)
-    extras = Extras(torch.ones(4) if alibi else None)
+    """The plan of a call, and the arguments of its kernels before, at and after the core; of so
+    many packed sequences, if any.
+    """
+    batch = 1 if sequences else 2
+    q = torch.empty(batch, 4096, 4, headdim, dtype=dtype)
+    k = torch.empty(batch, 4096, nheads_k, headdim, dtype=dtype)
+    v = torch.empty(batch, 4096, nheads_k, headdim_v or headdim, dtype=dtype)
+    out, lse = torch.empty(batch, 4096, 4, v.shape[-1], dtype=dtype), torch.empty(batch, 4, 4096)
+    # A part of a tensor, as of flash-attn's callers, lies at no multiple of 16 bytes
+    starts = torch.empty(sequences + 2, dtype=torch.int32)[1:] if sequences else None
+    lengths = torch.empty(sequences or batch, dtype=torch.int32) if used else None
+    lengths = lengths, lengths if sequences else None
+    extras = Extras(torch.ones(4) if alibi else None, None, *lengths, starts, starts)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
     plan = bwd_launch.plan_of(problem, True)
-    turns = torch.empty(2, 4, 32, 2, dtype=torch.int32) if deterministic else None
-    dq, row_stats = torch.empty(2, 4, 4096, plan.tile.BLOCK_D), torch.empty(2, 4, 2, 4096)
-    added = Accumulated(dq, row_stats, 4096, 1.0), turns
-    groups = optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k)
+    groups = optionals_of(extras), sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    blocks = bwd_launch.padded_blocks(problem, groups[1])
+    padded = blocks * bwd_launch.ROWS
+    turns = torch.empty(batch, 4, blocks, 2, dtype=torch.int32) if deterministic else None
+    dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
+    added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), turns
     grads = empty_grads(problem, q, k, v, extras)
-    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads)
+    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads, groups[1])
     before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
-    return plan, (*args, *groups), before
+    return plan, (*args, *groups), before, (dq, strided(grads.dq), *groups)
 
 
 def compiled_stats(*headdims, **features):
-    plan, args, before = launch_of(*headdims, **features)
+    plan, args, before, behind = launch_of(*headdims, **features)
     narrow, wide = bwd_launch.hopper_bwd_kernel, bwd_launch.hopper_bwd_wide_kernel
     kernel = narrow if plan.tile.BLOCK_N == 128 else wide
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -76,9 +87,12 @@ def compiled_stats(*headdims, **features):
         widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
         extra = SOFTCAP_SPILLS if features.get("softcap") else 0
         extra += 100 if features.get("deterministic") else 0
+        extra += 24 if features.get("used") else 0
         assert found["spill_stores"] <= SPILLS[widest] + extra, found
     edge = dict(FEATURES=plan.features, TILE=plan.edge, num_warps=8)
-    assert stats(build(bwd_delta_kernel, *before, on="sm90", **edge))["spill_stores"] == 0
+    for kernel, args in ((bwd_delta_kernel, before), (bwd_launch.hopper_bwd_dq_kernel, behind)):
+        assert stats(build(kernel, *args, on="sm90", **edge))["spill_stores"] == 0
+    return found
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
@@ -91,11 +105,41 @@ def test_turns():
     compiled_stats(128, causal=True, deterministic=True)
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_packed_sequences(headdim, causal):
+    """The loop is that of a batch, and no registers go to what ragged lengths need."""
+    found = compiled_stats(headdim, causal=causal, sequences=8)
+    if IS_MEASURED:
+        assert found["spill_stores"] <= (32 if headdim == 64 else 4), found
+
+
+@pytest.mark.parametrize("headdim", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_one_packed_sequence(headdim):
+    """A launch makes the number 1 a constant."""
+    compiled_stats(headdim, sequences=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, headdim):
     compiled_stats(headdim, **FEATURES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("used", [False, True], ids=["whole", "used"])
+def test_features_of_packed_sequences(name, headdim, used):
+    compiled_stats(headdim, **FEATURES[name], sequences=8, used=used)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_used_keys(headdim, causal):
+    compiled_stats(headdim, causal=causal, used=True)
 
 
 @pytest.mark.slow

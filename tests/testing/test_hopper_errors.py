@@ -5,6 +5,7 @@ import traceback
 
 import pytest
 import torch
+from testing import hopper_kernels, hopper_launches
 from testing.jitted import Strided
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -144,3 +145,12 @@ def test_a_loop_that_spins_for_ever(monkeypatch):
     monkeypatch.setattr(machine, "_PATIENCE", 1000)
     with pytest.raises(Deadlock, match="a loop may spin for ever"):
         emulate(spinning_kernel)[(2,)](torch.zeros(1, dtype=torch.int32))
+
+
+def test_a_copy_outside_the_memory_says_where():
+    """As of a descriptor that promises more rows than there are."""
+    launch = hopper_launches.copy(rows=512)
+    x = launch.args[0]
+    x.base = x.base[:448].clone()
+    with pytest.raises(IndexError, match=r"at \[448, 0\]: elements 28672 to 32767 .* has 28672"):
+        emulate(hopper_kernels.copy_kernel)[launch.grid](*launch.args, **launch.constants)

@@ -7,7 +7,7 @@ import triton.language as tl
 from tile.records import NOTHING, features, sequence
 
 from tilewise.testing import interpret
-from tilewise.tile.seqlen import lengths_of, place_of, sequence_of
+from tilewise.tile.seqlen import lengths_of, padded_row, place_of, sequence_of
 from tilewise.tile.types import Sizes
 
 
@@ -92,3 +92,25 @@ def test_where_packed_sequences_lie():
         [0, 5, 9, 0, 4, 0, 1, 1],
         [0, 5, 13, 7, 2, 7, 0, -7],
     ]
+
+
+@triton.jit
+def padded_kernel(out, cu_seqlens, ROWS: tl.constexpr):
+    sequence = tl.program_id(0)
+    tl.store(out + sequence, padded_row(tl.load(cu_seqlens + sequence), sequence, ROWS))
+
+
+RAGGED = [(5, 0, 130, 128, 1, 70), (0, 0, 0), (128,) * 4, (127, 129, 1), (1,) * 9, (300,)]
+
+
+@pytest.mark.parametrize("lengths", RAGGED, ids=str)
+def test_padded_sequences_share_no_block(lengths):
+    """Each has room for its last block, the empty ones too, and nobody lies past the end."""
+    starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    out = torch.full((len(lengths) + 1,), -7)
+    interpret(padded_kernel)[(len(lengths) + 1,)](out, starts, ROWS=128)
+    *firsts, end = out.tolist()
+    assert not any(first % 128 for first in firsts)
+    for first, length, after in zip(firsts, lengths, [*firsts[1:], end], strict=True):
+        assert first + -(-length // 128) * 128 <= after
+    assert end == padded_row.fn(sum(lengths), len(lengths), 128)

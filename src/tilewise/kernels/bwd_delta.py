@@ -14,9 +14,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.schedule import query_tile
+from ..tile.schedule import find_query_tile, query_tile
+from ..tile.seqlen import lengths_in, padded_row, place_of
 from ..tile.softmax import load_sink, lse_to_log2
-from .io import load_once, load_stats, row_stats
+from .io import from_row, load_once, row_stats
 
 
 class Accumulated(NamedTuple):
@@ -24,7 +25,7 @@ class Accumulated(NamedTuple):
 
     dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32
     stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
-    padded: int  # seqlen_q in whole tiles
+    padded: int  # seqlen_q in whole tiles; of packed sequences the end of `padded_row`
     lse_unit: float  # what the stored lse is a multiple of, in base 2
 
 
@@ -47,33 +48,49 @@ def bwd_delta_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     DV: tl.constexpr = FEATURES.HEADDIM_V
     tile = tl.program_id(0)
-    m_block, head, batch = query_tile(tile, sizes, FEATURES, BLOCK_M)
+    # Without an accumulator a row's delta needs no sequence: packed ones are one long one
+    BY_SEQUENCE: tl.constexpr = FEATURES.PACKED and accumulated is not None
+    if BY_SEQUENCE:
+        lane = tl.arange(0, 32)
+        m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
+        if batch >= sizes.packed:
+            return
+        place = place_of(batch, sizes, optionals, FEATURES)
+        first, seqlen_q = place.first_q, lengths_in(place, batch, optionals, FEATURES).seqlen_q
+        padded_first = padded_row(first, batch, BLOCK_M)
+        tile = head * (accumulated.padded // BLOCK_M) + padded_first // BLOCK_M + m_block
+        batch = place.batch
+        out, dout = from_row(out, first), from_row(dout, first)
+    else:
+        m_block, head, batch = query_tile(tile, sizes, FEATURES, BLOCK_M)
+        first, seqlen_q, padded_first = 0, sizes.seqlen_q, 0
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
+    exists = q_idx < seqlen_q
 
-    o = load_once(out, batch, head, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
-    do = load_once(dout, batch, head, m_start, sizes.seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    o = load_once(out, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    lse_row = load_stats(row_stats(lse, batch, head, sizes), q_idx, sizes, float("-inf"), True)
+    lse_rows = row_stats(lse, batch, head, sizes) + first
+    lse_row = tl.load(lse_rows + q_idx, mask=exists, other=float("-inf"))
     if dlse is not None:
-        dlse_row = load_stats(row_stats(dlse, batch, head, sizes), q_idx, sizes, 0.0, True)
+        dlse_rows = row_stats(dlse, batch, head, sizes) + first
+        dlse_row = tl.load(dlse_rows + q_idx, mask=exists, other=0.0)
         # a row that saw no key has no gradient, whatever comes in
         row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
-    exists = q_idx < sizes.seqlen_q
     if accumulated is None:
         tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=exists)
     else:
         batch_head = batch.to(tl.int64) * sizes.nheads + head
-        row = accumulated.stats + batch_head * 2 * accumulated.padded
+        row = accumulated.stats + batch_head * 2 * accumulated.padded + padded_first
         # rows past the end count as rows that saw nothing
         tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
         tl.store(row + accumulated.padded + q_idx, -row_delta)
         BLOCK_D: tl.constexpr = TILE.BLOCK_D
         cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        tl.store(
-            accumulated.dq + (batch_head * accumulated.padded + m_start) * BLOCK_D + cells, zeros
-        )
+        row_of_dq = batch_head * accumulated.padded + padded_first + m_start
+        tl.store(accumulated.dq + row_of_dq * BLOCK_D + cells, zeros)
         if turns is not None:  # int32, two a tile
             tl.store(turns + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:

@@ -79,6 +79,8 @@ CASES: tuple[Case, ...] = (
     *(_case(f"{a}x{b}-causal", _lengths(a, b), causal=True) for a, b in _LONGER_QUERIES),
     *(_case(f"{a}x{b}-top-left", _lengths(a, b), causal="top_left") for a, b in _LENGTHS[3:7]),
     *(_case(f"{a}x{b}-top-left", _lengths(a, b), causal="top_left") for a, b in _LONGER_QUERIES),
+    # Keys past what the last query sees, where its block is whole.
+    _case("128x500-top-left", _lengths(128, 500), causal="top_left"),
     _case("1023x1024", _lengths(1023, 1024)),
     _case("1023x1024-causal", _lengths(1023, 1024), causal=True, lse_grad=True),
     # Nothing to see, nobody to see it, no batch.

@@ -26,7 +26,12 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """The sequence's true lengths; the diagonal is aligned to its last key (bottom-right) or to key
     0 (top-left).
     """
-    place = place_of(batch, sizes, optionals, FEATURES)
+    return lengths_in(place_of(batch, sizes, optionals, FEATURES), batch, optionals, FEATURES)
+
+
+@triton.jit
+def lengths_in(place, batch, optionals, FEATURES: tl.constexpr):
+    """The same, where it is known where the sequence lies."""
     seqlen_q = place.rows_q
     if FEATURES.SEQUSED_Q:
         seqlen_q = tl.load(optionals.seqused_q + batch)
@@ -37,6 +42,18 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     if FEATURES.TOP_LEFT:
         diagonal = 0
     return Lengths(seqlen_q, seqlen_k, diagonal)
+
+
+@triton.jit
+def padded_row(first_row, sequence, ROWS: tl.constexpr):
+    """The row where a packed sequence begins in memory that has whole blocks of ROWS for each, so
+    that no block holds rows of two; with the total and the number of sequences, the end of it.
+
+    One row past `first_row` for each ROWS of it, and one block for each sequence before: a sequence
+    takes one block more than its rows fill, and that is where its ragged end goes. So nobody needs
+    the lengths of others, nor their sum, to know where a sequence begins (FlashAttention-3).
+    """
+    return (first_row // ROWS + sequence) * ROWS
 
 
 @triton.jit

@@ -168,6 +168,7 @@ class KeyPipeline(NamedTuple):
     BLOCK_DV: int
     ORDERED: bool  # whether tiles add to dQ in the order of their keys
     LSE_FIRST: bool  # whether S starts from -lse, as it can unless something comes between
+    RAGGED: bool  # whether each sequence has lengths of its own
 
 
 class Lengths(NamedTuple):

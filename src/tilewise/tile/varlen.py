@@ -38,6 +38,7 @@ class VarlenTile(NamedTuple):
     split_idx: tl.tensor
     is_tile: tl.tensor
     hint: Hint
+    tiles: tl.tensor  # before it and in its group of sequences; all there are where it is none
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def varlen_tile(
         m_block = m_blocks - 1 - m_block
     head = within // NUM_SPLITS // m_blocks
     batch = tl.where(is_tile, first + place, batch_size)
-    return VarlenTile(m_block, head, batch, split_idx, is_tile, Hint(first, before))
+    return VarlenTile(m_block, head, batch, split_idx, is_tile, Hint(first, before), after)
 
 
 @triton.jit

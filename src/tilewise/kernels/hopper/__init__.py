@@ -41,10 +41,6 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
         if headdim % 8:
             return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
-    if problem.is_packed:
-        return Avoidable("packed sequences (cu_seqlens) are not served yet")
-    if problem.has_seqused_k:
-        return Avoidable("seqused_k is not served: the copy engine would read the padding")
     if problem.mods != NO_MODS:
         return Avoidable("masks and score functions are not served yet, bands (causal, window) are")
     if problem.has_bias:

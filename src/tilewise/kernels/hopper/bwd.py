@@ -53,6 +53,7 @@ def hopper_bwd_kernel(
     counters,
     dk_desc,
     dv_desc,
+    further,
     queue,
     optionals,
     sizes,
@@ -76,7 +77,7 @@ def hopper_bwd_kernel(
     out_smem = gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc)
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, further)
     outputs = Outputs(dq, dk_desc, dv_desc, out_smem)
     rings = Rings(keys, queries, exchange, mail, turns)
     call = Call(queue, optionals, sizes, numbers)

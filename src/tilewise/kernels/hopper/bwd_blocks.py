@@ -7,6 +7,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...tile.seqlen import padded_row
+from .bwd_work import ROWS
+
 
 class Block(NamedTuple):
     """A block of queries."""
@@ -50,10 +53,15 @@ def block_before(block, work, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def block_index(block, work, call, TILE: gl.constexpr):
+def block_index(block, work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Which of all blocks it is, of all heads and sequences. The kernel that makes dQ of their sums
     takes 128 rows at a time.
     """
-    heads = work.batch.to(gl.int64) * call.sizes.nheads + block.head
-    blocks = gl.cdiv(call.sizes.seqlen_q, 128) * (128 // TILE.BLOCK_M)
-    return heads * blocks + block.m_block
+    if FEATURES.PACKED:
+        rows = padded_row(call.sizes.seqlen_q, call.sizes.packed, ROWS)
+        before = block.head.to(gl.int64) * (rows // TILE.BLOCK_M)
+        return before + work.padded_q // TILE.BLOCK_M + block.m_block
+    else:
+        heads = work.batch.to(gl.int64) * call.sizes.nheads + block.head
+        blocks = gl.cdiv(call.sizes.seqlen_q, ROWS) * (ROWS // TILE.BLOCK_M)
+        return heads * blocks + block.m_block

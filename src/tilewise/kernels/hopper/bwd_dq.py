@@ -3,21 +3,34 @@
 import triton
 import triton.language as tl
 
-from ...tile.schedule import query_tile
-from ..io import store_rows
+from ...tile.schedule import find_query_tile
+from ...tile.seqlen import padded_row, place_of
+from ..io import from_row, store_rows
 
 
 @triton.jit
 def hopper_bwd_dq_kernel(
-    accumulated, dq, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
+    accumulated, dq, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
 ):
     ROWS: tl.constexpr = TILE.BLOCK_M
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
-    m_block, head, batch = query_tile(tl.program_id(0), sizes, FEATURES, ROWS)
-    heads = batch.to(tl.int64) * sizes.nheads + head
-    tile = accumulated + (heads * tl.cdiv(sizes.seqlen_q, ROWS) + m_block) * (ROWS * BLOCK_D)
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, ROWS)
+    seqlen_q = sizes.seqlen_q
+    block = batch.to(tl.int64) * sizes.nheads + head
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:
+            return
+        place = place_of(batch, sizes, optionals, FEATURES)
+        dq, seqlen_q = from_row(dq, place.first_q), place.rows_q
+        block = head.to(tl.int64) * (padded_row(sizes.seqlen_q, sizes.packed, ROWS) // ROWS)
+        block += padded_row(place.first_q, batch, ROWS) // ROWS
+        batch = place.batch
+    else:
+        block *= tl.cdiv(seqlen_q, ROWS)
+    tile = accumulated + (block + m_block) * (ROWS * BLOCK_D)
     x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D) * numbers.scale
-    store_rows(dq, batch, head, x, m_block * ROWS, sizes.seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
+    store_rows(dq, batch, head, x, m_block * ROWS, seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Host side of the backward: delta, then all gradients, then dQ from its accumulator.
 
-Memory beside the gradients: dQ in fp32, and two floats a query.
+Memory beside the gradients: dQ in fp32, and two floats a query; of packed sequences for up to 128
+queries a sequence more.
 """
 
 from __future__ import annotations
@@ -15,18 +16,29 @@ from triton.experimental.gluon import language as gl
 
 from ...problem import Extras, Grads, Problem, Scalars
 from ...testing.switch import emulator_seed
-from ...tile.types import Features, KeyPipeline, Queue, Tile
+from ...tile.seqlen import padded_row
+from ...tile.types import Features, KeyPipeline, Queue, Sizes, Tile
 from ..arguments import aligned, features_of, numbers_of, optionals_of, sizes_of, strided
 from ..bwd_delta import Accumulated, bwd_delta_kernel
 from ..outputs import empty_grads
+from . import bwd_work
 from .bwd import hopper_bwd_kernel
 from .bwd_dq import hopper_bwd_dq_kernel
 from .bwd_wide import hopper_bwd_wide_kernel
 from .counters import counter_of, processors
-from .described import ASM, ELEMENTS, Described, by_head, checked
+from .described import (
+    ASM,
+    ELEMENTS,
+    Described,
+    by_head,
+    checked,
+    in_steps,
+    ragged_by_head,
+    ragged_steps,
+)
 
 Tensor = torch.Tensor
-ROWS = 128  # of a tile of the kernels before and after: a multiple of BLOCK_M
+ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
 MEGABYTE = 1 << 20
 TINY = 1e-30  # a scale under this is no divisor
 
@@ -58,15 +70,18 @@ def plan_of(problem: Problem, has_scale: bool) -> Plan:
     m = 128 if widest == 64 and not (problem.has_alibi or problem.has_softcap) else 64
     # Tall tiles have none to load lse ahead of S
     lse_first = m == 64 and has_scale and not problem.has_softcap
-    tile = KeyPipeline(m, n, block_d, block_dv, problem.deterministic, lse_first)
+    is_ragged = problem.is_packed or problem.has_seqused_k
+    tile = KeyPipeline(m, n, block_d, block_dv, problem.deterministic, lse_first, is_ragged)
+    before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
+    before_keys = [1, 1, 1] if is_ragged else [1, 1]
     blocks = (
-        [1, 1, m, block_d],
-        [1, 1, m, block_dv],
-        [1, 1, n, block_d],
-        [1, 1, n, block_dv],
+        [*before, m, block_d],
+        [*before, m, block_dv],
+        [*before_keys, n, block_d],
+        [*before_keys, n, block_dv],
         [1, 1, 1, m],
-        [1, 1, 64, block_d],
-        [1, 1, 64, block_dv],
+        [*before, 64, block_d],
+        [*before, 64, block_dv],
     )
     element = ELEMENTS[problem.dtype]
     kinds = (element, element, element, element, gl.float32, element, element)
@@ -93,17 +108,20 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:  # a descriptor of no rows is invalid
         for grad in grads[:3]:
             grad.zero_()
-    batch, seqlen_q, nheads, _ = q.shape
+    batch, _, nheads, _ = q.shape
     if lse.numel() == 0:
         if grads.dsinks is not None:
             grads.dsinks.zero_()
         return grads
     if dout.stride(-1) != 1 or not aligned(dout):  # such as the expanded gradient of a sum
         dout = dout.contiguous()
+    if problem.has_seqused_k and not problem.is_packed:
+        k, v = in_steps(k), in_steps(v)
     plan = plan_of(problem, abs(scalars.scale) > TINY)
-    m_blocks = triton.cdiv(seqlen_q, ROWS)
+    optionals, sizes = optionals_of(extras), sizes_of(q, k, extras)
+    numbers = numbers_of(scalars, q, k)
+    m_blocks = padded_blocks(problem, sizes)
     padded = m_blocks * ROWS
-    optionals, sizes, numbers = optionals_of(extras), sizes_of(q, k), numbers_of(scalars, q, k)
     accumulated = Accumulated(
         lse.new_empty(batch, nheads, padded, plan.tile.BLOCK_D),
         lse.new_empty(batch, nheads, 2, padded),
@@ -113,7 +131,9 @@ def backward(
     turns = None
     if plan.tile.ORDERED:
         turns = lse.new_empty(batch, nheads, m_blocks, 2, dtype=torch.int32)
-    parts = None if grads.dsinks is None else lse.new_empty(batch, nheads, m_blocks)
+    parts = None
+    if grads.dsinks is not None:  # blocks between packed sequences have no part
+        parts = (lse.new_zeros if problem.is_packed else lse.new_empty)(batch, nheads, m_blocks)
     dlse = None if dlse is None else dlse.contiguous()
     with on_device(q.device):
         reads = strided(out), strided(dout), lse, dlse, None
@@ -126,29 +146,57 @@ def backward(
         run_main(
             problem, plan, dout, q, k, v, (accumulated, turns), grads, optionals, sizes, numbers
         )
-        args = accumulated.dq, strided(grads.dq), sizes, numbers
+        args = accumulated.dq, strided(grads.dq), optionals, sizes, numbers
         run_edge(hopper_bwd_dq_kernel, batch * nheads * m_blocks, args, plan, q.device)
     return grads
 
 
-def arguments(problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads) -> tuple:
+def padded_blocks(problem: Problem, sizes: Sizes) -> int:
+    """Blocks of ROWS queries of a head, in which no two sequences share a block. Packed sequences
+    can have as many, whatever their lengths.
+    """
+    if problem.is_packed:
+        return padded_row.fn(sizes.seqlen_q, sizes.packed, ROWS) // ROWS
+    return triton.cdiv(sizes.seqlen_q, ROWS)
+
+
+def arguments(
+    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, sizes: Sizes
+) -> tuple:
     """The descriptors of the kernel, what it adds to among them, and its queue."""
     accumulated, turns = added
     x = accumulated.stats
     stats = Described(x, [*x.shape], [*x.stride()], plan.blocks[4], plan.layouts[4])
-    reads = map(by_head, (q, dout, k, v), plan.blocks, plan.layouts)
-    writes = map(by_head, (grads.dk, grads.dv), plan.blocks[5:], plan.layouts[5:])
+    tensors = q, dout, k, v, grads.dk, grads.dv
+    blocks, layouts = ([*x[:4], *x[5:]] for x in (plan.blocks, plan.layouts))
+    *reads, dk, dv = map(described, tensors, blocks, layouts)
+    further = ragged_steps(k)[2], ragged_steps(v)[2]
+    queue = queue_of(problem, plan, q, k, sizes)
+    return *reads, stats, accumulated.dq, turns, dk, dv, further, queue
+
+
+def described(x: Tensor, block: list[int], layout: Any) -> Described:
+    """A tensor for blocks of `plan_of`, of which ragged ones have a dimension more."""
+    return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
+
+
+def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
+    """The tiles of the call; of packed sequences as many as there can be: each has a block that is
+    not full, at most.
+    """
     batch, seqlen_k, nheads_k, _ = k.shape
+    heads, counter = batch * nheads_k, counter_of(q.device)
+    if problem.is_packed:
+        n_blocks = seqlen_k // plan.tile.BLOCK_N + sizes.packed
+        return Queue(counter, heads * n_blocks, nheads_k, heads, 1)
     n_blocks = triton.cdiv(seqlen_k, plan.tile.BLOCK_N)
-    heads = batch * nheads_k
-    queue = Queue(counter_of(q.device), heads * n_blocks, nheads_k, heads, together(problem, q))
-    return *reads, stats, accumulated.dq, turns, *writes, queue
+    return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
 
 def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *groups) -> None:
     """The kernel itself; `groups` are its optionals, sizes and numbers."""
-    args = (*arguments(problem, plan, dout, q, k, v, added, grads), *groups)
-    queue = args[9]
+    args = (*arguments(problem, plan, dout, q, k, v, added, grads, groups[1]), *groups)
+    queue = args[10]
     kernel = hopper_bwd_kernel if plan.tile.BLOCK_N == 128 else hopper_bwd_wide_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     if (seed := emulator_seed()) is not None and q.device.type == "cpu":

@@ -6,52 +6,132 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...tile.varlen import Hint
 from .bwd_blocks import block_after, count_blocks, first_block
+from .bwd_work import (
+    RaggedWork,
+    close,
+    close_packed,
+    draw_late,
+    find_tile,
+    open_key_tile,
+    open_packed_tile,
+    send_tile,
+)
 from .compat import tma_load
+from .copies import load_ragged
 from .pipeline import after, start, wait_empty
-from .work import END, Work, close, draw_late, open_key_tile, send
+from .work import END, Work
 
 
 @gluon.jit
 def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    K_BYTES: gl.constexpr = inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
+    if FEATURES.PACKED:
+        load_packed(inputs, rings, call, FEATURES, TILE)
+    else:
+        load_batch(inputs, rings, call, FEATURES, TILE)
+
+
+@gluon.jit
+def load_batch(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Sequences that have as many rows each, so that the host knows how many tiles there are."""
     mail = start()
     keys_at = start()
     at = start()
     tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
         work = open_key_tile(tile, call, FEATURES, TILE)
-        send(rings.mail, mail, work)
+        send_tile(rings.mail, mail, work, TILE)
         mail = after(mail, 2)
-        wait_empty(rings.keys, keys_at)
-        full = rings.keys.full.index(0)
-        mbarrier.expect(full, K_BYTES)
-        load_tile(inputs.k, work.batch, work.head, work.start, full, rings.keys.k.index(0))
-        load_tile(inputs.v, work.batch, work.head, work.start, full, rings.keys.v.index(0))
+        load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
-            load_queries(inputs, rings.queries, at, work.batch, block, TILE.BLOCK_M)
+            load_queries(inputs, rings.queries, at, work, block, FEATURES, TILE)
             at = after(at, 2)
             block = block_after(block, work, FEATURES)
         # Not sooner: others may wait for what a tile adds
         tile = draw_late(call.queue, TILE.ORDERED)
     close(call.queue, tile)
-    send(rings.mail, mail, Work(END, 0, 0, 0, 0, 0, 0, 0))
+    send_end(rings.mail, mail, TILE)
 
 
 @gluon.jit
-def load_queries(inputs, queries, at, batch, block, BLOCK_M: gl.constexpr):
+def load_packed(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Packed sequences, of which only the device knows how many tiles there are."""
+    mail = start()
+    keys_at = start()
+    at = start()
+    tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
+    drawn = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+    while drawn.batch < call.sizes.packed:
+        work = open_packed_tile(drawn, call, FEATURES, TILE)
+        send_tile(rings.mail, mail, work, TILE)
+        mail = after(mail, 2)
+        load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
+        keys_at = after(keys_at, 1)
+        block = first_block(work, FEATURES)
+        for _ in range(count_blocks(work, FEATURES)):
+            load_queries(inputs, rings.queries, at, work, block, FEATURES, TILE)
+            at = after(at, 2)
+            block = block_after(block, work, FEATURES)
+        tile = draw_late(call.queue, TILE.ORDERED)
+        drawn = find_tile(tile, drawn.hint, call, FEATURES, TILE)
+    close_packed(drawn, call, TILE)
+    send_end(rings.mail, mail, TILE)
+
+
+@gluon.jit
+def send_end(mailbox, cursor, TILE: gl.constexpr):
+    """No more tiles."""
+    if TILE.RAGGED:
+        send_tile(mailbox, cursor, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), TILE)
+    else:
+        send_tile(mailbox, cursor, Work(END, 0, 0, 0, 0, 0, 0, 0), TILE)
+
+
+@gluon.jit
+def load_keys(inputs, keys, at, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """K and V of a tile."""
+    BYTES: gl.constexpr = inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
+    wait_empty(keys, at)
+    full = keys.full.index(0)
+    mbarrier.expect(full, BYTES)
+    k, v = keys.k.index(0), keys.v.index(0)
+    if TILE.RAGGED:
+        stop, head_k, head_v = work.seqlen_k, work.head, work.head
+        if FEATURES.PACKED:
+            stop += work.stop_k - work.rows_k
+        else:
+            head_k += work.batch * inputs.further[0]
+            head_v += work.batch * inputs.further[1]
+        load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k)
+        load_ragged(inputs.v, stop, work.seqlen_k, head_v, work.start, full, v)
+    else:
+        load_tile(inputs.k, work.batch, work.head, work.start, full, k)
+        load_tile(inputs.v, work.batch, work.head, work.start, full, v)
+
+
+@gluon.jit
+def load_queries(inputs, queries, at, work, block, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Q and dO of a block, with -lse and -delta of its rows."""
     BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.do.block_type.nbytes
     STATS: gl.constexpr = inputs.stats.block_type.nbytes
     stats: gl.constexpr = inputs.stats.block_type.shape
-    head, m_start = block.head, block.m_block * BLOCK_M
+    batch, head, m_start = work.batch, block.head, block.m_block * TILE.BLOCK_M
     wait_empty(queries, at)
     full = queries.full.index(at.slot)
     mbarrier.expect(full, BYTES + 2 * STATS)
-    load_tile(inputs.q, batch, head, m_start, full, queries.q.index(at.slot))
-    load_tile(inputs.do, batch, head, m_start, full, queries.do.index(at.slot))
+    q, do = queries.q.index(at.slot), queries.do.index(at.slot)
+    if FEATURES.PACKED:
+        stop, size = work.stop_q, work.seqlen_q
+        load_ragged(inputs.q, stop, size, head, m_start, full, q)
+        load_ragged(inputs.do, stop, size, head, m_start, full, do)
+        batch = 0
+        m_start += work.padded_q
+    else:
+        load_tile(inputs.q, batch, head, m_start, full, q)
+        load_tile(inputs.do, batch, head, m_start, full, do)
     minus_lse = queries.minus_lse.index(at.slot).reshape(stats)
     tma_load(inputs.stats, [batch, head, 0, m_start], full, minus_lse)
     minus_delta = queries.minus_delta.index(at.slot).reshape(stats)

@@ -27,14 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.gradient import probabilities, score_gradient
 from ...tile.score import load_slope, score
-from ...tile.seqlen import lengths_of
-from ...tile.types import Sequence
+from ...tile.types import Lengths, Sequence
 from .bwd_blocks import block_after, block_before, block_index, count_blocks, first_block
-from .compat import tma_store
+from .bwd_work import receive_tile, tile_lengths
+from .bwd_write import write_rows
 from .layouts import accumulator, by_register, column_of, left_operand, row_of
 from .pipeline import Cursor, after, nth, release, start, wait_full
 from .turns import await_turn, end_turn
-from .work import END, is_partial, receive
+from .work import END, is_partial
 
 
 class Recomputed(NamedTuple):
@@ -67,15 +67,16 @@ def grad_partition(
     tiles = gl.to_tensor(0)
     turn = start()
     last_turn = Cursor(turn.slot + 2, turn.phase)
-    work = receive(rings.mail, nth(tiles))
+    work = receive_tile(rings.mail, tiles, TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
+        is_seen = blocks > 0 if TILE.RAGGED else True
         # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
         wait_full(keys, Cursor(0, tiles & 1))
-        wait_full(queries, nth(step))
+        wait_full(queries, nth(step), pred=is_seen)
         minus_lse = load_row(queries.minus_lse, step, no_scores)
         left = half_of(keys.k, WG, step)
         pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
@@ -132,16 +133,17 @@ def grad_partition(
             step += 1
             # No matmul may be on its way when the loop turns: the compiler would serialize all
             s = warpgroup_mma_wait(0, deps=[pending_s])
-        wait_full(exchange, last_turn)
+        wait_full(exchange, last_turn, pred=is_seen)
         pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
-        add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+        if is_seen:
+            add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
         release(keys, Cursor(0, 0))
         rows = work.start + WG * 64
-        write_rows((dk * call.numbers.scale).to(dtype), outputs.dk, outputs, work, rows, WG)
-        write_rows(dv.to(dtype), outputs.dv, outputs, work, rows, WG)
+        write_rows(dk * call.numbers.scale, outputs.dk, outputs, work, rows, WG, FEATURES)
+        write_rows(dv, outputs.dv, outputs, work, rows, WG, FEATURES)
         tiles += 1
-        work = receive(rings.mail, nth(tiles))
+        work = receive_tile(rings.mail, tiles, TILE)
     tma.store_wait(0)  # the copy engine still reads the last tile from shared memory
 
 
@@ -218,7 +220,7 @@ def add_turn(
     """Adds the warpgroup's half of the dQ of the block before, when it is its turn."""
     before = block_before(block, work, FEATURES)
     await_turn(rings.turns, step - 1, TILE)
-    add_dq(dq, outputs, work, before, WG, 2, call, TILE)
+    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
     end_turn(rings.turns, step - 1, TILE)
 
 
@@ -231,6 +233,7 @@ def add_dq(
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     call,
+    FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
     """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
@@ -241,7 +244,7 @@ def add_dq(
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)
-    part = block_index(block, work, call, TILE) * PARTS + PART
+    part = block_index(block, work, call, FEATURES, TILE) * PARTS + PART
     cells = outputs.dq + part * (64 * C) + gl.arange(0, 64 * C, x.type.layout)
     gl.atomic_add(cells, x, sem="relaxed")
 
@@ -267,17 +270,6 @@ def in_accumulator_order(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr):
-    """Stores 64 rows of dK or dV, by way of the warpgroup's buffer."""
-    shape: gl.constexpr = desc.block_type.shape
-    buffer = outputs.smem.index(WG)
-    tma.store_wait(0)  # the copy engine has read from here what was stored before
-    buffer.store(rows)
-    fence_async_shared()  # what threads wrote, before the copy engine reads it
-    tma_store(desc, [work.batch, work.head, start, 0], buffer.reshape(shape))
-
-
-@gluon.jit
 def recompute(
     qk,
     minus_lse,
@@ -295,7 +287,12 @@ def recompute(
     the exponentials belong inside, and run beside dP.
     """
     S_LAYOUT: gl.constexpr = qk.type.layout
-    lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+    lengths = tile_lengths(work, call, FEATURES, TILE)
+    if TILE.RAGGED:
+        # Queries by the key they stand on, so that the diagonal is 0. It is in a register here; the
+        # compiler would add it to each column of the tile, before the loop, and spill the sums
+        q_start += lengths.diagonal
+        lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, 0)
     slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
     seq = Sequence(lengths, slope, call.numbers)
     q_idx = (q_start + gl.arange(0, qk.shape[1], column_of(S_LAYOUT)))[None, :]

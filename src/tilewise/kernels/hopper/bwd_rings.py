@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .bwd_work import RAGGED_WORDS
 from .layouts import shared
 from .pipeline import Ring, make_barriers, make_ring
 from .turns import Turns
@@ -22,6 +23,7 @@ class Inputs(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     stats: tma.tensor_descriptor  # -lse and -delta
+    further: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
 class Keys(NamedTuple):
@@ -86,4 +88,5 @@ def make_mail(TILE: gl.constexpr):
     """The mailbox of both matmul warpgroups, and of the two warps that keep turns."""
     READERS: gl.constexpr = 4 if TILE.ORDERED else 2
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return make_ring(gl.int32, [WORDS], layout, 2, 1, READERS)
+    LENGTH: gl.constexpr = RAGGED_WORDS if TILE.RAGGED else WORDS
+    return make_ring(gl.int32, [LENGTH], layout, 2, 1, READERS)

@@ -57,6 +57,7 @@ def hopper_bwd_wide_kernel(
     counters,
     dk_desc,
     dv_desc,
+    further,
     queue,
     optionals,
     sizes,
@@ -84,7 +85,7 @@ def hopper_bwd_wide_kernel(
     turns = make_turns()
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc)
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, further)
     outputs = Outputs(dq, dk_desc, dv_desc)
     rings = Rings(keys, queries, exchange, mail, turns)
     call = Call(queue, optionals, sizes, numbers)

@@ -28,11 +28,12 @@ from .bwd_mma import (
     load_row,
     recompute,
 )
-from .compat import tma_store
+from .bwd_work import receive_tile
+from .bwd_write import store_keys, used_rows
 from .layouts import accumulator, by_register, left_operand
 from .pipeline import nth, release, wait_full
 from .turns import await_turn, end_turn
-from .work import END, receive
+from .work import END
 
 
 @gluon.constexpr_function
@@ -58,13 +59,14 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive(rings.mail, nth(tiles))
+    work = receive_tile(rings.mail, tiles, TILE)
     while work.start != END:
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
+        is_seen = blocks > 0 if TILE.RAGGED else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
-        wait_full(queries, nth(step))
+        wait_full(queries, nth(step), pred=is_seen)
         pending_s = multiply_queries(here(rings.keys.k, step), queries, step, no_scores, TRIM, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
@@ -87,7 +89,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
                 await_turn(rings.turns, step - 1, TILE)
-                add_dq(dq, outputs, work, before, 0, 4, call, TILE)
+                add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
             pending_dq = multiply_keys(exchange.ds, step - 1, here(rings.keys.k, step), no_dq, 1)
             wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
             k_smem = here(rings.keys.k, step)
@@ -95,23 +97,25 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             dv, dq = warpgroup_mma_wait(S_GROUPS, deps=[pending_dv, pending_dq])
             release(queries, nth(step))
             if i > 0:
-                add_dq(dq, outputs, work, before, 1, 4, call, TILE)
+                add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
                 end_turn(rings.turns, step - 1, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
-        before = block_before(block, work, FEATURES)
-        wait_full(exchange.ds, nth(step - 1))
-        await_turn(rings.turns, step - 1, TILE)
-        for part in gl.static_range(2):
-            k_smem = here(rings.keys.k, step)
-            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
-            dq = warpgroup_mma_wait(0, deps=[pending_dq])
-            add_dq(dq, outputs, work, before, part, 4, call, TILE)
-        end_turn(rings.turns, step - 1, TILE)
-        write_tile(dv.to(dtype), rings.keys.v, outputs.dv, rings, work, tiles)
+        if is_seen:
+            before = block_before(block, work, FEATURES)
+            wait_full(exchange.ds, nth(step - 1))
+            await_turn(rings.turns, step - 1, TILE)
+            for part in gl.static_range(2):
+                k_smem = here(rings.keys.k, step)
+                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
+                dq = warpgroup_mma_wait(0, deps=[pending_dq])
+                add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
+            end_turn(rings.turns, step - 1, TILE)
+        dv = used_rows(dv, work, work.start, FEATURES).to(dtype)
+        write_tile(dv, rings.keys.v, outputs.dv, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive(rings.mail, nth(tiles))
+        work = receive_tile(rings.mail, tiles, TILE)
 
 
 @gluon.jit
@@ -133,13 +137,14 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive(rings.mail, nth(tiles))
+    work = receive_tile(rings.mail, tiles, TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # before the factor scale
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
+        is_seen = blocks > 0 if TILE.RAGGED else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
-        wait_full(queries, nth(step))
+        wait_full(queries, nth(step), pred=is_seen)
         pending_dp = multiply_values(here(rings.keys.v, step), queries, step, no_scores, TRIM)
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
@@ -158,7 +163,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 before = block_before(block, work, FEATURES)
                 if LAST_PART == 2:
                     await_turn(rings.turns, step - 1, TILE)
-                add_dq(dq, outputs, work, before, LAST_PART, 4, call, TILE)
+                add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
                 end_turn(rings.turns, step - 1, TILE)
             if LAST_PART == 3:
                 k_smem = here(rings.keys.k, step)
@@ -173,22 +178,23 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             release(queries, nth(step))
             if LAST_PART == 3:
                 await_turn(rings.turns, step, TILE)
-                add_dq(dq, outputs, work, block, 2, 4, call, TILE)
+                add_dq(dq, outputs, work, block, 2, 4, call, FEATURES, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
-        k_smem = here(rings.keys.k, step)
-        pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
-        dq = warpgroup_mma_wait(0, deps=[pending_dq])
-        before = block_before(block, work, FEATURES)
-        if LAST_PART == 2:
-            await_turn(rings.turns, step - 1, TILE)
-        add_dq(dq, outputs, work, before, LAST_PART, 4, call, TILE)
-        end_turn(rings.turns, step - 1, TILE)
-        dk = (dk * call.numbers.scale).to(dtype)
-        write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles)
+        if is_seen:
+            k_smem = here(rings.keys.k, step)
+            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
+            dq = warpgroup_mma_wait(0, deps=[pending_dq])
+            before = block_before(block, work, FEATURES)
+            if LAST_PART == 2:
+                await_turn(rings.turns, step - 1, TILE)
+            add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+            end_turn(rings.turns, step - 1, TILE)
+        dk = used_rows(dk * call.numbers.scale, work, work.start, FEATURES).to(dtype)
+        write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive(rings.mail, nth(tiles))
+        work = receive_tile(rings.mail, tiles, TILE)
 
 
 @gluon.jit
@@ -234,14 +240,13 @@ def multiply_keys(ring, step, k_smem, no_dq, PART: gl.constexpr):
 
 
 @gluon.jit
-def write_tile(rows, keys, desc, rings, work, tiles):
+def write_tile(rows, keys, desc, rings, work, tiles, FEATURES: gl.constexpr):
     """Stores dK or dV by way of the shared memory of K or V, once nobody reads that any more."""
-    shape: gl.constexpr = desc.block_type.shape
     mbarrier.arrive(rings.exchange.done, count=1)
     mbarrier.wait(rings.exchange.done, tiles & 1)
     buffer = keys.index(0)
     buffer.store(rows)
     fence_async_shared()
-    tma_store(desc, [work.batch, work.head, work.start, 0], buffer.reshape(shape))
+    store_keys(desc, work, work.start, buffer, FEATURES)
     tma.store_wait(0)
     mbarrier.arrive(rings.keys.empty.index(0), count=1)

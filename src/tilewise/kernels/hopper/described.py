@@ -8,7 +8,11 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...problem import Problem
+
 Tensor = torch.Tensor
+BILLION = 2**30  # rows that a ragged descriptor has
+MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 ASM = {"tanh.approx.f32 $0, $1;": torch.tanh}  # what the kernels' assembly means to the emulator
 
@@ -34,6 +38,72 @@ def by_head(x: Tensor, block: list[int], layout: Any) -> Described:
     shape = [batch, heads, rows]
     strides = valid(shape, [by_batch, by_head, by_row])
     return Described(x, [*shape, columns], [*strides, 1], block, layout)
+
+
+def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> Described:
+    """The same tensor for sequences that end anywhere: (1, 1, nheads, rows, columns), for the
+    coordinates of ragged.py. Batches follow each other as more heads.
+
+    The copy engine cuts a block at the end of a tensor. The two dimensions before move what it
+    copies so that a sequence ends there. Their strides are -1 and 1 rows. As no stride may be
+    negative, the first is 2^34 elements minus a row, and is taken 2^30 times: the 2^64 elements
+    vanish, as addresses have 64 bits. Triton does the same in `triton.tools.ragged_tma`.
+    """
+    batch, _, heads, columns = x.shape
+    by_row, by_head, further = ragged_steps(x)
+    shape = [MOST, MOST, (batch - 1) * further + heads, BILLION, columns]
+    return Described(x, shape, [2**34 - by_row, by_row, by_head, by_row, 1], block, layout)
+
+
+def ragged_steps(x: Tensor) -> tuple[int, int, int]:
+    """Elements from a row to the next, elements from a head to the next, and how many heads from a
+    batch to the next.
+    """
+    batch, rows, heads, _ = x.shape
+    by_batch, by_row, by_head = valid([batch, rows, heads], [*x.stride()[:3]])
+    if heads == 1:
+        by_head = by_batch
+    return by_row, by_head, by_batch // by_head if batch > 1 else 0
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """x, or a copy of it where its batches are not a whole number of heads apart."""
+    batch, _, heads, _ = x.shape
+    fits = batch == 1 or heads == 1 or x.stride(0) % x.stride(2) == 0
+    return x if fits else x.contiguous()
+
+
+def descriptors(
+    problem: Problem, plan: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> tuple[Described, ...]:
+    """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
+
+    Rows past the end of a sequence read as zeros and are not written, and so are columns past the
+    head dim, up to the block's. Where sequences end inside the tensor, k, v and out are ragged. Not
+    q: what follows in its tile are rows of scores that nobody writes.
+    """
+    group = problem.group
+
+    def of_queries(x: Tensor, block: list[int], layout: Any) -> Described:
+        batch, rows, heads, columns = x.shape
+        by_batch, by_row, by_head, _ = x.stride()
+        shape = [batch, heads // group, rows, group]
+        strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
+        return Described(x, [*shape, columns], [*strides, 1], block, layout)
+
+    of_keys = ragged_by_head if is_ragged(problem) else by_head
+    of_out = ragged_by_head if problem.is_packed else of_queries
+    return (
+        of_queries(q, plan.q_block, plan.layouts[0]),
+        of_keys(k, plan.k_block, plan.layouts[1]),
+        of_keys(v, plan.v_block, plan.layouts[2]),
+        of_out(out, plan.out_block, plan.layouts[3]),
+    )
+
+
+def is_ragged(problem: Problem) -> bool:
+    """Whether rows past a sequence's end may lie inside the tensor."""
+    return problem.is_packed or problem.has_seqused_k
 
 
 def valid(shape: list[int], strides: list[int]) -> list[int]:

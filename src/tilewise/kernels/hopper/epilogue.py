@@ -1,7 +1,7 @@
 """The end of a tile: O = acc / l and the lse, on their way to memory while the next tile begins.
 
 O goes through shared memory, from which the copy engine writes it in the background: whole rows,
-and none past the tensor's end.
+and none past the sequence's end.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...tile.softmax import finish, load_sink
 from .compat import tma_store
+from .copies import store_ragged
 from .layouts import row_of
+from .ragged import place_in, rows_in
 from .work import key_head
 
 
@@ -57,31 +59,52 @@ def write_tile(
     finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
 
     q_idx = query_of_row(work.start, rows, TILE)
-    exists = q_idx < call.sizes.seqlen_q
+    exists = q_idx < rows_in(work, call, FEATURES)
     if TILE.PACK > 1:
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
-    row = (work.batch.to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q + q_idx
-    gl.store(output.lse + row, finished.lse, mask=exists)
+    batch, first_q = place_in(work, FEATURES)
+    lse = finished.lse
+    if FEATURES.SEQUSED_Q:
+        lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))
+    row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q
+    gl.store(output.lse + (row + first_q + q_idx), lse, mask=exists)
 
     rescale = gl.convert_layout(finished.rescale, row_of(acc_o.type.layout))
     out = (acc_o * rescale[:, None]).to(output.desc.dtype)  # (64, BLOCK_DV)
-    head_k, member = key_head(work.head, FEATURES, TILE)
-    m_start = work.start + WG * (64 // TILE.PACK)
-    store_columns(out, output, WG, [work.batch, head_k, m_start, member], 0)
+    if FEATURES.SEQUSED_Q:  # what lies in rows that are not used may be NaN
+        is_used = gl.convert_layout(q_idx < work.seqlen_q, rescale.type.layout)
+        out = gl.where(is_used[:, None], out, 0.0)
+    store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)
 
 
 @gluon.jit
-def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr):
+def place_of_rows(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """A warpgroup's rows in the coordinates of the descriptor, which cuts them where the tensor or,
+    of packed sequences, their own ends: see `copies`.
+    """
+    m_start = work.start + WG * (64 // TILE.PACK)
+    if FEATURES.PACKED:
+        return work.first_q + work.rows_q, work.rows_q, work.head, m_start
+    else:
+        head_k, member = key_head(work.head, FEATURES, TILE)
+        return work.batch, head_k, m_start, member
+
+
+@gluon.jit
+def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATURES: gl.constexpr):
     """Columns of O by way of the warpgroup's buffer, in halves where it holds no more."""
     BUFFER: gl.constexpr = output.smem.shape[2]
     if out.shape[1] > BUFFER:
         left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
-        store_columns(left, output, WG, at, column)
-        store_columns(right, output, WG, at, column + out.shape[1] // 2)
+        store_columns(left, output, WG, at, column, FEATURES)
+        store_columns(right, output, WG, at, column + out.shape[1] // 2, FEATURES)
     else:
         buffer = output.smem.index(WG)
         shape: gl.constexpr = output.desc.block_type.shape
         tma.store_wait(0)  # the copy engine has read from here what was stored before
         buffer.store(out)
         fence_async_shared()  # what threads wrote, before the copy engine reads it
-        tma_store(output.desc, [at[0], at[1], at[2], at[3], column], buffer.reshape(shape))
+        if FEATURES.PACKED:
+            store_ragged(output.desc, at[0], at[1], at[2], at[3], buffer, column)
+        else:
+            tma_store(output.desc, [at[0], at[1], at[2], at[3], column], buffer.reshape(shape))

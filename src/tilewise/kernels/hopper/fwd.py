@@ -13,10 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .epilogue import Output
-from .fwd_load import load_partition
+from .fwd_load import Sources, load_partition
 from .fwd_mma import attend_partition
 from .layouts import shared
 from .pipeline import Ring, Steps, make_barriers, make_ring
+from .ragged import LONG
 from .work import WORDS, Call
 
 
@@ -39,6 +40,7 @@ def hopper_fwd_kernel(
     optionals,
     sizes,
     numbers,
+    further,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
@@ -53,7 +55,8 @@ def hopper_fwd_kernel(
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS)
     steps = Steps(k_slots, v_slots, full, empty)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    mail = make_ring(gl.int32, [WORDS], mail_layout, 2, 1, WARPGROUPS)
+    LETTER: gl.constexpr = LONG if FEATURES.PACKED or FEATURES.SEQUSED_K else WORDS
+    mail = make_ring(gl.int32, [LETTER], mail_layout, 2, 1, WARPGROUPS)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
@@ -65,13 +68,14 @@ def hopper_fwd_kernel(
     # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
     output = Output(out_desc, out_smem, lse)
     call = Call(queue, optionals, sizes, numbers)
+    sources = Sources(q_desc, k_desc, v_desc, further)
     if WARPGROUPS == 2:
         rings = Rings((q_0, q_1), steps, mail)
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),
                 (attend_partition, (1, rings, output, call, FEATURES, TILE)),
-                (load_partition, (q_desc, k_desc, v_desc, rings, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [4, 1],
             [232, 40],
@@ -83,7 +87,7 @@ def hopper_fwd_kernel(
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),
                 (attend_partition, (1, rings, output, call, FEATURES, TILE)),
                 (attend_partition, (2, rings, output, call, FEATURES, TILE)),
-                (load_partition, (q_desc, k_desc, v_desc, rings, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -8,11 +8,33 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ...tile.varlen import Hint
 from .compat import tma_load
-from .pipeline import after, load, start, wait_empty
-from .work import END, Work, draw, key_block, key_head, open_tile, send
+from .copies import load_ragged
+from .pipeline import Cursor, after, load, start, wait_empty
+from .ragged import (
+    answer,
+    ask_next,
+    find_tile,
+    no_more,
+    open_in_batch,
+    open_ragged,
+    place_in,
+    send_tile,
+    set_back,
+)
+from .work import END, draw, key_block, key_head
+
+
+class Sources(NamedTuple):
+    """What is copied."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    further: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
 class Block(NamedTuple):
@@ -23,56 +45,120 @@ class Block(NamedTuple):
     n_start: gl.tensor
 
 
+class RaggedBlock(NamedTuple):
+    """The same where a sequence may end inside the tensor: see `copies`."""
+
+    head: tuple  # of K, and of V
+    stop: gl.tensor
+    size: gl.tensor
+    n_start: gl.tensor
+
+
+class Progress(NamedTuple):
+    """Where the warp stands in the rings, and the block whose V is still to come."""
+
+    mail: Cursor
+    q: Cursor
+    steps: Cursor
+    before: Block
+    has_before: gl.tensor  # the first step of all has no V, the last one no K
+
+
 @gluon.jit
-def load_partition(q_desc, k_desc, v_desc, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    q_shape: gl.constexpr = q_desc.block_type.shape
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    mail = start()
-    q_at = start()
-    at = start()
-    before = Block(0, 0, 0)
-    has_before = False  # the first step of all has no V, the last one no K
+def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    at = Progress(start(), start(), start(), nowhere(FEATURES), False)
     tile = gl.program_id(0)
-    while tile != END:
-        # Drawn a tile ahead: the counter's answer takes a microsecond
-        next_tile = draw(call.queue)
-        work = open_tile(tile, call, FEATURES, TILE)
-        send(rings.mail, mail, work)
-        mail = after(mail, 2)
-        head_k, member = key_head(work.head, FEATURES, TILE)
-        for i in gl.static_range(WARPGROUPS):
-            m_start = work.start + i * (64 // TILE.PACK)
-            load(rings.q[i], q_at, q_desc, [work.batch, head_k, m_start, member, 0], q_shape)
-        q_at = after(q_at, TILE.Q_STAGES)
-        for i in range(work.last + 1 - work.first):
-            block = Block(work.batch, head_k, key_block(work, i, FEATURES) * TILE.BLOCK_N)
-            load_step(rings.steps, at, k_desc, block, True, v_desc, before, has_before)
-            at = after(at, TILE.STAGES)
-            before = block
-            has_before = True
-        tile = next_tile
-    load_step(rings.steps, at, k_desc, before, False, v_desc, before, True)
-    send(rings.mail, mail, Work(tile, 0, 0, 0, 0, 0, 0, 0))
+    if FEATURES.PACKED:
+        found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+        while found.is_tile:
+            # Only now, as a number must not be drawn for what is no tile: see `set_back`. The
+            # answer, a microsecond later, is not waited for before this tile is on its way.
+            drawn = ask_next(call.queue)
+            m_start = found.m_block * TILE.BLOCK_M
+            work = open_ragged(m_start, found.head, found.batch, call, FEATURES, TILE)
+            at = load_tile(sources, rings, at, work, call, FEATURES, TILE)
+            tile = answer(drawn)
+            found = find_tile(tile, found.hint, call, FEATURES, TILE)
+        set_back(call.queue, tile, found.tiles)  # not in the loop: see `work.close`
+        has_values = at.has_before  # there may have been no tile
+    else:
+        while tile != END:
+            # Drawn a tile ahead: the counter's answer takes a microsecond
+            next_tile = draw(call.queue)
+            work = open_in_batch(tile, call, FEATURES, TILE)
+            at = load_tile(sources, rings, at, work, call, FEATURES, TILE)
+            tile = next_tile
+        has_values = True
+    load_step(rings.steps, at.steps, sources, at.before, False, at.before, has_values)
+    send_tile(rings.mail, at.mail, no_more(END, FEATURES), FEATURES)
 
 
 @gluon.jit
-def load_step(steps, at, k_desc, keys, has_keys, v_desc, values, has_values):
+def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Says what the tile is, and loads its queries and the keys that they visit."""
+    q_shape: gl.constexpr = sources.q.block_type.shape
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    mail, q_at, steps_at, before, has_before = at
+    send_tile(rings.mail, mail, work, FEATURES)
+    mail = after(mail, 2)
+    batch, first_q = place_in(work, FEATURES)
+    head_k, member = key_head(work.head, FEATURES, TILE)
+    for i in gl.static_range(WARPGROUPS):
+        m_start = first_q + work.start + i * (64 // TILE.PACK)
+        load(rings.q[i], q_at, sources.q, [batch, head_k, m_start, member, 0], q_shape)
+    q_at = after(q_at, TILE.Q_STAGES)
+    for i in range(work.last + 1 - work.first):
+        n_start = key_block(work, i, FEATURES) * TILE.BLOCK_N
+        block = block_of(work, batch, head_k, n_start, sources, FEATURES)
+        load_step(rings.steps, steps_at, sources, block, True, before, has_before)
+        steps_at = after(steps_at, TILE.STAGES)
+        before = block
+        has_before = True
+    return Progress(mail, q_at, steps_at, before, has_before)
+
+
+@gluon.jit
+def nowhere(FEATURES: gl.constexpr):
+    """Before the first block."""
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        return RaggedBlock((0, 0), 0, 0, 0)
+    else:
+        return Block(0, 0, 0)
+
+
+@gluon.jit
+def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
+    """Where a block of keys lies."""
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        heads = head_k + batch * sources.further[0], head_k + batch * sources.further[1]
+        return RaggedBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
+    else:
+        return Block(batch, head_k, n_start)
+
+
+@gluon.jit
+def load_step(steps, at, sources, keys, has_keys, values, has_values):
     """Fills a slot with K of one block and V of another, as soon as it is empty; the copy engine
     arrives at `full` when the last byte of both is there.
     """
-    K_BYTES: gl.constexpr = k_desc.block_type.nbytes
-    V_BYTES: gl.constexpr = v_desc.block_type.nbytes
+    K_BYTES: gl.constexpr = sources.k.block_type.nbytes
+    V_BYTES: gl.constexpr = sources.v.block_type.nbytes
     wait_empty(steps, at)
     full = steps.full.index(at.slot)
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
-    mbarrier.expect(full, V_BYTES, pred=not has_keys)
-    load_rows(k_desc, keys, full, steps.k.index(at.slot), has_keys)
-    load_rows(v_desc, values, full, steps.v.index(at.slot), has_values)
+    mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
+    load_rows(sources.k, keys, 0, full, steps.k.index(at.slot), has_keys)
+    load_rows(sources.v, values, 1, full, steps.v.index(at.slot), has_values)
 
 
 @gluon.jit
-def load_rows(desc, block, full, slot, pred):
+def load_rows(desc, block, WHICH: gl.constexpr, full, slot, pred):
+    """Of K (WHICH is 0) or V."""
     shape: gl.constexpr = desc.block_type.shape
-    at = [block.batch, block.head, block.n_start, 0]
-    tma_load(desc, at, full, slot.reshape(shape), pred=pred)
+    if len(shape) == 5:
+        stop, size, head = block.stop, block.size, block.head[WHICH]
+        load_ragged(desc, stop, size, head, block.n_start, full, slot, pred)
+    else:
+        at = [block.batch, block.head, block.n_start, 0]
+        tma_load(desc, at, full, slot.reshape(shape), pred=pred)

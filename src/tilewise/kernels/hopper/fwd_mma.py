@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.mask import apply_mask
 from ...tile.score import load_slope, score, unit
-from ...tile.seqlen import lengths_of
 from ...tile.softmax import exponentials, running_max
 from ...tile.types import Lengths, Sequence
 from .epilogue import head_of_row, query_of_row, write_tile
 from .layouts import accumulator, column_of, left_operand, row_of
 from .pipeline import after, release, start, wait_full
-from .work import END, Work, is_partial, key_block, receive
+from .ragged import from_block, lengths_in, receive_tile, rows_in
+from .work import END, Work, is_partial, key_block
 
 
 class Share(NamedTuple):
@@ -81,16 +81,19 @@ def attend_partition(
     q_at = start()
     at = start()
     # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
-    work = receive(rings.mail, mail)
+    work = receive_tile(rings.mail, mail, FEATURES)
     mail = after(mail, 2)
     share = share_of(work, WG, call, FEATURES, TILE)
-    wait_full(q_ring, q_at)
-    wait_full(steps, at)
+    # Of packed sequences only the device knows how many tiles there are: there may be none for us,
+    # and then nothing comes. S is computed from what lies there, as after the last tile.
+    has_tile = work.start != END if FEATURES.PACKED else True
+    wait_full(q_ring, q_at, pred=has_tile)
+    wait_full(steps, at, pred=has_tile)
     q_tile = q_ring.slots.index(q_at.slot)
     pending_s = multiply_keys(q_tile, steps, at, no_scores)
     tile = Rows(work, slope_of(work, call.optionals, rows, FEATURES, TILE), rows)
     s = warpgroup_mma_wait(0, deps=[pending_s])
-    release(steps, at)
+    release(steps, at, pred=has_tile)
     at = after(at, STAGES)
     s, m_i = to_scores(s, tile, key_block(work, 0, FEATURES), no_max, call, True, FEATURES, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
@@ -122,7 +125,7 @@ def attend_partition(
         # The last P V of this tile, beside the first S of the next
         release(q_ring, q_at)
         q_at = after(q_at, TILE.Q_STAGES)
-        upcoming = receive(rings.mail, mail)
+        upcoming = receive_tile(rings.mail, mail, FEATURES)
         mail = after(mail, 2)
         goes_on = upcoming.start != END
         wait_full(q_ring, q_at, pred=goes_on)
@@ -169,10 +172,10 @@ def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.cons
     else:
         ROWS: gl.constexpr = 64 // TILE.PACK
         m_start = work.start + WG * ROWS
-        has_rows = m_start < call.sizes.seqlen_q
+        has_rows = m_start < rows_in(work, call, FEATURES)
         unseen = 0
         if FEATURES.RIGHT:
-            lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+            lengths = lengths_in(work, call, FEATURES)
             last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
             unseen = work.last - gl.maximum(last_seen // TILE.BLOCK_N, work.first)
             # While it holds the last V it saw, the ring has no room for more to pass
@@ -272,10 +275,14 @@ def to_scores(
     """
     N: gl.constexpr = TILE.BLOCK_N
     work = tile.work
-    lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
-    seq = Sequence(lengths, tile.slope_log2, call.numbers)
+    lengths = lengths_in(work, call, FEATURES)
     q_idx = query_of_row(work.start, tile.rows, TILE)[:, None]
-    k_idx = (n_block * N + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        column = gl.arange(0, N, column_of(qk.type.layout))[None, :]
+        k_idx, lengths = from_block(column, n_block * N, lengths)
+    else:
+        k_idx = (n_block * N + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
+    seq = Sequence(lengths, tile.slope_log2, call.numbers)
     s = score(qk, q_idx, k_idx, seq, FEATURES).s
     scale = unit(seq, FEATURES)
     if not MASKED:

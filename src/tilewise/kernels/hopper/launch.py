@@ -20,12 +20,20 @@ from ...testing.switch import emulator_seed
 from ...tile.types import Features, Pipeline, Queue
 from ...tuning.config import SHARED_MEMORY, Key
 from ...tuning.select import architecture, select
-from ..arguments import features_of, numbers_of, optionals_of, sizes_of
+from ..arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ..outputs import empty_out
 from ..relaunch import is_watched, relaunch
 from .compat import Direct, direct
 from .counters import counter, counter_of, processors
-from .described import ASM, ELEMENTS, Described, by_head, checked, valid
+from .described import (
+    ASM,
+    ELEMENTS,
+    checked,
+    descriptors,
+    in_steps,
+    is_ragged,
+    ragged_steps,
+)
 from .fwd import hopper_fwd_kernel
 
 Tensor = torch.Tensor
@@ -56,7 +64,7 @@ def forward(
 
 def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor) -> Launch:
     """The launch for tensors of these shapes, strides and dtypes."""
-    return Launch(problem, scalars, plan_for(problem, q))
+    return Launch(problem, scalars)
 
 
 class Launch:
@@ -66,10 +74,10 @@ class Launch:
 
     KEPT = 64  # descriptors of one operand
 
-    def __init__(self, problem: Problem, scalars: Scalars, plan: Plan) -> None:
+    def __init__(self, problem: Problem, scalars: Scalars) -> None:
         self.problem = problem
         self.scalars = scalars
-        self.plan = plan
+        self.plan: Plan | None = None
         self.kernel: Direct | None = None
         self.args: tuple = ()  # of the kernel, after its descriptors, lse and counter
         self.queue: Queue | None = None
@@ -122,10 +130,15 @@ class Launch:
         if out.numel() == 0 and lse.numel() == 0:
             return
         if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
-            out.zero_()
-            _lse_of_nothing(lse, extras.sinks)
-            return
-        plan = self.plan
+            if not self.problem.is_packed:
+                out.zero_()
+                _lse_of_nothing(lse, extras.sinks)
+                return
+            # Rows that are not used get no sink: the kernel knows them, and reads none of this
+            k, v = (x.new_empty(1, 1, *x.shape[2:]) for x in (k, v))
+        if self.problem.has_seqused_k and not self.problem.is_packed:
+            k, v = in_steps(k), in_steps(v)
+        plan = plan_for(self.problem, q, extras)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
         queue = args[5]
         if (seed := emulator_seed()) is not None and q.device.type == "cpu":
@@ -138,19 +151,23 @@ class Launch:
         programs = min(queue.tiles, processors(q.device))
         compiled, self.device = _launch(plan, q.device, args, programs)
         if extras is NO_EXTRAS:
-            self.queue, self.args = queue, (*args[6:], plan.features, plan.tile)
+            self.plan, self.queue, self.args = plan, queue, (*args[6:], plan.features, plan.tile)
             self.kernel = direct(compiled, programs)
 
 
 def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
     """What the kernel is launched with, but its constants."""
+    further = 0, 0
+    if problem.has_seqused_k and not problem.is_packed:
+        further = ragged_steps(k)[2], ragged_steps(v)[2]
     return (
         *descriptors(problem, plan, q, k, v, out),
         lse,
-        _queue(problem, plan.tile, q, k),
+        _queue(problem, plan.tile, q, k, packed_in(extras)),
         optionals_of(extras),
-        sizes_of(q, k),
+        sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
+        further,
     )
 
 
@@ -170,10 +187,12 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
     return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
 
 
-def plan_for(problem: Problem, q: Tensor) -> Plan:
-    """The plan of a call."""
-    seqlen_q = q.shape[1]
-    return plan_of(problem, q.device, seqlen_q <= SHORT, pack_of(problem, seqlen_q))
+def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
+    """The plan of a call; of packed sequences, for their mean length."""
+    seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
+    # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
+    pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
+    return plan_of(problem, q.device, seqlen_q <= SHORT, pack)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -201,15 +220,17 @@ def plan_of(problem: Problem, device: torch.device, is_short: bool, pack: int) -
     )
     if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    of_keys = [1, 1, 1, tile.BLOCK_N] if is_ragged(problem) else [1, 1, tile.BLOCK_N]
+    of_out = [1, 1, 1, ROWS] if problem.is_packed else [1, 1, ROWS // pack, pack]
     blocks = (
         [1, 1, ROWS // pack, pack, block_d],
-        [1, 1, tile.BLOCK_N, block_d],
-        [1, 1, tile.BLOCK_N, block_dv],
-        [1, 1, ROWS // pack, pack, out_columns],
+        [*of_keys, block_d],
+        [*of_keys, block_dv],
+        [*of_out, out_columns],
     )
     element = ELEMENTS[problem.dtype]
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
-    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     return Plan(features, tile, *blocks, layouts)
 
 
@@ -220,37 +241,20 @@ def shared_memory(tile: Pipeline, out_columns: int) -> int:
     return 2 * (q + kv + tile.WARPGROUPS * ROWS * out_columns) + 1024
 
 
-def descriptors(
-    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> tuple[Described, ...]:
-    """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
+def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int = 0) -> Queue:
+    """The tiles of the call, and the order they are handed out in.
 
-    Rows past the end of a sequence read as zeros and are not written, and so are columns past the
-    head dim, up to the block's.
+    Of packed sequences only the device knows how many tiles there are, and their order is that of
+    `tile.varlen`. A sequence has at most one tile that is not full. The bound is a multiple of 16,
+    as the kernel does not read it, but would be compiled again for a number that is none.
     """
-    group = problem.group
-
-    def of_queries(x: Tensor, block: list[int], layout: Any) -> Described:
-        batch, rows, heads, columns = x.shape
-        by_batch, by_row, by_head, _ = x.stride()
-        shape = [batch, heads // group, rows, group]
-        strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
-        return Described(x, [*shape, columns], [*strides, 1], block, layout)
-
-    return (
-        of_queries(q, plan.q_block, plan.layouts[0]),
-        by_head(k, plan.k_block, plan.layouts[1]),
-        by_head(v, plan.v_block, plan.layouts[2]),
-        of_queries(out, plan.out_block, plan.layouts[3]),
-    )
-
-
-def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor) -> Queue:
-    """The tiles of the call, and the order they are handed out in."""
     batch, seqlen_q, nheads, _ = q.shape
     sharing = problem.group
     if tile.PACK > 1:
         nheads, sharing = problem.nheads_k, 1
+    if packed:
+        bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
+        return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
     m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
     heads, together = batch * nheads, 1
     if problem.is_causal:
@@ -279,16 +283,17 @@ _compiled: dict[tuple, Any] = {}
 def specialization(args: tuple) -> tuple[Any, ...]:
     """What Triton compiles for, of the runtime arguments.
 
-    Dtypes; integers of 1, which it takes for constants, and multiples of 16, also of addresses
-    and also inside a tuple, where `do_not_specialize` does not reach. A compiled kernel serves the
-    calls that share all that.
+    Dtypes; which optional tensors there are; integers of 1, which it takes for constants, and
+    multiples of 16, also of addresses (that of a slice of cu_seqlens may be none) and also inside a
+    tuple, where `do_not_specialize` does not reach. A compiled kernel serves the calls that share
+    all that.
     """
-    queue, optionals, sizes, numbers = args[5:]
-    integers = (*queue[1:], optionals.alibi_batch, *sizes, numbers.left, numbers.right)
-    tensors = (optionals.alibi_slopes, optionals.sinks)
+    queue, optionals, sizes, numbers, further = args[5:]
+    integers = (*queue[1:], optionals.alibi_batch, *sizes, numbers.left, numbers.right, *further)
+    tensors = (x for x in optionals if not isinstance(x, int))
     return (
         *[1 if i == 1 else 16 if i % 16 == 0 else 0 for i in integers],
-        *[None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors],
+        *[None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors],
     )
 
 

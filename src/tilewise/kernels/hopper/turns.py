@@ -21,11 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tile.bounds import key_blocks
-from ...tile.seqlen import lengths_of
 from ...tile.types import Sequence
 from .bwd_blocks import block_after, block_index, count_blocks, first_block
-from .pipeline import make_barriers, nth
-from .work import END, receive
+from .bwd_work import receive_tile, tile_lengths
+from .pipeline import make_barriers
+from .work import END
 
 
 class Turns(NamedTuple):
@@ -73,7 +73,7 @@ def ask_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.conste
     """The warp that asks, up to two blocks ahead of the warpgroups."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive(rings.mail, nth(tiles), 1)
+    work = receive_tile(rings.mail, tiles, TILE, 1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
@@ -85,7 +85,7 @@ def ask_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.conste
             block = block_after(block, work, FEATURES)
             step += 1
         tiles += 1
-        work = receive(rings.mail, nth(tiles), 1)
+        work = receive_tile(rings.mail, tiles, TILE, 1)
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.const
     """The warp that counts: the next tile may add, after what both warpgroups have added."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive(rings.mail, nth(tiles), 1)
+    work = receive_tile(rings.mail, tiles, TILE, 1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
@@ -105,7 +105,7 @@ def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.const
             block = block_after(block, work, FEATURES)
             step += 1
         tiles += 1
-        work = receive(rings.mail, nth(tiles), 1)
+        work = receive_tile(rings.mail, tiles, TILE, 1)
 
 
 @gluon.jit
@@ -119,10 +119,12 @@ def ask(turn):
 @gluon.jit
 def turn_at(counters, work, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The tile's turn at a block."""
-    lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
-    seq = Sequence(lengths, 0.0, call.numbers)
+    seq = Sequence(tile_lengths(work, call, FEATURES, TILE), 0.0, call.numbers)
     visited = key_blocks(block.m_block * TILE.BLOCK_M, seq, FEATURES, TILE)
     n_block = work.start // TILE.BLOCK_N
     is_visited = (n_block >= visited.first) & (n_block < visited.stop)
     rank = visited.stop - 1 - n_block if FEATURES.RIGHT else n_block - visited.first
-    return Turn(counters + block_index(block, work, call, TILE), rank, is_visited)
+    counter = block_index(block, work, call, FEATURES, TILE)
+    if FEATURES.PACKED:  # two for each 128 queries, and only those of sequences are set to zero
+        counter *= TILE.BLOCK_M // 64
+    return Turn(counters + counter, rank, is_visited)

@@ -1,5 +1,5 @@
-"""What a program works on: a tile of queries, handed out by a counter, and its blocks of keys; in
-the backward a tile of keys, and its blocks of queries.
+"""What a program works on: a tile of queries, handed out by a counter, and its blocks of keys. What
+a program of the backward works on is in bwd_work.py.
 
 The load warp draws tile numbers, works out what they stand for and puts that into a mailbox, a ring
 of a few numbers a slot, which all matmul warpgroups read. So everybody walks the same list of
@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tile.bounds import key_blocks, query_blocks
-from ...tile.schedule import key_tile_in_group, query_tile_in_group
+from ...tile.bounds import key_blocks
+from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
 from ...tile.types import Numbers, Optionals, Queue, Sequence, Sizes
 from .pipeline import wait_empty, wait_full
@@ -59,29 +59,6 @@ def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def open_key_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The same for a tile of keys, whose head is a key head.
-
-    Where it reaches past the last key all its blocks are partial: keys that are not there may not
-    reach dQ, not even as infinity times zero. Without a band each tile of a head begins with
-    another block, lest all add to the same dQ at the same time.
-    """
-    n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
-    if TILE.ORDERED and FEATURES.RIGHT:  # the order of turns
-        n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
-    n_start = n_block * TILE.BLOCK_N
-    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
-    blocks = query_blocks(n_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
-    last = gl.maximum(blocks.stop - 1, blocks.first)
-    is_whole = n_start + TILE.BLOCK_N <= lengths.seqlen_k
-    full_stop = gl.where(is_whole, blocks.full_stop, blocks.full_first)
-    begin = blocks.first
-    if not (FEATURES.LEFT or FEATURES.RIGHT or TILE.ORDERED):
-        begin += n_block % (last + 1 - blocks.first)
-    return Work(n_start, head, batch, last, blocks.first, blocks.full_first, full_stop, begin)
-
-
-@gluon.jit
 def key_head(head, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The key head, and which of its query heads this is; 0 where they share a tile."""
     if TILE.PACK > 1:
@@ -123,28 +100,6 @@ def draw(queue):
         gl.atomic_xchg(queue.counter, 0, sem="relaxed")
     tile = drawn + gl.num_programs(0)
     return gl.where(tile < queue.tiles, tile, END)
-
-
-@gluon.jit
-def draw_late(queue, ORDERED: gl.constexpr):
-    """The same, for programs that draw only when they need a tile; `queue.tiles` or more says: no
-    more. Where tiles are ordered, programs draw their first tile, too: so nobody has a tile before
-    he is at work.
-    """
-    drawn = gl.atomic_add(queue.counter, 1, sem="relaxed")
-    if ORDERED:
-        return drawn
-    else:
-        return drawn + gl.num_programs(0)
-
-
-@gluon.jit
-def close(queue, drawn):
-    """After the loop, as in it the compiler (ptxas of CUDA 12.8) forgot to let the lanes of the
-    warp meet again: who drew the last number sets the counter back.
-    """
-    if drawn == queue.tiles + gl.num_programs(0) - 1:
-        gl.atomic_xchg(queue.counter, 0, sem="relaxed")
 
 
 @gluon.jit

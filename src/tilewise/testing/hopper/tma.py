@@ -17,37 +17,59 @@ from .values import TRITON, to_value
 
 
 class Descriptor:
-    """A tensor in global memory that is copied in blocks: a kernel's view of a descriptor."""
+    """A tensor in global memory that is copied in blocks: a kernel's view of a descriptor.
 
-    def __init__(self, view: torch.Tensor, block_shape: Any, layout: Any, padding: str) -> None:
-        self.view, self.layout = view, layout
+    Addresses are those of the copy engine: 64 bits that wrap around, so that a dimension may have a
+    stride that is as good as negative. Each is checked against the memory of the tensor.
+    """
+
+    def __init__(self, flat: torch.Tensor, first: int, geometry: Any, padding: str) -> None:
+        shape, strides, block_shape, self.layout = geometry
+        self.flat, self.first = flat, first  # the memory, and where in it the tensor begins
+        self.sizes, self.steps = ([int(n) for n in given] for given in (shape, strides))
         self.block_shape = [int(n) for n in block_shape]
-        self.dtype = TRITON[view.dtype]
+        self.dtype = TRITON[flat.dtype]
         self.fill = math.nan if padding == "nan" else 0
         self.block_type = tl.block_type(self.dtype, self.block_shape)
-        self.nbytes_per_cta = math.prod(self.block_shape) * view.element_size()
-        self.shape = to_value(tuple(view.shape))
-        self.strides = to_value(tuple(view.stride()))
+        self.nbytes_per_cta = math.prod(self.block_shape) * flat.element_size()
+        self.shape, self.strides = to_value(tuple(self.sizes)), to_value(tuple(self.steps))
 
     @classmethod
     def from_host(cls, descriptor: Any) -> "Descriptor":
         base = descriptor.base.detach()
         if base.device.type != "cpu":
             raise ValueError(f"the emulator runs on CPU tensors, got one on {base.device}")
-        view = base.as_strided(list(descriptor.shape), list(descriptor.strides))
-        padding = getattr(descriptor, "padding", "zero")
-        return cls(view, descriptor.block_shape, descriptor.layout, padding)
+        size = base.untyped_storage().nbytes() // base.element_size()
+        flat = base.as_strided((size,), (1,), 0)
+        x = descriptor
+        geometry = x.shape, x.strides, x.block_shape, x.layout
+        return cls(flat, base.storage_offset(), geometry, getattr(x, "padding", "zero"))
 
     def window(self, coord: Any) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """The part of a block that lies within the tensor, and where in the block it lies."""
         if len(coord) != len(self.block_shape):
             raise ValueError(f"{len(coord)} coordinates for a block of {self.block_shape}")
-        outer, inner = [], []
-        for start, width, size in zip(map(int, coord), self.block_shape, self.view.shape):
+        offset, outer, inner = self.first, [], []
+        for start, width, size, step in zip(
+            map(int, coord), self.block_shape, self.sizes, self.steps
+        ):
             low, high = min(max(start, 0), size), min(max(start + width, 0), size)
-            outer.append(slice(low, high))
+            offset += low * step
+            outer.append(high - low)
             inner.append(slice(low - start, high - start))
-        return self.view[tuple(outer)], tuple(inner)
+        if 0 in outer:
+            return self.flat[:0].view(outer), tuple(inner)
+        # a dimension of one element is nowhere stepped along, whatever its stride
+        steps = [step if size > 1 else 0 for step, size in zip(self.steps, outer)]
+        around = 2**64 // self.flat.element_size()
+        offset = (offset + around // 2) % around - around // 2
+        last = offset + sum(step * (size - 1) for step, size in zip(steps, outer))
+        if not 0 <= offset <= last < self.flat.numel():
+            raise IndexError(
+                f"TMA by {running()} at {[int(i) for i in coord]}: elements {offset} to {last} of a"
+                f" tensor whose memory has {self.flat.numel()}"
+            )
+        return self.flat.as_strided(outer, steps, offset), tuple(inner)
 
     def in_shared(self, memory: Memory) -> Memory:
         """The shared memory of one block, in the shape of the block."""
@@ -61,9 +83,8 @@ class Descriptor:
 def make_tensor_descriptor(
     base: Any, shape: Any, strides: Any, block_shape: Any, layout: Any, padding_option: Any = "zero"
 ) -> Descriptor:
-    size, stride = [int(n) for n in shape], [int(n) for n in strides]
-    view = base.flat.as_strided(size, stride, base.offset)
-    return Descriptor(view, block_shape, layout, padding_option)
+    geometry = shape, strides, block_shape, layout
+    return Descriptor(base.flat, base.offset, geometry, padding_option)
 
 
 def load(

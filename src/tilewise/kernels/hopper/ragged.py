@@ -1,0 +1,233 @@
+"""Sequences whose lengths only the device knows: packed ones, and those with unused keys.
+
+Their copies stop where the sequence does (`copies`), so that no warp masks a tile of K or V, and
+the loops of the matmuls are those of dense tensors. What is left is here: what a tile number stands
+for, and a letter that says lengths, too.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...tile.bounds import key_blocks
+from ...tile.schedule import query_tile_in_group
+from ...tile.seqlen import lengths_of, place_of
+from ...tile.types import Lengths, Sequence
+from ...tile.varlen import varlen_tile
+from .pipeline import wait_empty, wait_full
+from .work import Work, open_tile, receive, send
+
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
+LONG = gl.constexpr(16)  # words of a letter that says lengths, too
+
+
+class Ragged(NamedTuple):
+    """A tile as `Work` has it, and its sequence.
+
+    Masks and rows of O want the lengths. They come in the letter: asked of memory, they would be
+    waited for in the loop of the matmuls.
+    """
+
+    start: gl.tensor
+    head: gl.tensor
+    batch: gl.tensor
+    last: gl.tensor
+    first: gl.tensor
+    full_first: gl.tensor
+    full_stop: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    diagonal: gl.tensor
+    first_q: gl.tensor  # where its rows begin
+    first_k: gl.tensor
+    rows_q: gl.tensor  # how many it has, used or not
+
+
+@gluon.jit
+def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """What a tile number of packed sequences stands for: the warp's lanes look at 32 sequences."""
+    lane = gl.arange(0, 32, LANES)
+    starts = call.optionals.cu_seqlens_q
+    queue, last_first = call.queue, FEATURES.RIGHT
+    return varlen_tile(
+        tile, hint, lane, starts, call.sizes.packed, queue.nheads, TILE.BLOCK_M, 1, last_first
+    )
+
+
+@gluon.jit
+def ask_next(queue):
+    """Asks the counter for the next tile; `answer` waits for what it says.
+
+    One lane asks and keeps the reply. Triton hands that of a scalar atomic to all lanes at once,
+    and so does ptxas where all lanes have one address: both would wait here. So each has its own.
+    """
+    lane = gl.arange(0, 32, LANES)
+    return gl.atomic_add(queue.counter + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def answer(drawn):
+    """The next tile's number: each program starts with its own index and draws from there."""
+    first = gl.arange(0, 32, LANES) == 0
+    return gl.sum(gl.where(first, drawn, 0), 0) + gl.num_programs(0)
+
+
+@gluon.jit
+def set_back(queue, tile, tiles):
+    """After the last tile: who drew the last number of all sets the counter back to 0.
+
+    A program draws once for every tile that it works on, and stops at the first number that is no
+    tile. So n tiles make n draws, of the numbers from `programs` to `programs + n - 1`. The last of
+    them is no tile, and who has it knows n, which the host does not: he has looked through all
+    sequences in vain. Without a tile nobody draws, and the counter is 0 already.
+    """
+    if tile == gl.num_programs(0) + tiles - 1:
+        gl.atomic_xchg(queue.counter, 0, sem="relaxed")
+
+
+@gluon.jit
+def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The key blocks of a tile: one, if only to find everything masked, where its queries are not
+    used.
+    """
+    place = place_of(batch, call.sizes, call.optionals, FEATURES)
+    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
+    blocks = key_blocks(m_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    last = gl.maximum(blocks.stop - 1, blocks.first)
+    if FEATURES.SEQUSED_Q:
+        last = gl.where(m_start < lengths.seqlen_q, last, blocks.first)
+    return Ragged(
+        m_start,
+        head,
+        batch,
+        last,
+        blocks.first,
+        blocks.full_first,
+        blocks.full_stop,
+        lengths.seqlen_q,
+        lengths.seqlen_k,
+        lengths.diagonal,
+        place.first_q,
+        place.first_k,
+        place.rows_q,
+    )
+
+
+@gluon.jit
+def open_in_batch(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """What a tile number stands for where sequences are rows of a batch."""
+    if FEATURES.SEQUSED_K:
+        seqlen_q = call.sizes.seqlen_q
+        m_block, head, batch = query_tile_in_group(tile, call.queue, seqlen_q, TILE.BLOCK_M)
+        return open_ragged(m_block * TILE.BLOCK_M, head, batch, call, FEATURES, TILE)
+    else:
+        return open_tile(tile, call, FEATURES, TILE)
+
+
+@gluon.jit
+def place_in(work, FEATURES: gl.constexpr):
+    """The row of the batch, and where the tile's sequence begins in it."""
+    if FEATURES.PACKED:
+        return 0, work.first_q
+    else:
+        return work.batch, 0
+
+
+@gluon.jit
+def lengths_in(work, call, FEATURES: gl.constexpr):
+    """The lengths of a tile's sequence."""
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        return Lengths(work.seqlen_q, work.seqlen_k, work.diagonal)
+    else:
+        return lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+
+
+@gluon.jit
+def from_block(column, n_start, lengths):
+    """Keys and lengths counted from a block of keys on, for masks and distances.
+
+    A thread holds columns 8 i + 2 t and 8 i + 2 t + 1 of an accumulator, t being its place among
+    the four threads of a row. With 2 t on the side of the lengths, which are in registers anyhow,
+    keys are constants: a mask then takes no register and no addition a column, and three
+    warpgroups of 160 registers a thread do not spill.
+    """
+    before = n_start + (column & 6)
+    seqlen_k, diagonal = lengths.seqlen_k - before, lengths.diagonal - before
+    return column - (column & 6), Lengths(lengths.seqlen_q, seqlen_k, diagonal)
+
+
+@gluon.jit
+def rows_in(work, call, FEATURES: gl.constexpr):
+    """How many queries it has, used or not."""
+    if FEATURES.PACKED:
+        return work.rows_q
+    else:
+        return call.sizes.seqlen_q
+
+
+@gluon.jit
+def no_more(end, FEATURES: gl.constexpr):
+    """The last letter."""
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        return Ragged(end, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    else:
+        return Work(end, 0, 0, 0, 0, 0, 0, 0)
+
+
+@gluon.jit
+def send_tile(mailbox, cursor, work, FEATURES: gl.constexpr):
+    """Puts a tile into the mailbox."""
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        word = gl.arange(0, LONG, gl.BlockedLayout([LONG], [32], [1], [0]))
+        letter = gl.where(word == 0, work.start, work.rows_q)
+        letter = gl.where(word == 1, work.head, letter)
+        letter = gl.where(word == 2, work.batch, letter)
+        letter = gl.where(word == 3, work.last, letter)
+        letter = gl.where(word == 4, work.first, letter)
+        letter = gl.where(word == 5, work.full_first, letter)
+        letter = gl.where(word == 6, work.full_stop, letter)
+        letter = gl.where(word == 7, work.seqlen_q, letter)
+        letter = gl.where(word == 8, work.seqlen_k, letter)
+        letter = gl.where(word == 9, work.diagonal, letter)
+        letter = gl.where(word == 10, work.first_q, letter)
+        letter = gl.where(word == 11, work.first_k, letter)
+        wait_empty(mailbox, cursor)
+        mailbox.slots.index(cursor.slot).store(letter)
+        mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
+    else:
+        send(mailbox, cursor, work)
+
+
+@gluon.jit
+def receive_tile(mailbox, cursor, FEATURES: gl.constexpr):
+    """The tile, for a warpgroup. Each thread reads all words, and keeps what it will use."""
+    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+        layout: gl.constexpr = gl.BlockedLayout([LONG], [32], [4], [0])
+        wait_full(mailbox, cursor)
+        letter = mailbox.slots.index(cursor.slot).load(layout)
+        mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)
+        return Ragged(
+            word_of(letter, 0),
+            word_of(letter, 1),
+            word_of(letter, 2),
+            word_of(letter, 3),
+            word_of(letter, 4),
+            word_of(letter, 5),
+            word_of(letter, 6),
+            word_of(letter, 7),
+            word_of(letter, 8),
+            word_of(letter, 9),
+            word_of(letter, 10),
+            word_of(letter, 11),
+            word_of(letter, 12),
+        )
+    else:
+        return receive(mailbox, cursor)
+
+
+@gluon.jit
+def word_of(letter, i: gl.constexpr):
+    word = gl.arange(0, LONG, letter.type.layout)
+    return gl.sum(gl.where(word == i, letter, 0), 0)
