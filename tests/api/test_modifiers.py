@@ -94,6 +94,10 @@ FLEX = {  # in the manner of attention-gym
 }
 
 
+EAGER = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@EAGER
 @pytest.mark.parametrize("name", FLEX)
 @pytest.mark.parametrize("by_blocks", [False, True])
 def test_masks_of_flex_attention_give_what_it_gives(name, by_blocks):
@@ -116,6 +120,7 @@ SCORES = {
 }
 
 
+@EAGER
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_of_flex_attention_give_what_it_gives(name):
     q, k, v = qkv(96, 96, 2, 2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.kernels import hopper
 from tilewise.kernels.hopper import described, launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
@@ -209,6 +210,16 @@ def assert_nothing_leaks(call: Packed, attend) -> None:
 @pytest.mark.parametrize("name", BESIDE)
 def test_nothing_leaks_between_sequences(name):
     assert_nothing_leaks(inputs(BESIDE[name]), emulated)
+
+
+def test_deterministic_packed_gradients_are_left_to_others():
+    q, starts = torch.empty(1, 64, 1, 64, dtype=BF16), torch.zeros(3, dtype=torch.int32)
+    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    with use_emulator():
+        for deterministic in (False, True):
+            problem = describe(q, q, q, extras, Scalars(1.0), "bottom_right", deterministic)
+            refusal = hopper.supports(problem, torch.device("cpu"))
+            assert bool(refusal) == deterministic
 
 
 @pytest.mark.parametrize("rows", [1, 5])
