@@ -207,6 +207,11 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     if extras.dropout_rng is not None:
         _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
     for x in extras.captured:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"a mask or score function captured a tensor of shape {tuple(x.shape)} that "
+                "requires a gradient: it gets none yet, so pass it as bias, or detach() it"
+            )
         if x.device != q.device:
             raise ArgumentError(
                 f"a mask or score function has a tensor on {x.device} and q is on {q.device}: "

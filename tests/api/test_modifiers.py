@@ -260,6 +260,16 @@ def test_what_is_wrong_is_named(name, attend):
         attend(*qkv(), **asked)
 
 
+def test_a_captured_tensor_that_wants_a_gradient_is_refused():
+    """It would get none, in silence; the reference gives it one."""
+    table = torch.randn(4, requires_grad=True)
+    score = scores.score(lambda s, b, h, q_idx, kv_idx: s + table[h])
+    with pytest.raises(NotImplementedError, match="requires a gradient"):
+        tilewise.attention(*qkv(), score_mod=score)
+    with torch.no_grad():
+        tilewise.attention(*qkv(), score_mod=score)
+
+
 def test_packed_sequences_take_no_bias_and_no_block_mask():
     q, k, v = (x[0] for x in qkv(117, 117, batch=1))
     lengths = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
