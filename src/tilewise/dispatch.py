@@ -88,17 +88,6 @@ def choose(
     return _choose(problem, device, backend, is_aligned, cpu_stand_ins())
 
 
-def choose_backward(
-    problem: Problem, device: torch.device, backend: str | None, is_aligned: bool
-) -> ModuleType:
-    """The same for a backward. Gradients of packed sequences are not for the Hopper kernels unless
-    they are named, as little as deterministic ones: see docs/design/hopper-backward.md.
-    """
-    if problem.is_packed and backend is None:
-        problem = problem._replace(deterministic=True)
-    return choose(problem, device, backend, is_aligned)
-
-
 @functools.lru_cache(maxsize=4096)
 def _choose(
     problem: Problem,

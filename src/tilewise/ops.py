@@ -150,7 +150,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 def _run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> Grads:
     is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose_backward(call.problem, q.device, call.backend, is_aligned)
+    chosen = dispatch.choose(call.problem, q.device, call.backend, is_aligned)
     return chosen.backward(call.problem, dout, dlse, q, k, v, out, lse, extras, call.scalars)
 
 

@@ -149,22 +149,3 @@ def test_values_on_a_gpu_are_looked_at_only_if_asked(monkeypatch):
     assert knows_values(STARTS) and not knows_values(elsewhere)
     monkeypatch.setenv("TILEWISE_CHECK", "1")
     assert knows_values(elsewhere)
-
-
-def test_packed_gradients_are_not_hoppers_unless_named(monkeypatch):
-    """Its forward serves by itself."""
-    from tilewise import dispatch
-
-    seen = []
-    choose = dispatch.choose
-
-    def noted(problem, device, backend=None, is_aligned=True):
-        seen.append((problem.deterministic, backend))
-        return choose(problem, device, backend, is_aligned)
-
-    monkeypatch.setattr(dispatch, "choose", noted)
-    q, k, v = (x.requires_grad_() for x in packed())
-    lengths = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
-    for backend in (None, "cpu"):
-        tilewise.attention(q, k, v, backend=backend, **lengths).sum().backward()
-    assert seen == [(False, None), (True, None), (False, "cpu"), (False, "cpu")]

@@ -75,6 +75,7 @@ def checked_stats(plan, compiled, more_spills=0):
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
     assert not found["wgmma_serialized"] and not found["copies_apart"], found
+    assert not found["idle_barriers"], found
     allowed = SPILLS.get(max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV), 0) + more_spills
     assert found["spill_stores"] <= allowed, found
     return found

@@ -126,3 +126,18 @@ def test_copies_of_parted_lanes(meeting, apart):
         EXIT ;
 """
     assert offline._copies_apart(sass) == apart
+
+
+@pytest.mark.parametrize(("used", "idle"), [("%full", 1), ("%full, %empty", 0)])
+def test_barriers_that_nobody_uses(used, idle):
+    ttgir = f"""
+        %full = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared3, #smem, mutable>
+        %empty = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared3, #smem, mutable>
+        %tile = ttg.local_alloc : () -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+        %0 = ttg.memdesc_index %full[%c0] : !ttg.memdesc<2x1xi64, #shared3, #smem, mutable>
+        ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64, #shared3, #smem, mutable>
+        %1 = ttg.memdesc_index %empty[%c0] : !ttg.memdesc<2x1xi64, #shared3, #smem, mutable>
+        ttng.init_barrier %1, 1 : !ttg.memdesc<1xi64, #shared3, #smem, mutable>
+        ttg.warp_specialize({used}, %tile)
+"""
+    assert offline._idle_barriers(ttgir) == idle

@@ -85,7 +85,8 @@ def stats(compiled: Any) -> dict[str, int | bool]:
     Everywhere: `smem` in bytes, `warps`. NVIDIA: `registers` a thread, `spill_stores` and
     `spill_loads` in bytes, `wgmma_serialized`, and how often instructions occur (HGMMA, HMMA,
     UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA); `copies_apart`: how many TMA loads stand where a
-    warp's lanes may have parted, as lanes that run ahead read what is not there yet. AMD:
+    warp's lanes may have parted, as lanes that run ahead read what is not there yet;
+    `idle_barriers`: how many mbarriers are made and not used, whose memory becomes another's. AMD:
     `vgpr_count`, `agpr_count`, `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`. A kernel that
     `build` did not compile raises ValueError.
     """
@@ -103,6 +104,7 @@ def stats(compiled: Any) -> dict[str, int | bool]:
     }
     sass = _disassemble(compiled.asm["cubin"])
     found["copies_apart"] = _copies_apart(sass)
+    found["idle_barriers"] = _idle_barriers(compiled.asm["ttgir"])
     return found | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
 
 
@@ -164,6 +166,23 @@ def _copies_apart(sass: str) -> int:
         meeting = sass.index(f"\n{parting[1]}:")
         apart += sass[parting.end() : meeting].count("UTMALDG")
     return apart
+
+
+def _idle_barriers(ttgir: str) -> int:
+    """Arrays of mbarriers that are made, and nothing more.
+
+    The compiler gives their memory to somebody else, which PTX allows only after `mbarrier.inval`:
+    where another process takes its turn on the GPU, the barriers' first state comes back, over
+    whatever lies there by then.
+    """
+    made = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(?:\d+x)*1xi64", ttgir)
+    idle = 0
+    for name in made:
+        parts = re.findall(rf"(%\w+) = ttg.memdesc_index {name}\[", ttgir)
+        uses = sum(len(re.findall(rf"{x}\b(?! =)", ttgir)) for x in (name, *parts))
+        starts = sum(len(re.findall(rf"init_barrier {x}\b", ttgir)) for x in (name, *parts))
+        idle += uses == starts + len(parts)
+    return idle
 
 
 def _disassemble(cubin: bytes) -> str:

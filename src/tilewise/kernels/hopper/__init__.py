@@ -41,11 +41,6 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
         if headdim % 8:
             return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
-    if problem.is_packed and problem.deterministic:
-        return Avoidable(
-            "gradients of packed sequences differed rarely between runs, on a GPU that eight "
-            'processes share; until the cause is known they are for who asks by backend="hopper"'
-        )
     if problem.mods != NO_MODS:
         return Avoidable("masks and score functions are not served yet, bands (causal, window) are")
     if problem.has_bias:

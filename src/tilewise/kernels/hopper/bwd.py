@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from .bwd_load import load_partition
 from .bwd_mma import grad_partition
 from .bwd_rings import Inputs, Rings, make_keys, make_mail, make_queries
 from .layouts import shared
+from .pipeline import make_barrier
 from .turns import ask_partition, make_turns, pass_partition
 from .work import Call
 
@@ -68,12 +69,9 @@ def hopper_bwd_kernel(
     keys = make_keys(dtype, TILE)
     queries = make_queries(dtype, TILE)
     ds_smem = gl.allocate_shared_memory(dtype, [3, N, M], shared(N, M, dtype))
-    ds_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(3):
-        mbarrier.init(ds_full.index(i), count=2)
-    exchange = Exchange(ds_smem, ds_full)
+    exchange = Exchange(ds_smem, make_barrier(3, 2))
     mail = make_mail(TILE)
-    turns = make_turns()
+    turns = make_turns(TILE)
     out_smem = gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
     fence_async_shared()  # barriers are made before a copy arrives at one
 

@@ -13,6 +13,7 @@ from .bwd_load import load_partition
 from .bwd_rings import Inputs, Rings, make_keys, make_mail, make_queries
 from .bwd_wide_mma import key_partition, value_partition
 from .layouts import shared
+from .pipeline import make_barrier
 from .turns import ask_partition, make_turns, pass_partition
 from .work import Call
 
@@ -75,14 +76,12 @@ def hopper_bwd_wide_kernel(
     p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(p_full, count=1)
     ds_smem = gl.allocate_shared_memory(dtype, [2, N, M], shared(N, M, dtype))
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(ds_full.index(0), count=1)
-    mbarrier.init(ds_full.index(1), count=1)
+    ds_full = make_barrier(2, 1)
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
     exchange = Exchange(p_smem, p_full, Gradients(ds_smem, ds_full), done)
     mail = make_mail(TILE)
-    turns = make_turns()
+    turns = make_turns(TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, further)

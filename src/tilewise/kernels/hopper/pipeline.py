@@ -60,12 +60,19 @@ def make_ring(
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, FILLERS: gl.constexpr, READERS: gl.constexpr):
     """A `full` and an `empty` barrier for each slot."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return make_barrier(STAGES, FILLERS), make_barrier(STAGES, READERS)
+
+
+@gluon.jit
+def make_barrier(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A barrier for each slot. Only what is used may be made: the compiler would give the memory of
+    an idle barrier to somebody else, and a GPU that turns to another process and back writes an
+    mbarrier's first state over it.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=FILLERS)
-        mbarrier.init(empty.index(i), count=READERS)
-    return full, empty
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from ...tile.bounds import key_blocks
 from ...tile.types import Sequence
 from .bwd_blocks import block_after, block_index, count_blocks, first_block
 from .bwd_work import receive_tile, tile_lengths
-from .pipeline import make_barriers
+from .pipeline import make_barrier
 from .work import END
 
 
@@ -47,11 +47,12 @@ class Turn(NamedTuple):
 
 
 @gluon.jit
-def make_turns():
-    """The barriers."""
-    given, passed = make_barriers(2, 1, 1)
-    added, _ = make_barriers(2, 2, 1)
-    return Turns(given, added, passed)
+def make_turns(TILE: gl.constexpr):
+    """The barriers, where adding is ordered."""
+    if TILE.ORDERED:
+        return Turns(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
+    else:
+        return Turns(0, 0, 0)
 
 
 @gluon.jit
