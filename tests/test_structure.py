@@ -27,6 +27,7 @@ RANKS = [
     ["checks", "modifiers"],
     ["problem", "sparse"],
     ["mods", "scores"],
+    ["kept"],
     ["traced"],
     ["tracing", "symbols", "derivative"],
     ["predicates", "expressions", "dropout"],

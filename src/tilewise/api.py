@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from . import ops
-from .checks import Window, band, check, check_bounds, in_order, sizes_of
+from .checks import Window, band, check, check_bounds, has_values, in_order, sizes_of
 from .dropout import draw_rng
 from .errors import ArgumentError
 from .modifiers import check_block_mask, modifiers_of
@@ -165,17 +165,18 @@ def call(
     key = None
     if (
         not is_watched
-        and extras is NO_EXTRAS
-        and mods is NO_MODS
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
+        and (extras is NO_EXTRAS or (type(dropout_p) in (int, float) and not has_values(extras)))
     ):
         key = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(scale, softcap, align, window, deterministic, backend),
         )
-    known = _calls.get(key)
+        if extras is not NO_EXTRAS or mods is not NO_MODS:
+            key += dropout_p, mods, torch.is_grad_enabled(), *map(_look, extras.tensors)
+    known = None if key is None else _calls.get(key)  # a compiler would watch the table
     if known is None:
         asked = dict(scale=scale, softcap=softcap, align=align, window=window, mods=mods)
         asked |= dict(deterministic=deterministic, dropout_p=dropout_p)
@@ -188,6 +189,11 @@ def call(
     return ops.attention(known, q, k, v, extras, is_watched)
 
 
+def _look(x: Tensor | None) -> tuple | None:
+    """What the door looks at, of a tensor whose values it does not read."""
+    return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+
+
 # Calls as they look from outside: shapes, strides, dtypes, devices, numbers
-_calls: dict[tuple | None, Call] = {}
+_calls: dict[tuple, Call] = {}
 KEPT_CALLS = 4096

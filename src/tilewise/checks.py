@@ -220,12 +220,13 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     for name in ("seqused_q", "seqused_k"):
         if (used := getattr(extras, name)) is not None:
             _check_extra(name, used, q, [(batch,)], (torch.int32,))
-            if extras.cu_seqlens_q is not None and knows_values(used):
-                capacity = getattr(extras, name.replace("seqused", "cu_seqlens")).diff()
-                if bool(((used < 0) | (used > capacity)).any()):
+            if knows_values(used):
+                starts = getattr(extras, name.replace("seqused", "cu_seqlens"))
+                room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
+                if bool(((used < 0) | (used > room)).any()):
                     raise ArgumentError(
                         f"{name}={used.tolist()}: it must be at least 0 and at most what the "
-                        f"sequences have room for, {capacity.tolist()}"
+                        f"sequences have room for, {room.tolist()}"
                     )
 
 
@@ -275,6 +276,12 @@ def _check_starts(name: str, starts: Tensor, total: int) -> None:
             f"{name}={found}: it must begin with 0, never decrease, and end with the number of "
             f"packed rows, {total}"
         )
+
+
+def has_values(extras: Extras) -> bool:
+    """Whether lengths are among the tensors whose values the checks look at."""
+    lengths = extras.seqused_k, extras.seqused_q, extras.cu_seqlens_q, extras.cu_seqlens_k
+    return any(x is not None and knows_values(x) for x in lengths)
 
 
 def knows_values(x: Tensor) -> bool:

@@ -109,6 +109,7 @@ def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
     return Parts(partial, full, captured[:of_mask], captured[of_mask:])
 
 
+@functools.lru_cache(maxsize=1024)
 def count_tensors(name: str) -> int:
     """How many tensors the tree of a name reads."""
     slots = [node.value[0] for node in walk(named(name)) if node.op == "load"] if name else []

@@ -22,6 +22,7 @@ import torch
 from . import predicates
 from .errors import ArgumentError
 from .expressions import evaluate
+from .kept import kept
 from .scores import ScoreMod, alibi, relative_bias, score, softcapped
 from .traced import TracedFunction, check_sizes
 from .tracing import MASK, maximum, minimum, trace, where
@@ -131,7 +132,7 @@ def mask(function: Predicate) -> Mask:
             f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
             "or a Mask"
         )
-    return Mask(*trace(function, MASK))
+    return kept(function, lambda function: Mask(*trace(function, MASK)))
 
 
 def causal(diagonal: int = 0) -> Mask:

@@ -20,6 +20,7 @@ import torch
 from .derivative import derivative as derive
 from .errors import ArgumentError
 from .expressions import Node
+from .kept import kept
 from .traced import TracedFunction
 from .tracing import SCORE_FUNCTION, trace
 
@@ -76,13 +77,17 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
                 f"{name} is a {type(value).__name__}: it must be a function of "
                 "(score, b, h, q_idx, kv_idx)"
             )
-    expr, tensors = trace(function, SCORE_FUNCTION)
     if derivative is None:
-        made = ScoreMod(expr, tensors)
-        _ = made.derivative  # found now: a compiler that meets the function can derive nothing
-        return made
+        return kept(function, _derived)
+    expr, tensors = trace(function, SCORE_FUNCTION)
     given, tensors = trace(derivative, SCORE_FUNCTION, tensors)
     return ScoreMod(expr, tensors, given)
+
+
+def _derived(function: ScoreFunction) -> ScoreMod:
+    made = ScoreMod(*trace(function, SCORE_FUNCTION))
+    _ = made.derivative  # found now: a compiler that meets the function can derive nothing
+    return made
 
 
 def alibi(slopes: Tensor) -> ScoreMod:

@@ -1,0 +1,108 @@
+"""A function is traced once, and again when something that it reads is another."""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from tilewise import kept, mods, scores
+
+LIMIT = 5
+
+
+def test_traced_once():
+    def near(b, h, q_idx, kv_idx):
+        return abs(q_idx - kv_idx) < LIMIT
+
+    assert mods.mask(near) is mods.mask(near)
+
+    def capped(score, b, h, q_idx, kv_idx):
+        return 30 * torch.tanh(score / 30)
+
+    assert scores.score(capped) is scores.score(capped)
+
+
+def test_a_captured_number_tells():
+    width = 3
+    mask = lambda b, h, q_idx, kv_idx: kv_idx < width  # noqa: E731
+    first = mods.mask(mask)
+    width = 4
+    assert mods.mask(mask).key != first.key
+    width = 3
+    assert mods.mask(mask).key == first.key
+
+
+@pytest.mark.parametrize("values", [(0.0, -0.0), (1, 1.0), (1, True), (2.0, math.inf)], ids=str)
+def test_numbers_that_are_only_equal_tell(values):
+    shift = values[0]
+    score = lambda score, b, h, q_idx, kv_idx: score / (kv_idx + 1) + shift  # noqa: E731
+    first = kept.reads_of(score)
+    shift = values[1]
+    assert kept.reads_of(score) != first
+
+
+def test_a_global_number_tells(monkeypatch):
+    mask = lambda b, h, q_idx, kv_idx: kv_idx < LIMIT  # noqa: E731
+    first = mods.mask(mask)
+    monkeypatch.setitem(globals(), "LIMIT", 6)
+    assert mods.mask(mask).key != first.key
+
+
+def test_a_captured_tensor_tells():
+    table = torch.zeros(4, dtype=torch.int32)
+    mask = lambda b, h, q_idx, kv_idx: table[h] < kv_idx  # noqa: E731
+    first = mods.mask(mask)
+    assert mods.mask(mask) is first
+    table.fill_(1)  # what lies in it is read by the kernel
+    assert mods.mask(mask) is first
+    table = torch.ones(4, dtype=torch.int32)
+    assert mods.mask(mask).tensors[0] is table
+
+
+def test_a_default_tells():
+    def mask(b, h, q_idx, kv_idx, width=3):
+        return kv_idx < width
+
+    first = mods.mask(mask)
+    mask.__defaults__ = (4,)
+    assert mods.mask(mask).key != first.key
+
+
+def test_what_cannot_be_seen_is_traced_each_time():
+    class Settings:
+        width = 3
+
+    mask = lambda b, h, q_idx, kv_idx: kv_idx < Settings.width  # noqa: E731
+    first = mods.mask(mask)
+    Settings.width = 4
+    assert mods.mask(mask).key != first.key
+
+    widths = [3]
+    mask = lambda b, h, q_idx, kv_idx: kv_idx < widths[0]  # noqa: E731
+    first = mods.mask(mask)
+    widths[0] = 4
+    assert mods.mask(mask).key != first.key
+
+    def width():
+        return Settings.width
+
+    mask = lambda b, h, q_idx, kv_idx: kv_idx < width()  # noqa: E731
+    first = mods.mask(mask)
+    Settings.width = 5
+    assert mods.mask(mask).key != first.key
+
+    mask = lambda b, h, q_idx, kv_idx: kv_idx < (lambda: Settings.width)()  # noqa: E731
+    assert kept.reads_of(mask) is None
+
+
+def test_nothing_keeps_a_function_alive():
+    def traced():
+        table = torch.zeros(4, dtype=torch.int32)
+        mods.mask(lambda b, h, q_idx, kv_idx: table[h] < kv_idx)
+
+    gc.collect()
+    before = len(kept._kept)
+    traced()
+    gc.collect()
+    assert len(kept._kept) == before
