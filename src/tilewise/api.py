@@ -11,7 +11,7 @@ from .checks import Window, band, check, check_bounds, has_values, in_order, siz
 from .dropout import draw_rng
 from .errors import ArgumentError
 from .modifiers import check_block_mask, modifiers_of
-from .problem import NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
+from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor
@@ -72,8 +72,9 @@ def attention(
     sequences of any lengths, packed one behind the other: q is then (total_q, nheads, headdim), and
     k and v are (total_k, nheads_k, headdim). Lengths stay on the device. `seqused_q` and
     `seqused_k` say how many rows of each sequence are real; a query that is not has out 0 and lse
-    -inf. `max_seqlen_q` and `max_seqlen_k` are what others ask for; nothing here needs them. On a
-    GPU the values are checked only with TILEWISE_CHECK=1 in the environment, as that waits for it.
+    -inf. `max_seqlen_q` and `max_seqlen_k` are bounds that nothing needs; where 2048 queries are
+    not the most, tiles are those of long sequences, else those of the mean length. On a GPU the
+    values are checked only with TILEWISE_CHECK=1 in the environment, as that waits for it.
     bias: added to the scores, in the dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
     seqlen_k or 1); differentiable.
     mask_mod: which keys a query sees, a predicate of (b, h, q_idx, kv_idx) made of plain operators
@@ -118,12 +119,12 @@ def attention(
         extras=extras,
         scale=scale,
         softcap=softcap,
-        align=align,
-        window=sides,
+        window=(align, *sides),
         deterministic=deterministic,
         backend=backend,
         dropout_p=dropout_p,
         mods=modifiers.mods,
+        is_long=is_packed and max_seqlen_q is not None and max_seqlen_q > LONG,
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -151,14 +152,16 @@ def call(
     extras: Extras,
     scale: float | None,
     softcap: float | None,
-    align: str,
-    window: tuple[int, int],
+    window: tuple[str, int, int],
     deterministic: bool,
     backend: str | None = None,
     dropout_p: float = 0,
     mods: Mods = NO_MODS,
+    is_long: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Every face ends here: cast as autocast asks, check once, go."""
+    """Every face ends here: cast as autocast asks, check once, go. `window` is where the diagonal
+    ends, and what lies left and right of it.
+    """
     is_watched = ops.is_watched(q, k, v, *extras.tensors)
     if is_watched or torch._C._is_any_autocast_enabled():
         q, k, v = ops.autocast(q, k, v)
@@ -172,14 +175,14 @@ def call(
         key = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(scale, softcap, align, window, deterministic, backend),
+            *(scale, softcap, window, deterministic, backend),
         )
         if extras is not NO_EXTRAS or mods is not NO_MODS:
-            key += dropout_p, mods, torch.is_grad_enabled(), *map(_look, extras.tensors)
+            key += dropout_p, mods, is_long, torch.is_grad_enabled(), *map(_look, extras.tensors)
     known = None if key is None else _calls.get(key)  # a compiler would watch the table
     if known is None:
-        asked = dict(scale=scale, softcap=softcap, align=align, window=window, mods=mods)
-        asked |= dict(deterministic=deterministic, dropout_p=dropout_p)
+        asked = dict(scale=scale, softcap=softcap, align=window[0], window=window[1:], mods=mods)
+        asked |= dict(deterministic=deterministic, dropout_p=dropout_p, is_long=is_long)
         checked = check(q, k, v, extras=extras, **asked)
         known = Call(checked.problem, checked.scalars, backend)
         if key is not None:

@@ -41,6 +41,7 @@ def check(
     deterministic: bool,
     dropout_p: float = 0,
     mods: Mods = NO_MODS,
+    is_long: bool = False,
 ) -> Checked:
     """Checks tensors in (batch, seqlen, nheads, headdim) order."""
     check_tensors(q, k, v)
@@ -49,7 +50,8 @@ def check(
     numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *window, float(dropout_p)
     scalars = Scalars(*numbers)
     has_bias_grad = extras.bias is not None and extras.bias.requires_grad
-    problem = describe(q, k, v, extras, scalars, align, deterministic, mods, has_bias_grad)
+    flags = align, deterministic, mods, has_bias_grad, is_long
+    problem = describe(q, k, v, extras, scalars, *flags)
     return Checked(problem, extras, scalars)
 
 
@@ -175,7 +177,7 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_bounds(*bounds: int | None) -> None:
-    """max_seqlen_q and max_seqlen_k, which nothing here needs."""
+    """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
     for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
         if bound is not None and (
             not isinstance(bound, (int, torch.SymInt, torch.Tensor)) or isinstance(bound, bool)

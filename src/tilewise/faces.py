@@ -55,8 +55,7 @@ def flash_attn_func(
         extras=extras_of(alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q)),
         scale=softmax_scale,
         softcap=softcap,
-        align="bottom_right",
-        window=band(window_size, causal, "window_size"),
+        window=("bottom_right", *band(window_size, causal, "window_size")),
         deterministic=deterministic,
         dropout_p=dropout_p,
     )

@@ -29,9 +29,9 @@ _CALL = (
     ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
     + ", Tensor[] captured, float scale, float softcap, SymInt left, SymInt right, float dropout_p,"
     " str align, bool deterministic, str mask_mod, str score_mod, str score_derivative, "
-    "int[2] mask_block, bool has_bias_grad, str? backend"
+    "int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
 )
-AFTER_TENSORS = SCALARS + 8  # the arguments from scale on
+AFTER_TENSORS = SCALARS + 9  # the arguments from scale on
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
 _library.define(
@@ -113,7 +113,7 @@ def _asking(call: Call) -> tuple:
     mods = problem.mods
     functions = mods.mask, mods.score, mods.derivative, mods.block
     flags = problem.align, problem.deterministic, *functions, problem.has_bias_grad
-    return (*call.scalars, *flags, call.backend)
+    return (*call.scalars, *flags, problem.is_long, call.backend)
 
 
 # autograd
@@ -270,9 +270,9 @@ def _asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
     """What an operator's arguments ask for: q, k, v and the extras, and what begins at scale."""
     q, k, v, *tensors = tensors
     extras, scalars = extras_of(*tensors), Scalars(*rest[:SCALARS])
-    align, deterministic, *functions, block, has_bias_grad, _ = rest[SCALARS:]
+    align, deterministic, *functions, block, has_bias_grad, is_long, _ = rest[SCALARS:]
     mods = Mods(*functions, tuple(block))
-    flags = align, deterministic, mods, has_bias_grad
+    flags = align, deterministic, mods, has_bias_grad, is_long
     return describe(q, k, v, extras, scalars, *flags), extras, scalars
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+LONG = 2048  # queries: longer sequences may want another tile
 OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 
@@ -59,6 +60,7 @@ class Problem(NamedTuple):
     has_dropout: bool
     mods: Mods
     deterministic: bool
+    is_long: bool = False  # packed sequences, of which some may have over LONG queries
 
     @property
     def group(self) -> int:
@@ -149,6 +151,7 @@ def describe(
     deterministic: bool,
     mods: Mods = NO_MODS,
     has_bias_grad: bool = False,
+    is_long: bool = False,
 ) -> Problem:
     """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order."""
     return Problem(
@@ -171,4 +174,5 @@ def describe(
         has_dropout=scalars.dropout_p > 0,
         mods=mods,
         deterministic=deterministic,
+        is_long=is_long,
     )

@@ -273,7 +273,7 @@ def test_autocast_casts_and_gradients_come_back():
             *(None,) * 6,
             [],
             *(0.25, 0.0, -1, -1, 0.0),
-            *("bottom_right", False, "", "", "", [0, 0], False),
+            *("bottom_right", False, "", "", "", [0, 0], False, False),
             None,
         )
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

@@ -1,10 +1,13 @@
 """Packed sequences: the faces, what a compiler makes of them, and what is refused."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
-from tilewise import errors
+from tilewise import dispatch, errors
 from tilewise.checks import knows_values
 from tilewise.testing import use_interpreter
 
@@ -70,7 +73,8 @@ def test_one_graph_serves_any_lengths():
 def test_gradients_through_the_operator():
     q, k, v = (x[None].double().requires_grad_() for x in packed((2, 1, 1), 8))
     tensors = (*(None,) * 4, STARTS, STARTS, None, None, [])
-    rest = (*tensors, 0.3, 0.0, -1, 0, 0.0, "bottom_right", False, "", "", "", [0, 0], False, None)
+    rest = (*tensors, 0.3, 0.0, -1, 0, 0.0, "bottom_right", False, "", "", "", [0, 0], False, False)
+    rest = (*rest, None)
     torch.library.opcheck(torch.ops.tilewise.forward.default, (q, k, v, *rest))
 
 
@@ -149,3 +153,22 @@ def test_values_on_a_gpu_are_looked_at_only_if_asked(monkeypatch):
     assert knows_values(STARTS) and not knows_values(elsewhere)
     monkeypatch.setenv("TILEWISE_CHECK", "1")
     assert knows_values(elsewhere)
+
+
+@pytest.mark.parametrize(("bound", "is_long"), [(None, False), (2048, False), (2049, True)])
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_bound_reaches_the_kernels(bound, is_long, watched, monkeypatch):
+    seen = []
+    choose = dispatch.choose
+
+    def noted(problem, *args):
+        seen.append(problem.is_long)
+        return choose(problem, *args)
+
+    monkeypatch.setattr(dispatch, "choose", noted)
+    x = torch.randn(3000, 1, 8, requires_grad=True)
+    starts = torch.tensor([0, 3000], dtype=INT32)
+    asked = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=bound, window=(3, 3))
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        tilewise.attention(x, x, x, **asked).sum().backward()
+    assert seen == [is_long, is_long]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.kernels import hopper
 from tilewise.kernels.hopper import described, launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
@@ -212,16 +211,6 @@ def test_nothing_leaks_between_sequences(name):
     assert_nothing_leaks(inputs(BESIDE[name]), emulated)
 
 
-def test_deterministic_packed_gradients_are_left_to_others():
-    q, starts = torch.empty(1, 64, 1, 64, dtype=BF16), torch.zeros(3, dtype=torch.int32)
-    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    with use_emulator():
-        for deterministic in (False, True):
-            problem = describe(q, q, q, extras, Scalars(1.0), "bottom_right", deterministic)
-            refusal = hopper.supports(problem, torch.device("cpu"))
-            assert bool(refusal) == deterministic
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rows_of_a_ragged_descriptor(rows):
     """Every row of every sequence lies where it should, and the next one is none."""
@@ -238,17 +227,18 @@ def test_rows_of_a_ragged_descriptor(rows):
                 assert place == i * x.stride(1) + first * x.stride(1)
 
 
-def test_a_plan_is_for_the_mean_length():
+def test_a_plan_is_for_the_mean_length_or_a_long_bound():
     """However many rows they have together; and a descriptor has no dimension for PACK."""
     q, k = torch.empty(1, 8192, 4, 64, dtype=BF16), torch.empty(1, 8192, 1, 64, dtype=BF16)
     tiles = []
-    for batch in (1, 512):
+    for batch, is_long in ((1, False), (512, False), (512, True)):
         starts = torch.zeros(batch + 1, dtype=torch.int32)
         extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts)
         problem = describe(q, k, k, extras, Scalars(1.0, right=0), "bottom_right", False)
+        problem = problem._replace(is_long=is_long)
         tiles.append(launch.plan_for(problem, q, extras).tile)
-    assert [tile.PACK for tile in tiles] == [1, 1]
-    assert [tile.WARPGROUPS for tile in tiles] == [3, 2]
+    assert [tile.PACK for tile in tiles] == [1, 1, 1]
+    assert [tile.WARPGROUPS for tile in tiles] == [3, 2, 3]
 
 
 def test_kernels_are_kept_apart_by_where_lengths_lie():

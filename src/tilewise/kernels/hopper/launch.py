@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ...problem import NO_EXTRAS, Extras, Problem, Scalars
+from ...problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
 from ...testing.switch import emulator_seed
 from ...tile.types import Features, Pipeline, Queue
 from ...tuning.config import SHARED_MEMORY, Key
@@ -38,7 +38,6 @@ from .fwd import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
-SHORT = 2048  # rows up to which a tile of two warpgroups may be faster than one of three
 MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
 
@@ -188,11 +187,14 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
 
 
 def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
-    """The plan of a call; of packed sequences, for their mean length."""
+    """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
+    else that of their mean length.
+    """
     seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
-    return plan_of(problem, q.device, seqlen_q <= SHORT, pack)
+    is_short = seqlen_q <= LONG and not problem.is_long
+    return plan_of(problem, q.device, is_short, pack)
 
 
 @functools.lru_cache(maxsize=1024)
