@@ -183,6 +183,22 @@ def test_upcast_is_nearer_to_the_truth():
     assert errors[0] < errors[1]
 
 
+def test_a_part_counts_from_where_it_begins():
+    """Row 1 of the batch, query heads 2 and 3 with their key head, queries 2 to 4."""
+    q, k, v = qkv()
+    modified = dict(
+        mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + b + h) % 3 != kv_idx % 3,
+        score_mod=lambda score, b, h, q_idx, kv_idx: score + 0.3 * (q_idx - kv_idx) * (h + b),
+        dropout_p=0.3,
+        dropout_rng=torch.tensor([1 << 40, 3]),
+    )
+    whole = attention_reference(q, k, v, **modified)
+    part = q[1:, 2:, 2:], k[1:, :, 1:], v[1:, :, 1:]
+    out = attention_reference(*part, **modified, first=(1, 2, 2))
+    torch.testing.assert_close(out, whole[1:, 2:, 2:], atol=1e-14, rtol=1e-14)
+    assert not torch.allclose(attention_reference(*part, **modified), out)
+
+
 def test_errors():
     q, k, v = qkv()
     for wrong in (

@@ -66,6 +66,7 @@ def attention_reference(
     layout: str = "bshd",
     return_lse: bool = False,
     upcast: bool = True,
+    first: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tilewise.attention` in plain torch, with the scores in memory and natural autograd.
 
@@ -81,6 +82,9 @@ def attention_reference(
     The softmax and `lse` are in fp32 (fp64 for fp64). With `upcast` the matrix products are too.
     Without it they run in the dtype of q, and S and P are rounded to it: what plain code in half
     precision gives, and so the error that a kernel is allowed.
+    `first` is the (batch, head, query) of a larger call that q begins with: masks, score functions
+    and dropout count from it, so that a call too large to store is computed part by part. A band
+    and ALiBi know only the q and k they are given.
     """
     align = _check_names(causal, layout)
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
@@ -99,7 +103,7 @@ def attention_reference(
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
     numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *sides, dropout_p
     mask_mod = mask_mod if block_mask is None else block_mask.mask
-    asked = _Asked(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast)
+    asked = _Asked(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast, first)
     attend = _attend_packed if is_packed else _attend
     out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), asked)
     if layout == "bshd":
@@ -118,14 +122,15 @@ class _Asked(NamedTuple):
     mask_mod: Callable | None
     score_mod: Callable | None
     upcast: bool
-    sequence: int = 0  # of packed ones
+    first: tuple[int, int, int]  # batch (of packed ones, sequence), head and query
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> tuple[Tensor, Tensor]:
     """Packed sequences, one by one; rows that are not used have out 0 and lse -inf."""
     outs, lses = [], []
+    sequence, *others = asked.first
     for i, ((a, b, c), (d, e, _), extras) in enumerate(_sequences(asked.extras)):
-        alone = asked._replace(extras=extras, sequence=i)
+        alone = asked._replace(extras=extras, first=(sequence + i, *others))
         out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v[:, :, d:e], alone)
         outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
         lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
@@ -177,14 +182,16 @@ def _attend(
         # Padding may hold anything, and 0 * NaN is NaN.
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
     diagonal = seqlen_k - q.shape[2] if asked.align == "bottom_right" else 0
-    b = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1) + asked.sequence
-    h = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
+    first_b, first_h, first_q = asked.first
+    b = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1) + first_b
+    h = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1) + first_h
+    at = b, h, q_idx + first_q, k_idx
 
     s = scalars.scale * _matmul(q, k.transpose(2, 3)).to(exact)
     if scalars.softcap:
         s = scalars.softcap * torch.tanh(s / scalars.softcap)
     if asked.score_mod is not None:
-        s = scores.score(asked.score_mod)(s, b, h, q_idx, k_idx).to(exact).expand_as(s)
+        s = scores.score(asked.score_mod)(s, *at).to(exact).expand_as(s)
     if extras.alibi_slopes is not None:
         slopes = extras.alibi_slopes.to(exact)[..., None, None]
         s = s - slopes * (q_idx + diagonal - k_idx).abs()
@@ -192,11 +199,11 @@ def _attend(
         s = s + extras.bias.to(exact)
     visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
     if asked.mask_mod is not None:
-        visible = visible & mods.mask(asked.mask_mod)(b, h, q_idx, k_idx)
+        visible = visible & mods.mask(asked.mask_mod)(*at)
     p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
     if extras.dropout_rng is not None:
         threshold = threshold_of(scalars.dropout_p)
-        kept = keep(extras.dropout_rng, b, h, q_idx, k_idx, threshold)
+        kept = keep(extras.dropout_rng, *at, threshold)
         p = torch.where(kept, p * factor_of(threshold), 0)
     return _matmul(p.to(v.dtype), v).to(dtype), lse
 

@@ -191,12 +191,12 @@ def test_a_backward_is_timed_without_its_forward():
 
 def test_the_truth_is_blockwise_and_exact(monkeypatch):
     """A few rows at a time gives what all rows at once give."""
-    from tilewise.bench import check
+    from tilewise.bench import standards
 
     shape = SMALL._replace(direction="bwd", nheads=4, nheads_k=2, seqlen_k=48)
     inputs = make_inputs(shape, "cpu")
     whole = truth(shape, inputs)
-    monkeypatch.setitem(check.BLOCK_ELEMENTS, "cpu", 500)
+    monkeypatch.setitem(standards.BLOCK_ELEMENTS, "cpu", 500)
     for (name, place, exact, _), (_, _, blockwise, _) in zip(
         whole, truth(shape, inputs), strict=True
     ):
@@ -237,3 +237,23 @@ def test_the_triton_of_a_row_is_the_one_imported(tmp_path, monkeypatch):
 def test_standard_attention_refuses_what_does_not_fit():
     shape = square("fwd", 1 << 20, 64, False, tokens=1 << 20)
     assert "GiB" in PROVIDERS["standard"].refuse(shape, "cpu")
+
+
+NARROW = {"causal": {}, "softcap": dict(seqlen_q=256, seqlen_k=256, softcap=30.0)}
+
+
+@pytest.mark.parametrize("features", NARROW.values(), ids=NARROW)
+def test_a_backward_in_fp32_may_err_as_one_that_stores_lse(features):
+    """Autograd of the plain formula, which stores P, is nearer than any kernel: dq was WRONG."""
+    shape = square("bwd", 128, 64, True, dtype="float32", tokens=128, hidden=128)
+    (done,) = run_suite(
+        [shape._replace(**features)], ["tilewise:cpu"], rounds=1, round_ms=1, show=lambda line: None
+    )
+    assert done.wrong is None and done.row is not None
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_an_out_is_allowed_the_plain_run_alone(direction):
+    shape = SMALL._replace(direction=direction)
+    plains = {name: len(plains) for name, _, _, plains in truth(shape, make_inputs(shape, "cpu"))}
+    assert plains == ({"out": 1} | (dict(dq=2, dk=2, dv=2) if direction == "bwd" else {}))

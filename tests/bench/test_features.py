@@ -100,11 +100,11 @@ def test_a_narrow_softcap_leaves_the_inputs_as_they_are():
     "shape", [ALL, ALL._replace(seqlen_k=48), ALL._replace(causal=False, window=None)], ids=str
 )
 def test_the_truth_of_features_is_blockwise(shape, monkeypatch):
-    from tilewise.bench import check
+    from tilewise.bench import standards
 
     shape = shape._replace(direction="bwd", nheads_k=2)
     inputs = make_inputs(shape, "cpu")
-    monkeypatch.setitem(check.BLOCK_ELEMENTS, "cpu", 500)
+    monkeypatch.setitem(standards.BLOCK_ELEMENTS, "cpu", 500)
     ours = results_of(shape, by_reference(shape), inputs)
     for name, place, exact, _ in truth(shape, inputs):
         torch.testing.assert_close(ours[name][place].double(), exact, atol=1e-5, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_flex_expresses_every_feature(shape, causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled(f, backend="eager", **how))
     window = shape.window if causal else None
     shape = shape._replace(nheads_k=2, seqlen_k=48, causal=causal, window=window)
-    q, k, v, _ = make_inputs(shape, "cpu", "bhsd")
+    q, k, v = make_inputs(shape, "cpu", "bhsd")[:3]
     with torch.no_grad():
         got = PROVIDERS["flex"].prepare(shape, "cpu")(q, k, v)
     torch.testing.assert_close(got, by_reference(shape)(q, k, v))

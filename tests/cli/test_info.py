@@ -3,11 +3,12 @@
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
-from tilewise.cli import info, machine  # noqa: E402
+from tilewise.cli import features, info, machine  # noqa: E402
 
 
 def invoke(*arguments):
@@ -39,6 +40,53 @@ def test_portable_on_cpu_tensors_names_the_interpreter():
     assert line["mark"] == "no" and (
         "use_interpreter" in line["value"] or "triton" in line["value"]
     )
+
+
+def test_features_name_who_serves_them():
+    """On CPU tensors the other backends serve nothing: why is said of the backend, once."""
+    features = {name: x for (section, name), x in lines().items() if section.startswith("features")}
+    assert features["dropout"]["value"] == "cpu" and features["dropout"]["remedy"] == ""
+    assert all(line["mark"] == "ok" for line in features.values())
+    text = invoke()
+    assert "served by" in text and "packed sequences, gradients" in text
+
+
+def test_a_refusal_of_one_feature_has_its_reason(monkeypatch):
+    from tilewise import dispatch
+
+    def ask(name, problem, device):
+        if name == "cpu":
+            return "computes on the CPU"
+        if name == "hopper" and problem.has_dropout:
+            return "dropout is not served yet"
+        return "too wide" if problem.headdim > 256 else None
+
+    monkeypatch.setattr(dispatch, "ask", ask)
+    found = {one.feature: one for one in features.served("cuda", torch.bfloat16)}
+    assert found["plain"] == ("plain", ["hopper", "portable"], {})
+    reason = {"hopper": "dropout is not served yet"}
+    assert found["dropout"] == ("dropout", ["portable"], reason)
+    line = lines()["features for cpu tensors", "dropout"]
+    assert line["value"] == "portable" and line["remedy"] == "hopper: dropout is not served yet"
+    line = lines()["features for cpu tensors", "headdim 512"]
+    assert line["mark"] == "no" and line["remedy"] == "hopper: too wide; portable: too wide"
+
+
+def test_each_feature_asks_for_something_of_its_own():
+    problems = features.problems(torch.bfloat16)
+    assert len(set(problems.values())) == len(problems)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_every_problem_is_one_that_a_backend_answers(backend):
+    """The Hopper kernels' reasons, of an emulated GPU, and the portable ones'."""
+    from tilewise.testing import use_emulator, use_interpreter
+
+    pytest.importorskip("triton")
+    with use_emulator(0) if backend == "hopper" else use_interpreter():
+        found = {one.feature: one.refusals for one in features.served("cpu", torch.bfloat16)}
+    assert not found["plain"] and "256" in found["headdim 512"][backend]
+    assert ("float64" in found["float64"][backend]) and backend not in found["causal"]
 
 
 def test_markdown_is_one_table():

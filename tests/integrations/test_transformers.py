@@ -170,18 +170,6 @@ def test_holes_in_the_mask_are_refused():
         ours(tokens(), attention_mask=mask)
 
 
-def test_packed_rows_are_refused():
-    _, ours = pair(config_of("llama"))
-    ids = tokens(batch=1)
-    position_ids = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
-    with pytest.raises(NotImplementedError, match="packed"):
-        ours(ids, position_ids=position_ids, use_cache=False)
-    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
-    lengths = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=7, max_length_k=7)
-    with pytest.raises(NotImplementedError, match="cu_seq_lens"):
-        ours(ids, use_cache=False, **lengths)
-
-
 def test_dropout_is_drawn_in_training_alone():
     config = config_of("llama")
     config.attention_dropout = 0.5

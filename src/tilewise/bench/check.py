@@ -2,7 +2,8 @@
 
 Out and the gradients of two key heads with their query heads, the first of the batch and the
 last, are held to fp64, computed a block of queries at a time so that memory stays bounded at any
-length (ALiBi without a causal mask excepted). Of packed sequences each is held, at one key head.
+length (ALiBi without a causal mask excepted). Of packed sequences each is held, at one key head; of
+a bias the gradient of two key heads' query heads, which takes the whole batch.
 """
 
 from __future__ import annotations
@@ -11,28 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..reference import attention_reference
 from ..testing import tolerance
 from .features import options_of
+from .modifiers import bias_of
 from .providers import Attend
 from .shapes import Shape
+from .standards import Inputs, Standards, joined, standards
 
 Tensor = torch.Tensor
-BLOCK_ELEMENTS = {
-    "cuda": 1 << 27,
-    "cpu": 1 << 24,
-}  # of one block of scores: 1 GiB and 128 MiB in fp64
-
-
-class Inputs(NamedTuple):
-    """(batch, seqlen, nheads, headdim), in a provider's memory order; packed (tokens, nheads,
-    headdim).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
+BY_HEAD = ("alibi_slopes", "sinks")  # options with an entry a query head
 
 
 class Verdict(NamedTuple):
@@ -44,9 +32,8 @@ class Verdict(NamedTuple):
     passes: bool
 
 
-Truth = list[
-    tuple[str, tuple, Tensor, Tensor]
-]  # name, where in the tensor, fp64 value, plain value
+# name, where in the tensor, fp64 value, values of the plain runs whose errors are allowed
+Truth = list[tuple[str, tuple, Tensor, tuple[Tensor, ...]]]
 
 
 def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) -> Inputs:
@@ -67,7 +54,7 @@ def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) 
         x = torch.randn(sizes, device=device, generator=generator, dtype=torch.float32)
         x = x.mul_(size).to(dtype)
         tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
-    return Inputs(*tensors)
+    return Inputs(*tensors, bias_of(shape, device, generator))
 
 
 def truth(shape: Shape, inputs: Inputs) -> Truth:
@@ -76,15 +63,40 @@ def truth(shape: Shape, inputs: Inputs) -> Truth:
     if shape.lengths:
         return _truth_of_packed(shape, inputs, options)
     samples = {(0, 0), (shape.batch - 1, shape.nheads_k - 1)}
+    wants_dbias = shape.modifier == "learned-bias" and shape.direction != "fwd"
+    if wants_dbias:  # the batch shares it
+        samples = {(row, head) for row in range(shape.batch) for _, head in samples}
     found: Truth = []
+    by_head: dict[int, list[Standards]] = {}
     for batch, head in sorted(samples):
         keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
         queries = (*keys[:2], _queries_of(shape, head))
-        part = Inputs(inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries])
-        exact, plain = _standards(shape, part, _options_at(queries[2], options))
+        q, k, v = inputs.q[queries], inputs.k[keys], inputs.v[keys]
+        bias = None if inputs.bias is None else inputs.bias[:, queries[2]]
+        part = Inputs(q, k, v, inputs.dout[queries], bias)
+        first = batch, queries[2].start
+        held = standards(shape, part, _options_at(queries[2], options), first)
         places = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
-        found += [(name, places[name], exact[name], plain[name]) for name in exact]
+        found += _entries(places, held)
+        by_head.setdefault(head, []).append(held)
+    if wants_dbias:
+        found += [_dbias_of(shape, head, held) for head, held in by_head.items()]
     return found
+
+
+def _entries(places: dict[str, tuple], held: Standards) -> Truth:
+    return [
+        (name, place, held.exact[name], held.plains(name))
+        for name, place in places.items()
+        if name in held.exact
+    ]
+
+
+def _dbias_of(shape: Shape, head: int, held: list[Standards]) -> tuple:
+    """The bias's gradient at the query heads of a key head, summed over the batch."""
+    place = (slice(None), _queries_of(shape, head))
+    exact, plain, recomputed = (sum(run["dbias"] for run in runs) for runs in zip(*held))
+    return "dbias", place, exact, (plain.to(held[0].plain["dq"].dtype), recomputed)
 
 
 def _truth_of_packed(shape: Shape, inputs: Inputs, options: dict[str, Any]) -> Truth:
@@ -108,17 +120,14 @@ def _truth_of_packed(shape: Shape, inputs: Inputs, options: dict[str, Any]) -> T
             q, dout = inputs.q[None, at, of], inputs.dout[None, at, of]
             k, v = (x[None, at, head : head + 1] for x in (inputs.k, inputs.v))
             part = Inputs(q, k, v, dout)
-            runs.append(_standards(shape.alone(length), part, _options_at(of, options)))
+            runs.append(standards(shape.alone(length), part, _options_at(of, options)))
             rows += range(start, start + length)
             heads += [head] * length
         keys = (torch.tensor(rows)[:, None], torch.tensor(heads)[:, None])
         group = shape.nheads // shape.nheads_k
         queries = (keys[0], keys[1] * group + torch.arange(group))
         places = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
-        exact, plain = (
-            {name: torch.cat([run[name][0] for run in of]) for name in of[0]} for of in zip(*runs)
-        )
-        found += [(name, places[name], exact[name], plain[name]) for name in exact]
+        found += _entries(places, joined(runs))
     return found
 
 
@@ -129,16 +138,9 @@ def _queries_of(shape: Shape, head: int) -> slice:
 
 
 def _options_at(heads: slice, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of these query heads: tensors have an entry a head."""
-    return {name: x[heads] if isinstance(x, Tensor) else x for name, x in options.items()}
-
-
-def _standards(
-    shape: Shape, part: Inputs, options: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One key head in fp64, and in the precision of its inputs."""
-    exact = _blockwise(shape, Inputs(*(x.double() for x in part)), options, upcast=True)
-    return exact, _blockwise(shape, part, options, upcast=False)
+    """The options of these query heads."""
+    own = {name: options[name] for name in BY_HEAD if options[name] is not None}
+    return {**options, **{name: x[heads] for name, x in own.items()}}
 
 
 def judge(
@@ -147,9 +149,8 @@ def judge(
     """A provider's results beside the truth. Peers are not held to our bound on the mean error."""
     results = results_of(shape, attend, inputs)
     verdicts = []
-    for name, place, exact, plain in expected:
-        got = results[name][place]
-        verdict = tolerance.judge(got, exact, plain)
+    for name, place, exact, plains in expected:
+        verdict = tolerance.judge(results[name][place], exact, *plains)
         passes = verdict.ok if is_ours else verdict.max_error <= verdict.max_bound
         verdicts.append(Verdict(f"{name}: {verdict}", verdict.max_error, verdict.max_bound, passes))
     failed = [verdict for verdict in verdicts if not verdict.passes]
@@ -160,41 +161,8 @@ def results_of(shape: Shape, attend: Attend, inputs: Inputs) -> dict[str, Tensor
     """Out, and the gradients where the shape's direction asks for them."""
     if shape.direction == "fwd":
         with torch.no_grad():
-            return {"out": attend(*inputs[:3])}
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = attend(*leaves)
-    grads = torch.autograd.grad(out, leaves, inputs.dout)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-
-
-def _blockwise(
-    shape: Shape, part: Inputs, options: dict[str, Any], upcast: bool
-) -> dict[str, Tensor]:
-    """One key head, a block of queries at a time; dk and dv are summed in fp32 or better."""
-    q, k, v, dout = part
-    rows = max(BLOCK_ELEMENTS[q.device.type] // (shape.seqlen_k * q.shape[2]), 1)
-    if shape.alibi and not shape.causal:
-        rows = shape.seqlen_q  # distances are from the last key, which no block but one ends at
-    outs, dqs = [], []
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    with_grads = shape.direction != "fwd"
-    for start in range(0, shape.seqlen_q, rows):
-        stop = min(start + rows, shape.seqlen_q)
-        # Bottom-right causal of these rows alone: cut the keys where the last of them stops seeing.
-        last = shape.seqlen_k - shape.seqlen_q + stop if shape.causal else shape.seqlen_k
-        leaves = [
-            x.detach().requires_grad_(with_grads)
-            for x in (q[:, start:stop], k[:, :last], v[:, :last])
-        ]
-        out = attention_reference(*leaves, **options, upcast=upcast)
-        outs.append(out.detach())
-        if with_grads:
-            dq_rows, dk_rows, dv_rows = torch.autograd.grad(out, leaves, dout[:, start:stop])
-            dqs.append(dq_rows)
-            dk[:, :last] += dk_rows
-            dv[:, :last] += dv_rows
-    results = {"out": torch.cat(outs, 1)}
-    if with_grads:
-        results |= {"dq": torch.cat(dqs, 1), "dk": dk.to(k.dtype), "dv": dv.to(v.dtype)}
-    return results
+            return {"out": attend(*inputs.arguments)}
+    arguments, wanted = inputs.leaves(shape)
+    out = attend(*arguments)
+    grads = torch.autograd.grad(out, wanted, inputs.dout)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), grads))}

@@ -1,5 +1,5 @@
-"""What a shape asks beyond a causal mask, as arguments: a window, a softcap, ALiBi's slopes, sinks;
-and where packed sequences begin.
+"""What a shape asks beyond a causal mask, as arguments: a window, a softcap, ALiBi's slopes, sinks,
+its modifier; and where packed sequences begin.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .modifiers import arguments_of
 from .shapes import Shape
 
 Tensor = torch.Tensor
 
 
 def options_of(shape: Shape, device: str) -> dict[str, Any]:
-    """What `attention` and `attention_reference` are called with; None where nothing is asked."""
+    """What `attention` and `attention_reference` are called with; None where nothing is asked, and
+    no name of a modifier that is not.
+    """
     return dict(
         causal=shape.causal,
         window=None if shape.window is None else (shape.window, 0),
         softcap=shape.softcap or None,
         alibi_slopes=_slopes(shape, device) if shape.alibi else None,
         sinks=_sinks(shape, device) if shape.sinks else None,
+        **arguments_of(shape, device),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 TOKENS = 65536
 SEED = 1
+DOCUMENTS = 16  # in one row of a document mask
 
 
 def _zipf(count: int, exponent: float) -> tuple[int, ...]:
@@ -26,6 +27,17 @@ def _zipf(count: int, exponent: float) -> tuple[int, ...]:
 def _uniform(count: int, least: int, most: int) -> tuple[int, ...]:
     """Lengths between `least` and `most`, both included."""
     return tuple(torch.randint(least, most + 1, (count,), generator=_generator()).tolist())
+
+
+def documents(tokens: int, count: int = DOCUMENTS) -> tuple[int, ...]:
+    """`tokens` in documents of uneven lengths: the longest has at most 16 times the least's, and
+    the last takes up what rounding leaves.
+    """
+    if tokens < 16 * count:
+        raise ValueError(f"{count} documents want {16 * count} tokens at least, not {tokens}")
+    weights = (torch.rand(count, generator=_generator()) * 15 + 1).tolist()
+    ends = [round(tokens * sum(weights[: i + 1]) / sum(weights)) for i in range(count)]
+    return tuple(end - start for start, end in zip([0, *ends], ends))
 
 
 def _generator() -> torch.Generator:

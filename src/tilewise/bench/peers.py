@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .features import options_of, packing_of
+from .modifiers import words_of
 from .shapes import Shape
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def prepare_fa4(shape: Shape, device: str) -> Attend:
 
 def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
     """Why none of them serves this device or shape, installed or not."""
+    if shape.modifier:
+        return f"it is not asked for {words_of(shape.modifier)} here"
     if not device.startswith("cuda"):
         return "it is for CUDA GPUs"
     major, minor = torch.cuda.get_device_capability(device)

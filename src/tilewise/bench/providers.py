@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import features, peers
+from . import features, modifiers, peers
 from .shapes import Shape
 
 Tensor = torch.Tensor
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]  # of q, k, v, and of the bias of a shape that has one
 
 
 class Provider(NamedTuple):
@@ -50,6 +50,7 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
             return None
         from .. import dispatch
         from ..checks import band
+        from ..modifiers import modifiers_of
         from ..problem import Extras, Scalars, describe
 
         if backend not in dispatch.BACKENDS:
@@ -57,12 +58,20 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         q, k, v = (torch.empty(s, dtype=getattr(torch, shape.dtype)) for s in _sizes(shape))
         options = features.options_of(shape, "cpu")
         sides = band(options["window"], shape.causal)
-        scalars = Scalars(shape.headdim**-0.5, shape.softcap, *sides)
+        dropout_p = options.get("dropout_p", 0.0)
+        scalars = Scalars(shape.headdim**-0.5, shape.softcap, *sides, dropout_p)
         starts = features.packing_of(shape, "cpu").get("cu_seqlens_q")
         extras = Extras(
-            options["alibi_slopes"], options["sinks"], cu_seqlens_q=starts, cu_seqlens_k=starts
+            options["alibi_slopes"],
+            options["sinks"],
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            bias=q if shape.modifier in modifiers.BIASES else None,
         )
-        problem = describe(q, k, v, extras, scalars, "bottom_right", False)
+        asked = options.get("score_mod"), options.get("block_mask")
+        mods = modifiers_of(None, *asked, (0, shape.nheads, 0, 0)).mods
+        with_grad = shape.modifier == "learned-bias"
+        problem = describe(q, k, v, extras, scalars, "bottom_right", False, mods, with_grad)
         return dispatch.ask(backend, problem, torch.device(device))
 
     def prepare(shape: Shape, device: str) -> Attend:
@@ -71,7 +80,7 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         options = features.options_of(shape, device)
         options |= features.packing_of(shape, device)
         options |= dict(backend=backend, deterministic=deterministic)
-        return lambda q, k, v: attention(q, k, v, **options)
+        return lambda q, k, v, bias=None: attention(q, k, v, bias=bias, **options)
 
     return Provider(name, refuse, prepare)
 
@@ -117,6 +126,10 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
 def _refuse_flex(shape: Shape, device: str) -> str | None:
     if shape.lengths:
         return "packed sequences would need a document mask, which it is not given here"
+    if shape.modifier == "dropout":
+        return "FlexAttention has no dropout"
+    if shape.modifier in modifiers.BIASES:
+        return "a bias would be a score_mod that reads it, which it is not given here"
     if not device.startswith("cuda"):
         if shape.direction != "fwd":
             return "FlexAttention has no backward on the CPU"
@@ -141,11 +154,12 @@ def _prepare_flex(shape: Shape, device: str) -> Attend:
     # Inductor frees tensors that a backward saved unless told that the backward runs again.
     torch._functorch.config.donated_buffer = False
     options = features.options_of(shape, device)
-    score_mod = _flex_score(shape, options["alibi_slopes"])
+    score_mod = _flex_score(shape, options["alibi_slopes"]) or modifiers.score_of(shape, device)
+    mask_mod = _flex_mask(shape) if shape.causal else modifiers.predicate_of(shape, device)
     block_mask = None
-    if shape.causal:
+    if mask_mod is not None:
         lengths = (shape.seqlen_q, shape.seqlen_k)
-        block_mask = create_block_mask(_flex_mask(shape), None, None, *lengths, device=device)
+        block_mask = create_block_mask(mask_mod, None, None, *lengths, device=device)
     sinks, aux = options["sinks"], AuxRequest(lse=True) if shape.sinks else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -167,14 +167,14 @@ def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object
 
         def forward():
             with torch.no_grad():
-                return attend(*inputs[:3])
+                return attend(*inputs.arguments)
 
         return forward
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    arguments, wanted = inputs.leaves(shape)
     if shape.direction == "bwd":
-        out = attend(*leaves)
-        return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-    return lambda: torch.autograd.grad(attend(*leaves), leaves, inputs.dout)
+        out = attend(*arguments)
+        return lambda: torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)
+    return lambda: torch.autograd.grad(attend(*arguments), wanted, inputs.dout)
 
 
 def make_row(shape: Shape, name: str, times: list[float], verdict: Verdict, common: dict) -> Row:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from . import modifiers
 from .lengths import sequences
 
 TOKENS = 16384
@@ -39,13 +40,17 @@ class Shape(NamedTuple):
     alibi: bool = False
     sinks: bool = False
     lengths: str = ""  # packed: the name of a set of lengths, or a list such as "160,300"
+    modifier: str = ""  # one of modifiers.NAMES; it goes with none of the others
 
     @property
     def pairs(self) -> float:
         """Queries with a key, in one head of the batch: Sq Sk, half of it when causal.
 
-        A window's are counted to the pair: min(i + 1, W + 1) keys for query i where Sq = Sk.
+        A window's are counted to the pair: min(i + 1, W + 1) keys for query i where Sq = Sk; so are
+        a modifier's.
         """
+        if self.modifier:
+            return self.batch * modifiers.pairs_of(self.modifier, self.seqlen_q)
         if self.lengths:
             return sum(self.alone(length).pairs for length in self.sequences)
         if self.window is None:
@@ -93,6 +98,7 @@ class Shape(NamedTuple):
             f"softcap {self.softcap:g}": self.softcap,
             "alibi": self.alibi,
             "sinks": self.sinks,
+            modifiers.words_of(self.modifier): self.modifier,
         }
         return [name for name, is_asked in words.items() if is_asked]
 
@@ -106,9 +112,11 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         heads = f"{self.nheads}" + (f":{self.nheads_k}" if self.nheads_k != self.nheads else "")
-        mask = "causal" if self.causal else "full"
+        band = ["causal" if self.causal else "full"]
+        if self.modifier in modifiers.MASKS:
+            band = []  # it is said among the features
         sizes = f"{self.sizes} H{heads} D{self.headdim}"
-        return " ".join([self.direction, sizes, mask, *self.features, self.dtype])
+        return " ".join([self.direction, sizes, *band, *self.features, self.dtype])
 
 
 def square(

@@ -1,4 +1,4 @@
-"""The command `tilewise bench`, and `tilewise bench varlen` behind it.
+"""The command `tilewise bench`, and `bench varlen` and `bench modifiers` behind it.
 
 Our attention beside its peers, in turns, each held to fp64 before it is timed.
 """
@@ -71,12 +71,17 @@ run_options = together(
 
 
 class Bench(click.Command):
-    """`bench` as it stands, and `bench varlen` with options of its own."""
+    """`bench` as it stands, `bench varlen` and `bench modifiers` with options of their own."""
 
     def make_context(self, info_name, args, parent=None, **extra) -> click.Context:
-        if args and args[0] == varlen.name:
-            return varlen.make_context(f"{info_name} {varlen.name}", args[1:], parent, **extra)
+        if other := self._behind(args[0] if args else ""):
+            return other.make_context(f"{info_name} {other.name}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
+
+    def _behind(self, name: str) -> click.Command | None:
+        from .bench_modifiers import modifiers  # late: it has options of this module
+
+        return {command.name: command for command in (varlen, modifiers)}.get(name)
 
     def invoke(self, ctx):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
@@ -127,7 +132,8 @@ def bench(directions, suite, device, ours, against, **options) -> None:
     time(first): geometric mean and worst shape, for each peer and for the best of fa3, cudnn and
     fa4 at each shape.
 
-    Packed sequences of any lengths have a command of their own: tilewise bench varlen --help.
+    Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
+    have masks, a bias, dropout and score functions: tilewise bench modifiers --help.
     """
     device = device or default_device()
     need_gpu(device)

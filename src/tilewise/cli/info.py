@@ -21,7 +21,9 @@ PACKAGES = ("transformers", "diffusers", "vllm", "sglang")
 
 
 class Line(NamedTuple):
-    """One fact: `mark` is "ok" or "no", or empty where nothing is judged."""
+    """One fact: `mark` is "ok" or "no", or empty where nothing is judged. Of a feature, `value` is
+    who serves it and `remedy` who does not, and why.
+    """
 
     section: str
     name: str
@@ -35,7 +37,7 @@ class Line(NamedTuple):
 @click.option("--markdown", is_flag=True, help="The same as a table to paste into an issue.")
 def info(as_json: bool, markdown: bool) -> None:
     """What is usable on this machine, and for the rest why not and what to do."""
-    lines = [*machine(), *backends(), *caches(), *integrations()]
+    lines = [*machine(), *backends(), *features(), *caches(), *integrations()]
     if as_json:
         click.echo(json.dumps([line._asdict() for line in lines], indent=1))
     elif markdown:
@@ -44,7 +46,8 @@ def info(as_json: bool, markdown: bool) -> None:
         screen = console()
         for section in dict.fromkeys(line.section for line in lines):
             rows = [line[1:] for line in lines if line.section == section]
-            screen.print(table([section, "", "", "remedy"], rows))
+            heads = ["served by", "not by"] if section.startswith("features") else ["", "remedy"]
+            screen.print(table([section, "", *heads], rows))
         screen.print(summary(lines))
 
 
@@ -82,10 +85,8 @@ def backends() -> list[Line]:
 
     from .. import dispatch
 
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     lines = []
-    for device in devices:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for device, dtype in devices().items():
         problem, chosen = typical(dtype, right=0), False
         for name in dispatch.BACKENDS:
             reason = dispatch.ask(name, problem, torch.device(device))
@@ -93,6 +94,28 @@ def backends() -> list[Line]:
             chosen = chosen or reason is None
             lines.append(Line(f"backends for {device} tensors", name, NO if reason else OK, value))
     return lines
+
+
+def features() -> list[Line]:
+    """Which of the usable backends serve each feature, best first, and why the others do not."""
+    from .features import served
+
+    lines = []
+    for device, dtype in devices().items():
+        section = f"features for {device} tensors"
+        for feature, serving, refusals in served(device, dtype):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+            mark = OK if serving else NO
+            lines.append(Line(section, feature, mark, ", ".join(serving) or "none", reasons))
+    return lines
+
+
+def devices() -> dict:
+    """The devices here, and the dtype in which each is asked."""
+    import torch
+
+    gpus = {"cuda": torch.bfloat16} if torch.cuda.is_available() else {}
+    return {**gpus, "cpu": torch.float32}
 
 
 def caches() -> list[Line]:

@@ -3,7 +3,8 @@
 Two functions are registered under one name. The mask function runs once per forward and says what
 each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
 the first, transformers builds no mask for a custom name, and padding is ignored in silence.
-Whatever cannot be served exactly is refused with a reason.
+Sequences packed in one row (a batch of 1) are served as packed ones: see `packed`. Whatever cannot
+be served exactly is refused with a reason.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import torch
 
 from ..api import attention
 from ..errors import ArgumentError, warn_slow
-from .visible import Band, Visible, band_of, runs_of, simplest
+from .packed import starts_of
+from .visible import Band, Visible, band_of, packed_of, runs_of, simplest
 
 Tensor = torch.Tensor
 ANOTHER = "load the model with attn_implementation='sdpa' or 'eager'"
-PACKING = "sequences packed in one row are not served yet: pad the batch instead, or " + ANOTHER
+PACKING = (
+    "packed sequences are served in a batch of one row, told by cu_seq_lens_q and cu_seq_lens_k or "
+    "by position_ids that start anew in it: pad the batch instead, or " + ANOTHER
+)
 
 # Keyword arguments that models hand down and that say nothing about attention.
 HARMLESS = {
@@ -28,14 +33,12 @@ HARMLESS = {
     "output_router_logits",
     "past_key_values",
     "position_embeddings",
-    "position_ids",  # a packed row shows in the mask function
+    "position_ids",  # a packed row shows in the mask
     "return_dict",
     "use_cache",
 }
 REASONS = {
     "cache": "paged caches are not served: generate with `generate`, not `generate_batch`",
-    "cu_seq_lens_k": PACKING,
-    "cu_seq_lens_q": PACKING,
     "head_mask": "head masks are not served: " + ANOTHER,
     "max_length_k": PACKING,
     "max_length_q": PACKING,
@@ -109,9 +112,17 @@ def visible_keys(
         band, stop = (None, None), end
     else:
         queries, keys = range(q_start, q_start + q_length), range(kv_offset, stop)
+        is_whole = batch_size == 1 and attention_mask is None and end == q_length
+        is_whole = is_whole and queries == keys == range(q_length)
+        if is_whole and torch.compiler.is_compiling():
+            return packed_of(mask_function, q_length, local_size, device)
         found = band_of(mask_function, queries, keys, batch_size, local_size, device)
+        if found is None and is_whole:
+            packed = packed_of(mask_function, q_length, local_size, device)
+            if packed is not None:
+                return packed
         if found is None:
-            raise NotImplementedError(f"chunks and image blocks are not served; {PACKING}")
+            raise NotImplementedError(f"image blocks are not served; {PACKING}")
         band, stop = found, stop if found[1] == 0 else end
     runs = runs_of(attention_mask, kv_offset, stop)
     if runs is None and is_step and band[1] == 0:
@@ -140,10 +151,18 @@ def attention_forward(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
-    _refuse(attention_mask, kwargs)
+    _refuse_scores(attention_mask)
+    starts = starts_of(attention_mask, kwargs, query)
+    _refuse(kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     features = dict(scale=scaling, softcap=softcap, sinks=s_aux, deterministic=bool(deterministic))
     features["dropout_p"] = dropout
+    if starts is not None:
+        band = _band(module, is_causal, sliding_window)
+        if isinstance(attention_mask, Visible):
+            _agree(attention_mask, sliding_window)
+            band = attention_mask.band
+        return _attend_packed(q, k, v, starts, band, features), None
     if isinstance(attention_mask, Tensor):  # 2D: a model that hands its padding down
         runs = runs_of(attention_mask, 0, k.shape[1])
         if runs is not None:
@@ -156,12 +175,16 @@ def attention_forward(
     return _attend(q, k, v, _band(module, is_causal, sliding_window), features), None
 
 
-def _refuse(mask: Tensor | Visible | None, kwargs: dict) -> None:
+def _refuse_scores(mask: Tensor | Visible | None) -> None:
     if isinstance(mask, Tensor) and mask.dim() != 2:
         raise NotImplementedError(
             f"attention_mask of shape {tuple(mask.shape)}: a mask of scores is not served yet; "
             f"pass the 2D padding mask, or {ANOTHER}"
         )
+
+
+def _refuse(kwargs: dict) -> None:
+    """What is handed down and not understood."""
     for name, value in kwargs.items():
         if value is None or value is False or name in HARMLESS:
             continue
@@ -201,12 +224,18 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features:
     if len(set(visible.runs)) == 1:
         return _attend_run(q, k, v, visible, visible.runs[0], features)
     warn_slow(
-        "rows of this batch begin at different keys, so attention is called once a row until "
-        "packed sequences are served: pad on the right where that is too slow"
+        "rows of this batch begin at different keys, so attention is called once a row: pad on "
+        "the right, or pack the rows into one, where that is too slow"
     )
     rows = [slice(row, row + 1) for row in range(q.shape[0])]
     parts = zip(rows, visible.runs, strict=True)
     return torch.cat([_attend_run(q[r], k[r], v[r], visible, run, features) for r, run in parts])
+
+
+def _attend_packed(q, k, v, starts: tuple[Tensor, Tensor], band: Band, features: dict) -> Tensor:
+    """The sequences of a batch of one row."""
+    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))
+    return _attend(q[0], k[0], v[0], band, {**features, **packed}).unsqueeze(0)
 
 
 def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: dict) -> Tensor:

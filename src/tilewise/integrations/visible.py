@@ -3,6 +3,7 @@
 transformers describes a mask by a predicate over (batch, head, q_idx, k_idx) and a 2D padding mask.
 The predicate is probed along diagonals, once per forward: each diagonal of a band is wholly visible
 or wholly hidden, and of nothing else that models use (documents, chunks, image blocks) is that so.
+Of sequences packed in one row it is so within each of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class Visible:
     diagonal: int | None  # the first query's key; None: the last query's is the last used one
     runs: tuple[tuple[int, int], ...] | None = None  # (start, stop) of each row's real keys
     used: Tensor | None = None  # or int32 (batch,), how many: those from the first on are real
+    begins: Tensor | None = None  # of sequences packed in one row: bool (seqlen,), where they begin
+    starts: Tensor | None = None  # the same as numbers, int32, and the end; not in a compiled graph
+    agreed: list[Tensor] = dataclasses.field(default_factory=list)  # `cu_seq_lens` that say so, too
     ndim = 0  # models ask a mask for it
 
     def contiguous(self) -> Visible:  # so does `generate`
@@ -38,8 +42,10 @@ def band_of(
     batch: int,
     local_size: int | None,
     device: torch.device | str,
+    begins: Tensor | None = None,
 ) -> Band | None:
-    """The band that `predicate` is over these queries and keys, or None if it is no band.
+    """The band that `predicate` is over these queries and keys, or None if it is no band; within
+    each of the packed sequences that begin at `begins`.
 
     In a compiled graph no value can be read: causal is assumed there, and asserted as it runs.
     """
@@ -61,14 +67,40 @@ def band_of(
     def fits(band: Band) -> Tensor:
         left, right = (-1 if side is None else side for side in band)
         expected = ((o >= -left) | (left < 0)) & ((o <= right) | (right < 0))
+        if begins is not None:
+            number = begins.cumsum(0)
+            expected = expected & (number[q_idx] == number[k_idx])
         return ((seen == expected) | ~exists).all()
 
     if torch.compiler.is_compiling():
         assumed: Band = (None if local_size is None else local_size - 1, 0)
-        torch._assert_async(fits(assumed), "sequences packed in one row are not served yet")
+        torch._assert_async(fits(assumed), "the mask is neither causal nor the layer's window")
         return assumed
     matches = torch.stack([fits(band) for band in candidates]).tolist()
     return next((c for c, fit in zip(candidates, matches, strict=True) if fit), None)
+
+
+def packed_of(
+    predicate: Predicate, seqlen: int, local_size: int | None, device: torch.device | str
+) -> Visible | None:
+    """What `predicate` says of one row whose queries are its keys: a band within each of the
+    sequences that are packed there, or None if it is nothing of the kind.
+
+    A sequence begins where a query does not see the key before its own.
+    """
+    place = torch.arange(seqlen, device=device)
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    at = place.view(1, 1, seqlen, 1)
+    seen = predicate(one, one, at, (at - 1).clamp(min=0)).broadcast_to(1, 1, seqlen, 1)
+    begins = ~seen.flatten() | (place == 0)
+    rows = range(seqlen)
+    band = band_of(predicate, rows, rows, 1, local_size, device, begins)
+    if band is None:
+        return None
+    if torch.compiler.is_compiling():
+        return Visible(band, 0, begins=begins)
+    starts = torch.cat([begins.nonzero().flatten(), place.new_tensor([seqlen])])
+    return Visible(band, 0, begins=begins, starts=starts.to(torch.int32))
 
 
 def runs_of(padding: Tensor | None, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:

@@ -235,8 +235,9 @@ def records(results: dict, oracle: dict, *plain: dict) -> list[Record]:
     ]
 
 
-def recomputed(case: Case, inputs: Inputs) -> dict[str, Tensor]:
+def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     """The plain run of FlashAttention-2, which stores out and LSE and not P; in fp32 at least.
+    `how` are arguments of the reference beside the case's.
 
     Its scores are rounded in another way than those behind out and LSE: q is scaled first. With
     P' = exp(S - LSE') of those scores and w = exp(LSE' - LSE), autograd of the reference gives
@@ -256,7 +257,7 @@ def recomputed(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     dtype = torch.promote_types(inputs.q.dtype, torch.float32)
     eps = torch.finfo(dtype).eps
     with torch.no_grad():
-        _, *stored = _attend(attention_reference, case, inputs)
+        _, *stored = _attend(attention_reference, case, inputs, **how)
     exact = _to(dtype, inputs)
     scale = case.features.scale or inputs.q.shape[-1] ** -0.5
     keys = _as_rows(exact.k, case)
@@ -268,7 +269,7 @@ def recomputed(case: Case, inputs: Inputs) -> dict[str, Tensor]:
         off = off + eps / 2 * torch.sinh(2 * x) / (2 * x)
     keys = keys * (1 + _signs(keys).unsqueeze(-1) * off)
     scaled = exact._replace(q=exact.q * scale, k=_as_rows(keys, case))
-    leaves, out, lse = _attend(attention_reference, case, scaled, scale=1.0)
+    leaves, out, lse = _attend(attention_reference, case, scaled, scale=1.0, **how)
 
     stored_out, stored_lse = (x.to(dtype) for x in stored)
     sign = _signs(lse)

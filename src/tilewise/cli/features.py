@@ -1,0 +1,77 @@
+"""Which backend serves which feature, as the backends themselves say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .machine import typical
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..problem import Problem
+
+
+class Served(NamedTuple):
+    """A feature: the backends that serve it, best first, and why the others do not."""
+
+    feature: str
+    backends: list[str]
+    refusals: dict[str, str]
+
+
+def problems(dtype: torch.dtype) -> dict[str, Problem]:
+    """A problem that asks for one feature, by the feature's name."""
+    import torch
+
+    from .. import mods
+    from ..problem import Mods
+
+    plain = typical(dtype)
+    mask = Mods(mask=mods.causal().key)
+    halved = mods.score(lambda score, b, h, q_idx, kv_idx: score / 2)
+    asked = {
+        "causal": dict(has_right=True),
+        "window": dict(has_left=True, has_right=True),
+        "softcap": dict(has_softcap=True),
+        "ALiBi": dict(has_alibi=True),
+        "sinks": dict(has_sinks=True),
+        "seqused_k": dict(has_seqused_k=True),
+        "packed sequences": dict(is_packed=True),
+        # What dispatch asks for them where no backend is named
+        "packed sequences, gradients": dict(is_packed=True, deterministic=True),
+        "deterministic gradients": dict(deterministic=True),
+        "mask_mod": dict(mods=mask),
+        "block_mask": dict(mods=mask._replace(block=(128, 128))),
+        "score_mod": dict(mods=Mods(score=halved.key, derivative=halved.derivative.key)),
+        "bias": dict(has_bias=True),
+        "bias, its gradient": dict(has_bias=True, has_bias_grad=True),
+        "dropout": dict(has_dropout=True),
+        "float32": dict(dtype=torch.float32),
+        "float64": dict(dtype=torch.float64),
+        "headdim 32": dict(headdim=32, headdim_v=32),
+        "headdim 72": dict(headdim=72, headdim_v=72),
+        "headdim 100": dict(headdim=100, headdim_v=100),
+        "headdim 256": dict(headdim=256, headdim_v=256),
+        "headdim 512": dict(headdim=512, headdim_v=512),
+        "headdim_v other than headdim": dict(headdim=192, headdim_v=128),
+    }
+    return {"plain": plain} | {name: plain._replace(**fields) for name, fields in asked.items()}
+
+
+def served(device: str, dtype: torch.dtype) -> list[Served]:
+    """Each feature's backends on a device. A backend that refuses the plain problem is left out:
+    it serves nothing there.
+    """
+    import torch
+
+    from .. import dispatch
+
+    asked, on = problems(dtype), torch.device(device)
+    usable = [name for name in dispatch.BACKENDS if dispatch.ask(name, asked["plain"], on) is None]
+    found = []
+    for feature, problem in asked.items():
+        answers = {name: dispatch.ask(name, problem, on) for name in usable}
+        refusals = {name: str(reason) for name, reason in answers.items() if reason is not None}
+        found.append(Served(feature, [x for x in usable if x not in refusals], refusals))
+    return found
