@@ -276,10 +276,21 @@ def _asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
     return describe(q, k, v, extras, scalars, *flags), extras, scalars
 
 
+@functools.lru_cache(maxsize=4096)
+def _known_call(*asked) -> Call:
+    """One call for all that looks the same: what is compiled passes no door that would keep it."""
+    return Call(*asked[:3])
+
+
 def _forward_kernel(*args):
     tensors, rest = _flat(args, INPUTS)
     problem, extras, scalars = _asked(tensors, rest)
-    return _run_forward(Call(problem, scalars, rest[-1]), *tensors[:INPUTS], extras)
+    call = problem, scalars, rest[-1]
+    if is_watched(*tensors):
+        return _run_forward(Call(*call), *tensors[:INPUTS], extras)
+    looks = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    known = _known_call(*call, *looks, *[x.stride() for x in tensors[:INPUTS]])
+    return _run_forward(known, *tensors[:INPUTS], extras)
 
 
 def _backward_kernel(*args):

@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
+import tilewise
+from tilewise import ops
 from tilewise.kernels.portable.launch import padded_headdims
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Call, Extras, Scalars, describe
 
 
 @pytest.mark.parametrize("headdims", [(17, 5), (33, 17), (64, 16), (64, 32), (65, 17), (256, 1)])
@@ -29,3 +31,27 @@ def test_head_dims_are_padded_to_powers_of_two():
 def problem_of(headdim: int, headdim_v: int):
     q, v = torch.empty(1, 1, 1, headdim), torch.empty(1, 1, 1, headdim_v)
     return describe(q, q, v, Extras(), Scalars(1.0), "bottom_right", False)
+
+
+def test_what_comes_through_the_operator_is_prepared_once(monkeypatch):
+    """A compiled model calls the operator; what looks the same is one Call, with one launch."""
+    calls, run = [], ops._run_forward
+    monkeypatch.setattr(
+        ops, "_run_forward", lambda call, *given: calls.append(call) or run(call, *given)
+    )
+    ops._known_call.cache_clear()
+
+    def attend(seqlen=9, nheads_k=2, **extras):
+        q, k = torch.randn(1, seqlen, 4, 8), torch.randn(1, 9, nheads_k, 8)
+        problem = describe(q, k, k, Extras(**extras), Scalars(1.0), "bottom_right", False)
+        asking = ops._asking(Call(problem, Scalars(1.0), None))
+        found, _ = torch.ops.tilewise.forward(q, k, k, *Extras(**extras), *asking)
+        torch.testing.assert_close(found, tilewise.attention(q, k, k, scale=1.0, **extras))
+        return calls[-2]
+
+    one = attend()
+    assert attend() is one
+    with_sinks = attend(sinks=torch.randn(4))
+    assert attend(sinks=torch.randn(4)) is with_sinks
+    others = attend(8), attend(nheads_k=4), attend(sinks=torch.randn(4).double())
+    assert len({id(x) for x in (one, with_sinks, *others)}) == 5

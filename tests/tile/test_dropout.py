@@ -12,10 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.dropout import keep_tile
-from tilewise.kernels.hopper.dropout import ASM, drop, drop_halves
+from tilewise.kernels.hopper import bwd_dropout, dropout
+from tilewise.kernels.hopper.bwd_dropout import mark_dropped
+from tilewise.kernels.hopper.dropout import drop_halves
 from tilewise.kernels.hopper.layouts import accumulator, column_of, row_of
 from tilewise.testing import build, emulate, interpret
-from tilewise.tile.dropout import kept, philox, stream_of
+from tilewise.tile.dropout import draw, kept, philox, stream_of
 
 RNGS = [(0, 0), (1, 2), (-1, -1), (0x0123_4567_89AB_CDEF, -(2**63))]
 STARTS = [(0, 0), (16, 32), (4096, 96), (2**31 - 256, 2**31 - 256)]
@@ -114,11 +116,13 @@ def hopper_kernel(
         offs_m, offs_n = columns, rows
     cells = out + rows * N + columns
     ones = gl.load(cells)
-    if HOW == "drop":
-        x = drop(ones, stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
+    if HOW == "mark_dropped":
+        x = mark_dropped(ones, stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
+        x = gl.maximum(x, 0.0)
     elif HOW == "drop_halves":
         halves = ones.to(gl.bfloat16)
-        halves = drop_halves(halves, stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
+        drawn = draw(stream, at.m_start, at.n_start, offs_m, offs_n)
+        halves = drop_halves(halves, drawn, threshold)
         x = halves.to(gl.float32)
     elif HOW == "kept":
         keep = kept(stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
@@ -128,7 +132,7 @@ def hopper_kernel(
     gl.store(cells, x)
 
 
-WAYS = [(False, "kept"), (True, "kept"), (False, "drop"), (True, "drop"), (False, "drop_halves")]
+WAYS = [(False, "kept"), (True, "kept"), (False, "drop_halves"), (True, "mark_dropped")]
 
 
 @pytest.mark.emulator
@@ -139,7 +143,7 @@ def test_emulator(transposed, how):
         for batch, head, threshold in ((0, 1, 26), (5, 2, 1), (2, 0, 255)):
             out = torch.ones(64, 64)
             at = Where(batch, head, m_start, n_start)
-            emulate(hopper_kernel, asm=ASM)[(1,)](
+            emulate(hopper_kernel, asm={**dropout.ASM, **bwd_dropout.ASM})[(1,)](
                 out, rng, at, threshold, N=64, TRANSPOSED=transposed, HOW=how
             )
             expected = keep_tile(rng, batch, head, m_start, n_start, 64, 64, threshold)
@@ -167,12 +171,11 @@ STAGE_1 = 14  # two a round
 def test_elements_share_philox_and_threads_share_nothing(n):
     """A thread has n / 2 elements: 16 of each group with queries down, 4 with keys down."""
     assert multiplications(False, "none", n) == 0
-    forward = multiplications(False, "drop", n) - STAGE_1
+    forward = multiplications(False, "drop_halves", n) - STAGE_1
     groups = n // 32
     # The first rounds are partly one row's or one column's; the last has high and low halves apart
     assert 10 * groups < forward <= 16 * groups
-    assert multiplications(False, "drop_halves", n) == forward + STAGE_1
-    assert 10 * 4 * groups < multiplications(True, "drop", n) - STAGE_1 <= 16 * 4 * groups
+    assert 10 * 4 * groups < multiplications(True, "mark_dropped", n) - STAGE_1 <= 16 * 4 * groups
 
 
 @pytest.mark.compile

@@ -27,6 +27,7 @@ class Accumulated(NamedTuple):
     stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
     padded: int  # seqlen_q in whole tiles; of packed sequences the end of `padded_row`
     lse_unit: float  # what the stored lse is a multiple of, in base 2
+    delta_unit: float = 1.0  # and the stored delta: the factor of what dropout keeps
 
 
 @triton.jit
@@ -78,14 +79,17 @@ def bwd_delta_kernel(
         dlse_row = tl.load(dlse_rows + q_idx, mask=exists, other=0.0)
         # a row that saw no key has no gradient, whatever comes in
         row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
-    if accumulated is None:
+    if delta is not None:
         tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=exists)
-    else:
+    if accumulated is not None:
         batch_head = batch.to(tl.int64) * sizes.nheads + head
         row = accumulated.stats + batch_head * 2 * accumulated.padded + padded_first
         # rows past the end count as rows that saw nothing
         tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
-        tl.store(row + accumulated.padded + q_idx, -row_delta)
+        minus_delta = -row_delta
+        if FEATURES.DROPOUT:
+            minus_delta *= 1.0 / accumulated.delta_unit
+        tl.store(row + accumulated.padded + q_idx, minus_delta)
         BLOCK_D: tl.constexpr = TILE.BLOCK_D
         cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -86,14 +86,19 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _listed(lists, seq, row):
     """The lists of a block."""
-    n = seq.batch * lists.batch_rows + seq.head * lists.head_rows + row
-    n = tl.cast(n, tl.int64)
+    n = list_row(lists, seq.batch, seq.head, row)
     return ListedBlocks(
         tl.load(lists.partial_counts + n),
         lists.partial + n * lists.partial_width,
         tl.load(lists.full_counts + n),
         lists.full + n * lists.full_width,
     )
+
+
+@triton.jit
+def list_row(lists, batch, head, row):
+    """The number of a block's row among all lists."""
+    return tl.cast(batch * lists.batch_rows + head * lists.head_rows + row, tl.int64)
 
 
 @triton.jit

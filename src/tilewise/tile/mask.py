@@ -7,7 +7,6 @@ from .. import predicates
 
 is_key = triton.jit(predicates.is_key)
 within_left = triton.jit(predicates.within_left)
-within_right = triton.jit(predicates.within_right)
 
 
 @triton.jit
@@ -16,10 +15,15 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     tile.
     """
     keep = is_key(k_idx, seq.lengths.seqlen_k)
+    if FEATURES.RIGHT:
+        # Both ends as one number a row, since the compiler selects an element for each condition
+        ahead = seq.lengths.diagonal + seq.numbers.right
+        if k_idx.shape[1] == 1:  # keys are rows
+            keep = q_idx >= tl.where(keep, k_idx - ahead, 0x7FFFFFFF)
+        else:
+            keep = is_key(k_idx, tl.minimum(seq.lengths.seqlen_k, q_idx + ahead + 1))
     if FEATURES.LEFT:
         keep = keep & within_left(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.left)
-    if FEATURES.RIGHT:
-        keep = keep & within_right(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.right)
     if FEATURES.MASK_MOD is not None:
         tensors = seq.modifiers.mask_tensors
         keep = keep & FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)

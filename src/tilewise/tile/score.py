@@ -9,7 +9,7 @@
 ALiBi is Press et al. 2022, arXiv 2108.12409. Softmax works on 2^x, so scores are wanted times
 log2(e). Where nothing is added that factor, with the scale or the softcap, is left to the exponent,
 where it joins the subtraction of the maximum in one fused multiply-add: `unit` is what the exponent
-multiplies by.
+multiplies by. A score function and a bias work in natural units, and leave it log2(e).
 """
 
 from typing import NamedTuple
@@ -44,7 +44,9 @@ def fast_tanh(x):
 @triton.jit
 def unit(seq, FEATURES: tl.constexpr):
     """The factor that the exponent still has to apply to a score."""
-    if FEATURES.ALIBI or FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        return 1.4426950408889634  # log2(e)
+    elif FEATURES.ALIBI:
         return 1.0
     elif FEATURES.SOFTCAP:
         return seq.numbers.softcap_log2
@@ -57,27 +59,41 @@ def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Scores of a tile; q_idx and k_idx are shaped to broadcast over it, whichever of its sides is
     which.
     """
+    scored = score_without_bias(qk, q_idx, k_idx, seq, FEATURES)
+    if FEATURES.BIAS:
+        return Score(scored.s + load_bias(q_idx, k_idx, seq), scored.derivative)
+    else:
+        return scored
+
+
+@triton.jit
+def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
+    """The same for a kernel that reads the bias in its own way."""
     s = qk
     derivative = 1.0
     if FEATURES.SOFTCAP:
         s = qk * seq.numbers.scale_over_softcap
         s = fast_tanh(s) if FEATURES.FAST_TANH else tanh(s)
         derivative = 1.0 - s * s
-    if FEATURES.ALIBI or FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    slope = seq.slope_log2
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        slope = slope * 0.6931471805599453  # ln 2
+        factor = seq.numbers.scale
+        if FEATURES.SOFTCAP:
+            factor = seq.numbers.softcap_log2 * 0.6931471805599453
+        s = s * factor
+    elif FEATURES.ALIBI:
         s = s * (seq.numbers.softcap_log2 if FEATURES.SOFTCAP else seq.numbers.scale_log2)
     if FEATURES.SCORE_MOD is not None:
         tensors = seq.modifiers.score_tensors
-        x = s * 0.6931471805599453  # ln 2: a score function takes and gives natural units
-        slope = FEATURES.SCORE_DERIVATIVE(x, seq.batch, seq.head, q_idx, k_idx, tensors)
-        derivative = derivative * slope
-        bent = FEATURES.SCORE_MOD(x, seq.batch, seq.head, q_idx, k_idx, tensors)
-        s = tl.broadcast_to(bent * 1.4426950408889634, s.shape)
+        bend = FEATURES.SCORE_DERIVATIVE(s, seq.batch, seq.head, q_idx, k_idx, tensors)
+        derivative = derivative * bend
+        bent = FEATURES.SCORE_MOD(s, seq.batch, seq.head, q_idx, k_idx, tensors)
+        s = tl.broadcast_to(bent, s.shape)
     if FEATURES.ALIBI:
         # In floats, exact for lengths up to 2^24
         distance = tl.abs((q_idx + seq.lengths.diagonal - k_idx).to(tl.float32))
-        s = s - seq.slope_log2 * distance
-    if FEATURES.BIAS:
-        s += load_bias(q_idx, k_idx, seq) * 1.4426950408889634
+        s = s - slope * distance
     return Score(s, derivative)
 
 

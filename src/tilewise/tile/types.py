@@ -157,6 +157,8 @@ class Pipeline(NamedTuple):
     STAGES: int  # slots for tiles of K, and of V
     Q_STAGES: int
     PACK: int  # heads of a group that share a tile, as neighbouring rows
+    BIAS_STEP: int = 0  # from one key's bias to the next: 1, or 2 where two may be read at once;
+    # 0 where keys share it, -1 where they are further apart
 
 
 class KeyPipeline(NamedTuple):
@@ -169,6 +171,7 @@ class KeyPipeline(NamedTuple):
     ORDERED: bool  # whether tiles add to dQ in the order of their keys
     LSE_FIRST: bool  # whether S starts from -lse, as it can unless something comes between
     RAGGED: bool  # whether each sequence has lengths of its own
+    LABELLED: bool = False  # whether labels say which blocks these are, and bring random numbers
 
 
 class Lengths(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import Avoidable, Slower
-from ...problem import NO_MODS, Problem
+from ...problem import Problem
 from ...testing.switch import emulator_seed
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NAME = "hopper"
 NEEDS_ALIGNMENT = True
 MAX_HEADDIM = 256
+TILE_M = 128  # queries of a tile that takes a block mask
 DTYPES = (torch.float16, torch.bfloat16)
 
 __all__ = ["NAME", "backward", "forward", "prepare", "supports"]
@@ -41,12 +42,16 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
         if headdim % 8:
             return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
-    if problem.mods != NO_MODS:
-        return Avoidable("masks and score functions are not served yet, bands (causal, window) are")
-    if problem.has_bias:
-        return Avoidable("a bias is not served yet, ALiBi is")
-    if problem.has_dropout:
-        return Avoidable("dropout is not served yet")
+    if problem.mods.block != (0, 0):
+        rows, keys = problem.mods.block
+        multiple = 128 if max(problem.headdim, problem.headdim_v) <= 128 else 64
+        if rows != TILE_M or keys % multiple:
+            return Avoidable(
+                f"a block mask of blocks {rows} x {keys} is not made up of its tiles, {TILE_M} "
+                f"queries and {multiple} keys: create_block_mask(..., block=(128, 128))"
+            )
+        if problem.deterministic:
+            return Avoidable("the gradients of a block mask are added in no fixed order there")
     from . import launch  # noqa: F401  without Triton the ImportError is the reason
 
     if max(problem.headdim, problem.headdim_v) <= 32:

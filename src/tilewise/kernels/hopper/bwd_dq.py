@@ -30,6 +30,8 @@ def hopper_bwd_dq_kernel(
         block *= tl.cdiv(seqlen_q, ROWS)
     tile = accumulated + (block + m_block) * (ROWS * BLOCK_D)
     x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D) * numbers.scale
+    if FEATURES.DROPOUT:
+        x *= numbers.dropout_factor
     store_rows(dq, batch, head, x, m_block * ROWS, seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
 
 

@@ -14,26 +14,44 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ...problem import Extras, Grads, Problem, Scalars
+from ...problem import NO_MODS, Extras, Grads, Problem, Scalars
 from ...testing.switch import emulator_seed
 from ...tile.seqlen import padded_row
-from ...tile.types import Features, KeyPipeline, Queue, Sizes, Tile
-from ..arguments import aligned, features_of, numbers_of, optionals_of, sizes_of, strided
+from ...tile.types import Features, KeyPipeline, Numbers, Queue, Sizes, Tile
+from ..arguments import (
+    aligned,
+    bias_of,
+    features_of,
+    numbers_of,
+    optionals_of,
+    sizes_of,
+    strided,
+)
+from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import Accumulated, bwd_delta_kernel
 from ..outputs import empty_grads
-from . import bwd_work
+from ..relaunch import apart, extras_apart, full_look_of
+from . import bwd_dropout, bwd_work
 from .bwd import hopper_bwd_kernel
 from .bwd_dq import hopper_bwd_dq_kernel
+from .bwd_kept import (
+    Given,
+    Launched,
+    Scratch,
+    fill_dsinks,
+    keep,
+    launch_again,
+    make_scratch,
+    shapes_of,
+)
 from .bwd_wide import hopper_bwd_wide_kernel
 from .counters import counter_of, processors
 from .described import (
     ASM,
     ELEMENTS,
-    Described,
-    by_head,
     checked,
     in_steps,
-    ragged_by_head,
+    of_backward,
     ragged_steps,
 )
 
@@ -67,11 +85,15 @@ def plan_of(problem: Problem, has_scale: bool) -> Plan:
         block_d = block_dv = widest
     n = 128 if widest <= 128 else 64
     # 128 queries at a time leave no registers for positions or derivatives
-    m = 128 if widest == 64 and not (problem.has_alibi or problem.has_softcap) else 64
+    is_plain = problem.mods == NO_MODS and not (problem.has_bias or problem.has_dropout)
+    m = 128 if widest == 64 and is_plain and not (problem.has_alibi or problem.has_softcap) else 64
     # Tall tiles have none to load lse ahead of S
-    lse_first = m == 64 and has_scale and not problem.has_softcap
+    is_bent = problem.has_softcap or problem.mods.score
+    lse_first = m == 64 and has_scale and not is_bent
     is_ragged = problem.is_packed or problem.has_seqused_k
-    tile = KeyPipeline(m, n, block_d, block_dv, problem.deterministic, lse_first, is_ragged)
+    is_labelled = problem.mods.block != NO_MODS.block or problem.has_dropout
+    flags = problem.deterministic, lse_first, is_ragged, is_labelled
+    tile = KeyPipeline(m, n, block_d, block_dv, *flags)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
     blocks = (
@@ -106,49 +128,60 @@ def backward(
     """Gradients by recomputation."""
     grads = empty_grads(problem, q, k, v, extras)
     if q.numel() == 0 or k.numel() == 0:  # a descriptor of no rows is invalid
-        for grad in grads[:3]:
-            grad.zero_()
-    batch, _, nheads, _ = q.shape
+        for grad in (*grads[:3], grads.dbias):
+            if grad is not None:
+                grad.zero_()
     if lse.numel() == 0:
         if grads.dsinks is not None:
             grads.dsinks.zero_()
         return grads
     if dout.stride(-1) != 1 or not aligned(dout):  # such as the expanded gradient of a sum
         dout = dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    given = Given(dout, dlse, q, k, v, out, lse)
+    addresses, look = full_look_of((*given, *extras.tensors))
+    look = problem, scalars, look
+    if not launch_again(look, addresses, given, grads):
+        with on_device(q.device):
+            launch_first(look, given, grads, extras)
+    return grads
+
+
+def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> None:
+    """The backward through Triton's launcher; kept for later ones of its look."""
+    problem, scalars, _ = look
+    given, extras = Given(*apart(given)), extras_apart(extras)
+    dout, _, q, k, v, _, lse = given
     if problem.has_seqused_k and not problem.is_packed:
         k, v = in_steps(k), in_steps(v)
     plan = plan_of(problem, abs(scalars.scale) > TINY)
-    optionals, sizes = optionals_of(extras), sizes_of(q, k, extras)
-    numbers = numbers_of(scalars, q, k)
-    m_blocks = padded_blocks(problem, sizes)
-    padded = m_blocks * ROWS
-    accumulated = Accumulated(
-        lse.new_empty(batch, nheads, padded, plan.tile.BLOCK_D),
-        lse.new_empty(batch, nheads, 2, padded),
-        padded,
-        numbers.scale_log2 if plan.tile.LSE_FIRST else 1.0,
-    )
-    turns = None
-    if plan.tile.ORDERED:
-        turns = lse.new_empty(batch, nheads, m_blocks, 2, dtype=torch.int32)
-    parts = None
-    if grads.dsinks is not None:  # blocks between packed sequences have no part
-        parts = (lse.new_zeros if problem.is_packed else lse.new_empty)(batch, nheads, m_blocks)
-    dlse = None if dlse is None else dlse.contiguous()
-    with on_device(q.device):
-        reads = strided(out), strided(dout), lse, dlse, None
-        args = (*reads, accumulated, turns, parts, optionals, sizes)
-        run_edge(bwd_delta_kernel, batch * nheads * m_blocks, args, plan, q.device)
-        if grads.dsinks is not None:
-            grads.dsinks.copy_(parts.sum((0, 2)))
-        if k.numel() == 0:
-            return grads
-        run_main(
-            problem, plan, dout, q, k, v, (accumulated, turns), grads, optionals, sizes, numbers
-        )
-        args = accumulated.dq, strided(grads.dq), optionals, sizes, numbers
-        run_edge(hopper_bwd_dq_kernel, batch * nheads * m_blocks, args, plan, q.device)
-    return grads
+    groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    m_blocks = padded_blocks(problem, groups[1])
+    programs = lse.shape[0] * lse.shape[1] * m_blocks
+    scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks), lse)
+    added = accumulated_of(plan, scratch, groups[2]), scratch.turns
+    reads = strided(given.out), strided(dout), lse, given.dlse, scratch.delta
+    args = (*reads, *added, scratch.parts, *groups[:2])
+    edges = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
+    fill_dsinks(grads, scratch)
+    if k.numel() == 0:
+        return
+    main = run_main(problem, plan, dout, q, k, v, added, grads, *groups)
+    args = scratch.dq, strided(grads.dq), *groups
+    edges.append(run_edge(hopper_bwd_dq_kernel, programs, args, plan, q.device))
+    if grads.dbias is not None:
+        args = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
+        edges.append(run_dbias(plan, (q, k, grads.dbias), (*args, *groups)))
+    is_copied = k is not given.k or v is not given.v
+    if main is not None and not is_copied:
+        keep(look, (given, extras, grads, scratch), plan, [x for x in edges if x], main)
+
+
+def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulated:
+    """What the kernel before fills, as kernels take it."""
+    lse_unit = numbers.scale_log2 if plan.tile.LSE_FIRST else 1.0
+    padded = scratch.stats.shape[3]
+    return Accumulated(scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor)
 
 
 def padded_blocks(problem: Problem, sizes: Sizes) -> int:
@@ -165,19 +198,11 @@ def arguments(
 ) -> tuple:
     """The descriptors of the kernel, what it adds to among them, and its queue."""
     accumulated, turns = added
-    x = accumulated.stats
-    stats = Described(x, [*x.shape], [*x.stride()], plan.blocks[4], plan.layouts[4])
-    tensors = q, dout, k, v, grads.dk, grads.dv
-    blocks, layouts = ([*x[:4], *x[5:]] for x in (plan.blocks, plan.layouts))
-    *reads, dk, dv = map(described, tensors, blocks, layouts)
+    tensors = q, dout, k, v, accumulated.stats, grads.dk, grads.dv
+    *reads, dk, dv = of_backward(plan, *tensors)
     further = ragged_steps(k)[2], ragged_steps(v)[2]
     queue = queue_of(problem, plan, q, k, sizes)
-    return *reads, stats, accumulated.dq, turns, dk, dv, further, queue
-
-
-def described(x: Tensor, block: list[int], layout: Any) -> Described:
-    """A tensor for blocks of `plan_of`, of which ragged ones have a dimension more."""
-    return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
+    return *reads, accumulated.dq, turns, dk, dv, further, queue
 
 
 def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
@@ -193,8 +218,10 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
     return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
 
-def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *groups) -> None:
-    """The kernel itself; `groups` are its optionals, sizes and numbers."""
+def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *groups):
+    """The kernel itself; `groups` are its optionals, sizes and numbers. Returns the launch, or None
+    where it was emulated.
+    """
     args = (*arguments(problem, plan, dout, q, k, v, added, grads, groups[1]), *groups)
     queue = args[10]
     kernel = hopper_bwd_kernel if plan.tile.BLOCK_N == 128 else hopper_bwd_wide_kernel
@@ -203,10 +230,11 @@ def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *gr
         from ...testing.hopper import emulate
 
         programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-        emulate(kernel, seed=seed, asm=ASM)[(programs,)](*checked(args), **constants)
-    else:
-        programs = min(queue.tiles, processors(q.device))
-        kernel[(programs,)](*checked(args), **constants)
+        asm = ASM | bwd_dropout.ASM
+        emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
+        return None
+    programs = min(queue.tiles, processors(q.device))
+    return Launched(kernel[(programs,)](*checked(args), **constants), programs, args)
 
 
 def together(problem: Problem, q: Tensor) -> int:
@@ -229,16 +257,40 @@ def together(problem: Problem, q: Tensor) -> int:
     return triton.cdiv(heads, triton.cdiv(heads, most))
 
 
-def run_edge(kernel: Any, programs: int, args: tuple, plan: Plan, device: torch.device) -> None:
-    """A kernel over tiles of ROWS queries; on CPU tensors through the interpreter."""
-    constants = dict(FEATURES=plan.features, TILE=plan.edge)
-    if device.type == "cpu":
+def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched | None:
+    """The gradient of the bias, by a kernel of its own; None where it is empty."""
+    q, k, dbias = tensors
+    tile = Tile(64, 64, plan.tile.BLOCK_D, plan.tile.BLOCK_DV, False)
+    sharing, programs = sharing_of(dbias, q, k, tile)
+    if programs == 0:
+        return None
+    options = dict(num_warps=8, num_stages=1)
+    constants = plan.features, tile
+    return _run(attn_bwd_dbias_kernel, programs, (*args, sharing), constants, q.device, options)
+
+
+def run_edge(
+    kernel: Any, programs: int, args: tuple, plan: Plan, device: torch.device
+) -> Launched | None:
+    """A kernel over tiles of ROWS queries."""
+    is_wide = max(plan.edge.BLOCK_D, plan.edge.BLOCK_DV) > 128
+    options = dict(num_warps=16 if is_wide else 8)
+    return _run(kernel, programs, args, (plan.features, plan.edge), device, options)
+
+
+def _run(
+    kernel: Any, programs: int, args: tuple, constants: tuple, device: torch.device, options: dict
+) -> Launched | None:
+    """A Triton kernel; on CPU tensors through the interpreter, and there is no launch then."""
+    features, tile = constants
+    if emulator_seed() is not None and device.type == "cpu":
         from ...testing.interpreter import interpret
 
-        interpret(kernel)[(programs,)](*args, **constants)
-    else:
-        is_wide = max(plan.edge.BLOCK_D, plan.edge.BLOCK_DV) > 128
-        kernel[(programs,)](*args, **constants, num_warps=16 if is_wide else 8)
+        features = features._replace(FAST_TANH=False)  # an instruction of GPUs
+        interpret(kernel)[(programs,)](*args, FEATURES=features, TILE=tile)
+        return None
+    compiled = kernel[(programs,)](*args, FEATURES=features, TILE=tile, **options)
+    return Launched(compiled, programs, (*args, *constants))
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

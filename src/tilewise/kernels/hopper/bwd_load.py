@@ -6,8 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...tile.seqlen import modifiers_of
 from ...tile.varlen import Hint
-from .bwd_blocks import block_after, count_blocks, first_block
+from .bwd_blocks import Block, block_after, count_blocks, first_block
+from .bwd_labels import write_label
+from .bwd_listed import count_listed, listed_block, listed_blocks
 from .bwd_work import (
     RaggedWork,
     close,
@@ -17,39 +20,37 @@ from .bwd_work import (
     open_key_tile,
     open_packed_tile,
     send_tile,
+    tile_lengths,
 )
 from .compat import tma_load
 from .copies import load_ragged
 from .pipeline import after, start, wait_empty
-from .work import END, Work
+from .work import END, Work, is_partial
 
 
 @gluon.jit
 def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    modifiers = modifiers_of(call.optionals)
     if FEATURES.PACKED:
-        load_packed(inputs, rings, call, FEATURES, TILE)
+        load_packed(inputs, rings, modifiers, call, FEATURES, TILE)
     else:
-        load_batch(inputs, rings, call, FEATURES, TILE)
+        load_batch(inputs, rings, modifiers, call, FEATURES, TILE)
 
 
 @gluon.jit
-def load_batch(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Sequences that have as many rows each, so that the host knows how many tiles there are."""
     mail = start()
     keys_at = start()
     at = start()
     tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
-        work = open_key_tile(tile, call, FEATURES, TILE)
+        work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
         send_tile(rings.mail, mail, work, TILE)
         mail = after(mail, 2)
         load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
-        block = first_block(work, FEATURES)
-        for _ in range(count_blocks(work, FEATURES)):
-            load_queries(inputs, rings.queries, at, work, block, FEATURES, TILE)
-            at = after(at, 2)
-            block = block_after(block, work, FEATURES)
+        at = load_blocks(inputs, rings.queries, at, work, modifiers, call, FEATURES, TILE)
         # Not sooner: others may wait for what a tile adds
         tile = draw_late(call.queue, TILE.ORDERED)
     close(call.queue, tile)
@@ -57,7 +58,7 @@ def load_batch(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def load_packed(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Packed sequences, of which only the device knows how many tiles there are."""
     mail = start()
     keys_at = start()
@@ -70,11 +71,7 @@ def load_packed(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr)
         mail = after(mail, 2)
         load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
-        block = first_block(work, FEATURES)
-        for _ in range(count_blocks(work, FEATURES)):
-            load_queries(inputs, rings.queries, at, work, block, FEATURES, TILE)
-            at = after(at, 2)
-            block = block_after(block, work, FEATURES)
+        at = load_blocks(inputs, rings.queries, at, work, modifiers, call, FEATURES, TILE)
         tile = draw_late(call.queue, TILE.ORDERED)
         drawn = find_tile(tile, drawn.hint, call, FEATURES, TILE)
     close_packed(drawn, call, TILE)
@@ -113,7 +110,35 @@ def load_keys(inputs, keys, at, work, FEATURES: gl.constexpr, TILE: gl.constexpr
 
 
 @gluon.jit
-def load_queries(inputs, queries, at, work, block, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def load_blocks(
+    inputs, queries, at, work, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """The blocks of queries that a tile visits; returns where the next tile's begin in the ring."""
+    if FEATURES.MASK_M > 0:
+        is_whole = work.start + TILE.BLOCK_N <= tile_lengths(work, call, FEATURES, TILE).seqlen_k
+        for member in range(FEATURES.GROUP * (work.last >= 0).to(gl.int32)):
+            head = work.head * FEATURES.GROUP + member
+            listed = listed_blocks(work.start, work.batch, head, modifiers, call, FEATURES, TILE)
+            for i in range(count_listed(listed, FEATURES, TILE)):
+                m_block, is_listed_partial = listed_block(listed, i, FEATURES, TILE)
+                block = Block(head, m_block)
+                masked = is_listed_partial | ~is_whole
+                load_queries(inputs, queries, at, work, block, masked, call, FEATURES, TILE)
+                at = after(at, 2)
+    else:
+        block = first_block(work, FEATURES)
+        for _ in range(count_blocks(work, FEATURES)):
+            masked = is_partial(block.m_block, work)
+            load_queries(inputs, queries, at, work, block, masked, call, FEATURES, TILE)
+            at = after(at, 2)
+            block = block_after(block, work, FEATURES)
+    return at
+
+
+@gluon.jit
+def load_queries(
+    inputs, queries, at, work, block, masked, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
     """Q and dO of a block, with -lse and -delta of its rows."""
     BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.do.block_type.nbytes
     STATS: gl.constexpr = inputs.stats.block_type.nbytes
@@ -121,6 +146,8 @@ def load_queries(inputs, queries, at, work, block, FEATURES: gl.constexpr, TILE:
     batch, head, m_start = work.batch, block.head, block.m_block * TILE.BLOCK_M
     wait_empty(queries, at)
     full = queries.full.index(at.slot)
+    if TILE.LABELLED:
+        write_label(queries.labels, at, work, block, masked, call, FEATURES)
     mbarrier.expect(full, BYTES + 2 * STATS)
     q, do = queries.q.index(at.slot), queries.do.index(at.slot)
     if FEATURES.PACKED:

@@ -25,23 +25,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile.gradient import probabilities, score_gradient
+from ...tile.gradient import probabilities
 from ...tile.score import load_slope, score
+from ...tile.seqlen import modifiers_of
 from ...tile.types import Lengths, Sequence
-from .bwd_blocks import block_after, block_before, block_index, count_blocks, first_block
+from .bwd_blocks import block_after, block_index, count_blocks, first_block
+from .bwd_dropout import kept_operand, mark_dropped, weight_of, weighted
+from .bwd_labels import block_at, block_behind, needs_mask
 from .bwd_work import receive_tile, tile_lengths
 from .bwd_write import write_rows
 from .layouts import accumulator, by_register, column_of, left_operand, row_of
 from .pipeline import Cursor, after, nth, release, start, wait_full
 from .turns import await_turn, end_turn
-from .work import END, is_partial
+from .work import END
 
 
 class Recomputed(NamedTuple):
-    """A block of probabilities, and the derivative of its scores."""
+    """A block of probabilities, and what dS is a multiple of."""
 
-    p: gl.tensor  # (64, BLOCK_M)
-    derivative: gl.tensor
+    p: gl.tensor  # (64, BLOCK_M); with dropout marked, see bwd_dropout.py
+    weight: gl.tensor  # times the derivative of the score
 
 
 @gluon.jit
@@ -62,6 +65,7 @@ def grad_partition(
     queries = rings.queries
     exchange = rings.exchange
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
+    modifiers = modifiers_of(call.optionals)
 
     step = gl.to_tensor(0)  # blocks so far
     tiles = gl.to_tensor(0)
@@ -73,7 +77,7 @@ def grad_partition(
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
-        is_seen = blocks > 0 if TILE.RAGGED else True
+        is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
         wait_full(keys, Cursor(0, tiles & 1))
         wait_full(queries, nth(step), pred=is_seen)
@@ -88,15 +92,16 @@ def grad_partition(
                 minus_delta = load_row(queries.minus_delta, step, no_scores)
             left = half_of(keys.v, WG, step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
-            q_start, k_start = block.m_block * M, work.start + WG * 64
+            k_start = work.start + WG * 64
+            visited = block_at(block, queries.labels, step, TILE)
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
-            tile = recompute(s, minus_lse, q_start, k_start, work, block, call, FEATURES, TILE)
+            tile = recompute(s, minus_lse, k_start, work, visited, modifiers, call, FEATURES, TILE)
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
             # dV += P^T dO, while dS is made
-            left = gl.convert_layout(tile.p.to(dtype), left_operand(V_LAYOUT))
+            left = gl.convert_layout(kept_operand(tile.p, dtype, FEATURES), left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
-            ds = score_gradient(tile.p, dp, tile.derivative).to(dtype)
+            ds = grad_scores(tile.weight, dp, queries, step, FEATURES).to(dtype)
             wait_full(exchange, last_turn, pred=i > 0)
             exchange.ds.index(turn.slot).slice(WG * 64, 64, 0).store(ds)
             fence_async_shared()  # what threads wrote, before wgmma reads it
@@ -140,6 +145,9 @@ def grad_partition(
             add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
         release(keys, Cursor(0, 0))
         rows = work.start + WG * 64
+        if FEATURES.DROPOUT:
+            dk *= call.numbers.dropout_factor
+            dv *= call.numbers.dropout_factor
         write_rows(dk * call.numbers.scale, outputs.dk, outputs, work, rows, WG, FEATURES)
         write_rows(dv, outputs.dv, outputs, work, rows, WG, FEATURES)
         tiles += 1
@@ -190,6 +198,15 @@ def multiply_values(left, queries, step, minus_delta, no_scores):
 
 
 @gluon.jit
+def grad_scores(weight, dp, queries, step, FEATURES: gl.constexpr):
+    """dS^T = P^T (dP^T - delta), times the derivative of the score."""
+    minus_delta = 0.0
+    if FEATURES.DROPOUT:
+        minus_delta = load_row(queries.minus_delta, step, dp)
+    return weighted(weight, dp, minus_delta, FEATURES)
+
+
+@gluon.jit
 def multiply_scores(ds, k, step, WG: gl.constexpr, TILE: gl.constexpr):
     """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one."""
     right = here(k, step)
@@ -218,7 +235,7 @@ def add_turn(
     TILE: gl.constexpr,
 ):
     """Adds the warpgroup's half of the dQ of the block before, when it is its turn."""
-    before = block_before(block, work, FEATURES)
+    before = block_behind(block, rings.queries.labels, step, work, FEATURES, TILE)
     await_turn(rings.turns, step - 1, TILE)
     add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
     end_turn(rings.turns, step - 1, TILE)
@@ -273,10 +290,10 @@ def in_accumulator_order(x, layout: gl.constexpr):
 def recompute(
     qk,
     minus_lse,
-    q_start,
     k_start,
     work,
     block,
+    modifiers,
     call,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
@@ -287,21 +304,40 @@ def recompute(
     the exponentials belong inside, and run beside dP.
     """
     S_LAYOUT: gl.constexpr = qk.type.layout
+    IS_POSITION: gl.constexpr = (
+        FEATURES.MASK_MOD is not None or FEATURES.SCORE_MOD is not None or FEATURES.BIAS
+    )
     lengths = tile_lengths(work, call, FEATURES, TILE)
-    if TILE.RAGGED:
+    q_start = block.m_block * TILE.BLOCK_M
+    if TILE.RAGGED and not IS_POSITION:
         # Queries by the key they stand on, so that the diagonal is 0. It is in a register here; the
         # compiler would add it to each column of the tile, before the loop, and spill the sums
         q_start += lengths.diagonal
         lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, 0)
     slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
-    seq = Sequence(lengths, slope, call.numbers)
+    seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers)
     q_idx = (q_start + gl.arange(0, qk.shape[1], column_of(S_LAYOUT)))[None, :]
     k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
     minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
     scored = score(qk, q_idx, k_idx, seq, FEATURES)
     p = scored.s
-    if is_partial(block.m_block, work):
+    if needs_mask(block, work, TILE):
         p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, True)
+        p = with_dropout(p, k_start, block, call, FEATURES, TILE)
     else:
         p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, False)
-    return Recomputed(p, scored.derivative)
+        p = with_dropout(p, k_start, block, call, FEATURES, TILE)
+    return Recomputed(p, weight_of(p, scored.derivative, FEATURES))
+
+
+@gluon.jit
+def with_dropout(p, k_start, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """P^T with its dropped pairs marked, where there is dropout."""
+    if FEATURES.DROPOUT:
+        LAYOUT: gl.constexpr = p.type.layout
+        offs_m = gl.arange(0, p.shape[1], column_of(LAYOUT))[None, :]
+        offs_n = gl.arange(0, p.shape[0], row_of(LAYOUT))[:, None]
+        q_start, threshold = block.m_block * TILE.BLOCK_M, call.numbers.dropout_threshold
+        return mark_dropped(p, block.stream, q_start, k_start, offs_m, offs_n, threshold)
+    else:
+        return p

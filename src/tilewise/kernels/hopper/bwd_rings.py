@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .bwd_labels import make_labels
 from .bwd_work import RAGGED_WORDS
 from .layouts import shared
 from .pipeline import Ring, make_barriers, make_ring
@@ -44,6 +45,7 @@ class Queries(NamedTuple):
     minus_delta: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    labels: gl.shared_memory_descriptor  # (4, WORDS), see bwd_labels.py
 
 
 class Rings(NamedTuple):
@@ -80,7 +82,7 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     full, empty = make_barriers(2, 1, 2)
-    return Queries(q, do, minus_lse, minus_delta, full, empty)
+    return Queries(q, do, minus_lse, minus_delta, full, empty, make_labels())
 
 
 @gluon.jit

@@ -19,9 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bwd_blocks import block_after, block_before, count_blocks, first_block
+from ...tile.seqlen import modifiers_of
+from .bwd_blocks import block_after, count_blocks, first_block
+from .bwd_dropout import kept_operand
+from .bwd_labels import block_at, block_behind
 from .bwd_mma import (
     add_dq,
+    grad_scores,
     here,
     in_accumulator_order,
     in_register_order,
@@ -56,6 +60,8 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM, D)
     S_GROUPS: gl.constexpr = 2 if TRIM else 1
+    IS_BENT: gl.constexpr = FEATURES.SOFTCAP or FEATURES.SCORE_MOD is not None
+    modifiers = modifiers_of(call.optionals)
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
@@ -64,27 +70,29 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
-        is_seen = blocks > 0 if TILE.RAGGED else True
+        is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
         wait_full(queries, nth(step), pred=is_seen)
         pending_s = multiply_queries(here(rings.keys.k, step), queries, step, no_scores, TRIM, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
-            before = block_before(block, work, FEATURES)
+            visited = block_at(block, queries.labels, step, TILE)
+            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
             wait_full(exchange.ds, nth(step - 1), pred=i > 0)
             k_smem = here(rings.keys.k, step)
-            if not FEATURES.SOFTCAP:  # its derivative needs the registers
+            if not IS_BENT:  # its derivative needs the registers
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
             minus_lse = 0.0
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
-            q_start = block.m_block * M
-            tile = recompute(s, minus_lse, q_start, work.start, work, block, call, FEATURES, TILE)
-            exchange.p.store(in_register_order(tile.p * tile.derivative))
+            tile = recompute(
+                s, minus_lse, work.start, work, visited, modifiers, call, FEATURES, TILE
+            )
+            exchange.p.store(in_register_order(tile.weight))
             mbarrier.arrive(exchange.p_full, count=1)
-            if FEATURES.SOFTCAP:
+            if IS_BENT:
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
-            left = gl.convert_layout(tile.p.to(dtype), left_operand(V_LAYOUT))
+            left = gl.convert_layout(kept_operand(tile.p, dtype, FEATURES), left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
@@ -103,7 +111,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
-            before = block_before(block, work, FEATURES)
+            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
             wait_full(exchange.ds, nth(step - 1))
             await_turn(rings.turns, step - 1, TILE)
             for part in gl.static_range(2):
@@ -112,6 +120,8 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
             end_turn(rings.turns, step - 1, TILE)
+        if FEATURES.DROPOUT:
+            dv *= call.numbers.dropout_factor
         dv = used_rows(dv, work, work.start, FEATURES).to(dtype)
         write_tile(dv, rings.keys.v, outputs.dv, rings, work, tiles, FEATURES)
         tiles += 1
@@ -142,17 +152,18 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # before the factor scale
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
-        is_seen = blocks > 0 if TILE.RAGGED else True
+        is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
         wait_full(queries, nth(step), pred=is_seen)
         pending_dp = multiply_values(here(rings.keys.v, step), queries, step, no_scores, TRIM)
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
+            visited = block_at(block, queries.labels, step, TILE)
             k_smem = here(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             mbarrier.wait(exchange.p_full, step & 1)
             p = in_accumulator_order(exchange.p.load(by_register(64 * M)), S_LAYOUT)
-            ds = (p * dp).to(dtype)
+            ds = grad_scores(p, dp, queries, step, FEATURES).to(dtype)
             exchange.ds.slots.index(step & 1).store(ds)
             fence_async_shared()  # what threads wrote, before wgmma reads it
             mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)
@@ -160,7 +171,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
-                before = block_before(block, work, FEATURES)
+                before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
                 if LAST_PART == 2:
                     await_turn(rings.turns, step - 1, TILE)
                 add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
@@ -178,7 +189,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             release(queries, nth(step))
             if LAST_PART == 3:
                 await_turn(rings.turns, step, TILE)
-                add_dq(dq, outputs, work, block, 2, 4, call, FEATURES, TILE)
+                add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
@@ -186,11 +197,13 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             k_smem = here(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
-            before = block_before(block, work, FEATURES)
+            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
             if LAST_PART == 2:
                 await_turn(rings.turns, step - 1, TILE)
             add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
             end_turn(rings.turns, step - 1, TILE)
+        if FEATURES.DROPOUT:
+            dk *= call.numbers.dropout_factor
         dk = used_rows(dk * call.numbers.scale, work, work.start, FEATURES).to(dtype)
         write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles, FEATURES)
         tiles += 1

@@ -16,6 +16,7 @@ from ...tile.schedule import key_tile_in_group
 from ...tile.seqlen import lengths_in, lengths_of, padded_row, place_of
 from ...tile.types import Lengths, Sequence
 from ...tile.varlen import blocks_of, varlen_tile
+from .bwd_listed import listed_work
 from .pipeline import nth, wait_empty, wait_full
 from .work import Work, receive, send
 
@@ -53,7 +54,7 @@ class Drawn(NamedTuple):
 
 
 @gluon.jit
-def open_key_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """What a tile number stands for, of a batch in which all have as many rows. The head is a key
     head.
     """
@@ -61,7 +62,10 @@ def open_key_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     if TILE.ORDERED and FEATURES.RIGHT:  # the order of turns
         n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
-    work = work_of(n_block, head, batch, lengths, call, FEATURES, TILE)
+    if FEATURES.MASK_M > 0:
+        work = listed_work(n_block, head, batch, lengths, modifiers, call, FEATURES, TILE)
+    else:
+        work = work_of(n_block, head, batch, lengths, call, FEATURES, TILE)
     if TILE.RAGGED:
         rows = call.sizes.seqlen_k
         return ragged(work, lengths, 0, 0, rows, rows)

@@ -9,12 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
+from . import dropout
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
 MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-ASM = {"tanh.approx.f32 $0, $1;": torch.tanh}  # what the kernels' assembly means to the emulator
+# What the kernels' assembly means to the emulator
+ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **dropout.ASM}
 
 
 class Described(NamedTuple):
@@ -66,6 +68,11 @@ def ragged_steps(x: Tensor) -> tuple[int, int, int]:
     return by_row, by_head, by_batch // by_head if batch > 1 else 0
 
 
+def in_blocks(x: Tensor, block: list[int], layout: Any) -> Described:
+    """A tensor for blocks of the backward, of which ragged ones have a dimension more."""
+    return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
+
+
 def in_steps(x: Tensor) -> Tensor:
     """x, or a copy of it where its batches are not a whole number of heads apart."""
     batch, _, heads, _ = x.shape
@@ -99,6 +106,14 @@ def descriptors(
         of_keys(v, plan.v_block, plan.layouts[2]),
         of_out(out, plan.out_block, plan.layouts[3]),
     )
+
+
+def of_backward(plan: Any, q, dout, k, v, stats, dk, dv) -> list[Described]:
+    """The tensors of the backward for the blocks of its plan, in the order of these."""
+    tensors = q, dout, k, v, stats, dk, dv
+    made = [in_blocks(*x) for x in zip(tensors, plan.blocks, plan.layouts) if x[0] is not stats]
+    sides = [*stats.shape], [*stats.stride()]
+    return [*made[:4], Described(stats, *sides, plan.blocks[4], plan.layouts[4]), *made[4:]]
 
 
 def is_ragged(problem: Problem) -> bool:

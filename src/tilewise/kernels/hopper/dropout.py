@@ -1,4 +1,5 @@
-"""Dropout of tiles that lie as wgmma leaves them, in assembly that LLVM's optimiser cannot spoil.
+"""Dropout in the forward, of tiles that lie as wgmma leaves them, in assembly that LLVM's optimiser
+cannot spoil.
 
 The mask as a comparison and a `where` takes a third to a half more instructions: the optimiser
 multiplies by other constants for each byte of a word, and packs a tile's comparisons into integers.
@@ -8,15 +9,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.dropout import draw
-
-_SELECT = """{
-    .reg .b32 byte_first;
-    .reg .pred is_kept;
-    shl.b32 byte_first, $2, $3;
-    setp.ge.u32 is_kept, byte_first, $4;
-    selp.b32 $0, $1, 0, is_kept;
-}"""
 # Two neighbours at a time. A byte b becomes the half-precision number 1024 + b, whose bits are
 # 0x6400 + b: such numbers can be compared two at a time, and the answer is all ones or zeros
 _SELECT_HALVES = """{
@@ -27,33 +19,15 @@ _SELECT_HALVES = """{
     set.ge.u32.f16x2 is_kept, bytes, $6;
     and.b32 $0, $1, is_kept;
 }"""
-SELECT = gl.constexpr(_SELECT)
 SELECT_HALVES = gl.constexpr(_SELECT_HALVES)
 
 
 @gluon.jit
-def drop(p, stream, m_start, n_start, offs_m, offs_n, threshold):
-    """An fp32 tile, 0 where `tile.dropout.kept` is false: at most three instructions an element
-    beside the random words.
+def drop_halves(p, drawn, threshold):
+    """A tile of 16-bit elements, queries down, keys across, 0 where `tile.dropout.kept` is false by
+    what was drawn for it: three instructions for two elements, since keys 2t and 2t + 1 share a
+    register, and their bytes a word.
     """
-    drawn = draw(stream, m_start, n_start, offs_m, offs_n)
-    least = gl.cast(threshold, gl.uint32) << 24
-    return gl.inline_asm_elementwise(
-        SELECT,
-        "=r,r,r,r,r",
-        [p, drawn.word, 24 - 8 * drawn.byte, least],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def drop_halves(p, stream, m_start, n_start, offs_m, offs_n, threshold):
-    """The same for a tile of 16-bit elements, queries down, keys across: three instructions for two
-    elements, since keys 2t and 2t + 1 share a register, and their bytes a word.
-    """
-    drawn = draw(stream, m_start, n_start, offs_m, offs_n)
     least = (gl.cast(threshold, gl.uint32) + 0x6400) * 0x10001
     return gl.inline_asm_elementwise(
         SELECT_HALVES,
@@ -65,14 +39,10 @@ def drop_halves(p, stream, m_start, n_start, offs_m, offs_n, threshold):
     )
 
 
-def _select(p, word, shift, least):
-    return torch.where(((word << shift) & 0xFFFFFFFF) >= least, p, 0.0)
-
-
 def _select_halves(p, word, selector, least):
     byte = (word >> 8 * (selector & 3)) & 255
     return torch.where(byte >= (least & 255), p, 0.0)
 
 
 # What this assembly means to the emulator
-ASM = {_SELECT: _select, _SELECT_HALVES: _select_halves}
+ASM = {_SELECT_HALVES: _select_halves}

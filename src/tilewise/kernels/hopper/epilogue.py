@@ -69,7 +69,10 @@ def write_tile(
     row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q
     gl.store(output.lse + (row + first_q + q_idx), lse, mask=exists)
 
-    rescale = gl.convert_layout(finished.rescale, row_of(acc_o.type.layout))
+    rescale = finished.rescale
+    if FEATURES.DROPOUT:
+        rescale = rescale * call.numbers.dropout_factor
+    rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
     out = (acc_o * rescale[:, None]).to(output.desc.dtype)  # (64, BLOCK_DV)
     if FEATURES.SEQUSED_Q:  # what lies in rows that are not used may be NaN
         is_used = gl.convert_layout(q_idx < work.seqlen_q, rescale.type.layout)

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ...tile.seqlen import modifiers_of
 from ...tile.varlen import Hint
 from .compat import tma_load
 from .copies import load_ragged
@@ -25,7 +26,7 @@ from .ragged import (
     send_tile,
     set_back,
 )
-from .work import END, draw, key_block, key_head
+from .work import END, Call, draw, key_block, key_head
 
 
 class Sources(NamedTuple):
@@ -66,6 +67,8 @@ class Progress(NamedTuple):
 
 @gluon.jit
 def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    modifiers = modifiers_of(call.optionals)
+    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
     at = Progress(start(), start(), start(), nowhere(FEATURES), False)
     tile = gl.program_id(0)
     if FEATURES.PACKED:
@@ -108,7 +111,7 @@ def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.c
         load(rings.q[i], q_at, sources.q, [batch, head_k, m_start, member, 0], q_shape)
     q_at = after(q_at, TILE.Q_STAGES)
     for i in range(work.last + 1 - work.first):
-        n_start = key_block(work, i, FEATURES) * TILE.BLOCK_N
+        n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
         load_step(rings.steps, steps_at, sources, block, True, before, has_before)
         steps_at = after(steps_at, TILE.STAGES)

@@ -19,15 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile.mask import apply_mask
-from ...tile.score import load_slope, score, unit
-from ...tile.softmax import exponentials, running_max
+from ...tile.score import unit
+from ...tile.seqlen import modifiers_of
+from ...tile.softmax import exponentials
 from ...tile.types import Lengths, Sequence
-from .epilogue import head_of_row, query_of_row, write_tile
-from .layouts import accumulator, column_of, left_operand, row_of
+from .epilogue import write_tile
+from .layouts import accumulator, left_operand, row_of
 from .pipeline import after, release, start, wait_full
-from .ragged import from_block, lengths_in, receive_tile, rows_in
-from .work import END, Work, is_partial, key_block
+from .ragged import lengths_in, receive_tile, rows_in
+from .scores import dropout, early_bias, open_rows, to_scores
+from .work import END, Call, key_block
 
 
 class Share(NamedTuple):
@@ -46,14 +47,6 @@ class Step(NamedTuple):
     l_i: gl.tensor  # as `row_sums` keeps it
 
 
-class Rows(NamedTuple):
-    """The rows of a tile, as scores and masks want them."""
-
-    work: Work
-    slope_log2: gl.tensor
-    rows: gl.tensor
-
-
 @gluon.jit
 def attend_partition(
     WG: gl.constexpr, rings, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr
@@ -63,7 +56,7 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    MASKED: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT
+    MASKED: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT or FEATURES.MASK_MOD is not None
     UNEVEN: gl.constexpr = TILE.WARPGROUPS == 3
     # Asked for before the exponentials, the next step costs no wait after them; but where the ring
     # holds only two, it is not there that soon
@@ -76,6 +69,8 @@ def attend_partition(
     no_sums = row_sums(no_scores, TILE)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     scale = unit(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
+    modifiers = modifiers_of(call.optionals)
+    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
     mail = start()
     q_at = start()
@@ -91,33 +86,40 @@ def attend_partition(
     wait_full(steps, at, pred=has_tile)
     q_tile = q_ring.slots.index(q_at.slot)
     pending_s = multiply_keys(q_tile, steps, at, no_scores)
-    tile = Rows(work, slope_of(work, call.optionals, rows, FEATURES, TILE), rows)
+    tile = open_rows(work, rows, call, FEATURES, TILE)
+    n_block = key_block(work, 0, call, FEATURES, TILE)
+    bias = early_bias(tile, n_block, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     release(steps, at, pred=has_tile)
     at = after(at, STAGES)
-    s, m_i = to_scores(s, tile, key_block(work, 0, FEATURES), no_max, call, True, FEATURES, TILE)
+    s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
-    step = Step(operand(p, dtype, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
+    kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
+    step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
     if EARLY:
         wait_full(steps, at, pred=share.blocks > 1)
 
     while work.start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
         for i in range(1, share.blocks):
+            n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
             if not EARLY:
                 wait_full(steps, at)
             pending_s = multiply_keys(q_tile, steps, at, no_scores)
             pending_o = multiply_values(step.p, steps, at, acc_o)
+            bias = early_bias(tile, n_block, call, FEATURES, TILE)
             s = warpgroup_mma_wait(1, deps=[pending_s])
-            n_block = key_block(work, i, FEATURES)
-            s, m_i = to_scores(s, tile, n_block, step.m_i, call, MASKED, FEATURES, TILE)
+            s, m_i = to_scores(
+                s, bias, tile, i, n_block, step.m_i, call, dtype, MASKED, FEATURES, TILE
+            )
             if EARLY:
                 wait_full(steps, after(at, STAGES), pred=i + 1 < share.blocks)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
             release(steps, at)
             at = after(at, STAGES)
             p, alpha = exponentials(s, step.m_i, m_i, scale, True)
-            step = Step(operand(p, dtype, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p, TILE))
+            kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
+            step = Step(operand(kept, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p, TILE))
             acc_o = acc_o * gl.convert_layout(alpha, row_of(O_LAYOUT))[:, None]
         if UNEVEN:
             at = skip(steps, at, share.idle, STAGES)
@@ -139,10 +141,11 @@ def attend_partition(
         # After the last tile S is computed from what lies there, and not used
         pending_s = multiply_keys(q_tile, steps, k_at, no_scores)
         pending_o = multiply_values(step.p, steps, at, acc_o)
-        tile = Rows(upcoming, slope_of(upcoming, call.optionals, rows, FEATURES, TILE), rows)
+        tile = open_rows(upcoming, rows, call, FEATURES, TILE)
+        n_block = key_block(upcoming, 0, call, FEATURES, TILE)
+        bias = early_bias(tile, n_block, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
-        n_block = key_block(upcoming, 0, FEATURES)
-        s, m_i = to_scores(s, tile, n_block, no_max, call, True, FEATURES, TILE)
+        s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:
             for _ in range(share.unseen):
@@ -151,7 +154,8 @@ def attend_partition(
         release(steps, at)
         at = after(at, STAGES)
         p, alpha = exponentials(s, no_max, m_i, scale, True)
-        begun = Step(operand(p, dtype, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
+        kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
+        begun = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT), TILE)
         write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
         step = begun
@@ -209,9 +213,9 @@ def multiply_values(p, steps, at, acc_o):
 
 
 @gluon.jit
-def operand(p, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
+def operand(p, O_LAYOUT: gl.constexpr):
     """P as wgmma's left operand: the registers stay where they are."""
-    return gl.convert_layout(p.to(dtype), left_operand(O_LAYOUT))
+    return gl.convert_layout(p, left_operand(O_LAYOUT))
 
 
 @gluon.jit
@@ -245,51 +249,3 @@ def whole_sums(l_i, layout: gl.constexpr, TILE: gl.constexpr):
         return l_i
     else:
         return gl.convert_layout(gl.sum(l_i, 1), layout)
-
-
-@gluon.jit
-def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The ALiBi slope of the tile's head, or one for each row where heads share a tile."""
-    if TILE.PACK > 1 and FEATURES.ALIBI:
-        heads = head_of_row(work.head, rows, FEATURES, TILE)
-        return load_slope(optionals, work.batch, heads, FEATURES)[:, None]
-    else:
-        return load_slope(optionals, work.batch, work.head, FEATURES)
-
-
-@gluon.jit
-def to_scores(
-    qk,
-    tile,
-    n_block,
-    m_i,
-    call,
-    MASKED: gl.constexpr,
-    FEATURES: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Scores of one block of keys, masked where it needs it, and the maxima with them.
-
-    The branch does more than save the mask: the compiler may not move the wait for P V before it.
-    So maxima belong inside, and run beside P V.
-    """
-    N: gl.constexpr = TILE.BLOCK_N
-    work = tile.work
-    lengths = lengths_in(work, call, FEATURES)
-    q_idx = query_of_row(work.start, tile.rows, TILE)[:, None]
-    if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        column = gl.arange(0, N, column_of(qk.type.layout))[None, :]
-        k_idx, lengths = from_block(column, n_block * N, lengths)
-    else:
-        k_idx = (n_block * N + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
-    seq = Sequence(lengths, tile.slope_log2, call.numbers)
-    s = score(qk, q_idx, k_idx, seq, FEATURES).s
-    scale = unit(seq, FEATURES)
-    if not MASKED:
-        m_i = running_max(s, m_i, scale)
-    elif is_partial(n_block, work):
-        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-        m_i = running_max(s, m_i, scale)
-    else:
-        m_i = running_max(s, m_i, scale)
-    return s, m_i

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ...problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
+from ...problem import LONG, NO_EXTRAS, NO_MODS, Extras, Problem, Scalars
 from ...testing.switch import emulator_seed
 from ...tile.types import Features, Pipeline, Queue
 from ...tuning.config import SHARED_MEMORY, Key
 from ...tuning.select import architecture, select
 from ..arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ..outputs import empty_out
-from ..relaunch import is_watched, relaunch
+from ..relaunch import (
+    Pattern,
+    extras_apart,
+    is_watched,
+    look_of,
+    pattern_of,
+    relaunch,
+)
 from .compat import Direct, direct
 from .counters import counter, counter_of, processors
 from .described import (
@@ -40,6 +48,7 @@ Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
 MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
+NOTHING: tuple[list[int], tuple] = [], ()  # the look of no extras
 
 
 class Plan(NamedTuple):
@@ -66,68 +75,72 @@ def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor)
     return Launch(problem, scalars)
 
 
+class Kept(NamedTuple):
+    """What launches need whose extras look alike. It holds no tensor."""
+
+    kernel: Direct
+    plan: Plan
+    queue: tuple[int, ...]  # after its counter
+    optionals: Pattern  # of the extras
+    args: tuple  # of the kernel, after its optionals
+    encoded: tuple[dict[int, list], ...]  # descriptors of q, k, v and out, by address
+
+
 class Launch:
-    """Calls of one shape. The first goes through Triton's launcher, later ones straight to the
-    compiled kernel, with descriptors that are kept by address.
+    """Calls of one shape, of extras too. The first of a look (`look_of`) goes through Triton's
+    launcher, later ones straight to the compiled kernel, with descriptors that are kept by address.
     """
 
+    LOOKS = 32
     KEPT = 64  # descriptors of one operand
 
     def __init__(self, problem: Problem, scalars: Scalars) -> None:
         self.problem = problem
         self.scalars = scalars
-        self.plan: Plan | None = None
-        self.kernel: Direct | None = None
-        self.args: tuple = ()  # of the kernel, after its descriptors, lse and counter
-        self.queue: Queue | None = None
+        self.kept: dict[tuple, Kept] = {}
         self.device = -1
-        self.encoded: tuple[dict[int, list], ...] = ({}, {}, {}, {})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(self.problem, q)
-        kernel = self.kernel
-        if (
-            kernel is None
-            or extras is not NO_EXTRAS
-            or torch._C._cuda_getDevice() != self.device
-            or is_watched()
-        ):
-            self._prepare(q, k, v, out, lse, extras)
+        addresses, look = NOTHING if extras is NO_EXTRAS else look_of(extras.tensors)
+        kept = self.kept.get(look)
+        if kept is None or torch._C._cuda_getDevice() != self.device or is_watched():
+            self._prepare(q, k, v, out, lse, extras, look)
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        described = [known.get(x.data_ptr()) for known, x in zip(self.encoded, (q, k, v, out))]
+        described = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, (q, k, v, out))]
         if None in described:
-            described = self._encode(kernel, q, k, v, out)
+            described = self._encode(kept, q, k, v, out)
         tiles = counter(q.device, self.device, stream)
         for_keys, for_values, for_out = described[1:]
-        kernel(
+        kept.kernel(
             stream,
             *described[0],
             *for_keys,
             *for_values,
             *for_out,
             lse,
-            (tiles, *self.queue[1:]),
-            *self.args,
+            (tiles, *kept.queue),
+            kept.optionals.filled(addresses),
+            *kept.args,
         )
         return out, lse
 
-    def _encode(self, kernel: Direct, *tensors: Tensor) -> list[list]:
-        described = descriptors(self.problem, self.plan, *tensors)
+    def _encode(self, kept: Kept, *tensors: Tensor) -> list[list]:
+        described = descriptors(self.problem, kept.plan, *tensors)
         encoded = []
-        for which, (known, one) in enumerate(zip(self.encoded, described)):
+        for which, (known, one) in enumerate(zip(kept.encoded, described)):
             if len(known) >= self.KEPT:
                 known.clear()
-            known[one.base.data_ptr()] = kernel.encode(which, one)
-            encoded.append(known[one.base.data_ptr()])
+            known[one.base.data_ptr()] = made = kept.kernel.encode(which, one)
+            encoded.append(made)
         return encoded
 
-    def _prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras
-    ) -> None:
+    def _prepare(self, q, k, v, out, lse, extras: Extras, look: tuple) -> None:
         """The call, through the front door."""
         if out.numel() == 0 and lse.numel() == 0:
             return
+        given = k, v
         if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
             if not self.problem.is_packed:
                 out.zero_()
@@ -137,6 +150,7 @@ class Launch:
             k, v = (x.new_empty(1, 1, *x.shape[2:]) for x in (k, v))
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
+        extras = extras_apart(extras)
         plan = plan_for(self.problem, q, extras)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
         queue = args[5]
@@ -148,10 +162,20 @@ class Launch:
             kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
             return
         programs = min(queue.tiles, processors(q.device))
-        compiled, self.device = _launch(plan, q.device, args, programs)
-        if extras is NO_EXTRAS:
-            self.plan, self.queue, self.args = plan, queue, (*args[6:], plan.features, plan.tile)
-            self.kernel = direct(compiled, programs)
+        compiled, device = _launch(plan, q.device, args, programs)
+        if given[0] is k and given[1] is v:  # neither copied nor replaced
+            self.device = device
+            self._keep(look, direct(compiled, programs), plan, args, extras)
+
+    def _keep(self, look: tuple, kernel: Direct | None, plan: Plan, args, extras: Extras) -> None:
+        """Keeps a launch for later ones, but not where a tensor was copied to be contiguous."""
+        optionals = pattern_of(args[6], extras.tensors)
+        if kernel is None or optionals is None:
+            return
+        if len(self.kept) >= self.LOOKS:
+            self.kept.clear()
+        after = (*args[7:], plan.features, plan.tile)
+        self.kept[look] = Kept(kernel, plan, args[5][1:], optionals, after, ({}, {}, {}, {}))
 
 
 def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
@@ -163,7 +187,7 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
         *descriptors(problem, plan, q, k, v, out),
         lse,
         _queue(problem, plan.tile, q, k, packed_in(extras)),
-        optionals_of(extras),
+        optionals_of(in_pairs(extras), problem.mods),
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
         further,
@@ -186,19 +210,50 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
     return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
 
 
+def is_modified(problem: Problem) -> bool:
+    """Whether functions, lists or numbers of its own go into each score or probability."""
+    return problem.mods != NO_MODS or problem.has_bias or problem.has_dropout
+
+
 def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
     else that of their mean length.
     """
     seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
-    pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
+    pack = 1 if problem.is_packed or is_modified(problem) else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG and not problem.is_long
-    return plan_of(problem, q.device, is_short, pack)
+    return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias))
+
+
+def bias_step(bias: Tensor | None) -> int:
+    """`Pipeline.BIAS_STEP`: how the bias of neighbouring keys lies in memory."""
+    if bias is None or bias.shape[3] == 1:
+        return 0
+    if bias.stride(3) != 1:
+        return -1
+    return 2 if _consists_of_runs(bias, 2) else 1
+
+
+def _consists_of_runs(bias: Tensor, run: int) -> bool:
+    """Whether every row is made up of whole runs, all at multiples of their size."""
+    others = (stride for n, stride in zip(bias.shape[:3], bias.stride()) if n > 1)
+    fits = all(n % run == 0 for n in (bias.shape[3], *others))
+    return fits and bias.data_ptr() % (run * bias.itemsize) == 0
+
+
+def in_pairs(extras: Extras) -> Extras:
+    """The same with a bias of 16 bits as pairs, where two pairs may be read at once."""
+    bias = extras.bias
+    if bias is None or bias.itemsize != 2 or bias_step(bias) != 2 or not _consists_of_runs(bias, 4):
+        return extras
+    return extras._replace(bias=bias.view(torch.int32))
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: Problem, device: torch.device, is_short: bool, pack: int) -> Plan:
+def plan_of(
+    problem: Problem, device: torch.device, is_short: bool, pack: int, bias_step: int = 0
+) -> Plan:
     """The plan of a problem, as the tuning tables say."""
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
@@ -207,18 +262,22 @@ def plan_of(problem: Problem, device: torch.device, is_short: bool, pack: int) -
     widest = max(block_d, block_dv)
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // ROWS
-    if pack > 1 or problem.has_alibi or problem.has_left:
+    if pack > 1 or problem.has_alibi or problem.has_left or is_modified(problem):
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
     out_columns = min(block_dv, OUT_COLUMNS)
+    block_n = config.BLOCK_N
+    if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
+        block_n = math.gcd(block_n, problem.mods.block[1])
     tile = Pipeline(
         warpgroups * ROWS // pack,
-        config.BLOCK_N,
+        block_n,
         block_d,
         block_dv,
         warpgroups,
         config.num_stages,
         2,
         pack,
+        bias_step,
     )
     if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
@@ -259,6 +318,8 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int =
         return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
     m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
     heads, together = batch * nheads, 1
+    # Tiles of a block mask come as those of no mask, head by head: only lists on the device say
+    # which are long, and neighbours find in the L2 cache what they both read
     if problem.is_causal:
         head_bytes = k.shape[1] * (problem.headdim + problem.headdim_v) * k.itemsize
         most = max(1, group_bytes(k.shape[1]) * sharing // head_bytes)
@@ -282,21 +343,37 @@ def group_bytes(seqlen_k: int) -> int:
 _compiled: dict[tuple, Any] = {}
 
 
+def leaves(x: Any) -> Iterator[Any]:
+    """What is in nested tuples, in order."""
+    if isinstance(x, tuple):
+        for item in x:
+            yield from leaves(item)
+    else:
+        yield x
+
+
 def specialization(args: tuple) -> tuple[Any, ...]:
     """What Triton compiles for, of the runtime arguments.
 
-    Dtypes; which optional tensors there are; integers of 1, which it takes for constants, and
-    multiples of 16, also of addresses (that of a slice of cu_seqlens may be none) and also inside a
-    tuple, where `do_not_specialize` does not reach. A compiled kernel serves the calls that share
-    all that.
+    Dtypes; which optional tensors there are; integers of 1, which it takes for constants, multiples
+    of 16, also of addresses (that of a slice of cu_seqlens may be none) and also inside a tuple,
+    where `do_not_specialize` does not reach, and strides of over 32 bits. A compiled kernel serves
+    the calls that share all that.
     """
     queue, optionals, sizes, numbers, further = args[5:]
-    integers = (*queue[1:], optionals.alibi_batch, *sizes, numbers.left, numbers.right, *further)
-    tensors = (x for x in optionals if not isinstance(x, int))
     return (
-        *[1 if i == 1 else 16 if i % 16 == 0 else 0 for i in integers],
-        *[None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors],
+        *map(_class_of, (*queue[1:], *sizes, numbers.left, numbers.right, *further)),
+        *map(_class_of, leaves(optionals)),
     )
+
+
+def _class_of(x: Tensor | int | None) -> Any:
+    """All values of a class are served by one kernel."""
+    if x is None:
+        return None
+    if isinstance(x, int):
+        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
+    return x.dtype, x.data_ptr() % 16 == 0
 
 
 def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tuple[Any, int]:

@@ -11,11 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tile.bounds import key_blocks
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of, place_of
 from ...tile.types import Lengths, Sequence
 from ...tile.varlen import varlen_tile
+from .listed import visited
 from .pipeline import wait_empty, wait_full
 from .work import Work, open_tile, receive, send
 
@@ -94,7 +94,8 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
     """
     place = place_of(batch, call.sizes, call.optionals, FEATURES)
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
-    blocks = key_blocks(m_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
+    blocks = visited(m_start, seq, FEATURES, TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     if FEATURES.SEQUSED_Q:
         last = gl.where(m_start < lengths.seqlen_q, last, blocks.first)
@@ -137,25 +138,15 @@ def place_in(work, FEATURES: gl.constexpr):
 
 @gluon.jit
 def lengths_in(work, call, FEATURES: gl.constexpr):
-    """The lengths of a tile's sequence."""
+    """The lengths of a tile's sequence; no keys where a block mask lists none."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return Lengths(work.seqlen_q, work.seqlen_k, work.diagonal)
+        lengths = Lengths(work.seqlen_q, work.seqlen_k, work.diagonal)
     else:
-        return lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
-
-
-@gluon.jit
-def from_block(column, n_start, lengths):
-    """Keys and lengths counted from a block of keys on, for masks and distances.
-
-    A thread holds columns 8 i + 2 t and 8 i + 2 t + 1 of an accumulator, t being its place among
-    the four threads of a row. With 2 t on the side of the lengths, which are in registers anyhow,
-    keys are constants: a mask then takes no register and no addition a column, and three
-    warpgroups of 160 registers a thread do not spill.
-    """
-    before = n_start + (column & 6)
-    seqlen_k, diagonal = lengths.seqlen_k - before, lengths.diagonal - before
-    return column - (column & 6), Lengths(lengths.seqlen_q, seqlen_k, diagonal)
+        lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+    if FEATURES.MASK_M > 0:
+        seqlen_k = gl.where(work.full_stop > 0, lengths.seqlen_k, 0)
+        lengths = Lengths(lengths.seqlen_q, seqlen_k, lengths.diagonal)
+    return lengths
 
 
 @gluon.jit

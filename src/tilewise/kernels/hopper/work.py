@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...tile.bounds import key_blocks
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
-from ...tile.types import Numbers, Optionals, Queue, Sequence, Sizes
+from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
+from .listed import listed_block, visited
 from .pipeline import wait_empty, wait_full
 
 END = gl.constexpr(-1)  # the tile number, and the start, that says: no more
@@ -29,11 +29,13 @@ class Call(NamedTuple):
     optionals: Optionals
     sizes: Sizes
     numbers: Numbers
+    modifiers: Modifiers = 0  # in a partition, which asks `modifiers_of`
 
 
 class Work(NamedTuple):
     """One tile, from row `start` of its side, and the blocks of the other side that it visits:
-    `first` to `last`, beginning with `begin`. Those in [full_first, full_stop) need no mask.
+    `first` to `last`, beginning with `begin`. Those in [full_first, full_stop) need no mask. Of
+    blocks that a block mask lists, these are their places on its lists.
     """
 
     start: gl.tensor
@@ -52,7 +54,8 @@ def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     m_block, head, batch = query_tile_in_group(tile, call.queue, call.sizes.seqlen_q, TILE.BLOCK_M)
     m_start = m_block * TILE.BLOCK_M
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
-    blocks = key_blocks(m_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
+    blocks = visited(m_start, seq, FEATURES, TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     full_first, full_stop = blocks.full_first, blocks.full_stop
     return Work(m_start, head, batch, last, blocks.first, full_first, full_stop, blocks.first)
@@ -68,14 +71,17 @@ def key_head(head, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def key_block(work, i, FEATURES: gl.constexpr):
+def key_block(work, i, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The i-th key block that a tile visits.
 
     Under a causal mask upwards: programs that start together on tiles of one head then read the
     same keys at the same time, and the L2 cache answers them once. Else downwards, so that the
-    ragged end, the one block that needs a mask, comes first and the loop has none.
+    ragged end, the one block that needs a mask, comes first and the loop has none. A block mask's
+    lists have an order of their own.
     """
-    if FEATURES.RIGHT:
+    if FEATURES.MASK_M > 0:
+        return listed_block(work, i, call.modifiers.by_queries, FEATURES, TILE)
+    elif FEATURES.RIGHT:
         return work.first + i
     else:
         return work.last - i
@@ -85,6 +91,17 @@ def key_block(work, i, FEATURES: gl.constexpr):
 def is_partial(n_block, work):
     """Whether a block of keys needs a mask."""
     return (n_block < work.full_first) | (n_block >= work.full_stop)
+
+
+@gluon.jit
+def needs_mask(work, i, n_block, FEATURES: gl.constexpr):
+    """The same of the i-th block that a tile visits."""
+    if FEATURES.MASK_M == 0:
+        return is_partial(n_block, work)
+    elif FEATURES.SEQUSED_K:  # of which a block mask does not know
+        return True
+    else:
+        return is_partial(i, work)
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from ...tile.bounds import count_full, count_partial, full_block, partial_block,
 from ...tile.schedule import find_key_tile
 from ...tile.seqlen import lengths_of, modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
+from ..bwd_step import recompute
 from ..io import (
     from_row,
     load_once,
@@ -28,7 +29,6 @@ from ..io import (
     row_stats,
     store_rows,
 )
-from .step import recompute
 
 
 class KeyGrads(NamedTuple):

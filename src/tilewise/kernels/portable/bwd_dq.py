@@ -12,6 +12,7 @@ from ...tile.bounds import count_full, count_partial, full_block, key_blocks, pa
 from ...tile.schedule import find_query_tile
 from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
+from ..bwd_step import recompute
 from ..io import (
     from_row,
     load_once,
@@ -21,7 +22,6 @@ from ..io import (
     row_stats,
     store_rows,
 )
-from .step import recompute
 
 
 @triton.jit

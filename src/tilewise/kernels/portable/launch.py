@@ -7,7 +7,6 @@ configuration up, and `tilewise tune`, which tries many.
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,17 @@ from ..arguments import (
     sizes_of,
     strided,
 )
+from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import bwd_delta_kernel
 from ..outputs import empty_grads, empty_out
-from ..relaunch import is_watched, relaunch
-from .bwd_dbias import Sharing, attn_bwd_dbias_kernel
+from ..relaunch import (
+    Pattern,
+    extras_apart,
+    is_watched,
+    look_of,
+    pattern_of,
+    relaunch,
+)
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fwd import attn_fwd_kernel
@@ -116,44 +122,63 @@ def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor)
     return Launch(problem, scalars)
 
 
+class Kept(NamedTuple):
+    """What launches need whose extras look alike. It holds no tensor."""
+
+    compiled: Any
+    programs: int
+    optionals: Pattern  # of the extras
+    args: tuple  # of the kernel, after its optionals
+
+
 class Launch:
-    """Forwards of one shape: the first as any other, later ones straight to its kernel."""
+    """Forwards of one shape, of extras too: the first of a look (`look_of`) as any other, later
+    ones straight to its kernel.
+    """
+
+    LOOKS = 32
 
     def __init__(self, problem: Problem, scalars: Scalars) -> None:
         self.problem = problem
         self.scalars = scalars
-        self.compiled: Any = None
+        self.kept: dict[tuple, Kept] = {}
         self.device = -1
-        self.programs = 0
         self.strides: tuple[tuple[int, int, int], ...] = ()  # of q, k, v and out
-        self.args: tuple = ()  # after those and lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(self.problem, q)
+        addresses, look = ([], ()) if extras is NO_EXTRAS else look_of(extras.tensors)
+        kept = self.kept.get(look)
         if (
-            self.compiled is None
-            or extras is not NO_EXTRAS
+            kept is None
             or torch._C._cuda_getDevice() != self.device
             or is_watched()
             or is_overridden()
         ):
+            extras = extras_apart(extras)
             plan = plan_forward(self.problem, q, k, v, out, lse, extras, self.scalars)
             compiled = run(plan)
-            can_keep = extras is NO_EXTRAS and not is_overridden() and torch.version.hip is None
-            if can_keep and compiled is not None:
-                self._keep(plan, compiled)
+            if compiled is not None and not is_overridden() and torch.version.hip is None:
+                self._keep(look, plan, compiled, extras)
             return out, lse
         triton.set_allocator(_scratch)
         tensors = (Strided(x, *strides) for x, strides in zip((q, k, v, out), self.strides))
-        relaunch(self.compiled, self.programs, self.device, *tensors, lse, *self.args)
+        args = kept.optionals.filled(addresses), *kept.args
+        relaunch(kept.compiled, kept.programs, self.device, *tensors, lse, *args)
         return out, lse
 
-    def _keep(self, plan: Plan, compiled: Any) -> None:
+    def _keep(self, look: tuple, plan: Plan, compiled: Any, extras: Extras) -> None:
+        """Keeps a launch for later ones, but not where a tensor was copied to be contiguous."""
+        optionals = pattern_of(plan.args[5], extras.tensors)
+        if optionals is None:
+            return
         tile = plan.tile(plan.config())
+        args = (*plan.args[6:], features_of(self.problem), tile)
+        if len(self.kept) >= self.LOOKS:
+            self.kept.clear()
         self.strides = tuple(x[1:] for x in plan.args[:4])
-        self.args = (*plan.args[5:], features_of(self.problem), tile)
-        self.programs, self.device = plan.programs(tile), plan.read[0].device.index
-        self.compiled = compiled
+        self.device = plan.read[0].device.index
+        self.kept[look] = Kept(compiled, plan.programs(tile), optionals, args)
 
 
 def backward(
@@ -253,16 +278,10 @@ def run_dbias(problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scala
     read = q, k, v, dout
     plan = Plan("bwd_dbias", attn_bwd_dbias_kernel, problem, "BLOCK_M", 0, 0, 0, read, ())
     tile = plan.tile(plan.config())
-    m_blocks, n_blocks = (
-        triton.cdiv(q.shape[1], tile.BLOCK_M),
-        triton.cdiv(k.shape[1], tile.BLOCK_N),
-    )
-    of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
-    own = [1 if n == 1 else tiles for n, tiles in zip(grads.dbias.shape, of_scores)]
-    sharing = Sharing(*own[1:], *(tiles // n for n, tiles in zip(own, of_scores)))
+    sharing, tiles = sharing_of(grads.dbias, q, k, tile)
     args = (*map(strided, read), bias_of(grads.dbias), stats)
     args = (*args, optionals_of(extras, problem.mods), *numbers, sharing)
-    run(plan._replace(rows=tile.BLOCK_M, copies=math.prod(own), args=args))
+    run(plan._replace(rows=tile.BLOCK_M, copies=tiles, args=args))
 
 
 def run(plan: Plan) -> Any:

@@ -5,16 +5,17 @@
 dS is recomputed as for dQ, so that nothing is added with atomics: the same bits in every run.
 """
 
+import math
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ...tile.bounds import key_blocks
-from ...tile.seqlen import modifiers_of, sequence_of
-from ...tile.softmax import lse_to_log2
-from ..io import load_once, load_stats, row_stats
-from .step import recompute
+from ..tile.bounds import key_blocks
+from ..tile.seqlen import modifiers_of, sequence_of
+from ..tile.softmax import lse_to_log2
+from .bwd_step import recompute
+from .io import load_once, load_stats, row_stats
 
 
 class Sharing(NamedTuple):
@@ -27,6 +28,18 @@ class Sharing(NamedTuple):
     per_head: tl.tensor
     per_row: tl.tensor
     per_column: tl.tensor
+
+
+def sharing_of(dbias, q, k, tile) -> tuple[Sharing, int]:
+    """How a bias is shared, by its gradient's shape, and how many tiles it has in all."""
+    m_blocks, n_blocks = (
+        triton.cdiv(q.shape[1], tile.BLOCK_M),
+        triton.cdiv(k.shape[1], tile.BLOCK_N),
+    )
+    of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
+    own = [1 if n == 1 else tiles for n, tiles in zip(dbias.shape, of_scores)]
+    sharing = Sharing(*own[1:], *(tiles // n for n, tiles in zip(own, of_scores)))
+    return sharing, math.prod(own)
 
 
 @triton.jit

@@ -1,0 +1,41 @@
+"""The blocks of keys that a tile visits, where a block mask lists them: partial ones first, then
+full ones.
+
+A tile's blocks are then numbered by their place on the two lists, one behind the other: `first` is
+0, `full_first` how many are partial, `full_stop` how many there are. The load warp counts them, and
+everybody reads from the lists which block stands at a place. A list is short and read often, so
+that it is in the L1 cache.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...tile.bounds import count_full, count_partial, key_blocks, list_row
+from ...tile.types import BlockRange
+
+
+@gluon.jit
+def visited(m_start, seq, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The key blocks that queries from m_start on visit, or their places on the lists."""
+    blocks = key_blocks(m_start, seq, FEATURES, TILE)
+    if FEATURES.MASK_M > 0:
+        SPLIT: gl.constexpr = FEATURES.MASK_N // TILE.BLOCK_N
+        partial = count_partial(blocks, SPLIT)
+        listed = partial + count_full(blocks, SPLIT)
+        return BlockRange(0, partial, listed, listed)
+    else:
+        return blocks
+
+
+@gluon.jit
+def listed_block(work, i, lists, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The key block at place i; 0 past the last place, where a tile that sees nothing is."""
+    SPLIT: gl.constexpr = FEATURES.MASK_N // TILE.BLOCK_N
+    row = list_row(lists, work.batch, work.head, work.start // FEATURES.MASK_M)
+    place = i // SPLIT
+    full_place = place - work.full_first // SPLIT
+    is_partial = i < work.full_first
+    is_full = (i >= work.full_first) & (i < work.full_stop)
+    partial = gl.load(lists.partial + row * lists.partial_width + place, is_partial, other=0)
+    full = gl.load(lists.full + row * lists.full_width + full_place, is_full, other=0)
+    return gl.where(is_partial, partial, full) * SPLIT + i % SPLIT

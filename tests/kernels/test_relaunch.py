@@ -1,0 +1,372 @@
+"""Later launches get what Triton's launcher would: the same arguments, of the tensors of that call.
+
+No GPU: kernels are stand-ins that write down how they are called.
+"""
+
+import pytest
+import torch
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import jit
+
+from tilewise.kernels import relaunch
+from tilewise.kernels.hopper import bwd_kept, bwd_launch, launch
+from tilewise.kernels.hopper.described import Described
+from tilewise.kernels.portable import launch as portable
+from tilewise.kernels.relaunch import apart, full_look_of, look_of, pattern_of
+from tilewise.modifiers import modifiers_of
+from tilewise.problem import Extras, Scalars, describe
+from tilewise.sparse import create_block_mask
+
+BF16 = torch.bfloat16
+
+
+class Kernel:
+    """A kernel as Triton launches it, and as it is called when it is compiled."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def __getitem__(self, grid):
+        def front(*args, FEATURES, TILE, **options):
+            self.log.append((self.name, "front", grid[0], (*args, FEATURES, TILE)))
+            return self
+
+        return front
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        self.log.append((self.name, "again", x, rest[3:]))
+
+
+class Quick:
+    """`compat.Direct`, which takes a descriptor as its parts."""
+
+    def __init__(self, kernel, programs):
+        self.kernel, self.programs = kernel, programs
+
+    def encode(self, which, x):
+        return [x.base.data_ptr(), *x.shape, *x.strides]
+
+    def __call__(self, stream, *args):
+        self.kernel.log.append((self.kernel.name, "again", self.programs, args))
+
+
+def plain(args):
+    """Arguments as the driver gets them."""
+    found = []
+    for x in args:
+        if isinstance(x, (TensorDescriptor, Described)):
+            found += [x.base.data_ptr(), *x.shape, *x.strides]
+        elif isinstance(x, torch.Tensor):
+            found.append(x.data_ptr())
+        else:
+            found.append(plain(x) if isinstance(x, tuple) else x)
+    return tuple(found)
+
+
+def compiled_for(args):
+    """What Triton would compile for."""
+    return [jit.native_specialize_impl(CUDABackend, x, False, True, True) for x in args[:-2]]
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Calls of kernels. Memory that a call makes is the same for all calls."""
+    log, made = [], {}
+
+    def once(name, function):
+        def make(*args):
+            if name not in made:
+                made[name] = function(*args)
+            return made[name]
+
+        return make
+
+    names = {
+        launch: ["hopper_fwd_kernel"],
+        bwd_launch: [
+            *("bwd_delta_kernel", "hopper_bwd_kernel", "hopper_bwd_wide_kernel"),
+            *("hopper_bwd_dq_kernel", "attn_bwd_dbias_kernel"),
+        ],
+    }
+    for module, kernels in names.items():
+        for name in kernels:
+            monkeypatch.setattr(module, name, Kernel(name, log))
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
+    for module in (launch, bwd_kept):
+        monkeypatch.setattr(module, "direct", Quick)
+        monkeypatch.setattr(module, "counter", once("counter", lambda *_: torch.zeros(1).int()))
+    scratch = once("scratch", bwd_kept.make_scratch)
+    monkeypatch.setattr(bwd_kept, "make_scratch", scratch)
+    monkeypatch.setattr(bwd_launch, "make_scratch", scratch)
+    monkeypatch.setattr(launch, "empty_out", once("out", launch.empty_out))
+    monkeypatch.setattr(bwd_launch, "empty_grads", once("grads", bwd_launch.empty_grads))
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(bwd_kept, "_kept", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    return log
+
+
+def dense(**given):
+    return (2, 256, 4, 64), (2, 256, 2, 64), given
+
+
+def packed(**given):
+    return (1, 300, 4, 64), (1, 400, 2, 64), given
+
+
+def counts(n):
+    return torch.full((n,), 7, dtype=torch.int32)
+
+
+def starts(n):
+    return torch.arange(n + 1, dtype=torch.int32)
+
+
+def moved(x, by):
+    """The same numbers, `by` elements past an aligned address."""
+    room = torch.zeros(x.numel() + by, dtype=x.dtype)
+    return room[by:].view(x.shape).copy_(x)
+
+
+def reads_tables(block_mask):
+    """A mask and a score function, each with a tensor of its own, of a call's own making."""
+    documents, table = torch.arange(256, dtype=torch.int32) // 50, torch.randn(256)
+
+    def score(s, b, h, q_idx, kv_idx):
+        return s + table[q_idx]
+
+    def mask(b, h, q_idx, kv_idx):
+        return documents[q_idx] == documents[kv_idx]
+
+    sizes = 2, 4, 256, 256
+    if block_mask:
+        made = create_block_mask(mask, *sizes)
+        return modifiers_of(None, score, made, sizes)
+    return modifiers_of(mask, score, None, sizes)
+
+
+CALLS = {
+    "plain": dense,
+    "in order": lambda: dense(deterministic=True),
+    "wide": lambda: ((1, 64, 2, 256), (1, 70, 1, 256), dict(sinks=torch.randn(2))),
+    "slopes": lambda: dense(alibi_slopes=torch.rand(4)),
+    "slopes of batches": lambda: dense(alibi_slopes=torch.rand(2, 4)),
+    "sinks": lambda: dense(sinks=torch.randn(4)),
+    "moved sinks": lambda: dense(sinks=moved(torch.randn(4), 1)),
+    "padded": lambda: dense(seqused_k=counts(2)),
+    "bias": lambda: dense(bias=torch.randn(2, 4, 256, 256)),
+    "moved bias": lambda: dense(bias=moved(torch.randn(1, 4, 256, 256), 1)),
+    "shared bias": lambda: dense(bias=torch.randn(1, 1, 1, 256).expand(2, 4, 256, 256)),
+    "bias by columns": lambda: dense(bias=torch.randn(1, 4, 256, 256).bfloat16().transpose(2, 3)),
+    "dropout": lambda: dense(dropout_rng=torch.tensor([1, 2])),
+    "packed": lambda: packed(cu_seqlens_q=starts(5), cu_seqlens_k=starts(5)),
+    "one starts for both": lambda: packed(
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts(5))
+    ),
+    "packed and all": lambda: packed(
+        **dict(cu_seqlens_q=starts(5), cu_seqlens_k=moved(starts(5), 1), seqused_q=counts(5)),
+        **dict(seqused_k=counts(5), alibi_slopes=torch.rand(4), sinks=torch.randn(4)),
+    ),
+    "functions": lambda: dense(modifiers=reads_tables(False)),
+    "block mask": lambda: dense(modifiers=reads_tables(True)),
+    "all": lambda: dense(
+        modifiers=reads_tables(True),
+        **dict(bias=torch.randn(2, 1, 256, 256), dropout_rng=torch.tensor([5, 6])),
+        **dict(sinks=torch.randn(4), alibi_slopes=torch.rand(4)),
+    ),
+}
+
+
+def call_of(name):
+    """Problem, scalars, q, k, v and extras, of new tensors."""
+    of_q, of_k, given = CALLS[name]()
+    deterministic = given.pop("deterministic", False)
+    modifiers = given.pop("modifiers", modifiers_of(None, None, None, (0, 0, 0, 0)))
+    extras = Extras(**given, captured=modifiers.captured)
+    extras = launch.NO_EXTRAS if extras == launch.NO_EXTRAS else extras
+    q, k, v = (torch.randn(shape).to(BF16) for shape in (of_q, of_k, of_k))
+    has_bias_grad = extras.bias is not None
+    scalars = Scalars(0.125, dropout_p=0.0 if extras.dropout_rng is None else 0.5)
+    flags = "bottom_right", deterministic, modifiers.mods, has_bias_grad
+    return describe(q, k, v, extras, scalars, *flags), scalars, (q, k, v), extras
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward(log, name):
+    first, second = call_of(name), call_of(name)
+    one = launch.Launch(*first[:2])
+    for _, _, tensors, extras in (first, second, second):
+        one(*tensors, extras)
+    launch._compiled.clear()
+    launch.Launch(*second[:2])(*second[2], second[3])
+    assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]
+    assert plain(log[1][3]) == plain(log[2][3]) == plain(log[3][3])
+    assert log[1][2] == log[3][2]
+    assert compiled_for(log[0][3]) == compiled_for(log[3][3])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_portable_forward(log, name, monkeypatch):
+    monkeypatch.setattr(portable, "attn_fwd_kernel", Kernel("fwd", log))
+    monkeypatch.setattr(portable, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(portable, "empty_out", launch.empty_out)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None)  # the CPU's
+    first, second = call_of(name), call_of(name)
+    one = portable.Launch(*first[:2])
+    for _, _, tensors, extras in (first, second, second):
+        one(*tensors, extras)
+    portable.Launch(*second[:2])(*second[2], second[3])
+    assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]
+    assert plain(log[1][3]) == plain(log[2][3]) == plain(log[3][3])
+    assert log[1][2] == log[3][2]
+    assert compiled_for(log[0][3]) == compiled_for(log[3][3])
+
+
+def backward_of(call, dout, dlse=None):
+    problem, scalars, (q, k, v), extras = call
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+    return lambda: bwd_launch.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_backward(log, name):
+    runs = []
+    for _ in range(2):
+        call = call_of(name)
+        q = call[2][0]
+        dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1]) if name == "sinks" else None
+        runs.append(backward_of(call, torch.randn(q.shape).to(BF16), dlse))
+    runs[0]()
+    kernels = len(log)
+    assert kernels == (4 if "bias" in name or name == "all" else 3)
+    runs[1]()
+    runs[1]()
+    bwd_kept._kept.clear()
+    runs[1]()
+    groups = [log[i : i + kernels] for i in range(0, len(log), kernels)]
+    assert [{how for _, how, *_ in x} for x in groups] == [
+        {"front"},
+        {"again"},
+        {"again"},
+        {"front"},
+    ]
+    for first, again, more, front in zip(*groups):
+        assert again[0] == front[0] and again[2] == front[2]
+        assert plain(again[3]) == plain(more[3]) == plain(front[3]), front[0]
+        assert compiled_for(first[3]) == compiled_for(front[3])
+
+
+def test_backward_of_another_look(log):
+    """A gradient of other strides or shape, or with one of lse, is another launch's."""
+    call = call_of("plain")
+    q = call[2][0]
+    dense = torch.randn(q.shape).to(BF16)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1])
+    spread, other = (torch.randn(*q.shape[:3], 128).to(BF16)[..., :64] for _ in range(2))
+    for dout, of_lse in ((dense, None), (spread, None), (dense, dlse)):
+        backward_of(call, dout, of_lse)()
+    assert len(log) == 9 and {how for _, how, *_ in log} == {"front"}
+    backward_of(call, other)()
+    backward_of(call, torch.ones(()).to(BF16).expand(q.shape))()  # made contiguous: known
+    assert len(log) == 15 and {how for _, how, *_ in log[9:]} == {"again"}
+
+
+def test_tensors_that_were_one_are_two_later(log):
+    shared, other = starts(5), starts(5)
+    of_q, of_k, _ = packed()
+    q, k = torch.randn(of_q).to(BF16), torch.randn(of_k).to(BF16)
+    extras = Extras(cu_seqlens_q=shared, cu_seqlens_k=shared)
+    problem = describe(q, k, k, extras, Scalars(1.0), "bottom_right", False)
+    one = launch.Launch(problem, Scalars(1.0))
+    one(q, k, k, extras)
+    one(q, k, k.clone(), extras._replace(cu_seqlens_k=other))
+    assert log[1][1] == "again"
+    optionals = log[1][3][-6]
+    assert optionals[5:7] == (shared.data_ptr(), other.data_ptr())
+
+
+def test_a_copied_tensor_is_copied_each_time(log):
+    """Slopes that are not contiguous, and keys whose batches are no whole heads apart."""
+    slopes = torch.rand(4, 2)[:, 0]
+    q, k = torch.randn(2, 64, 4, 64).to(BF16), torch.randn(2 * 64 * 2 * 64 + 64).to(BF16)
+    padded = k.as_strided((2, 64, 2, 64), (64 * 2 * 64 + 8, 128, 64, 1))
+    for extras, keys in (
+        (Extras(alibi_slopes=slopes), q),
+        (Extras(seqused_k=counts(2)), padded),
+    ):
+        problem = describe(q, keys, keys, extras, Scalars(1.0), "bottom_right", False)
+        one = launch.Launch(problem, Scalars(1.0))
+        one(q, keys, keys, extras)
+        one(q, keys, keys, extras)
+        assert not one.kept
+        launch._compiled.clear()
+        out, lse = torch.zeros_like(q), torch.zeros(2, 4, 64)
+        for _ in range(2):
+            bwd_launch.backward(problem, q, None, q, keys, keys, out, lse, extras, Scalars(1.0))
+        assert not bwd_kept._kept
+    assert not any(how == "again" for name, how, *_ in log if name != "hopper_fwd_kernel")
+
+
+def test_looks_are_bounded(log, monkeypatch):
+    monkeypatch.setattr(launch.Launch, "LOOKS", 2)
+    monkeypatch.setattr(bwd_kept, "LOOKS", 2)
+    q = torch.randn(1, 64, 4, 64).to(BF16)
+    sinks = [moved(torch.zeros(4), by) for by in range(4)]
+    problem = describe(q, q, q, Extras(sinks=sinks[0]), Scalars(1.0), "bottom_right", False)
+    one = launch.Launch(problem, Scalars(1.0))
+    for x in sinks:
+        one(q, q, q, Extras(sinks=x))
+        backward_of((problem, Scalars(1.0), (q, q, q), Extras(sinks=x)), q)()
+        assert len(one.kept) <= 2 and len(bwd_kept._kept) <= 2
+
+
+def test_a_profiler_sees_every_launch(log, monkeypatch):
+    call = call_of("sinks")
+    one, back = launch.Launch(*call[:2]), backward_of(call, call[2][0])
+    for module in (launch, bwd_kept):
+        monkeypatch.setattr(module, "is_watched", lambda: True)
+    for _ in range(2):
+        one(*call[2], call[3])
+        back()
+    assert {how for _, how, *_ in log} == {"front"}
+
+
+def test_another_device_is_current(log, monkeypatch):
+    call = call_of("sinks")
+    one, back = launch.Launch(*call[:2]), backward_of(call, call[2][0])
+    one(*call[2], call[3])
+    back()
+    launch._compiled.clear()
+    log.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    one(*call[2], call[3])
+    back()
+    assert {how for _, how, *_ in log} == {"front"}
+
+
+def test_looks():
+    x = torch.zeros(65)
+    looks = [look_of((a,))[1] for a in (x[:64], x[1:], x[:64].view(8, 8), x[:64].view(8, 8).T)]
+    assert len(set(looks)) == 4
+    assert look_of((x[:5],))[1] == look_of((x[:6],))[1]
+    looks = [full_look_of((a, None))[1] for a in (x[:5], x[:6], x[:5].half())]
+    assert len(set(looks)) == 3
+
+
+def test_patterns_keep_no_tensor():
+    x, y = apart((torch.zeros(2), torch.zeros(3)))
+    args = 1, (x, (2, None), 0), "constant", ((y,), x)
+    pattern = pattern_of(args, (y, None, x))
+    for addresses in ([48, 0, 32], [48, 0, 32], [16, 0, 64]):
+        a, _, b = addresses
+        assert pattern.filled(addresses) == (1, (b, (2, None), 0), "constant", ((a,), b))
+    assert pattern_of(args, (x,)) is None
+    one, other = apart((x, x))
+    assert one is not other and one.data_ptr() == other.data_ptr()
+    assert relaunch.ALIGNMENT == 16
