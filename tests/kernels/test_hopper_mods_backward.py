@@ -23,6 +23,8 @@ from tilewise.testing.tolerance import judge
 Tensor = torch.Tensor
 BF16, FP16 = torch.bfloat16, torch.float16
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# Of a thread that computes with CUDA before torch has asked for a context
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 ON = [
     pytest.param("cpu", marks=pytest.mark.emulator),
