@@ -161,6 +161,7 @@ CALLS = {
     "moved sinks": lambda: dense(sinks=moved(torch.randn(4), 1)),
     "padded": lambda: dense(seqused_k=counts(2)),
     "bias": lambda: dense(bias=torch.randn(2, 4, 256, 256)),
+    "bias in pairs": lambda: dense(bias=torch.randn(2, 1, 256, 256).bfloat16()),
     "moved bias": lambda: dense(bias=moved(torch.randn(1, 4, 256, 256), 1)),
     "shared bias": lambda: dense(bias=torch.randn(1, 1, 1, 256).expand(2, 4, 256, 256)),
     "bias by columns": lambda: dense(bias=torch.randn(1, 4, 256, 256).bfloat16().transpose(2, 3)),
@@ -203,6 +204,7 @@ def test_forward(log, name):
     one = launch.Launch(*first[:2])
     for _, _, tensors, extras in (first, second, second):
         one(*tensors, extras)
+    assert len(one.kept) == 1
     launch._compiled.clear()
     launch.Launch(*second[:2])(*second[2], second[3])
     assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]

@@ -150,7 +150,7 @@ class Launch:
             k, v = (x.new_empty(1, 1, *x.shape[2:]) for x in (k, v))
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
-        extras = extras_apart(extras)
+        extras = in_pairs(extras_apart(extras))
         plan = plan_for(self.problem, q, extras)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
         queue = args[5]
@@ -187,7 +187,7 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
         *descriptors(problem, plan, q, k, v, out),
         lse,
         _queue(problem, plan.tile, q, k, packed_in(extras)),
-        optionals_of(in_pairs(extras), problem.mods),
+        optionals_of(extras, problem.mods),
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
         further,
