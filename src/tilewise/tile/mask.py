@@ -7,6 +7,7 @@ from .. import predicates
 
 is_key = triton.jit(predicates.is_key)
 within_left = triton.jit(predicates.within_left)
+within_right = triton.jit(predicates.within_right)
 
 
 @triton.jit
@@ -18,10 +19,12 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     if FEATURES.RIGHT:
         # Both ends as one number a row, since the compiler selects an element for each condition
         ahead = seq.lengths.diagonal + seq.numbers.right
-        if k_idx.shape[1] == 1:  # keys are rows
-            keep = q_idx >= tl.where(keep, k_idx - ahead, 0x7FFFFFFF)
-        else:
+        if k_idx.shape[1] > 1:  # queries are rows
             keep = is_key(k_idx, tl.minimum(seq.lengths.seqlen_k, q_idx + ahead + 1))
+        elif not FEATURES.LEFT:
+            keep = q_idx >= tl.where(keep, k_idx - ahead, 0x7FFFFFFF)
+        else:  # a window's other end wants its registers: Hopper's backward would spill
+            keep = keep & within_right(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.right)
     if FEATURES.LEFT:
         keep = keep & within_left(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.left)
     if FEATURES.MASK_MOD is not None:
