@@ -72,6 +72,11 @@ class Problem(NamedTuple):
         """Whether the band is closed to the right: later queries then have more work."""
         return self.has_right
 
+    @property
+    def is_modified(self) -> bool:
+        """Whether functions, lists or numbers of its own go into each score or probability."""
+        return self.mods != NO_MODS or self.has_bias or self.has_dropout
+
 
 class Extras(NamedTuple):
     """The optional tensors of a call."""

@@ -48,7 +48,7 @@ def test_features_name_who_serves_them():
     assert features["dropout"]["value"] == "cpu" and features["dropout"]["remedy"] == ""
     assert all(line["mark"] == "ok" for line in features.values())
     text = invoke()
-    assert "served by" in text and "packed sequences, gradients" in text
+    assert "served by" in text and "block_mask, deterministic gradients" in text
 
 
 def test_a_refusal_of_one_feature_has_its_reason(monkeypatch):

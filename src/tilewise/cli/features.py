@@ -29,6 +29,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
 
     plain = typical(dtype)
     mask = Mods(mask=mods.causal().key)
+    blocks = mask._replace(block=(128, 128))
     halved = mods.score(lambda score, b, h, q_idx, kv_idx: score / 2)
     asked = {
         "causal": dict(has_right=True),
@@ -38,11 +39,10 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
         "sinks": dict(has_sinks=True),
         "seqused_k": dict(has_seqused_k=True),
         "packed sequences": dict(is_packed=True),
-        # What dispatch asks for them where no backend is named
-        "packed sequences, gradients": dict(is_packed=True, deterministic=True),
         "deterministic gradients": dict(deterministic=True),
         "mask_mod": dict(mods=mask),
-        "block_mask": dict(mods=mask._replace(block=(128, 128))),
+        "block_mask": dict(mods=blocks),
+        "block_mask, deterministic gradients": dict(mods=blocks, deterministic=True),
         "score_mod": dict(mods=Mods(score=halved.key, derivative=halved.derivative.key)),
         "bias": dict(has_bias=True),
         "bias, its gradient": dict(has_bias=True, has_bias_grad=True),

@@ -85,8 +85,8 @@ def plan_of(problem: Problem, has_scale: bool) -> Plan:
         block_d = block_dv = widest
     n = 128 if widest <= 128 else 64
     # 128 queries at a time leave no registers for positions or derivatives
-    is_plain = problem.mods == NO_MODS and not (problem.has_bias or problem.has_dropout)
-    m = 128 if widest == 64 and is_plain and not (problem.has_alibi or problem.has_softcap) else 64
+    needs_registers = problem.is_modified or problem.has_alibi or problem.has_softcap
+    m = 128 if widest == 64 and not needs_registers else 64
     # Tall tiles have none to load lse ahead of S
     is_bent = problem.has_softcap or problem.mods.score
     lse_first = m == 64 and has_scale and not is_bent

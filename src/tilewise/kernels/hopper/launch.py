@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ...problem import LONG, NO_EXTRAS, NO_MODS, Extras, Problem, Scalars
+from ...problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
 from ...testing.switch import emulator_seed
 from ...tile.types import Features, Pipeline, Queue
 from ...tuning.config import SHARED_MEMORY, Key
@@ -210,18 +210,13 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
     return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
 
 
-def is_modified(problem: Problem) -> bool:
-    """Whether functions, lists or numbers of its own go into each score or probability."""
-    return problem.mods != NO_MODS or problem.has_bias or problem.has_dropout
-
-
 def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
     else that of their mean length.
     """
     seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
-    pack = 1 if problem.is_packed or is_modified(problem) else pack_of(problem, seqlen_q)
+    pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG and not problem.is_long
     return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias))
 
@@ -262,7 +257,7 @@ def plan_of(
     widest = max(block_d, block_dv)
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // ROWS
-    if pack > 1 or problem.has_alibi or problem.has_left or is_modified(problem):
+    if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
     out_columns = min(block_dv, OUT_COLUMNS)
     block_n = config.BLOCK_N
