@@ -19,12 +19,13 @@ RANKS = [
     ["__init__", "faces"],
     ["api"],
     ["ops"],
+    ["learned"],
     ["dispatch", "batching", "flops"],
     ["kernels"],
     ["tuning"],
     ["tile"],
     ["reference"],
-    ["checks", "modifiers"],
+    ["checks", "modifiers", "schema"],
     ["problem", "sparse"],
     ["mods", "scores"],
     ["kept"],
@@ -102,7 +103,7 @@ def test_every_exception_is_needed():
 
 
 SHARED_BY_BACKENDS = (
-    *("arguments", "bwd_dbias", "bwd_delta", "bwd_step", "io", "outputs", "relaunch"),
+    *("arguments", "bwd_dbias", "bwd_delta", "bwd_step", "generated", "io", "outputs", "relaunch"),
 )
 
 

@@ -83,7 +83,8 @@ def attention(
     holds a mask with the tiles that it hides, which then cost nothing; a band joins it as
     `tilewise.mods.causal()` and not as an argument here. Positions count from 0 in each sequence.
     score_mod: a function of (score, b, h, q_idx, kv_idx), FlexAttention's, applied to the scaled
-    (and capped) score, before ALiBi, bias and masks.
+    (and capped) score, before ALiBi, bias and masks. Float tensors that it captures and that want
+    gradients get them; under torch.compile make it before, with `tilewise.scores.score`.
     dropout_p: this share of the probabilities, rounded to a multiple of 1/256, becomes 0 and the
     rest grows to make up for it. `dropout_rng`, int64 (2,), seed and offset on the device of q,
     pins which; else they are drawn from torch's generator.

@@ -47,6 +47,8 @@ def check(
     check_tensors(q, k, v)
     check_extras(q, k, extras)
     check_dropout(dropout_p)
+    if deterministic:
+        check_order(extras)
     numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *window, float(dropout_p)
     scalars = Scalars(*numbers)
     has_bias_grad = extras.bias is not None and extras.bias.requires_grad
@@ -199,8 +201,8 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
         _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
         if slopes.requires_grad:
             raise NotImplementedError(
-                "alibi_slopes.requires_grad: slopes have no gradient yet; pass "
-                "alibi_slopes.detach()"
+                "alibi_slopes.requires_grad: alibi_slopes have no gradient; pass "
+                "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
             )
     if sinks is not None:
         _check_extra("sinks", sinks, q, [(nheads,)], DTYPES)
@@ -209,11 +211,6 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     if extras.dropout_rng is not None:
         _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
     for x in extras.captured:
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"a mask or score function captured a tensor of shape {tuple(x.shape)} that "
-                "requires a gradient: it gets none yet, so pass it as bias, or detach() it"
-            )
         if x.device != q.device:
             raise ArgumentError(
                 f"a mask or score function has a tensor on {x.device} and q is on {q.device}: "
@@ -230,6 +227,17 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
                         f"{name}={used.tolist()}: it must be at least 0 and at most what the "
                         f"sequences have room for, {room.tolist()}"
                     )
+
+
+def check_order(extras: Extras) -> None:
+    """Nothing wants a gradient that is added in no fixed order."""
+    for x in extras.captured:
+        if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
+            raise NotImplementedError(
+                f"deterministic=True, and a score function captured a tensor of shape "
+                f"{tuple(x.shape)} that requires a gradient: that is added in any order, so pass "
+                "the tensor as bias, whose gradient is deterministic, or detach() it"
+            )
 
 
 def check_bias(q: Tensor, k: Tensor, extras: Extras) -> None:

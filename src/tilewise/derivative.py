@@ -1,4 +1,5 @@
-"""The derivative of a score function by its score, as another tree over the same inputs.
+"""The derivative of a score function by its score, or by what it reads of a captured tensor, as
+another tree over the same inputs.
 
 One rule for each operator, the chain rule, and so much tidying that `score + bias[...]` gives 1.0.
 Conditions and integers are steps of the score: between the steps they do not change. Where two
@@ -7,18 +8,33 @@ sides tie, at minimum(x, x) or abs(0), the rules take one side or 0, as torch ma
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 from .errors import ArgumentError
-from .expressions import BOOL, FLOAT, INT, NUMBERS, OPERATORS, SCORE, Node, describe, kind_of, steps
+from .expressions import (
+    BOOL,
+    FLOAT,
+    INT,
+    NUMBERS,
+    OPERATORS,
+    SCORE,
+    Node,
+    describe,
+    kind_of,
+    named,
+    steps,
+    walk,
+)
 
 ZERO, ONE = Node(FLOAT, (), 0.0), Node(FLOAT, (), 1.0)
+OF_SCORE = Node(SCORE)
 MINUS_INFINITY = Node(FLOAT, (), -math.inf)
 
 
-def derivative(expr: Node) -> Node:
-    """d expr / d score, where expr gives a float.
+def derivative(expr: Node, by: Node = OF_SCORE) -> Node:
+    """d expr / d by, where expr gives a float; `by` is the score or a load of floats.
 
     >>> describe(derivative(Node("tanh", (Node("score"),))))
     '(1.0 - (tanh(score) * tanh(score)))'
@@ -29,14 +45,24 @@ def derivative(expr: Node) -> Node:
         inputs = tuple(nodes[i] for i in step.inputs)
         node = Node(step.op, inputs, step.value)
         nodes.append(node)
-        slopes.append(_slope(node, step.kind, [slopes[i] for i in step.inputs]))
+        if node == by:
+            slopes.append(ONE)
+        else:
+            slopes.append(_slope(node, step.kind, [slopes[i] for i in step.inputs]))
     return _guarded(nodes[-1], slopes[-1])
+
+
+@functools.lru_cache(maxsize=1024)
+def by_loads(name: str) -> tuple[tuple[Node, Node], ...]:
+    """Each load of floats in the score function of a name, and the function's derivative by it."""
+    expr = named(name)
+    loads = {repr(x): x for x in walk(expr) if x.op == "load" and kind_of(x) == FLOAT}
+    slopes = [(load, derivative(expr, load)) for load in loads.values()]
+    return tuple((load, slope) for load, slope in slopes if slope != ZERO)
 
 
 def _slope(node: Node, kind: str, slopes: list[Node]) -> Node:
     """The derivative of a node from those of its inputs."""
-    if node.op == SCORE:
-        return ONE
     if kind in (BOOL, INT) or all(slope == ZERO for slope in slopes):
         return ZERO
     if node.op not in RULES:

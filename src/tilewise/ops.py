@@ -15,30 +15,27 @@ import sys
 import torch
 from torch.autograd import forward_ad
 
-from . import batching, dispatch
+from . import batching, dispatch, learned
 from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
-from .problem import OPTIONAL, Call, Extras, Grads, Mods, Problem, Scalars, describe, extras_of
+from .problem import OPTIONAL, Call, Extras, Grads, extras_of
+from .schema import (
+    AFTER_TENSORS,
+    CALL,
+    GIVEN,
+    INPUTS,
+    LIBRARY,
+    SAVED,
+    asked,
+    asking,
+    flat,
+    no_double_backward,
+)
 
 Tensor = torch.Tensor
 
-INPUTS = 3  # q, k, v
-GIVEN = 7  # to the backward: dout, dlse, q, k, v, out, lse
-SCALARS = len(Scalars._fields)
-_CALL = (
-    ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
-    + ", Tensor[] captured, float scale, float softcap, SymInt left, SymInt right, float dropout_p,"
-    " str align, bool deterministic, str mask_mod, str score_mod, str score_derivative, "
-    "int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
-)
-AFTER_TENSORS = SCALARS + 9  # the arguments from scale on
-_library = torch.library.Library("tilewise", "DEF")
-_library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
-_library.define(
-    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_CALL})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)")
+LIBRARY.define(f"backward({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
 # the call
@@ -47,15 +44,15 @@ _library.define(
 def attention(
     call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras, watched: bool
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a checked call, differentiable in q, k, v, sinks and bias; `watched` is
+    """`out` and `lse` of a checked call, differentiable in all that is learned; `watched` is
     what `is_watched` said of its tensors.
     """
     if not (watched and torch.compiler.is_compiling()) and _is_transformed():
         return _Attention.apply(call, q, k, v, *extras.tensors)
     if watched:
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras, *_asking(call))
-    if needs_grad(q, k, v, extras.sinks, extras.bias):
+        return torch.ops.tilewise.forward(q, k, v, *extras, *asking(call))
+    if needs_grad(q, k, v, extras.sinks, extras.bias, *extras.captured):
         return _EagerAttention.apply(call, q, k, v, *extras.tensors)
     return _run_forward(call, q, k, v, extras)
 
@@ -107,15 +104,6 @@ def _is_transformed() -> bool:
     )
 
 
-def _asking(call: Call) -> tuple:
-    """The arguments of an operator after its tensors: the inverse of `_asked`."""
-    problem = call.problem
-    mods = problem.mods
-    functions = mods.mask, mods.score, mods.derivative, mods.block
-    flags = problem.align, problem.deterministic, *functions, problem.has_bias_grad
-    return (*call.scalars, *flags, problem.is_long, call.backend)
-
-
 # autograd
 
 
@@ -125,14 +113,17 @@ def _save(ctx, call: Call, tensors: tuple, output: tuple) -> None:
     ctx.call = call
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and the extras."""
+def _backward(
+    ctx, dout: Tensor | None, dlse: Tensor | None, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and the extras; `needs` says which captured tensors want one."""
     out, lse, q, k, v, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * (INPUTS + len(tensors))
     if dout is None:  # only the gradient of lse is asked
         dout = torch.zeros_like(out)
-    given = (ctx.call, dout, dlse, q, k, v, out, lse, *tensors)
+    saved = dout, dlse, q, k, v, out, lse
+    given = (ctx.call, *saved, *tensors)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
         grads = _AttentionBackward.apply(*given)
@@ -143,7 +134,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     of_extras = Extras(
         sinks=None if extras.sinks is None else dsinks,
         bias=dbias if ctx.call.problem.has_bias_grad else None,
-        captured=(None,) * len(extras.captured),
+        captured=learned.gradients(ctx.call, needs, saved, extras),
     )
     return dq, dk, dv, *of_extras.tensors
 
@@ -169,7 +160,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, *_backward(ctx, dout, dlse)
+        return None, *_backward(ctx, dout, dlse, ctx.needs_input_grad[1 + INPUTS + OPTIONAL :])
 
 
 class _Attention(torch.autograd.Function):
@@ -178,7 +169,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(call, q, k, v, *tensors):
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras_of(*tensors), *_asking(call))
+        return torch.ops.tilewise.forward(q, k, v, *extras_of(*tensors), *asking(call))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -187,7 +178,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, *_backward(ctx, dout, dlse)
+        return None, *_backward(ctx, dout, dlse, ctx.needs_input_grad[1 + INPUTS + OPTIONAL :])
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -211,7 +202,7 @@ class _AttentionBackward(torch.autograd.Function):
         given = dout, dlse, q, k, v, out, lse
         if is_watched(dout, dlse, q, k, v) or _is_transformed():
             _register_late()
-            return torch.ops.tilewise.backward(*given, *extras, *_asking(call))
+            return torch.ops.tilewise.backward(*given, *extras, *asking(call))
         return _filled(_run_backward(call, *given, extras), q)
 
     @staticmethod
@@ -220,11 +211,11 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        _no_double_backward(ctx, *grads)
+        no_double_backward(ctx, *grads)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _no_double_backward(ctx, *tangents)
+        no_double_backward(ctx, *tangents)
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
@@ -238,42 +229,18 @@ def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, rest = _flat(inputs, INPUTS)
-    problem, _, scalars = _asked(tensors, rest)
+    tensors, rest = flat(inputs, INPUTS)
+    problem, _, scalars = asked(tensors, rest)
     _save(ctx, Call(problem, scalars, inputs[-1]), tensors, output)
 
 
 def _op_backward(ctx, dout, dlse):
-    grads = _backward(ctx, dout, dlse)
     captured = INPUTS + OPTIONAL
+    grads = _backward(ctx, dout, dlse, ctx.needs_input_grad[captured])
     return *grads[:captured], list(grads[captured:]), *(None,) * AFTER_TENSORS
 
 
-def _no_double_backward(ctx, *grads):
-    raise NotImplementedError(
-        "attention is differentiable once: for a second derivative use tilewise.attention_reference"
-    )
-
-
 # the operators
-
-
-def _flat(args: tuple, before: int) -> tuple[tuple, tuple]:
-    """An operator's arguments as tensors in a row, of which `before` come before the extras, and
-    the rest of the call.
-    """
-    captured = before + OPTIONAL
-    return (*args[:captured], *args[captured]), args[captured + 1 :]
-
-
-def _asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
-    """What an operator's arguments ask for: q, k, v and the extras, and what begins at scale."""
-    q, k, v, *tensors = tensors
-    extras, scalars = extras_of(*tensors), Scalars(*rest[:SCALARS])
-    align, deterministic, *functions, block, has_bias_grad, is_long, _ = rest[SCALARS:]
-    mods = Mods(*functions, tuple(block))
-    flags = align, deterministic, mods, has_bias_grad, is_long
-    return describe(q, k, v, extras, scalars, *flags), extras, scalars
 
 
 @functools.lru_cache(maxsize=4096)
@@ -283,8 +250,8 @@ def _known_call(*asked) -> Call:
 
 
 def _forward_kernel(*args):
-    tensors, rest = _flat(args, INPUTS)
-    problem, extras, scalars = _asked(tensors, rest)
+    tensors, rest = flat(args, INPUTS)
+    problem, extras, scalars = asked(tensors, rest)
     call = problem, scalars, rest[-1]
     if is_watched(*tensors):
         return _run_forward(Call(*call), *tensors[:INPUTS], extras)
@@ -294,41 +261,41 @@ def _forward_kernel(*args):
 
 
 def _backward_kernel(*args):
-    tensors, rest = _flat(args, GIVEN)
+    tensors, rest = flat(args, GIVEN)
     dout, dlse, q, k, v, out, lse, *others = tensors
-    problem, extras, scalars = _asked((q, k, v, *others), rest)
+    problem, extras, scalars = asked((q, k, v, *others), rest)
     call = Call(problem, scalars, rest[-1])
     return _filled(_run_backward(call, dout, dlse, q, k, v, out, lse, extras), q)
 
 
 def _forward_fake(*args):
-    tensors, rest = _flat(args, INPUTS)
-    return empty_out(_asked(tensors, rest)[0], tensors[0])
+    tensors, rest = flat(args, INPUTS)
+    return empty_out(asked(tensors, rest)[0], tensors[0])
 
 
 def _backward_fake(*args):
-    tensors, rest = _flat(args, GIVEN)
+    tensors, rest = flat(args, GIVEN)
     q, k, v, _, _, *others = tensors[2:]
-    problem, extras, _ = _asked((q, k, v, *others), rest)
+    problem, extras, _ = asked((q, k, v, *others), rest)
     return _filled(empty_grads(problem, q, k, v, extras), q)
 
 
 def _vmap_forward_op(info, in_dims, *args):
-    tensors, rest = _flat(args, INPUTS)
+    tensors, rest = flat(args, INPUTS)
 
     def attend(*tensors):
         return torch.ops.tilewise.forward(*tensors[:INPUTS], *extras_of(*tensors[INPUTS:]), *rest)
 
-    return batching.forward(attend, info.batch_size, _flat(in_dims, INPUTS)[0], tensors)
+    return batching.forward(attend, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
 
 
 def _vmap_backward_op(info, in_dims, *args):
-    tensors, rest = _flat(args, GIVEN)
+    tensors, rest = flat(args, GIVEN)
 
     def differentiate(*tensors):
         return torch.ops.tilewise.backward(*tensors[:GIVEN], *extras_of(*tensors[GIVEN:]), *rest)
 
-    return batching.one_by_one(differentiate, info.batch_size, _flat(in_dims, GIVEN)[0], tensors)
+    return batching.one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,21 +322,21 @@ def _autocast_rule(key: str):
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return torch.ops.tilewise.forward(q, k, v, *rest)
 
-    _library.impl("forward", forward, key)
+    LIBRARY.impl("forward", forward, key)
 
 
-_library.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
-_library.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
 _autocast_rule("AutocastCPU")
 _autocast_rule("AutocastCUDA")
-torch.library.register_fake("tilewise::forward", _forward_fake, lib=_library)
-torch.library.register_fake("tilewise::backward", _backward_fake, lib=_library)
+torch.library.register_fake("tilewise::forward", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("tilewise::backward", _backward_fake, lib=LIBRARY)
 torch.library.register_autograd(
-    "tilewise::forward", _op_backward, setup_context=_setup_context, lib=_library
+    "tilewise::forward", _op_backward, setup_context=_setup_context, lib=LIBRARY
 )
-torch.library.register_autograd("tilewise::backward", _no_double_backward, lib=_library)
-torch.library.register_vmap("tilewise::forward", _vmap_forward_op, lib=_library)
-torch.library.register_vmap("tilewise::backward", _vmap_backward_op, lib=_library)
+torch.library.register_autograd("tilewise::backward", no_double_backward, lib=LIBRARY)
+torch.library.register_vmap("tilewise::forward", _vmap_forward_op, lib=LIBRARY)
+torch.library.register_vmap("tilewise::backward", _vmap_backward_op, lib=LIBRARY)
 
 
 # registered when somebody has loaded what needs it

@@ -21,7 +21,8 @@ BATCH, SEQLEN, NHEADS, NHEADS_K = 2, 256, 4, 2
 
 
 def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **tensors):
-    """Plans by kernel name: fwd, bwd_delta, bwd_dkdv, bwd_dq and bwd_dbias of one call.
+    """Plans by kernel name: fwd, bwd_delta, bwd_dkdv, bwd_dq, bwd_dbias and, where there is a
+    score function, bwd_captured of one call.
 
     `tensors` says which of alibi, sinks, seqused_k, mask, score and bias are there, and whether
     sequences are packed, the mask comes by blocks, and there is dropout.
@@ -51,7 +52,10 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
     with mock.patch.object(launch, "run", plans.append):
         out, lse = launch.forward(problem, q, k, v, extras, scalars)
         dlse = torch.empty_like(lse) if tensors else None
-        launch.backward(problem, out, dlse, q, k, v, out, lse, extras, scalars)
+        given = dlse, q, k, v, out, lse, extras, scalars
+        launch.backward(problem, out, *given)
+        if problem.mods.score:
+            launch.captured_grads(problem, out, *given, [0])
     return {plan.name: plan for plan in plans}
 
 
@@ -59,7 +63,10 @@ def modifiers_asked(tensors):
     """A mask and a score function that read a tensor each."""
     documents, slopes = torch.zeros(SEQLEN, dtype=torch.int32), torch.ones(NHEADS)
     mask = mods.document(documents) & mods.causal() if tensors.get("mask") else None
-    score = scores.alibi(slopes) if tensors.get("score") else None
+    table = torch.ones(NHEADS, 65)
+    score = {True: scores.alibi(slopes), "table": scores.relative_bias(table)}.get(
+        tensors.get("score")
+    )
     sizes = BATCH, NHEADS, SEQLEN, SEQLEN
     if tensors.get("blocks"):
         return modifiers_of(None, score, create_block_mask(mask, *sizes), sizes)

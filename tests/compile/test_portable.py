@@ -114,6 +114,12 @@ def test_modified(target, variant):
         check(plan, target)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("target", ["sm80", "sm90", pytest.param("gfx942", marks=pytest.mark.slow)])
+def test_a_learned_table(target, packed):
+    check(plans_of(128, BF16, score="table", packed=packed)["bwd_captured"], target)
+
+
 @pytest.mark.parametrize("headdim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias"])
 def test_a_bias_fits_at_any_length(headdim, kernel):

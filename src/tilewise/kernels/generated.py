@@ -69,6 +69,14 @@ def function_of(key: str) -> JITFunction:
     return _jit("mask_mod" if key.startswith("mask") else "score_mod", text_of(expr))
 
 
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def place_function_of(key: str) -> JITFunction:
+    """Of an interned load the function (b, h, q_idx, k_idx, captured, target), which says how far
+    into `target` the element lies, a tensor of the captured one's sizes. It is always within.
+    """
+    return _jit("place", text_of_place(named(key)))
+
+
 def _jit(name: str, text: str) -> JITFunction:
     """`name(...)` from its text, which starts at the bracket."""
     digest = hashlib.sha256((text + inspect.getsource(tanh.fn)).encode()).hexdigest()[:24]
@@ -89,6 +97,16 @@ def text_of(expr: Node) -> str:
     score = "" if plan[-1].kind == BOOL else "score, "
     body = [*lines.text, f"return tl.cast({lines.values[-1]}, {TYPES[plan[-1].kind]})"]
     return "".join([f"({score}{', '.join(INDICES)}, captured):\n", *(f"    {x}\n" for x in body)])
+
+
+def text_of_place(load: Node) -> str:
+    """That function's text after its name."""
+    lines = _Lines(steps(load)[:-1])
+    step = steps(load)[-1]
+    terms = [f"{index} * target.strides[{d}]" for d, index in enumerate(lines.held(step, "target"))]
+    body = [*lines.text, f"return {' + '.join(terms) or 'tl.cast(0, tl.int64)'}"]
+    head = f"({', '.join(INDICES)}, captured, target):\n"
+    return "".join([head, *(f"    {x}\n" for x in body)])
 
 
 class _Lines:
@@ -167,6 +185,18 @@ class _Lines:
             address.append(f"tl.cast({index}, tl.int64) * {tensor}.strides[{d}]")
         mask = f", mask={' & '.join(within)}, other=0" if within else ""
         return f"tl.cast(tl.load({' + '.join(address)}{mask}), {TYPES[step.kind]})"
+
+    def held(self, step: Step, tensor: str) -> list[str]:
+        """The indices of a load, 64-bit, each held within a tensor's ends; to write by, not read:
+        there a mask is dearer than a minimum.
+        """
+        indices = []
+        for d, i in enumerate(step.inputs):
+            index = self.values[i]
+            if self.plan[i].op not in ("b", "h", INT):
+                index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
+            indices.append(f"tl.cast({index}, tl.int64)")
+        return indices
 
 
 def _is_wide(step: Step) -> bool:

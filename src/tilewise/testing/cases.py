@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The verdict on one tensor of a call: out, lse, dq, dk, dv, dsinks or dbias."""
+    """The verdict on one tensor of a call: out, lse, dq, dk, dv, dsinks, dbias or dlearned."""
 
     tensor: str
     verdict: Verdict
@@ -159,6 +159,8 @@ CASES: tuple[Case, ...] = (
     _case("score-table-causal", _WIDE, score="table", causal=True),
     _case("score-bent", _TALL, score="bent", alibi="heads"),
     _case("score-hiding", _TALL, score="hiding", bias="hk", sinks=True),
+    _case("learned-table", _WIDE, score="table", learned=True, causal=True, lse_grad=True),
+    _case("learned-by-key", _TALL, score="by-key", learned=True, sinks=True, window=(60, 50)),
     # Dropout.
     _case("dropout", _WIDE, dropout=0.1, lse_grad=True),
     _case("dropout-causal", _TALL, dropout=0.5, causal=True, sinks=True),
@@ -172,6 +174,7 @@ CASES: tuple[Case, ...] = (
         bias="hqk",
         mask="by-head",
         score="table",
+        learned=True,
         dropout=0.2,
         lse_grad=True,
     ),
@@ -282,16 +285,32 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     w = torch.exp(lse.detach() - stored_lse).nan_to_num(0)  # a row without keys has no P
     dout = exact.dout * _as_rows(w.unsqueeze(-1), case)
     dlse = _rowsum(dout * out.detach(), case) - w * delta
+    thrown = torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
+    dlearned = 0
+    if inputs.learned is not None:  # a row's delta is off by u / sqrt(3) of its terms
+        dlearned = _thrown(lse, leaves["learned"], torch.where(w > 0, thrown / 12**0.5, 0))
     results = _results(leaves, out, lse, dout, dlse) | {"lse": stored_lse}
     results["dq"] *= scale
     nkeys, nqueries = keys.shape[2], lse.shape[2] * lse.shape[1] // keys.shape[1]
     for name, terms in {"out": nkeys, "dq": nkeys, "dk": nqueries, "dv": nqueries}.items():
         results[name] *= 1 + _in_sequence(terms, eps)
     if inputs.sinks is not None:  # few numbers, each a sum over rows: their errors add in squares
-        delta_off += torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
+        delta_off += thrown
         p_sink = torch.exp(exact.sinks.unsqueeze(1) - stored_lse)
         results["dsinks"] += (p_sink * delta_off).square().sum((0, 2)).sqrt()
+    if inputs.learned is not None:
+        results["dlearned"] += dlearned
     return results
+
+
+def _thrown(lse: Tensor, x: Tensor, dlse: Tensor, throws: int = 8) -> Tensor:
+    """How far the gradient of x is off, in the mean, where each row's dlse has a random sign."""
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros_like(x)
+    for _ in range(throws):
+        signs = 2 * torch.randint(0, 2, dlse.shape, generator=generator) - 1
+        total += torch.autograd.grad(lse, x, signs.to(dlse) * dlse, retain_graph=True)[0].square()
+    return (total / throws).sqrt()
 
 
 def _in_sequence(terms: int, eps: float) -> float:
@@ -315,21 +334,23 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
 
 
 def run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
-    """out and lse, and the gradients of q, k, v, sinks and bias."""
+    """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
     return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
 
 
 def _attend(attend, case: Case, inputs: Inputs, **how) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors that want gradients, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias")}
+    leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias", "learned")}
     leaves = {name: x for name, x in leaves.items() if x is not None}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     asked = case.features._asdict()
     asked = {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
     asked |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
-    asked |= modifiers(case.sizes, case.features, inputs.q.device)
-    return leaves, *attend(**leaves, **(asked | how), return_lse=True)
+    given = dict(leaves)
+    learned = given.pop("learned", None)
+    asked |= modifiers(case.sizes, case.features, inputs.q.device, learned)
+    return leaves, *attend(**given, **(asked | how), return_lse=True)
 
 
 def _results(

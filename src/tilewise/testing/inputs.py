@@ -48,6 +48,7 @@ class Features(NamedTuple):
     blocks: tuple[int, int] | None = None  # the mask comes as a block mask of such blocks
     score: str = ""  # one of `modified.SCORES`
     dropout: float = 0.0
+    learned: bool = False  # a gradient is asked for what the score function captured
 
 
 class Inputs(NamedTuple):
@@ -62,6 +63,7 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     seqused_k: Tensor | None
     bias: Tensor | None = None
+    learned: Tensor | None = None  # (nheads, 33), fp32
 
 
 def make_inputs(
@@ -106,7 +108,8 @@ def make_inputs(
         extents = zip("bhqk", (batch, nheads, seqlen_q, seqlen_k))
         bias = normal(*(n if name in features.bias else 1 for name, n in extents))
         bias = guarded(bias.to(device, dtype))
-    return Inputs(q, k, v, dout, dlse, slopes, sinks, used, bias)
+    learned = guarded(normal(nheads, 33).to(device)) if features.learned else None
+    return Inputs(q, k, v, dout, dlse, slopes, sinks, used, bias, learned)
 
 
 def _force_logits(q: Tensor, k: Tensor, features: Features) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,21 @@ import torch
 from .inputs import Features, Sizes
 
 
-def modifiers(sizes: Sizes, features: Features, device: str | torch.device) -> dict[str, Any]:
-    """The arguments of `attention` that modify scores."""
+def modifiers(
+    sizes: Sizes,
+    features: Features,
+    device: str | torch.device,
+    learned: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """The arguments of `attention` that modify scores; `learned` is what a score function reads
+    whose tensor wants a gradient.
+    """
     from ..sparse import create_block_mask
 
     asked = {}
-    if features.score:
+    if learned is not None:
+        asked["score_mod"] = LEARNED[features.score](learned)
+    elif features.score:
         asked["score_mod"] = SCORES[features.score](sizes, device)
     if features.mask:
         mask = MASKS[features.mask](sizes, device)
@@ -78,15 +87,26 @@ def _tilted(sizes: Sizes, device) -> Callable:
 
 def _table(sizes: Sizes, device) -> Callable:
     """A bias by distance, from a table: relative positions."""
-    from ..mods import maximum, minimum
-
     generator = torch.Generator().manual_seed(5)
-    table = torch.randn(sizes.nheads, 33, generator=generator).to(device)
+    return _relative(torch.randn(sizes.nheads, 33, generator=generator).to(device))
+
+
+def _relative(table: torch.Tensor) -> Callable:
+    from ..mods import maximum, minimum
 
     def relative(score, b, h, q_idx, kv_idx):
         return score + table[h, minimum(maximum(kv_idx - q_idx + 16, 0), 32)]
 
     return relative
+
+
+def _by_key(table: torch.Tensor) -> Callable:
+    """A factor of each score, by head and key, and a tilt by head."""
+
+    def by_key(score, b, h, q_idx, kv_idx):
+        return score * (1 + 0.1 * table[h, kv_idx % 32]) + 0.01 * table[h, 32] * (kv_idx - q_idx)
+
+    return by_key
 
 
 def _bent(sizes: Sizes, device) -> Callable:
@@ -104,3 +124,4 @@ SCORES: dict[str, Callable] = {
     "bent": _bent,
     "hiding": _hiding,
 }
+LEARNED: dict[str, Callable] = {"table": _relative, "by-key": _by_key}

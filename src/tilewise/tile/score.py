@@ -69,21 +69,11 @@ def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
 @triton.jit
 def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """The same for a kernel that reads the bias in its own way."""
-    s = qk
-    derivative = 1.0
-    if FEATURES.SOFTCAP:
-        s = qk * seq.numbers.scale_over_softcap
-        s = fast_tanh(s) if FEATURES.FAST_TANH else tanh(s)
-        derivative = 1.0 - s * s
+    scored = scaled(qk, seq, FEATURES)
+    s, derivative = scored.s, scored.derivative
     slope = seq.slope_log2
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
         slope = slope * 0.6931471805599453  # ln 2
-        factor = seq.numbers.scale
-        if FEATURES.SOFTCAP:
-            factor = seq.numbers.softcap_log2 * 0.6931471805599453
-        s = s * factor
-    elif FEATURES.ALIBI:
-        s = s * (seq.numbers.softcap_log2 if FEATURES.SOFTCAP else seq.numbers.scale_log2)
     if FEATURES.SCORE_MOD is not None:
         tensors = seq.modifiers.score_tensors
         bend = FEATURES.SCORE_DERIVATIVE(s, seq.batch, seq.head, q_idx, k_idx, tensors)
@@ -94,6 +84,27 @@ def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
         # In floats, exact for lengths up to 2^24
         distance = tl.abs((q_idx + seq.lengths.diagonal - k_idx).to(tl.float32))
         s = s - slope * distance
+    return Score(s, derivative)
+
+
+@triton.jit
+def scaled(qk, seq, FEATURES: tl.constexpr):
+    """A tile of scaled and capped scores before anything is added to them: as score functions see
+    them, where there is one.
+    """
+    s = qk
+    derivative = 1.0
+    if FEATURES.SOFTCAP:
+        s = qk * seq.numbers.scale_over_softcap
+        s = fast_tanh(s) if FEATURES.FAST_TANH else tanh(s)
+        derivative = 1.0 - s * s
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        factor = seq.numbers.scale
+        if FEATURES.SOFTCAP:
+            factor = seq.numbers.softcap_log2 * 0.6931471805599453  # ln 2
+        s = s * factor
+    elif FEATURES.ALIBI:
+        s = s * (seq.numbers.softcap_log2 if FEATURES.SOFTCAP else seq.numbers.scale_log2)
     return Score(s, derivative)
 
 

@@ -6,12 +6,16 @@ by tile. A batch with `seqused_k` is cut into its rows, so that padding is never
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from ...derivative import by_loads
+from ...modifiers import take_apart
 from ...problem import Extras, Grads, Problem, Scalars
 from ..outputs import empty_grads, empty_out
 from . import blockwise, flash, packed
-from .dense import make_dense
+from .dense import Target, make_dense
 
 Tensor = torch.Tensor
 NAME = "cpu"
@@ -70,11 +74,13 @@ def backward(
     extras: Extras,
     scalars: Scalars,
     first: int = 0,
+    targets: tuple[Target, ...] = (),
 ) -> Grads:
-    """Gradients of q, k, v and, where they are asked for, sinks and bias."""
+    """Gradients of q, k, v and, where they are asked for, sinks and bias; adds to the targets'."""
     if problem.is_packed:
         given = dout, dlse, q, k, v, out, lse
-        return packed.backward(backward, problem, given, extras, scalars)
+        of_one = functools.partial(backward, targets=targets)
+        return packed.backward(of_one, problem, given, extras, scalars)
     if dlse is None and flash.is_whole(problem, q, k, scalars):
         given = dout, q, k, v, out
         found = flash.backward_whole(given, lse, problem.has_right, scalars.scale)
@@ -85,7 +91,7 @@ def backward(
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
         at = first + (row.start or 0)
-        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at)
+        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at, targets)
         grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
         targets = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
         parts = Grads(*(x.transpose(1, 2) for x in targets), dsinks, _rows_of(dbias, row))
@@ -98,6 +104,31 @@ def backward(
         if found is not None:
             grad.copy_(found)
     return grads
+
+
+def captured_grads(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    wanted: list[int],
+) -> list[Tensor]:
+    """Gradients of those tensors that the score function captured, by their numbers."""
+    tensors = take_apart(problem.mods, extras.captured).score
+    grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
+    targets = tuple(
+        Target(load, slope, grads[load.value[0]])
+        for load, slope in by_loads(problem.mods.score)
+        if load.value[0] in grads
+    )
+    backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, targets=targets)
+    return [grads[i].to(tensors[i].dtype) for i in wanted]
 
 
 def _as_empty_like(x: Tensor, grad: Tensor) -> Tensor:

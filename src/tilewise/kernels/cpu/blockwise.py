@@ -143,9 +143,10 @@ def _attend_backward(
             tanh = s.div_(dense.softcap).tanh_()
             slope = 1 - tanh * tanh
             s.mul_(dense.softcap)
-        place = derivative = None
+        place, derivative, slopes = None, None, []
         if dense.more is not None:
             place = modify.place_of(dense, x, r, start, stop)
+            slopes = modify.slopes_of(s, dense, place)
             derivative = modify.bend(s, dense, place)
             modify.shift_and_hide(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
@@ -158,6 +159,8 @@ def _attend_backward(
         ds = dp.sub_(delta).mul_(p)
         if dbias is not None:
             modify.add_dbias(dbias, ds, dense, place)
+        if slopes:
+            modify.add_captured(ds, slopes, dense, place)
         if derivative is not None:
             ds.mul_(derivative)
         if slope is not None:

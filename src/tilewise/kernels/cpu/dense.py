@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...expressions import Node
 from ...modifiers import take_apart
 from ...problem import NO_MODS, OPEN, Extras, Mods, Problem, Scalars
 
@@ -43,6 +44,15 @@ class More(NamedTuple):
     bias: Tensor | None  # of these rows of the batch
     rng: Tensor | None
     dropout_p: float
+    targets: tuple[Target, ...] = ()
+
+
+class Target(NamedTuple):
+    """A place where the score function reads a captured tensor that wants a gradient."""
+
+    load: Node
+    slope: Node  # the function's derivative by what is read
+    grad: Tensor  # of the whole tensor, to be added to
 
 
 def make_dense(
@@ -53,6 +63,7 @@ def make_dense(
     extras: Extras,
     scalars: Scalars,
     first: int = 0,
+    targets: tuple[Target, ...] = (),
 ) -> Dense:
     """The call without `seqused_k`, its band reduced to the sides that hide something."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -68,7 +79,7 @@ def make_dense(
     if problem.mods != NO_MODS or problem.has_bias or problem.has_dropout:
         parts = take_apart(problem.mods, extras.captured)
         tensors = parts.mask, parts.score, extras.bias, extras.dropout_rng
-        more = More(first, problem.mods, *tensors, scalars.dropout_p)
+        more = More(first, problem.mods, *tensors, scalars.dropout_p, targets)
     band = diagonal, left, right, more
     return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, *band)
 

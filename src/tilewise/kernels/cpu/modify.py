@@ -87,6 +87,34 @@ def add_dbias(dbias: Tensor, ds: Tensor, dense: Dense, place: Place) -> None:
     target.add_(by_index(ds, place).sum_to_size(target.shape))
 
 
+def slopes_of(s: Tensor, dense: Dense, place: Place) -> list[Tensor]:
+    """The derivatives of the score function at each target of the call, to be asked for before
+    `bend`.
+    """
+    more, s = dense.more, by_index(s, place)
+    at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
+    # Copies: a slope may be the score itself, which changes in place
+    return [evaluate(target.slope, *at, score=s).clone() for target in more.targets]
+
+
+def add_captured(ds: Tensor, slopes: list[Tensor], dense: Dense, place: Place) -> None:
+    """Adds to the gradients of captured tensors what the gradient of a tile's scores gives."""
+    more, ds = dense.more, by_index(ds, place)
+    at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
+    for target, slope in zip(more.targets, slopes):
+        share = torch.where(ds == 0, 0, ds * slope)  # where nothing is seen a slope may be infinite
+        index = [evaluate(node, *at) for node in target.load.inputs]
+        index = [x.clamp(0, n - 1) for x, n in zip(index, target.grad.shape)]
+        shape = torch.broadcast_shapes(*(x.shape for x in index))
+        shape = (1,) * (share.dim() - len(shape)) + tuple(shape)
+        index = tuple(x.expand(shape) for x in index)
+        share = share.sum_to_size(shape).to(target.grad.dtype)
+        if index:
+            target.grad.index_put_(index, share, accumulate=True)
+        else:
+            target.grad.add_(share.sum())
+
+
 def kept(dense: Dense, place: Place) -> tuple[Tensor, float] | None:
     """Which probabilities dropout keeps, shaped as a tile, and the factor of those."""
     more = dense.more

@@ -12,14 +12,14 @@ from ...problem import Problem
 from ...testing.switch import interpreter_is_on
 
 if TYPE_CHECKING:
-    from .launch import backward, forward, prepare
+    from .launch import backward, captured_grads, forward, prepare
 
 NAME = "portable"
 NEEDS_ALIGNMENT = False
 MAX_HEADDIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-__all__ = ["NAME", "backward", "forward", "prepare", "supports"]
+__all__ = ["NAME", "backward", "captured_grads", "forward", "prepare", "supports"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -42,7 +42,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 def __getattr__(name: str) -> Any:
     """What `launch` has, and with it Triton: a CPU call that asks us needs neither."""
-    if name not in ("backward", "forward", "prepare"):
+    if name not in ("backward", "captured_grads", "forward", "prepare"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import launch
 

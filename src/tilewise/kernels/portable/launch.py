@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...modifiers import reads_tiles
+from ...derivative import by_loads
+from ...expressions import Node, intern, walk
+from ...modifiers import reads_tiles, take_apart
 from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
 from ...tile.types import Strided, Tile
@@ -29,6 +31,7 @@ from ..arguments import (
 )
 from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import bwd_delta_kernel
+from ..generated import captured_of, function_of, place_function_of
 from ..outputs import empty_grads, empty_out
 from ..relaunch import (
     Pattern,
@@ -38,6 +41,7 @@ from ..relaunch import (
     pattern_of,
     relaunch,
 )
+from .bwd_captured import Load, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fwd import attn_fwd_kernel
@@ -65,7 +69,8 @@ class Plan(NamedTuple):
         problem, widest = self.problem, max(padded_headdims(self.problem))
         arch, bits = architecture(self.read[0].device), problem.dtype.itemsize * 8
         is_short = self.rows // max(self.packed, 1) <= SHORT
-        name = {"bwd_dbias": "bwd_dq"}.get(self.name, self.name)  # the same work, more or less
+        alike = dict.fromkeys(("bwd_dbias", "bwd_captured"), "bwd_dq")  # the same, more or less
+        name = alike.get(self.name, self.name)
         return Key(arch, name, widest, bits, problem.is_causal, is_short)
 
     def config(self) -> Config:
@@ -282,6 +287,57 @@ def run_dbias(problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scala
     args = (*map(strided, read), bias_of(grads.dbias), stats)
     args = (*args, optionals_of(extras, problem.mods), *numbers, sharing)
     run(plan._replace(rows=tile.BLOCK_M, copies=tiles, args=args))
+
+
+def captured_grads(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    wanted: list[int],
+) -> list[Tensor]:
+    """Gradients of those tensors that the score function captured, by their numbers."""
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    without_sinks = problem._replace(has_sinks=False)  # their gradient is another's business
+    delta = run_delta(without_sinks, dout, dlse, out, lse, extras, None)
+    tensors = take_apart(problem.mods, extras.captured).score
+    grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
+    for plan in plan_captured(problem, dout, q, k, v, (lse, delta), grads, extras, scalars):
+        run(plan)
+    return [grads[i].to(tensors[i].dtype) for i in wanted]
+
+
+def plan_captured(
+    problem, dout, q, k, v, stats, grads: dict[int, Tensor], extras: Extras, scalars: Scalars
+) -> list[Plan]:
+    """A launch for each place where the score function reads a tensor whose gradient is among
+    `grads`: tiles of queries.
+    """
+    sizes, read = sizes_of(q, k, extras), (q, k, v, dout)
+    shared = stats, optionals_of(extras, problem.mods), sizes, numbers_of(scalars, q, k)
+    of_rows = q.shape[1], q.shape[0] * q.shape[2], sizes.packed
+    plans = []
+    for load, slope in by_loads(problem.mods.score):
+        if (slot := load.value[0]) in grads:
+            target = captured_of((grads[slot],))[0]
+            args = *map(strided, read), target, *shared, load_of(load, slope)
+            kernel = attn_bwd_captured_kernel
+            plans.append(Plan("bwd_captured", kernel, problem, "BLOCK_M", *of_rows, read, args))
+    return plans
+
+
+def load_of(load: Node, slope: Node) -> Load:
+    """A load, and the score function's slope there, as kernels take it."""
+    mentions = {node.op for node in walk(load)}
+    functions = function_of(intern(slope)), place_function_of(intern(load))
+    return Load(*functions, "q_idx" in mentions, "k_idx" in mentions)
 
 
 def run(plan: Plan) -> Any:

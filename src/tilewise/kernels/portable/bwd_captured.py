@@ -1,0 +1,92 @@
+"""The gradient of a tensor that a score function captured, of one place where the function reads
+it:
+
+    score = f(s, ..., t[index])        dt[index] += dS * df / dt[index]
+
+over all pairs of a query and a key. The index may be anything that the function computes, so many
+pairs may share an element: programs add with atomics, after summing what shares one within a tile
+by the index's own shape (t[h] is one number a tile, t[h, q_idx] one a row).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
+from ...tile.schedule import find_query_tile
+from ...tile.score import scaled
+from .queries import meet, open_queries
+
+
+class Load(NamedTuple):
+    """A place where a score function reads what it captured; constants of the kernel."""
+
+    SLOPE: Any  # d f / d t[index], a function as FEATURES.SCORE_MOD is
+    PLACE: Any  # (b, h, q_idx, k_idx, captured, target) -> where t[index] lies in the gradient
+    BY_QUERY: bool  # whether the index is another for each query
+    BY_KEY: bool
+
+
+@triton.jit
+def add_key_tile(
+    target,
+    x,
+    n_start,
+    LOAD: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One tile of keys beside queries x."""
+    met = meet(x, n_start, FEATURES, TILE, MASKED)
+    s = scaled(met.qk, x.seq, FEATURES).s
+    q_idx = x.m_start + tl.arange(0, TILE.BLOCK_M)[:, None]
+    k_idx = n_start + tl.arange(0, TILE.BLOCK_N)[None, :]
+    batch, head, captured = x.seq.batch, x.seq.head, x.seq.modifiers.score_tensors
+    slope = LOAD.SLOPE(s, batch, head, q_idx, k_idx, captured)
+    # A pair that is not seen moves nothing, whatever the function's slope is there
+    share = tl.where(met.ds == 0.0, 0.0, met.ds * slope)
+    if not LOAD.BY_KEY:
+        share = tl.sum(share, 1, keep_dims=True)
+    if not LOAD.BY_QUERY:
+        share = tl.sum(share, 0, keep_dims=True)
+    place = LOAD.PLACE(batch, head, q_idx, k_idx, captured, target)
+    ptrs = target.ptr + tl.broadcast_to(place, share.shape)
+    tl.atomic_add(ptrs, share, mask=share != 0.0, sem="relaxed")
+
+
+@triton.jit
+def attn_bwd_captured_kernel(
+    q,
+    k,
+    v,
+    dout,
+    target,
+    stats,
+    optionals,
+    sizes,
+    numbers,
+    LOAD: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:
+            return
+    at = m_block, head, batch
+    x = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
+
+    blocks = key_blocks(x.m_start, x.seq, FEATURES, TILE)
+    SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
+    for i in range(count_partial(blocks, SPLIT)):
+        n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
+        add_key_tile(target, x, n_start, LOAD, FEATURES, TILE, True)
+    PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
+    for i in range(count_full(blocks, SPLIT)):
+        n_start = full_block(blocks, i, SPLIT) * BLOCK_N
+        add_key_tile(target, x, n_start, LOAD, FEATURES, TILE, PADDED)

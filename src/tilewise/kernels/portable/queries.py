@@ -1,0 +1,98 @@
+"""A tile of queries on its way over the keys in the backward: what it brings along, and what it
+recomputes at each tile of keys.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...tile.seqlen import modifiers_of, place_of, sequence_of
+from ...tile.softmax import lse_to_log2
+from ...tile.types import Place, Sequence
+from ..bwd_step import recompute
+from ..io import from_row, load_once, load_rows, load_stats, open_rows, row_stats
+
+
+class Queries(NamedTuple):
+    """A tile of queries, and the keys and values of its sequence."""
+
+    place: Place
+    seq: Sequence
+    m_start: tl.tensor
+    q: tl.tensor  # (BLOCK_M, BLOCK_D)
+    do: tl.tensor  # (BLOCK_M, BLOCK_DV)
+    lse: tl.tensor  # (BLOCK_M,), base 2
+    delta: tl.tensor
+    k: Any  # opened
+    v: Any
+
+
+class Met(NamedTuple):
+    """What a tile of queries and one of keys give."""
+
+    k: tl.tensor  # (BLOCK_N, BLOCK_D)
+    qk: tl.tensor  # (BLOCK_M, BLOCK_N)
+    ds: tl.tensor
+    dqk: tl.tensor  # the gradient of scale * q k^T
+
+
+@triton.jit
+def open_queries(
+    q,
+    k,
+    v,
+    dout,
+    stats,
+    tile,
+    optionals,
+    sizes,
+    numbers,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The tile (m_block, head, batch); stats are lse and delta."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
+    m_block, head, batch = tile
+    m_start = m_block * BLOCK_M
+    q_idx = m_start + tl.arange(0, BLOCK_M)
+    modifiers = modifiers_of(optionals)
+    seq = sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES)
+    place = place_of(batch, sizes, optionals, FEATURES)
+    batch = place.batch
+    q, dout = from_row(q, place.first_q), from_row(dout, place.first_q)
+    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
+
+    seqlen_q = seq.lengths.seqlen_q
+    seqlen_k = seq.lengths.seqlen_k
+    head_k = head // FEATURES.GROUP
+    k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
+    v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
+    q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
+    do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    lse_row = row_stats(stats[0], batch, head, sizes) + place.first_q
+    delta_row = row_stats(stats[1], batch, head, sizes) + place.first_q
+    lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
+    delta = load_stats(delta_row, q_idx, seq.lengths, 0.0, True)
+    return Queries(place, seq, m_start, q_tile, do, lse_to_log2(lse), delta, k_rows, v_rows)
+
+
+@triton.jit
+def meet(x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The queries x and the keys from n_start on."""
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
+    k_tile = load_rows(x.k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
+    v_tile = load_rows(x.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
+    # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
+    qk = tl.dot(x.q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
+    dp = tl.dot(x.do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
+    lse, delta = x.lse[:, None], x.delta[:, None]
+    tile = recompute(qk, dp, lse, delta, x.m_start, n_start, x.seq, FEATURES, TILE, MASKED, False)
+    return Met(k_tile, qk, tile.ds, tile.dqk)
