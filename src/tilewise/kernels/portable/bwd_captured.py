@@ -5,7 +5,9 @@ it:
 
 over all pairs of a query and a key. The index may be anything that the function computes, so many
 pairs may share an element: programs add with atomics, after summing what shares one within a tile
-by the index's own shape (t[h] is one number a tile, t[h, q_idx] one a row).
+by the index's own shape (t[h] is one number a tile, t[h, q_idx] one a row). A tile whose pairs
+all share one element, as beyond the ends of a table of distances, adds one sum, too: as many
+atomics at one address would take a hundred times as long as the rest.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ class Load(NamedTuple):
     PLACE: Any  # (b, h, q_idx, k_idx, captured, target) -> where t[index] lies in the gradient
     BY_QUERY: bool  # whether the index is another for each query
     BY_KEY: bool
+    WIDE: bool  # whether the gradient has 2^31 elements or more
 
 
 @triton.jit
@@ -51,9 +54,14 @@ def add_key_tile(
         share = tl.sum(share, 1, keep_dims=True)
     if not LOAD.BY_QUERY:
         share = tl.sum(share, 0, keep_dims=True)
-    place = LOAD.PLACE(batch, head, q_idx, k_idx, captured, target)
-    ptrs = target.ptr + tl.broadcast_to(place, share.shape)
-    tl.atomic_add(ptrs, share, mask=share != 0.0, sem="relaxed")
+    place = tl.broadcast_to(LOAD.PLACE(batch, head, q_idx, k_idx, captured, target), share.shape)
+    if not LOAD.WIDE:
+        place = place.to(tl.int32)
+    first = tl.min(tl.min(place, 1), 0)
+    if first == tl.max(tl.max(place, 1), 0):
+        tl.atomic_add(target.ptr + first, tl.sum(tl.sum(share, 1), 0), sem="relaxed")
+    else:
+        tl.atomic_add(target.ptr + place, share, mask=share != 0.0, sem="relaxed")
 
 
 @triton.jit

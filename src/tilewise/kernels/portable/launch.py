@@ -327,17 +327,18 @@ def plan_captured(
     for load, slope in by_loads(problem.mods.score):
         if (slot := load.value[0]) in grads:
             target = captured_of((grads[slot],))[0]
-            args = *map(strided, read), target, *shared, load_of(load, slope)
+            of_load = load_of(load, slope, grads[slot].numel() >= 1 << 31)
+            args = *map(strided, read), target, *shared, of_load
             kernel = attn_bwd_captured_kernel
             plans.append(Plan("bwd_captured", kernel, problem, "BLOCK_M", *of_rows, read, args))
     return plans
 
 
-def load_of(load: Node, slope: Node) -> Load:
+def load_of(load: Node, slope: Node, is_wide: bool) -> Load:
     """A load, and the score function's slope there, as kernels take it."""
     mentions = {node.op for node in walk(load)}
     functions = function_of(intern(slope)), place_function_of(intern(load))
-    return Load(*functions, "q_idx" in mentions, "k_idx" in mentions)
+    return Load(*functions, "q_idx" in mentions, "k_idx" in mentions, is_wide)
 
 
 def run(plan: Plan) -> Any:
