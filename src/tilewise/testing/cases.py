@@ -285,32 +285,16 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     w = torch.exp(lse.detach() - stored_lse).nan_to_num(0)  # a row without keys has no P
     dout = exact.dout * _as_rows(w.unsqueeze(-1), case)
     dlse = _rowsum(dout * out.detach(), case) - w * delta
-    thrown = torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
-    dlearned = 0
-    if inputs.learned is not None:  # a row's delta is off by u / sqrt(3) of its terms
-        dlearned = _thrown(lse, leaves["learned"], torch.where(w > 0, thrown / 12**0.5, 0))
     results = _results(leaves, out, lse, dout, dlse) | {"lse": stored_lse}
     results["dq"] *= scale
     nkeys, nqueries = keys.shape[2], lse.shape[2] * lse.shape[1] // keys.shape[1]
     for name, terms in {"out": nkeys, "dq": nkeys, "dk": nqueries, "dv": nqueries}.items():
         results[name] *= 1 + _in_sequence(terms, eps)
     if inputs.sinks is not None:  # few numbers, each a sum over rows: their errors add in squares
-        delta_off += thrown
+        delta_off += torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
         p_sink = torch.exp(exact.sinks.unsqueeze(1) - stored_lse)
         results["dsinks"] += (p_sink * delta_off).square().sum((0, 2)).sqrt()
-    if inputs.learned is not None:
-        results["dlearned"] += dlearned
     return results
-
-
-def _thrown(lse: Tensor, x: Tensor, dlse: Tensor, throws: int = 8) -> Tensor:
-    """How far the gradient of x is off, in the mean, where each row's dlse has a random sign."""
-    generator = torch.Generator().manual_seed(0)
-    total = torch.zeros_like(x)
-    for _ in range(throws):
-        signs = 2 * torch.randint(0, 2, dlse.shape, generator=generator) - 1
-        total += torch.autograd.grad(lse, x, signs.to(dlse) * dlse, retain_graph=True)[0].square()
-    return (total / throws).sqrt()
 
 
 def _in_sequence(terms: int, eps: float) -> float:

@@ -87,8 +87,13 @@ def _tilted(sizes: Sizes, device) -> Callable:
 
 def _table(sizes: Sizes, device) -> Callable:
     """A bias by distance, from a table: relative positions."""
+    return _relative(_distances(sizes, device))
+
+
+def _distances(sizes: Sizes, device) -> torch.Tensor:
+    """A number for each head and distance."""
     generator = torch.Generator().manual_seed(5)
-    return _relative(torch.randn(sizes.nheads, 33, generator=generator).to(device))
+    return torch.randn(sizes.nheads, 33, generator=generator).to(device)
 
 
 def _relative(table: torch.Tensor) -> Callable:
@@ -121,6 +126,7 @@ def _hiding(sizes: Sizes, device) -> Callable:
 SCORES: dict[str, Callable] = {
     "tilted": _tilted,
     "table": _table,
+    "by-key": lambda sizes, device: _by_key(_distances(sizes, device)),
     "bent": _bent,
     "hiding": _hiding,
 }

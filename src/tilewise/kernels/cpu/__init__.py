@@ -120,6 +120,10 @@ def captured_grads(
     wanted: list[int],
 ) -> list[Tensor]:
     """Gradients of those tensors that the score function captured, by their numbers."""
+    if q.dtype != lse.dtype:  # an O that was rounded is no match for sums of weighed dS
+        q, k, v, dout = (x.to(lse.dtype) for x in (q, k, v, dout))
+        problem = problem._replace(dtype=q.dtype)
+        out, lse = forward(problem, q, k, v, extras, scalars)
     tensors = take_apart(problem.mods, extras.captured).score
     grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
     targets = tuple(

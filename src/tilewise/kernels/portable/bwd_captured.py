@@ -8,6 +8,12 @@ pairs may share an element: programs add with atomics, after summing what shares
 by the index's own shape (t[h] is one number a tile, t[h, q_idx] one a row). A tile whose pairs
 all share one element, as beyond the ends of a table of distances, adds one sum, too: as many
 atomics at one address would take a hundred times as long as the rest.
+
+A row's dS sum to dLSE, and here they are weighed, by distances say, before they are summed: what
+delta is off, from an O that was rounded, would be all that is left of a small difference of large
+sums. So a first walk over the keys sums delta anew from P and dP, as they are:
+
+    delta = rowsum(P * dP) - dLSE
 """
 
 from typing import Any, NamedTuple
@@ -32,17 +38,25 @@ class Load(NamedTuple):
 
 
 @triton.jit
+def add_delta(delta, x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of keys into the delta of queries x."""
+    met = meet(x, delta * 0.0, n_start, FEATURES, TILE, MASKED)
+    return delta + tl.sum(met.ds, 1)
+
+
+@triton.jit
 def add_key_tile(
     target,
     x,
+    delta,
     n_start,
     LOAD: tl.constexpr,
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of keys beside queries x."""
-    met = meet(x, n_start, FEATURES, TILE, MASKED)
+    """One tile of keys beside queries x into the target."""
+    met = meet(x, delta, n_start, FEATURES, TILE, MASKED)
     s = scaled(met.qk, x.seq, FEATURES).s
     q_idx = x.m_start + tl.arange(0, TILE.BLOCK_M)[:, None]
     k_idx = n_start + tl.arange(0, TILE.BLOCK_N)[None, :]
@@ -79,6 +93,7 @@ def attn_bwd_captured_kernel(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """stats: lse, and its gradient."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     tile, lane = tl.program_id(0), tl.arange(0, 32)
@@ -91,10 +106,17 @@ def attn_bwd_captured_kernel(
 
     blocks = key_blocks(x.m_start, x.seq, FEATURES, TILE)
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
+    PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
+    delta = -x.other
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
-        add_key_tile(target, x, n_start, LOAD, FEATURES, TILE, True)
-    PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
+        delta = add_delta(delta, x, n_start, FEATURES, TILE, True)
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
-        add_key_tile(target, x, n_start, LOAD, FEATURES, TILE, PADDED)
+        delta = add_delta(delta, x, n_start, FEATURES, TILE, PADDED)
+    for i in range(count_partial(blocks, SPLIT)):
+        n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
+        add_key_tile(target, x, delta, n_start, LOAD, FEATURES, TILE, True)
+    for i in range(count_full(blocks, SPLIT)):
+        n_start = full_block(blocks, i, SPLIT) * BLOCK_N
+        add_key_tile(target, x, delta, n_start, LOAD, FEATURES, TILE, PADDED)

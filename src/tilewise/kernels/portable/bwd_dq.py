@@ -17,7 +17,7 @@ from .queries import meet, open_queries
 @triton.jit
 def add_key_tile(dq, x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     """One tile of keys into the dQ of queries x."""
-    met = meet(x, n_start, FEATURES, TILE, MASKED)
+    met = meet(x, x.other, n_start, FEATURES, TILE, MASKED)
     # dQ += dS K
     return tl.dot(met.dqk.to(met.k.dtype), met.k, dq, input_precision=FEATURES.PRECISION)
 

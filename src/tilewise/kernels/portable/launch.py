@@ -305,11 +305,11 @@ def captured_grads(
     """Gradients of those tensors that the score function captured, by their numbers."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    without_sinks = problem._replace(has_sinks=False)  # their gradient is another's business
-    delta = run_delta(without_sinks, dout, dlse, out, lse, extras, None)
+    dlse = lse.new_zeros(1) if dlse is None else dlse
+    dlse = torch.where(lse.isneginf(), 0, dlse)  # a row that saw no key has no gradient
     tensors = take_apart(problem.mods, extras.captured).score
     grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
-    for plan in plan_captured(problem, dout, q, k, v, (lse, delta), grads, extras, scalars):
+    for plan in plan_captured(problem, dout, q, k, v, (lse, dlse), grads, extras, scalars):
         run(plan)
     return [grads[i].to(tensors[i].dtype) for i in wanted]
 

@@ -23,7 +23,7 @@ class Queries(NamedTuple):
     q: tl.tensor  # (BLOCK_M, BLOCK_D)
     do: tl.tensor  # (BLOCK_M, BLOCK_DV)
     lse: tl.tensor  # (BLOCK_M,), base 2
-    delta: tl.tensor
+    other: tl.tensor  # (BLOCK_M,), of the second of the stats
     k: Any  # opened
     v: Any
 
@@ -51,7 +51,7 @@ def open_queries(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tile (m_block, head, batch); stats are lse and delta."""
+    """The tile (m_block, head, batch); stats are lse and another number a row."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -76,14 +76,14 @@ def open_queries(
     q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
     do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     lse_row = row_stats(stats[0], batch, head, sizes) + place.first_q
-    delta_row = row_stats(stats[1], batch, head, sizes) + place.first_q
+    other_row = row_stats(stats[1], batch, head, sizes) + place.first_q
     lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
-    delta = load_stats(delta_row, q_idx, seq.lengths, 0.0, True)
-    return Queries(place, seq, m_start, q_tile, do, lse_to_log2(lse), delta, k_rows, v_rows)
+    other = load_stats(other_row, q_idx, seq.lengths, 0.0, True)
+    return Queries(place, seq, m_start, q_tile, do, lse_to_log2(lse), other, k_rows, v_rows)
 
 
 @triton.jit
-def meet(x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def meet(x, delta, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     """The queries x and the keys from n_start on."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     D: tl.constexpr = FEATURES.HEADDIM
@@ -93,6 +93,6 @@ def meet(x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.cons
     # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(x.q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     dp = tl.dot(x.do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
-    lse, delta = x.lse[:, None], x.delta[:, None]
+    lse, delta = x.lse[:, None], delta[:, None]
     tile = recompute(qk, dp, lse, delta, x.m_start, n_start, x.seq, FEATURES, TILE, MASKED, False)
     return Met(k_tile, qk, tile.ds, tile.dqk)
