@@ -1,0 +1,121 @@
+"""Lesson 04: both kernels at shapes that the lesson does not try, and its counts."""
+
+import pytest
+import torch
+from tour_lessons import load, solutions, solve
+
+NAME = "04_flash_attention"
+pytestmark = pytest.mark.slow  # the lesson compiles three kernels
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    pictures = tmp_path_factory.mktemp("pictures")
+    module, said = load(NAME, pictures)
+    return module, said, pictures
+
+
+def test_it_says_what_it_checked_and_draws(lesson):
+    _, said, pictures = lesson
+    for name in ("FlashAttention-1", "FlashAttention-2", "tilewise, portable"):
+        for kind in ("full", "causal"):
+            assert f"{name}, {kind}: off by 0.00" in said
+    assert {path.name for path in pictures.iterdir()} == {
+        *("04_steps.png", "04_orders.png", "04_speed.png"),
+    }
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_solutions_run(lesson, number):
+    solve(lesson[0], solutions(NAME)[number], NAME)
+
+
+# seqlen, block of queries, block of keys
+SHAPES = [(1, 16, 16), (64, 64, 32), (65, 32, 64), (100, 16, 64), (129, 64, 16)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen, block_m, block_n", SHAPES)
+def test_kernels_at_other_tiles(lesson, seqlen, block_m, block_n, causal):
+    module, _, _ = lesson
+    q, k, v = module.make_qkv(1, 2, seqlen, 32)
+    exact = module.standard_attention(q.double(), k.double(), v.double(), causal)
+    plain = module.standard_attention(q, k, v, causal)
+    module.assert_within(module.fa1(q, k, v, causal, block_m, block_n), exact, plain, "FA1")
+    tile = block_m, block_n
+    every = module.fa2(q, k, v, causal, tile, every_step=True)
+    module.assert_within(every, exact, plain, "FA1's steps")
+    out, lse = module.fa2(q, k, v, causal, tile, return_lse=True)
+    module.assert_within(out, exact, plain, "FA2")
+    s = q.double() @ k.double().mT * 32**-0.5
+    if causal:
+        s = s.masked_fill(module.future(s), float("-inf"))
+    assert (lse - torch.logsumexp(s, -1)).abs().max() < 1e-4
+
+
+def test_block_rule_of_the_paper(lesson):
+    module, _, _ = lesson
+    b_r, b_c = module.fa1_blocks(192 << 10, 64)
+    assert (b_r, b_c) == (64, 384)  # 96Ki numbers, a quarter each for K, V, Q and O
+    assert 4 * b_c * 64 * 2 == 192 << 10
+    assert module.fa1_blocks(32 << 10, 128) == (32, 32)  # never more rows than keys
+    assert [module.power_of_two(n) for n in (1, 64, 127, 128)] == [1, 64, 64, 128]
+
+
+def test_the_compiler_agrees_that_fa2_does_less(lesson):
+    module, said, _ = lesson
+    count = module.per_score
+    assert count["FA2"] < count["FA1's steps, FA2's loops"] <= count["FA1"]
+    saved = count["FA1's steps, FA2's loops"] - count["FA2"]
+    assert saved == pytest.approx(module.D / module.N, abs=0.5)  # an instruction a number of O
+    assert "FA2  " in said
+
+
+def test_the_innermost_loop_is_found(lesson):
+    ptx = "$L_a:\n add.f32\n$L_b:\n mul.f32\n @%p bra \t$L_b;\n @%q bra $L_a;\n ret;\n"
+    assert lesson[0].innermost_loop(ptx).split() == ["mul.f32", "@%p", "bra", "$L_b;"]
+
+
+def test_the_ledger_is_bound_by_memory(lesson):
+    module, _, _ = lesson
+    for _, flops, size in module.steps:
+        assert flops / module.FLOPS < size / module.BANDWIDTH
+
+
+def test_what_a_gpu_would_time_runs(lesson, monkeypatch):
+    module, _, _ = lesson
+    monkeypatch.setattr(module, "GPT2", module.GPT2 | dict(batch=1, nheads=1, seqlen=48))
+    calls = module.the_steps()
+    assert list(calls) == module.STEPS
+    assert [call().shape[-2:] for call in calls.values()] == [(48, 48)] * 4 + [(48, 64)] * 2
+    monkeypatch.setattr(module, "TOKENS", 256)
+    monkeypatch.setattr(module, "HEADS", 1)
+    for causal in (False, True):
+        calls = module.contenders(128, causal)
+        assert list(calls) == module.NAMES
+        results = [call().float() for call in calls.values()]
+        for other in results[1:]:
+            assert (other - results[0]).abs().max() < 0.05
+
+
+def test_recorded_rows_are_shown(lesson, tmp_path):
+    """Made-up times: a row a call."""
+    from tilewise.bench import row
+
+    module, _, _ = lesson
+    fields = dict(row.stamp("tour/04_flash_attention", "cpu"), p20_ms=1.0, p80_ms=1.0)
+    fields |= dict(rounds_ms=[1.0], tflops=0.0, max_error=None, bound=None, median_ms=1.0)
+    shapes = [(module.GPT2, module.STEPS)]
+    for causal in (False, True):
+        for n in module.LENGTHS:
+            shape = dict(seqlen=n, tokens=16384, nheads=16, headdim=128, causal=causal)
+            shapes.append((shape, module.NAMES))
+    made_up = tmp_path / "rows.jsonl"
+    row.append(
+        made_up, [row.Row(shape=s, provider=x, **fields) for s, names in shapes for x in names]
+    )
+    again, said = load(NAME, tmp_path, made_up)
+    assert again.step_ms == dict.fromkeys(module.STEPS, 1.0)
+    assert "recorded 20" in again.figures.machine
+    flops = 4 * 16 * 128 * 16384 * 512
+    assert f"full    standard     {flops * 1e-9:6.0f}" in said

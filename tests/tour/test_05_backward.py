@@ -1,0 +1,100 @@
+"""Lesson 05: its kernel at other shapes, its account, and how it reads counters."""
+
+import contextlib
+import math
+import subprocess
+import types
+
+import pytest
+import torch
+from tour_lessons import load, solutions, solve
+
+NAME = "05_backward"
+pytestmark = pytest.mark.slow  # the lesson compiles two kernels
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    pictures = tmp_path_factory.mktemp("pictures")
+    module, said = load(NAME, pictures)
+    return module, said, pictures
+
+
+def test_it_says_what_it_checked_and_draws(lesson):
+    _, said, pictures = lesson
+    for name in ("the lesson's kernel", "tilewise, portable"):
+        for kind in ("full", "causal"):
+            assert f"{name}, {kind}: dq off by 0.0" in said
+    assert [path.name for path in pictures.iterdir()] == ["05_account.png"]
+    assert "aten::_softmax" in said
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_solutions_run(lesson, number):
+    solve(lesson[0], solutions(NAME)[number], NAME)
+
+
+# seqlen, block of queries, block of keys
+SHAPES = [(1, 16, 16), (64, 64, 32), (65, 32, 64), (100, 16, 64)]
+
+
+@pytest.mark.parametrize("seqlen, block_m, block_n", SHAPES)
+def test_kernel_at_other_tiles(lesson, seqlen, block_m, block_n):
+    module, _, _ = lesson
+    inputs = torch.randn(4, 1, 2, seqlen, 32).bfloat16().unbind(0)
+
+    def backward(causal):
+        return module.lesson_backward(*inputs, causal, (block_m, block_n))
+
+    module.check("the kernel", backward, *inputs)
+
+
+def test_the_account(lesson):
+    """The numbers of the paper that a count gives, and those that prose derives from the rest."""
+    module, said, _ = lesson
+    assert (module.matrices, module.tensors, module.matmuls) == (18, 12, 6)
+    assert f"{module.standard_gb:.1f}" == "40.3"
+    assert "824.6" in said and "962.1" in said
+    for name, count in (("standard", 6), ("FlashAttention", 7)):
+        rest = module.PAPER[name][0] - count * module.MATMUL / 16 / 1e9
+        assert round(rest) == 15  # "15 GFLOP in both rows for what is no matmul"
+
+
+def test_what_a_gpu_would_time_runs(lesson, monkeypatch):
+    module, _, _ = lesson
+    monkeypatch.setattr(module, "GPT2", module.GPT2 | dict(batch=1, nheads=1, seqlen=48))
+    calls = module.trainings()
+    assert list(calls) == module.NAMES
+    for name, call in calls.items():
+        with module.use_interpreter() if name == "portable" else contextlib.nullcontext():
+            assert [x.shape[-2:] for x in call()] == [(48, 64)] * 3
+
+
+SAID = """==PROF== Connected to process 1
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","attn_fwd_kernel","dram__bytes_read.sum","byte","402,653,184"
+"0","attn_fwd_kernel","launch__registers_per_thread","register/thread","168"
+"0","attn_fwd_kernel","sm__pipe_tensor_cycles_active.avg","%","n/a"
+"""
+
+
+def test_counters_are_read(lesson, monkeypatch):
+    module, said, _ = lesson
+    assert said.count("not recorded") == len(module.COUNTERS) or module.figures._known
+    result = types.SimpleNamespace(stdout=SAID, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **how: result)
+    found = module.read_counters(module.PROGRAM, "attn_fwd_kernel")
+    assert found["dram__bytes_read.sum"] == 402653184
+    assert found["launch__registers_per_thread"] == 168
+    assert math.isnan(found["sm__pipe_tensor_cycles_active.avg"])
+    result.stdout = "==ERROR== ERR_NVGPUCTRPERM"
+    with pytest.raises(RuntimeError, match="ERR_NVGPUCTRPERM"):
+        module.read_counters(module.PROGRAM, "attn_fwd_kernel")
+
+
+def test_the_profiled_program_is_a_call(lesson, monkeypatch):
+    """What ncu would run, on CPU tensors."""
+    module, _, _ = lesson
+    program = module.PROGRAM.replace('"cuda"', '"cpu"').replace("64, 16, 1024, 64", "1, 1, 64, 64")
+    with module.use_interpreter():
+        exec(program, {})

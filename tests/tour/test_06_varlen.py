@@ -1,0 +1,71 @@
+"""Lesson 06: its kernel against torch, whatever the lengths, and its pictures of schedules."""
+
+import pytest
+import torch
+from tour_lessons import load, solutions, solve
+
+from tilewise.testing.schedule import makespan, tiles
+
+NAME = "06_varlen"
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    pictures = tmp_path_factory.mktemp("pictures")
+    module, said = load(NAME, pictures)
+    return module, said, pictures
+
+
+def test_it_says_what_it_checked_and_draws(lesson):
+    _, said, pictures = lesson
+    assert "tile 9 = 2 + 1 * 3 + 2 * 2: sequence 1, head 1, block 2" in said
+    assert "tile 12: 3 ends are passed, so sequence 3; what is left is 2 = 0 * 4 + 2" in said
+    assert {path.name for path in pictures.iterdir()} == {"06_tiles.png", "06_timelines.png"}
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_solutions_run(lesson, number):
+    solve(lesson[0], solutions(NAME)[number], NAME)
+
+
+LENGTHS = {"one": [5], "empty ones": [0, 17, 0, 0, 33], "exact blocks": [32, 64], "many": [3] * 40}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_kernel_visits_every_tile_once(lesson, name, longest_first, dynamic):
+    module, _, _ = lesson
+    lengths = LENGTHS[name]
+    v = torch.randn(sum(lengths), 2, 16)
+    out, taken_by = module.running_mean(v, lengths, 3, dynamic, longest_first, block=32)
+    means = [x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None, None] for x in v.split(lengths)]
+    assert (out - torch.cat(means)).abs().max() < 1e-5
+    count = len(list(tiles(lengths, 2, 32)))
+    assert (taken_by[:count] >= 0).all() and (taken_by[count:] == -1).all()
+    if not dynamic:
+        assert taken_by[:count].tolist() == [tile % 3 for tile in range(count)]
+
+
+def test_timelines_are_those_of_the_prose(lesson):
+    module, said, _ = lesson
+    ends = {name: makespan(runs) for name, (_, runs) in module.plans.items()}
+    assert ends["dynamic, longest first"] < ends["dynamic"] < ends["static"]
+    assert f"nobody can be done before {134}" in said
+    assert ends["dynamic, longest first"] <= 135
+
+
+def test_what_a_gpu_would_time_runs(lesson, monkeypatch):
+    module, _, _ = lesson
+    small = {"zipf": (40, 3, 9), "prefill-chat": (20, 7)}
+    monkeypatch.setattr(module, "SETS", small)
+    results = [call()[0].float() for call in module.schedules().values()]
+    assert len(results) == 4 and all(torch.equal(x, results[0]) for x in results)
+    calls = module.batches()
+    assert list(calls) == module.FORMS
+    with module.use_interpreter():
+        portable = calls.pop("packed, portable")()
+    padded, alone, packed = (call() for call in calls.values())
+    joined = torch.cat([x[0] for x in alone]).float()
+    for other in (portable, packed, torch.cat([x[:n] for x, n in zip(padded, (20, 7))])):
+        assert (other.float() - joined).abs().max() < 0.05
