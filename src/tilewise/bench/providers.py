@@ -237,10 +237,12 @@ def free_memory() -> int:
         return 4 << 30
 
 
-def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+def standard_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, dropout_p: float = 0.0
+) -> Tensor:
     """The formula with its score matrix in memory:
 
-    What every framework did before tiling. (B, S, H, D).
+    What every framework did before tiling. (B, S, H, D). Dropout is torch's own.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if (group := q.shape[1] // k.shape[1]) > 1:
@@ -251,7 +253,10 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) ->
             s.shape[-1] - s.shape[-2]
         )
         s = s.masked_fill(~seen, float("-inf"))
-    return (s.softmax(-1) @ v).transpose(1, 2)
+    p = s.softmax(-1)
+    if dropout_p:
+        p = F.dropout(p, dropout_p)
+    return (p @ v).transpose(1, 2)
 
 
 def _refuse_standard(shape: Shape, device: str) -> str | None:

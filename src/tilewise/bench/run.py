@@ -18,7 +18,7 @@ from .providers import Attend, Provider, provider
 from .row import Row, append, stamp
 from .shapes import Shape
 from .standings import ratios_to_first
-from .timer import CallFailed, Spread, clock_for, ratio, time_interleaved
+from .timer import CallFailed, Clock, Spread, clock_for, ratio, time_interleaved
 
 DENSE = "dense"  # the first provider at the dense shape that a packed one is held against
 
@@ -119,9 +119,26 @@ def run_entries(
         shape: Stage(shape, device) for shape in dict.fromkeys(at for at, _ in entries.values())
     }
     tried = {name: stages[shape].ready(one) for name, (shape, one) in entries.items()}
+    done = time_ready(entries, tried, common, device, rounds, round_ms)
+    return hold_against_dense(done) if DENSE in entries else done
+
+
+def time_ready(
+    entries: dict[str, tuple[Shape, Provider]],
+    tried: dict[str, Ready | Outcome],
+    common: dict,
+    device: str,
+    rounds: int,
+    round_ms: float,
+    clock: Clock | None = None,
+) -> list[Outcome]:
+    """Times in turns those that are ready, by the device's clock if by no other; an outcome for
+    each entry.
+    """
+    tried = dict(tried)
     outcomes = {name: one for name, one in tried.items() if isinstance(one, Outcome)}
     calls = {name: one.call for name, one in tried.items() if isinstance(one, Ready)}
-    clock = clock_for(device)
+    clock = clock or clock_for(device)
     times = None
     while times is None:  # again without the one that raised
         try:
@@ -136,8 +153,7 @@ def run_entries(
         shape, one = entries[name]
         row = make_row(shape, one.name, own, tried[name].verdict, common)
         outcomes[name] = Outcome(shape, one.name, row, ratio(baseline, own))
-    done = [outcomes[name] for name in entries]
-    return hold_against_dense(done) if DENSE in entries else done
+    return [outcomes[name] for name in entries]
 
 
 def hold_against_dense(outcomes: list[Outcome]) -> list[Outcome]:

@@ -37,6 +37,12 @@ COMMANDS = {
     "mask": Entry("tilewise.cli.mask", "Draw a mask by tiles: full, partial or skipped."),
     "bench": Entry("tilewise.cli.bench", "Time attention beside its peers, correctness first."),
     "tune": Entry("tilewise.cli.tune", "Find the fastest kernel configurations for this GPU."),
+    "explain": Entry(
+        "tilewise.cli.explain", "Who serves a call and why, in which launches; no GPU needed."
+    ),
+    "trace": Entry(
+        "tilewise.cli.trace", "One row's online softmax, block by block, in real numbers."
+    ),
     "schedule": Entry(
         "tilewise.cli.schedule", "Draw which SM runs which tile of a ragged batch when."
     ),

@@ -1,4 +1,4 @@
-"""The command `tilewise bench`, and `bench varlen` and `bench modifiers` behind it.
+"""The command `tilewise bench`, `bench varlen`, and the way to others behind it.
 
 Our attention beside its peers, in turns, each held to fp64 before it is timed.
 """
@@ -6,6 +6,7 @@ Our attention beside its peers, in turns, each held to fp64 before it is timed.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable
 
@@ -70,8 +71,22 @@ run_options = together(
 )
 
 
+# Commands with options of their own, `bench <name>`, and the modules that hold them.
+BEHIND = {
+    "varlen": ".bench",
+    "modifiers": ".bench_modifiers",
+    "matmul": ".bench_matmul",
+    "memory": ".bench_memory",
+    "io": ".bench_io",
+    "speedup": ".bench_speedup",
+    "blocks": ".bench_blocks",
+    "host": ".bench_host",
+    "cold": ".bench_cold",
+}
+
+
 class Bench(click.Command):
-    """`bench` as it stands, `bench varlen` and `bench modifiers` with options of their own."""
+    """`bench` as it stands, and the commands behind it."""
 
     def make_context(self, info_name, args, parent=None, **extra) -> click.Context:
         if other := self._behind(args[0] if args else ""):
@@ -79,9 +94,9 @@ class Bench(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
     def _behind(self, name: str) -> click.Command | None:
-        from .bench_modifiers import modifiers  # late: it has options of this module
-
-        return {command.name: command for command in (varlen, modifiers)}.get(name)
+        if name not in BEHIND:
+            return None
+        return getattr(importlib.import_module(BEHIND[name], __package__), name)
 
     def invoke(self, ctx):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
@@ -133,7 +148,9 @@ def bench(directions, suite, device, ours, against, **options) -> None:
     fa4 at each shape.
 
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
-    have masks, a bias, dropout and score functions: tilewise bench modifiers --help.
+    have masks, a bias, dropout and score functions: bench modifiers; and the tour's matrix product
+    beside cuBLAS: bench matmul. Experiments: bench memory, bench io, bench speedup, bench blocks,
+    bench host, bench cold.
     """
     device = device or default_device()
     need_gpu(device)

@@ -33,6 +33,20 @@ class IntList(click.ParamType):
             self.fail(f"{value!r} is not a list of numbers such as 64,128 or 1k,16k", param, ctx)
 
 
+class OneInt(IntList):
+    """`512` or `4k`."""
+
+    name = "number"
+
+    def convert(self, value, param, ctx) -> int:
+        if isinstance(value, int):
+            return value
+        found = super().convert(value, param, ctx)
+        if len(found) != 1:
+            self.fail(f"{value!r} is not one number such as 512 or 4k", param, ctx)
+        return found[0]
+
+
 class NameList(click.ParamType):
     """`flash,cudnn`."""
 

@@ -1,0 +1,70 @@
+"""A shape as the backends see it: the Problem, and tensors whose memory nobody touches.
+
+Only what selects code and sizes launches is asked of them, so a call of any size costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..checks import band
+from ..modifiers import modifiers_of
+from ..problem import LONG, Extras, Problem, Scalars, describe
+from . import features, modifiers
+from .shapes import Shape
+
+Tensor = torch.Tensor
+
+
+class Call(NamedTuple):
+    """What a launch is made of."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: Extras
+    scalars: Scalars
+
+
+def call_of(shape: Shape, deterministic: bool = False) -> Call:
+    """The call on the CPU, its tensors unwritten; RuntimeError where there is no room for them."""
+    options = features.options_of(shape, "cpu")
+    packing = features.packing_of(shape, "cpu")
+    starts = packing.get("cu_seqlens_q")
+    q, k, v = _tensors(shape)
+    dropout_p = options.get("dropout_p", 0.0)
+    scalars = Scalars(
+        shape.headdim**-0.5, shape.softcap, *band(options["window"], shape.causal), dropout_p
+    )
+    sizes = shape.batch, shape.nheads, shape.seqlen_q, shape.seqlen_k
+    asked = modifiers_of(None, options.get("score_mod"), options.get("block_mask"), sizes)
+    has_bias = shape.modifier in modifiers.BIASES
+    bias_sizes = 1, shape.nheads, shape.seqlen_q, shape.seqlen_k
+    extras = Extras(
+        options["alibi_slopes"],
+        options["sinks"],
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        bias=torch.empty(bias_sizes, dtype=q.dtype, device="meta") if has_bias else None,
+        dropout_rng=options.get("dropout_rng"),
+        captured=asked.captured,
+    )
+    has_bias_grad = shape.modifier == "learned-bias"
+    is_long = bool(shape.lengths) and packing["max_seqlen_q"] > LONG
+    flags = "bottom_right", deterministic, asked.mods, has_bias_grad, is_long
+    return Call(describe(q, k, v, extras, scalars, *flags), q, k, v, extras, scalars)
+
+
+def _tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = getattr(torch, shape.dtype)
+    packed = (1, sum(shape.sequences)) if shape.lengths else None
+    rows_q = packed or (shape.batch, shape.seqlen_q)
+    rows_k = packed or (shape.batch, shape.seqlen_k)
+    return (
+        torch.empty(*rows_q, shape.nheads, shape.headdim, dtype=dtype),
+        torch.empty(*rows_k, shape.nheads_k, shape.headdim, dtype=dtype),
+        torch.empty(*rows_k, shape.nheads_k, shape.headdim_v, dtype=dtype),
+    )

@@ -1,0 +1,183 @@
+"""The launches of a call on a GPU that need not be there: which kernel in which tiles, how many
+programs, and what the compiler makes of it.
+
+Only what tuning selects is repeated here; kernels, tiles and arguments are those of the backends.
+Of the backward the kernels are shown that do its matmuls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .call import Call
+from .cards import Card
+from .occupancy import Occupancy, occupancy
+
+
+class Launch(NamedTuple):
+    """A kernel as a call launches it."""
+
+    kernel: str
+    block_m: int
+    block_n: int
+    columns: int  # of K and V together, padded
+    stages: int
+    tiles: int
+    is_persistent: bool  # one program an SM takes tile after tile
+    build: Callable[[], Any]  # compiles it offline
+    pack: int = 1  # query heads that share a tile, and what it reads of K and V
+
+
+class Built(NamedTuple):
+    """What the compiler made of it."""
+
+    registers: int
+    spills: int  # bytes stored a thread
+    shared_memory: int
+    warps: int
+    occupancy: Occupancy | None
+
+
+class Waves(NamedTuple):
+    """How tiles spread over a card: `tail` is the share of its time that SMs are busy."""
+
+    at_once: int
+    waves: float
+    tail: float
+
+
+def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) -> list[Launch]:
+    """The launches of these passes; none for a backend without kernels."""
+    found: list[Launch] = []
+    for direction in passes:
+        if backend == "hopper":
+            found.append(_hopper_forward(call) if direction == "fwd" else _hopper_backward(call))
+        elif backend == "portable":
+            found += _portable(call, target, direction)
+    return found
+
+
+def built_of(compiled: Any, target: str) -> Built:
+    """What a kernel from `tilewise.testing.build` needs."""
+    from ..testing import stats
+
+    found = stats(compiled)
+    if "registers" not in found:  # AMD: one file of vector registers and accumulators
+        registers = found["vgpr_count"]
+        return Built(registers, found["vgpr_spill_count"] * 4, found["smem"], found["warps"], None)
+    needs = found["registers"], found["smem"], found["warps"]
+    return Built(needs[0], found["spill_stores"], *needs[1:], occupancy(target, *needs))
+
+
+def waves(launch: Launch, built: Built | None, card: Card) -> Waves:
+    """Tiles over the programs that run at once; one an SM where no compiler said more."""
+    per_sm = 1
+    if built is not None and built.occupancy is not None and not launch.is_persistent:
+        per_sm = max(1, built.occupancy.programs)
+    at_once = card.sms * per_sm
+    count = launch.tiles / at_once
+    return Waves(at_once, count, count / max(1, math.ceil(count)))
+
+
+def portable_plans(call: Call, direction: str) -> list:
+    """The portable backend's plans, without what only a launch needs."""
+    from ..kernels.outputs import empty_grads, empty_out
+    from ..kernels.portable import launch
+
+    problem, q, k, v, extras, scalars = call
+    out, lse = empty_out(problem, q)
+    if direction == "fwd":
+        return [launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)]
+    grads = empty_grads(problem, q, k, v, extras)
+    given = out, q, k, v, (lse, torch.empty_like(lse)), grads, extras, scalars
+    return list(launch.plan_backward(problem, *given))
+
+
+def config_on(plan, target: str):
+    """What the shipped tables say of a plan on such a GPU."""
+    from ..tuning.select import override, select
+
+    key = plan.key()._replace(arch=target)
+    with override(**{key.kernel: select(key, torch.device("cpu"))}):
+        return plan.config()
+
+
+def build_plan(plan, config, target: str) -> Any:
+    """A plan compiled offline in a configuration."""
+    from ..kernels.arguments import features_of
+    from ..testing import build
+
+    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config))
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    return build(plan.kernel, *plan.args, on=target, **constants, **options)
+
+
+def _portable(call: Call, target: str, direction: str) -> list[Launch]:
+    found = []
+    for plan in portable_plans(call, direction):
+        config = config_on(plan, target)
+        tile = plan.tile(config)
+        build = functools.partial(build_plan, plan, config, target)
+        numbers = config.num_stages, plan.programs(tile), False
+        name = f"attn_{plan.name}_kernel"
+        found.append(Launch(name, *_sides(tile), *numbers, build))
+    return found
+
+
+def _hopper_forward(call: Call) -> Launch:
+    from ..kernels.hopper import launch
+    from ..kernels.hopper.described import checked
+    from ..kernels.outputs import empty_out
+    from ..testing import build
+
+    problem, q, k, v, extras, scalars = call
+    if problem.has_seqused_k and not problem.is_packed:
+        k, v = launch.in_steps(k), launch.in_steps(v)
+    extras = launch.in_pairs(extras)
+    plan = launch.plan_for(problem, q, extras)
+    out, lse = empty_out(problem, q)
+    args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
+    kernel = launch.hopper_fwd_kernel
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
+    numbers = plan.tile.STAGES, args[5].tiles, True
+    pack = plan.tile.PACK
+    return Launch("hopper_fwd_kernel", *_sides(plan.tile), *numbers, building, pack)
+
+
+def _hopper_backward(call: Call) -> Launch:
+    from ..kernels.arguments import numbers_of, optionals_of, sizes_of
+    from ..kernels.bwd_delta import Accumulated
+    from ..kernels.hopper import bwd_launch
+    from ..kernels.hopper.described import checked
+    from ..kernels.outputs import empty_grads, empty_out
+    from ..testing import build
+
+    problem, q, k, v, extras, scalars = call
+    plan = bwd_launch.plan_of(problem, abs(scalars.scale) > bwd_launch.TINY)
+    groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    dout, lse = empty_out(problem, q)
+    blocks = bwd_launch.padded_blocks(problem, groups[1])
+    heads, padded = lse.shape[:2], blocks * bwd_launch.ROWS
+    dq = torch.empty(*heads, padded, plan.tile.BLOCK_D)
+    turns = torch.empty(*heads, blocks, 2, dtype=torch.int32) if plan.tile.ORDERED else None
+    added = Accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
+    grads = empty_grads(problem, q, k, v, extras)
+    args = bwd_launch.arguments(problem, plan, dout, q, k, v, added, grads, groups[1])
+    is_wide = plan.tile.BLOCK_N != 128
+    kernel = bwd_launch.hopper_bwd_wide_kernel if is_wide else bwd_launch.hopper_bwd_kernel
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    arguments = *checked(args), *groups
+    building = functools.partial(build, kernel, *arguments, on="sm90", **constants)
+    name = "hopper_bwd_wide_kernel" if is_wide else "hopper_bwd_kernel"
+    slots = 2  # for blocks of queries
+    return Launch(name, *_sides(plan.tile), slots, args[10].tiles, True, building)
+
+
+def _sides(tile) -> tuple[int, int, int]:
+    return tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_D + tile.BLOCK_DV

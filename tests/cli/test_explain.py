@@ -1,0 +1,88 @@
+"""`tilewise explain`: tables, JSON, picture, wrong usage."""
+
+import json
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("triton")
+testing = pytest.importorskip("click.testing")
+
+from tilewise.cli.__main__ import main  # noqa: E402
+
+
+def invoke(*arguments, width=100):
+    runner = testing.CliRunner(env={"COLUMNS": str(width)})
+    return runner.invoke(main, ["explain", *arguments])
+
+
+def test_it_says_who_serves_and_why():
+    done = invoke("--no-compile", "--causal", "--kv-heads", "4", "--on", "sm80")
+    assert done.exit_code == 0, done.output
+    assert "fwd B1 S4096 H16:4 D128 causal bfloat16 on a100 (sm80)" in done.output
+    assert "its instructions (wgmma, TMA) are those of Hopper GPUs" in done.output
+    assert "chosen: the first that serves" in done.output
+    assert "portable serves it. Limit: arithmetic" in done.output
+
+
+def test_the_cpu_is_explained():
+    done = invoke("--on", "cpu", "--dtype", "fp32", "--seqlen", "256", "--heads", "2")
+    assert done.exit_code == 0, done.output
+    assert "on this CPU" in done.output and "torch's fused kernel, in one piece" in done.output
+
+
+def test_nothing_serves_it():
+    done = invoke("--headdim", "512", "--gpu", "a100")
+    assert done.exit_code == 0 and "nothing serves this call." in done.output
+
+
+def test_json_holds_all():
+    done = invoke("--no-compile", "--json", "--gpu", "h100", "--pass", "fwd+bwd")
+    found = json.loads(done.stdout)
+    assert found["card"] == "h100" and found["target"] == "sm90" and found["backend"] == "hopper"
+    assert [one["kernel"] for one in found["launches"]] == [
+        "hopper_fwd_kernel",
+        "hopper_bwd_kernel",
+    ]
+    assert found["work"]["side"] == "compute" and found["work"]["roof"]["tflops"] == 989.0
+
+
+def test_packed_lengths_and_modifiers_are_taken():
+    assert "160,300 B2 S<=300" in invoke("--no-compile", "--lengths", "160,300").output
+    assert "documents mask" in invoke("--no-compile", "--modifier", "documents").output
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "roof.png"
+    done = invoke("--no-compile", "--png", str(file))
+    assert done.exit_code == 0, done.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
+    from tilewise.cli import picture
+
+    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+    done = invoke("--no-compile", "--png", str(tmp_path / "roof.png"))
+    assert done.exit_code == 2 and "tilewise[plot]" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gpu voodoo", "h200"),
+        ("--on sm75", "sm80"),
+        ("--on cpu --gpu h200", "exclude"),
+        ("--on sm80 --gpu h200", "sm90"),
+        ("--heads 16 --kv-heads 3", "multiple"),
+        ("--window 5", "--causal"),
+        ("--modifier wavy", "documents"),
+        ("--modifier bias --causal", "no other"),
+        ("--lengths 0,x", "160,300"),
+        ("--seqlen 1k,2k", "one number"),
+    ],
+)
+def test_wrong_usage_is_named(options, message):
+    done = invoke("--no-compile", *options.split())
+    assert done.exit_code == 2 and message in done.output, done.output
