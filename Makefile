@@ -21,8 +21,10 @@ PYTHON := $(VENV)/bin/python
 # Another TORCH or TRITON is another name, so the venv follows what was asked.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s %s' '$(TORCH)' '$(TRITON)' | cksum | cut -d' ' -f1)
 READY := $(VENV)/.installed
+DOCS_READY := $(VENV)/.docs
 else
 READY :=
+DOCS_READY :=
 endif
 
 RUN := PYTHONPATH=src $(PYTHON)
@@ -31,7 +33,7 @@ NEWEST_TRITON := triton>=3.9
 NEWEST_TESTS = $(wildcard tests/testing tests/tile tests/compile tests/emulator tests/kernels)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-newest test-gpu demo lint types format clean
+.PHONY: help setup test test-all test-newest test-gpu demo docs lint types format clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -42,7 +44,7 @@ setup: $(READY)  ## make the virtual environment
 test: $(READY) lint  ## lint and the CPU tests, in minutes
 	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
 
-test-all: $(READY) lint  ## the CPU tests with the slow ones
+test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
 	$(PYTEST) -n $(JOBS) -m "not gpu"
 
 test-newest:  ## kernels in the interpreter and the compiler, on the newest Triton
@@ -57,6 +59,9 @@ test-gpu: $(READY)  ## the tests that need a CUDA GPU
 demo: $(READY)  ## a real model computes with tilewise
 	$(RUN) -m tilewise.cli demo
 
+docs: $(DOCS_READY)  ## the site, in docs/_build/html; the tour runs for it
+	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
+
 lint: $(READY)  ## ruff: rules and format
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -69,7 +74,7 @@ format: $(READY)  ## let ruff rewrite the files
 	$(PYTHON) -m ruff format .
 
 clean:  ## remove environments, caches and scratch output
-	rm -rf .venv .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(READY),)
@@ -87,5 +92,9 @@ $(TORCH_STAMP):
 $(READY): $(TORCH_STAMP) pyproject.toml
 	$(PYTHON) -m pip list --format=freeze | grep -E '^(torch|triton)==' > $(VENV)/constraints.txt
 	$(PYTHON) -m pip install -q -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(PYTHON) -m pip install -q -c $(VENV)/constraints.txt -e ".[docs]"
 	touch $@
 endif
