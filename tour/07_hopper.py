@@ -340,12 +340,14 @@ if any(speeds.values()):
     show(draw_speeds(speeds, figures.machine), "07-speed")
 
 # %% [markdown]
-# Read the bars beside the picture of who waits. Where a step gains less than the replay lets hope,
-# ask first what else was free: a second program on the SM, bytes that were waited for in any case.
+# Read the bars beside the picture of who waits. On an H200 step 2 is *slower* than step 1: there
+# two programs share an SM, one waits and the other multiplies. Two slots do that by hand, and leave
+# no room for a second program. Steps 3 and 4 win most of it back. Step 5 asks for half the bytes of
+# K and V a query, and its warpgroups take turns at the tensor cores: that is the leap.
 #
 # ## Exercises
 #
-# **1. Three slots.** Give the rings of step 5 a third slot. What does the replay gain, and why?
+# **1.** *Three slots.* Give the rings of step 5 a third slot. What does the replay gain, and why?
 # What does it cost, and does it still fit?
 #
 # <details><summary>Solution</summary>
@@ -366,7 +368,7 @@ if any(speeds.values()):
 #
 # </details>
 #
-# **2. Swap two waits.** Let the load warp wait for and fill the slot of V first, then that of K.
+# **2.** *Swap two waits.* Let the load warp wait for and fill the slot of V first, then that of K.
 # Try `compute_ahead` with two slots, and with one. One of them hangs: say why before you run it.
 #
 # <details><summary>Solution</summary>

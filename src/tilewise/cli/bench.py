@@ -148,9 +148,9 @@ def bench(directions, suite, device, ours, against, **options) -> None:
     fa4 at each shape.
 
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
-    have masks, a bias, dropout and score functions: bench modifiers; and the tour's matrix product
-    beside cuBLAS: bench matmul. Experiments: bench memory, bench io, bench speedup, bench blocks,
-    bench host, bench cold.
+    have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and the tour's
+    matrix product beside cuBLAS, tilewise bench matmul --help. Experiments: bench memory, bench io,
+    bench speedup, bench blocks, bench host, bench cold.
     """
     device = device or default_device()
     need_gpu(device)

@@ -93,8 +93,8 @@ def backward(
         at = first + (row.start or 0)
         dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at, targets)
         grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
-        targets = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
-        parts = Grads(*(x.transpose(1, 2) for x in targets), dsinks, _rows_of(dbias, row))
+        filled = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
+        parts = Grads(*(x.transpose(1, 2) for x in filled), dsinks, _rows_of(dbias, row))
         given = dout[row].transpose(1, 2), out[row].transpose(1, 2), lse[row]
         if dlse is None and flash.serves(dense):
             flash.backward(dense, *given, parts)
