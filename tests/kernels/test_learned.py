@@ -88,7 +88,7 @@ ASKED = {
     "causal": dict(causal=True),
     "window": dict(window=(20, 3)),
     "softcap": dict(softcap=2.0),
-    "seqused_k": dict(seqused_k=torch.tensor([90, 0], dtype=torch.int32)),
+    "seqused_k": dict(seqused_k=torch.tensor([90, 41], dtype=torch.int32)),
     "dropout": dict(dropout_p=0.25, dropout_rng=torch.tensor([5, 9])),
     "mask": dict(mask_mod=lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k]),
     "bias": dict(bias=torch.linspace(-1, 1, 90).view(1, 1, 1, 90)),

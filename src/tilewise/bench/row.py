@@ -109,6 +109,8 @@ def validate(record: dict) -> dict:
             raise ValueError(f"field {name!r} is {record[name]!r}: it must be {field.type}")
     if not record["rounds_ms"]:
         raise ValueError("field 'rounds_ms' is empty: a row holds at least one round")
+    if wrong := [time for time in record["rounds_ms"] if type(time) not in (int, float)]:
+        raise ValueError(f"field 'rounds_ms' holds {wrong[0]!r}: times are numbers")
     return record
 
 
