@@ -17,7 +17,7 @@ from .derivative import by_loads
 from .kernels.arguments import aligned
 from .modifiers import take_apart
 from .problem import Call, Extras, extras_of
-from .schema import CALL, GIVEN, LIBRARY, SAVED, asked, asking, flat, no_double_backward
+from .schema import CALL, GIVEN, LIBRARY, SAVED, Once, asked, asking, flat, no_double_backward
 from .testing.switch import emulator_seed, use_interpreter
 
 Tensor = torch.Tensor
@@ -46,25 +46,13 @@ def gradients(
     return tuple(grads)
 
 
-class _CapturedGrads(torch.autograd.Function):
-    """The gradients, which have no derivative and say so; what functorch transforms see."""
+class _CapturedGrads(Once):
+    """What functorch transforms see."""
 
     @staticmethod
     def forward(call, wanted, *tensors):
         given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
         return tuple(torch.ops.tilewise.captured_grads(*given, *extras, *asking(call), wanted))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        no_double_backward(ctx, *grads)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        no_double_backward(ctx, *tangents)
 
     @staticmethod
     def vmap(info, in_dims, call, wanted, *tensors):

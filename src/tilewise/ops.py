@@ -26,6 +26,7 @@ from .schema import (
     INPUTS,
     LIBRARY,
     SAVED,
+    Once,
     asked,
     asking,
     flat,
@@ -193,8 +194,8 @@ class _Attention(torch.autograd.Function):
         return batching.forward(attend, info.batch_size, in_dims[1:], tensors)
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward, which has no derivative and says so."""
+class _AttentionBackward(Once):
+    """The backward."""
 
     @staticmethod
     def forward(call, dout, dlse, q, k, v, out, lse, *tensors):
@@ -204,18 +205,6 @@ class _AttentionBackward(torch.autograd.Function):
             _register_late()
             return torch.ops.tilewise.backward(*given, *extras, *asking(call))
         return _filled(_run_backward(call, *given, extras), q)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        no_double_backward(ctx, *grads)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        no_double_backward(ctx, *tangents)
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):

@@ -54,3 +54,19 @@ def no_double_backward(ctx, *grads):
     raise NotImplementedError(
         "attention is differentiable once: for a second derivative use tilewise.attention_reference"
     )
+
+
+class Once(torch.autograd.Function):
+    """A gradient, as autograd and functorch transforms see it: it has no derivative and says so."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        no_double_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        no_double_backward(ctx, *tangents)

@@ -1,33 +1,28 @@
 """Lesson 04: both kernels at shapes that the lesson does not try, and its counts."""
 
+import sys
+
 import pytest
 import torch
-from tour_lessons import load, solutions, solve
+from tour.lessons import run_lesson
 
 NAME = "04_flash_attention"
 pytestmark = pytest.mark.slow  # the lesson compiles three kernels
 
 
-@pytest.fixture(scope="module")
-def lesson(tmp_path_factory):
-    pictures = tmp_path_factory.mktemp("pictures")
-    module, said = load(NAME, pictures)
-    return module, said, pictures
+@pytest.fixture
+def ran(lesson):
+    return lesson(NAME)
 
 
-def test_it_says_what_it_checked_and_draws(lesson):
-    _, said, pictures = lesson
+def test_it_says_what_it_checked_and_draws(ran):
+    _, said, pictures = ran
     for name in ("FlashAttention-1", "FlashAttention-2", "tilewise, portable"):
         for kind in ("full", "causal"):
             assert f"{name}, {kind}: off by 0.00" in said
-    assert {path.name for path in pictures.iterdir()} == {
+    assert {path.name for path in pictures} == {
         *("04_steps.png", "04_orders.png", "04_speed.png"),
     }
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_solutions_run(lesson, number):
-    solve(lesson[0], solutions(NAME)[number], NAME)
 
 
 # seqlen, block of queries, block of keys
@@ -36,8 +31,8 @@ SHAPES = [(1, 16, 16), (64, 64, 32), (65, 32, 64), (100, 16, 64), (129, 64, 16)]
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen, block_m, block_n", SHAPES)
-def test_kernels_at_other_tiles(lesson, seqlen, block_m, block_n, causal):
-    module, _, _ = lesson
+def test_kernels_at_other_tiles(ran, seqlen, block_m, block_n, causal):
+    module, _, _ = ran
     q, k, v = module.make_qkv(1, 2, seqlen, 32)
     exact = module.standard_attention(q.double(), k.double(), v.double(), causal)
     plain = module.standard_attention(q, k, v, causal)
@@ -53,8 +48,8 @@ def test_kernels_at_other_tiles(lesson, seqlen, block_m, block_n, causal):
     assert (lse - torch.logsumexp(s, -1)).abs().max() < 1e-4
 
 
-def test_block_rule_of_the_paper(lesson):
-    module, _, _ = lesson
+def test_block_rule_of_the_paper(ran):
+    module, _, _ = ran
     b_r, b_c = module.fa1_blocks(192 << 10, 64)
     assert (b_r, b_c) == (64, 384)  # 96Ki numbers, a quarter each for K, V, Q and O
     assert 4 * b_c * 64 * 2 == 192 << 10
@@ -62,8 +57,8 @@ def test_block_rule_of_the_paper(lesson):
     assert [module.power_of_two(n) for n in (1, 64, 127, 128)] == [1, 64, 64, 128]
 
 
-def test_the_compiler_agrees_that_fa2_does_less(lesson):
-    module, said, _ = lesson
+def test_the_compiler_agrees_that_fa2_does_less(ran):
+    module, said, _ = ran
     count = module.per_score
     assert count["FA2"] < count["FA1's steps, FA2's loops"] <= count["FA1"]
     saved = count["FA1's steps, FA2's loops"] - count["FA2"]
@@ -71,19 +66,19 @@ def test_the_compiler_agrees_that_fa2_does_less(lesson):
     assert "FA2  " in said
 
 
-def test_the_innermost_loop_is_found(lesson):
+def test_the_innermost_loop_is_found(ran):
     ptx = "$L_a:\n add.f32\n$L_b:\n mul.f32\n @%p bra \t$L_b;\n @%q bra $L_a;\n ret;\n"
-    assert lesson[0].innermost_loop(ptx).split() == ["mul.f32", "@%p", "bra", "$L_b;"]
+    assert ran.module.innermost_loop(ptx).split() == ["mul.f32", "@%p", "bra", "$L_b;"]
 
 
-def test_the_ledger_is_bound_by_memory(lesson):
-    module, _, _ = lesson
+def test_the_ledger_is_bound_by_memory(ran):
+    module, _, _ = ran
     for _, flops, size in module.steps:
         assert flops / module.FLOPS < size / module.BANDWIDTH
 
 
-def test_what_a_gpu_would_time_runs(lesson, monkeypatch):
-    module, _, _ = lesson
+def test_what_a_gpu_would_time_runs(ran, monkeypatch):
+    module, _, _ = ran
     monkeypatch.setattr(module, "GPT2", module.GPT2 | dict(batch=1, nheads=1, seqlen=48))
     calls = module.the_steps()
     assert list(calls) == module.STEPS
@@ -98,11 +93,11 @@ def test_what_a_gpu_would_time_runs(lesson, monkeypatch):
             assert (other - results[0]).abs().max() < 0.05
 
 
-def test_recorded_rows_are_shown(lesson, tmp_path):
+def test_recorded_rows_are_shown(ran, tmp_path, monkeypatch):
     """Made-up times: a row a call."""
     from tilewise.bench import row
 
-    module, _, _ = lesson
+    module, _, _ = ran
     fields = dict(row.stamp("tour/04_flash_attention", "cpu"), p20_ms=1.0, p80_ms=1.0)
     fields |= dict(rounds_ms=[1.0], tflops=0.0, max_error=None, bound=None, median_ms=1.0)
     shapes = [(module.GPT2, module.STEPS)]
@@ -114,7 +109,8 @@ def test_recorded_rows_are_shown(lesson, tmp_path):
     row.append(
         made_up, [row.Row(shape=s, provider=x, **fields) for s, names in shapes for x in names]
     )
-    again, said = load(NAME, tmp_path, made_up)
+    monkeypatch.setattr(sys.modules["lesson"], "RECORDED", made_up)
+    again, said, _ = run_lesson(NAME, tmp_path)
     assert again.step_ms == dict.fromkeys(module.STEPS, 1.0)
     assert "recorded 20" in again.figures.machine
     flops = 4 * 16 * 128 * 16384 * 512
