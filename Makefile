@@ -29,11 +29,15 @@ endif
 
 RUN := PYTHONPATH=src $(PYTHON)
 PYTEST := $(RUN) -m pytest
+# What `make bench-all` runs, one command a line; rows go to $(RESULTS).
+RESULTS ?= benchmarks/results/mine.jsonl
+BENCH = $(RUN) -m tilewise.cli bench --save $(RESULTS)
+LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
 NEWEST_TRITON := triton>=3.9
 NEWEST_TESTS = $(wildcard tests/testing tests/tile tests/compile tests/emulator tests/kernels)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-newest test-gpu demo docs lint types format clean
+.PHONY: help setup test test-all test-newest test-gpu demo docs bench-all report lint types format clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -61,6 +65,21 @@ demo: $(READY)  ## a real model computes with tilewise
 
 docs: $(DOCS_READY)  ## the site, in docs/_build/html; the tour runs for it
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$(RESULTS)
+	$(BENCH) fwd bwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,flash,tilewise:deterministic
+	$(BENCH) fwd bwd --provider tilewise:portable --against flash,cudnn,flex
+	for asked in "--window 1024" "--softcap 30" --alibi --sinks; do \
+		$(BENCH) fwd --seqlen 4k,16k --headdim 128 --causal yes $$asked --against fa3,flex || exit 1; done
+	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3
+	for what in "varlen --dense --against fa3" "modifiers" "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \
+		"speedup" "blocks" "host" "cold"; do \
+		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
+	for lesson in tour/[0-9]*.py; do \
+		TILEWISE_NCU=1 TILEWISE_RECORD=$(RESULTS) $(RUN) $$lesson || exit 1; done
+
+report: $(READY)  ## those rows as a page, report/index.html; without any, the ones of benchmarks/results
+	$(RUN) -m tilewise.cli report $(wildcard $(RESULTS))
 
 lint: $(READY)  ## ruff: rules and format
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,281 @@
+"""The report's first half: where it stands, the roofline, speed against length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..roofline import HALVES, bytes_of, peak_of
+from ..shapes import Shape
+from ..standings import BEST_OF
+from . import charts
+from .evidence import (
+    BEST,
+    Entry,
+    Environment,
+    Evidence,
+    Standing,
+    Turn,
+    is_ours,
+    kind_of,
+    place_of,
+    ratios_by_peer,
+)
+from .page import (
+    BEHIND,
+    Card,
+    Cell,
+    Chart,
+    Charts,
+    Heading,
+    Section,
+    Table,
+    length,
+    number,
+    plural,
+    ratio_cell,
+    times,
+)
+
+WORDS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+RULE = (
+    f"A figure is the time of a peer over our time, taken in turns in one run: above 1 we are the"
+    f" faster; {BEHIND} marks where we are not."
+)
+
+
+def groups(turns: Iterable[Turn]) -> dict[tuple[Environment, str, str, str], list[Turn]]:
+    """Turns with somebody to compare with: by environment, kind, dtype, direction."""
+    found: dict[tuple[Environment, str, str, str], list[Turn]] = {}
+    for turn in turns:
+        if turn.ratios:
+            shape = turn.shape
+            key = turn.environment, kind_of(shape), shape.dtype, shape.direction
+            found.setdefault(key, []).append(turn)
+    return found
+
+
+def standing(evidence: Evidence) -> Section:
+    """Ratios to each peer: means, ranges, how many rows are 1 or more."""
+    blocks: list = [
+        f"{RULE} Means are geometric. “{BEST}” is the fastest of {', '.join(BEST_OF)} at each"
+        " shape, of those that ran."
+    ]
+    found = groups(evidence.turns)
+    for environment in evidence.environments:
+        mine = {key[1:]: turns for key, turns in found.items() if key[0] == environment}
+        if not mine:
+            continue
+        rows, pictures = [], []
+        for (kind, dtype, direction), turns in mine.items():
+            what = f"{kind}, {WORDS[direction]}, {SHORT.get(dtype, dtype)}"
+            ratios = ratios_by_peer(turns)
+            rows += [_line(what, name, Standing.of(of)) for name, of in ratios.items()]
+            pictures.append(_strip(what, ratios))
+        columns = ["what", "peer", "mean", "least", "most", "rows ≥ 1", "least at"]
+        numbers = frozenset(columns[2:6])
+        caption = f"Time of a peer over ours: {environment}"
+        blocks.append(Heading(str(environment)))
+        blocks.append(Table(caption, columns, rows, numbers))
+        blocks.append(Charts(pictures))
+    if len(blocks) == 1:
+        blocks.append("No rows were taken in turns with a peer.")
+    return Section("Where it stands", blocks)
+
+
+def _line(what: str, name: str, of: Standing) -> list:
+    ahead = Cell(f"{of.ahead} of {of.count}", "" if of.ahead == of.count else "behind")
+    return [
+        what,
+        name,
+        ratio_cell(of.mean),
+        ratio_cell(of.least),
+        ratio_cell(of.most),
+        ahead,
+        str(of.worst) if of.least < 1 else "",
+    ]
+
+
+def _strip(what: str, ratios: dict[str, dict[Shape, float]]) -> Chart:
+    rows = [
+        charts.Strip(name, [(value, str(shape)) for shape, value in of.items()])
+        for name, of in ratios.items()
+    ]
+    words = f"{what}: time of each peer over ours, a dot a shape; the bar is the geometric mean"
+    return Chart(what, charts.strips(rows, words, "time of a peer / ours"), words)
+
+
+def cards(evidence: Evidence) -> list[Card]:
+    """The first environment's means against its nearest peers, for the page's head."""
+    made = []
+    for (_, kind, dtype, direction), turns in _first(evidence).items():
+        if kind not in ("dense", "packed"):
+            continue
+        ratios = ratios_by_peer(turns)
+        peers = [name for name in ratios if not is_ours(name) and name != BEST]
+        for name in peers[:2]:
+            of = Standing.of(ratios[name])
+            label = f"{kind} {WORDS[direction]} beside {name}"
+            range_of = f"{times(of.least)} to {times(of.most)}"
+            note = f"{of.ahead} of {of.count} rows ≥ 1, {range_of}, {SHORT.get(dtype, dtype)}"
+            made.append(Card(f"{times(of.mean)}×", label, note, "behind" if of.mean < 1 else ""))
+    return made[:8]
+
+
+def _first(evidence: Evidence) -> dict[tuple[Environment, str, str, str], list[Turn]]:
+    found = groups(evidence.turns)
+    for environment in evidence.environments:
+        if mine := {key: turns for key, turns in found.items() if key[0] == environment}:
+            return mine
+    return {}
+
+
+def roofline(evidence: Evidence) -> Section:
+    """Every row that counts, by FLOPs a byte; a chart a device."""
+    blocks: list = [
+        "Both axes are logarithmic. FLOPs and bytes are by formula: the matmuls over the pairs that"
+        " a mask keeps, and the least bytes, each tensor read or written once. Under the slope"
+        " memory is the limit, under the flat roof the matmuls are. A roof is drawn where the"
+        " maker's data sheet states the peak of dense 16-bit matmuls."
+    ]
+    devices: dict[str, list[Entry]] = {}
+    for environment in evidence.environments:
+        mine = [entry for entry in evidence.entries if entry.environment == environment]
+        if mine:
+            devices.setdefault(environment.device, []).extend(mine)
+    rows = []
+    for device, entries in devices.items():
+        blocks.append(Charts([_roofline_of(device, entries)]))
+        rows += _shares(device, entries)
+    if rows:
+        columns = ["device", "direction", "provider", "best TFLOP/s", "of the peak", "at"]
+        caption = "The best 16-bit row of each provider, and how much of the peak it is"
+        blocks.append(Table(caption, columns, rows, frozenset(columns[3:5])))
+    return Section("Roofline", blocks if devices else ["There are no rows of attention calls."])
+
+
+def _roofline_of(device: str, entries: Sequence[Entry]) -> Chart:
+    peak = peak_of(device)
+    points = [
+        charts.Point(
+            entry.row.provider,
+            entry.shape.direction,
+            entry.shape.flops / bytes_of(entry.shape),
+            entry.row.tflops,
+            f"{entry.row.provider}, {entry.shape}: {number(entry.row.tflops)} TFLOP/s",
+        )
+        for entry in entries
+        if entry.row.tflops > 0
+    ]
+    roofless = "" if peak else "; its peaks are not listed, so there is no roof"
+    title = f"{device}: {plural(len(points), 'row')}{roofless}"
+    names = sorted({point.provider for point in points}, key=place_of)
+    directions = [d for d in WORDS if any(point.direction == d for point in points)]
+    words = f"Rate of every row over its FLOPs a byte, {device}"
+    wide, narrow = (charts.roofline(points, peak, words, small) for small in (False, True))
+    return Chart(title, wide, words, charts.roofline_legend(names, directions), narrow)
+
+
+def _shares(device: str, entries: Sequence[Entry]) -> list[list]:
+    peak = peak_of(device)
+    best: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        key = entry.shape.direction, entry.row.provider
+        if entry.shape.dtype in HALVES and entry.row.tflops > 0:
+            if key not in best or entry.row.tflops > best[key].row.tflops:
+                best[key] = entry
+    order = sorted(best, key=lambda key: (list(WORDS).index(key[0]), place_of(key[1])))
+    if peak is None:
+        return []
+    return [
+        [
+            *(device, WORDS[key[0]], key[1], number(best[key].row.tflops)),
+            f"{best[key].row.tflops / peak.tflops:.0%}",
+            str(best[key].shape),
+        ]
+        for key in order
+    ]
+
+
+def speed(evidence: Evidence) -> Section:
+    """A small chart for each head size, mask and direction, and all its figures in a table."""
+    blocks: list = []
+    for environment in evidence.environments:
+        turns = [t for t in evidence.turns if t.environment == environment]
+        for direction in WORDS:
+            mine = [
+                t for t in turns if t.shape.direction == direction and kind_of(t.shape) == "dense"
+            ]
+            if mine:
+                title = f"{WORDS[direction].capitalize()}: {environment}"
+                pictures = _curves(mine)
+                blocks.append(Heading(title))
+                blocks += [Charts(pictures)] if pictures else []
+                blocks.append(figures(title, mine, folded=bool(pictures)))
+    return Section("Speed against length", blocks or ["There are no rows of dense shapes."])
+
+
+def _curves(turns: Sequence[Turn]) -> list[Chart]:
+    families: dict[tuple, list[Turn]] = {}
+    for turn in turns:
+        families.setdefault((turn.subject, _family(turn.shape)), []).append(turn)
+    made = []
+    for members in families.values():
+        if len({turn.shape.seqlen_q for turn in members}) < 2:
+            continue
+        points: dict[str, dict[int, float]] = {}
+        for turn in members:
+            for name, row in turn.rows.items():
+                points.setdefault(name, {})[turn.shape.seqlen_q] = row.tflops
+        series = [
+            charts.Series(name, sorted(points[name].items()))
+            for name in sorted(points, key=place_of)
+        ]
+        shape = members[0].shape
+        mask = "causal" if shape.causal else "full"
+        heads = f"H{shape.nheads}" + (
+            f":{shape.nheads_k}" if shape.nheads_k != shape.nheads else ""
+        )
+        title = f"D{shape.headdim}, {mask}, {heads}, {SHORT.get(shape.dtype, shape.dtype)}"
+        words = f"{WORDS[shape.direction]}, {title}: TFLOP/s of {', '.join(points)} over length"
+        svg = charts.lines(series, "TFLOP/s", words)
+        made.append(Chart(title, svg, words, charts.legend([one.name for one in series])))
+    return made
+
+
+def _family(shape: Shape) -> Shape:
+    """What all lengths of one curve share."""
+    return shape._replace(batch=0, seqlen_q=0, seqlen_k=0)
+
+
+def figures(caption: str, turns: Sequence[Turn], folded: bool = False) -> Table:
+    """TFLOP/s of everybody, our error beside its bound, and the ratios."""
+    peers = sorted({name for t in turns for name in t.ratios}, key=place_of)
+    columns = ["shape", "ms", "TFLOP/s", *(f"{name} TFLOP/s" for name in peers)]
+    columns += [f"/ {name}" for name in peers] + ["error", "bound"]
+    rows = []
+    for turn in turns:
+        row, ratios = turn.ours, turn.ratios
+        if row is None:
+            continue
+        theirs = [turn.rows[name].tflops if name in turn.rows else None for name in peers]
+        medians = [ratios[name].median if name in ratios else None for name in peers]
+        name = "" if turn.subject == "tilewise" else f"{turn.subject}: "
+        errors = (row.max_error, row.bound)
+        rows.append(
+            [
+                f"{name}{_words_of(turn.shape)}",
+                number(row.median_ms),
+                number(row.tflops),
+                *(number(value) for value in theirs),
+                *(ratio_cell(value) for value in medians),
+                *("–" if value is None else f"{value:.1e}" for value in errors),
+            ]
+        )
+    return Table(caption, columns, rows, frozenset(columns[1:]), folded)
+
+
+def _words_of(shape: Shape) -> str:
+    words = str(shape).split(" ", 1)[1]
+    size = f"S{shape.seqlen_q}"
+    return words.replace(size, f"S{length(shape.seqlen_q)}", 1)

@@ -1,0 +1,54 @@
+"""The command `tilewise report`: result rows as one HTML page and as Markdown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+RESULTS = Path("benchmarks/results")
+
+
+@click.command()
+@click.argument("rows", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("report"),
+    show_default=True,
+    help="The folder that index.html and report.md go into.",
+)
+def report(rows: tuple[Path, ...], out: Path) -> None:
+    """One self-contained page of the rows in ROWS: JSONL files, or folders of them.
+
+    Without ROWS it is those of benchmarks/results, where that folder exists. The page needs no
+    network and no script; report.md beside it has the same words and tables. Only rows speak: the
+    newest of a shape counts, and a ratio is taken within one run. No GPU is needed.
+    """
+    from ..bench.report import write
+    from ..bench.row import load
+
+    files = files_of(rows or ((RESULTS,) if RESULTS.is_dir() else ()))
+    found = []
+    for file in files:
+        try:
+            found += load(file)
+        except (ValueError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"{file} holds no rows: {error}") from error
+    if not found:
+        raise click.UsageError(f"no row in {', '.join(map(str, files))}")
+    page, text = write(found, out)
+    click.echo(f"{len(found):,} rows of {len(files)} files: {page} and {text.name} beside it")
+
+
+def files_of(paths: tuple[Path, ...]) -> list[Path]:
+    """The files, with folders replaced by the JSONL files that lie in them."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise click.UsageError(
+            f"name files of rows, as `tilewise bench --save rows.jsonl` writes them:"
+            f" there is none in {paths[0] if paths else RESULTS}"
+        )
+    return list(dict.fromkeys(files))

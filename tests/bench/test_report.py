@@ -1,0 +1,115 @@
+"""The report: which rows speak, what it says of them, and that it needs nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tilewise.bench.report import collect, page_of, to_html, to_markdown, write
+from tilewise.bench.report.sources import commands_of
+from tilewise.bench.row import Row, load
+from tilewise.bench.shapes import Shape
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+COMMON = dict(
+    date="2026-01-02T03:04:05+00:00",
+    run="one",
+    suite="adhoc",
+    p20_ms=1.0,
+    p80_ms=1.0,
+    max_error=0.001,
+    bound=0.002,
+    device="NVIDIA H200",
+    torch="2.11.0",
+    triton="3.6.0",
+    cuda="13.0",
+    driver="580",
+    tilewise="0.1.0",
+    commit="abc",
+)
+
+
+def row(provider="tilewise", ms=1.0, seqlen=1024, **changed):
+    shape = Shape("fwd", 16, seqlen, seqlen, 16, 16, 128, 128, False, "bfloat16")
+    times = dict(median_ms=ms, rounds_ms=[ms, ms, ms], tflops=shape.flops / ms / 1e9)
+    fields = COMMON | dict(shape=shape._asdict(), provider=provider) | times
+    return Row(**(fields | changed))
+
+
+def pair(ours, theirs, **changed):
+    return [row(ms=ours, **changed), row("fa3", theirs, **changed)]
+
+
+def said(rows):
+    return to_markdown(page_of(collect(rows)))
+
+
+def test_the_newest_row_of_a_shape_counts():
+    old = pair(1.0, 2.0, run="old", date="2026-01-01T00:00:00+00:00")
+    text = said(pair(1.0, 1.5) + old)
+    assert "2 of them have a newer row" in text
+    assert "1.50" in text and "2.00" not in text
+
+
+def test_ratios_are_taken_within_a_run():
+    """Two runs in which the machine was faster and slower."""
+    rows = pair(1.0, 1.2, seqlen=1024, run="a") + pair(10.0, 12.0, seqlen=2048, run="b")
+    text = said(rows)
+    line = next(x for x in text.splitlines() if x.startswith("| dense, forward, bf16 | fa3 |"))
+    assert "| 1.20 | 1.20 | 1.20 | 2 of 2 |" in line
+
+
+def test_losses_are_shown_as_losses():
+    text = said(pair(2.0, 1.0))
+    assert "0.50 ▼" in text and "0 of 1" in text
+
+
+def test_unknown_suites_are_tables():
+    other = row(suite="of-tomorrow", shape={"what": "a thing"}, extra={"cells": {"a": 1}})
+    text = said([*pair(1.0, 1.0), other])
+    assert "of-tomorrow" in text and "what a thing" in text and "a 1" in text
+
+
+def test_a_page_needs_nothing_else():
+    html = to_html(page_of(collect(load(RESULTS / "h200-hopper.jsonl"))))
+    assert "<script" not in html and "@import" not in html
+    assert not re.search(r"""(src|href)=["'](?!#)""", html)
+    assert "prefers-color-scheme: dark" in html
+    assert html.count("<h1") == 1 and "<caption>" in html
+
+
+def test_the_same_rows_give_the_same_page(tmp_path):
+    rows = load(RESULTS / "h200-hopper-bwd.jsonl")
+    pages = [write(rows, tmp_path / name)[0].read_bytes() for name in ("a", "b")]
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_every_committed_row_is_spoken_of(file):
+    rows = load(file)
+    evidence = collect(rows)
+    assert said(rows).startswith("# ")
+    counted = len(evidence.entries) + sum(map(len, evidence.others.values()))
+    assert 0 < counted <= len(rows)
+    for name in {r.run for r in rows}:
+        commands = commands_of([r for r in rows if r.run == name])
+        assert all(re.match(r"(tilewise bench|python |TILEWISE_RECORD=)", c) for c in commands)
+
+
+def test_the_head_says_what_readme_says():
+    rows = [
+        x for name in ("h200-hopper", "h200-hopper-bwd") for x in load(RESULTS / f"{name}.jsonl")
+    ]
+    figures = {f"{card.label}": card.figure for card in page_of(collect(rows)).cards}
+    assert figures["dense forward beside fa3"] == "1.01×"
+    assert figures["dense forward beside cudnn"] == "1.11×"
+    assert figures["dense backward beside cudnn"] == "1.18×"
+
+
+def test_experiments_name_their_commands():
+    shape = {"m": 1, "n": 1, "k": 1, "kind": "bf16"}
+    assert commands_of([row(suite="matmul", shape=shape)]) == [
+        "tilewise bench matmul --dtype bf16 --save rows.jsonl"
+    ]
+    assert json.dumps(commands_of([row(suite="cold")])).count("bench cold") == 1
