@@ -195,7 +195,7 @@ def first_calls(evidence: Evidence) -> Section | None:
     """The first call of a process, with an empty and with a warm kernel cache."""
     newest: dict[tuple, Row] = {}
     for row in sorted(evidence.others.get("cold", []), key=lambda row: row.date):
-        key = environment_of(row), str(row.shape), row.provider, str(row.extra.get("cache"))
+        key = environment_of(row), _named(row.shape), row.provider, str(row.extra.get("cache"))
         newest[key] = row
     if not newest:
         return None
