@@ -1,0 +1,46 @@
+"""What `make bench-all` would run: commands that there are, with options that they take."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tilewise.cli.bench import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ["-m", "tilewise.cli", "bench"]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """The arguments of each start of Python."""
+    if shutil.which("make") is None:
+        pytest.skip("no make is found on PATH")
+    folder = tmp_path_factory.mktemp("make")
+    python, log = folder / "python", folder / "log"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {log}\n')
+    python.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-s", "bench-all", f"PYTHON={python}", f"RESULTS={folder / 'rows.jsonl'}"]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
+    return [shlex.split(line) for line in log.read_text().splitlines()]
+
+
+def test_every_command_takes_its_options(lines):
+    asked = [line[len(BENCH) :] for line in lines if line[: len(BENCH)] == BENCH]
+    assert len(asked) > 12
+    for words in asked:
+        context = bench.make_context("bench", list(words))
+        assert not context.args, words
+        assert str(context.params.get("save")).endswith("rows.jsonl")
+
+
+def test_every_experiment_and_every_lesson_is_there(lines):
+    first = {line[len(BENCH)] for line in lines if line[: len(BENCH)] == BENCH}
+    names = {"varlen", "modifiers", "matmul", "memory", "io", "speedup", "blocks", "host", "cold"}
+    assert names <= first
+    lessons = {line[0] for line in lines if line[0].startswith("tour/")}
+    assert lessons == {f"tour/{path.name}" for path in (ROOT / "tour").glob("[0-9]*.py")}
