@@ -406,7 +406,7 @@ else:
 # orders of large tiles there is next to nothing on an H200: its programs walk along K side by side,
 # so that the cache need not hold whole strips, only the parts where they are. A smaller cache, or
 # programs that drift apart, need the better order. At 1024 there are 32 tiles of 128 x 256 for 132
-# SMs, and no order helps: cuBLAS takes smaller tiles there.
+# SMs, and no order helps. cuBLAS is far ahead there: what would you cut to give every SM work?
 #
 # ## What a format buys, and what it costs
 #

@@ -13,6 +13,7 @@ import torch
 
 from .dropout import check_dropout
 from .errors import ArgumentError
+from .modifiers import take_apart
 from .problem import NO_MODS, OPEN, OPTIONAL, Extras, Mods, Problem, Scalars, describe
 
 Tensor = torch.Tensor
@@ -48,7 +49,7 @@ def check(
     check_extras(q, k, extras)
     check_dropout(dropout_p)
     if deterministic:
-        check_order(extras)
+        check_order(take_apart(mods, extras.captured).score)
     numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *window, float(dropout_p)
     scalars = Scalars(*numbers)
     has_bias_grad = extras.bias is not None and extras.bias.requires_grad
@@ -229,12 +230,12 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
                     )
 
 
-def check_order(extras: Extras) -> None:
-    """Nothing wants a gradient that is added in no fixed order."""
-    for x in extras.captured:
+def check_order(captured: tuple[Tensor, ...]) -> None:
+    """Nothing that a score function captured wants a gradient, which has no fixed order."""
+    for x in captured:
         if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
             raise NotImplementedError(
-                f"deterministic=True, and a score function captured a tensor of shape "
+                "deterministic=True, and a score function captured a tensor of shape "
                 f"{tuple(x.shape)} that requires a gradient: that is added in any order, so pass "
                 "the tensor as bias, whose gradient is deterministic, or detach() it"
             )
