@@ -77,12 +77,15 @@ class Plan(NamedTuple):
         """What the tables say, cut where numbers of a whole tile of scores are read: Triton's
         pipeliner keeps them in shared memory, a tile a stage.
         """
-        config = select(self.key(), self.read[0].device)
+        key = self.key()
+        config = select(key, self.read[0].device)
         if not self.problem.has_bias and not reads_tiles(self.problem.mods):
             return config
         walked = "BLOCK_N" if self.side == "BLOCK_M" else "BLOCK_M"
         smaller = {walked: min(64, getattr(config, walked))}
-        return config._replace(**smaller, num_stages=min(2, config.num_stages))
+        # Two stages of headdim 256 take more than sm100 has: dQ 238,592 bytes
+        most = 1 if key.arch == "sm100" and key.block_d > 128 else 2
+        return config._replace(**smaller, num_stages=min(most, config.num_stages))
 
     def tile(self, config: Config) -> Tile:
         """The tile shape; descriptors only where every tensor read allows them."""
