@@ -43,6 +43,8 @@ SPILLS = {
 PADDED = 1200
 # Where packed sequences begin takes registers: 64 to 176 bytes more of dK and dV.
 PACKED_SPILLS = 120
+# So do the lists of a block mask: 84 bytes of the forward with headdim 128 on sm_80.
+LISTS_SPILLS = 40
 # A bias comes in registers, a tile of it, and the random bytes of dropout are made there
 BIAS_SPILLS = 600
 
@@ -52,6 +54,7 @@ def allowed_spills(plan, target):
     if headdim & (headdim - 1):
         return PADDED
     more = PACKED_SPILLS if plan.problem.is_packed else 0
+    more += LISTS_SPILLS if plan.problem.mods.block != (0, 0) else 0
     more += BIAS_SPILLS if plan.problem.has_bias else 0
     return SPILLS.get((target, plan.name), SMALL) + more
 
