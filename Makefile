@@ -37,7 +37,7 @@ NEWEST_TRITON := triton>=3.9
 NEWEST_TESTS = $(wildcard tests/testing tests/tile tests/compile tests/emulator tests/kernels)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-newest test-gpu demo docs bench-all report lint types format clean
+.PHONY: help setup test test-all test-newest test-gpu demo docs bench-all report figures lint types format clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -77,9 +77,13 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
 	for lesson in tour/[0-9]*.py; do \
 		TILEWISE_NCU=1 TILEWISE_RECORD=$(RESULTS) $(RUN) $$lesson || exit 1; done
+	$(RUN) benchmarks/cpu.py --save $(RESULTS)
 
 report: $(READY)  ## those rows as a page, report/index.html; without any, the ones of benchmarks/results
 	$(RUN) -m tilewise.cli report $(wildcard $(RESULTS))
+
+figures: $(READY)  ## README's and the docs' figures anew, from benchmarks/results
+	$(RUN) -m tilewise.bench.report.figures
 
 lint: $(READY)  ## ruff: rules and format
 	$(PYTHON) -m ruff check .

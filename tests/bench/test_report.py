@@ -5,40 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from made_rows import pair, row
 
 from tilewise.bench.report import collect, page_of, to_html, to_markdown, write
 from tilewise.bench.report.sources import commands_of
-from tilewise.bench.row import Row, load
-from tilewise.bench.shapes import Shape
+from tilewise.bench.row import load
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-COMMON = dict(
-    date="2026-01-02T03:04:05+00:00",
-    run="one",
-    suite="adhoc",
-    p20_ms=1.0,
-    p80_ms=1.0,
-    max_error=0.001,
-    bound=0.002,
-    device="NVIDIA H200",
-    torch="2.11.0",
-    triton="3.6.0",
-    cuda="13.0",
-    driver="580",
-    tilewise="0.1.0",
-    commit="abc",
-)
-
-
-def row(provider="tilewise", ms=1.0, seqlen=1024, **changed):
-    shape = Shape("fwd", 16, seqlen, seqlen, 16, 16, 128, 128, False, "bfloat16")
-    times = dict(median_ms=ms, rounds_ms=[ms, ms, ms], tflops=shape.flops / ms / 1e9)
-    fields = COMMON | dict(shape=shape._asdict(), provider=provider) | times
-    return Row(**(fields | changed))
-
-
-def pair(ours, theirs, **changed):
-    return [row(ms=ours, **changed), row("fa3", theirs, **changed)]
 
 
 def said(rows):

@@ -42,5 +42,6 @@ def test_every_experiment_and_every_lesson_is_there(lines):
     first = {line[len(BENCH)] for line in lines if line[: len(BENCH)] == BENCH}
     names = {"varlen", "modifiers", "matmul", "memory", "io", "speedup", "blocks", "host", "cold"}
     assert names <= first
+    assert ["benchmarks/cpu.py", "--save"] in [line[:2] for line in lines]
     lessons = {line[0] for line in lines if line[0].startswith("tour/")}
     assert lessons == {f"tour/{path.name}" for path in (ROOT / "tour").glob("[0-9]*.py")}

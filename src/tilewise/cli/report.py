@@ -16,13 +16,14 @@ RESULTS = Path("benchmarks/results")
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("report"),
     show_default=True,
-    help="The folder that index.html and report.md go into.",
+    help="The folder that index.html, report.md and figures.md go into.",
 )
 def report(rows: tuple[Path, ...], out: Path) -> None:
     """One self-contained page of the rows in ROWS: JSONL files, or folders of them.
 
     Without ROWS it is those of benchmarks/results, where that folder exists. The page needs no
-    network and no script; report.md beside it has the same words and tables. Only rows speak: the
+    network and no script; report.md beside it has the same words and tables, and figures.md is the
+    docs' page of figures with these rows. Only rows speak: the
     newest of a shape counts, and a ratio is taken within one run. No GPU is needed.
     """
     from ..bench.report import write
@@ -37,8 +38,9 @@ def report(rows: tuple[Path, ...], out: Path) -> None:
             raise click.UsageError(f"{file} holds no rows: {error}") from error
     if not found:
         raise click.UsageError(f"no row in {', '.join(map(str, files))}")
-    page, text = write(found, out)
-    click.echo(f"{len(found):,} rows of {len(files)} files: {page} and {text.name} beside it")
+    page, *beside = write(found, out)
+    names = ", ".join(path.name for path in beside)
+    click.echo(f"{len(found):,} rows of {len(files)} files: {page}, and {names} beside it")
 
 
 def files_of(paths: tuple[Path, ...]) -> list[Path]:

@@ -1,5 +1,7 @@
 """A report from rows: what they say, as one HTML page that needs nothing else, and as Markdown.
 
+`figures.md` beside it is the docs' page of figures, with these rows in the place of ours.
+
 Only rows speak: the same rows give the same page, byte for byte.
 """
 
@@ -9,25 +11,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..row import Row
-from . import sections, sources, tables
+from . import figures, sections, sources, tables
 from .evidence import Evidence, collect
 from .html_page import to_html
 from .markdown import to_markdown
 from .page import Page, plural
 
-HTML, MARKDOWN = "index.html", "report.md"
+HTML, MARKDOWN, FIGURES = "index.html", "report.md", "figures.md"
 
 __all__ = ["collect", "page_of", "to_html", "to_markdown", "write"]
 
 
-def write(rows: Sequence[Row], out: str | Path) -> tuple[Path, Path]:
-    """Makes `index.html` and `report.md` in a folder."""
-    page = page_of(collect(rows))
+def write(rows: Sequence[Row], out: str | Path) -> list[Path]:
+    """Makes `index.html`, `report.md` and `figures.md` in a folder."""
+    evidence = collect(rows)
+    page = page_of(evidence)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in ((HTML, to_html(page)), (MARKDOWN, to_markdown(page))):
+    stated = figures.page(figures.DOCS, evidence)
+    files = {HTML: to_html(page), MARKDOWN: to_markdown(page), FIGURES: stated}
+    for name, text in files.items():
         (out / name).write_text(text, encoding="utf-8")
-    return out / HTML, out / MARKDOWN
+    return [out / name for name in files]
 
 
 def page_of(evidence: Evidence) -> Page:
@@ -36,6 +41,7 @@ def page_of(evidence: Evidence) -> Page:
     shown = [name for name, made in (("memory", memory), ("cold", first)) if made]
     found = [
         sections.standing(evidence),
+        figures.section(evidence),
         sections.roofline(evidence),
         sections.speed(evidence),
         tables.features(evidence),

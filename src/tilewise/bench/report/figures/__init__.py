@@ -1,0 +1,70 @@
+"""The figures that README and the docs state: pages with questions in braces, answered from rows.
+
+`{rate: fwd D64 full 1Ki}` asks for a rate, `{over fa3: fwd D64 full}` for the ratios to a peer. The
+committed rows give README's own section, yours give the same section about your GPU; what no row
+answers is a dash. `calls` and `experiments` know the questions.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+from ..evidence import Evidence
+from ..page import Heading, Section, Table
+from . import calls, experiments
+
+QUESTION = re.compile(r"\{([^{}]+)\}")
+ANSWERS = calls.ANSWERS | experiments.ANSWERS
+README, CHINESE, DOCS = "readme.md", "readme.zh-CN.md", "docs.md"  # two sections, and a page
+IN_CHINESE = {" to ": " 到 ", " of ": " / "}
+
+
+def page(name: str, evidence: Evidence) -> str:
+    """One of the pages, with every question answered."""
+    text = resources.files(__package__).joinpath(name).read_text("utf-8")
+    return fill(text, evidence, IN_CHINESE if name == CHINESE else {})
+
+
+def fill(text: str, evidence: Evidence, translated: dict[str, str] | None = None) -> str:
+    """The text with its questions answered; ValueError names one that nobody knows."""
+
+    def answer(found: re.Match) -> str:
+        asked, _, words = found[1].partition(": ")  # a provider's name may hold a colon
+        name, *who = asked.split()
+        if name not in ANSWERS:
+            raise ValueError(f"{found[0]}: nobody knows {name!r}, only {', '.join(ANSWERS)}")
+        try:
+            said = ANSWERS[name](evidence, who, words.split())
+        except (TypeError, ValueError, LookupError) as error:
+            raise ValueError(f"{found[0]} is no question that {name!r} understands") from error
+        for ours, theirs in (translated or {}).items():
+            said = said.replace(ours, theirs)
+        return said
+
+    return QUESTION.sub(answer, text)
+
+
+def section(evidence: Evidence) -> Section:
+    """The docs' page of figures as a section of the report."""
+    blocks: list = []
+    for part in re.split(r"\n{2,}", page(DOCS, evidence).strip()):
+        first, *lines = part.splitlines()
+        if first.startswith("## "):
+            blocks.append(Heading(first.removeprefix("## ")))
+        elif first.startswith("|"):
+            head, *body = [_cells(line) for line in (first, *lines[1:])]
+            heading = next(x.text for x in reversed(blocks) if isinstance(x, Heading))
+            blocks.append(Table(heading, head, body, frozenset(head[1:])))
+        elif not first.startswith("# "):
+            blocks.append(plain(" ".join([first, *lines])))
+    return Section("The docs' page of figures, from these rows", blocks)
+
+
+def _cells(line: str) -> list[str]:
+    return [plain(cell.strip()) for cell in line.split("|")[1:-1]]
+
+
+def plain(text: str) -> str:
+    """Markdown's text without its links; the page sets code as it does."""
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)

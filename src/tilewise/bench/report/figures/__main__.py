@@ -1,0 +1,35 @@
+"""Writes the figures of both READMEs and of the docs anew from the rows: `make figures`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...row import load
+from ..evidence import Evidence, collect
+from . import CHINESE, DOCS, README, page
+
+SECTIONS = {"README.md": ("Figures", README), "README.zh-CN.md": ("实测数据", CHINESE)}
+
+
+def committed(root: Path) -> Evidence:
+    """The rows of a clone."""
+    files = sorted((root / "benchmarks" / "results").glob("*.jsonl"))
+    return collect([row for file in files for row in load(file)])
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Both READMEs and the docs' page as they should read."""
+    evidence = committed(root)
+    found = {root / "docs" / "figures.md": page(DOCS, evidence)}
+    for name, (heading, section) in SECTIONS.items():
+        whole = (root / name).read_text("utf-8")
+        before, title, rest = whole.partition(f"\n## {heading}\n")
+        after = rest[rest.index("\n## ") :]
+        found[root / name] = f"{before}{title}\n{page(section, evidence)}{after}"
+    return found
+
+
+if __name__ == "__main__":
+    for path, text in pages(Path.cwd()).items():
+        path.write_text(text, "utf-8")
+        print(path)

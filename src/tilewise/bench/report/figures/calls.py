@@ -1,0 +1,165 @@
+"""Questions about attention calls: rates, and ratios to peers, over the shapes that words describe.
+
+A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window. A question means every
+shape that answers to all of its words; bf16 and dense go without saying, and so does the GPU, torch
+and Triton that most rows are from, unless a word such as Triton-3.8 names another.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+
+from ...shapes import SUITES, Shape, square
+from ..evidence import OURS, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
+from ..page import length, times
+from ..sections import SHORT
+
+NONE = "–"
+KINDS = {"dense", "features", "packed"}
+PORTABLE, TRITON = "portable", "Triton-"
+
+
+@functools.cache
+def words_of(shape: Shape, suite: str = "adhoc") -> frozenset[str]:
+    """What a shape answers to."""
+    features = {word.split()[0] for word in shape.features}
+    words = {
+        *(shape.direction, shape.lengths, suite, *features),
+        *(f"D{shape.headdim}", "causal" if shape.causal else "full"),
+        *(length(shape.seqlen_q), SHORT.get(shape.dtype, shape.dtype)),
+        kind_of(shape) if shape.lengths or is_classic(shape) else "other",
+    }
+    return frozenset(words)
+
+
+def is_classic(shape: Shape) -> bool:
+    """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048."""
+    options = dict(dtype=shape.dtype, causal=shape.causal, headdim=shape.headdim)
+    plain = square(shape.direction, shape.seqlen_q, **options)
+    return shape[: len(plain) - 6] == plain[:-6]
+
+
+def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
+    """The GPU, torch and Triton that are meant."""
+    asked = next((word.removeprefix(TRITON) for word in words if word.startswith(TRITON)), "")
+    found = (one for one in evidence.environments if one.on_gpu)
+    return next((one for one in found if f"{one.triton}.".startswith(asked)), None)
+
+
+def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Turn]:
+    """The newest turn of each shape in which all of these took part."""
+    ours = f"{OURS}:{PORTABLE}" if PORTABLE in words else OURS
+    asked = {word for word in words if word != PORTABLE and not word.startswith(TRITON)}
+    asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
+    asked |= set() if asked & set(SHORT.values()) else {"bf16"}
+    wanted, place = {ours, *peers}, where(evidence, words)
+    entries = [
+        entry
+        for entry in evidence.calls
+        if entry.environment == place
+        and entry.row.provider in wanted
+        and asked <= words_of(entry.shape, entry.row.suite)
+    ]
+    return [turn for turn in newest_turns(entries) if set(turn.rows) == wanted]
+
+
+def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
+    """Time of a peer over ours, a shape each."""
+    return [turn.ratios[peer].median for turn in turns(evidence, [peer], words)]
+
+
+def rate(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """TFLOP/s of the one shape that is meant, by us or `{rate of fa3: ...}`."""
+    found = turns(evidence, who[1:], words)
+    if not found:
+        return NONE
+    (turn,) = found
+    return f"{turn.rows[who[1] if who else turn.subject].tflops:.0f}"
+
+
+def milliseconds(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Median time of the one shape that is meant."""
+    found = turns(evidence, who, words)
+    return digits(found[0].rows[who[0] if who else OURS].median_ms) if found else NONE
+
+
+def over(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """How many times as fast as a peer we are: least to most."""
+    return span(ratios(evidence, who[0], words))
+
+
+def mean(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The geometric mean of these ratios; `{mean best: ...}` is of the best peer of each shape."""
+    if who == ["best"]:
+        found = [turn.best for turn in turns(evidence, ["fa3", "cudnn"], words)]
+        found = [value for value in found if value is not None]
+    else:
+        found = ratios(evidence, who[0], words)
+    return times(statistics.geometric_mean(found)) if found else NONE
+
+
+def ahead(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """In how many shapes we are as fast as a peer or faster, of how many."""
+    found = ratios(evidence, who[0], words)
+    return f"{sum(value >= 1 for value in found)} of {len(found)}" if found else NONE
+
+
+def keeps(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The share of our rate that another of our ways has: mean (least to most)."""
+    found = [1 / value for value in ratios(evidence, who[0], words)]
+    return f"{statistics.geometric_mean(found):.2f} ({span(found)})" if found else NONE
+
+
+def share(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The same, of the one shape that is meant."""
+    return span([1 / value for value in ratios(evidence, who[0], words)])
+
+
+def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The rate of one set of lengths over another's, `{skewed zipf equal4096: fwd}`.
+
+    Each beside the same dense shape of its run, mean over heads and masks.
+    """
+    kept: dict[tuple, dict[str, float]] = {}
+    for entry in evidence.calls:
+        shape, extra = entry.shape, entry.row.extra
+        if shape.lengths in who and "of_dense" in extra and set(words) <= words_of(shape):
+            if entry.row.provider == OURS and not lane_of(entry.row):
+                alike = shape.dense, shape.causal
+                kept.setdefault(alike, {})[shape.lengths] = extra["of_dense"]
+    found = [of[who[0]] / of[who[1]] for of in kept.values() if len(of) == 2]
+    return times(statistics.geometric_mean(found)) if found else NONE
+
+
+def environment(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The device, or a version without what is built in: `{environment torch}`."""
+    found = where(evidence)
+    return getattr(found, who[0]).split("+")[0].removesuffix(".0") if found else NONE
+
+
+def digits(value: float) -> str:
+    """Three significant digits, zeros at the end too."""
+    return f"{value:#.3g}".removesuffix(".")
+
+
+def span(values: Sequence[float], say: Callable[[float], str] = times) -> str:
+    """Least to most, one number where they read the same."""
+    if not values:
+        return NONE
+    least, most = say(min(values)), say(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+ANSWERS = {
+    "rate": rate,
+    "ms": milliseconds,
+    "over": over,
+    "mean": mean,
+    "ahead": ahead,
+    "keeps": keeps,
+    "share": share,
+    "skewed": skewed,
+    "environment": environment,
+}

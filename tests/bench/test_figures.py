@@ -1,0 +1,103 @@
+"""Figures that pages state: computed from rows, never typed, and dashes where no row answers."""
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from made_rows import row
+
+from tilewise.bench.report import collect, figures
+from tilewise.bench.report.figures.__main__ import committed, pages
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = (figures.README, figures.CHINESE, figures.DOCS)
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    return committed(ROOT)
+
+
+def test_pages_say_what_the_rows_say():
+    for path, text in pages(ROOT).items():
+        assert path.read_text("utf-8") == text, f"{path.name}: `make figures` writes it anew"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_figure_is_typed(name):
+    """Where a page has a table, its cells are questions: a number in one would be nobody's."""
+    text = resources.files(figures.__name__).joinpath(name).read_text("utf-8")
+    rows = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| ")]
+    rows = [cells for cells in rows if any("{" in cell for cell in cells)]
+    assert len(rows) > 15
+    for cell in (cell for cells in rows for cell in cells[1:]):
+        rest = re.sub(r"\b(4096|8192): ", "", figures.QUESTION.sub("", cell))
+        assert not re.search(r"\d", rest), cell
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_rows_there_are_dashes(name):
+    assert "–" in figures.page(name, collect([]))
+
+
+def test_both_languages_ask_the_same():
+    asked = []
+    for name in (figures.README, figures.CHINESE):
+        text = resources.files(figures.__name__).joinpath(name).read_text("utf-8")
+        asked.append(figures.QUESTION.findall(text))
+    assert asked[0] == asked[1]
+
+
+def test_questions_about_calls():
+    rows = [row(ms=1.0, seqlen=1024), row("fa3", 1.5, 1024), row(ms=2.0, seqlen=2048, run="two")]
+    rows += [row("fa3", 1.9, 2048, run="two"), row("tilewise:deterministic", 4.0, 2048, run="two")]
+    evidence = collect(rows)
+    for asked, answer in {
+        "{over fa3: fwd D128 full}": "0.95 to 1.50",
+        "{mean fa3: fwd}": "1.19",
+        "{ahead fa3: fwd}": "1 of 2",
+        "{ms fa3: fwd 2Ki}": "1.90",
+        "{keeps tilewise:deterministic: fwd}": "0.50 (0.50)",
+        "{rate: fwd 1Ki}": f"{rows[0].tflops:.0f}",
+        "{over fa3: fwd D64}": "–",
+        "{over cudnn: fwd}": "–",
+        "{over fa3: fwd Triton-3.8}": "–",
+        "{environment triton}": "3.6",
+    }.items():
+        assert figures.fill(asked, evidence) == answer, asked
+
+
+def test_a_ratio_is_of_the_newest_run_in_which_both_ran():
+    old = [row(ms=1.0, run="old"), row("fa3", 2.0, run="old"), row("cudnn", 3.0, run="old")]
+    later = "2026-02-01T00:00:00+00:00"
+    new = [row(ms=9.0, run="new", date=later), row("fa3", 9.9, run="new", date=later)]
+    evidence = collect(old + new)
+    assert figures.fill("{over fa3: fwd}, {over cudnn: fwd}", evidence) == "1.10, 3.00"
+
+
+def test_a_question_that_nobody_understands_is_an_error(evidence):
+    with pytest.raises(ValueError, match=r"\{speed: fwd\}: nobody knows 'speed'"):
+        figures.fill("{speed: fwd}", evidence)
+    with pytest.raises(ValueError, match=r"\{over: fwd\} is no question"):
+        figures.fill("{over: fwd}", evidence)
+
+
+def test_other_shapes_do_not_count():
+    rows = [row(ms=1.0), row("fa3", 1.5)]
+    shape = rows[0].shape | dict(batch=7)
+    rows += [row(ms=9.0, shape=shape), row("fa3", 9.9, shape=shape)]
+    assert figures.fill("{over fa3: fwd}, {ms: fwd}", collect(rows)) == "1.50, 1.00"
+
+
+def test_several_shapes_have_no_one_rate(evidence):
+    with pytest.raises(ValueError, match="is no question"):
+        figures.fill("{rate: fwd D64}", evidence)
+
+
+def test_the_report_has_the_page(evidence):
+    section = figures.section(evidence)
+    tables = [block for block in section.blocks if hasattr(block, "columns")]
+    assert len(tables) > 10 and all(table.caption for table in tables)
+    cells = [cell for table in tables for cells in table.rows for cell in cells]
+    assert not any("{" in text for text in cells + section.blocks if isinstance(text, str))
