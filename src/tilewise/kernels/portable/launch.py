@@ -74,18 +74,25 @@ class Plan(NamedTuple):
         return Key(arch, name, widest, bits, problem.is_causal, is_short)
 
     def config(self) -> Config:
-        """What the tables say, cut where numbers of a whole tile of scores are read: Triton's
-        pipeliner keeps them in shared memory, a tile a stage.
+        """What the tables say, cut where more of what is walked has no room.
+
+        Numbers of a whole tile of scores lie in shared memory, a tile a stage: Triton's pipeliner
+        puts them there. Rows of a head that is no multiple of 16 come through registers, since
+        Triton knows strides only by 16: 64 of them spill 11,990 bytes on sm80 beside a block
+        mask, 800 on sm90 with nothing beside, and 32 of them 0 and 20.
         """
-        key = self.key()
+        key, problem = self.key(), self.problem
         config = select(key, self.read[0].device)
-        if not self.problem.has_bias and not reads_tiles(self.problem.mods):
-            return config
         walked = "BLOCK_N" if self.side == "BLOCK_M" else "BLOCK_M"
-        smaller = {walked: min(64, getattr(config, walked))}
-        # Two stages of headdim 256 take more than sm100 has: dQ 238,592 bytes
-        most = 1 if key.arch == "sm100" and key.block_d > 128 else 2
-        return config._replace(**smaller, num_stages=min(most, config.num_stages))
+        room, stages = getattr(config, walked), config.num_stages
+        if problem.has_bias or reads_tiles(problem.mods):
+            # Two stages of headdim 256 take more than sm100 has, dQ 238,592 bytes, and Triton 3.6
+            # makes no LLVM code of the forward's for gfx942
+            is_one = key.block_d > 128 and key.arch in ("sm100", "gfx942")
+            room, stages = min(64, room), min(1 if is_one else 2, stages)
+        if problem.headdim % 16 or problem.headdim_v % 16:
+            room = min(32, room)
+        return config._replace(**{walked: room}, num_stages=stages)
 
     def tile(self, config: Config) -> Tile:
         """The tile shape; descriptors only where every tensor read allows them."""
