@@ -25,6 +25,7 @@ extensions = [
     "languages",
     "lessons",
     "mathml",
+    "report",
     "used_by",
 ]
 source_suffix = [".md"]  # and `.py`, by nb_custom_formats

@@ -33,6 +33,17 @@ def test_ratios_are_taken_within_a_run():
     assert "| 1.20 | 1.20 | 1.20 | 2 of 2 |" in line
 
 
+def test_our_ways_do_not_speak_for_each_other():
+    """The portable kernel's ratios to a peer are no ratios of ours."""
+    rows = pair(1.0, 1.2) + [
+        row("tilewise:portable", 2.0, run="b"),
+        row("fa3", 1.2, run="b", date="2026-03-01T00:00:00+00:00"),
+    ]
+    text = said(rows)
+    assert "| dense, forward, bf16 | fa3 | 1.20 |" in text
+    assert "| portable, dense, forward, bf16 | fa3 | 0.60 ▼ |" in text
+
+
 def test_losses_are_shown_as_losses():
     text = said(pair(2.0, 1.0))
     assert "0.50 ▼" in text and "0 of 1" in text

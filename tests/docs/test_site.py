@@ -27,6 +27,13 @@ def test_features_are_those_of_the_backends(site):
     assert "the gradients of a block mask are added in no fixed order there" in page
 
 
+def test_the_report_is_there(site):
+    links = re.findall(
+        r"href=\"([^\"]*report/index.html)\"", (site.html / "index.html").read_text()
+    )
+    assert links and all((site.html / link).exists() for link in links)
+
+
 def test_pages_are_quiet_and_narrow_enough(site, browser):
     for path in sorted(site.html.rglob("*.html")):
         if path.stem == "py-modindex" or "_modules" in path.parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..roofline import HALVES, bytes_of, peak_of
 from ..shapes import Shape
@@ -10,6 +11,7 @@ from ..standings import BEST_OF
 from . import charts
 from .evidence import (
     BEST,
+    OURS,
     Entry,
     Environment,
     Evidence,
@@ -44,13 +46,28 @@ RULE = (
 )
 
 
-def groups(turns: Iterable[Turn]) -> dict[tuple[Environment, str, str, str], list[Turn]]:
-    """Turns with somebody to compare with: by environment, kind, dtype, direction."""
-    found: dict[tuple[Environment, str, str, str], list[Turn]] = {}
+class Group(NamedTuple):
+    """What rows of one line have in common."""
+
+    environment: Environment
+    subject: str  # which of ours
+    kind: str
+    dtype: str
+    direction: str
+
+    def __str__(self) -> str:
+        of = "" if self.subject == OURS else f"{self.subject.removeprefix(f'{OURS}:')}, "
+        return f"{of}{self.kind}, {WORDS[self.direction]}, {SHORT.get(self.dtype, self.dtype)}"
+
+
+def groups(turns: Iterable[Turn]) -> dict[Group, list[Turn]]:
+    """Turns with somebody to compare with, each in its group."""
+    found: dict[Group, list[Turn]] = {}
     for turn in turns:
         if turn.ratios:
             shape = turn.shape
-            key = turn.environment, kind_of(shape), shape.dtype, shape.direction
+            where = turn.environment, turn.subject
+            key = Group(*where, kind_of(shape), shape.dtype, shape.direction)
             found.setdefault(key, []).append(turn)
     return found
 
@@ -63,12 +80,12 @@ def standing(evidence: Evidence) -> Section:
     ]
     found = groups(evidence.turns)
     for environment in evidence.environments:
-        mine = {key[1:]: turns for key, turns in found.items() if key[0] == environment}
+        mine = {key: turns for key, turns in found.items() if key.environment == environment}
         if not mine:
             continue
         rows, pictures = [], []
-        for (kind, dtype, direction), turns in mine.items():
-            what = f"{kind}, {WORDS[direction]}, {SHORT.get(dtype, dtype)}"
+        for key in sorted(mine, key=lambda key: key.subject):
+            what, turns = str(key), mine[key]
             ratios = ratios_by_peer(turns)
             rows += [_line(what, name, Standing.of(of)) for name, of in ratios.items()]
             pictures.append(_strip(what, ratios))
@@ -108,8 +125,8 @@ def _strip(what: str, ratios: dict[str, dict[Shape, float]]) -> Chart:
 def cards(evidence: Evidence) -> list[Card]:
     """The first environment's means against its nearest peers, for the page's head."""
     made = []
-    for (_, kind, dtype, direction), turns in _first(evidence).items():
-        if kind not in ("dense", "packed"):
+    for (_, subject, kind, dtype, direction), turns in _first(evidence).items():
+        if kind not in ("dense", "packed") or subject != OURS:
             continue
         ratios = ratios_by_peer(turns)
         peers = [name for name in ratios if not is_ours(name) and name != BEST]
@@ -122,10 +139,10 @@ def cards(evidence: Evidence) -> list[Card]:
     return made[:8]
 
 
-def _first(evidence: Evidence) -> dict[tuple[Environment, str, str, str], list[Turn]]:
+def _first(evidence: Evidence) -> dict[Group, list[Turn]]:
     found = groups(evidence.turns)
     for environment in evidence.environments:
-        if mine := {key: turns for key, turns in found.items() if key[0] == environment}:
+        if mine := {key: turns for key, turns in found.items() if key.environment == environment}:
             return mine
     return {}
 
