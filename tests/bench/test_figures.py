@@ -73,7 +73,8 @@ def test_a_ratio_is_of_the_newest_run_in_which_both_ran():
     later = "2026-02-01T00:00:00+00:00"
     new = [row(ms=9.0, run="new", date=later), row("fa3", 9.9, run="new", date=later)]
     evidence = collect(old + new)
-    assert figures.fill("{over fa3: fwd}, {over cudnn: fwd}", evidence) == "1.10, 3.00"
+    asked = "{over fa3: fwd}, {over cudnn: fwd}, {mean best: fwd}"
+    assert figures.fill(asked, evidence) == "1.10, 3.00, 2.00"
 
 
 def test_a_question_that_nobody_understands_is_an_error(evidence):

@@ -8,16 +8,18 @@ and Triton that most rows are from, unless a word such as Triton-3.8 names anoth
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ...shapes import SUITES, Shape, square
-from ..evidence import OURS, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
+from ..evidence import OURS, Entry, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
 from ..page import length, times
 from ..sections import SHORT
 
 NONE = "–"
 KINDS = {"dense", "features", "packed"}
+SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
 PORTABLE, TRITON = "portable", "Triton-"
 
 
@@ -36,9 +38,8 @@ def words_of(shape: Shape, suite: str = "adhoc") -> frozenset[str]:
 
 def is_classic(shape: Shape) -> bool:
     """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048."""
-    options = dict(dtype=shape.dtype, causal=shape.causal, headdim=shape.headdim)
-    plain = square(shape.direction, shape.seqlen_q, **options)
-    return shape[: len(plain) - 6] == plain[:-6]
+    plain = square(shape.direction, shape.seqlen_q, shape.headdim, shape.causal, dtype=shape.dtype)
+    return shape[:SIZES] == plain[:SIZES]
 
 
 def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
@@ -55,14 +56,13 @@ def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> lis
     asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
     asked |= set() if asked & set(SHORT.values()) else {"bf16"}
     wanted, place = {ours, *peers}, where(evidence, words)
-    entries = [
-        entry
-        for entry in evidence.calls
-        if entry.environment == place
-        and entry.row.provider in wanted
-        and asked <= words_of(entry.shape, entry.row.suite)
-    ]
-    return [turn for turn in newest_turns(entries) if set(turn.rows) == wanted]
+    runs: dict[tuple, list[Entry]] = {}
+    for entry in evidence.calls:
+        if entry.environment == place and entry.row.provider in wanted and not lane_of(entry.row):
+            if asked <= words_of(entry.shape, entry.row.suite):
+                runs.setdefault((entry.shape, entry.row.run), []).append(entry)
+    whole = [of for of in runs.values() if {entry.row.provider for entry in of} == wanted]
+    return newest_turns(itertools.chain(*whole))
 
 
 def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
@@ -123,10 +123,11 @@ def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
     Each beside the same dense shape of its run, mean over heads and masks.
     """
     kept: dict[tuple, dict[str, float]] = {}
+    place = where(evidence)
     for entry in evidence.calls:
         shape, extra = entry.shape, entry.row.extra
-        if shape.lengths in who and "of_dense" in extra and set(words) <= words_of(shape):
-            if entry.row.provider == OURS and not lane_of(entry.row):
+        if entry.environment == place and shape.lengths in who and "of_dense" in extra:
+            if entry.row.provider == OURS and set(words) <= words_of(shape):
                 alike = shape.dense, shape.causal
                 kept.setdefault(alike, {})[shape.lengths] = extra["of_dense"]
     found = [of[who[0]] / of[who[1]] for of in kept.values() if len(of) == 2]
@@ -144,11 +145,16 @@ def digits(value: float) -> str:
     return f"{value:#.3g}".removesuffix(".")
 
 
-def span(values: Sequence[float], say: Callable[[float], str] = times) -> str:
+def factor(value: float) -> str:
+    """A ratio, with no more digits than it is good for."""
+    return times(value) if value < 10 else digits(value)
+
+
+def span(values: Sequence[float]) -> str:
     """Least to most, one number where they read the same."""
     if not values:
         return NONE
-    least, most = say(min(values)), say(max(values))
+    least, most = factor(min(values)), factor(max(values))
     return least if least == most else f"{least} to {most}"
 
 

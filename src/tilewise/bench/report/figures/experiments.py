@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ...memory import exponent
 from ...row import Row
 from ...timer import ratio
-from ..evidence import OURS, Evidence, environment_of, is_ours
+from ..evidence import OURS, Environment, Evidence, environment_of, is_ours
 from ..page import length, times
 from .calls import NONE, digits, span, where, words_of
 
@@ -75,7 +75,7 @@ def speedup(evidence: Evidence, who: list[str], words: list[str]) -> str:
         for row in rows
         if row.provider == "standard" and row.shape["direction"] == words[0]
     ]
-    return span(found, digits)
+    return span(found)
 
 
 def matmul(evidence: Evidence, who: list[str], words: list[str]) -> str:
@@ -111,21 +111,24 @@ def modifier(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return NONE
 
 
+def host_alone(evidence: Evidence) -> Environment | None:
+    """The CPU, torch and Triton that most rows of a CPU are from."""
+    return next((one for one in evidence.environments if not one.on_gpu), None)
+
+
 def cpu(evidence: Evidence, who: list[str], words: list[str]) -> str:
     """Time of torch's SDPA over ours on a CPU: `{cpu: fwd fp32}`."""
-    found = [
-        turn.ratios["sdpa"].median
-        for turn in evidence.turns
-        if not turn.environment.on_gpu
-        and "sdpa" in turn.ratios
-        and set(words) <= words_of(turn.shape)
+    place = host_alone(evidence)
+    turns = [
+        t for t in evidence.turns if t.environment == place and set(words) <= words_of(t.shape)
     ]
-    return span(found)
+    return span([turn.ratios["sdpa"].median for turn in turns if "sdpa" in turn.ratios])
 
 
 def processor(evidence: Evidence, who: list[str], words: list[str]) -> str:
-    """The CPU that most of its rows are from."""
-    return next((one.device for one in evidence.environments if not one.on_gpu), NONE)
+    """That CPU."""
+    place = host_alone(evidence)
+    return place.device if place else NONE
 
 
 ANSWERS = {
