@@ -42,9 +42,23 @@ def backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwarg
     return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
 
 
-def register(forward, backward) -> None:
-    """Tells torch, and counters that run already: each took its own copy of the table."""
-    for op, formula in ((forward, forward_flops), (backward, backward_flops)):
+def captured_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
+    """2 matmuls, S and dP, in each of two walks over the keys: one sums delta, one the gradient."""
+    pairs = visible_pairs(q[1], k[1], *call[BAND : BAND + 2], call[ALIGN])
+    return 2 * q[0] * q[2] * pairs * 2 * (q[3] + v[3])
+
+
+def register(ops) -> None:
+    """Tells torch, and counters that run already: each took its own copy of the table.
+
+    `ops` is torch.ops.tilewise.
+    """
+    formulas = {
+        ops.forward: forward_flops,
+        ops.backward: backward_flops,
+        ops.captured_grads: captured_flops,
+    }
+    for op, formula in formulas.items():
         flop_counter.register_flop_formula(op)(formula)
         for mode in _python_dispatch._get_current_dispatch_mode_stack():
             table = getattr(getattr(mode, "counter", None), "flop_registry", None)

@@ -339,7 +339,7 @@ def _register_late() -> None:
         _late["flops"] = True
         from . import flops
 
-        flops.register(torch.ops.tilewise.forward, torch.ops.tilewise.backward)
+        flops.register(torch.ops.tilewise)
     if not _late["dtensor"] and "torch.distributed.tensor" in sys.modules:
         _late["dtensor"] = True
         from .integrations import dtensor

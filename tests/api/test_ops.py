@@ -128,6 +128,17 @@ def test_flops_are_the_formulas(name):
     assert counter.get_total_flops() == work * (3 * 16 + 2 * 8)
 
 
+def test_flops_of_what_is_learned():
+    """Beside the backward: S and dP of every pair, twice, for delta and then for the gradient."""
+    q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+    slopes = torch.ones(2, requires_grad=True)
+    out = tilewise.attention(q, k, v, score_mod=tilewise.scores.alibi(slopes))
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    pairs = 2 * 8 * 8
+    assert counter.get_total_flops() == 2 * pairs * (5 * 16 + 2 * (16 + 16))
+
+
 @pytest.mark.parametrize("part", ["all", "backward", "imported within"])
 def test_flops_of_a_counter_older_than_us(part):
     """A counter copies the formulas when it is made, so the first call under it has to add ours."""
