@@ -1,5 +1,7 @@
 // The few parts that all pieces are made of. Every control has a label and works by keyboard.
 
+import { say } from "./words.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
@@ -78,27 +80,27 @@ export function stepper(label, onstep) {
   });
   const button = (text, to) =>
     make("button", { type: "button", onclick: () => (stop(), go(to())) }, text);
-  const back = button("Back", () => at - 1);
-  const next = button("Next", () => at + 1);
-  const first = button("Start", () => 0);
-  const end = button("End", () => last);
-  const play = make("button", { type: "button", onclick: () => (timer ? stop() : run()) }, "Play");
+  const back = button(say("Back"), () => at - 1);
+  const next = button(say("Next"), () => at + 1);
+  const first = button(say("Start"), () => 0);
+  const end = button(say("End"), () => last);
+  const play = make("button", { type: "button", onclick: () => (timer ? stop() : run()) }, say("Play"));
   const shown = make("span", { class: "place" });
 
   function stop() {
     clearInterval(timer);
     timer = 0;
-    play.textContent = "Play";
+    play.textContent = say("Play");
   }
   function run() {
     if (at === last) go(0);
-    play.textContent = "Pause";
+    play.textContent = say("Pause");
     timer = setInterval(() => (at < last ? go(at + 1) : stop()), Math.min(900, 12000 / last));
   }
   function go(to) {
     at = Math.min(Math.max(to, 0), last);
     slider.value = at;
-    slider.setAttribute("aria-valuetext", `${at} of ${last}`);
+    slider.setAttribute("aria-valuetext", say("{0} of {1}", at, last));
     shown.textContent = `${at} / ${last}`;
     for (const one of [first, back]) one.setAttribute("aria-disabled", at === 0);
     for (const one of [next, end]) one.setAttribute("aria-disabled", at === last);

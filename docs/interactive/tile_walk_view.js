@@ -11,6 +11,7 @@ import {
   standardBytes,
   visits,
 } from "./tile_walk.js";
+import { say } from "./words.js";
 
 const WINDOW = 256;
 const SM_BYTES = 232448; // of shared memory that one program may use
@@ -21,9 +22,9 @@ export function mount(root) {
   const shown = { step: 0, width: 0 };
   const seqlen = choice([512, 1024, 2048], 1024, read);
   const masks = [
-    ["causal", "causal"],
-    ["window", `causal, window of ${WINDOW}`],
-    ["full", "none"],
+    ["causal", say("causal")],
+    ["window", say("causal, window of {0}", WINDOW)],
+    ["full", say("none")],
   ];
   const mask = choice(masks, "causal", read);
   const blockM = choice([64, 128, 256], 128, read);
@@ -32,12 +33,12 @@ export function mount(root) {
   const said = make("p", { class: "said", "aria-live": "polite" });
   const grid = make("div", { class: "chart square" });
   const counters = make("div", { class: "counters" });
-  const steps = stepper("Tiles visited", (step) => ((shown.step = step), render()));
+  const steps = stepper(say("Tiles visited"), (step) => ((shown.step = step), render()));
   root.replaceChildren(
     make(
       "div",
       { class: "fields" },
-      ...[field("Queries and keys", seqlen), field("Mask", mask), field("BLOCK_M", blockM)],
+      ...[field(say("Queries and keys"), seqlen), field(say("Mask"), mask), field("BLOCK_M", blockM)],
       ...[field("BLOCK_N", blockN), field("headdim", headdim)],
     ),
     ...[
@@ -76,13 +77,13 @@ export function mount(root) {
 function legend() {
   const names = { now: "at work", done: "visited", ahead: "to come", hidden: "skipped" };
   const items = Object.entries(names).map(([name, text]) =>
-    make("span", { class: "item" }, make("span", { class: `key ${name}` }), text),
+    make("span", { class: "item" }, make("span", { class: `key ${name}` }), say(text)),
   );
   return make(
     "p",
     { class: "legend" },
     items,
-    make("span", { class: "item" }, "half a tile: partial, masked"),
+    make("span", { class: "item" }, say("half a tile: partial, masked")),
   );
 }
 
@@ -92,9 +93,10 @@ function matrix({ shape, kinds: rows, width }) {
   const counts = [0, 1, 2].map((kind) => rows.flat().filter((its) => its === kind).length);
   const picture = draw("svg", {
     ...{ width: side, height: side, viewBox: `0 0 ${side} ${side}`, role: "img" },
-    "aria-label":
-      `Score matrix of ${shape.seqlen} queries, down, and keys, across: ` +
-      `${counts[0]} tiles are skipped, ${counts[1]} need a mask, ${counts[2]} need none`,
+    "aria-label": say(
+      "Score matrix of {0} queries, down, and keys, across: {1} tiles are skipped, {2} need a mask, {3} need none",
+      ...[shape.seqlen, ...counts],
+    ),
   });
   rows.forEach((row, m) =>
     row.forEach((kind, n) => {
@@ -123,17 +125,20 @@ function mark(grid, { visits: all, step }) {
 }
 
 function sentence({ visits: all, step, shape }) {
-  if (step === 0) return "Nothing has been read yet.";
+  if (step === 0) return say("Nothing has been read yet.");
   const { m, n, kind, isFirst, isLast } = all[step - 1];
-  const parts = [`Block ${m} of queries visits block ${n} of keys`];
-  parts.push(kind === FULL ? "all pairs are seen: no mask" : "some pairs are hidden: masked");
+  const visit = say("Block {0} of queries visits block {1} of keys", m, n);
+  const parts = [kind === FULL ? "all pairs are seen: no mask" : "some pairs are hidden: masked"];
   if (isFirst) parts.push("Q was read first");
   if (isLast) parts.push("then O and the lse are written");
-  const held = onChip(shape);
-  const fits = held > SM_BYTES ? `: more than the ${bytes(SM_BYTES)} of a Hopper SM` : "";
-  return (
-    `${parts[0]} (${parts.slice(1).join("; ")}). With a block of Q, two of K and two of V ` +
-    `a program holds ${bytes(held)}${fits}.`
+  const size = bytes(onChip(shape));
+  const held =
+    onChip(shape) > SM_BYTES
+      ? say("{0}: more than the {1} of a Hopper SM", size, bytes(SM_BYTES))
+      : size;
+  return say(
+    "{0} ({1}). With a block of Q, two of K and two of V a program holds {2}.",
+    ...[visit, parts.map((part) => say(part)).join(say("; ")), held],
   );
 }
 
@@ -169,17 +174,20 @@ function countersOf({ shape, visits: all, step }) {
     Math.ceil(shape.seqlen / shape.blockM) * Math.ceil(shape.seqlen / shape.blockN) - all.length;
   return [
     bar("FlashAttention", flash),
-    bar(`standard attention${standard.name ? `, at ${standard.name}` : ""}`, standard),
+    bar(
+      standard.name ? say("standard attention, at {0}", standard.name) : say("standard attention"),
+      standard,
+    ),
     make(
       "p",
       { class: "legend" },
-      make("span", { class: "item" }, make("span", { class: "key read" }), "read"),
-      make("span", { class: "item" }, make("span", { class: "key written" }), "written"),
-      make("span", { class: "item" }, "both at the same share of their way"),
+      make("span", { class: "item" }, make("span", { class: "key read" }), say("read")),
+      make("span", { class: "item" }, make("span", { class: "key written" }), say("written")),
+      make("span", { class: "item" }, say("both at the same share of their way")),
     ),
     table(
-      "Bytes of one head, of the whole way",
-      ["", "read", "written"],
+      say("Bytes of one head, of the whole way"),
+      ["", say("read"), say("written")],
       [
         ["FlashAttention", bytes(done.read), bytes(done.written)],
         ...passes(shape).map((pass) => [pass.name, bytes(pass.read), bytes(pass.written)]),
@@ -188,8 +196,10 @@ function countersOf({ shape, visits: all, step }) {
     make(
       "p",
       {},
-      `${tilesOf(PARTIAL)} tiles with a mask, ${tilesOf(FULL)} without, ${skipped} skipped. ` +
-        `Standard attention moves ${ratio} times the bytes.`,
+      say(
+        "{0} tiles with a mask, {1} without, {2} skipped. Standard attention moves {3} times the bytes.",
+        ...[tilesOf(PARTIAL), tilesOf(FULL), skipped, ratio],
+      ),
     ),
   ];
 }

@@ -127,6 +127,19 @@ def test_tile_walk_counts(see):
     assert page.evaluate("document.querySelectorAll('.interactive .tile').length") == 32
 
 
+def test_a_piece_speaks_the_language_of_its_page(site, browser):
+    """No two words of English in a row, at the start, on the way and at the end."""
+    with browser.open_page(site.html / "zh" / "index.html") as page:
+        page.wait_for("document.querySelector('.interactive svg') !== null")
+        for place in (None, 0, 2, 3):  # as it is; then the buttons: start, next, end
+            if place is not None:
+                page.evaluate(f"document.querySelectorAll('.stepper button')[{place}].click()")
+            said = page.evaluate("document.querySelector('.interactive').innerText")
+            labels = page.evaluate("document.querySelector('.interactive svg').ariaLabel")
+            assert not re.search(r"[A-Za-z]{3,} [a-z]{2,}", said + labels), said
+            assert "FlashAttention" in said
+
+
 def test_tile_schedule_is_the_worked_example(see):
     """The one of docs/design/schedule.md."""
     page = see("tile-schedule")
