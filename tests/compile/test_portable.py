@@ -28,7 +28,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 MATMUL = {"sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "MFMA", "gfx950": "MFMA"}  # else HMMA
 
 # What a kernel of 16-bit tensors with headdim up to 128 may spill: bytes a thread on NVIDIA,
-# registers on AMD. As compiled by Triton 3.6 and 3.9 on 2026-11-20, and a fifth more; what is not
+# registers on AMD. As compiled by Triton 3.6 and 3.9 on 2026-11-22, and a fifth more; what is not
 # listed spills less than SMALL.
 SMALL = 64
 SPILLS = {
@@ -36,13 +36,14 @@ SPILLS = {
     ("sm90", "bwd_dkdv"): 480,  # measured rows: the fastest there are, spills and all
     ("sm100", "bwd_dkdv"): 280,
     ("sm100", "fwd"): 300,
-    ("sm120", "fwd"): 90,
+    ("sm120", "fwd"): 160,
 }
 # The stride of such a head is no multiple of 16 elements, which is all the alignment that Triton
 # asks numbers about: its loads go through registers. Most: dK and dV with a bias on sm_80, 524.
 PADDED = 630
-# Where packed sequences begin takes registers: 64 to 176 bytes more of dK and dV.
-PACKED_SPILLS = 120
+# Where packed sequences begin takes registers: 64 to 176 bytes more of dK and dV, on sm_80 by
+# Triton 3.9 348 in all.
+PACKED_SPILLS = 270
 # And reading a mask's tensors: 308 bytes of dK and dV with headdim 128 on sm_100.
 MASK_SPILLS = 90
 # So do the lists of a block mask: 84 bytes of the forward with headdim 128 on sm_80.
@@ -132,6 +133,13 @@ def test_a_bias_fits_at_any_length(headdim, kernel):
     """Its tiles pass through shared memory beside those of K and V."""
     plan = plans_of(headdim, BF16, bias=True)[kernel]
     check(plan._replace(rows=SHORT + 1), "sm90")
+
+
+@pytest.mark.parametrize(("target", "variant"), [("sm80", "blocks"), ("sm90", "full")])
+def test_a_head_that_is_no_multiple_of_16(target, variant):
+    """Walks so few keys at a time that next to nothing is spilled; it was 11,990 and 832 bytes."""
+    found = check(plans_of(72, BF16, **VARIANTS[variant])["fwd"], target)
+    assert found["spill_stores"] <= SMALL, found
 
 
 def _everything_else():

@@ -112,8 +112,9 @@ def modifier(evidence: Evidence, who: list[str], words: list[str]) -> str:
 
 
 def host_alone(evidence: Evidence) -> Environment | None:
-    """The CPU, torch and Triton that most rows of a CPU are from."""
-    return next((one for one in evidence.environments if not one.on_gpu), None)
+    """The CPU, torch and Triton of the newest row of a CPU."""
+    found = (entry.environment for entry in reversed(evidence.calls))
+    return next((one for one in found if not one.on_gpu), None)
 
 
 def cpu(evidence: Evidence, who: list[str], words: list[str]) -> str:
