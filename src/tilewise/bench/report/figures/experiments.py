@@ -100,13 +100,14 @@ def first(evidence: Evidence, who: list[str], words: list[str]) -> str:
 
 
 def modifier(evidence: Evidence, who: list[str], words: list[str]) -> str:
-    """Our rate over that of what it stood beside: `{modifier flex: fwd window}`."""
-    direction, case = words
+    """Our rate over that of what it stood beside: `{modifier flex: fwd window 16Ki}`."""
     place = where(evidence)
     for entry in reversed(evidence.calls):
         over = entry.row.extra.get("rate_over", {})
         if entry.environment == place and is_ours(entry.row.provider) and who[0] in over:
-            if (entry.shape.direction, entry.row.extra.get("modifier")) == (direction, case):
+            shape = entry.shape
+            said = shape.direction, entry.row.extra.get("modifier"), length(shape.seqlen_q)
+            if said == tuple(words):
                 return times(over[who[0]])
     return NONE
 
