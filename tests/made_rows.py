@@ -4,7 +4,7 @@ from tilewise.bench.row import Row
 from tilewise.bench.shapes import square
 
 COMMON = dict(
-    date="2026-01-02T03:04:05+00:00",
+    date="2026-01-01T00:00:00+00:00",
     run="one",
     suite="adhoc",
     p20_ms=1.0,
@@ -21,11 +21,15 @@ COMMON = dict(
 )
 
 
+def made(**changed):
+    """A row whose other fields say nothing."""
+    return Row(**(COMMON | changed))
+
+
 def row(provider="tilewise", ms=1.0, seqlen=1024, **changed):
     shape = square("fwd", seqlen, 128, False)
     times = dict(median_ms=ms, rounds_ms=[ms, ms, ms], tflops=shape.flops / ms / 1e9)
-    fields = COMMON | dict(shape=shape._asdict(), provider=provider) | times
-    return Row(**(fields | changed))
+    return made(**(dict(shape=shape._asdict(), provider=provider) | times | changed))
 
 
 def pair(ours, theirs, **changed):

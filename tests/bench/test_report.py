@@ -19,7 +19,7 @@ def said(rows):
 
 
 def test_the_newest_row_of_a_shape_counts():
-    old = pair(1.0, 2.0, run="old", date="2026-01-01T00:00:00+00:00")
+    old = pair(1.0, 2.0, run="old", date="2025-12-31T00:00:00+00:00")
     text = said(pair(1.0, 1.5) + old)
     assert "2 of them have a newer row" in text
     assert "1.50" in text and "2.00" not in text

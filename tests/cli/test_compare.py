@@ -4,44 +4,30 @@ import dataclasses
 import json
 
 import pytest
+from made_rows import made
 
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
-from tilewise.bench import Row, append  # noqa: E402
+from tilewise.bench import append  # noqa: E402
 from tilewise.bench.shapes import square  # noqa: E402
 from tilewise.cli.__main__ import main  # noqa: E402
 from tilewise.cli.compare import shortened  # noqa: E402
 
 SHORT, LONG = (square("fwd", seqlen, 64, False) for seqlen in (512, 1024))
-FIELDS = dict(
-    date="2026-01-01T00:00:00+00:00",
-    suite="test",
-    p20_ms=1.0,
-    p80_ms=1.0,
-    tflops=1.0,
-    max_error=None,
-    bound=None,
-    device="a GPU",
-    torch="2",
-    triton="3",
-    cuda="none",
-    driver="none",
-    tilewise="0",
-)
 
 
 def rows(commit, ms, **peers):
     """Both shapes, ours and peers, in one run."""
     return [
-        Row(
-            **FIELDS,
+        made(
             commit=commit,
             run=f"run{commit}",
             shape=shape._asdict(),
             provider=name,
             median_ms=float(time),
             rounds_ms=[float(time)] * 5,
+            tflops=1.0,
         )
         for shape in (SHORT, LONG)
         for name, time in {"tilewise": ms, **peers}.items()
@@ -129,7 +115,7 @@ def test_what_cannot_be_read_exits_with_2(file, tmp_path):
 def test_nothing_in_common_is_no_pass(file):
     done = invoke(file, file, "--provider", "flash")
     assert done.exit_code == 2 and "nothing to compare of flash" in done.output
-    assert "timed on a GPU" in done.output
+    assert "timed on NVIDIA H200" in done.output
 
 
 def test_help_says_the_rule_and_the_syntax():
