@@ -79,7 +79,8 @@ class Plan(NamedTuple):
         Numbers of a whole tile of scores lie in shared memory, a tile a stage: Triton's pipeliner
         puts them there. Rows of a head that is no multiple of 16 come through registers, since
         Triton knows strides only by 16: 64 of them spill 11,990 bytes on sm80 beside a block
-        mask, 800 on sm90 with nothing beside, and 32 of them 0 and 20. Who forces a tile gets it.
+        mask, and 32 of them none. Who forces a tile gets it. On sm90, where tables were measured,
+        it would be 20 bytes for 800, but has not been run.
         """
         key, problem = self.key(), self.problem
         config = select(key, self.read[0].device)
@@ -90,7 +91,8 @@ class Plan(NamedTuple):
             # makes no LLVM code of the forward's for gfx942
             is_one = key.block_d > 128 and key.arch in ("sm100", "gfx942")
             room, stages = min(64, room), min(1 if is_one else 2, stages)
-        if (problem.headdim % 16 or problem.headdim_v % 16) and not is_overridden():
+        is_padded = problem.headdim % 16 or problem.headdim_v % 16
+        if is_padded and key.arch != "sm90" and not is_overridden():
             room = min(32, room)
         return config._replace(**{walked: room}, num_stages=stages)
 
