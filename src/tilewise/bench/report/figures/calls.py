@@ -71,12 +71,12 @@ def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
 
 
 def rate(evidence: Evidence, who: list[str], words: list[str]) -> str:
-    """TFLOP/s of the one shape that is meant, by us or `{rate of fa3: ...}`."""
-    found = turns(evidence, who[1:], words)
+    """Our TFLOP/s at the one shape that is meant."""
+    found = turns(evidence, who, words)
     if not found:
         return NONE
     (turn,) = found
-    return f"{turn.rows[who[1] if who else turn.subject].tflops:.0f}"
+    return f"{turn.rows[turn.subject].tflops:.0f}"
 
 
 def milliseconds(evidence: Evidence, who: list[str], words: list[str]) -> str:
