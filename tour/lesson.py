@@ -2,7 +2,7 @@
 
 Every lesson runs on any machine. With a GPU its kernels are compiled, and its figures measured
 there and then. Without one the kernels go through an interpreter, at sizes that it does in seconds,
-and the figures are those that an NVIDIA H200 gave: `benchmarks/results/h200-tour.jsonl`.
+and the figures are those that an NVIDIA H200 gave: `benchmarks/results/h200.jsonl`.
 
     python tour/01_vector_add.py                        # either way
     TILEWISE_RECORD=rows.jsonl python tour/01_vector_add.py    # on a GPU: keep what it measures
@@ -22,7 +22,7 @@ from tilewise.testing import interpret
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-RECORDED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200-tour.jsonl"
+RECORDED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200.jsonl"
 PICTURES = Path(os.environ.get("TILEWISE_PICTURES", "tour-pictures"))
 
 

@@ -29,7 +29,7 @@ def seen_by_lessons(tour: Path) -> list[Path]:
     """The files on which a lesson's output depends, itself aside."""
     library = sorted((ROOT / "src").rglob("*.py"))
     shared = sorted(set(tour.glob("*.py")) - set(tour.glob(PATTERN)))
-    return [*library, *shared, ROOT / "benchmarks" / "results" / "h200-tour.jsonl"]
+    return [*library, *shared, ROOT / "benchmarks" / "results" / "h200.jsonl"]
 
 
 def fingerprint(files: list[Path]) -> str:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tilewise.cli.report import report
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "benchmarks" / "results" / "h200-matmul.jsonl"
+ROWS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 
 
 def run(*args):

@@ -7,7 +7,6 @@ compare with if there is one.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from ..timer import Spread, ratio
 OURS = "tilewise"
 ATTENTION = {"adhoc", "varlen", "modifiers", *SUITES}  # suites whose shapes are attention calls
 BEST = "best peer"
-ONLY_PORTABLE = {"85ebf37"}  # the commit with rows from before there was a second GPU backend
 
 
 class Environment(NamedTuple):
@@ -106,16 +104,10 @@ def collect(rows: Sequence[Row]) -> Evidence:
         if shape is None:
             others.setdefault(row.suite, []).append(row)
         else:
-            entries.append(Entry(by_name(row), shape, environment_of(row)))
+            entries.append(Entry(row, shape, environment_of(row)))
     entries.sort(key=lambda entry: entry.row.date)  # stable: of one date the later line is newer
     newest = {(e.environment, e.shape, e.row.provider, lane_of(e.row)): e for e in entries}
     return Evidence(list(rows), list(newest.values()), newest_turns(entries), others, entries)
-
-
-def by_name(row: Row) -> Row:
-    """The row under the name that its provider has today."""
-    is_portable = row.commit in ONLY_PORTABLE and row.provider == OURS
-    return dataclasses.replace(row, provider="tilewise:portable") if is_portable else row
 
 
 def environment_of(row: Row) -> Environment:
