@@ -41,9 +41,8 @@ SPILLS = {
     ("sm120", "fwd"): 90 if IS_MEASURED else 160,
 }
 # The stride of such a head is no multiple of 16 elements, which is all the alignment that Triton
-# asks numbers about: its loads go through registers. Most: dK and dV with a bias on sm_80, 524; on
-# sm_90, whose tiles are not cut for it, more.
-PADDED, PADDED_SM90 = 630, 1200
+# asks numbers about: its loads go through registers. Most: dK and dV with a bias on sm_80, 524.
+PADDED = 630
 # Where packed sequences begin takes registers: 64 to 176 bytes more of dK and dV, on sm_80 by
 # Triton 3.9 348 in all.
 PACKED_SPILLS = 120 if IS_MEASURED else 270
@@ -59,7 +58,7 @@ def allowed_spills(plan, target):
     headdim = plan.problem.headdim
     more = PACKED_SPILLS if plan.problem.is_packed else 0
     if headdim & (headdim - 1):
-        return (PADDED_SM90 if target == "sm90" else PADDED) + more
+        return PADDED + more
     more += MASK_SPILLS if plan.problem.mods.mask else 0
     more += LISTS_SPILLS if plan.problem.mods.block != (0, 0) else 0
     more += BIAS_SPILLS if plan.problem.has_bias else 0

@@ -79,8 +79,7 @@ class Plan(NamedTuple):
         Numbers of a whole tile of scores lie in shared memory, a tile a stage: Triton's pipeliner
         puts them there. Rows of a head that is no multiple of 16 come through registers, since
         Triton knows strides only by 16: 64 of them spill 11,990 bytes on sm80 beside a block
-        mask, and 32 of them none. Who forces a tile gets it. On sm90, where tables were measured,
-        it would be 20 bytes for 800, but has not been run.
+        mask, and 32 of them none. Who forces a tile gets it.
         """
         key, problem = self.key(), self.problem
         config = select(key, self.read[0].device)
@@ -92,7 +91,7 @@ class Plan(NamedTuple):
             is_one = key.block_d > 128 and key.arch in ("sm100", "gfx942")
             room, stages = min(64, room), min(1 if is_one else 2, stages)
         is_padded = problem.headdim % 16 or problem.headdim_v % 16
-        if is_padded and key.arch != "sm90" and not is_overridden():
+        if is_padded and not is_overridden():
             room = min(32, room)
         return config._replace(**{walked: room}, num_stages=stages)
 
