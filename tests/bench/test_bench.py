@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import sys
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_a_missing_field_is_named():
 
 
 def test_providers_take_turns():
-    """Each round times every provider once, starting one place further."""
+    """Each round times every provider once, in another order."""
     costs, order = {"a": 2.0, "b": 3.0}, []
 
     def clock(call, calls):
@@ -75,6 +77,36 @@ def test_providers_take_turns():
     assert times == {"a": [2.0] * 4, "b": [3.0] * 4}
     assert order[-8:] == [(name, {"a": 6, "b": 4}[name]) for name in "abbaabba"]
     assert ratio(times["a"], times["b"]) == Spread(1.5, 1.5, 1.5)
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_each_follows_every_other_equally_often(count):
+    order = []
+    calls = {str(i): (lambda i=i: i) for i in range(count)}
+    rounds = count if count % 2 == 0 else 2 * count
+    time_interleaved(calls, clock=lambda call, n: [order.append(call())] and [1.0], rounds=rounds)
+    order = [order[-count * rounds :][at : at + count] for at in range(0, count * rounds, count)]
+    followed = Counter(pair for names in order for pair in pairwise(names))
+    assert set(followed.values()) == {rounds // count}
+    assert len(followed) == count * (count - 1)
+
+
+@pytest.mark.parametrize("count", range(4, 8))
+def test_what_one_leaves_behind_favours_nobody(count):
+    """A card is cooler after a slow call, and clocks the next one higher, whosesoever it is. Beside
+    one other it is either's in half of the rounds, which no median hides.
+    """
+    last = []
+
+    def clock(call, calls):
+        is_cool = last[-1:] == ["slow"] and call() != "slow"
+        last.append(call())
+        return [0.95 if is_cool else 1.0] * calls
+
+    names = ["slow", *map(str, range(1, count))]
+    times = time_interleaved({n: (lambda n=n: n) for n in names}, clock=clock, rounds=5)
+    for name in names[1:]:
+        assert ratio(times[name], times["1"]).median == 1.0
 
 
 def test_the_drift_of_a_machine_cancels_in_a_ratio():

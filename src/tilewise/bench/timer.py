@@ -1,9 +1,11 @@
 """A timer in which providers take turns, because a machine's speed drifts and a ratio taken in
 turns does not.
 
-Each round times every provider once, starting one place further each time; a round's time is the
-median of its calls, a provider's is the median of its rounds, and a ratio is the median of the
-ratios taken round by round.
+Each round times every provider once, in an order in which nobody stays behind the same other: a
+card that comes from a slow call has heat to spare, and clocks the next one higher. On an H200 one
+kernel under two names took 4 % less wherever it followed FlashAttention-2 (16Ki tokens a sequence).
+A round's time is the median of its calls, a provider's is the median of its rounds, and a ratio is
+the median of the ratios taken round by round.
 """
 
 from __future__ import annotations
@@ -110,10 +112,20 @@ def time_interleaved(
         repeats[name] = int(min(max(round_ms / estimate, 1), max_calls))
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        turn = number % len(names) if names else 0
-        for name in names[turn:] + names[:turn]:
+        for name in order_of(names, number):
             times[name].append(statistics.median(timed(name, repeats[name])))
     return times
+
+
+def order_of(names: list[str], number: int) -> list[str]:
+    """The order of a round: over as many rounds as there are names, or twice as many where that is
+    odd, each directly follows every other equally often (E. J. Williams, 1949, Latin squares
+    balanced for the estimation of residual effects).
+    """
+    count = len(names)
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [names[(step + number) % count] for step in zigzag]
+    return order[::-1] if count % 2 and number % 2 else order
 
 
 def ratio(times: list[float], baseline: list[float]) -> Spread:
