@@ -30,7 +30,7 @@ endif
 RUN := PYTHONPATH=src $(PYTHON)
 PYTEST := $(RUN) -m pytest
 # What `make bench-all` runs, one command a line; rows go to $(RESULTS).
-RESULTS ?= benchmarks/results/mine.jsonl
+RESULTS ?= .out/mine.jsonl
 BENCH = $(RUN) -m tilewise.cli bench --save $(RESULTS)
 LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
 NEWEST_TRITON := triton>=3.9

@@ -402,18 +402,21 @@ else:
     print(figures.machine)
 
 # %% [markdown]
-# How to read it. Small tiles ask for more bytes for the same product, and stay low. Between the two
-# orders of large tiles there is next to nothing on an H200: its programs walk along K side by side,
-# so that the cache need not hold whole strips, only the parts where they are. A smaller cache, or
-# programs that drift apart, need the better order. At 1024 there are 32 tiles of 128 x 256 for 132
+# How to read it. Small tiles ask for more bytes for the same product, and from 2048 on stay low.
+# Between the two orders of large tiles there is next to nothing on an H200: its programs walk along
+# K side by side, so that the cache need not hold whole strips, only the parts where they are. A
+# smaller cache, or programs that drift apart, need the better order. (Where they differ at 8192,
+# ask which ran behind the slow kernel: it found a cooler card, and a faster clock.) At 1024 there are 32 tiles of 128 x 256 for 132
 # SMs, and no order helps. cuBLAS is far ahead there: what would you cut to give every SM work?
 #
 # ## What a format buys, and what it costs
 #
-# The tensor cores multiply narrow numbers faster. All of these formats are summed in fp32; what
-# they lose, they lose when the inputs are rounded. **tf32** is what they make of fp32: its range,
-# with 10 bits of fraction. **fp16** has these 10 bits and a small range. **bf16** has fp32's range
-# and 7 bits. **fp8** (e4m3) has 3. In **fp32** proper there are no tensor cores at all.
+# The tensor cores multiply narrow numbers faster. All of these formats but fp8 are summed in fp32;
+# what they lose, they lose when the inputs are rounded. Hopper's tensor cores add up products of
+# fp8 with fewer bits: that loss comes on top, the longer the sum the more of it, and is not in the
+# table below. **tf32** is what they make of fp32: its range, with 10 bits of fraction. **fp16** has
+# these 10 bits and a small range. **bf16** has fp32's range and 7 bits. **fp8** (e4m3) has 3. In
+# **fp32** proper there are no tensor cores at all.
 #
 # The error below is that of a product whose inputs were rounded, against the product of the numbers
 # as they were: the root of the mean square, over that of the result. A machine without a GPU

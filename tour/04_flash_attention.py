@@ -595,7 +595,7 @@ show(fig, "04_speed")
 # **2.** *Cut the keys in two.* A program of FA2 needs no other program, but when one query meets a
 # very long sequence there are too few programs. Compute attention over the first half of the keys
 # and over the second with `fa2(..., return_lse=True)`, and merge both to the whole with their lse.
-# (Lesson 08's split-KV is this.) Hint: exp(lse) is the sum by which each half was divided.
+# (Split-KV decoding does this.) Hint: exp(lse) is the sum by which each half was divided.
 #
 # <details><summary>Solution</summary>
 #

@@ -202,8 +202,8 @@ check("the lesson's kernel", lambda causal: lesson_backward(*inputs, causal), *i
 # without its last matmul. `bwd_dq` gives each program a block of queries, which walks over the
 # keys as the forward does and recomputes S and dP a second time. So there are seven matmuls a tile
 # in place of five. Nobody adds to memory that another one adds to: no atomics, no fp32 copy of dQ,
-# and, as floating point sums depend on their order, the same bits in every run. The Hopper kernels
-# of lesson 07 do it the other way, with five.
+# and, as floating point sums depend on their order, the same bits in every run. The library's
+# Hopper kernels (`tilewise/kernels/hopper/bwd_*.py`) do it the other way, with five.
 #
 # You call neither: the forward keeps q, k, v, out and lse for autograd, whose backward runs them.
 
@@ -459,7 +459,9 @@ for name, meaning in COUNTERS.items():
 #
 # 1. Is it right, at this very shape? A wrong kernel's time means nothing.
 # 2. Is it timed right: warmed up, by events on the device, caches flushed, in turns with what it
-#    is compared to, the median of some rounds and the spread beside it?
+#    is compared to, the median of some rounds and the spread beside it? Behind the same other in
+#    every round? A slow kernel leaves the card cool, and the next one's clock goes up: the same
+#    kernel under two names differed by 4 % that way.
 # 3. Is it this kernel at all? torch.profiler, share of the whole.
 # 4. Is the host in time? A kernel under 20 µs is often waiting to be launched.
 # 5. dtype: bf16 or fp16 operands, fp32 accumulators. fp32 operands mean slow matmul units.

@@ -105,7 +105,8 @@ class Bench(click.Command):
 @click.command(cls=Bench)
 @click.argument("directions", nargs=-1, type=click.Choice(DIRECTIONS))
 @click.option(
-    "--suite", help="A named list of shapes instead of the options below: dense, cpu, smoke."
+    "--suite",
+    help=f"A named list of shapes instead of the options below: {', '.join(SUITES)}.",
 )
 @click.option(
     "--seqlen",
