@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import tilewise
 from tilewise import kept, mods, scores
 
 LIMIT = 5
@@ -106,3 +107,33 @@ def test_nothing_keeps_a_function_alive():
     traced()
     gc.collect()
     assert len(kept._kept) == before
+
+
+def test_what_was_computed_from_a_tensor_is_not_kept():
+    """Its value then is no part of what the function reads."""
+    table, start = torch.zeros(2, 8), torch.tensor(0)
+    for function in (
+        lambda score, b, h, q_idx, kv_idx: score + table.exp()[h, kv_idx],
+        lambda score, b, h, q_idx, kv_idx: score + table[1][kv_idx],
+        lambda score, b, h, q_idx, kv_idx: score + start.item(),
+        lambda score, b, h, q_idx, kv_idx: score * float(start),
+    ):
+        assert scores.score(function) is not scores.score(function)
+
+
+def test_a_shape_is_no_computation():
+    table = torch.zeros(2, 8)
+    function = lambda b, h, q_idx, kv_idx: kv_idx < table.shape[1] - table.size(0)  # noqa: E731
+    assert mods.mask(function) is mods.mask(function)
+
+
+def test_a_learned_tensor_learns_after_a_call_without_gradients():
+    log_slopes = torch.zeros(2, requires_grad=True)
+    q = torch.randn(1, 8, 2, 4)
+    score = lambda s, b, h, q_idx, kv_idx: s + log_slopes.exp()[h] * (kv_idx - q_idx)  # noqa: E731
+    with torch.no_grad():
+        tilewise.attention(q, q, q, score_mod=score)
+    for _ in range(2):
+        log_slopes.grad = None
+        tilewise.attention(q, q, q, score_mod=score).square().sum().backward()
+        assert log_slopes.grad.abs().min() > 0

@@ -3,18 +3,22 @@
 Tracing takes a function apart, a hundred microseconds and more, and a model passes the same one at
 every call. A function may read numbers and tensors from around it, and those may be others the next
 time. So what is kept goes with all that was read, and nothing is kept of a function that could read
-what cannot be seen from here, such as an attribute of some object.
+what cannot be seen from here, such as an attribute of some object, or that computes with a tensor,
+whose values are read by kernels at every call but by torch only now.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from .symbols import symbols_in
 from .traced import TracedFunction
 
 Made = TypeVar("Made", bound=TracedFunction)
@@ -35,8 +39,16 @@ def kept(function: Callable, make: Callable[[Callable], Made]) -> Made:
     before = _kept.get(function)
     if before is not None and before[0] == reads:
         return before[1]
-    made = make(function)
-    _kept[function] = reads, made
+    listener = _Listener()
+
+    @functools.wraps(function)
+    def heard(*symbols):
+        with listener:
+            return function(*symbols)
+
+    made = make(heard)
+    if not listener.computed:
+        _kept[function] = reads, made
     return made
 
 
@@ -75,6 +87,29 @@ def _read(value: Any) -> tuple | None:
     else:
         return None
     return (_Same(value),) if library.split(".")[0] in _LIBRARIES else None
+
+
+# What torch is asked about a tensor that `_read` tells by, or that no value changes
+_LOOKS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+}
+
+
+class _Listener(TorchFunctionMode):
+    """Whether a function has torch compute something else than a step of the tree."""
+
+    computed = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in _LOOKS and not symbols_in(args, kwargs):
+            self.computed = True
+        return func(*args, **kwargs)
 
 
 class _Same:

@@ -112,10 +112,15 @@ def _attach() -> None:
 _attach()
 
 
+def symbols_in(args, kwargs) -> list[Symbol]:
+    """The symbols among a call's arguments, also within tuples and lists."""
+    groups = (x if isinstance(x, (tuple, list)) else (x,) for x in (*args, *kwargs.values()))
+    return [x for group in groups for x in group if isinstance(x, Symbol)]
+
+
 def torch_call(func, args, kwargs):
     """What torch is asked while a function is traced: our business where a symbol takes part."""
-    groups = (x if isinstance(x, (tuple, list)) else (x,) for x in (*args, *kwargs.values()))
-    symbols = [x for group in groups for x in group if isinstance(x, Symbol)]
+    symbols = symbols_in(args, kwargs)
     if not symbols:
         return func(*args, **kwargs)
     name = getattr(func, "__name__", str(func)).strip("_")
