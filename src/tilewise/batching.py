@@ -16,10 +16,12 @@ from .errors import warn_slow
 Tensor = torch.Tensor
 
 
-def forward(attend: Callable, size: int, in_dims: tuple, tensors: tuple):
-    """`attend` of (q, k, v, *extras.tensors), mapped over `size` calls."""
+def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tensors: tuple):
+    """`attend` of (q, k, v, *extras.tensors), mapped over `size` calls. `counts_rows` is whether a
+    mask or score function asks which row of the batch it is in: then rows must not be joined.
+    """
     q, k, v, slopes, sinks, seqused_k, *others = tensors
-    if in_dims[4] is not None or any(x is not None for x in others):
+    if counts_rows or in_dims[4] is not None or any(x is not None for x in others):
         return one_by_one(attend, size, in_dims, tensors)
     batch = q.shape[1 if in_dims[0] == 0 else 0]
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), in_dims))
@@ -32,9 +34,9 @@ def forward(attend: Callable, size: int, in_dims: tuple, tensors: tuple):
 def one_by_one(call: Callable, size: int, in_dims: tuple, tensors: tuple):
     """`call` mapped in a loop."""
     warn_slow(
-        "vmap of attention's backward, or over sinks, packed sequences, a bias, dropout or what a "
-        "mask captured, runs its calls one by one: join the mapped dimension to the batch where "
-        "that is too slow"
+        "vmap of attention's backward, or over sinks, packed sequences, a bias, dropout, what a "
+        "mask captured or functions of b, runs its calls one by one: join the mapped dimension to "
+        "the batch where that is too slow"
     )
     results = [
         call(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)))

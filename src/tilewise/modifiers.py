@@ -117,6 +117,12 @@ def count_tensors(name: str) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
+def mentions(names: Mods) -> frozenset[str]:
+    """What the trees are made of, "b" and "h" among it where they tell rows or heads apart."""
+    return frozenset(node.op for name in names[:3] if name for node in walk(named(name)))
+
+
+@functools.lru_cache(maxsize=1024)
 def reads_tiles(names: Mods) -> bool:
     """Whether a mask or score function reads a number of its own for each pair."""
     trees = [named(name) for name in names[:3] if name]

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from . import batching, dispatch, learned
 from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
+from .modifiers import mentions
 from .problem import OPTIONAL, Call, Extras, Grads, extras_of
 from .schema import (
     AFTER_TENSORS,
@@ -30,6 +31,7 @@ from .schema import (
     asked,
     asking,
     flat,
+    mods_of,
     no_double_backward,
 )
 
@@ -64,6 +66,8 @@ def _run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
     if call.forward is not None and on_16_bytes:
         return call.forward(q, k, v, extras)
     problem = call.problem
+    if q.is_meta:
+        return empty_out(problem, q)
     is_aligned = aligned(q) and aligned(k) and aligned(v)
     chosen = dispatch.choose(problem, q.device, call.backend, is_aligned)
     if on_16_bytes and q.is_cuda and hasattr(chosen, "prepare"):
@@ -141,6 +145,8 @@ def _backward(
 
 
 def _run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> Grads:
+    if q.is_meta:
+        return empty_grads(call.problem, q, k, v, extras)
     is_aligned = aligned(q) and aligned(k) and aligned(v)
     chosen = dispatch.choose(call.problem, q.device, call.backend, is_aligned)
     return chosen.backward(call.problem, dout, dlse, q, k, v, out, lse, extras, call.scalars)
@@ -191,7 +197,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
         attend = functools.partial(_Attention.apply, call)
-        return batching.forward(attend, info.batch_size, in_dims[1:], tensors)
+        counts_rows = "b" in mentions(call.problem.mods)
+        return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tensors)
 
 
 class _AttentionBackward(Once):
@@ -275,7 +282,8 @@ def _vmap_forward_op(info, in_dims, *args):
     def attend(*tensors):
         return torch.ops.tilewise.forward(*tensors[:INPUTS], *extras_of(*tensors[INPUTS:]), *rest)
 
-    return batching.forward(attend, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
+    counts_rows = "b" in mentions(mods_of(rest))
+    return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
 
 
 def _vmap_backward_op(info, in_dims, *args):

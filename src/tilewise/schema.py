@@ -43,10 +43,15 @@ def asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
     """What an operator's arguments ask for: q, k, v and the extras, and what begins at scale."""
     q, k, v, *tensors = tensors
     extras, scalars = extras_of(*tensors), Scalars(*rest[:SCALARS])
-    align, deterministic, *functions, block, has_bias_grad, is_long, _ = rest[SCALARS:]
-    mods = Mods(*functions, tuple(block))
-    flags = align, deterministic, mods, has_bias_grad, is_long
+    align, deterministic, *_, has_bias_grad, is_long, _ = rest[SCALARS:]
+    flags = align, deterministic, mods_of(rest), has_bias_grad, is_long
     return describe(q, k, v, extras, scalars, *flags), extras, scalars
+
+
+def mods_of(rest: tuple) -> Mods:
+    """The modifiers that are named among what begins at scale."""
+    *functions, block = rest[SCALARS + 2 : SCALARS + 6]
+    return Mods(*functions, tuple(block))
 
 
 def no_double_backward(ctx, *grads):

@@ -6,6 +6,7 @@ from torch.autograd import forward_ad, gradcheck
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import tilewise
+from tilewise import ops
 
 SIZE, BATCH, SEQLEN = 3, 2, 7
 
@@ -101,6 +102,25 @@ def test_vmap_of_some_in_any_dimension(in_dims):
         return tilewise.attention(q, k, v, return_lse=True)
 
     torch.testing.assert_close(vmap(attend, in_dims)(*tensors), looped(attend, in_dims, tensors))
+
+
+@pytest.mark.parametrize("via", ["eager", "operator"])
+@pytest.mark.parametrize("index", ["b", "h"])
+def test_vmap_of_functions_that_tell_rows_or_heads_apart(index, via, monkeypatch):
+    """A mapped call counts its batch from 0, as a call by itself does."""
+    if via == "operator":
+        monkeypatch.setattr(ops, "is_watched", lambda *_: True)
+        monkeypatch.setattr(ops, "_is_transformed", lambda: False)
+    tensors = qkv(SIZE)
+
+    def attend(q, k, v):
+        mask = lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 2 * {"b": b, "h": h}[index]  # noqa: E731
+        score = lambda s, b, h, q_idx, kv_idx: s * ({"b": b, "h": h}[index] + 1)  # noqa: E731
+        return tilewise.attention(q, k, v, mask_mod=mask, score_mod=score, return_lse=True)
+
+    got = vmap(attend)(*tensors)
+    monkeypatch.undo()
+    torch.testing.assert_close(got, looped(attend, (0, 0, 0), tensors))
 
 
 def _mapped(in_dims):

@@ -220,8 +220,31 @@ def _lse_only_job(mesh) -> None:
         torch.testing.assert_close(grad.full_tensor(), want.grad, rtol=1e-5, atol=1e-5)
 
 
+def _indices_job(mesh) -> None:
+    """Functions that tell rows of the batch or heads apart count them in the whole."""
+    (q, k, v), *_ = _inputs(NHEADS)
+    for dim, mask, score in (
+        (0, lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 4 * b, None),
+        (2, lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 2 * h, None),
+        (0, None, lambda s, b, h, q_idx, kv_idx: s * (b + 1)),
+        (2, None, lambda s, b, h, q_idx, kv_idx: s * (h + 1)),
+    ):
+        placed = [_leaf(distribute_tensor(x, mesh, [Shard(dim)])) for x in (q, k, v)]
+        whole = [_leaf(x) for x in (q, k, v)]
+        got = tilewise.attention(*placed, mask_mod=mask, score_mod=score)
+        want = tilewise.attention(*whole, mask_mod=mask, score_mod=score)
+        torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=0)
+        got.sum().backward(), want.sum().backward()
+        for x, y in zip(placed, whole):
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=1e-5, atol=1e-5)
+    # One that does not is cut as ever
+    placed = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    cut = tilewise.attention(*placed, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+    assert cut.placements == (Shard(2),)
+
+
 def test_sharded_attention_is_exact():
-    _run(_features_job, _redistribution_job, _torn_groups_job, _lse_only_job)
+    _run(_features_job, _redistribution_job, _torn_groups_job, _lse_only_job, _indices_job)
 
 
 def _compiled_job(mesh) -> None:

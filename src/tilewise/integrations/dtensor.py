@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..modifiers import mentions
 from ..problem import OPTIONAL
+from ..schema import mods_of
 
 _registered = False
 
@@ -39,27 +41,22 @@ def register() -> bool:
 
 
 def _forward_rules(q, k, v, *call) -> list[tuple]:
-    extras, captured, rest = _divide(call)
+    extras, (captured, *options) = call[:OPTIONAL], call[OPTIONAL:]
     return [
-        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + rest)
-        for way in _ways(q, k, captured, *extras)
+        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + [None] * (1 + len(options)))
+        for way in _ways(q, k, captured, mentions(mods_of(options)), *extras)
     ]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
-    extras, captured, rest = _divide(call)
+    extras, (captured, *options) = call[:OPTIONAL], call[OPTIONAL:]
     rules = []
-    for way in _ways(q, k, captured, *extras):
+    for way in _ways(q, k, captured, mentions(mods_of(options)), *extras):
         given = [_if(dout, way.bshd), _if(dlse, way.bhs)]
         saved = [way.bshd] * 4 + [way.bhs]
         grads = [way.bshd] * 3 + [way.dsinks, way.dbias]
-        rules.append((grads, given + saved + way.extras + rest))
+        rules.append((grads, given + saved + way.extras + [None] * (1 + len(options))))
     return rules
-
-
-def _divide(call: tuple) -> tuple[tuple, Any, list]:
-    """The optional tensors, those that masks captured, and placements of all that follows."""
-    return call[:OPTIONAL], call[OPTIONAL], [None] * len(call[OPTIONAL:])
 
 
 class _Way(NamedTuple):
@@ -72,11 +69,12 @@ class _Way(NamedTuple):
     dbias: Any
 
 
-def _ways(q, k, captured, alibi_slopes, sinks, *others) -> list[_Way]:
+def _ways(q, k, captured, mentioned, alibi_slopes, sinks, *others) -> list[_Way]:
     """The ways that serve these tensors; here a tensor is what DTensor knows of one.
 
-    With a bias, dropout or what a mask captured nothing is cut: they tell heads and rows apart by
-    their numbers in the whole.
+    What tells rows of the batch or heads apart by their numbers in the whole is not cut there: a
+    bias, dropout or what a mask captured nowhere, functions that have `mentioned` "b" or "h" not by
+    these.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -93,9 +91,10 @@ def _ways(q, k, captured, alibi_slopes, sinks, *others) -> list[_Way]:
     ]
     if captured or any(x is not None for x in others[4:]):
         return ways[:1]
-    if any(x is not None for x in others[2:]):  # packed: a cut of the batch of 1 is none
+    is_packed = any(x is not None for x in others[2:])  # a cut of the batch of 1 is none
+    if is_packed or "b" in mentioned:
         del ways[1]
-    if _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
+    if "h" not in mentioned and _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
         by_head = extras(second if slopes_by_batch else first, first, whole)
         ways.append(_Way(Shard(2), second, by_head, whole if sinks is None else first, whole))
     return ways
