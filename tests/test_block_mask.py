@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilewise
 from tilewise import ArgumentError
 from tilewise.mods import causal, chunked, dilated, document, mask, prefix_lm, sliding_window
 from tilewise.sparse import BlockLists, BlockMask, block_mask, create_block_mask
+from tilewise.testing import use_interpreter
 
 DOC = (torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.02).cumsum(0).int()
 RAMP = torch.arange(300)
@@ -215,8 +217,28 @@ def test_from_flex_without_full_blocks_or_mask():
     indices = torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
     flex = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64)
     ours = BlockMask.from_flex(flex)
-    assert ours.kinds().tolist() == [[[[1, 0], [1, 1]]]]
+    assert ours.kinds().tolist() == [[[[2, 0], [2, 2]]]]
     assert ours.mask.dense(1, 1, 2, 2).all()
+
+
+def test_lists_without_a_predicate_are_one():
+    """What FlexAttention's lists alone hide, no backend may show, nor the reference."""
+    counts = torch.tensor([[[1, 1]], [[2, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1], [1, 0]]], [[[0, 1], [0, 1]]]], dtype=torch.int32)
+    flex = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64)
+    blocks = BlockMask.from_flex(flex)
+    listed = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [1, 0]]]).bool()[:, None]
+    seen = listed.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    assert torch.equal(blocks.mask.dense(2, 1, 128, 128), seen)
+    assert torch.equal(blocks.kinds() > 0, listed)
+    q, k, v = torch.randn(3, 2, 2, 128, 16).unbind(0)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
+    options = dict(layout="bhsd", block_mask=blocks)
+    with use_interpreter():
+        found = tilewise.attention(q, k, v, backend="portable", **options)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(tilewise.attention(q, k, v, **options), want)
+    torch.testing.assert_close(tilewise.attention_reference(q, k, v, **options), want)
 
 
 def test_from_flex_refuses():

@@ -115,7 +115,10 @@ class BlockMask:
 
     @classmethod
     def from_flex(cls, block_mask) -> BlockMask:
-        """From torch.nn.attention.flex_attention.BlockMask, whose mask_mod must be traceable."""
+        """From torch.nn.attention.flex_attention.BlockMask, whose mask_mod must be traceable.
+
+        Its lists are taken to say no less than its mask_mod; without one they are the mask.
+        """
         from torch.nn.attention import flex_attention
 
         if not isinstance(block_mask, flex_attention.BlockMask):
@@ -139,7 +142,24 @@ class BlockMask:
         everything = function is flex_attention.noop_mask
         function = mods.mask((lambda b, h, q_idx, kv_idx: True) if everything else function)
         shape = (*counts.shape[:2], *block_mask.seq_lengths)
-        return cls(function, shape, tuple(block_mask.BLOCK_SIZE), _trim(partial), _trim(full))
+        made = cls(function, shape, tuple(block_mask.BLOCK_SIZE), _trim(partial), _trim(full))
+        return made._as_listed() if everything else made
+
+    def _as_listed(self) -> BlockMask:
+        """The same with a mask that sees what the lists do, for those who ask no list."""
+        listed = self.kinds() != SKIPPED
+        if bool(listed.all()):
+            return self
+        (batch, nheads, seqlen_q, seqlen_k), (block_m, block_n) = self.shape, self.block
+        inside = torch.zeros_like(listed)  # neither end cuts the block
+        inside[:, :, : seqlen_q // block_m, : seqlen_k // block_n] = True
+
+        def sees(b, h, q_idx, kv_idx):
+            row, head = (b if batch > 1 else 0), (h if nheads > 1 else 0)
+            return listed[row, head, q_idx // block_m, kv_idx // block_n]
+
+        lists = _lists(listed & ~inside), _lists(listed & inside)
+        return BlockMask(mods.mask(sees), self.shape, self.block, *lists)
 
 
 def create_block_mask(
