@@ -302,12 +302,12 @@ def scaled_dot_product_attention(
         scale=scale,
         layout="bhsd",
         dropout_p=dropout_p,
-        **_masked_by(attn_mask),
+        **_masked_by(attn_mask, (*query.shape[:3], key.shape[2])),
     )
 
 
-def _masked_by(attn_mask: Tensor | None) -> dict:
-    """An attn_mask of torch's as an argument of `attention`."""
+def _masked_by(attn_mask: Tensor | None, sizes: tuple[int, int, int, int]) -> dict:
+    """An attn_mask of torch's as an argument of `attention` with these sizes."""
     if attn_mask is None:
         return {}
     if not isinstance(attn_mask, torch.Tensor) or attn_mask.dim() > 4:
@@ -317,8 +317,15 @@ def _masked_by(attn_mask: Tensor | None) -> dict:
             "nheads, seqlen_q, seqlen_k)"
         )
     x = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if any(n not in (1, size) for n, size in zip(x.shape, sizes)):
+        raise ArgumentError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}: it must broadcast over (batch, nheads, "
+            f"seqlen_q, seqlen_k), here {tuple(sizes)}"
+        )
     if x.dtype != torch.bool:
         return {"bias": x}
+    if 0 in sizes:
+        return {}  # there is no pair to hide
     return {"mask_mod": lambda *at: x[tuple(i if n > 1 else 0 for i, n in zip(at, x.shape))]}
 
 

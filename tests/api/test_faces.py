@@ -231,6 +231,23 @@ def test_attn_mask_is_as_in_torch(shape, is_bool):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(10, 10), (4, 1, 6, 6), (1, 3, 6, 6), (5, 6), (2, 2, 6, 0)])
+def test_an_attn_mask_of_another_size_is_refused(shape, dtype):
+    q = torch.randn(2, 2, 6, 4)
+    with pytest.raises(tilewise.ArgumentError, match=r"attn_mask has shape .*\(2, 2, 6, 6\)"):
+        tilewise.scaled_dot_product_attention(q, q, q, torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_an_attn_mask_of_nothing(batch, seqlen_q, seqlen_k, is_bool):
+    q, k = torch.randn(batch, 2, seqlen_q, 16), torch.randn(batch, 2, seqlen_k, 16)
+    mask = torch.ones(batch, 1, seqlen_q, seqlen_k)
+    out = tilewise.scaled_dot_product_attention(q, k, k, mask.bool() if is_bool else mask)
+    assert out.shape == q.shape and not out.any()
+
+
 def test_attn_mask_with_is_causal_is_refused_as_in_torch():
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(tilewise.ArgumentError, match="is_causal"):
