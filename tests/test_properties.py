@@ -55,13 +55,18 @@ def close(x, y):
 
 
 @examples(seed=seeds, q=seqlens, k=seqlens, d=headdims, h=heads, causal=st.booleans())
-def test_permuting_the_batch_changes_no_bit(backend, seed, q, k, d, h, causal):
+def test_permuting_the_batch_permutes_the_result(backend, seed, q, k, d, h, causal):
+    """In our kernels to the bit. The matmuls in torch's for the CPU sum by how rows lie in memory
+    (17 keys of headdim 1 on an AMD EPYC: two units in the last place).
+    """
     inputs = qkv(seed, q, k, d, h, batch=3)
     order = torch.tensor([2, 0, 1])
     out, lse = attention(*inputs, causal=causal, backend=backend, return_lse=True)
     permuted = [x[order] for x in inputs]
     out2, lse2 = attention(*permuted, causal=causal, backend=backend, return_lse=True)
-    assert torch.equal(out[order], out2) and torch.equal(lse[order], lse2)
+    ulps = 0.0 if backend == "portable" else 1e-6
+    for before, after in ((out, out2), (lse, lse2)):
+        torch.testing.assert_close(before[order], after, rtol=ulps, atol=ulps)
 
 
 @examples(seed=seeds, q=seqlens, k=st.integers(2, 90), d=headdims, h=heads, cut=st.floats(0, 1))
