@@ -125,7 +125,8 @@ def attention(
         backend=backend,
         dropout_p=dropout_p,
         mods=modifiers.mods,
-        is_long=is_packed and max_seqlen_q is not None and max_seqlen_q > LONG,
+        # A tensor's number is on its device, and nothing here is worth a wait
+        is_long=is_packed and isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG,
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)

@@ -167,11 +167,17 @@ def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int,
 
 def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k and v are tensors of rank 4 (asked before anything is transposed)."""
-    if type(q) is type(k) is type(v) is torch.Tensor and q.ndim == k.ndim == v.ndim == 4:
+    is_plain = type(q) is type(k) is type(v) is torch.Tensor
+    if is_plain and q.ndim == k.ndim == v.ndim == 4 and not (q.is_nested or k.is_nested):
         return
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
+        if x.is_nested:
+            raise ArgumentError(
+                f"{name} is a nested tensor: pass its sequences end to end, (total, nheads, "
+                "headdim), as values() of a jagged one has them, and where they begin as cu_seqlens"
+            )
         if x.dim() != 4:
             raise ArgumentError(
                 f"{name} has shape {tuple(x.shape)}: it must have 4 dimensions, batch, seqlen, "
@@ -179,7 +185,7 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def check_bounds(*bounds: int | None) -> None:
+def check_bounds(*bounds: int | Tensor | None) -> None:
     """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
     for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
         if bound is not None and (

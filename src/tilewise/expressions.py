@@ -190,10 +190,10 @@ def evaluate(
     """The value in torch: indices are ints or integer tensors that broadcast against each other and
     the score, and the answer has the shape of those that the tree mentions.
     """
-    given = {name: torch.as_tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
+    given = {name: _tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
     dtype = torch.float32
     if score is not None:
-        score = torch.as_tensor(score)
+        score = _tensor(score)
         dtype = torch.promote_types(score.dtype, dtype)
         given[SCORE] = score.to(dtype)
     plan = steps(expr)
@@ -209,6 +209,11 @@ def evaluate(
             if last_user[i] == number:
                 found[i] = None  # its memory
     return found[-1]
+
+
+def _tensor(x) -> Tensor:
+    """A tensor as it is, a number as one that goes with those of any device."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
 
 
 def _value(step: Step, operands: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:

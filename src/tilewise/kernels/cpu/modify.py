@@ -14,7 +14,7 @@ import torch
 from ... import dropout
 from ...expressions import evaluate, named
 from .dense import Dense, Rows
-from .tiles import Chunk
+from .tiles import Chunk, positions
 
 Tensor = torch.Tensor
 
@@ -32,13 +32,10 @@ def place_of(dense: Dense, x: Chunk, r: Rows, start: int, stop: int) -> Place:
     """Keys [start, stop) beside a block of queries."""
     batch = range(dense.q.shape[0])[x.batch]
     heads = range(dense.k.shape[1])[x.heads]
-    h = torch.arange(heads.start * x.group, heads.stop * x.group)
-    return Place(
-        (torch.arange(batch.start, batch.stop) + dense.more.first).view(-1, 1, 1, 1, 1),
-        h.view(-1, x.group, 1, 1),
-        torch.arange(r.start, r.stop).unsqueeze(1),
-        torch.arange(start, stop),
-    )
+    b = positions(batch.start, batch.stop) + dense.more.first
+    h = positions(heads.start * x.group, heads.stop * x.group)
+    q_idx, k_idx = positions(r.start, r.stop), positions(start, stop)
+    return Place(b.view(-1, 1, 1, 1, 1), h.view(-1, x.group, 1, 1), q_idx.unsqueeze(1), k_idx)
 
 
 def by_index(s: Tensor, place: Place) -> Tensor:
@@ -55,7 +52,7 @@ def bend(s: Tensor, dense: Dense, place: Place) -> Tensor | None:
     s = by_index(s, place)
     at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
     derivative = evaluate(named(more.mods.derivative), *at, score=s)
-    derivative = torch.as_tensor(derivative).to(s.dtype).expand_as(s).clone()
+    derivative = derivative.to(s.dtype).expand_as(s).clone()
     s.copy_(evaluate(named(more.mods.score), *at, score=s))
     return derivative.flatten(0, 1).flatten(1, 2)
 

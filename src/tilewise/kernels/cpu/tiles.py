@@ -97,11 +97,16 @@ class Workspace:
         return torch.bmm(x, y, out=self.memory[name][:numel].view(shape))
 
 
+def positions(start: int, stop: int) -> Tensor:
+    """Of queries or keys, whatever torch's default device is."""
+    return torch.arange(start, stop, device="cpu")
+
+
 def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: Rows, start: int, stop: int) -> None:
     """Adds ALiBi to the scores of keys [start, stop), and hides those outside of the band."""
     s = s.view(s.shape[0], x.group, r.stop - r.start, stop - start)
     if x.slopes is not None:
-        q_idx, k_idx = torch.arange(r.start, r.stop), torch.arange(start, stop)
+        q_idx, k_idx = positions(r.start, r.stop), positions(start, stop)
         distance = (q_idx.unsqueeze(1) + dense.diagonal - k_idx).abs()
         s.addcmul_(x.slopes, distance.to(s.dtype), value=-1)
     # The partial blocks: some query does not see keys before full_first or from full_last on.
@@ -111,9 +116,8 @@ def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: Rows, start: int, stop: 
 
 
 def _hidden(dense: Dense, r: Rows, start: int, stop: int) -> Tensor:
-    q_idx = torch.arange(r.start, r.stop).unsqueeze(1)
-    k_idx = torch.arange(start, stop)
-    hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool)
+    q_idx, k_idx = positions(r.start, r.stop).unsqueeze(1), positions(start, stop)
+    hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool, device="cpu")
     if dense.left >= 0:
         hidden |= ~predicates.within_left(q_idx, k_idx, dense.diagonal, dense.left)
     if dense.right >= 0:
