@@ -35,6 +35,9 @@ def config_of(name):
     if name == "gpt_oss":
         experts = dict(num_local_experts=2, num_experts_per_tok=1, head_dim=8, sliding_window=5)
         return make("gpt_oss", **SIZES, **TOKENS, **experts)
+    if name == "gpt2":
+        sizes = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        return make("gpt2", **sizes, **TOKENS, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     if name == "modernbert":
         sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
         return make("modernbert", **sizes, **TOKENS, local_attention=6)
@@ -69,7 +72,7 @@ def padded(side, lengths=(12, 7, 4), seqlen=12):
     return mask if side == "right" else mask.flip(1)
 
 
-DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
+DECODERS = ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"]
 
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])

@@ -55,6 +55,8 @@ def packed(model, ids, use_cache=False, **told):
 def test_each_sequence_is_alone(name, told):
     if name == "gpt_oss" and "cu_seq_lens_q" not in TOLD[told]:
         pytest.skip("it hands the mask function no position ids")
+    if name == "gpt2" and "position_ids" not in TOLD[told]:
+        pytest.skip("it learned a vector for each position, and counts them through the row")
     eager, ours = pair(config_of(name))
     ids = tokens(1, sum(LENGTHS))
     with torch.no_grad():

@@ -29,7 +29,7 @@ class Visible:
     begins: Tensor | None = None  # of sequences packed in one row: bool (seqlen,), where they begin
     starts: Tensor | None = None  # the same as numbers, int32, and the end; not in a compiled graph
     agreed: list[Tensor] = dataclasses.field(default_factory=list)  # `cu_seq_lens` that say so, too
-    ndim = 0  # models ask a mask for it
+    ndim = 4  # models ask a mask for it, and flatten or pad what has less
 
     def contiguous(self) -> Visible:  # so does `generate`
         return self
