@@ -579,8 +579,8 @@ show(fig, "04_speed")
 # </details>
 #
 # **2. 把键切成两半。** FA2 的一个程序不需要别的程序；但只有一个查询而序列很长时，程序就太少了。用
-# `fa2(..., return_lse=True)` 分别对前一半键和后一半键计算注意力，再用它们的 lse 合并成整体。（split-KV
-# 解码就是这样做的。）提示：exp(lse) 就是每一半所除的那个和。
+# `fa2(..., return_lse=True)` 分别对前一半键和后一半键计算注意力，再用它们的 lse 合并成整体。
+# （split-KV 解码就是这样做的。）提示：exp(lse) 就是每一半所除的那个和。
 #
 # <details><summary>答案</summary>
 #
