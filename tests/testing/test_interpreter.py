@@ -242,3 +242,30 @@ def test_wrong_kernels_and_devices_are_refused():
         interpret(lambda x: x)[(1,)](torch.zeros(1))
     with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
         interpret(copy_kernel)[(1,)](torch.ones(2), torch.ones(2, device="meta"), N=2)
+
+
+_THEN_COMPILES = """
+import torch, triton, triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+from tilewise.testing import interpret
+
+@triton.jit
+def copy_kernel(x, y):
+    y.store([0, 0], x.load([0, 0]))
+
+x = torch.randn(16, 16)
+y = torch.zeros(16, 16)
+interpret(copy_kernel)[(1,)](*[TensorDescriptor.from_tensor(t, [16, 16]) for t in (x, y)])
+assert torch.equal(x, y)
+from triton.experimental.gluon import language as gl
+assert gl.static_range is tl.static_range, "Gluon was imported while Triton meant something else"
+"""
+
+
+def test_gluon_compiles_after_it(tmp_path):
+    """Triton's interpreter imports Gluon when it meets a descriptor, and Gluon takes over names of
+    `triton.language` as they are at that moment.
+    """
+    script = tmp_path / "script.py"  # a kernel's source must be in a file
+    script.write_text(_THEN_COMPILES)
+    subprocess.run([sys.executable, script], check=True)
