@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-import triton.experimental.gluon.language  # noqa: F401  takes over names that are patched below
+import triton.experimental.gluon.language  # it takes over names that are patched below
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 from triton.language.semantic import TritonSemantic
