@@ -1,14 +1,16 @@
 """Predicates as algebra: what they say against torch's own answer, their keys, their errors."""
 
 import itertools
+import math
 import re
+from collections import OrderedDict
 
 import pytest
 import random_masks as masks
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, expressions
+from tilewise import ArgumentError, expressions, mods, scores
 from tilewise.mods import (
     causal,
     chunked,
@@ -156,6 +158,30 @@ def test_the_table_is_bounded(monkeypatch):
     with pytest.raises(ArgumentError, match="no longer known.*build the mask again"):
         expressions.named(name)
     assert expressions.named(first.key) == first.expr  # asking for the key enters it anew
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        causal(3) & document(DOC) | ~dilated(3),
+        mask(lambda b, h, q, k: (q * 0.5 > -0.0) & (k < math.inf)),
+        mask(lambda b, h, q, k: mods.where(q > 2, DOC[k], -1) == 2**31),
+        scores.score(lambda s, b, h, q, k: torch.exp(s) * torch.tensor(2.0, dtype=torch.bfloat16)),
+        scores.score(lambda s, b, h, q, k: s / 3 + k).derivative,
+    ],
+    ids=str,
+)
+def test_a_text_is_the_tree(function, monkeypatch):
+    """Also for a process that never saw the function."""
+    text = expressions.text_of(function.key)
+    monkeypatch.setattr(expressions, "_table", OrderedDict())
+    expressions._told.cache_clear()
+    assert expressions.name_of(text) == function._name
+    assert expressions.named(function._name) == function.expr
+
+
+def test_a_text_of_nothing():
+    assert expressions.text_of("") == expressions.name_of("") == ""
 
 
 def test_trees_are_described_as_written():

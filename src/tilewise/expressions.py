@@ -13,7 +13,9 @@ element: that is what lets `where(q_idx > 0, doc[q_idx - 1], -1)` be asked at qu
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import operator
 import threading
 from collections import OrderedDict
@@ -260,7 +262,7 @@ def constant_text(value: bool | int | float) -> str:
     return f"({text})" if text.startswith("-") else text
 
 
-# Trees by name, the least recently used first: names cross torch.library, trees cannot.
+# Trees by name, the least recently used first.
 TABLE_SIZE = 1024
 _table: OrderedDict[str, Node] = OrderedDict()
 _lock = threading.Lock()
@@ -282,6 +284,46 @@ def remember(name: str, expr: Node) -> None:
         _table.move_to_end(name)
         while len(_table) > TABLE_SIZE:
             _table.popitem(last=False)
+
+
+def text_of(name: str) -> str:
+    """A named tree in words that any process understands: what crosses torch.library, and so is
+    written into compiled and exported programs. "" of "".
+    """
+    return _text(name)
+
+
+# As torch.compiler.assume_constant_result does: a compiler takes the answer, and no locks
+text_of._dynamo_marked_constant = True
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def _text(name: str) -> str:
+    told = []
+    for op, inputs, value, _ in steps(named(name)) if name else ():
+        if op == "load":
+            value = value[0], str(value[1]).removeprefix("torch.")
+        told.append((op, inputs, value))
+    return json.dumps(told) if told else ""
+
+
+def name_of(text: str) -> str:
+    """The name of the tree that a text of `text_of` tells, which is then known here."""
+    if not text:
+        return ""
+    name, expr = _told(text)
+    remember(name, expr)
+    return name
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def _told(text: str) -> tuple[str, Node]:
+    nodes: list[Node] = []
+    for op, inputs, value in json.loads(text):
+        if op == "load":
+            value = value[0], getattr(torch, value[1])
+        nodes.append(Node(op, tuple(nodes[i] for i in inputs), value))
+    return intern(nodes[-1]), nodes[-1]
 
 
 def named(name: str) -> Node:

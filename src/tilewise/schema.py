@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .expressions import name_of, text_of
 from .problem import OPTIONAL, Call, Extras, Mods, Problem, Scalars, describe, extras_of
 
 Tensor = torch.Tensor
@@ -26,8 +27,8 @@ def asking(call: Call) -> tuple:
     """The arguments of an operator after its tensors: the inverse of `asked`."""
     problem = call.problem
     mods = problem.mods
-    functions = mods.mask, mods.score, mods.derivative, mods.block
-    flags = problem.align, problem.deterministic, *functions, problem.has_bias_grad
+    functions = (text_of(name) for name in (mods.mask, mods.score, mods.derivative))
+    flags = problem.align, problem.deterministic, *functions, mods.block, problem.has_bias_grad
     return (*call.scalars, *flags, problem.is_long, call.backend)
 
 
@@ -49,9 +50,9 @@ def asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
 
 
 def mods_of(rest: tuple) -> Mods:
-    """The modifiers that are named among what begins at scale."""
+    """The modifiers that are told among what begins at scale."""
     *functions, block = rest[SCALARS + 2 : SCALARS + 6]
-    return Mods(*functions, tuple(block))
+    return Mods(*map(name_of, functions), tuple(block))
 
 
 def no_double_backward(ctx, *grads):

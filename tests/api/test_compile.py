@@ -1,10 +1,16 @@
 """torch.compile and export: one graph for every length, equal results and gradients."""
 
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilewise
+from tilewise import expressions
 from tilewise.testing import use_interpreter
 
 EVERY = {
@@ -191,3 +197,44 @@ def test_export_with_a_dynamic_sequence(strict):
     assert torch.ops.tilewise.forward.default in targets
     other = [x.detach() for x in qkv(3, 37)]
     torch.testing.assert_close(program.module()(*other), Module()(*other), rtol=0, atol=0)
+
+
+class Masked(torch.nn.Module):
+    """A mask and a score function that were made outside, one of them with a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("doc", torch.tensor([0] * 7 + [1] * 9, dtype=torch.int32))
+        self.mask = tilewise.mods.causal() & tilewise.mods.document(self.doc)
+        self.score = tilewise.mods.score(lambda s, b, h, q_idx, kv_idx: s * (h + 0.5))
+
+    def forward(self, q):
+        return tilewise.attention(q, q, q, mask_mod=self.mask, score_mod=self.score)
+
+
+_LOADED = """
+import sys, torch, tilewise
+program = torch.export.load(sys.argv[1])
+q, want = torch.load(sys.argv[2])
+torch.testing.assert_close(program.module()(q), want, rtol=0, atol=0)
+"""
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_mask_is_known_in_another_process(strict, tmp_path):
+    q, module = torch.randn(1, 16, 2, 8), Masked()
+    program = torch.export.export(module, (q,), strict=strict)
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((q, module(q)), tmp_path / "tensors.pt")
+    paths = [str(tmp_path / name) for name in ("program.pt2", "tensors.pt")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", _LOADED, *paths], check=True, env=env)
+
+
+def test_a_graph_outlives_the_table_of_trees(monkeypatch):
+    module = Masked()
+    q = torch.randn(1, 16, 2, 8)
+    compiled, want = torch.compile(module, backend="aot_eager", fullgraph=True), module(q)
+    torch.testing.assert_close(compiled(q), want)
+    monkeypatch.setattr(expressions, "_table", OrderedDict())
+    torch.testing.assert_close(compiled(q), want)
