@@ -4,13 +4,17 @@ own convention into a call of `tilewise.attention`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .api import attention, call
 from .checks import Window, band, check_rank, check_window
 from .dropout import draw_rng
 from .errors import ArgumentError
-from .problem import extras_of
+from .modifiers import NO_MODIFIERS, Modifiers
+from .mods import Mask, mask
+from .problem import OPEN, Mods, extras_of
 
 Tensor = torch.Tensor
 
@@ -294,22 +298,26 @@ def scaled_dot_product_attention(
         raise ArgumentError(
             "attn_mask and is_causal: torch takes one of them, and so do we; the mask can say both"
         )
-    return attention(
-        query,
-        key,
-        value,
-        causal="top_left" if is_causal else False,
+    bias, modifiers = _masked_by(attn_mask, (*query.shape[:3], key.shape[2]))
+    out, _ = call(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        extras=extras_of(*(None,) * 6, bias, _rng(dropout_p, query), *modifiers.captured),
         scale=scale,
-        layout="bhsd",
+        softcap=None,
+        window=("top_left", OPEN, 0) if is_causal else ("bottom_right", OPEN, OPEN),
+        deterministic=False,
         dropout_p=dropout_p,
-        **_masked_by(attn_mask, (*query.shape[:3], key.shape[2])),
+        mods=modifiers.mods,
     )
+    return out.transpose(1, 2)
 
 
-def _masked_by(attn_mask: Tensor | None, sizes: tuple[int, int, int, int]) -> dict:
-    """An attn_mask of torch's as an argument of `attention` with these sizes."""
+def _masked_by(
+    attn_mask: Tensor | None, sizes: tuple[int, int, int, int]
+) -> tuple[Tensor | None, Modifiers]:
+    """An attn_mask of torch's for a call of these sizes: numbers are a bias, bools a mask."""
     if attn_mask is None:
-        return {}
+        return None, NO_MODIFIERS
     if not isinstance(attn_mask, torch.Tensor) or attn_mask.dim() > 4:
         shape = getattr(attn_mask, "shape", type(attn_mask).__name__)
         raise ArgumentError(
@@ -323,10 +331,26 @@ def _masked_by(attn_mask: Tensor | None, sizes: tuple[int, int, int, int]) -> di
             f"seqlen_q, seqlen_k), here {tuple(sizes)}"
         )
     if x.dtype != torch.bool:
-        return {"bias": x}
+        return x, NO_MODIFIERS
     if 0 in sizes:
-        return {}  # there is no pair to hide
-    return {"mask_mod": lambda *at: x[tuple(i if n > 1 else 0 for i, n in zip(at, x.shape))]}
+        return None, NO_MODIFIERS  # there is no pair to hide
+    return None, Modifiers(Mods(mask=_reads(tuple(n > 1 for n in x.shape))), (x,))
+
+
+def _reads(along: tuple[bool, ...]) -> str:
+    """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
+    are not shared.
+    """
+    return _reading(along).key
+
+
+_reads._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
+
+
+@functools.cache
+def _reading(along: tuple[bool, ...]) -> Mask:
+    x = torch.ones([1 + is_own for is_own in along], dtype=torch.bool, device="cpu")
+    return mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
 
 
 def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

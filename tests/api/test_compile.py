@@ -238,3 +238,19 @@ def test_a_graph_outlives_the_table_of_trees(monkeypatch):
     torch.testing.assert_close(compiled(q), want)
     monkeypatch.setattr(expressions, "_table", OrderedDict())
     torch.testing.assert_close(compiled(q), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(9, 9), (2, 1, 1, 9), (1, 2, 9, 1), (2, 2, 9, 9)])
+def test_an_attn_mask_is_part_of_the_graph(shape, dtype):
+    q = torch.randn(2, 2, 9, 8, requires_grad=True)
+    mask = torch.rand(shape) if dtype.is_floating_point else torch.rand(shape) > 0.3
+
+    def attend(q, mask):
+        return tilewise.scaled_dot_product_attention(q, q, q, mask)
+
+    want = attend(q, mask)
+    got = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, mask)
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(out.square().sum(), q) for out in (got, want)]
+    torch.testing.assert_close(*grads)
