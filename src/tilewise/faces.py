@@ -59,7 +59,7 @@ def flash_attn_func(
         extras=extras_of(alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q)),
         scale=softmax_scale,
         softcap=softcap,
-        window=("bottom_right", *band(window_size, causal, "window_size")),
+        window=("bottom_right", *band(window_size, _flag(causal), "window_size")),
         deterministic=deterministic,
         dropout_p=dropout_p,
     )
@@ -190,7 +190,7 @@ def flash_attn_varlen_func(
         q,
         k,
         v,
-        causal=causal,
+        causal=_flag(causal),
         scale=softmax_scale,
         window=check_window(window_size, "window_size"),
         softcap=softcap,
@@ -367,6 +367,15 @@ def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor
             f"{name} has shape {shape}: it must be ({rows}, {parts}, nheads, headdim)"
         )
     return packed.unbind(dim)
+
+
+def _flag(causal: bool) -> bool:
+    if causal not in (False, True):  # 0 and 1 are, too
+        raise ArgumentError(
+            f"causal={causal!r}: it must be False or True, which means bottom-right here; "
+            "tilewise.attention takes 'top_left', too"
+        )
+    return bool(causal)
 
 
 def _rng(dropout_p: float, q: Tensor) -> Tensor | None:

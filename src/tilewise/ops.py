@@ -127,6 +127,11 @@ def _backward(
         return (None,) * (INPUTS + len(tensors))
     if dout is None:  # only the gradient of lse is asked
         dout = torch.zeros_like(out)
+    if torch._C._functorch.is_legacy_batchedtensor(dout):
+        raise NotImplementedError(
+            "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
+            "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
+        )
     saved = dout, dlse, q, k, v, out, lse
     given = (ctx.call, *saved, *tensors)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

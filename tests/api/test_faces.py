@@ -231,6 +231,20 @@ def test_attn_mask_is_as_in_torch(shape, is_bool):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("causal", ["top_left", "x", 2, None])
+def test_flash_attns_causal_is_a_flag(causal):
+    q, starts = torch.randn(1, 6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    for attend in (
+        lambda causal: tilewise.flash_attn_func(q, q, q, causal=causal),
+        lambda causal: tilewise.flash_attn_varlen_func(
+            q[0], q[0], q[0], starts, starts, causal=causal
+        ),
+    ):
+        with pytest.raises(tilewise.ArgumentError, match="causal=.*False or True"):
+            attend(causal)
+        assert torch.equal(attend(1), attend(True)) and torch.equal(attend(0), attend(False))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(10, 10), (4, 1, 6, 6), (1, 3, 6, 6), (5, 6), (2, 2, 6, 0)])
 def test_an_attn_mask_of_another_size_is_refused(shape, dtype):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck
+from torch.autograd.functional import jacobian
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import tilewise
@@ -179,6 +180,13 @@ def test_a_dual_level_without_duals_changes_nothing():
     with forward_ad.dual_level():
         got = tilewise.attention(*tensors)
     torch.testing.assert_close(got, tilewise.attention(*tensors), rtol=0, atol=0)
+
+
+def test_torchs_old_vmap_is_refused_by_name():
+    """torch.func has another one, which is served."""
+    q = qkv()[0]
+    with pytest.raises(NotImplementedError, match=r"vectorize=True.*torch\.func\.jacrev"):
+        jacobian(lambda q: tilewise.attention(q, q, q), q, vectorize=True)
 
 
 def test_a_second_derivative_is_refused_by_name():
