@@ -254,3 +254,17 @@ def test_an_attn_mask_is_part_of_the_graph(shape, dtype):
     torch.testing.assert_close(got, want)
     grads = [torch.autograd.grad(out.square().sum(), q) for out in (got, want)]
     torch.testing.assert_close(*grads)
+
+
+def test_a_mask_that_is_handed_in_may_be_another_one_each_time():
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(q, mask):
+        return tilewise.attention(q, q, q, mask_mod=mask)
+
+    q = torch.randn(1, 16, 2, 8)
+    for split in (3, 8, 15):
+        mask = tilewise.mods.document((torch.arange(16) >= split).int())
+        torch.testing.assert_close(attend(q, mask), tilewise.attention(q, q, q, mask_mod=mask))
+    assert counter.frame_count == 1
