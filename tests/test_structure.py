@@ -26,6 +26,7 @@ RANKS = [
     ["tile"],
     ["reference"],
     ["checks", "modifiers", "schema"],
+    ["scalars"],
     ["problem", "sparse"],
     ["mods", "scores"],
     ["kept"],

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 
 from . import ops
-from .checks import Window, band, check, check_bounds, has_values, in_order, sizes_of
+from .checks import check, has_values, in_order, sizes_of
 from .dropout import draw_rng
 from .errors import ArgumentError
 from .modifiers import check_block_mask, modifiers_of
 from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
+from .scalars import Window, band, check_bounds
 from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor

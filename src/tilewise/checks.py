@@ -5,7 +5,6 @@ that names the culprit.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from typing import NamedTuple
 
@@ -14,10 +13,10 @@ import torch
 from .dropout import check_dropout
 from .errors import ArgumentError
 from .modifiers import take_apart
-from .problem import NO_MODS, OPEN, OPTIONAL, Extras, Mods, Problem, Scalars, describe
+from .problem import NO_MODS, OPTIONAL, Extras, Mods, Problem, Scalars, describe
+from .scalars import check_scale, check_softcap
 
 Tensor = torch.Tensor
-Window = tuple[int | None, int | None] | None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -185,15 +184,6 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def check_bounds(*bounds: int | Tensor | None) -> None:
-    """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
-    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
-        if bound is not None and (
-            not isinstance(bound, (int, torch.SymInt, torch.Tensor)) or isinstance(bound, bool)
-        ):
-            raise ArgumentError(f"{name}={bound!r}: it must be an int, or None to leave it out")
-
-
 def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
     nheads = q.shape[2]
@@ -329,62 +319,6 @@ def _check_extra(
         raise ArgumentError(
             f"{name} is on {x.device} and q is on {q.device}: move them to one device"
         )
-
-
-def check_scale(scale: float | None, headdim: int) -> float:
-    """The softmax scale: 1 / sqrt(headdim) unless given."""
-    if scale is None:
-        return headdim**-0.5
-    if not (scale > 0 and scale < math.inf):
-        raise ArgumentError(
-            f"scale={scale}: it must be positive and finite; to flip the sign of the scores negate "
-            "q"
-        )
-    return float(scale)
-
-
-def check_softcap(softcap: float | None) -> float:
-    """The softcap: 0 means none."""
-    if softcap is None:
-        return 0.0
-    if not (softcap >= 0 and softcap < math.inf):
-        raise ArgumentError(f"softcap={softcap}: it must be positive, or 0 or None for none")
-    return float(softcap)
-
-
-def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, int]:
-    """A window and a causal flag as (left, right), -1 for an open side. Causal closes the right
-    side at 0.
-    """
-    left, right = check_window(window, name)
-    if is_causal:
-        right = 0
-    return left, right
-
-
-def check_window(window: Window, name: str) -> tuple[int, int]:
-    """(left, right) with None and -1 as open sides."""
-    if window is None:
-        return OPEN, OPEN
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentError(
-            f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no "
-            "limit"
-        )
-    sides = []
-    for side in window:
-        if side is not None and (
-            not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool)
-        ):
-            raise ArgumentError(
-                f"{name}={tuple(window)!r}: its sides must be ints, None or -1 for no limit"
-            )
-        if side is not None and side < OPEN:
-            raise ArgumentError(
-                f"{name}={tuple(window)!r}: a side must be at least 0, or None or -1 for no limit"
-            )
-        sides.append(OPEN if side is None else side)
-    return sides[0], sides[1]
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

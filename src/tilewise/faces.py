@@ -9,12 +9,13 @@ import functools
 import torch
 
 from .api import attention, call
-from .checks import Window, band, check_rank, check_window
+from .checks import check_rank
 from .dropout import draw_rng
 from .errors import ArgumentError
 from .modifiers import NO_MODIFIERS, Modifiers
 from .mods import Mask, mask
 from .problem import OPEN, Mods, extras_of
+from .scalars import Window, band, check_window
 
 Tensor = torch.Tensor
 

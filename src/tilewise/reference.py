@@ -23,20 +23,12 @@ from typing import NamedTuple
 import torch
 
 from . import mods, predicates, scores
-from .checks import (
-    Window,
-    band,
-    check_extras,
-    check_scale,
-    check_softcap,
-    check_tensors,
-    in_order,
-    sizes_of,
-)
+from .checks import check_extras, check_tensors, in_order, sizes_of
 from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError
 from .modifiers import check_block_mask, modifiers_of
 from .problem import OPEN, Extras, Scalars
+from .scalars import Window, band, check_scale, check_softcap
 from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor

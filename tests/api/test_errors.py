@@ -78,6 +78,13 @@ WRONG_VALUES = {
     "scale": ({"scale": 0.0}, Claims("scale=0.0", "positive")),
     "negative scale": ({"scale": -1.0}, Claims("scale=-1.0", "negate q")),
     "scale nan": ({"scale": math.nan}, Claims("scale=nan")),
+    "scale a word": ({"scale": "x"}, Claims("scale='x'", "number")),
+    "softcap a list": ({"softcap": [1.0]}, Claims("softcap=[1.0]", "number")),
+    "learned scale": (
+        {"scale": torch.tensor(0.3, requires_grad=True)},
+        Claims("scale is a tensor", "requires_grad True", "scale q"),
+    ),
+    "scales": ({"scale": torch.ones(4)}, Claims("scale is a tensor of shape (4,)", "number")),
     "causal": ({"causal": "left"}, Claims("causal='left'", "top_left", "bottom_right")),
     "causal None": ({"causal": None}, Claims("causal=None")),
     "layout": ({"layout": "sbhd"}, Claims("layout='sbhd'", "bshd", "bhsd")),
