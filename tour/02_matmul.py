@@ -406,7 +406,7 @@ else:
 # Between the two orders of large tiles there is next to nothing on an H200: its programs walk along
 # K side by side, so that the cache need not hold whole strips, only the parts where they are. A
 # smaller cache, or programs that drift apart, need the better order. (Where they differ at 8192,
-# ask which ran behind the slow kernel: it found a cooler card, and a faster clock.) At 1024
+# ask first whether one of them always ran behind the slow kernel: lesson 05 says why.) At 1024
 # there are 32 tiles of 128 x 256 for 132 SMs, and no order helps. cuBLAS is far ahead there: what
 # would you cut to give every SM work?
 #

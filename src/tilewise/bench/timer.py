@@ -1,9 +1,10 @@
 """A timer in which providers take turns, because a machine's speed drifts and a ratio taken in
 turns does not.
 
-Each round times every provider once, in an order in which nobody stays behind the same other: a
-card that comes from a slow call has heat to spare, and clocks the next one higher. On an H200 one
-kernel under two names took 4 % less wherever it followed FlashAttention-2 (16Ki tokens a sequence).
+Each round times every provider once, in an order in which nobody stays behind the same other. On an
+H200 one kernel under two names took 3 to 4.5 % less where it always followed FlashAttention-2 (16Ki
+tokens a sequence, headdim 128 and 256; at 64 nothing). The likely reason, not measured: a slow call
+leaves the card power to spare, and it clocks the next one higher.
 A round's time is the median of its calls, a provider's is the median of its rounds, and a ratio is
 the median of the ratios taken round by round.
 """
