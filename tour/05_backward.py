@@ -461,7 +461,7 @@ for name, meaning in COUNTERS.items():
 # 2. Is it timed right: warmed up, by events on the device, caches flushed, in turns with what it
 #    is compared to, the median of some rounds and the spread beside it? Behind the same other in
 #    every round? On an H200 one kernel under two names differed by up to 4.5 %, by whom it
-#    followed; probably a slow kernel leaves power to spare, and the card clocks the next one higher.
+#    followed: probably a slow kernel leaves power to spare, and the next one clocks higher.
 # 3. Is it this kernel at all? torch.profiler, share of the whole.
 # 4. Is the host in time? A kernel under 20 µs is often waiting to be launched.
 # 5. dtype: bf16 or fp16 operands, fp32 accumulators. fp32 operands mean slow matmul units.
