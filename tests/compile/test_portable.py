@@ -58,7 +58,7 @@ def allowed_spills(plan, target):
     headdim = plan.problem.headdim
     more = PACKED_SPILLS if plan.problem.is_packed else 0
     if headdim & (headdim - 1):
-        return PADDED + more
+        return PADDED if IS_MEASURED else PADDED + more
     more += MASK_SPILLS if plan.problem.mods.mask else 0
     more += LISTS_SPILLS if plan.problem.mods.block != (0, 0) else 0
     more += BIAS_SPILLS if plan.problem.has_bias else 0
@@ -137,11 +137,14 @@ def test_a_bias_fits_at_any_length(headdim, kernel):
     check(plan._replace(rows=SHORT + 1), "sm90")
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm89"])
-def test_a_head_that_is_no_multiple_of_16(target):
-    """Walks so few keys at a time that little is spilled; it was 11,990 and 1,324 bytes."""
-    found = check(plans_of(72, BF16, **BLOCKS)["fwd"], target)
-    assert found["spill_stores"] <= 170, found
+@pytest.mark.parametrize(
+    ("target", "variant", "most"),
+    [("sm80", "blocks", SMALL), ("sm89", "blocks", 170), ("sm90", "full", SMALL)],
+)
+def test_a_head_that_is_no_multiple_of_16(target, variant, most):
+    """Walks so few keys at a time that little is spilled; it was 11,990, 1,324 and 832 bytes."""
+    found = check(plans_of(72, BF16, **VARIANTS[variant])["fwd"], target)
+    assert found["spill_stores"] <= most, found
 
 
 def _everything_else():
