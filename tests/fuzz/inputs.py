@@ -1,0 +1,234 @@
+"""The tensors of a case: values from its seed, in memory as users have it, with NaN around every
+view and in every row that is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .cases import Case
+from .formulas import MASKS, SCORES
+from .functions import captured
+from .reference import Span, Terms
+
+Tensor = torch.Tensor
+MARGIN = 512
+
+
+class Inputs(NamedTuple):
+    """What a call takes, in its layout, and the same for the oracle, by rows."""
+
+    leaves: dict[str, Tensor]  # what gradients are asked of, by name
+    captured: dict[str, Tensor]  # what masks and score functions read and no gradient is asked of
+    slopes: Tensor | None
+    lengths: dict[str, Tensor]
+    rng: Tensor | None
+    dout: Tensor
+    dlse: Tensor | None
+    memory: list[Tensor]  # every buffer, margins included, none of which a call may change
+    spans: list[Span]
+    terms: Terms
+
+
+def make_inputs(case: Case) -> Inputs:
+    """The inputs of a case, on its device."""
+    look, device = case.look, torch.device(case.lane.device)
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, look.dtype)
+    spans = _spans(case)
+    q, k, v, dout = _values(case, generator)
+    memory = []
+
+    def placed(x: Tensor, kind: str = "dense", dtype: torch.dtype | None = None) -> Tensor:
+        memory_of_x, view = PLACES[kind](x.to(device, dtype or x.dtype))
+        memory.append(memory_of_x)
+        return view
+
+    rows = _unused(case, "q"), _unused(case, "k"), _unused(case, "k"), _unused(case, "q")
+    for x, unused in zip((q, k, v, dout), rows):
+        x[unused] = math.nan
+    kind = _kind(case)
+    if kind == "fused":
+        joined = placed(torch.cat([q, k, v], -2), "dense", dtype)
+        q, k, v = joined.split([case.nheads, case.nheads_k, case.nheads_k], -2)
+    else:
+        q = placed(q, "dense" if kind == "expanded" else kind, dtype)
+        k, v = (placed(x, kind, dtype) for x in (k, v))
+    dout = placed(dout, ("dense", "transposed", "padded")[case.seed % 3], dtype)
+    if look.layout == "bhsd":
+        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+    leaves = {"q": q, "k": k, "v": v}
+    if look.has("sinks"):
+        sinks = torch.randn(case.nheads, generator=generator) * (1 + 8 * (case.seed % 4 == 0))
+        leaves["sinks"] = placed(sinks, dtype=dtype)
+    if look.bias:
+        full = len(spans), case.nheads, case.queries[0], case.keys[0] + case.spare_k[0]
+        shape = [n if name in look.bias else 1 for name, n in zip("bhqk", full)]
+        bias = torch.randn(shape, generator=generator)
+        leaves["bias"] = placed(bias, dtype=torch.float32 if look.bias_dtype else dtype)
+    longest = max((*case.queries, *(a + b for a, b in zip(case.keys, case.spare_k))))
+    read = captured((look.score, look.mask), len(spans), case.nheads, longest, generator)
+    read = {name: x.to(device) for name, x in read.items()}
+    if look.learned:
+        name = next(name for name, x in read.items() if x.is_floating_point())
+        leaves[f"captured.{name}"] = placed(read.pop(name))
+    slopes = torch.rand((len(spans), case.nheads), generator=generator)
+    slopes = slopes if look.slopes == "batch" else slopes[0]
+    dlse = torch.randn(_lse_shape(case), generator=generator).to(device)
+    dlse = dlse.to(torch.promote_types(dtype, torch.float32))
+    rng = torch.tensor(case.rng, device=device)
+    return Inputs(
+        leaves={name: x.detach().requires_grad_() for name, x in leaves.items()},
+        captured=read,
+        slopes=slopes.to(device) if look.slopes else None,
+        lengths={name: x.to(device) for name, x in _lengths(case).items()},
+        rng=rng if case.dropout_p else None,
+        dout=dout,
+        dlse=dlse if look.lse_grad else None,
+        memory=memory,
+        spans=spans,
+        terms=Terms(
+            scale=case.scale or look.headdim**-0.5,
+            top_left=look.causal == "top_left",
+            left=case.left,
+            right=0 if look.causal else case.right,
+            softcap=case.softcap,
+            score=SCORES.get(look.score),
+            mask=MASKS.get(look.mask),
+            dropout_p=case.dropout_p,
+            rng=rng,
+        ),
+    )
+
+
+def by_rows(case: Case, x: Tensor) -> Tensor:
+    """(rows, heads, headdim) of q, k, v, out or a gradient of them."""
+    if case.look.packed:
+        return x
+    return (x.transpose(1, 2) if case.look.layout == "bhsd" else x).flatten(0, 1)
+
+
+def lse_by_rows(case: Case, lse: Tensor) -> Tensor:
+    """(nheads, rows)."""
+    return lse if case.look.packed else lse.transpose(0, 1).flatten(1)
+
+
+def _spans(case: Case) -> list[Span]:
+    spans, first_q, first_k = [], 0, 0
+    lengths = zip(case.queries, case.spare_q, case.keys, case.spare_k)
+    for number, (queries, spare_q, keys, spare_k) in enumerate(lengths):
+        spans.append(Span(number, first_q, queries, first_k, keys))
+        first_q, first_k = first_q + queries + spare_q, first_k + keys + spare_k
+    return spans
+
+
+def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """q, k, v and dout in (batch, seqlen, nheads, headdim) or (rows, nheads, headdim) order."""
+    look = case.look
+
+    def normal(used: tuple, spare: tuple, heads: int, headdim: int) -> Tensor:
+        total = sum(used) + sum(spare)
+        shape = (total,) if look.packed else (len(used), total // len(used))
+        return torch.randn((*shape, heads, headdim), generator=generator)
+
+    rows_q, rows_k = (case.queries, case.spare_q), (case.keys, case.spare_k)
+    q = normal(*rows_q, case.nheads, look.headdim)
+    k, v = (normal(*rows_k, case.nheads_k, n) for n in (look.headdim, look.headdim_v))
+    dout = normal(*rows_q, case.nheads, look.headdim_v)
+    if case.logits:  # scores near + or - logits, of one sign in a row
+        size = math.sqrt(case.logits / (case.scale or look.headdim**-0.5) / look.headdim)
+        sign = torch.where(torch.arange(q.shape[-3]) % 3 == 0, -1.0, 1.0).view(-1, 1, 1)
+        noise = 0.1 / math.sqrt(case.logits)
+        q, k = sign * size * (1 + noise * q), size * (1 + noise * k)
+    elif case.values == "spread":
+        q = 6 * q
+    if case.values == "equal":
+        k, v, dout = k * 0 + 0.25, v * 0 + 1.7, dout * 0 + 0.3
+    return q, k, v, dout
+
+
+def _unused(case: Case, side: str) -> Tensor:
+    """bool, (rows,) or (batch, seqlen): rows that nobody may read."""
+    used, spare = (case.queries, case.spare_q) if side == "q" else (case.keys, case.spare_k)
+    flags = [torch.arange(a + b) >= a for a, b in zip(used, spare)]
+    return torch.cat(flags) if case.look.packed else torch.stack(flags)
+
+
+def _lengths(case: Case) -> dict[str, Tensor]:
+    """cu_seqlens and seqused, int32."""
+    found = {}
+    for side, used, spare in (("q", case.queries, case.spare_q), ("k", case.keys, case.spare_k)):
+        if case.look.packed:
+            rows = torch.tensor([0, *(a + b for a, b in zip(used, spare))])
+            found[f"cu_seqlens_{side}"] = rows.cumsum(0).int()
+        if case.look.has("used") and (case.look.packed or side == "k"):
+            found[f"seqused_{side}"] = torch.tensor(used, dtype=torch.int32)
+    return found
+
+
+def _lse_shape(case: Case) -> tuple[int, ...]:
+    rows = sum(case.queries) + sum(case.spare_q)
+    if case.look.packed:
+        return case.nheads, rows
+    return len(case.queries), case.nheads, rows // len(case.queries)
+
+
+def _kind(case: Case) -> str:
+    """How q, k and v lie, where what was drawn fits."""
+    look, kind = case.look, case.look.memory
+    if kind == "fused" and (case.queries, look.headdim) != (case.keys, look.headdim_v):
+        return "dense"
+    if kind == "fused" and (look.has("used") or case.values == "equal"):
+        return "dense"
+    return "sliced" if kind == "expanded" and look.has("used") else kind
+
+
+def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
+    memory = x.new_full((x.numel() + 2 * MARGIN,), math.nan)
+    return memory, memory[MARGIN : MARGIN + x.numel()].view(x.shape).copy_(x)
+
+
+def _transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads before rows."""
+    memory, view = _dense(x.transpose(-2, -3).contiguous())
+    return memory, view.transpose(-2, -3)
+
+
+def _sequence_first(x: Tensor) -> tuple[Tensor, Tensor]:
+    memory, view = _dense(x.transpose(0, 1).contiguous())
+    return memory, view.transpose(0, 1)
+
+
+def _padded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Part of a larger tensor, at multiples of 8 elements if headdim is one."""
+    return _part(x, 8)
+
+
+def _sliced(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Part of a larger tensor, at odd places."""
+    return _part(x, 3)
+
+
+def _part(x: Tensor, at: int) -> tuple[Tensor, Tensor]:
+    *batch, seqlen, nheads, headdim = x.shape
+    memory = x.new_full((*batch, seqlen + 5, nheads + 1, headdim + 2 * at), math.nan)
+    return memory, memory[..., 2 : 2 + seqlen, 1:, at : at + headdim].copy_(x)
+
+
+def _expanded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first row of the batch for all."""
+    memory, view = _dense(x[:1])
+    return memory, view.expand_as(x)
+
+
+PLACES = {
+    "dense": _dense,
+    "transposed": _transposed,
+    "sequence first": _sequence_first,
+    "padded": _padded,
+    "sliced": _sliced,
+    "expanded": _expanded,
+}

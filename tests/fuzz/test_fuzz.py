@@ -1,0 +1,45 @@
+"""The fuzzer's cases: a sample in `make test`, 2,000 in `make test-all`, 1,000 on a GPU."""
+
+import pytest
+import torch
+
+from .cases import case
+from .lanes import LANES
+from .run import run
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+CHUNK = 50
+# How many cases of a lane `make test` computes, and how many more `make test-all`.
+SAMPLE = {"cpu-cpu": 150, "choice-cpu": 30, "portable-cpu": 10, "hopper-cpu": 12}
+MORE = {"cpu-cpu": 1500, "choice-cpu": 200, "portable-cpu": 100, "hopper-cpu": 200}
+ON_A_GPU = {"hopper-cuda": 500, "portable-cuda": 350, "choice-cuda": 150}
+
+
+def check(lane, seeds):
+    """Every case is right or, where it may be, refused; and not too many are."""
+    outcomes = [run(case(seed, lane)) for seed in seeds]
+    failed = [str(outcome) for outcome in outcomes if outcome.faults]
+    assert not failed, "\n" + "\n".join(failed)
+    refused = sum(bool(outcome.refused) for outcome in outcomes)
+    assert refused <= lane.refused * len(outcomes), f"{refused} of {len(outcomes)} are refused"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample(name):
+    check(LANES[name], range(SAMPLE[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "first"), [(name, first) for name in MORE for first in range(0, MORE[name], CHUNK)]
+)
+def test_more(name, first):
+    check(LANES[name], range(1000 + first, 1000 + first + CHUNK))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name):
+    if name == "hopper-cuda" and not IS_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    check(LANES[name], range(ON_A_GPU[name]))
