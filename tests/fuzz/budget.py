@@ -8,7 +8,7 @@ An element of a tensor X may be off by
       dS is off by p times that, as the gradient of lse by that number is
     + an ulp of the largest score, and of 1, times the sum of the sizes of X's terms, since the
       backward computes p = exp(s - lse) anew; ulps are those of the sums, fp32 or fp64, and one
-      for every 8 terms where all are about equal and so rounded to one side
+      for every 4 terms where all are about equal and so rounded to one side
 
 lse may be off by 2e-5 of the largest score, or of 1 (1e-12 in fp64); in half precision also by
 2^-10 of the largest score if there is a softcap, and by 2^-13 where torch's own kernel for the CPU
@@ -56,7 +56,7 @@ class Given(NamedTuple):
 
     def grown(self, terms: int) -> float:
         """How many ulps of itself a sum is off by: one for numbers of any sign."""
-        return max(1.0, terms / 8) if self.equal else 1.0
+        return max(1.0, terms / 4) if self.equal else 1.0
 
 
 def standard(given: Given) -> Standard:

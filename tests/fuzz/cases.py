@@ -2,7 +2,7 @@
 
     case(1234, lane_of("cpu", "cpu"))
 
-A look is what selects code: dtype, head dims and features. A shape is lengths, heads and numbers.
+A look is what selects code: dtype, heads and features. A shape is lengths and numbers.
 On a GPU a look has a seed of its own, `seed % lane.looks`, so that few kernels serve many cases.
 
 The number of features beside causal (three fifths of the cases), packing (a quarter) and layout is
@@ -50,6 +50,8 @@ class Look:
     memory: str
     lse_grad: bool
     deterministic: bool
+    nheads: int  # with headdim the strides, which Triton compiles for
+    nheads_k: int
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -66,8 +68,6 @@ class Case:
     seed: int
     lane: Lane
     look: Look
-    nheads: int
-    nheads_k: int
     queries: tuple[int, ...]  # of each sequence, used ones; in a batch all are equal
     keys: tuple[int, ...]
     spare_q: tuple[int, ...]  # rows behind each that are not used
@@ -90,7 +90,7 @@ class Case:
     def __str__(self) -> str:
         """The command, and what the case has beside what no case can lack."""
         look = {n: x for n, x in dataclasses.asdict(self.look).items() if x}
-        own = {n: getattr(self, n) for n in ("nheads", "nheads_k", "queries", "keys")}
+        own = {n: getattr(self, n) for n in ("queries", "keys")}
         others = ("spare_q", "spare_k", "left", "right", "softcap", "scale", "logits", "values")
         own |= {n: x for n in others if (x := getattr(self, n)) and x != (0,) * len(self.keys)}
         if self.dropout_p:
@@ -120,6 +120,8 @@ def _look(rng: random.Random, lane: Lane) -> Look:
         rows, columns = BLOCKS_OF_HOPPER if lane.backend == "hopper" else BLOCKS
         block = rng.choice(rows), rng.choice(columns)
         features, causal = features - {"window"}, False
+    nheads_k = rng.choice([n for n in (1, 1, 2, 3) if n <= lane.most_heads])
+    group = rng.choice([n for n in (1, 1, 2, 3, 4) if n * nheads_k <= lane.most_heads])
     deterministic = rng.random() < (0.0 if block and lane.backend == "hopper" else 0.2)
     return Look(
         dtype=rng.choice(lane.dtypes),
@@ -139,12 +141,12 @@ def _look(rng: random.Random, lane: Lane) -> Look:
         memory=memory,
         lse_grad=rng.random() < 0.4,
         deterministic=deterministic,
+        nheads=nheads_k * group,
+        nheads_k=nheads_k,
     )
 
 
 def _shape(seed: int, rng: random.Random, look: Look, lane: Lane) -> Case:
-    nheads_k = rng.choice([n for n in (1, 1, 2, 3) if n <= lane.most_heads])
-    nheads = nheads_k * rng.choice([n for n in (1, 1, 2, 3, 4) if n * nheads_k <= lane.most_heads])
     if look.packed:
         batch = rng.randint(1, 2 + lane.most_batch)
         longest = lane.longest if batch == 1 else lane.longest // 2
@@ -169,7 +171,7 @@ def _shape(seed: int, rng: random.Random, look: Look, lane: Lane) -> Case:
     if look.has("window"):
         left, right = (rng.choice((None, 0, 1, 5, 17, 64, 130, 1000)) for _ in "lr")
     return Case(
-        *(seed, lane, look, nheads, nheads_k),
+        *(seed, lane, look),
         *(tuple(queries), tuple(keys), tuple(spare_q), tuple(spare_k)),
         left=left,
         right=right,

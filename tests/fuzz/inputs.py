@@ -53,7 +53,7 @@ def make_inputs(case: Case) -> Inputs:
     kind = _kind(case)
     if kind == "fused":
         joined = placed(torch.cat([q, k, v], -2), "dense", dtype)
-        q, k, v = joined.split([case.nheads, case.nheads_k, case.nheads_k], -2)
+        q, k, v = joined.split([look.nheads, look.nheads_k, look.nheads_k], -2)
     else:
         q = placed(q, "dense" if kind == "expanded" else kind, dtype)
         k, v = (placed(x, kind, dtype) for x in (k, v))
@@ -62,20 +62,20 @@ def make_inputs(case: Case) -> Inputs:
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
     leaves = {"q": q, "k": k, "v": v}
     if look.has("sinks"):
-        sinks = torch.randn(case.nheads, generator=generator) * (1 + 8 * (case.seed % 4 == 0))
+        sinks = torch.randn(look.nheads, generator=generator) * (1 + 8 * (case.seed % 4 == 0))
         leaves["sinks"] = placed(sinks, dtype=dtype)
     if look.bias:
-        full = len(spans), case.nheads, case.queries[0], case.keys[0] + case.spare_k[0]
+        full = len(spans), look.nheads, case.queries[0], case.keys[0] + case.spare_k[0]
         shape = [n if name in look.bias else 1 for name, n in zip("bhqk", full)]
         bias = torch.randn(shape, generator=generator)
         leaves["bias"] = placed(bias, dtype=torch.float32 if look.bias_dtype else dtype)
     longest = max((*case.queries, *(a + b for a, b in zip(case.keys, case.spare_k))))
-    read = captured((look.score, look.mask), len(spans), case.nheads, longest, generator)
+    read = captured((look.score, look.mask), len(spans), look.nheads, longest, generator)
     read = {name: x.to(device) for name, x in read.items()}
     if look.learned:
         name = next(name for name, x in read.items() if x.is_floating_point())
         leaves[f"captured.{name}"] = placed(read.pop(name))
-    slopes = torch.rand((len(spans), case.nheads), generator=generator)
+    slopes = torch.rand((len(spans), look.nheads), generator=generator)
     slopes = slopes if look.slopes == "batch" else slopes[0]
     dlse = torch.randn(_lse_shape(case), generator=generator).to(device)
     dlse = dlse.to(torch.promote_types(dtype, torch.float32))
@@ -135,9 +135,9 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
         return torch.randn((*shape, heads, headdim), generator=generator)
 
     rows_q, rows_k = (case.queries, case.spare_q), (case.keys, case.spare_k)
-    q = normal(*rows_q, case.nheads, look.headdim)
-    k, v = (normal(*rows_k, case.nheads_k, n) for n in (look.headdim, look.headdim_v))
-    dout = normal(*rows_q, case.nheads, look.headdim_v)
+    q = normal(*rows_q, look.nheads, look.headdim)
+    k, v = (normal(*rows_k, look.nheads_k, n) for n in (look.headdim, look.headdim_v))
+    dout = normal(*rows_q, look.nheads, look.headdim_v)
     if case.logits:  # scores near + or - logits, of one sign in a row
         size = math.sqrt(case.logits / (case.scale or look.headdim**-0.5) / look.headdim)
         sign = torch.where(torch.arange(q.shape[-3]) % 3 == 0, -1.0, 1.0).view(-1, 1, 1)
@@ -170,10 +170,10 @@ def _lengths(case: Case) -> dict[str, Tensor]:
 
 
 def _lse_shape(case: Case) -> tuple[int, ...]:
-    rows = sum(case.queries) + sum(case.spare_q)
+    rows, nheads = sum(case.queries) + sum(case.spare_q), case.look.nheads
     if case.look.packed:
-        return case.nheads, rows
-    return len(case.queries), case.nheads, rows // len(case.queries)
+        return nheads, rows
+    return len(case.queries), nheads, rows // len(case.queries)
 
 
 def _kind(case: Case) -> str:

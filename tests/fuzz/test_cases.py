@@ -22,7 +22,7 @@ def test_a_case_is_a_function_of_its_seed(lane):
     assert [case(seed, lane) for seed in range(50)] == [case(seed, lane) for seed in range(50)]
     assert len({case(seed, lane) for seed in range(50)}) == 50
     with pytest.raises(dataclasses.FrozenInstanceError):
-        case(0, lane).nheads = 3
+        case(0, lane).seed = 3
 
 
 @lanes

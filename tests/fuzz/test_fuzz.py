@@ -10,7 +10,7 @@ from .run import run
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 CHUNK = 50
 # How many cases of a lane `make test` computes, and how many more `make test-all`.
-SAMPLE = {"cpu-cpu": 150, "choice-cpu": 30, "portable-cpu": 10, "hopper-cpu": 12}
+SAMPLE = {"cpu-cpu": 120, "choice-cpu": 20, "portable-cpu": 6, "hopper-cpu": 10}
 MORE = {"cpu-cpu": 1500, "choice-cpu": 200, "portable-cpu": 100, "hopper-cpu": 200}
 ON_A_GPU = {"hopper-cuda": 500, "portable-cuda": 350, "choice-cuda": 150}
 

@@ -64,7 +64,11 @@ MUTANTS = {
     scale: lambda x: x.values == "normal" and not x.logits,
     window: lambda x: x.left is not None and x.left < min(x.keys) - 1,
     lse: lambda x: True,
-    last_key: lambda x: not x.look.has("used") and not x.look.causal and x.keys[-1] > 0,
+    last_key: lambda x: (
+        not {"used", "mask", "window", "logits", "softcap"} & {*x.look.features}
+        and not x.look.causal
+        and x.values == "normal"
+    ),
     dropout: lambda x: x.dropout_p >= 0.1,
     slopes: lambda x: x.look.has("slopes"),
     sinks: lambda x: x.look.has("sinks"),
@@ -81,7 +85,7 @@ def concerned(mutant):
         and x.look.mask != "nothing"
         and min(x.queries) > 8
         and min(x.keys) > 8
-        and sum(x.queries) * x.nheads < 500
+        and sum(x.queries) * x.look.nheads < 500
         and MUTANTS[mutant](x)
     ][:TRIES]
 
