@@ -228,8 +228,9 @@ def _rows(step: Steps) -> tuple[slice, slice]:
 
 
 def _ulp(x: Tensor, dtype: torch.dtype) -> float:
+    """Of the largest element; and what is lost where fp32 ends and numbers become 0."""
     info = torch.finfo(dtype)
-    return info.eps * _largest(x) + info.smallest_normal * info.eps
+    return info.eps * _largest(x) + max(info.smallest_normal * info.eps, 2**-126)
 
 
 def _largest(x: Tensor) -> float:

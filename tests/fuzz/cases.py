@@ -100,7 +100,8 @@ class Case:
 
 def case(seed: int, lane: Lane) -> Case:
     """The case of a seed in a lane."""
-    look = _look(random.Random(f"look {seed % lane.looks if lane.looks else seed}"), lane)
+    look = f"{lane.name} {seed % lane.looks}" if lane.looks else seed
+    look = _look(random.Random(f"look {look}"), lane)
     return _shape(seed, random.Random(f"shape {seed}"), look, lane)
 
 

@@ -57,7 +57,8 @@ def make_inputs(case: Case) -> Inputs:
     else:
         q = placed(q, "dense" if kind == "expanded" else kind, dtype)
         k, v = (placed(x, kind, dtype) for x in (k, v))
-    dout = placed(dout, ("dense", "transposed", "padded")[case.seed % 3], dtype)
+    kinds = ("dense", "transposed", "padded", "dense" if look.has("used") else "expanded")
+    dout = placed(dout, kinds[case.seed % 4], dtype)
     if look.layout == "bhsd":
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
     leaves = {"q": q, "k": k, "v": v}
@@ -68,7 +69,8 @@ def make_inputs(case: Case) -> Inputs:
         full = len(spans), look.nheads, case.queries[0], case.keys[0] + case.spare_k[0]
         shape = [n if name in look.bias else 1 for name, n in zip("bhqk", full)]
         bias = torch.randn(shape, generator=generator)
-        leaves["bias"] = placed(bias, dtype=torch.float32 if look.bias_dtype else dtype)
+        bias_dtype = torch.float32 if look.bias_dtype else dtype
+        leaves["bias"] = placed(bias, ("dense", "transposed", "padded")[case.seed % 3], bias_dtype)
     longest = max((*case.queries, *(a + b for a, b in zip(case.keys, case.spare_k))))
     read = captured((look.score, look.mask), len(spans), look.nheads, longest, generator)
     read = {name: x.to(device) for name, x in read.items()}
@@ -77,8 +79,9 @@ def make_inputs(case: Case) -> Inputs:
         leaves[f"captured.{name}"] = placed(read.pop(name))
     slopes = torch.rand((len(spans), look.nheads), generator=generator)
     slopes = slopes if look.slopes == "batch" else slopes[0]
-    dlse = torch.randn(_lse_shape(case), generator=generator).to(device)
-    dlse = dlse.to(torch.promote_types(dtype, torch.float32))
+    dlse = torch.randn(_lse_shape(case), generator=generator).unsqueeze(-1)
+    kinds = ("dense", "transposed", "padded")
+    dlse = placed(dlse, kinds[case.seed % 3], torch.promote_types(dtype, torch.float32)).squeeze(-1)
     rng = torch.tensor(case.rng, device=device)
     return Inputs(
         leaves={name: x.detach().requires_grad_() for name, x in leaves.items()},

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 HALF = ("float16", "bfloat16")
-OF_WGMMA = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128)
+OF_WGMMA = (8, 16, 24, 32, 40, 64, 64, 72, 80, 96, 128, 128)
 ODD = (1, 2, 3, 5, 7, 8, 9, 16, 17, 24, 31, 32, 33, 40, 64, 65, 72)
 
 
@@ -45,6 +45,7 @@ class Lane(NamedTuple):
 _GPU = dict(device="cuda", longest=700, most_heads=8, most_batch=3)
 _PORTABLE = ("float32", *HALF)
 _WIDE = (128, 160, 192, 255, 256)
+_USUAL = (8, 40, 64, 64, 64, 72, 96, 128, 128, 128, 192, 256)
 LANES = {
     lane.name: lane
     for lane in (
@@ -52,9 +53,9 @@ LANES = {
         Lane(None, "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE, 512), 300, 8, 3, lse_off=2**-13),
         Lane("portable", "cpu", _PORTABLE, (*ODD, 128), 130, 3, 2, again=4, refused=0.1),
         Lane("hopper", "cpu", HALF, (*OF_WGMMA, 65, 256), 260, 3, 2, again=4, refused=0.3),
-        Lane("hopper", dtypes=HALF, headdims=(*OF_WGMMA, 192, 256), looks=24, refused=0.3, **_GPU),
-        Lane("portable", dtypes=_PORTABLE, headdims=(*ODD, *_WIDE), looks=24, refused=0.1, **_GPU),
-        Lane(None, dtypes=_PORTABLE, headdims=(*ODD, 128), looks=12, refused=0.1, **_GPU),
+        Lane("hopper", dtypes=HALF, headdims=_USUAL, looks=30, refused=0.3, **_GPU),
+        Lane("portable", dtypes=_PORTABLE, headdims=(*ODD, *_WIDE), looks=20, refused=0.1, **_GPU),
+        Lane(None, dtypes=_PORTABLE, headdims=(*ODD, *_USUAL), looks=10, refused=0.1, **_GPU),
     )
 }
 
