@@ -24,7 +24,8 @@ class Lane(NamedTuple):
     most_batch: int
     looks: int = 0  # on a GPU each look is a compilation: there are no more than this
     again: int = 1  # one case in as many is computed twice
-    lse_off: float = 0.0  # `budget.Given` has the reason
+    tanh_off: float = 0.0  # `budget` has the reasons
+    lse_off: float = 0.0
     refused: float = 0.0  # the share of cases that may be refused, at most
 
     @property
@@ -42,7 +43,10 @@ class Lane(NamedTuple):
         return contextlib.nullcontext()
 
 
+_SMALL = dict(device="cpu", longest=130, most_heads=3, most_batch=2, again=4)
+_EMULATED = dict(_SMALL, longest=260)
 _GPU = dict(device="cuda", longest=700, most_heads=8, most_batch=3)
+_HOPPER = dict(tanh_off=2**-10, **_GPU)
 _PORTABLE = ("float32", *HALF)
 _WIDE = (128, 160, 192, 255, 256)
 _USUAL = (8, 40, 64, 64, 64, 72, 96, 128, 128, 128, 192, 256)
@@ -51,11 +55,11 @@ LANES = {
     for lane in (
         Lane("cpu", "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE, 512), 300, 8, 3, lse_off=2**-13),
         Lane(None, "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE, 512), 300, 8, 3, lse_off=2**-13),
-        Lane("portable", "cpu", _PORTABLE, (*ODD, 128), 130, 3, 2, again=4, refused=0.1),
-        Lane("hopper", "cpu", HALF, (*OF_WGMMA, 65, 256), 260, 3, 2, again=4, refused=0.3),
-        Lane("hopper", dtypes=HALF, headdims=_USUAL, looks=30, refused=0.3, **_GPU),
+        Lane("portable", dtypes=_PORTABLE, headdims=(*ODD, 128), refused=0.1, **_SMALL),
+        Lane("hopper", dtypes=HALF, headdims=(*OF_WGMMA, 65, 256), refused=0.3, **_EMULATED),
+        Lane("hopper", dtypes=HALF, headdims=_USUAL, looks=30, refused=0.3, **_HOPPER),
         Lane("portable", dtypes=_PORTABLE, headdims=(*ODD, *_WIDE), looks=20, refused=0.1, **_GPU),
-        Lane(None, dtypes=_PORTABLE, headdims=(*ODD, *_USUAL), looks=10, refused=0.1, **_GPU),
+        Lane(None, dtypes=_PORTABLE, headdims=(*ODD, *_USUAL), looks=10, refused=0.1, **_HOPPER),
     )
 }
 

@@ -94,7 +94,15 @@ def question(case: Case, inputs: Inputs) -> Given:
     cap = max(case.softcap or 0.0, 5.0 if case.look.score == "softcapped" else 0.0)
     is_equal = case.values == "equal" or case.logits > 0
     given = tensors, tuple(inputs.leaves), inputs.spans, inputs.terms
-    return Given(*given, by_rows(case, inputs.dout), dlse, cap, case.lane.lse_off, is_equal)
+    return Given(
+        *given,
+        by_rows(case, inputs.dout),
+        dlse,
+        cap,
+        case.lane.tanh_off,
+        case.lane.lse_off,
+        is_equal,
+    )
 
 
 def compare(case: Case, results: dict[str, Tensor], right: Standard) -> list[str]:
