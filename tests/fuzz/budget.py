@@ -57,6 +57,11 @@ class Given(NamedTuple):
         """Of out or of a gradient."""
         return self.tensors["q" if result == "out" else result.removeprefix("d")].dtype
 
+    @property
+    def longest(self) -> int:
+        """The most rows of queries or keys of a sequence."""
+        return max((1, *(max(span.queries, span.keys) for span in self.spans)))
+
     def grown(self, terms: int) -> float:
         """How many ulps of itself a sum is off by: one for numbers of any sign."""
         return max(1.0, terms / 4) if self.equal else 1.0
@@ -71,11 +76,10 @@ def standard(given: Given) -> Standard:
     by_delta = _rounded_delta(given, result, leaves, dtype)
     sizes, largest = _sizes_of_terms(given, result, leaves)
     exact = torch.promote_types(dtype, torch.float32)
-    terms = max((1, *(max(s.queries, s.keys) for s in given.spans)))
     grown = given.grown(leaves["q"].shape[2])
     is_half = dtype.itemsize == 2
     capped = given.tanh_off * min(given.softcap, largest) if is_half else 0.0
-    ulp = torch.finfo(exact).eps * (largest * grown + given.grown(terms)) + capped
+    ulp = torch.finfo(exact).eps * (largest * grown + given.grown(given.longest)) + capped
     # fp64 is the oracle's own: its plain run is one in fp32, whose errors are 2^29 times as large,
     # though not the same ones
     finer = 2**-27 if dtype == torch.float64 else 1.0
@@ -136,7 +140,7 @@ def _rounded_delta(
     products = (dout * result.out.detach()).nan_to_num(0.0)  # rows that are not used
     typical = torch.finfo(dtype).eps / 2 * products.norm(dim=2).T
     sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * products.abs().sum(2).T
-    sums = sums * given.grown(dout.shape[2])
+    sums = sums * max(given.grown(dout.shape[2]), given.grown(given.longest))
     off = torch.maximum(rounded.nan_to_num(0.0).abs(), typical) + sums
     off = torch.where(rounded < 0, -off, off)
     grads = _grad([result.lse], list(leaves.values()), [off], keep=True)
