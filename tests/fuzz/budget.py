@@ -6,9 +6,9 @@ An element of a tensor X may be off by
     + 2 ulps of the largest element of X
     + 2 x what the rounding of `out` makes of delta = rowsum(dout * out), which the backward reads:
       dS is off by p times that, as the gradient of lse by that number is
-    + an ulp of the largest score, and of 1, times the sum of the sizes of X's terms, since the
-      backward computes p = exp(s - lse) anew; ulps are those of the sums, fp32 or fp64, and one
-      for every 4 terms where all are about equal and so rounded to one side
+    + 2 ulps of the largest score, and one of 1, times the sum of the sizes of X's terms, since s is
+      rounded behind lse and, in p = exp(s - lse), again; ulps are those of the sums, fp32 or fp64,
+      and one for every 4 terms where all are about equal and so rounded to one side
     + 2^-10 of the largest score, times that sum, where a softcap is a GPU's own instruction for
       tanh, whose error that is
 
@@ -79,7 +79,7 @@ def standard(given: Given) -> Standard:
     grown = given.grown(leaves["q"].shape[2])
     is_half = dtype.itemsize == 2
     capped = given.tanh_off * min(given.softcap, largest) if is_half else 0.0
-    ulp = torch.finfo(exact).eps * (largest * grown + given.grown(given.longest)) + capped
+    ulp = torch.finfo(exact).eps * (2 * largest * grown + given.grown(given.longest)) + capped
     # fp64 is the oracle's own: its plain run is one in fp32, whose errors are 2^29 times as large,
     # though not the same ones
     finer = 2**-27 if dtype == torch.float64 else 1.0
