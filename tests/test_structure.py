@@ -31,8 +31,10 @@ RANKS = [
     ["mods", "scores"],
     ["kept"],
     ["traced"],
-    ["tracing", "symbols", "derivative"],
+    ["tracing", "symbols", "derivative", "serialize"],
+    ["evaluation"],
     ["predicates", "expressions", "dropout"],
+    ["integers"],
     ["errors", "testing"],
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
@@ -104,7 +106,17 @@ def test_every_exception_is_needed():
 
 
 SHARED_BY_BACKENDS = (
-    *("arguments", "bwd_dbias", "bwd_delta", "bwd_step", "generated", "io", "outputs", "relaunch"),
+    *(
+        "arguments",
+        "bwd_dbias",
+        "bwd_delta",
+        "bwd_step",
+        "generated",
+        "io",
+        "outputs",
+        "relaunch",
+        "widths",
+    ),
 )
 
 

@@ -22,10 +22,8 @@ from .expressions import (
     SCORE,
     Node,
     describe,
-    kind_of,
     named,
-    steps,
-    walk,
+    nodes_of,
 )
 
 ZERO, ONE = Node(FLOAT, (), 0.0), Node(FLOAT, (), 1.0)
@@ -39,31 +37,24 @@ def derivative(expr: Node, by: Node = OF_SCORE) -> Node:
     >>> describe(derivative(Node("tanh", (Node("score"),))))
     '(1.0 - (tanh(score) * tanh(score)))'
     """
-    nodes: list[Node] = []
-    slopes: list[Node] = []
-    for step in steps(expr):
-        inputs = tuple(nodes[i] for i in step.inputs)
-        node = Node(step.op, inputs, step.value)
-        nodes.append(node)
-        if node == by:
-            slopes.append(ONE)
-        else:
-            slopes.append(_slope(node, step.kind, [slopes[i] for i in step.inputs]))
-    return _guarded(nodes[-1], slopes[-1])
+    slopes: dict[Node, Node] = {}
+    for node in nodes_of(expr):
+        slopes[node] = ONE if node == by else _slope(node, [slopes[x] for x in node.inputs])
+    return _guarded(expr, slopes[expr])
 
 
 @functools.lru_cache(maxsize=1024)
 def by_loads(name: str) -> tuple[tuple[Node, Node], ...]:
     """Each load of floats in the score function of a name, and the function's derivative by it."""
     expr = named(name)
-    loads = {repr(x): x for x in walk(expr) if x.op == "load" and kind_of(x) == FLOAT}
-    slopes = [(load, derivative(expr, load)) for load in loads.values()]
+    loads = [x for x in nodes_of(expr) if x.op == "load" and x.kind == FLOAT]
+    slopes = [(load, derivative(expr, load)) for load in loads]
     return tuple((load, slope) for load, slope in slopes if slope != ZERO)
 
 
-def _slope(node: Node, kind: str, slopes: list[Node]) -> Node:
+def _slope(node: Node, slopes: list[Node]) -> Node:
     """The derivative of a node from those of its inputs."""
-    if kind in (BOOL, INT) or all(slope == ZERO for slope in slopes):
+    if node.kind in (BOOL, INT) or all(slope == ZERO for slope in slopes):
         return ZERO
     if node.op not in RULES:
         raise ArgumentError(
@@ -77,14 +68,14 @@ def _guarded(expr: Node, slope: Node) -> Node:
     """With 0 where the score became -inf, if infinities of the function reach its derivative:
     0 * inf is NaN, and a pair that is not seen moves nothing.
     """
-    constants = (step.value for step in steps(slope) if step.op == FLOAT)
+    constants = (node.value for node in nodes_of(slope) if node.op == FLOAT)
     if not any(map(math.isinf, constants)):
         return slope
     return _where(Node("==", (expr, MINUS_INFINITY)), ZERO, slope)
 
 
 def _constant(value: float) -> Node:
-    return Node(FLOAT, (), value)
+    return Node(FLOAT, (), value + 0.0)  # a slope of -0.0 is ZERO too
 
 
 def _folded(op: str, x: Node, y: Node) -> Node:
@@ -117,7 +108,7 @@ def _product(slope: Node, factor: Node) -> Node:
     if slope == ZERO:
         return ZERO
     if factor.op not in NUMBERS:
-        is_plain = slope == ONE and kind_of(factor) == FLOAT
+        is_plain = slope == ONE and factor.kind == FLOAT
         return factor if is_plain else Node("*", (slope, factor))
     if slope.op == "*" and slope.inputs[0].op in NUMBERS:
         return _product(_folded("*", slope.inputs[0], factor), slope.inputs[1])

@@ -5,25 +5,29 @@ and the operators of `OPERATORS`, which are all there is. Two functions that com
 same steps have equal trees, constants included, so that a tree is a key: a closure made anew at
 every call compiles nothing anew.
 
-Integers are as wide as int64 in torch and 32 bits in kernels: keep what a function computes below
-2^31. `//` and `%` round down as Python's do. Floats are fp32, or fp64 in torch where the score is;
-an integer that meets one becomes one. An index past either end of a tensor reads its first or last
-element: that is what lets `where(q_idx > 0, doc[q_idx - 1], -1)` be asked at query 0.
+Integers are exact within 64 bits and wrap beyond, the same in torch and in kernels; those compute
+in 32 bits what is seen to fit (`kernels.widths`). `//` and `%` round down as Python's do, x // 0 is
+0 and x % 0 is x; a shift by less than 0 or more than 63 bits moves every bit out, so that << gives
+0 and >> the sign, 0 or -1. Constants that divide by 0 or shift so are refused. Floats are fp32, or
+fp64 in torch where the score is; an integer that meets one becomes one, rounded. An index past
+either end of a tensor reads its first or last element: that is what lets
+`where(q_idx > 0, doc[q_idx - 1], -1)` be asked at query 0.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
+import math
 import operator
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from . import integers
 from .errors import ArgumentError
 
 Tensor = torch.Tensor
@@ -31,14 +35,66 @@ INDICES = ("b", "h", "q_idx", "k_idx")
 SCORE = "score"
 BOOL, INT, FLOAT = "bool", "int", "float"
 NUMBERS = {INT, FLOAT}
+LEAVES = {
+    **dict.fromkeys(INDICES, INT),
+    SCORE: FLOAT,
+    **{kind: kind for kind in (BOOL, INT, FLOAT)},
+}
+LARGEST = torch.finfo(torch.float32).max  # of finite float constants
 
 
-class Node(NamedTuple):
-    """One step. `op` is an index, SCORE, the kind of a constant, "load", or a key of OPERATORS."""
+# What kernels load and torch indexes; uint64 has values that int64 has not.
+DTYPES = {
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 
+
+class Node:
+    """One step. `op` is an index, SCORE, the kind of a constant, "load", or a key of OPERATORS.
+
+    Equal trees are one object, compared and hashed by what they are: a part that stands in a tree
+    many times is looked at once.
+    """
+
+    __slots__ = ("__weakref__", "inputs", "kind", "op", "value")
     op: str
-    inputs: tuple[Node, ...] = ()
-    value: object = None  # a constant's value; a load's (slot in the captured tensors, dtype)
+    inputs: tuple[Node, ...]
+    value: Any  # a constant's value; a load's (slot in the captured tensors, dtype)
+    kind: str | None  # what it gives; None if there is no such step
+
+    def __new__(cls, op: str, inputs: tuple[Node, ...] = (), value: Any = None) -> Node:
+        key = op, inputs, repr(value)  # repr: 0.0 is not -0.0
+        with _lock:
+            node = _nodes.get(key)
+            if node is None:
+                node = super().__new__(cls)
+                node.op, node.inputs, node.value = op, inputs, value
+                node.kind = kind_of_step(op, value, [x.kind for x in inputs])
+                _nodes[key] = node
+        return node
+
+    def __repr__(self) -> str:
+        return f"Node({describe(self)})"
+
+    def __deepcopy__(self, memo: dict) -> Node:
+        return self
+
+    def __reduce__(self):
+        return tree_of, ([step[:3] for step in steps(self)],)
+
+
+_lock = threading.Lock()
+_nodes: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
+
+
+def tree_of(plan: list[tuple]) -> Node:
+    """The tree whose distinct nodes are these (op, numbers of inputs, value), the whole last."""
+    found: list[Node] = []
+    for op, inputs, value in plan:
+        found.append(Node(op, tuple(found[i] for i in inputs), value))
+    return found[-1]
 
 
 class Operator(NamedTuple):
@@ -49,6 +105,11 @@ class Operator(NamedTuple):
     text: str
     kind: Callable[..., str | None]
     compute: Callable[..., Tensor]
+
+    @property
+    def arity(self) -> int:
+        """How many operands it takes."""
+        return self.text.count("{")
 
 
 def _number(*kinds: str) -> str | None:
@@ -92,10 +153,10 @@ OPERATORS = {
     "-": Operator("({0} - {1})", _number, operator.sub),
     "*": Operator("({0} * {1})", _number, operator.mul),
     "/": Operator("({0} / {1})", _real, operator.truediv),
-    "//": Operator("({0} // {1})", _integer, operator.floordiv),
-    "%": Operator("({0} % {1})", _integer, operator.mod),
-    "<<": Operator("({0} << {1})", _integer, operator.lshift),
-    ">>": Operator("({0} >> {1})", _integer, operator.rshift),
+    "//": Operator("({0} // {1})", _integer, integers.floor_divide),
+    "%": Operator("({0} % {1})", _integer, integers.remainder),
+    "<<": Operator("({0} << {1})", _integer, integers.shift_left),
+    ">>": Operator("({0} >> {1})", _integer, integers.shift_right),
     "<": Operator("({0} < {1})", _ordered, operator.lt),
     "<=": Operator("({0} <= {1})", _ordered, operator.le),
     "==": Operator("({0} == {1})", _equal, operator.eq),
@@ -120,19 +181,35 @@ OPERATORS = {
 }
 
 
-def kind_of(expr: Node) -> str:
-    """Whether a tree gives "bool", "int" or "float"."""
-    return _kind(expr.op, expr.value, [kind_of(node) for node in expr.inputs])
+DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
 
 
-def _kind(op: str, value: object, kinds: list[str]) -> str:
-    if op in INDICES:
-        return INT
-    if op == SCORE:
-        return FLOAT
-    if op in (BOOL, INT, FLOAT):
-        return op
-    return kind_of_dtype(value[1]) if op == "load" else OPERATORS[op].kind(*kinds)
+def undefined(op: str, operands: list) -> str:
+    """What is wrong with an operator of these nodes, or steps; "" if nothing is."""
+    if op not in (*DIVISIONS, *SHIFTS) or operands[1].op != INT:
+        return ""
+    value = operands[1].value
+    if op in DIVISIONS:
+        return "" if value else f"`{op}` by 0: divide by a number that is not 0"
+    last = integers.LAST_BIT
+    return "" if 0 <= value <= last else f"`{op}` by {value} bits: shift by 0 to {last}"
+
+
+def kind_of_step(op: str, value: Any, kinds: list[str]) -> str | None:
+    """What a step of operands of some kinds gives, BOOL, INT or FLOAT; None if there is none."""
+    if None in kinds:
+        return None
+    if op == "load":
+        return None if set(kinds) - {INT} else kind_of_dtype(value[1])
+    if op in OPERATORS:
+        known = OPERATORS[op]
+        return known.kind(*kinds) if len(kinds) == known.arity else None
+    return None if kinds else LEAVES.get(op)
+
+
+def is_float_constant(value: object) -> bool:
+    """Whether a value is a float that fp32 has, infinity too; rounded, but no NaN."""
+    return type(value) is float and (math.isinf(value) or abs(value) <= LARGEST)
 
 
 def kind_of_dtype(dtype: torch.dtype) -> str:
@@ -140,11 +217,22 @@ def kind_of_dtype(dtype: torch.dtype) -> str:
     return BOOL if dtype == torch.bool else FLOAT if dtype.is_floating_point else INT
 
 
-def walk(expr: Node):
-    """Every node, inputs before their user."""
-    for node in expr.inputs:
-        yield from walk(node)
-    yield expr
+def nodes_of(expr: Node) -> list[Node]:
+    """The distinct nodes, inputs before their users, the whole tree last."""
+    found: dict[Node, None] = {}
+    stack = [expr]  # and no recursion: derivatives are deep
+    while stack:
+        missing = [x for x in stack[-1].inputs if x not in found]
+        if missing:
+            stack.extend(reversed(missing))
+        else:
+            found.setdefault(stack.pop())
+    return list(found)
+
+
+def slots_of(expr: Node) -> int:
+    """How many captured tensors there must be for it."""
+    return 1 + max((x.value[0] for x in nodes_of(expr) if x.op == "load"), default=-1)
 
 
 class Step(NamedTuple):
@@ -157,27 +245,13 @@ class Step(NamedTuple):
 
 
 def steps(expr: Node) -> list[Step]:
-    """The distinct nodes, inputs before their users, the whole tree last: what stands in the tree
-    twice is here once.
-    """
+    """The distinct nodes as steps: what stands in the tree twice is here once."""
     found: list[Step] = []
-    known: dict[str, int] = {}
-    numbers: dict[int, int] = {}  # of nodes, by id
-    stack = [expr]  # and no recursion: derivatives are deep
-    while stack:
-        node = stack[-1]
-        missing = [x for x in node.inputs if id(x) not in numbers]
-        if missing:
-            stack.extend(reversed(missing))
-            continue
-        stack.pop()
-        inputs = tuple(numbers[id(x)] for x in node.inputs)
-        kind = _kind(node.op, node.value, [found[i].kind for i in inputs])
-        step = Step(node.op, inputs, node.value, kind)
-        number = known.setdefault(repr(step), len(found))  # repr: 0.0 is not -0.0
-        numbers[id(node)] = number
-        if number == len(found):
-            found.append(step)
+    numbers: dict[Node, int] = {}
+    for node in nodes_of(expr):
+        numbers[node] = len(found)
+        inputs = tuple(numbers[x] for x in node.inputs)
+        found.append(Step(node.op, inputs, node.value, node.kind))
     return found
 
 
@@ -186,73 +260,31 @@ def takes_floats(op: str, kinds: list[str]) -> bool:
     return op in OPERATORS and FLOAT in (*kinds, OPERATORS[op].kind(*kinds))
 
 
-def evaluate(
-    expr: Node, b, h, q_idx, k_idx, tensors: tuple[Tensor, ...] = (), score: Tensor | None = None
-) -> Tensor:
-    """The value in torch: indices are ints or integer tensors that broadcast against each other and
-    the score, and the answer has the shape of those that the tree mentions.
-    """
-    given = {name: _tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
-    dtype = torch.float32
-    if score is not None:
-        score = _tensor(score)
-        dtype = torch.promote_types(score.dtype, dtype)
-        given[SCORE] = score.to(dtype)
-    plan = steps(expr)
-    last_user = {i: number for number, step in enumerate(plan) for i in step.inputs}
-    found: list = []
-    for number, step in enumerate(plan):
-        kinds = [plan[i].kind for i in step.inputs]
-        operands = [found[i] for i in step.inputs]
-        if takes_floats(step.op, kinds):
-            operands = [x.to(dtype) if k == INT else x for x, k in zip(operands, kinds)]
-        found.append(_value(step, operands, given, tensors, dtype))
-        for i in step.inputs:
-            if last_user[i] == number:
-                found[i] = None  # its memory
-    return found[-1]
-
-
-def _tensor(x) -> Tensor:
-    """A tensor as it is, a number as one that goes with those of any device."""
-    return x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
-
-
-def _value(step: Step, operands: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:
-    if step.op in given:
-        return given[step.op]
-    if step.op in (BOOL, INT, FLOAT):
-        kind = dtype if step.op == FLOAT else None
-        return torch.full((), step.value, dtype=kind, device=given["q_idx"].device)
-    if step.op != "load":
-        return OPERATORS[step.op].compute(*operands)
-    found = load(tensors[step.value[0]], operands)
-    return found.to(dtype) if step.kind == FLOAT else found
-
-
-def load(x: Tensor, index: list) -> Tensor:
-    """The elements of a captured tensor at clamped indices; integers come as int64."""
-    at = [
-        i.to(x.device).clamp(0, n - 1)
-        if isinstance(i, Tensor)
-        else torch.full((), i, device=x.device)
-        for i, n in zip(index, x.shape)
-    ]
-    # Not x[...]: under vmap that asks for the value of an index
-    found = torch.ops.aten.index.Tensor(x, at) if at else x
-    return found.to(torch.int64) if kind_of_dtype(x.dtype) == INT else found
+LONGEST = 500  # letters of a part in a message
 
 
 def describe(expr: Node) -> str:
-    """The tree as people write it, for messages."""
-    if expr.op in (*INDICES, SCORE):
-        return expr.op
-    if expr.op in (BOOL, INT, FLOAT):
-        return constant_text(expr.value)
-    inputs = [describe(node) for node in expr.inputs]
-    if expr.op == "load":
-        return f"t{expr.value[0]}[{', '.join(inputs)}]"
-    return OPERATORS[expr.op].text.format(*inputs).replace("tl.", "")
+    """The tree as people write it, for messages; of a part that is too long, three dots."""
+    return descriptions(expr)[expr]
+
+
+def descriptions(expr: Node) -> dict[Node, str]:
+    """Each distinct node as people write it."""
+    found: dict[Node, str] = {}
+    for node in nodes_of(expr):
+        text = _described(node, [found[x] for x in node.inputs])
+        found[node] = text if len(text) <= LONGEST else "(...)"
+    return found
+
+
+def _described(node: Node, inputs: list[str]) -> str:
+    if node.op in (*INDICES, SCORE):
+        return node.op
+    if node.op in (BOOL, INT, FLOAT):
+        return constant_text(node.value)
+    if node.op == "load":
+        return f"t{node.value[0]}[{', '.join(inputs)}]"
+    return OPERATORS[node.op].text.format(*inputs).replace("tl.", "")
 
 
 def constant_text(value: bool | int | float) -> str:
@@ -265,7 +297,6 @@ def constant_text(value: bool | int | float) -> str:
 # Trees by name, the least recently used first.
 TABLE_SIZE = 1024
 _table: OrderedDict[str, Node] = OrderedDict()
-_lock = threading.Lock()
 
 
 def intern(expr: Node) -> str:
@@ -284,46 +315,6 @@ def remember(name: str, expr: Node) -> None:
         _table.move_to_end(name)
         while len(_table) > TABLE_SIZE:
             _table.popitem(last=False)
-
-
-def text_of(name: str) -> str:
-    """A named tree in words that any process understands: what crosses torch.library, and so is
-    written into compiled and exported programs. "" of "".
-    """
-    return _text(name)
-
-
-# As torch.compiler.assume_constant_result does: a compiler takes the answer, and no locks
-text_of._dynamo_marked_constant = True
-
-
-@functools.lru_cache(maxsize=TABLE_SIZE)
-def _text(name: str) -> str:
-    told = []
-    for op, inputs, value, _ in steps(named(name)) if name else ():
-        if op == "load":
-            value = value[0], str(value[1]).removeprefix("torch.")
-        told.append((op, inputs, value))
-    return json.dumps(told) if told else ""
-
-
-def name_of(text: str) -> str:
-    """The name of the tree that a text of `text_of` tells, which is then known here."""
-    if not text:
-        return ""
-    name, expr = _told(text)
-    remember(name, expr)
-    return name
-
-
-@functools.lru_cache(maxsize=TABLE_SIZE)
-def _told(text: str) -> tuple[str, Node]:
-    nodes: list[Node] = []
-    for op, inputs, value in json.loads(text):
-        if op == "load":
-            value = value[0], getattr(torch, value[1])
-        nodes.append(Node(op, tuple(nodes[i] for i in inputs), value))
-    return intern(nodes[-1]), nodes[-1]
 
 
 def named(name: str) -> Node:

@@ -52,7 +52,9 @@ class _CapturedGrads(Once):
     @staticmethod
     def forward(call, wanted, *tensors):
         given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
-        return tuple(torch.ops.tilewise.captured_grads(*given, *extras, *asking(call), wanted))
+        return tuple(
+            torch.ops.tilewise.captured_grads(*given, *extras.arguments, *asking(call), wanted)
+        )
 
     @staticmethod
     def vmap(info, in_dims, call, wanted, *tensors):
@@ -93,7 +95,7 @@ def _vmap(info, in_dims, *args):
 
     def differentiate(*tensors):
         given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
-        return tuple(torch.ops.tilewise.captured_grads(*given, *extras, *rest, wanted))
+        return tuple(torch.ops.tilewise.captured_grads(*given, *extras.arguments, *rest, wanted))
 
     dims = flat(tuple(in_dims[:-1]), GIVEN)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)

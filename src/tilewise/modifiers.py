@@ -12,8 +12,8 @@ import torch
 
 from . import mods, scores
 from .errors import ArgumentError
-from .expressions import named, walk
-from .problem import NO_MODS, Mods
+from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
+from .problem import NO_MODS, Extras, Mods
 from .sparse.block_mask import BlockLists, BlockMask
 from .traced import check_sizes
 
@@ -98,6 +98,104 @@ def check_block_mask(
     block_mask.check(*sizes)
 
 
+class Load(NamedTuple):
+    """What the load of a tree asks of its tensor."""
+
+    slot: int
+    dtype: torch.dtype
+    indices: tuple[int | str | None, ...]  # constants, INDICES as they are, None for all others
+
+
+@functools.lru_cache(maxsize=1024)
+def loads_of(name: str) -> tuple[Load, ...]:
+    """The loads of the tree of a name."""
+    nodes = nodes_of(named(name)) if name else []
+    loads = [(*x.value, x.inputs) for x in nodes if x.op == "load"]
+    return tuple(Load(slot, dtype, tuple(map(_index, inputs))) for slot, dtype, inputs in loads)
+
+
+def _index(node: Node) -> int | str | None:
+    return node.value if node.op == INT else node.op if node.op in INDICES else None
+
+
+def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
+    """An operator has the tensors that its functions read: who saved a program may have changed it
+    since, and kernels trust what passes here.
+    """
+    if names == NO_MODS:
+        return
+    captured, cu_seqlens = extras.captured, extras.cu_seqlens_q
+    sizes = {"b": q.shape[0], "h": q.shape[2], "q_idx": q.shape[1], "k_idx": k.shape[1]}
+    if cu_seqlens is not None:
+        sizes |= {"b": cu_seqlens.shape[0] - 1, "q_idx": 0, "k_idx": 0}
+    blocks = captured[:BLOCK_TENSORS] if names.block != (0, 0) else ()
+    functions = captured[len(blocks) :]
+    of_mask = count_tensors(names.mask)
+    if blocks:
+        _check_blocks(names.block, blocks, sizes)
+    if bool(names.score) != bool(names.derivative):
+        raise ArgumentError("a score_mod and its score_derivative go together: pass both, or none")
+    for what, name, tensors in (
+        ("mask_mod", names.mask, functions[:of_mask]),
+        ("score_mod", names.score, functions[of_mask:]),
+        ("score_derivative", names.derivative, functions[of_mask:]),
+    ):
+        for load in loads_of(name):
+            _check_load(what, load, tensors, sizes)
+
+
+def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+    slot, dtype, indices = load
+    if slot >= len(tensors):
+        raise ArgumentError(
+            f"{what} reads captured tensor {slot}, and {len(tensors)} are passed for it: pass all"
+        )
+    x = tensors[slot]
+    if x.dtype != dtype or x.ndim != len(indices):
+        raise ArgumentError(
+            f"{what} reads captured tensor {slot} as {dtype} by {len(indices)} indices, and it is "
+            f"{x.dtype} of shape {tuple(x.shape)}: pass the tensor that it was made with"
+        )
+    for dim, (index, n) in enumerate(zip(indices, x.shape)):
+        if index is None:
+            fits = n > 0
+        elif isinstance(index, int):
+            fits = 0 <= index < n
+        else:  # lengths that a compiler made symbols were compared when the mask was made
+            fits = n > 0 and not (isinstance(sizes[index], int) and sizes[index] > n)
+        if not fits:
+            raise ArgumentError(
+                f"{what} reads captured tensor {slot} of shape {tuple(x.shape)} at "
+                f"{'an index' if index is None else index}, of which there are "
+                f"{sizes.get(index, 1)}: dimension {dim} is too short"
+            )
+
+
+def _check_blocks(block: tuple[int, int], lists: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+    """The arrays of a block mask are as long as kernels read them; their values are not seen."""
+    if len(lists) < BLOCK_TENSORS or min(block) < 1:
+        raise ArgumentError(
+            f"a block mask of blocks {block} brings {len(lists)} tensors: it must bring "
+            f"{BLOCK_TENSORS}, and its blocks hold a row and a key"
+        )
+    for i in range(0, BLOCK_TENSORS, 2):
+        counts, indices = lists[i : i + 2]
+        side = 0 if i < BLOCK_TENSORS // 2 else 1
+        length = sizes["q_idx" if side == 0 else "k_idx"]
+        rows = -(-length // block[side])
+        fits = counts.dtype == indices.dtype == torch.int32 and counts.ndim == 3
+        fits = fits and indices.shape[:3] == counts.shape and indices.ndim == 4
+        if fits and all(isinstance(n, int) for n in (*counts.shape, length)):
+            batch, nheads = sizes["b"], sizes["h"]
+            fits = counts.shape[0] in (1, batch) and counts.shape[1] in (1, nheads)
+            fits = fits and counts.shape[2] >= rows
+        if not fits:
+            raise ArgumentError(
+                f"the lists of a block mask are {counts.dtype} {tuple(counts.shape)} and "
+                f"{indices.dtype} {tuple(indices.shape)}: they must be int32, of {rows} blocks"
+            )
+
+
 def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
     """Which captured tensor is whose."""
     partial = full = None
@@ -112,22 +210,25 @@ def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
 @functools.lru_cache(maxsize=1024)
 def count_tensors(name: str) -> int:
     """How many tensors the tree of a name reads."""
-    slots = [node.value[0] for node in walk(named(name)) if node.op == "load"] if name else []
-    return max(slots, default=-1) + 1
+    return slots_of(named(name)) if name else 0
 
 
 @functools.lru_cache(maxsize=1024)
 def mentions(names: Mods) -> frozenset[str]:
     """What the trees are made of, "b" and "h" among it where they tell rows or heads apart."""
-    return frozenset(node.op for name in names[:3] if name for node in walk(named(name)))
+    return frozenset(node.op for name in names[:3] if name for node in nodes_of(named(name)))
 
 
 @functools.lru_cache(maxsize=1024)
 def reads_tiles(names: Mods) -> bool:
     """Whether a mask or score function reads a number of its own for each pair."""
-    trees = [named(name) for name in names[:3] if name]
-    loads = [node for tree in trees for node in walk(tree) if node.op == "load"]
-    return any({"q_idx", "k_idx"} <= {x.op for x in walk(load)} for load in loads)
+    sides: dict[Node, frozenset[str]] = {}  # of q_idx and k_idx those that a node depends on
+    for node in (node for name in names[:3] if name for node in nodes_of(named(name))):
+        own = {node.op} & {"q_idx", "k_idx"}
+        sides[node] = frozenset(own).union(*(sides[x] for x in node.inputs))
+        if node.op == "load" and len(sides[node]) == 2:
+            return True
+    return False
 
 
 NO_MODIFIERS = Modifiers()

@@ -21,7 +21,7 @@ import torch
 
 from . import predicates
 from .errors import ArgumentError
-from .expressions import evaluate
+from .evaluation import evaluate
 from .kept import kept
 from .scores import ScoreMod, alibi, relative_bias, score, softcapped
 from .traced import TracedFunction, check_sizes
@@ -171,7 +171,7 @@ def sliding_window(left: int | None, right: int | None = None) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """Causal, and everybody sees the first `prefix` keys: an int, or int32 (batch,).
+    """Causal, and everybody sees the first `prefix` keys: an int, or int32 or int64 (batch,).
 
     >>> prefix_lm(2).dense(1, 1, 3, 3)[0, 0].int()
     tensor([[1, 1, 0],
@@ -186,7 +186,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
 
 def document(doc_ids: Tensor) -> Mask:
-    """Keys of the query's own document: `doc_ids` is int32, (seqlen,) or (batch, seqlen).
+    """Keys of the query's own document: int32 or int64 `doc_ids`, (seqlen,) or (batch, seqlen).
 
     >>> document(torch.tensor([0, 0, 1], dtype=torch.int32)).dense(1, 1, 3, 3)[0, 0].int()
     tensor([[1, 1, 0],
@@ -243,7 +243,9 @@ def _check_int(name: str, value: int, least: int | None = None) -> None:
 def _check_tensor(name: str, x: Tensor, ranks: tuple[int, ...], shapes: str) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentError(f"{name} is a {type(x).__name__}: it must be an int32 torch.Tensor")
-    if x.dtype != torch.int32:
-        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be int32, so call {name}.int()")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(
+            f"{name}.dtype is {x.dtype}: it must be int32 or int64, so call {name}.int()"
+        )
     if x.ndim not in ranks:
         raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shapes}")

@@ -54,7 +54,7 @@ def attention(
         return _Attention.apply(call, q, k, v, *extras.tensors)
     if watched:
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras, *asking(call))
+        return torch.ops.tilewise.forward(q, k, v, *extras.arguments, *asking(call))
     if needs_grad(q, k, v, extras.sinks, extras.bias, *extras.captured):
         return _EagerAttention.apply(call, q, k, v, *extras.tensors)
     return _run_forward(call, q, k, v, extras)
@@ -181,7 +181,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(call, q, k, v, *tensors):
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras_of(*tensors), *asking(call))
+        return torch.ops.tilewise.forward(q, k, v, *extras_of(*tensors).arguments, *asking(call))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -215,7 +215,7 @@ class _AttentionBackward(Once):
         given = dout, dlse, q, k, v, out, lse
         if is_watched(dout, dlse, q, k, v) or _is_transformed():
             _register_late()
-            return torch.ops.tilewise.backward(*given, *extras, *asking(call))
+            return torch.ops.tilewise.backward(*given, *extras.arguments, *asking(call))
         return _filled(_run_backward(call, *given, extras), q)
 
     @staticmethod
@@ -237,8 +237,9 @@ def _setup_context(ctx, inputs, output):
 
 def _op_backward(ctx, dout, dlse):
     captured = INPUTS + OPTIONAL
-    grads = _backward(ctx, dout, dlse, ctx.needs_input_grad[captured])
-    return *grads[:captured], list(grads[captured:]), *(None,) * AFTER_TENSORS
+    needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
+    grads = _backward(ctx, dout, dlse, needs or ())
+    return *grads[:captured], list(grads[captured:]) or None, *(None,) * AFTER_TENSORS
 
 
 # the operators
@@ -285,7 +286,8 @@ def _vmap_forward_op(info, in_dims, *args):
     tensors, rest = flat(args, INPUTS)
 
     def attend(*tensors):
-        return torch.ops.tilewise.forward(*tensors[:INPUTS], *extras_of(*tensors[INPUTS:]), *rest)
+        extras = extras_of(*tensors[INPUTS:])
+        return torch.ops.tilewise.forward(*tensors[:INPUTS], *extras.arguments, *rest)
 
     counts_rows = "b" in mentions(mods_of(rest))
     return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
@@ -295,7 +297,8 @@ def _vmap_backward_op(info, in_dims, *args):
     tensors, rest = flat(args, GIVEN)
 
     def differentiate(*tensors):
-        return torch.ops.tilewise.backward(*tensors[:GIVEN], *extras_of(*tensors[GIVEN:]), *rest)
+        extras = extras_of(*tensors[GIVEN:])
+        return torch.ops.tilewise.backward(*tensors[:GIVEN], *extras.arguments, *rest)
 
     return batching.one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
 

@@ -97,6 +97,13 @@ class Extras(NamedTuple):
         """All in a row: OPTIONAL of which each may be None, then the captured ones."""
         return (*self[:OPTIONAL], *self.captured)
 
+    @property
+    def arguments(self) -> tuple:
+        """As operators take them: no captured tensors are None, for AOTInductor loses an empty list
+        between its executor and the operator.
+        """
+        return (*self[:OPTIONAL], list(self.captured) or None)
+
 
 OPTIONAL = len(Extras._fields) - 1
 

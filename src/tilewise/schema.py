@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .expressions import name_of, text_of
+from .modifiers import check_captured
 from .problem import OPTIONAL, Call, Extras, Mods, Problem, Scalars, describe, extras_of
+from .serialize import MASK, SCORE_FUNCTION, name_of, text_of
 
 Tensor = torch.Tensor
 
@@ -15,7 +16,7 @@ GIVEN = 7  # to a backward: dout, dlse, q, k, v, out, lse
 SCALARS = len(Scalars._fields)
 CALL = (
     ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
-    + ", Tensor[] captured, float scale, float softcap, SymInt left, SymInt right, float dropout_p,"
+    + ", Tensor[]? captured, float scale, float softcap, SymInt left, SymInt right, float dropout_p,"
     " str align, bool deterministic, str mask_mod, str score_mod, str score_derivative, "
     "int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
 )
@@ -37,7 +38,7 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
     the rest of the call.
     """
     captured = before + OPTIONAL
-    return (*args[:captured], *args[captured]), args[captured + 1 :]
+    return (*args[:captured], *(args[captured] or ())), args[captured + 1 :]
 
 
 def asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
@@ -45,14 +46,17 @@ def asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
     q, k, v, *tensors = tensors
     extras, scalars = extras_of(*tensors), Scalars(*rest[:SCALARS])
     align, deterministic, *_, has_bias_grad, is_long, _ = rest[SCALARS:]
-    flags = align, deterministic, mods_of(rest), has_bias_grad, is_long
+    mods = mods_of(rest)
+    check_captured(mods, q, k, extras)
+    flags = align, deterministic, mods, has_bias_grad, is_long
     return describe(q, k, v, extras, scalars, *flags), extras, scalars
 
 
 def mods_of(rest: tuple) -> Mods:
     """The modifiers that are told among what begins at scale."""
-    *functions, block = rest[SCALARS + 2 : SCALARS + 6]
-    return Mods(*map(name_of, functions), tuple(block))
+    mask, score, derivative, block = rest[SCALARS + 2 : SCALARS + 6]
+    score, derivative = (name_of(x, SCORE_FUNCTION) for x in (score, derivative))
+    return Mods(name_of(mask, MASK), score, derivative, tuple(block))
 
 
 def no_double_backward(ctx, *grads):

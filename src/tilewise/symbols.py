@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 class Symbol:
     """A value of the function while it is traced."""
 
-    __slots__ = ("kind", "node", "size", "tracer")
+    __slots__ = ("node", "size", "tracer")
     __hash__ = None
     __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
-    def __init__(self, node: Node, kind: str, size: int, tracer: Tracer):
-        self.node, self.kind, self.size, self.tracer = node, kind, size, tracer
+    def __init__(self, node: Node, size: int, tracer: Tracer):
+        self.node, self.size, self.tracer = node, size, tracer
+
+    @property
+    def kind(self) -> str | None:
+        """Whether it is a bool, an int or a float."""
+        return self.node.kind
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

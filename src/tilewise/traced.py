@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 
 from .errors import ArgumentError
-from .expressions import Node, describe, evaluate, intern, remember, steps, walk
+from .evaluation import evaluate
+from .expressions import INDICES, Node, descriptions, describe, intern, nodes_of, remember
 from .symbols import Symbol
 
 Tensor = torch.Tensor
@@ -25,7 +27,9 @@ class TracedFunction:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_name", intern(self.expr))
-        object.__setattr__(self, "_mentions", frozenset(step.op for step in steps(self.expr)))
+        mentioned = frozenset(node.op for node in nodes_of(self.expr))
+        object.__setattr__(self, "_mentions", mentioned)
+        object.__setattr__(self, "_reads", tuple(_reads(self.trees)))
 
     @property
     def key(self) -> str:
@@ -86,20 +90,35 @@ class TracedFunction:
         return evaluate(self.expr, b, h, q_idx, kv_idx, self.tensors, score)
 
 
+class Read(NamedTuple):
+    """An index, as it is, of a captured tensor."""
+
+    slot: int
+    dim: int
+    index: str  # of INDICES
+    text: str
+
+
+def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
+    for tree in trees:
+        texts = descriptions(tree)
+        for node, text in texts.items():
+            if node.op == "load":
+                for dim, index in enumerate(node.inputs):
+                    if index.op in INDICES:
+                        yield Read(node.value[0], dim, index.op, text)
+
+
 def check_sizes(
     function: TracedFunction, batch: int, nheads: int, seqlen_q: int, seqlen_k: int
 ) -> None:
     """Captured tensors are long enough for every position (indices with offsets are clamped)."""
     sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
     names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
-    for node in (node for tree in function.trees for node in walk(tree)):
-        if node.op != "load":
-            continue
-        x = function.tensors[node.value[0]]
-        for dim, index in enumerate(node.inputs):
-            if x.shape[dim] < sizes.get(index.op, 0):
-                raise ArgumentError(
-                    f"the {function.KIND} reads {describe(node)} of a tensor of shape "
-                    f"{tuple(x.shape)} and {names[index.op]} is {sizes[index.op]}: dimension {dim} "
-                    "is too short"
-                )
+    for slot, dim, index, text in function._reads:
+        x = function.tensors[slot]
+        if x.shape[dim] < sizes[index]:
+            raise ArgumentError(
+                f"the {function.KIND} reads {text} of a tensor of shape {tuple(x.shape)} and "
+                f"{names[index]} is {sizes[index]}: dimension {dim} is too short"
+            )

@@ -18,7 +18,6 @@ x + 0 is x.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,11 +27,23 @@ from torch.overrides import TorchFunctionMode
 
 from . import expressions
 from .errors import ArgumentError
-from .expressions import BOOL, FLOAT, INDICES, INT, OPERATORS, SCORE, Node
+from .expressions import (
+    BOOL,
+    DTYPES,
+    FLOAT,
+    INDICES,
+    INT,
+    OPERATORS,
+    SCORE,
+    Node,
+    is_float_constant,
+    slots_of,
+)
 from .symbols import FUNCTIONS, Symbol, no_meaning, torch_call
 
 Tensor = torch.Tensor
-MAX_NODES = 400  # describing and indexing recurse: below Python's own limit
+MAX_NODES = 400
+ZERO = Node(INT, (), 0)
 MIRRORED = {">": "<", ">=": "<="}
 
 
@@ -88,8 +99,7 @@ class Tracer(TorchFunctionMode):
 
     def parameters(self) -> list[Symbol]:
         """What the function is called on."""
-        kinds = {SCORE: FLOAT}
-        return [Symbol(Node(p), kinds.get(p, INT), 1, self) for p in self.dialect.parameters]
+        return [Symbol(Node(p), 1, self) for p in self.dialect.parameters]
 
     def lift(self, value) -> Symbol:
         """An operand as a symbol: numbers are constants, 0-d tensors are loads."""
@@ -104,12 +114,12 @@ class Tracer(TorchFunctionMode):
                 )
             return self.load(value, ())
         if isinstance(value, bool):
-            return Symbol(Node(BOOL, (), value), BOOL, 1, self)
+            return Symbol(Node(BOOL, (), value), 1, self)
         if isinstance(value, numbers.Integral):
             if -(2**63) <= value < 2**63:
-                return Symbol(Node(INT, (), int(value)), INT, 1, self)
-        elif isinstance(value, numbers.Real) and not math.isnan(value):
-            return Symbol(Node(FLOAT, (), float(value)), FLOAT, 1, self)
+                return Symbol(Node(INT, (), int(value)), 1, self)
+        elif isinstance(value, numbers.Real) and is_float_constant(float(value)):
+            return Symbol(Node(FLOAT, (), float(value)), 1, self)
         raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
 
     def build(self, op: str, *values) -> Symbol:
@@ -121,28 +131,30 @@ class Tracer(TorchFunctionMode):
         if op not in self.dialect.operators:
             remedy = "divide with //" if op == "/" else ""
             raise no_meaning(self, expressions.describe(node), remedy)
-        if op in ("+", "-") and operands[1].node == Node(INT, (), 0) and operands[0].kind == INT:
+        if op in ("+", "-") and operands[1].node == ZERO and operands[0].kind == INT:
             return operands[0]
-        if op == "+" and operands[0].node == Node(INT, (), 0) and operands[1].kind == INT:
+        if op == "+" and operands[0].node == ZERO and operands[1].kind == INT:
             return operands[1]
-        kind = OPERATORS[op].kind(*(x.kind for x in operands))
-        if kind is None:
+        if node.kind is None:
             said = " and ".join(f"{x!r} ({x.kind})" for x in operands)
             raise ArgumentError(
                 f"`{op}` is not for {said} in a {self.dialect.name}: compare numbers to get bools, "
                 "turn a bool into a number with where(x, 1, 0), and keep floats out of "
                 "// % << >> & | ^ ~"
             )
-        return self._symbol(node, kind, operands)
+        if wrong := expressions.undefined(op, node.inputs):
+            raise ArgumentError(f"{expressions.describe(node)} in a {self.dialect.name} is {wrong}")
+        return self._symbol(node, operands)
 
     def load(self, x: Tensor, index) -> Symbol:
         """A captured tensor at an index for each dimension."""
         index = index if isinstance(index, tuple) else (index,)
-        if len(index) != x.ndim or x.is_complex() or x.numel() == 0:
+        _check_captured(x)
+        if len(index) != x.ndim or x.numel() == 0:
             raise ArgumentError(
                 f"a captured {x.dtype} tensor of shape {tuple(x.shape)} is indexed by "
-                f"{len(index)}: it must be real, not empty, and have one index for each dimension, "
-                "like doc[b, q_idx]"
+                f"{len(index)}: it must not be empty, and have one index for each dimension, like "
+                "doc[b, q_idx]"
             )
         if not all(isinstance(i, (Symbol, Tensor, numbers.Integral)) for i in index):
             raise ArgumentError(
@@ -162,27 +174,51 @@ class Tracer(TorchFunctionMode):
         if slot == len(self.tensors):
             self.tensors.append(x)
         node = Node("load", tuple(s.node for s in operands), (slot, x.dtype))
-        return self._symbol(node, expressions.kind_of_dtype(x.dtype), operands)
+        return self._symbol(node, operands)
 
     def splice(self, expr: Node, given: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
         """A tree made before, at these indices and this score."""
-        if expr.op in given:
-            return given[expr.op]
-        if expr.op in (BOOL, INT, FLOAT):
-            return self.lift(expr.value)
-        inputs = [self.splice(node, given, tensors) for node in expr.inputs]
-        if expr.op == "load":
-            return self.load(tensors[expr.value[0]], tuple(inputs))
-        return self.build(expr.op, *inputs)
+        found: dict[Node, Symbol] = {}
+        for node in expressions.nodes_of(expr):
+            inputs = tuple(found[x] for x in node.inputs)
+            if node.op in given:
+                found[node] = given[node.op]
+            elif node.op in (BOOL, INT, FLOAT):
+                found[node] = self.lift(node.value)
+            elif node.op == "load":
+                found[node] = self.load(tensors[node.value[0]], inputs)
+            else:
+                found[node] = self.build(node.op, *inputs)
+        return found[expr]
 
-    def _symbol(self, node: Node, kind: str, operands: list[Symbol]) -> Symbol:
+    def _symbol(self, node: Node, operands: list[Symbol]) -> Symbol:
         size = 1 + sum(x.size for x in operands)
         if size > MAX_NODES:
             raise ArgumentError(
                 f"a {self.dialect.name} has over {MAX_NODES} operators: put what it counts into a "
                 "tensor and index that"
             )
-        return Symbol(node, kind, size, self)
+        return Symbol(node, size, self)
+
+
+def _check_captured(x: Tensor) -> None:
+    """A captured tensor is one that kernels can load as it lies in memory."""
+    remedy = ""
+    if x.layout != torch.strided:
+        remedy = "x.to_dense()"
+    elif x.is_quantized:
+        remedy = "x.dequantize()"
+    elif x.dtype not in DTYPES:
+        is_float = x.dtype.is_floating_point
+        remedy = "x.real or x.imag" if x.is_complex() else "x.float()" if is_float else "x.long()"
+    elif x.is_neg():
+        remedy = "x.resolve_neg()"
+    if remedy:
+        raise ArgumentError(
+            f"a captured tensor x of shape {tuple(x.shape)} is {x.dtype} ({x.layout}"
+            f"{', negated when it is read' if x.is_neg() else ''}), which kernels cannot load: "
+            f"capture {remedy} instead"
+        )
 
 
 def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()) -> Traced:
@@ -207,7 +243,7 @@ def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()
             f"{what} returns {result!r}, which is {result.kind}: it must return a "
             f"{dialect.result}, {dialect.remedy}"
         )
-    return Traced(result.node, tuple(tracer.tensors))
+    return Traced(result.node, tuple(tracer.tensors[: max(len(tensors), slots_of(result.node))]))
 
 
 def where(condition, x, y):

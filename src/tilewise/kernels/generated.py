@@ -28,11 +28,13 @@ from triton.runtime.jit import JITFunction
 
 from ..expressions import (
     BOOL,
+    DIVISIONS,
     FLOAT,
     INDICES,
     INT,
     OPERATORS,
     SCORE,
+    SHIFTS,
     TABLE_SIZE,
     Node,
     Step,
@@ -41,12 +43,16 @@ from ..expressions import (
     steps,
     takes_floats,
 )
+from ..serialize import check_plan
 from ..tile.score import tanh
+from .widths import BITS_32, BITS_64, Range, are_long, ranges_of
 
 Tensor = torch.Tensor
 CONSTANTS = (BOOL, INT, FLOAT)
 LEAVES = (*INDICES, SCORE, *CONSTANTS)
 TYPES = {BOOL: "tl.int1", INT: "tl.int32", FLOAT: "tl.float32"}
+LONG = "tl.int64"
+SMALLEST = torch.finfo(torch.float32).tiny  # of floats that Triton takes for fp32
 
 
 class Captured(NamedTuple):
@@ -93,6 +99,7 @@ def _jit(name: str, text: str) -> JITFunction:
 def text_of(expr: Node) -> str:
     """The function's text after its name: a line for each distinct node, in the tree's order."""
     plan = steps(expr)
+    check_plan(plan)
     lines = _Lines(plan)
     score = "" if plan[-1].kind == BOOL else "score, "
     body = [*lines.text, f"return tl.cast({lines.values[-1]}, {TYPES[plan[-1].kind]})"]
@@ -101,8 +108,9 @@ def text_of(expr: Node) -> str:
 
 def text_of_place(load: Node) -> str:
     """That function's text after its name."""
-    lines = _Lines(steps(load)[:-1])
-    step = steps(load)[-1]
+    check_plan(steps(load))
+    *plan, step = steps(load)
+    lines = _Lines(plan)
     terms = [f"{index} * target.strides[{d}]" for d, index in enumerate(lines.held(step, "target"))]
     body = [*lines.text, f"return {' + '.join(terms) or 'tl.cast(0, tl.int64)'}"]
     head = f"({', '.join(INDICES)}, captured, target):\n"
@@ -114,11 +122,11 @@ class _Lines:
 
     def __init__(self, plan: list[Step]):
         self.plan = plan
+        self.ranges = ranges_of(plan)
+        self.is_long = are_long(plan, self.ranges)
         self.text: list[str] = []
         self.values: list[str] = []
-        self.is_nonnegative: list[bool] = []
         for step in plan:
-            self.is_nonnegative.append(_is_nonnegative(step, self.is_nonnegative))
             self.values.append(self._value(step))
 
     def _assign(self, name: str, text: str) -> str:
@@ -127,20 +135,31 @@ class _Lines:
 
     def _value(self, step: Step) -> str:
         if step.op in CONSTANTS:
-            text = constant_text(step.value)
-            return f"tl.cast({text}, tl.int64)" if _is_wide(step) else text
+            return self._constant(step)
         if step.op in LEAVES:
             return step.op
         name = f"v{len(self.text)}"
         if step.op == "load":
             return self._assign(name, self._load(step))
         operands = self._operands(step)
-        if step.op in ("//", "%") and not all(self.is_nonnegative[i] for i in step.inputs):
-            return self._assign(name, self._rounded_down(step, *operands))
+        if step.op in DIVISIONS:
+            return self._assign(name, self._divided(step, *operands))
+        if step.op in SHIFTS:
+            return self._assign(name, self._shifted(step, *operands))
         return self._assign(name, OPERATORS[step.op].text.format(*operands))
 
+    def _constant(self, step: Step) -> str:
+        """A number; one that Triton would not take for 32 bits with its type."""
+        text = constant_text(step.value)
+        if self.is_long[len(self.values)]:
+            return f"tl.cast({text}, {LONG})"
+        is_tiny = step.op == FLOAT and 0 < abs(step.value) < SMALLEST
+        return f"tl.cast({text}, {TYPES[FLOAT]})" if is_tiny else text
+
     def _operands(self, step: Step) -> list[str]:
-        """The operands of an operator, integers as floats where it takes these."""
+        """The operands of an operator: integers as floats where it takes these, and one of those
+        that are to give 64 bits in these.
+        """
         plan, inputs = self.plan, step.inputs
         operands = [self.values[i] for i in inputs]
         as_floats = takes_floats(step.op, [plan[i].kind for i in inputs])
@@ -153,19 +172,59 @@ class _Lines:
             # Else Python computes, and its ~True is -2
             first = plan[inputs[0]]
             kind = FLOAT if as_floats and first.op != BOOL else first.op
-            if kind != INT or not _is_wide(first):
+            if kind != INT or not self.is_long[inputs[0]]:
                 operands[0] = f"tl.cast({operands[0]}, {TYPES[kind]})"
+        if self.is_long[len(self.values)] and not any(self.is_long[i] for i in inputs):
+            at = next(at for at, i in enumerate(inputs) if plan[i].kind == INT)
+            operands[at] = f"tl.cast({operands[at]}, {LONG})"
         return operands
 
+    def _bounds(self, step: Step) -> tuple[Range, Range]:
+        """The ranges of two integers."""
+        x, y = (self.ranges[i] for i in step.inputs)
+        return x, y
+
+    def _divided(self, step: Step, x: str, d: str) -> str:
+        """`//` or `%`, as `tilewise.integers` has them: Triton rounds towards zero, and leaves open
+        what is divided by 0, or the least integer by -1.
+        """
+        of_x, of_d = self._bounds(step)
+        bits = BITS_64 if self.is_long[len(self.values)] else BITS_32
+        instead = {0: "0" if step.op == "//" else x} if of_d.has(0) else {}
+        if of_d.has(-1) and of_x.has(bits.lo):
+            instead[-1] = f"-{x}" if step.op == "//" else "0"
+        if not instead:
+            return self._rounded_down(step, x, d)
+        given = self._assign(f"d{len(self.text)}", f"tl.cast({d}, {self._type(step)})")
+        known = [f"({given} == {value})" for value in instead]
+        safe = self._assign(f"s{len(self.text)}", f"tl.where({' | '.join(known)}, 1, {given})")
+        found = self._rounded_down(step, x, safe)
+        for is_known, text in zip(known, instead.values()):
+            found = f"tl.where({is_known}, {text}, {found})"
+        return found
+
+    def _shifted(self, step: Step, x: str, y: str) -> str:
+        """`<<` or `>>`; past the last bit, what moves every bit out gives."""
+        last = 63 if self.is_long[len(self.values)] else 31
+        if self._bounds(step)[1].fits(Range(0, last)):
+            return OPERATORS[step.op].text.format(x, y)
+        is_far = f"({y} < 0) | ({y} > {last})"
+        if step.op == ">>":
+            return f"({x} >> tl.where({is_far}, {last}, {y}))"
+        return f"tl.where({is_far}, 0, {x} << tl.where({is_far}, 0, {y}))"
+
     def _rounded_down(self, step: Step, x: str, d: str) -> str:
-        """`//` or `%`, which Triton rounds towards zero."""
+        """`//` or `%` by a divisor that is not 0, rounded down."""
+        of_x, of_d = self._bounds(step)
+        if of_x.lo >= 0 and of_d.lo >= 0:
+            return OPERATORS[step.op].text.format(x, d)
         rest = self._assign(f"r{len(self.text)}", f"{x} % {d}")
         is_below = f"{rest} < 0"
-        if not self.is_nonnegative[step.inputs[1]]:
+        if of_d.lo < 0:
             is_below = f"({rest} != 0) & (({rest} ^ {d}) < 0)"
-        if step.op == "%":
-            return f"tl.where({is_below}, {rest} + {d}, {rest})"
-        return f"tl.where({is_below}, {x} // {d} - 1, {x} // {d})"
+        if step.op == "%":  # neither sum can leave its type, not even where it is not chosen
+            return f"{rest} + tl.where({is_below}, {d}, 0)"
+        return f"{x} // {d} - tl.where({is_below}, 1, 0)"
 
     def _load(self, step: Step) -> str:
         """A captured element, by 64-bit offsets and from within the tensor: computed indices are
@@ -184,7 +243,10 @@ class _Lines:
                 index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
             address.append(f"tl.cast({index}, tl.int64) * {tensor}.strides[{d}]")
         mask = f", mask={' & '.join(within)}, other=0" if within else ""
-        return f"tl.cast(tl.load({' + '.join(address)}{mask}), {TYPES[step.kind]})"
+        return f"tl.cast(tl.load({' + '.join(address)}{mask}), {self._type(step)})"
+
+    def _type(self, step: Step) -> str:
+        return LONG if self.is_long[len(self.values)] else TYPES[step.kind]
 
     def held(self, step: Step, tensor: str) -> list[str]:
         """The indices of a load, 64-bit, each held within a tensor's ends; to write by, not read:
@@ -197,24 +259,3 @@ class _Lines:
                 index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
             indices.append(f"tl.cast({index}, tl.int64)")
         return indices
-
-
-def _is_wide(step: Step) -> bool:
-    """Whether a constant is an integer of over 32 bits."""
-    return step.op == INT and not -(2**31) <= step.value < 2**31
-
-
-def _is_nonnegative(step: Step, known: list[bool]) -> bool:
-    """Whether an integer is seen to be at least 0 from its operator and inputs alone."""
-    inputs = [known[i] for i in step.inputs]
-    if step.op == INT:
-        return step.value >= 0
-    if step.op in (*INDICES, "abs"):
-        return True
-    if step.op == "%":
-        return inputs[1]
-    if step.op in ("+", "*", "//", "<<", ">>", "&", "|", "^", "minimum"):
-        return all(inputs)
-    if step.op == "maximum":
-        return any(inputs)
-    return step.op == "where" and all(inputs[1:])

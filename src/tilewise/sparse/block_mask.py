@@ -16,7 +16,8 @@ import torch
 
 from .. import mods
 from ..errors import ArgumentError
-from ..expressions import INDICES, evaluate
+from ..evaluation import evaluate
+from ..expressions import INDICES
 from ..mods import Mask, Predicate
 from ..traced import check_sizes
 from .intervals import Blocks, bound

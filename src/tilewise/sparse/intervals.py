@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..expressions import BOOL, FLOAT, INT, Node, kind_of, load
+from ..evaluation import load
+from ..expressions import BOOL, FLOAT, INT, Node, nodes_of
 
 Tensor = torch.Tensor
 EXACT = 2.0**52
@@ -39,26 +40,38 @@ class Blocks(NamedTuple):
 
 def bound(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     """The interval of a tree over each block."""
-    if expr.op in ("b", "h"):
-        return _one(getattr(blocks, expr.op).double())
-    if expr.op == "q_idx":
+    nodes = nodes_of(expr)
+    last_user = {x: node for node in nodes for x in node.inputs}
+    found: dict[Node, Interval] = {}
+    for node in nodes:
+        inputs = [found[x] for x in node.inputs]
+        interval = _bound(node, inputs, blocks, tensors)
+        found[node] = _tidy(interval) if node.kind == INT else interval
+        for x in set(node.inputs):
+            if last_user[x] is node:
+                del found[x]  # its memory
+    return found[expr]
+
+
+def _bound(
+    node: Node, inputs: list[Interval], blocks: Blocks, tensors: tuple[Tensor, ...]
+) -> Interval:
+    if node.op in ("b", "h"):
+        return _one(getattr(blocks, node.op).double())
+    if node.op == "q_idx":
         return Interval(*(blocks.q_idx[:, i, None].double() for i in (0, -1)))
-    if expr.op == "k_idx":
+    if node.op == "k_idx":
         return Interval(*(blocks.k_idx[:, i].double() for i in (0, -1)))
-    if expr.op == BOOL:
-        return _one(torch.full((), expr.value, device=blocks.b.device))
-    if expr.op == INT:
-        return _one(torch.full((), expr.value, dtype=torch.float64, device=blocks.b.device))
-    kind = kind_of(expr)
-    if kind == FLOAT or any(kind_of(node) == FLOAT for node in expr.inputs):
-        return _anything(kind, blocks)
-    if expr.op == "load":
-        return _load(expr, blocks, tensors)
-    inputs = [bound(node, blocks, tensors) for node in expr.inputs]
-    if all(x.lo.dtype == torch.bool for x in inputs):
-        return _OF_BOOLS[expr.op](*inputs)
-    found = _OF_INTS[expr.op](*inputs)
-    return found if found.lo.dtype == torch.bool else _tidy(found)
+    if node.op == BOOL:
+        return _one(torch.full((), node.value, device=blocks.b.device))
+    if node.op == INT:
+        return _one(torch.full((), node.value, dtype=torch.float64, device=blocks.b.device))
+    if node.kind == FLOAT or any(x.kind == FLOAT for x in node.inputs):
+        return _anything(node.kind, blocks)
+    if node.op == "load":
+        return _load(node, blocks, tensors)
+    is_of_bools = all(x.kind == BOOL for x in node.inputs)
+    return (_OF_BOOLS if is_of_bools else _OF_INTS)[node.op](*inputs)
 
 
 def _one(x: Tensor) -> Interval:
@@ -85,14 +98,14 @@ def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     *leading, last = expr.inputs or (Node(INT, (), 0),)
     x = x if expr.inputs else x[None]
     if not all(node.op in ("b", "h", INT) for node in leading):
-        return _anything(kind_of(expr), blocks)
+        return _anything(expr.kind, blocks)
     index = [getattr(blocks, i.op) if i.op in ("b", "h") else i.value for i in leading]
     if last.op in ("b", "h", INT):
         found = load(x, [*index, getattr(blocks, last.op) if last.op != INT else last.value])
         return _one(found if found.dtype == torch.bool else found.double())
     name, offset = _shifted(last)
     if name is None:
-        return _anything(kind_of(expr), blocks)
+        return _anything(expr.kind, blocks)
     # One more dimension, inside the block: (batch, nheads, m_blocks, n_blocks, BLOCK)
     positions = getattr(blocks, name) + offset
     positions = positions[:, None] if name == "q_idx" else positions
@@ -100,8 +113,7 @@ def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     found = load(x, [*index, positions])
     lo, hi = torch.aminmax(found.to(torch.uint8) if found.dtype == torch.bool else found, dim=-1)
     dtype = torch.bool if found.dtype == torch.bool else torch.float64
-    bounds = Interval(lo.to(dtype), hi.to(dtype))
-    return bounds if dtype == torch.bool else _tidy(bounds)
+    return Interval(lo.to(dtype), hi.to(dtype))
 
 
 def _shifted(index: Node) -> tuple[str | None, int]:

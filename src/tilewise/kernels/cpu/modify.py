@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ... import dropout
-from ...expressions import evaluate, named
+from ...evaluation import evaluate
+from ...expressions import named
 from .dense import Dense, Rows
 from .tiles import Chunk, positions
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ...derivative import by_loads
-from ...expressions import Node, intern, walk
+from ...expressions import Node, intern, nodes_of
 from ...modifiers import reads_tiles, take_apart
 from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
@@ -347,7 +347,7 @@ def plan_captured(
 
 def load_of(load: Node, slope: Node, is_wide: bool) -> Load:
     """A load, and the score function's slope there, as kernels take it."""
-    mentions = {node.op for node in walk(load)}
+    mentions = {node.op for node in nodes_of(load)}
     functions = function_of(intern(slope)), place_function_of(intern(load))
     return Load(*functions, "q_idx" in mentions, "k_idx" in mentions, is_wide)
 

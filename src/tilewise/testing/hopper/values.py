@@ -22,6 +22,7 @@ TORCH = {
     tl.int8: torch.int8,
     tl.uint8: torch.uint8,
     tl.int16: torch.int16,
+    tl.uint16: torch.uint16,
     tl.int32: torch.int32,
     tl.int64: torch.int64,
     tl.uint32: torch.int64,  # torch has no arithmetic of its own for it

@@ -1,0 +1,94 @@
+"""What a tree gives in torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+
+from .expressions import (
+    FLOAT,
+    INDICES,
+    INT,
+    OPERATORS,
+    SCORE,
+    Node,
+    Step,
+    kind_of_dtype,
+    steps,
+    takes_floats,
+)
+
+Tensor = torch.Tensor
+# What needs no care where the second operand is a positive constant.
+BY_CONSTANT = {
+    **{"//": operator.floordiv, "%": operator.mod},
+    **{"<<": operator.lshift, ">>": operator.rshift},
+}
+
+
+def evaluate(
+    expr: Node, b, h, q_idx, k_idx, tensors: tuple[Tensor, ...] = (), score: Tensor | None = None
+) -> Tensor:
+    """The value in torch: indices are ints or integer tensors that broadcast against each other and
+    the score, and the answer has the shape of those that the tree mentions.
+    """
+    given = {name: _tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
+    dtype = torch.float32
+    if score is not None:
+        score = _tensor(score)
+        dtype = torch.promote_types(score.dtype, dtype)
+        given[SCORE] = score.to(dtype)
+    plan = steps(expr)
+    last_user = {i: number for number, step in enumerate(plan) for i in step.inputs}
+    found: list = []
+    for number, step in enumerate(plan):
+        kinds = [plan[i].kind for i in step.inputs]
+        operands = [found[i] for i in step.inputs]
+        if takes_floats(step.op, kinds):
+            operands = [x.to(dtype) if k == INT else x for x, k in zip(operands, kinds)]
+        if step.op in OPERATORS:
+            found.append(_compute_of(step, plan)(*operands))
+        else:
+            found.append(_leaf(step, operands, given, tensors, dtype))
+        for i in step.inputs:
+            if last_user[i] == number:
+                found[i] = None  # its memory
+    return found[-1]
+
+
+def _tensor(x) -> Tensor:
+    """A tensor as it is, a number as one that goes with those of any device."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
+
+
+def _compute_of(step: Step, plan: list[Step]) -> Callable[..., Tensor]:
+    if step.op in BY_CONSTANT:
+        second = plan[step.inputs[1]]
+        if second.op == INT and second.value > 0:
+            return BY_CONSTANT[step.op]
+    return OPERATORS[step.op].compute
+
+
+def _leaf(step: Step, index: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:
+    if step.op in given:
+        return given[step.op]
+    if step.op == "load":
+        found = load(tensors[step.value[0]], index)
+        return found.to(dtype) if step.kind == FLOAT else found
+    kind = dtype if step.op == FLOAT else None
+    return torch.full((), step.value, dtype=kind, device=given["q_idx"].device)
+
+
+def load(x: Tensor, index: list) -> Tensor:
+    """The elements of a captured tensor at clamped indices; integers come as int64."""
+    at = [
+        i.to(x.device).clamp(0, n - 1)
+        if isinstance(i, Tensor)
+        else torch.full((), i, device=x.device)
+        for i, n in zip(index, x.shape)
+    ]
+    # Not x[...]: under vmap that asks for the value of an index
+    found = torch.ops.aten.index.Tensor(x, at) if at else x
+    return found.to(torch.int64) if kind_of_dtype(x.dtype) == INT else found

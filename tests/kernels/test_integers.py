@@ -1,0 +1,236 @@
+"""Integers of masks and score functions are the same on the CPU and in kernels, whatever their
+size, and whatever they are divided and shifted by.
+"""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from modified_tiles import check, emulated, interpreted
+
+import tilewise
+from tilewise import ArgumentError, mods
+from tilewise.expressions import INT, OPERATORS, Node, steps
+from tilewise.kernels.generated import text_of
+from tilewise.kernels.widths import BITS_32, are_long, ranges_of
+from tilewise.mods import causal, document, mask, maximum, minimum, score, where
+from tilewise.sparse import create_block_mask
+from tilewise.testing import use_emulator, use_interpreter
+
+LEAST = -(2**63)
+
+
+def hashes(n: int, seed: int = 0) -> torch.Tensor:
+    """int64 near 2^62 and -2^62, of which many differ in their high or in their low half alone."""
+    rng = random.Random(seed)
+    near = [sign * 2**62 + far for sign in (-1, 1) for far in (-(2**32), -1, 0, 1, 2**32)]
+    edges = [LEAST, LEAST + 1, 2**63 - 1, 2**31, -(2**31), -1, 0, 1, 2**53 + 1]
+    return torch.tensor([rng.choice(near + edges) for _ in range(n)])
+
+
+IDS = hashes(64)
+WORDS = torch.tensor([-(2**31), 2**31 - 1, -1, 0, 1, 7, -7, 2**30] * 8, dtype=torch.int32)
+SHIFTS = torch.tensor([-(2**31), -65, -1, 0, 1, 31, 32, 33, 62, 63, 64, 2**31 - 1] * 6).int()[:64]
+BYTES = (torch.arange(64) * 37 % 256).to(torch.uint8)
+HOSTILE = {
+    "products": mask(lambda b, h, q, k: (q + 60_000) * (k + 50_000) % 7 < 3),
+    "products of products": mask(lambda b, h, q, k: (q + 2**20) * (k + 2**20) * (q - k) % 9 < 4),
+    "past 2^63": mask(lambda b, h, q, k: (q + 2**40) * (k + 2**40) * 3 < 0),
+    "sums": mask(lambda b, h, q, k: q + k + (2**31 - 40) > 2**31),
+    "differences": mask(lambda b, h, q, k: WORDS[q] - WORDS[k] > 0),
+    "negated": mask(lambda b, h, q, k: -WORDS[q] > abs(WORDS[k])),
+    "abs": mask(lambda b, h, q, k: abs(WORDS[q]) + 1 > 2**31),
+    "by a constant": mask(lambda b, h, q, k: (WORDS[q] // -1 > 5) ^ (WORDS[k] % -1 == 0)),
+    "// 0": mask(lambda b, h, q, k: (q - 9) // (k % 3) > 2),
+    "% 0": mask(lambda b, h, q, k: (q - 9) % (k % 3) > 1),
+    "// anything": mask(lambda b, h, q, k: (q - 9) // (k - 20) < 0),
+    "% anything": mask(lambda b, h, q, k: (q - 9) % (k - 20) < 0),
+    "0 // 0": mask(lambda b, h, q, k: (q - q) // (k - k) == 0),
+    "a constant // anything": mask(lambda b, h, q, k: -7 // (k - 20) + q % 2 == 0),
+    "a constant % anything": mask(lambda b, h, q, k: -7 % (k - 20) + q % 2 == -6),
+    "words //": mask(lambda b, h, q, k: WORDS[q] // WORDS[k] > 0),
+    "words %": mask(lambda b, h, q, k: WORDS[q] % WORDS[k] > 0),
+    "<< 40": mask(lambda b, h, q, k: (q - 8) << 40 < k),
+    "<< 63": mask(lambda b, h, q, k: (q << 63 < 0) ^ (k > 9)),
+    "<< anything": mask(lambda b, h, q, k: (q - 8) << (k - 4) < 99),
+    "<< words": mask(lambda b, h, q, k: (q - 8) << SHIFTS[k] < 99),
+    "<< of a constant": mask(lambda b, h, q, k: 3 << (k * 3 - 9) > q),
+    ">> anything": mask(lambda b, h, q, k: (q - 8) >> (k - 4) == -1),
+    ">> words": mask(lambda b, h, q, k: (q - 8) >> SHIFTS[k] == -1),
+    ">> 63": mask(lambda b, h, q, k: (q - k) >> 63 == -1),
+    "bits": mask(lambda b, h, q, k: (WORDS[q] | 2**40) ^ (WORDS[k] & -(2**35)) > 2**40),
+    "not": mask(lambda b, h, q, k: ~(q * 2**33) < -k),
+    "chosen": mask(lambda b, h, q, k: where(q > k, 2**40, WORDS[k]) > 9),
+    "smaller": mask(lambda b, h, q, k: minimum(q * 2**40, maximum(k, 2**33)) > 2**33),
+    "int64 ==": mask(lambda b, h, q, k: IDS[q] == IDS[k]),
+    "int64 <": mask(lambda b, h, q, k: IDS[q] < IDS[k]),
+    "int64 sums": mask(lambda b, h, q, k: IDS[q] + IDS[k] > 5),
+    "int64 products": mask(lambda b, h, q, k: IDS[q] * IDS[k] > 0),
+    "int64 //": mask(lambda b, h, q, k: IDS[q] // IDS[k] > 0),
+    "int64 %": mask(lambda b, h, q, k: IDS[q] % IDS[k] > 0),
+    "int64 // -1": mask(lambda b, h, q, k: (IDS[q] // -1 > 0) ^ (IDS[k] % -1 == 0)),
+    "int64 // a byte": mask(lambda b, h, q, k: IDS[q] // BYTES[k] > 0),
+    "int64 <<": mask(lambda b, h, q, k: IDS[q] << SHIFTS[k] > 0),
+    "int64 >>": mask(lambda b, h, q, k: IDS[q] >> SHIFTS[k] > 0),
+    "int64 abs": mask(lambda b, h, q, k: abs(IDS[q]) > -IDS[k]),
+    "int64 as an index": mask(lambda b, h, q, k: BYTES[IDS[q]] == BYTES[IDS[k] % 64]),
+    "a pair of int64": mask(
+        partial(lambda x, b, h, q, k: x[q, k] == 2**62 + 1, hashes(2048).view(32, 64))
+    ),
+    "int64 as floats": score(lambda s, b, h, q, k: s + where(IDS[q] * 1e-18 > k, 1.0, 0.0)),
+    "bytes": mask(lambda b, h, q, k: BYTES[q] - BYTES[k] > 100),
+    "int8": mask(partial(lambda x, b, h, q, k: x[q] * 2**25 > x[k], BYTES.to(torch.int8))),
+    "int16": mask(partial(lambda x, b, h, q, k: x[q] * x[k] > 9, WORDS.to(torch.int16))),
+    "uint16": mask(partial(lambda x, b, h, q, k: x[q] * x[k] > 9, WORDS.to(torch.uint16))),
+    "uint32": mask(partial(lambda x, b, h, q, k: x[q] > x[k] + 5, WORDS.to(torch.uint32))),
+    "ints as floats": mask(lambda b, h, q, k: q + 2**24 + k < 2.0**24 + 9),
+    "equal as floats": mask(lambda b, h, q, k: q + 2**24 == (k + 2**24) * 1.0),
+    "small floats": score(lambda s, b, h, q, k: where(s * 1e-38 < 1e-39 * k, s, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("run", [interpreted, emulated])
+def test_kernels_agree_with_torch(name, run):
+    check(HOSTILE[name], run)
+    check(HOSTILE[name], run, turned=True, q_start=16, h=0, b=0)
+
+
+def exactly(op: str, x: int, y: int) -> int:
+    """What an operator gives, in Python's integers."""
+    if op in ("//", "%"):
+        found = (0 if op == "//" else x) if y == 0 else eval(f"x {op} y", {"x": x, "y": y})
+    elif op == "<<":
+        found = x << y if 0 <= y <= 63 else 0
+    elif op == ">>":
+        found = x >> (y if 0 <= y <= 63 else 63)
+    else:
+        known = {"abs": abs(x), "neg": -x, "~": ~x, "minimum": min(x, y), "maximum": max(x, y)}
+        found = known[op] if op in known else eval(f"x {op} y", {"x": x, "y": y})
+    return (found + 2**63) % 2**64 - 2**63
+
+
+INTEGER = [op for op, known in OPERATORS.items() if known.kind(*[INT] * known.arity) == INT]
+VALUES = [LEAST, LEAST + 1, -(2**62), -(2**31) - 1, -(2**31), -65, -64, -63, -33, -32, -2, -1, 0]
+VALUES += [1, 2, 3, 31, 32, 33, 62, 63, 64, 65, 2**31 - 1, 2**31, 2**53 + 1, 2**62 + 1, 2**63 - 1]
+
+
+@pytest.mark.parametrize("op", INTEGER)
+def test_torch_gives_what_integers_give(op):
+    """For every pair of hostile values, those that would end the process among them."""
+    x = torch.tensor(VALUES)
+    operands = [x[:, None], x[None, :]][: OPERATORS[op].arity]
+    found = OPERATORS[op].compute(*operands).expand(len(x), len(x) if len(operands) > 1 else 1)
+    for i, j in ((i, j) for i in range(found.shape[0]) for j in range(found.shape[1])):
+        assert int(found[i, j]) == exactly(op, VALUES[i], VALUES[j]), (op, VALUES[i], VALUES[j])
+
+
+@pytest.mark.parametrize("op", INTEGER)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
+def test_ranges_hold_every_value(op, dtype):
+    limits = torch.iinfo(dtype)
+    values = [v for v in VALUES if limits.min <= v <= limits.max]
+    leaf = Node("load", (Node("q_idx"),), (0, dtype))
+    other = Node("-", (Node("k_idx"), Node("int", (), 3)))
+    for right, ys in ((Node("load", (Node("k_idx"),), (1, dtype)), values), (other, range(-3, 99))):
+        inputs = (leaf, right)[: OPERATORS[op].arity]
+        own = ranges_of(steps(Node(op, inputs)))[-1]
+        for x in values:
+            for y in ys:
+                assert own.has(exactly(op, x, y)), (op, x, y, own)
+
+
+ORDINARY = {
+    "causal": causal(),
+    "documents": document(WORDS),
+    "bytes": mask(lambda b, h, q, k: BYTES[q] - BYTES[k] == 1),
+    "window": mods.sliding_window(7, 2),
+    "chunks": mods.chunked(5),
+    "dilated": mods.dilated(3),
+    "neighbours": mask(lambda b, h, q, k: (abs(q // 9 - k // 9) < 2) & (abs(q % 9 - k % 9) < 2)),
+    "heads": mask(lambda b, h, q, k: (q - k) % (h + 1) == 0),
+    "distances": score(lambda s, b, h, q, k: s + k - q),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_functions_stay_in_32_bits_and_guard_nothing(name):
+    plan = steps(ORDINARY[name].expr)
+    assert not any(are_long(plan, ranges_of(plan)))
+    assert "== 0), 1" not in text_of(ORDINARY[name].expr)
+
+
+def test_what_may_not_fit_is_long():
+    plan = steps(HOSTILE["differences"].expr)
+    loads = [r for step, r in zip(plan, ranges_of(plan)) if step.op == "load"]
+    assert loads == [BITS_32, BITS_32]
+    assert are_long(plan, ranges_of(plan)).count(True) == 1
+
+
+UNDEFINED = {
+    "// 0": lambda b, h, q, k: q // 0 == k,
+    "% 0": lambda b, h, q, k: q % 0 == k,
+    "<< -1": lambda b, h, q, k: q << -1 == k,
+    ">> 70": lambda b, h, q, k: q >> 70 == k,
+    "within": lambda b, h, q, k: mask(lambda b, h, q, k: q // k == 1)(b, h, q, 0),
+}
+
+
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_constants_that_give_nothing_are_refused(name):
+    with pytest.raises(ArgumentError, match=r"divide by a number|shift by 0 to 63"):
+        mask(UNDEFINED[name])
+
+
+def qkv(seqlen=80, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, seqlen, heads, 16) for heads in (2, 1, 1)]
+    return [torch.randn(s, generator=generator, requires_grad=requires_grad) for s in shapes]
+
+
+# Documents whose numbers differ in the high half alone, and in the low half alone.
+HASHED = torch.tensor([7] * 20 + [7 + 2**32] * 20 + [2**62 + 1] * 20 + [2**62] * 20)
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_documents_that_are_hashes(by_blocks):
+    """CPU, interpreter, and torch by hand; forward and backward."""
+    given = {"mask_mod": document(HASHED)}
+    if by_blocks:
+        blocks = create_block_mask(document(HASHED), 1, 1, 80, 80, block=(16, 16))
+        given = {"block_mask": blocks}
+    plain = torch.zeros(80, 80).masked_fill(HASHED[:, None] != HASHED, -torch.inf)
+    expected = None
+    for backend in (None, "portable"):
+        q, k, v = qkv()
+        with use_interpreter():
+            out = tilewise.attention(q, k, v, **given, backend=backend or "cpu")
+            grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        if expected is None:
+            bias = plain[None, None]
+            wanted = tilewise.attention_reference(*(x.double() for x in (q, k, v)), bias=bias)
+            wanted_grads = torch.autograd.grad(wanted.square().sum(), (q, k, v))
+            expected = wanted.float(), *wanted_grads
+        torch.testing.assert_close((out, *grads), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_documents_that_are_hashes_in_hopper_kernels():
+    q, k, v = (x.half() for x in qkv(requires_grad=False))
+    with use_emulator(0):
+        out = tilewise.attention(q, k, v, mask_mod=document(HASHED), backend="hopper")
+    wanted = tilewise.attention(q, k, v, mask_mod=document(HASHED), backend="cpu")
+    torch.testing.assert_close(out, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("by", ["b", "h"])
+def test_a_block_mask_tells_long_numbers_apart(by):
+    """Intervals lie in float64, which has not every int64."""
+    near = torch.tensor([2**60, 2**60 + 1])
+    made = mask(lambda b, h, q, k: near[b if by == "b" else h] == near[0])
+    blocks = create_block_mask(made, 2, 2, 32, 32, block=(16, 16))
+    kinds = blocks.kinds()
+    assert kinds.select(0 if by == "b" else 1, 1).max() == 0
+    assert kinds.select(0 if by == "b" else 1, 0).min() == 2
+    wide = mask(lambda b, h, q, k: (q * 0 + 2**60 + 1 == k * 0 + 2**60) | (q < 0))
+    assert create_block_mask(wide, 1, 1, 32, 32, block=(16, 16)).kinds().max() == 0
