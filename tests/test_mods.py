@@ -1,16 +1,14 @@
 """Predicates as algebra: what they say against torch's own answer, their keys, their errors."""
 
 import itertools
-import math
 import re
-from collections import OrderedDict
 
 import pytest
 import random_masks as masks
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, expressions, mods
+from tilewise import ArgumentError, expressions
 from tilewise.mods import (
     causal,
     chunked,

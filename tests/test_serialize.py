@@ -1,5 +1,6 @@
 """Trees as text: honest texts are the trees, and all others are refused, in bounded time."""
 
+import copy
 import json
 import math
 import random
@@ -157,23 +158,26 @@ def mutated_letters(text: str, rng: random.Random) -> str:
 
 def mutated_values(text: str, rng: random.Random) -> str:
     """The text with a few values, at any depth, replaced, repeated or taken out."""
-    root = [json.loads(text)]
+    root = json.loads(text)
     for _ in range(rng.randint(1, 3)):
-        holder = root
-        while isinstance(holder[-1], list) and holder[-1] and rng.random() < 0.75 or holder is root:
-            lists = [x for x in holder if isinstance(x, list) and x]
-            if not lists:
-                break
-            holder = rng.choice(lists)
+        holder = rng.choice(list(lists_in([root])))  # one at least: the root stays a list
         at = rng.randrange(len(holder))
         change = rng.randrange(4)
         if change == 0:
-            holder.insert(at, holder[rng.randrange(len(holder))])
-        elif change == 1 and len(holder) > 1:
+            holder.insert(at, copy.deepcopy(rng.choice(holder)))
+        elif change == 1 and holder is not root:
             del holder[at]
         else:
-            holder[at] = rng.choice(ODD_VALUES)
-    return json.dumps(root[0])
+            holder[at] = copy.deepcopy(rng.choice(ODD_VALUES))
+    return json.dumps(root)
+
+
+def lists_in(values: list):
+    """The lists in these values that are not empty, at any depth."""
+    for value in values:
+        if isinstance(value, list) and value:
+            yield value
+            yield from lists_in(value)
 
 
 @pytest.mark.parametrize("mutated", [mutated_letters, mutated_values])

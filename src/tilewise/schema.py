@@ -16,9 +16,9 @@ GIVEN = 7  # to a backward: dout, dlse, q, k, v, out, lse
 SCALARS = len(Scalars._fields)
 CALL = (
     ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
-    + ", Tensor[]? captured, float scale, float softcap, SymInt left, SymInt right, float dropout_p,"
-    " str align, bool deterministic, str mask_mod, str score_mod, str score_derivative, "
-    "int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
+    + ", Tensor[]? captured, float scale, float softcap, SymInt left, SymInt right, "
+    "float dropout_p, str align, bool deterministic, str mask_mod, str score_mod, "
+    "str score_derivative, int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
 )
 AFTER_TENSORS = SCALARS + 9  # the arguments from scale on
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"

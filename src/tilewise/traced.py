@@ -10,7 +10,7 @@ import torch
 
 from .errors import ArgumentError
 from .evaluation import evaluate
-from .expressions import INDICES, Node, descriptions, describe, intern, nodes_of, remember
+from .expressions import INDICES, Node, describe, descriptions, intern, nodes_of, remember
 from .symbols import Symbol
 
 Tensor = torch.Tensor
