@@ -2,15 +2,18 @@
 
 import functools
 import math
+import time
 
 import pytest
 import random_scores as scores
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, derivative
+from tilewise import ArgumentError, derivative, modifiers, serialize
 from tilewise.expressions import FLOAT, OPERATORS, SCORE, Node, steps
+from tilewise.kernels import generated
 from tilewise.mods import alibi, causal, score, softcapped
+from tilewise.problem import Mods
 from tilewise.tracing import MAX_NODES
 
 BIAS = torch.linspace(0.5, 2, 5)
@@ -135,6 +138,28 @@ def test_long_chains_stay_small():
     assert len(steps(made.derivative.expr)) < 5 * depth
     check(made, torch.linspace(-1, 1, 3, dtype=torch.float64), 0, 0, 0, 0)
     assert made.derivative.key.startswith("score_")
+
+
+def nested(n):
+    """abs of abs of ..., whose derivative uses each slope twice."""
+    return score(lambda s, b, h, q, k: functools.reduce(lambda x, i: abs(x) - i, range(n), s))
+
+
+def test_work_grows_with_distinct_steps():
+    """And not with the tree, which is of 2^n: forward, derivative, text, kernel, questions."""
+    start = time.perf_counter()
+    made = nested(64)
+    names = Mods(score=made.key, derivative=made.derivative.key)
+    assert modifiers.mentions(names) >= {"abs", "where"} and not modifiers.reads_tiles(names)
+    assert modifiers.count_tensors(names.derivative) == 0
+    text = serialize.text_of(names.derivative)
+    assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is made.derivative.expr
+    assert len(repr(made.derivative)) < 2000 and hash(made.derivative.expr)
+    lines = [generated.text_of(nested(n).derivative.expr).count("\n") for n in (16, 32, 64)]
+    assert lines[2] - lines[1] == 2 * (lines[1] - lines[0])
+    x = torch.linspace(-3, 3, 5, dtype=torch.float64)
+    check(made, x + 0.1, 0, 0, 0, 0)
+    assert time.perf_counter() - start < 2
 
 
 def test_what_cannot_be_derived_is_named():

@@ -8,7 +8,7 @@ import random_masks as masks
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, expressions
+from tilewise import ArgumentError, attention, expressions
 from tilewise.mods import (
     causal,
     chunked,
@@ -19,6 +19,7 @@ from tilewise.mods import (
     maximum,
     minimum,
     prefix_lm,
+    score,
     sliding_window,
     where,
 )
@@ -102,6 +103,63 @@ def test_captured_scalars_floats_and_numpy():
 def test_a_tensor_captured_twice_is_one():
     made = document(DOC) & document(DOC) & mask(lambda b, h, q, k: DOCS[b, q] == DOC[k])
     assert len(made.tensors) == 2 and made.tensors[0] is DOC
+
+
+def test_what_is_read_and_not_used_is_not_captured():
+    """Tensors of a mask stand before those of a score function, by their number."""
+
+    def reads(b, h, q, k):
+        _ = DOC[q]
+        return q >= k
+
+    assert mask(reads).tensors == ()
+    q, bias = torch.randn(1, S, 1, 8), torch.randn(S)
+    biased = score(lambda s, b, h, q, k: s + bias[k])
+    out = attention(q, q, q, mask_mod=mask(reads), score_mod=biased)
+    torch.testing.assert_close(out, attention(q, q, q, mask_mod=causal(), score_mod=biased))
+
+
+NOT_LOADED = {
+    "float8": (
+        lambda: torch.zeros(S, dtype=torch.float8_e4m3fn),
+        "torch.float8_e4m3fn",
+        "x.float()",
+    ),
+    "float8 scale": (
+        lambda: torch.ones(S, dtype=torch.float8_e8m0fnu),
+        "torch.float8_e8m0fnu",
+        "x.float",
+    ),
+    "complex": (
+        lambda: torch.zeros(S, dtype=torch.complex64),
+        "torch.complex64",
+        "x.real or x.imag",
+    ),
+    "uint64": (lambda: torch.zeros(S, dtype=torch.uint64), "torch.uint64", "x.long()"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.zeros(S), 1.0, 0, torch.quint8),
+        "torch.quint8",
+        "x.dequantize()",
+    ),
+    "sparse": (lambda: torch.zeros(S).to_sparse(), "torch.sparse_coo", "x.to_dense()"),
+    "negated": (
+        lambda: torch.zeros(S, dtype=torch.complex64).conj().imag,
+        "negated",
+        "x.resolve_neg()",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", NOT_LOADED)
+@pytest.mark.parametrize("make", [mask, score], ids=["mask", "score"])
+def test_tensors_that_kernels_cannot_load_are_refused(name, make):
+    """On a CPU too: it would serve what a GPU then does not."""
+    create, what, remedy = NOT_LOADED[name]
+    x = create()
+    with pytest.raises(ArgumentError) as raised:
+        make(lambda *at: x[at[-1]] > 0 if make is mask else at[0] + x[at[-1]])
+    assert what in str(raised.value) and remedy in str(raised.value)
 
 
 def test_indices_past_an_end_read_the_end():

@@ -196,6 +196,7 @@ class Modified(Module):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("module", [Plain, Modified])
 def test_aot_inductor(module, tmp_path):
     """Compiled ahead of time, in this process and in another one."""
