@@ -35,6 +35,7 @@ INDICES = ("b", "h", "q_idx", "k_idx")
 SCORE = "score"
 BOOL, INT, FLOAT = "bool", "int", "float"
 NUMBERS = {INT, FLOAT}
+MAX_INDICES = 2**30  # of each of INDICES: two of them add to 31 bits
 LEAVES = {
     **dict.fromkeys(INDICES, INT),
     SCORE: FLOAT,

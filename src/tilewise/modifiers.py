@@ -15,7 +15,7 @@ from .errors import ArgumentError
 from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
 from .problem import NO_MODS, Extras, Mods
 from .sparse.block_mask import BlockLists, BlockMask
-from .traced import check_sizes
+from .traced import check_lengths, check_sizes
 
 Tensor = torch.Tensor
 BLOCK_TENSORS = 8  # of a block mask: counts and indices, partial and full, by queries and by keys
@@ -128,6 +128,7 @@ def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
     sizes = {"b": q.shape[0], "h": q.shape[2], "q_idx": q.shape[1], "k_idx": k.shape[1]}
     if cu_seqlens is not None:
         sizes |= {"b": cu_seqlens.shape[0] - 1, "q_idx": 0, "k_idx": 0}
+    check_lengths(sizes)
     blocks = captured[:BLOCK_TENSORS] if names.block != (0, 0) else ()
     functions = captured[len(blocks) :]
     of_mask = count_tensors(names.mask)

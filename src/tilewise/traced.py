@@ -10,7 +10,16 @@ import torch
 
 from .errors import ArgumentError
 from .evaluation import evaluate
-from .expressions import INDICES, Node, describe, descriptions, intern, nodes_of, remember
+from .expressions import (
+    INDICES,
+    MAX_INDICES,
+    Node,
+    describe,
+    descriptions,
+    intern,
+    nodes_of,
+    remember,
+)
 from .symbols import Symbol
 
 Tensor = torch.Tensor
@@ -109,12 +118,25 @@ def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
                         yield Read(node.value[0], dim, index.op, text)
 
 
+def check_lengths(sizes: dict[str, int]) -> None:
+    """Kernels count indices in 32 bits, their sums and differences too."""
+    for index, size in sizes.items():
+        if isinstance(size, int) and size > MAX_INDICES:
+            raise NotImplementedError(
+                f"masks and score functions are for up to 2^30 of each index, and there are {size} "
+                f"of {index}: pass causal and window as arguments, or cut the call in parts and "
+                "join them with tilewise.merge_states"
+            )
+
+
 def check_sizes(
     function: TracedFunction, batch: int, nheads: int, seqlen_q: int, seqlen_k: int
 ) -> None:
     """Captured tensors are long enough for every position (indices with offsets are clamped)."""
     sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
     names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
+    if not torch.compiler.is_compiling():  # to a compiler that would be a guard; operators ask too
+        check_lengths(sizes)
     for slot, dim, index, text in function._reads:
         x = function.tensors[slot]
         if x.shape[dim] < sizes[index]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from modified_tiles import check, emulated, interpreted
+from modified_tiles import arguments, check, emulated, gluon_kernel, interpreted, triton_kernel
 
 import tilewise
 from tilewise import ArgumentError, mods
@@ -16,7 +16,7 @@ from tilewise.kernels.generated import text_of
 from tilewise.kernels.widths import BITS_32, are_long, ranges_of
 from tilewise.mods import causal, document, mask, maximum, minimum, score, where
 from tilewise.sparse import create_block_mask
-from tilewise.testing import use_emulator, use_interpreter
+from tilewise.testing import build, use_emulator, use_interpreter
 
 LEAST = -(2**63)
 
@@ -95,6 +95,15 @@ HOSTILE = {
 def test_kernels_agree_with_torch(name, run):
     check(HOSTILE[name], run)
     check(HOSTILE[name], run, turned=True, q_start=16, h=0, b=0)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kernel", [triton_kernel, gluon_kernel], ids=["triton", "gluon"])
+def test_they_compile(kernel):
+    for mod in HOSTILE.values():
+        given, constants = arguments(mod)
+        compiled = build(kernel, *given, **constants, num_warps=4, on="sm90")
+        assert " 0 bytes spill stores" in compiled.ptxas_log, mod
 
 
 def exactly(op: str, x: int, y: int) -> int:
@@ -181,6 +190,17 @@ UNDEFINED = {
 def test_constants_that_give_nothing_are_refused(name):
     with pytest.raises(ArgumentError, match=r"divide by a number|shift by 0 to 63"):
         mask(UNDEFINED[name])
+
+
+@pytest.mark.parametrize("count", [2**30, 2**30 + 1])
+def test_indices_are_counted_in_30_bits(count):
+    q = torch.empty(1, 1, 1, 8, device="meta")
+    k = torch.empty(1, count, 1, 8, device="meta")
+    if count == 2**30:
+        assert tilewise.attention(q, k, k, mask_mod=causal()).shape == q.shape
+        return
+    with pytest.raises(NotImplementedError, match=r"1073741825 of k_idx.*merge_states"):
+        tilewise.attention(q, k, k, mask_mod=causal())
 
 
 def qkv(seqlen=80, requires_grad=True):

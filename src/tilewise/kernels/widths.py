@@ -1,8 +1,8 @@
 """Which integers of a function kernels compute in 64 bits: those that are not seen to fit in 32.
 
 Every integer step has a range that holds its values (Moore 1966), found from the ranges of its
-operands: indices are below 2^30, constants are themselves, a load is as wide as its dtype. Past 64
-bits a value wraps, and may be any.
+operands: indices are below MAX_INDICES, constants are themselves, a load is as wide as its dtype.
+Past 64 bits a value wraps, and may be any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..expressions import INDICES, INT, Step
+from ..expressions import INDICES, INT, MAX_INDICES, Step
 from ..integers import LAST_BIT
 
 
@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 
 BITS_32, BITS_64 = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
-INDEX = Range(0, 2**30 - 1)
+INDEX = Range(0, MAX_INDICES - 1)
 
 
 def ranges_of(plan: list[Step]) -> list[Range | None]:
