@@ -1,8 +1,10 @@
 """Trees as text: honest texts are the trees, and all others are refused, in bounded time."""
 
 import copy
+import functools
 import json
 import math
+import pickle
 import random
 import time
 from collections import OrderedDict
@@ -227,3 +229,11 @@ def test_equal_trees_are_one_object():
     constants = {Node("int", (), 1), Node("float", (), 1.0), Node("bool", (), True)}
     constants |= {Node("float", (), 0.0), Node("float", (), -0.0)}
     assert len(constants) == 5
+
+
+def test_trees_are_copied_and_pickled():
+    """Of any depth, and the copy is the tree."""
+    expr = functools.reduce(lambda x, _: Node("~", (x,)), range(MAX_STEPS), Node("q_idx"))
+    assert copy.deepcopy(expr) is expr and pickle.loads(pickle.dumps(expr)) is expr
+    made = pickle.loads(pickle.dumps(document(DOC)))
+    assert made.expr is document(DOC).expr and torch.equal(made.tensors[0], DOC)

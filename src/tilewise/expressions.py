@@ -35,7 +35,8 @@ INDICES = ("b", "h", "q_idx", "k_idx")
 SCORE = "score"
 BOOL, INT, FLOAT = "bool", "int", "float"
 NUMBERS = {INT, FLOAT}
-MAX_INDICES = 2**30  # of each of INDICES: two of them add to 31 bits
+# How many there may be of each: so few that sums, and small multiples, stay in 32 bits.
+MOST = {"b": 2**28, "h": 2**16, "q_idx": 2**28, "k_idx": 2**28}
 LEAVES = {
     **dict.fromkeys(INDICES, INT),
     SCORE: FLOAT,

@@ -12,7 +12,7 @@ from .errors import ArgumentError
 from .evaluation import evaluate
 from .expressions import (
     INDICES,
-    MAX_INDICES,
+    MOST,
     Node,
     describe,
     descriptions,
@@ -121,11 +121,11 @@ def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
 def check_lengths(sizes: dict[str, int]) -> None:
     """Kernels count indices in 32 bits, their sums and differences too."""
     for index, size in sizes.items():
-        if isinstance(size, int) and size > MAX_INDICES:
+        if isinstance(size, int) and size > MOST[index]:
             raise NotImplementedError(
-                f"masks and score functions are for up to 2^30 of each index, and there are {size} "
-                f"of {index}: pass causal and window as arguments, or cut the call in parts and "
-                "join them with tilewise.merge_states"
+                f"masks and score functions serve up to {MOST[index]} of {index}, and there are "
+                f"{size}: pass causal and window as arguments, or cut the call in parts and join "
+                "them with tilewise.merge_states"
             )
 
 

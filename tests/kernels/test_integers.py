@@ -2,6 +2,7 @@
 size, and whatever they are divided and shifted by.
 """
 
+import functools
 import random
 from functools import partial
 
@@ -100,7 +101,9 @@ def test_kernels_agree_with_torch(name, run):
 @pytest.mark.compile
 @pytest.mark.parametrize("kernel", [triton_kernel, gluon_kernel], ids=["triton", "gluon"])
 def test_they_compile(kernel):
-    for mod in HOSTILE.values():
+    masks = [x for x in HOSTILE.values() if isinstance(x, mods.Mask)]
+    for some in (masks[::3], masks[1::3], masks[2::3]):
+        mod = functools.reduce(lambda x, y: mask(lambda *at: x(*at) ^ y(*at)), some)
         given, constants = arguments(mod)
         compiled = build(kernel, *given, **constants, num_warps=4, on="sm90")
         assert " 0 bytes spill stores" in compiled.ptxas_log, mod
@@ -159,6 +162,8 @@ ORDINARY = {
     "dilated": mods.dilated(3),
     "neighbours": mask(lambda b, h, q, k: (abs(q // 9 - k // 9) < 2) & (abs(q % 9 - k % 9) < 2)),
     "heads": mask(lambda b, h, q, k: (q - k) % (h + 1) == 0),
+    "sums": mask(lambda b, h, q, k: (q + k + h + b) % 3 == 0),
+    "multiples": mask(lambda b, h, q, k: (q * 5 + 3 - k * 2) % 7 < 2),
     "distances": score(lambda s, b, h, q, k: s + k - q),
 }
 
@@ -192,14 +197,14 @@ def test_constants_that_give_nothing_are_refused(name):
         mask(UNDEFINED[name])
 
 
-@pytest.mark.parametrize("count", [2**30, 2**30 + 1])
-def test_indices_are_counted_in_30_bits(count):
+@pytest.mark.parametrize("count", [2**28, 2**28 + 1])
+def test_so_many_positions_are_served(count):
     q = torch.empty(1, 1, 1, 8, device="meta")
     k = torch.empty(1, count, 1, 8, device="meta")
-    if count == 2**30:
+    if count == 2**28:
         assert tilewise.attention(q, k, k, mask_mod=causal()).shape == q.shape
         return
-    with pytest.raises(NotImplementedError, match=r"1073741825 of k_idx.*merge_states"):
+    with pytest.raises(NotImplementedError, match=r"of k_idx.*268435457.*merge_states"):
         tilewise.attention(q, k, k, mask_mod=causal())
 
 

@@ -1,7 +1,7 @@
 """Which integers of a function kernels compute in 64 bits: those that are not seen to fit in 32.
 
 Every integer step has a range that holds its values (Moore 1966), found from the ranges of its
-operands: indices are below MAX_INDICES, constants are themselves, a load is as wide as its dtype.
+operands: indices are below MOST, constants are themselves, a load is as wide as its dtype.
 Past 64 bits a value wraps, and may be any.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..expressions import INDICES, INT, MAX_INDICES, Step
+from ..expressions import INT, MOST, Step
 from ..integers import LAST_BIT
 
 
@@ -32,7 +32,6 @@ class Range(NamedTuple):
 
 
 BITS_32, BITS_64 = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
-INDEX = Range(0, MAX_INDICES - 1)
 
 
 def ranges_of(plan: list[Step]) -> list[Range | None]:
@@ -44,8 +43,8 @@ def ranges_of(plan: list[Step]) -> list[Range | None]:
 
 
 def _range(step: Step, operands: list) -> Range:
-    if step.op in INDICES:
-        return INDEX
+    if step.op in MOST:
+        return Range(0, MOST[step.op] - 1)
     if step.op == INT:
         return Range(step.value, step.value)
     if step.op == "load":
