@@ -140,6 +140,14 @@ def test_long_chains_stay_small():
     assert made.derivative.key.startswith("score_")
 
 
+@pytest.mark.parametrize("small", [1e-45, -1e-39, 5e-324, 0.0])
+def test_slopes_have_no_constants_past_fp32(small):
+    """A text of one is refused."""
+    made = score(lambda s, b, h, q, k: torch.tanh(s / small) + s * 3e38 * 3e38)
+    text = serialize.text_of(made.derivative.key)
+    assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is made.derivative.expr
+
+
 def nested(n):
     """abs of abs of ..., whose derivative uses each slope twice."""
     return score(lambda s, b, h, q, k: functools.reduce(lambda x, i: abs(x) - i, range(n), s))

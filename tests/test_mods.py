@@ -264,6 +264,7 @@ UNTRACEABLE = {
     "none": (lambda b, h, q, k: None, "None (NoneType)", "made of"),
     "nan": (lambda b, h, q, k: q < float("nan"), "nan (float)", "made of"),
     "huge": (lambda b, h, q, k: q < 2**64, "(int)", "made of"),
+    "past fp32": (lambda b, h, q, k: q < 1e39, "1e+39, past 3.4e+38,", "use math.inf"),
     "complex": (lambda b, h, q, k: torch.ones(3) * 1j == q, "shape (3,)", "like doc[q_idx]"),
     "int result": (lambda b, h, q, k: q + k, "returns (q_idx + k_idx), which is int", "compare"),
     "arguments": (

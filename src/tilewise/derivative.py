@@ -17,6 +17,7 @@ from .expressions import (
     BOOL,
     FLOAT,
     INT,
+    LARGEST,
     NUMBERS,
     OPERATORS,
     SCORE,
@@ -82,7 +83,7 @@ def _folded(op: str, x: Node, y: Node) -> Node:
     """An operator, done here if both sides are constants and so is what they give."""
     if x.op in NUMBERS and y.op in NUMBERS:
         value = float(OPERATORS[op].compute(x.value, y.value))
-        if math.isfinite(value):
+        if abs(value) <= LARGEST:
             return _constant(value)
     return Node(op, (x, y))
 
@@ -116,7 +117,7 @@ def _product(slope: Node, factor: Node) -> Node:
 
 
 def _quotient(slope: Node, divisor: Node) -> Node:
-    if divisor.op in NUMBERS and divisor.value:
+    if divisor.op in NUMBERS and abs(divisor.value) * LARGEST >= 1:  # its inverse is a constant
         return _product(slope, _constant(1 / divisor.value))
     return ZERO if slope == ZERO else Node("/", (slope, divisor))
 

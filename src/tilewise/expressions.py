@@ -1,4 +1,4 @@
-"""What a mask or a score function computes: its expression as a tree, and its value in torch.
+"""What a mask or a score function computes: its expression as a tree.
 
 A tree is a nest of `Node`s: the four indices, the score, constants, loads from captured tensors,
 and the operators of `OPERATORS`, which are all there is. Two functions that compute the same by the
@@ -43,8 +43,6 @@ LEAVES = {
     **{kind: kind for kind in (BOOL, INT, FLOAT)},
 }
 LARGEST = torch.finfo(torch.float32).max  # of finite float constants
-
-
 # What kernels load and torch indexes; uint64 has values that int64 has not.
 DTYPES = {
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -192,9 +190,9 @@ def undefined(op: str, operands: list) -> str:
         return ""
     value = operands[1].value
     if op in DIVISIONS:
-        return "" if value else f"`{op}` by 0: divide by a number that is not 0"
+        return "" if value else "divides by 0: divide by a number that is not 0"
     last = integers.LAST_BIT
-    return "" if 0 <= value <= last else f"`{op}` by {value} bits: shift by 0 to {last}"
+    return "" if 0 <= value <= last else f"shifts by {value} bits: shift by 0 to {last}"
 
 
 def kind_of_step(op: str, value: Any, kinds: list[str]) -> str | None:

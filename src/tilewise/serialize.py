@@ -158,7 +158,7 @@ def _step(op: Any, inputs: tuple, value: Any, plan: list[Step]) -> Step:
     if kind is None:
         raise _Wrong(f"{which} is no operator of its operands")
     if wrong := undefined(op, operands):
-        raise _Wrong(f"{which} is {wrong}")
+        raise _Wrong(f"{which} {wrong}")
     return Step(op, inputs, value, kind)
 
 

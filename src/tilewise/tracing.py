@@ -18,6 +18,7 @@ x + 0 is x.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from .expressions import (
     FLOAT,
     INDICES,
     INT,
+    LARGEST,
     OPERATORS,
     SCORE,
     Node,
@@ -118,8 +120,12 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, numbers.Integral):
             if -(2**63) <= value < 2**63:
                 return Symbol(Node(INT, (), int(value)), 1, self)
-        elif isinstance(value, numbers.Real) and is_float_constant(float(value)):
-            return Symbol(Node(FLOAT, (), float(value)), 1, self)
+        elif isinstance(value, numbers.Real):
+            if is_float_constant(float(value)):
+                return Symbol(Node(FLOAT, (), float(value)), 1, self)
+            if math.isfinite(value):
+                remedy = "floats are fp32, so use math.inf or scale what it meets"
+                raise no_meaning(self, f"{value!r}, past {LARGEST:.3g},", remedy)
         raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
 
     def build(self, op: str, *values) -> Symbol:
@@ -143,7 +149,7 @@ class Tracer(TorchFunctionMode):
                 "// % << >> & | ^ ~"
             )
         if wrong := expressions.undefined(op, node.inputs):
-            raise ArgumentError(f"{expressions.describe(node)} in a {self.dialect.name} is {wrong}")
+            raise ArgumentError(f"{expressions.describe(node)} in a {self.dialect.name} {wrong}")
         return self._symbol(node, operands)
 
     def load(self, x: Tensor, index) -> Symbol:
