@@ -14,6 +14,7 @@ import torch
 
 from . import batching, dispatch
 from .derivative import by_loads
+from .errors import ArgumentError
 from .kernels.arguments import aligned
 from .modifiers import take_apart
 from .problem import Call, Extras, extras_of
@@ -67,6 +68,7 @@ def _kernel(*args):
     tensors, rest = flat(args, GIVEN)
     given, (q, k, v) = tensors[:GIVEN], tensors[2:5]
     problem, extras, scalars = asked((q, k, v, *tensors[GIVEN:]), rest)
+    _check_wanted(problem.mods.score, wanted)
     is_aligned = aligned(q) and aligned(k) and aligned(v)
     chosen = dispatch.choose(problem, q.device, rest[-1], is_aligned)
     emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
@@ -76,11 +78,22 @@ def _kernel(*args):
         return module.captured_grads(problem, *given, extras, scalars, wanted)
 
 
+def _check_wanted(score: str, wanted: list[int]) -> None:
+    """What an operator is asked for has a gradient; a saved program may ask for anything."""
+    learned = {load.value[0] for load, _ in by_loads(score)} if score else set()
+    if not learned.issuperset(wanted):
+        raise ArgumentError(
+            f"wanted is {list(wanted)}: it must be of {sorted(learned)}, what the score function "
+            "captured that has a gradient"
+        )
+
+
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     """What the score function captured, and which of it wants a gradient."""
     *args, wanted = args
     tensors, rest = flat(tuple(args), GIVEN)
     problem, extras, _ = asked((*tensors[2:5], *tensors[GIVEN:]), rest)
+    _check_wanted(problem.mods.score, wanted)
     return take_apart(problem.mods, extras.captured).score, wanted
 
 

@@ -125,13 +125,13 @@ def arguments(mask=None, score=None, block_mask=None):
     return list(extras), [*numbers, *texts, made.mods.block, False, False, None]
 
 
-def called(extras, rest, way="forward"):
+def called(extras, rest, way="forward", wanted=(0,)):
     q = torch.randn(1, 16, 2, 8)
     given = (q, q, q)
     if way != "forward":
         given = (q, None, *given, q, q[..., 0].transpose(1, 2).contiguous())
     operator = getattr(torch.ops.tilewise, way)
-    return operator(*given, *extras, *rest, *([[0]] if way == "captured_grads" else []))
+    return operator(*given, *extras, *rest, *([wanted] if way == "captured_grads" else []))
 
 
 HEADS = torch.randn(2)
@@ -166,6 +166,13 @@ def test_operators_check_their_tensors(name, way):
 
 def _on_meta(x):
     return [y.to("meta") for y in x] if isinstance(x, list) else x
+
+
+@pytest.mark.parametrize("wanted", [[1], [-1], [0, 7]])
+def test_gradients_are_of_what_is_learned(wanted):
+    extras, rest = arguments(score=scores.score(lambda s, b, h, q, k: s * HEADS[h]))
+    with pytest.raises(ArgumentError, match=r"wanted is .*must be of \[0\]"):
+        called(extras, rest, "captured_grads", wanted)
 
 
 def test_operators_check_the_lists_of_a_block_mask():
