@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from integrations.test_transformers import DECODERS, config_of, pair, tokens  # noqa: E402
+from integrations.test_transformers import DECODERS, TOKENS, config_of, padded, pair, tokens  # noqa: E402
 
 from tilewise import ArgumentError  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
@@ -29,6 +29,17 @@ def told_by_positions(lengths=LENGTHS):
     return dict(position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
 
 
+OPT = transformers.OPTConfig(
+    **TOKENS,
+    vocab_size=64,
+    hidden_size=32,
+    word_embed_proj_dim=32,
+    ffn_dim=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    dropout=0.0,
+)
 TOLD = {
     "lengths": told_by_lengths(),
     "positions": told_by_positions(),
@@ -53,8 +64,6 @@ def packed(model, ids, use_cache=False, **told):
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("name", DECODERS)
 def test_each_sequence_is_alone(name, told):
-    if name == "gpt_oss" and "cu_seq_lens_q" not in TOLD[told]:
-        pytest.skip("it hands the mask function no position ids")
     if name == "gpt2" and "position_ids" not in TOLD[told]:
         pytest.skip("it learned a vector for each position, and counts them through the row")
     eager, ours = pair(config_of(name))
@@ -64,13 +73,105 @@ def test_each_sequence_is_alone(name, told):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_cache_hides_the_positions_and_lengths_decide(name):
-    eager, ours = pair(config_of(name))
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "opt"])
+@pytest.mark.parametrize("hidden_by", ["cache", "mask"])
+def test_what_the_mask_is_not_told(hidden_by, name, told):
+    """With a cache or a mask of ones transformers looks at no position ids; the layer does."""
+    if name == "opt" and "position_ids" not in TOLD[told]:
+        pytest.skip("it learned a vector for each position, and counts them through the row")
+    eager, ours = pair(OPT if name == "opt" else config_of(name))
     ids = tokens(1, sum(LENGTHS))
+    how = (
+        dict(use_cache=True) if hidden_by == "cache" else dict(attention_mask=torch.ones_like(ids))
+    )
     with torch.no_grad():
-        got = packed(ours, ids, use_cache=True, **TOLD["both"])
+        got = packed(ours, ids, **how, **TOLD[told])
         torch.testing.assert_close(got, alone(eager, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_each_row_of_a_batch_is_packed(use_cache):
+    eager, ours = pair(config_of("mistral"))
+    ids = tokens(2, 12)
+    lengths = (5, 1, 6), (3, 7, 2)
+    positions = torch.cat([told_by_positions(row)["position_ids"] for row in lengths])
+    with torch.no_grad():
+        rows = [
+            torch.cat(
+                [eager(part, use_cache=False).logits for part in ids[i : i + 1].split(row, 1)], 1
+            )
+            for i, row in enumerate(lengths)
+        ]
+        for each, expected in (
+            (positions, torch.cat(rows)),
+            (
+                positions[1:],
+                torch.cat([packed(ours, ids[:1], position_ids=positions[1:]), rows[1]]),
+            ),
+        ):
+            got = packed(ours, ids, use_cache, position_ids=each)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_position_ids_of_one_sequence_are_no_packed_ones():
+    """They may begin anywhere, leave a gap, stand still, and restart behind padding."""
+    eager, ours = pair(config_of("llama"))
+    ids = tokens(2)
+    rising = torch.arange(12)[None]
+    mask = padded("left", (12, 7))
+    for positions in (rising + 5, rising * 2 + 1, rising // 2 + 1, mask.cumsum(1) - 1):
+        how = dict(position_ids=positions.clamp(min=0), attention_mask=torch.ones_like(ids))
+        if positions.shape[0] == 2:
+            how["attention_mask"] = mask
+        with torch.no_grad():
+            expected, got = eager(ids, **how).logits, ours(ids, **how).logits
+        real = how["attention_mask"].bool()
+        torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-5)
+
+
+REFUSED = "position_ids start anew within a row: packed sequences are served"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_rows_with_padding_are_refused(side):
+    _, ours = pair(config_of("llama"))
+    positions = told_by_positions((3, 2, 4, 3))["position_ids"].expand(2, -1)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        packed(ours, tokens(2), position_ids=positions, attention_mask=padded(side, (12, 10)))
+
+
+def test_packed_rows_and_other_keys_are_refused():
+    _, ours = pair(config_of("llama"))
+    ids = tokens(1)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=32)
+        ours(ids, past_key_values=cache, **told_by_positions((5, 7)))
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        cache = ours(ids[:, :5]).past_key_values
+        ours(ids[:, 5:], past_key_values=cache, **told_by_positions((4, 3)))
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        positions = told_by_positions((5, 7))["position_ids"] + 1
+        ours(ids, position_ids=positions, use_cache=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_position_ids_are_read_once_a_forward(monkeypatch, mode):
+    from tilewise.integrations import positions as module
+
+    made, real = [], module.starts_from
+    monkeypatch.setattr(module, "starts_from", lambda begins: made.append(1) or real(begins))
+    eager, ours = pair(config_of("llama"))
+    ids = tokens(1, sum(LENGTHS))
+    with mode():
+        positions = told_by_positions()["position_ids"]
+        for _ in range(2):
+            got = packed(ours, ids, True, position_ids=positions)
+        assert len(made) == 2 and ours.config.num_hidden_layers == 2
+        torch.testing.assert_close(got, alone(eager, ids), atol=1e-5, rtol=1e-5)
+        positions.copy_(torch.arange(sum(LENGTHS))[None])  # the next forward reads them anew
+        got = packed(ours, ids, True, position_ids=positions)
+        torch.testing.assert_close(got, eager(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_what_the_collator_makes():
@@ -151,8 +252,6 @@ def test_one_row_without_padding():
     told = told_by_lengths((5, 7))
     with pytest.raises(NotImplementedError, match="this batch has 3"):
         packed(ours, tokens(), **told)
-    with pytest.raises(NotImplementedError, match="packed sequences are served in a batch of one"):
-        packed(ours, tokens(), position_ids=told_by_positions((5, 7))["position_ids"])
     mask = torch.ones(1, 12, dtype=torch.long)
     with torch.no_grad():
         packed(ours, tokens(1), attention_mask=mask, **told)
@@ -184,5 +283,6 @@ def test_compiles_whole():
         torch.testing.assert_close(packed(step, ids), whole, atol=1e-5, rtol=1e-5)
         with pytest.raises(RuntimeError, match="different sequences"):
             packed(step, ids, **(told_by_positions() | told_by_lengths((5, 1, 6, 3))))
-        with pytest.raises(RuntimeError, match="pass cu_seq_lens_q"):
-            packed(step, ids, **told_by_positions())
+        for use_cache in (False, True):
+            with pytest.raises(RuntimeError, match="pass cu_seq_lens_q"):
+                packed(step, ids, use_cache, **told_by_positions())

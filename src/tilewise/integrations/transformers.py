@@ -3,8 +3,8 @@
 Two functions are registered under one name. The mask function runs once per forward and says what
 each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
 the first, transformers builds no mask for a custom name, and padding is ignored in silence.
-Sequences packed in one row (a batch of 1) are served as packed ones: see `packed`. Whatever cannot
-be served exactly is refused with a reason.
+Sequences packed in one row are served as packed ones: see `packed`. Whatever cannot be served
+exactly is refused with a reason; `check(model)` says beforehand which layers will reach tilewise.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import torch
 
 from ..api import attention
 from ..errors import ArgumentError, warn_slow
+from .check import Checked, check_model
+from .masks import visible_keys
+from .opaque import ANOTHER
 from .packed import starts_of
-from .visible import Band, Visible, band_of, packed_of, runs_of, simplest
+from .positions import PACKING
+from .visible import Band, Visible, runs_of, simplest
 
 Tensor = torch.Tensor
-ANOTHER = "load the model with attn_implementation='sdpa' or 'eager'"
-PACKING = (
-    "packed sequences are served in a batch of one row, told by cu_seq_lens_q and cu_seq_lens_k or "
-    "by position_ids that start anew in it: pad the batch instead, or " + ANOTHER
-)
 
 # Keyword arguments that models hand down and that say nothing about attention.
 HARMLESS = {
@@ -33,7 +32,7 @@ HARMLESS = {
     "output_router_logits",
     "past_key_values",
     "position_embeddings",
-    "position_ids",  # a packed row shows in the mask
+    "position_ids",  # read for packed sequences
     "return_dict",
     "use_cache",
 }
@@ -42,7 +41,10 @@ REASONS = {
     "head_mask": "head masks are not served: " + ANOTHER,
     "max_length_k": PACKING,
     "max_length_q": PACKING,
-    "output_attentions": "attention weights are never stored: " + ANOTHER,
+    "output_attentions": (
+        "attention weights are never stored (with 'sdpa' neither): load the model with "
+        "attn_implementation='eager'"
+    ),
     "position_bias": "additive position biases are not served yet: " + ANOTHER,
     "seq_idx": PACKING,
 }
@@ -73,66 +75,18 @@ def is_registered(name: str = "tilewise") -> bool:
     return AttentionInterface().get(name) is attention_forward
 
 
-def visible_keys(
-    batch_size: int,
-    q_length: int = 0,
-    kv_length: int = 0,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function=None,
-    attention_mask: Tensor | Visible | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config=None,
-    **kwargs,
-) -> Visible | None:
-    """The mask function: None where the model's own causal flag says it all."""
-    if isinstance(attention_mask, Visible):  # made by `generate`, before the model's forward
-        return attention_mask
-    if "cache_position" in kwargs:  # how transformers before 5.4 says it
-        positions = kwargs["cache_position"]
-        q_length, q_offset, device = positions.shape[0], positions[0], positions.device
-    if use_vmap:
-        raise NotImplementedError(f"this model adds a mask of its own: {ANOTHER}")
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+def check(model: torch.nn.Module) -> Checked:
+    """Lists a model's attention modules, and for each whether it will reach tilewise.
 
-    # A step over a compiled static cache: its length stays on the device, or each step compiles.
-    is_step = q_length == 1 and not allow_is_causal_skip
-    used = torch.as_tensor(q_offset + q_length - kv_offset, dtype=torch.int32, device=device)
-    if is_step and attention_mask is None and mask_function is causal_mask_function:
-        return Visible((None, 0), None, used=used.expand(batch_size))
-    q_start, end = int(q_offset), kv_offset + kv_length
-    # Slots of a static cache that are not written yet come after the last query.
-    stop = min(end, q_start + q_length)
-    if mask_function is causal_mask_function:
-        band: Band = (None, 0)
-    elif mask_function is bidirectional_mask_function:
-        band, stop = (None, None), end
-    else:
-        queries, keys = range(q_start, q_start + q_length), range(kv_offset, stop)
-        is_whole = batch_size == 1 and attention_mask is None and end == q_length
-        is_whole = is_whole and queries == keys == range(q_length)
-        if is_whole and torch.compiler.is_compiling():
-            return packed_of(mask_function, q_length, local_size, device)
-        found = band_of(mask_function, queries, keys, batch_size, local_size, device)
-        if found is None and is_whole:
-            packed = packed_of(mask_function, q_length, local_size, device)
-            if packed is not None:
-                return packed
-        if found is None:
-            raise NotImplementedError(f"image blocks are not served; {PACKING}")
-        band, stop = found, stop if found[1] == 0 else end
-    runs = runs_of(attention_mask, kv_offset, stop)
-    if runs is None and is_step and band[1] == 0:
-        return Visible(band, None, used=used.expand(batch_size))
-    if runs is None and stop < end:
-        runs = ((0, stop - kv_offset),) * batch_size
-    is_usual = band == (None, 0) or (band == (None, None) and getattr(config, "is_causal", True))
-    if runs is None and is_usual:
-        return None
-    return simplest(band, q_start - kv_offset, runs, device)
+    >>> print(transformers.check(model))                           # doctest: +SKIP
+    16 LlamaAttention: tilewise (it calls the attention that its config names)
+
+    Each of `check(model).layers` has a name, a kind (its class), the attention that will run and
+    the reason: "tilewise"; "refused", where the model adds masks that only tilewise's attention
+    reads; "own", where the layer ignores the name; "unknown"; or the name that the model was
+    loaded with. It is told from code, without a run: a call may still be refused for its arguments.
+    """
+    return check_model(model, is_registered)
 
 
 def attention_forward(
@@ -152,27 +106,28 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
     _refuse_scores(attention_mask)
-    starts = starts_of(attention_mask, kwargs, query)
-    _refuse(kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    visible = attention_mask
+    if isinstance(attention_mask, Visible):
+        _agree(attention_mask, q, k, sliding_window)
+    else:
+        band = _band(module, is_causal, sliding_window)
+        visible = None
+        if attention_mask is not None:  # 2D: a model that hands its padding down
+            runs = runs_of(attention_mask, 0, k.shape[1])
+            lengths = (q.shape[1], k.shape[1])
+            visible = simplest(band, lengths[1] - lengths[0], lengths, runs, q.device)
+    starts = starts_of(visible, kwargs, q, k)
+    _refuse(kwargs)
     features = dict(scale=scaling, softcap=softcap, sinks=s_aux, deterministic=bool(deterministic))
     features["dropout_p"] = dropout
+    if visible is not None:
+        band = visible.band
     if starts is not None:
-        band = _band(module, is_causal, sliding_window)
-        if isinstance(attention_mask, Visible):
-            _agree(attention_mask, sliding_window)
-            band = attention_mask.band
         return _attend_packed(q, k, v, starts, band, features), None
-    if isinstance(attention_mask, Tensor):  # 2D: a model that hands its padding down
-        runs = runs_of(attention_mask, 0, k.shape[1])
-        if runs is not None:
-            band = _band(module, is_causal, sliding_window)
-            visible = simplest(band, k.shape[1] - q.shape[1], runs, q.device)
-            return _attend_visible(q, k, v, visible, features), None
-    elif attention_mask is not None:
-        _agree(attention_mask, sliding_window)
-        return _attend_visible(q, k, v, attention_mask, features), None
-    return _attend(q, k, v, _band(module, is_causal, sliding_window), features), None
+    if visible is not None:
+        return _attend_visible(q, k, v, visible, features), None
+    return _attend(q, k, v, band, features), None
 
 
 def _refuse_scores(mask: Tensor | Visible | None) -> None:
@@ -200,8 +155,14 @@ def _band(module: torch.nn.Module, is_causal: bool | None, sliding_window: int |
     return left, 0 if is_causal else left
 
 
-def _agree(visible: Visible, sliding_window: int | None) -> None:
-    """The mask decides; a layer that asks for a narrower window than its mask is refused."""
+def _agree(visible: Visible, q: Tensor, k: Tensor, sliding_window: int | None) -> None:
+    """The mask decides; a layer with other keys, or a narrower window, than its mask is refused."""
+    lengths = (q.shape[1], k.shape[1])
+    if lengths != visible.lengths:
+        raise NotImplementedError(
+            f"a layer attends from {lengths[0]} queries to {lengths[1]} keys, and its mask is made "
+            f"for {visible.lengths[0]} and {visible.lengths[1]}: {ANOTHER}"
+        )
     if sliding_window is not None and visible.band[0] not in (None, sliding_window - 1):
         raise NotImplementedError(
             f"sliding_window={sliding_window} in a layer whose mask has a window of "
@@ -218,7 +179,9 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features:
     """One call, or one a row where the rows' first keys differ."""
     if visible.used is not None:
         align = "bottom_right" if visible.diagonal is None else "top_left"
-        return _attend(q, k, v, visible.band, {**features, "seqused_k": visible.used}, align)
+        return _attend(
+            q, k, v, visible.band, {**features, "seqused_k": visible.used.to(q.device)}, align
+        )
     if visible.runs is None:
         return _attend(q, k, v, visible.band, features)
     if len(set(visible.runs)) == 1:
@@ -233,9 +196,10 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features:
 
 
 def _attend_packed(q, k, v, starts: tuple[Tensor, Tensor], band: Band, features: dict) -> Tensor:
-    """The sequences of a batch of one row."""
+    """The sequences of all rows, side by side."""
     packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))
-    return _attend(q[0], k[0], v[0], band, {**features, **packed}).unsqueeze(0)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    return _attend(*rows, band, {**features, **packed}).unflatten(0, q.shape[:2])
 
 
 def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: dict) -> Tensor:

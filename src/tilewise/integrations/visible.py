@@ -13,22 +13,32 @@ from collections.abc import Callable
 
 import torch
 
+from .opaque import NoTensor
+
 Tensor = torch.Tensor
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Band = tuple[int | None, int | None]
+NOT_ASSUMED = (
+    "the mask is neither causal nor the layer's window, as a compiled graph assumes: rows of a "
+    "batch whose position_ids start anew, and masks of other kinds, are not served compiled"
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Visible:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visible(NoTensor):
     """Which keys each query sees. It takes a mask's place on its way through a model."""
 
     band: Band  # keys to the left and right of a query's own position; None: no limit
     diagonal: int | None  # the first query's key; None: the last query's is the last used one
+    lengths: tuple[int, int]  # of the queries and the keys that the mask is made for
     runs: tuple[tuple[int, int], ...] | None = None  # (start, stop) of each row's real keys
     used: Tensor | None = None  # or int32 (batch,), how many: those from the first on are real
-    begins: Tensor | None = None  # of sequences packed in one row: bool (seqlen,), where they begin
-    starts: Tensor | None = None  # the same as numbers, int32, and the end; not in a compiled graph
+    begins: Tensor | None = None  # of packed sequences: bool (batch, seqlen), where they begin
+    # The same as numbers, int32, over all rows, and the end: by queries and by keys.
+    starts: tuple[Tensor, Tensor] | None = None  # None in a compiled graph
+    chunk: int | None = None  # sequences are cut in pieces of so many tokens
     agreed: list[Tensor] = dataclasses.field(default_factory=list)  # `cu_seq_lens` that say so, too
+    read: list[tuple] = dataclasses.field(default_factory=list)  # position ids, and what they say
     ndim = 4  # models ask a mask for it, and flatten or pad what has less
 
     def contiguous(self) -> Visible:  # so does `generate`
@@ -43,11 +53,13 @@ def band_of(
     local_size: int | None,
     device: torch.device | str,
     begins: Tensor | None = None,
+    is_causal: bool = True,
 ) -> Band | None:
     """The band that `predicate` is over these queries and keys, or None if it is no band; within
     each of the packed sequences that begin at `begins`.
 
-    In a compiled graph no value can be read: causal is assumed there, and asserted as it runs.
+    In a compiled graph no value can be read: what `is_causal` and `local_size` say is assumed
+    there, and asserted as it runs.
     """
     candidates: list[Band] = [(None, 0), (None, None)]
     offsets = {0, keys.start - queries.start, keys.stop - 1 - queries.start}
@@ -68,39 +80,55 @@ def band_of(
         left, right = (-1 if side is None else side for side in band)
         expected = ((o >= -left) | (left < 0)) & ((o <= right) | (right < 0))
         if begins is not None:
-            number = begins.cumsum(0)
-            expected = expected & (number[q_idx] == number[k_idx])
+            number = begins.cumsum(1)
+            expected = expected & (number[:, q_idx] == number[:, k_idx])[:, None]
         return ((seen == expected) | ~exists).all()
 
     if torch.compiler.is_compiling():
         assumed: Band = (None if local_size is None else local_size - 1, 0)
-        torch._assert_async(fits(assumed), "the mask is neither causal nor the layer's window")
+        if not is_causal:
+            assumed = (local_size, local_size)
+        torch._assert_async(fits(assumed), NOT_ASSUMED)
         return assumed
     matches = torch.stack([fits(band) for band in candidates]).tolist()
     return next((c for c, fit in zip(candidates, matches, strict=True) if fit), None)
 
 
 def packed_of(
-    predicate: Predicate, seqlen: int, local_size: int | None, device: torch.device | str
+    predicate: Predicate,
+    batch: int,
+    seqlen: int,
+    local_size: int | None,
+    device: torch.device | str,
+    is_causal: bool = True,
+    chunk: int | None = None,
 ) -> Visible | None:
-    """What `predicate` says of one row whose queries are its keys: a band within each of the
+    """What `predicate` says of rows whose queries are their keys: a band within each of the
     sequences that are packed there, or None if it is nothing of the kind.
 
     A sequence begins where a query does not see the key before its own.
     """
     place = torch.arange(seqlen, device=device)
-    one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    b = torch.arange(batch, device=device).view(batch, 1, 1, 1)
     at = place.view(1, 1, seqlen, 1)
-    seen = predicate(one, one, at, (at - 1).clamp(min=0)).broadcast_to(1, 1, seqlen, 1)
-    begins = ~seen.flatten() | (place == 0)
+    seen = predicate(b, torch.zeros_like(b[:1]), at, (at - 1).clamp(min=0))
+    seen = seen.broadcast_to(batch, 1, seqlen, 1)
+    begins = ~seen.reshape(batch, seqlen) | (place == 0)
     rows = range(seqlen)
-    band = band_of(predicate, rows, rows, 1, local_size, device, begins)
+    band = band_of(predicate, rows, rows, batch, local_size, device, begins, is_causal)
     if band is None:
         return None
+    lengths = (seqlen, seqlen)
     if torch.compiler.is_compiling():
-        return Visible(band, 0, begins=begins)
-    starts = torch.cat([begins.nonzero().flatten(), place.new_tensor([seqlen])])
-    return Visible(band, 0, begins=begins, starts=starts.to(torch.int32))
+        return Visible(band, 0, lengths, begins=begins)
+    starts = starts_from(begins)
+    return Visible(band, 0, lengths, begins=begins, starts=(starts, starts), chunk=chunk)
+
+
+def starts_from(begins: Tensor) -> Tensor:
+    """int32: the places of `begins` over all rows, and behind the last where they end."""
+    end = begins.new_tensor([begins.numel()], dtype=torch.long)
+    return torch.cat([begins.flatten().nonzero().flatten(), end]).to(torch.int32)
 
 
 def runs_of(padding: Tensor | None, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
@@ -132,13 +160,14 @@ def runs_of(padding: Tensor | None, start: int, stop: int) -> tuple[tuple[int, i
 def simplest(
     band: Band,
     diagonal: int,
+    lengths: tuple[int, int],
     runs: tuple[tuple[int, int], ...] | None,
     device: torch.device | str,
 ) -> Visible:
     """Runs that start at the first key and differ become lengths: one call serves them."""
     if runs is None or len(set(runs)) == 1 or any(start for start, _ in runs):
-        return Visible(band, diagonal, runs=runs)
+        return Visible(band, diagonal, lengths, runs=runs)
     if band != (None, None) and (diagonal != 0 or band[1] != 0):
-        return Visible(band, diagonal, runs=runs)
+        return Visible(band, diagonal, lengths, runs=runs)
     used = torch.tensor([stop for _, stop in runs], dtype=torch.int32, device=device)
-    return Visible(band, 0, used=used)
+    return Visible(band, 0, lengths, used=used)

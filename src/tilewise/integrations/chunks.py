@@ -1,0 +1,78 @@
+"""Chunked attention: a query sees the keys before it that are in its own chunk of positions.
+
+Chunks are counted from a row's first real token (Llama 4). Each is a sequence by itself, so a
+batch of chunked rows is served as packed sequences: chunks that lie in order, rows one behind the
+other. Where they begin is computed from lengths and padding alone, and no value is read, so that a
+compiled step over a static cache is served, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def chunk_of(config, local_size: int | None) -> int | None:
+    """The chunk's size, where a mask of this `local_size` is said to be chunked."""
+    size = getattr(config, "attention_chunk_size", None)
+    return size if size is not None and size == local_size else None
+
+
+def left_padding(attention_mask: Tensor | None, batch: int, device) -> Tensor:
+    """int64 (batch,): the tokens before each row's first real one, as transformers counts them."""
+    if attention_mask is None:
+        return torch.zeros(batch, dtype=torch.long, device=device)
+    return (attention_mask.cumsum(-1) == 0).sum(-1)
+
+
+def is_chunked(
+    predicate, chunk: int, padding: Tensor, queries: tuple[int | Tensor, int], keys: range
+) -> Tensor:
+    """Whether `predicate` is that of these chunks: a bool tensor, from diagonals (of one query:
+    from all its keys). `queries`: the first, and how many.
+    """
+    first, count = queries
+    device = padding.device
+    q_idx = (torch.arange(count, device=device) + first)[:, None]
+    if count == 1:
+        k_idx = torch.arange(keys.start, keys.stop, device=device)[None]
+    else:
+        near = {size + step for size in (0, chunk) for step in (-1, 0, 1)}
+        offsets = near | {1 << power for power in range(len(keys).bit_length())}
+        offsets |= {-offset for offset in offsets}
+        k_idx = q_idx + torch.tensor(sorted(offsets), device=device)
+    exists = (k_idx >= keys.start) & (k_idx < keys.stop)
+    k_idx = k_idx.clamp(keys.start, keys.stop - 1)
+    b = torch.arange(padding.shape[0], device=device).view(-1, 1, 1, 1)
+    seen = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
+    numbers = ((idx - padding.view(-1, 1, 1, 1)) // chunk for idx in (q_idx, k_idx))
+    q_chunk, k_chunk = numbers
+    return ((seen == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
+
+
+def chunk_starts(
+    chunk: int, padding: Tensor, queries: tuple[int | Tensor, int], keys: range
+) -> tuple[Tensor, Tensor]:
+    """Where the chunks of all rows begin, by queries and by keys: int32, and the ends.
+
+    A row has the same number of them whatever its padding; some are empty. Its last holds keys
+    without a query: slots of a static cache behind the last query.
+    """
+    first, count = queries
+    number = (len(keys) - 1) // chunk + 2
+    begin = padding + (keys.start - padding) // chunk * chunk  # of the first key's chunk
+    steps = torch.arange(1, number + 1, device=padding.device)
+    edges = begin[:, None] + chunk * steps  # (batch, number), positions
+    last = torch.as_tensor(first + count, device=padding.device)
+    q_edges = (edges - first).clamp(0, count)
+    k_edges = (torch.minimum(edges, last) - keys.start).clamp(min=0)
+    return _flat(q_edges, count), _flat(k_edges, len(keys))
+
+
+def _flat(edges: Tensor, length: int) -> Tensor:
+    """Places in each row of `length`, as places in all rows side by side: (rows * n + 1,)."""
+    rows = edges.shape[0]
+    edges = torch.nn.functional.pad(edges, (1, 0))  # a row's first place begins one
+    edges = edges + length * torch.arange(rows, device=edges.device)[:, None]
+    return torch.nn.functional.pad(edges.flatten(), (0, 1), value=rows * length).to(torch.int32)

@@ -1,0 +1,90 @@
+"""Position ids that reach a layer, read as flash attention reads them.
+
+A sequence begins where they come back to 0. transformers' masks look at them in training alone:
+with a KV cache or a padding mask, and in models whose mask is handed none, the layer is the only
+place where packed rows show.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .opaque import ANOTHER
+from .visible import Visible, starts_from
+
+Tensor = torch.Tensor
+UNTOLD = (
+    "position_ids start anew within a row: under torch.compile pass cu_seq_lens_q and "
+    "cu_seq_lens_k, too"
+)
+PACKING = (
+    "packed sequences are served where cu_seq_lens_q and cu_seq_lens_k tell of them (in a batch of "
+    "one row), or position_ids that start anew at 0 (without padding and keys of an earlier call): "
+    "pad the batch instead, or " + ANOTHER
+)
+
+
+def starts_by_positions(
+    visible: Visible | None, position_ids: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Where the sequences begin over all rows, and behind the last where it ends; None if each row
+    is one. The values are read once for all layers that a mask goes through.
+
+    Raises NotImplementedError for packed rows with padding, or with keys of an earlier call.
+    """
+    batch, seqlen = q.shape[:2]
+    if position_ids is None or seqlen == 1 or position_ids.dim() != 2:
+        return None
+    if position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch):
+        return None
+    known = () if visible is None else visible.read
+    for ids, version, starts in known:
+        if ids is position_ids and version == _version(position_ids):
+            return starts
+    anew = (position_ids[:, 1:] == 0) | (position_ids[:, 1:] < position_ids[:, :-1])
+    real = None if visible is None else _real(visible, batch)
+    if real is not None:
+        real = real.to(anew.device)
+        anew = anew & real[:, 1:] & real[:, :-1]
+    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        torch._assert_async(~anew.any(), UNTOLD)  # no value can be read
+        return None
+    starts = None
+    if anew.any():
+        if real is not None or k.shape[1] != seqlen or (position_ids[:, 1:][anew] != 0).any():
+            raise NotImplementedError(f"position_ids start anew within a row: {PACKING}")
+        begins = torch.nn.functional.pad(anew, (1, 0), value=True).to(q.device)
+        if visible is not None and visible.chunk is not None:
+            begins = cut(begins, visible.chunk)
+        starts = (starts_from(begins.expand(batch, -1)),) * 2
+    if visible is not None:
+        visible.read.append((position_ids, _version(position_ids), starts))
+    return starts
+
+
+def cut(begins: Tensor, chunk: int) -> Tensor:
+    """Where sequences begin that are cut in chunks: `begins` (batch, seqlen), and every `chunk`
+    tokens from there on.
+    """
+    place = torch.arange(begins.shape[1], device=begins.device)
+    begun = torch.where(begins, place, 0).cummax(1).values
+    return begins | ((place - begun) % chunk == 0)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # inference tensors count none
+
+
+def _real(visible: Visible, batch: int) -> Tensor | None:
+    """bool (batch, queries): the queries that are no padding; None if all are real."""
+    count = visible.lengths[0]
+    if visible.used is not None:
+        return torch.arange(count, device=visible.used.device) < visible.used[:, None]
+    diagonal = visible.diagonal
+    if visible.runs is None or diagonal is None:
+        return None
+    if all(run == (0, diagonal + count) for run in visible.runs):  # slots that are not written yet
+        return None
+    runs = torch.tensor(visible.runs) - diagonal
+    place = torch.arange(count)
+    return (place >= runs[:, :1]) & (place < runs[:, 1:])
