@@ -272,6 +272,7 @@ def test_half_of_it_is_refused():
 @pytest.mark.slow
 def test_compiles_whole():
     """Packed by both, by lengths alone and not at all; a disagreement shows as it runs."""
+    torch._dynamo.reset()
     eager, ours = pair(config_of("mistral"))
     ids = tokens(1, sum(LENGTHS))
     step = torch.compile(ours, fullgraph=True, backend="aot_eager")

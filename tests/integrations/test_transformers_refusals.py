@@ -192,9 +192,9 @@ def test_checkpointed_layers(reentrant):
     ids = tokens()
     for model in (eager, ours):
         model.train()
-        with warnings.catch_warnings(action="ignore"):  # its name is a new one in later versions
+        with warnings.catch_warnings(action="ignore"):  # both names are new ones in later versions
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        assert model.is_gradient_checkpointing
+            assert model.is_gradient_checkpointing
         model(ids, labels=ids).loss.backward()
     for one, other in zip(eager.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4)

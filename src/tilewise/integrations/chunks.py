@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 Tensor = torch.Tensor
+Span = tuple[int | Tensor, int]  # the first position, and how many; a range would be a constant
 
 
 def chunk_of(config, local_size: int | None) -> int | None:
@@ -26,24 +27,22 @@ def left_padding(attention_mask: Tensor | None, batch: int, device) -> Tensor:
     return (attention_mask.cumsum(-1) == 0).sum(-1)
 
 
-def is_chunked(
-    predicate, chunk: int, padding: Tensor, queries: tuple[int | Tensor, int], keys: range
-) -> Tensor:
+def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Span) -> Tensor:
     """Whether `predicate` is that of these chunks: a bool tensor, from diagonals (of one query:
-    from all its keys). `queries`: the first, and how many.
+    from all its keys).
     """
-    first, count = queries
+    (first, count), (first_key, key_count) = queries, keys
     device = padding.device
     q_idx = (torch.arange(count, device=device) + first)[:, None]
     if count == 1:
-        k_idx = torch.arange(keys.start, keys.stop, device=device)[None]
+        k_idx = (torch.arange(key_count, device=device) + first_key)[None]
     else:
         near = {size + step for size in (0, chunk) for step in (-1, 0, 1)}
-        offsets = near | {1 << power for power in range(len(keys).bit_length())}
+        offsets = near | {1 << power for power in range(key_count.bit_length())}
         offsets |= {-offset for offset in offsets}
         k_idx = q_idx + torch.tensor(sorted(offsets), device=device)
-    exists = (k_idx >= keys.start) & (k_idx < keys.stop)
-    k_idx = k_idx.clamp(keys.start, keys.stop - 1)
+    exists = (k_idx >= first_key) & (k_idx < first_key + key_count)
+    k_idx = k_idx.clamp(first_key, first_key + key_count - 1)
     b = torch.arange(padding.shape[0], device=device).view(-1, 1, 1, 1)
     seen = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
     numbers = ((idx - padding.view(-1, 1, 1, 1)) // chunk for idx in (q_idx, k_idx))
@@ -51,23 +50,20 @@ def is_chunked(
     return ((seen == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
 
 
-def chunk_starts(
-    chunk: int, padding: Tensor, queries: tuple[int | Tensor, int], keys: range
-) -> tuple[Tensor, Tensor]:
+def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Span) -> tuple[Tensor, Tensor]:
     """Where the chunks of all rows begin, by queries and by keys: int32, and the ends.
 
     A row has the same number of them whatever its padding; some are empty. Its last holds keys
     without a query: slots of a static cache behind the last query.
     """
-    first, count = queries
-    number = (len(keys) - 1) // chunk + 2
-    begin = padding + (keys.start - padding) // chunk * chunk  # of the first key's chunk
+    (first, count), (first_key, key_count) = queries, keys
+    number = (key_count - 1) // chunk + 2
+    begin = padding + (first_key - padding) // chunk * chunk  # of the first key's chunk
     steps = torch.arange(1, number + 1, device=padding.device)
     edges = begin[:, None] + chunk * steps  # (batch, number), positions
-    last = torch.as_tensor(first + count, device=padding.device)
-    q_edges = (edges - first).clamp(0, count)
-    k_edges = (torch.minimum(edges, last) - keys.start).clamp(min=0)
-    return _flat(q_edges, count), _flat(k_edges, len(keys))
+    edges = (edges - first).clamp(max=count)  # from the first query, to behind the last
+    k_edges = (edges + (first - first_key)).clamp(min=0)
+    return _flat(edges.clamp(min=0), count), _flat(k_edges, key_count)
 
 
 def _flat(edges: Tensor, length: int) -> Tensor:

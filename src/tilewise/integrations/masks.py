@@ -134,7 +134,7 @@ def _probed(asked: Asked) -> Visible | Band:
 def _chunked(asked: Asked) -> Visible | None:
     """Chunks behind a cache or padding, and in a compiled graph; None if it is something else."""
     (q_start, q_length), (kv_offset, kv_length) = zip(asked.offsets, asked.lengths, strict=True)
-    queries, keys = (q_start, q_length), range(kv_offset, kv_offset + kv_length)
+    queries, keys = (q_start, q_length), (kv_offset, kv_length)
     padding = left_padding(asked.padding, asked.batch, asked.device)
     fits = is_chunked(asked.predicate, asked.chunk, padding, queries, keys)
     if torch.compiler.is_compiling():
@@ -146,6 +146,6 @@ def _chunked(asked: Asked) -> Visible | None:
         diagonal = int(q_start) - kv_offset
         runs = runs_of(asked.padding, kv_offset, kv_offset + diagonal + q_length)
     elif asked.padding is not None:  # refuses holes
-        runs_of(asked.padding, kv_offset, keys.stop)
+        runs_of(asked.padding, kv_offset, kv_offset + kv_length)
     starts = chunk_starts(asked.chunk, padding, queries, keys)
     return Visible((None, 0), diagonal, asked.lengths, runs=runs, starts=starts, chunk=asked.chunk)

@@ -67,9 +67,10 @@ def _told_otherwise(
 ) -> tuple[Tensor, Tensor] | None:
     """By the mask, where it has seen position ids, or by those that reach the layer."""
     if visible is not None and visible.begins is not None and visible.chunk is None:
-        if visible.starts is None:  # no value can be read in a compiled graph
-            torch._assert_async(~visible.begins[:, 1:].any(), UNTOLD)
-        return visible.starts
+        if visible.starts is not None:
+            return visible.starts
+        # No value can be read in a compiled graph, so a window's mask need not have seen them.
+        torch._assert_async(~visible.begins[:, 1:].any(), UNTOLD)
     return starts_by_positions(visible, position_ids, q, k)
 
 
