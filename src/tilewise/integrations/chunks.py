@@ -45,8 +45,7 @@ def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Span
     k_idx = k_idx.clamp(first_key, first_key + key_count - 1)
     b = torch.arange(padding.shape[0], device=device).view(-1, 1, 1, 1)
     seen = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
-    numbers = ((idx - padding.view(-1, 1, 1, 1)) // chunk for idx in (q_idx, k_idx))
-    q_chunk, k_chunk = numbers
+    q_chunk, k_chunk = ((idx - padding.view(-1, 1, 1, 1)) // chunk for idx in (q_idx, k_idx))
     return ((seen == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
 
 

@@ -197,7 +197,7 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features:
 
 def _attend_packed(q, k, v, starts: tuple[Tensor, Tensor], band: Band, features: dict) -> Tensor:
     """The sequences of all rows, side by side."""
-    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))
+    packed = {f"cu_seqlens_{side}": x.to(q.device) for side, x in zip("qk", starts)}
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     return _attend(*rows, band, {**features, **packed}).unflatten(0, q.shape[:2])
 
