@@ -26,7 +26,7 @@ class MaskError(NotImplementedError, AttributeError):
 class NoTensor:
     """Refuses every operator, attribute and function of a tensor with a MaskError.
 
-    >>> NoTensor() + 1
+    >>> NoTensor() + 1  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     tilewise.integrations.opaque.MaskError: attention_mask.__add__: this model computes with its...
