@@ -186,7 +186,7 @@ def mean_of_tile(v, out, cu_seqlens, found, nheads, D: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def mean_kernel(
-    v, out, cu_seqlens, counter, taken_by, batch_size, nheads, bound,
+    v, out, cu_seqlens, counter, taken_by, total, batch_size, nheads, bound,
     D: tl.constexpr, BLOCK: tl.constexpr, DYNAMIC: tl.constexpr, LONGEST_FIRST: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, 32)
@@ -196,7 +196,7 @@ def mean_kernel(
         tile = tl.program_id(0)
     while tile < bound:
         found = varlen_tile(
-            tile, Hint(0, 0), lane, cu_seqlens, batch_size, nheads, BLOCK, 1, LONGEST_FIRST
+            tile, Hint(0, 0), lane, cu_seqlens, total, batch_size, nheads, BLOCK, 1, LONGEST_FIRST
         )
         if found.is_tile:
             mean_of_tile(v, out, cu_seqlens, found, nheads, D, BLOCK)
@@ -223,7 +223,7 @@ def launcher(v, lengths, programs, block):
     def launch(dynamic, longest_first):
         counter.zero_()
         here(mean_kernel)[(programs,)](
-            *(v, out, starts, counter, taken_by, len(lengths), nheads, bound),
+            *(v, out, starts, counter, taken_by, total, len(lengths), nheads, bound),
             *(headdim, block, dynamic, longest_first),
         )
         return out, taken_by

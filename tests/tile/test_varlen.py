@@ -1,5 +1,6 @@
 """A tile number of a packed batch means what the plain Python twin says, hint or none."""
 
+import itertools
 import random
 
 import pytest
@@ -21,6 +22,7 @@ NONE = (0, 0, 0)  # head, block, split where there is no tile
 def tile_kernel(
     out,
     cu_seqlens,
+    total,
     batch_size,
     nheads,
     BLOCK: tl.constexpr,
@@ -30,7 +32,8 @@ def tile_kernel(
     """One program a tile: each looks from the start."""
     tile = tl.program_id(0)
     lane = tl.arange(0, 32)
-    found = varlen_tile(tile, Hint(0, 0), lane, cu_seqlens, batch_size, nheads, BLOCK, SPLITS, LPT)
+    sequences = cu_seqlens, total, batch_size
+    found = varlen_tile(tile, Hint(0, 0), lane, *sequences, nheads, BLOCK, SPLITS, LPT)
     write(out + 5 * tile, found)
 
 
@@ -38,6 +41,7 @@ def tile_kernel(
 def persistent_kernel(
     out,
     cu_seqlens,
+    total,
     batch_size,
     nheads,
     bound,
@@ -49,7 +53,8 @@ def persistent_kernel(
     lane = tl.arange(0, 32)
     hint = Hint(0, 0)
     for tile in range(tl.program_id(0), bound, tl.num_programs(0)):
-        found = varlen_tile(tile, hint, lane, cu_seqlens, batch_size, nheads, BLOCK, SPLITS, LPT)
+        sequences = cu_seqlens, total, batch_size
+        found = varlen_tile(tile, hint, lane, *sequences, nheads, BLOCK, SPLITS, LPT)
         write(out + 5 * tile, found)
         hint = found.hint
 
@@ -64,12 +69,12 @@ def write(out, found):
 
 
 @gluon.jit
-def warp_kernel(out, cu_seqlens, batch_size, nheads, bound, BLOCK: gl.constexpr):
+def warp_kernel(out, cu_seqlens, total, batch_size, nheads, bound, BLOCK: gl.constexpr):
     """The same by one warp in Gluon, as a load warp would."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     hint = Hint(0, 0)
     for tile in range(gl.program_id(0), bound, gl.num_programs(0)):
-        found = varlen_tile(tile, hint, lane, cu_seqlens, batch_size, nheads, BLOCK)
+        found = varlen_tile(tile, hint, lane, cu_seqlens, total, batch_size, nheads, BLOCK)
         write(out + 5 * tile, found)
         hint = found.hint
 
@@ -93,7 +98,7 @@ def found_by(lengths, nheads, block, splits=1, longest_first=False, programs=Non
     bound = upper_bound(lengths, nheads, block, splits)
     out = torch.full((bound, 5), -7, dtype=torch.int32)
     constants = dict(BLOCK=block, SPLITS=splits, LPT=longest_first)
-    args = (out, cumulative(lengths), len(lengths), nheads)
+    args = (out, cumulative(lengths), sum(lengths), len(lengths), nheads)
     if programs is None:
         interpret(tile_kernel)[(bound,)](*args, **constants)
     else:
@@ -148,9 +153,32 @@ def test_splits_are_neighbours(longest_first):
 
 def test_far_past_the_end():
     out = torch.full((300, 5), -7, dtype=torch.int32)
-    args = (out, cumulative([5] * 40), 40, 1, 300)
+    args = (out, cumulative([5] * 40), 200, 40, 1, 300)
     interpret(persistent_kernel)[(60,)](*args, BLOCK=16, SPLITS=1, LPT=True)
     assert out[40:].tolist() == [[0, 40, *NONE]] * 260
+
+
+WRONG = {
+    "past the end": (0, 20, 70, 90),
+    "far past it": (0, 2**31 - 1, -(2**31), 50),
+    "decreasing": (40, 0, -5, 3),
+    "all over again": (0, 50) * 40,
+}
+
+
+@pytest.mark.parametrize("starts", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("programs", [1, 5])
+def test_wrong_starts_give_tiles_of_rows_that_exist(starts, programs):
+    """In the order of a right batch, and no more of them than one can have: then there are none."""
+    total, block, nheads = 50, 16, 2
+    held = [min(max(start, 0), total) for start in starts]
+    lengths = [max(stop - start, 0) for start, stop in itertools.pairwise(held)]
+    bound = upper_bound([total], nheads, block) + (len(lengths) - 1) * nheads
+    out = torch.full((bound + 9, 5), -7, dtype=torch.int32)
+    args = (out, torch.tensor(starts, dtype=torch.int32), total, len(lengths), nheads, bound + 9)
+    interpret(persistent_kernel)[(programs,)](*args, BLOCK=block, SPLITS=1, LPT=False)
+    rows = [[1, *tile[1:]] for tile in tiles(lengths, nheads, block)][:bound]
+    assert out.tolist() == rows + [[0, len(lengths), *NONE]] * (bound + 9 - len(rows))
 
 
 @pytest.mark.emulator
@@ -159,7 +187,7 @@ def test_one_warp_in_gluon(programs):
     lengths = [3] * 32 + [0] * 40 + [50, 1, 0]
     bound = upper_bound(lengths, 2, 16)
     out = torch.full((bound, 5), -7, dtype=torch.int32)
-    args = (out, cumulative(lengths), len(lengths), 2, bound)
+    args = (out, cumulative(lengths), sum(lengths), len(lengths), 2, bound)
     emulate(warp_kernel)[(programs,)](*args, BLOCK=16, num_warps=1)
     assert out.tolist() == expected(lengths, 2, 16, bound)
 
@@ -172,7 +200,7 @@ COUNTS = pytest.mark.parametrize(("batch_size", "nheads"), [(1, 1), (1, 2), (40,
 @COUNTS
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 def test_compiles(target, batch_size, nheads):
-    args = (torch.int32, torch.int32, batch_size, nheads, 70)
+    args = (torch.int32, torch.int32, 4000, batch_size, nheads, 70)
     constants = dict(BLOCK=128, SPLITS=2, LPT=True)
     found = stats(build(persistent_kernel, *args, on=target, **constants))
     assert (found["spill_stores"], found["spill_loads"]) == (0, 0)
@@ -181,7 +209,7 @@ def test_compiles(target, batch_size, nheads):
 @pytest.mark.compile
 @COUNTS
 def test_one_warp_needs_no_shared_memory(batch_size, nheads):
-    args = (torch.int32, torch.int32, batch_size, nheads, 70)
+    args = (torch.int32, torch.int32, 4000, batch_size, nheads, 70)
     found = stats(build(warp_kernel, *args, on="sm90", BLOCK=128, num_warps=1))
     assert found["smem"] == 0
     assert (found["spill_stores"], found["spill_loads"]) == (0, 0)

@@ -17,9 +17,10 @@ def find_query_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_
     last tile, batch is `sizes.packed`.
     """
     if FEATURES.PACKED:
-        starts, last_first = optionals.cu_seqlens_q, FEATURES.RIGHT
+        starts, total, last_first = optionals.cu_seqlens_q, sizes.seqlen_q, FEATURES.RIGHT
+        packed, nheads = sizes.packed, sizes.nheads
         of = varlen_tile(
-            tile, Hint(0, 0), lane, starts, sizes.packed, sizes.nheads, BLOCK_M, 1, last_first
+            tile, Hint(0, 0), lane, starts, total, packed, nheads, BLOCK_M, 1, last_first
         )
         return of.m_block, of.head, of.batch
     else:
@@ -30,8 +31,9 @@ def find_query_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_
 def find_key_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tile number -> (n_block, head_k, batch), of packed sequences, too."""
     if FEATURES.PACKED:
-        starts, nheads_k = optionals.cu_seqlens_k, sizes.nheads // FEATURES.GROUP
-        of = varlen_tile(tile, Hint(0, 0), lane, starts, sizes.packed, nheads_k, BLOCK_N)
+        starts, total = optionals.cu_seqlens_k, sizes.seqlen_k
+        packed, nheads_k = sizes.packed, sizes.nheads // FEATURES.GROUP
+        of = varlen_tile(tile, Hint(0, 0), lane, starts, total, packed, nheads_k, BLOCK_N)
         return of.m_block, of.head, of.batch
     else:
         return key_tile(tile, sizes, FEATURES, BLOCK_N)

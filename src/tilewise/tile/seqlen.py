@@ -1,8 +1,13 @@
-"""What one head of one sequence is: where it lies, how long, where its diagonal is, its slope."""
+"""What one head of one sequence is: where it lies, how long, where its diagonal is, its slope.
+
+Lengths come from the device, and nobody has looked at them. So they are held to the room there is
+where they are read: a length that is wrong makes a wrong result, and no wrong address.
+"""
 
 import triton
 import triton.language as tl
 
+from .bounds import clamp
 from .dropout import stream_of
 from .score import load_slope
 from .types import Lengths, Place, Sequence
@@ -12,13 +17,20 @@ from .types import Lengths, Place, Sequence
 def place_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """Where the sequence lies: a row of the batch, or rows of packed tensors."""
     if FEATURES.PACKED:
-        first_q = tl.load(optionals.cu_seqlens_q + batch)
-        first_k = tl.load(optionals.cu_seqlens_k + batch)
-        rows_q = tl.load(optionals.cu_seqlens_q + batch + 1) - first_q
-        rows_k = tl.load(optionals.cu_seqlens_k + batch + 1) - first_k
+        first_q, rows_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
+        first_k, rows_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
         return Place(batch * 0, first_q, first_k, rows_q, rows_k)
     else:
         return Place(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
+
+
+@triton.jit
+def rows_of(starts, this, following, total):
+    """Where a packed sequence begins and how many rows it has, of `total`, whatever its start and
+    the following one's are.
+    """
+    first = clamp(tl.load(starts + this), 0, total)
+    return first, clamp(tl.load(starts + following), first, total) - first
 
 
 @triton.jit
@@ -34,10 +46,10 @@ def lengths_in(place, batch, optionals, FEATURES: tl.constexpr):
     """The same, where it is known where the sequence lies."""
     seqlen_q = place.rows_q
     if FEATURES.SEQUSED_Q:
-        seqlen_q = tl.load(optionals.seqused_q + batch)
+        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, place.rows_q)
     seqlen_k = place.rows_k
     if FEATURES.SEQUSED_K:
-        seqlen_k = tl.load(optionals.seqused_k + batch)
+        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, place.rows_k)
     diagonal = seqlen_k - seqlen_q
     if FEATURES.TOP_LEFT:
         diagonal = 0

@@ -10,12 +10,17 @@ and this module solves it for (batch, head, block), as FlashAttention-3's
 VarlenDynamicPersistentTileScheduler does: the lanes of a warp hold the block counts of 32
 sequences, their sum says whether the tile lies in this group of 32, and their prefix sums say in
 which of them. `tilewise.testing.schedule` says the same in plain Python.
+
+Starts that are wrong, as nobody has looked at them, may ask for more tiles than sequences of these
+rows can have. Numbers from that bound on are no tile, for everybody.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from .seqlen import rows_of
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
 
@@ -47,17 +52,19 @@ def varlen_tile(
     hint,
     lane,
     cu_seqlens,
+    total,
     batch_size,
     nheads,
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr = 1,
     LONGEST_FIRST: tl.constexpr = False,
 ):
-    """Tile number -> VarlenTile; `lane` is 0 .. 31 in the caller's layout.
+    """Tile number -> VarlenTile, of sequences that have `total` rows together; `lane` is 0 .. 31 in
+    the caller's layout.
 
     A program that takes tile after tile, each later than the one before, passes the hint on and
-    reads no group twice that it has left behind. The grid may be an upper bound,
-    (total // BLOCK + batch_size) * nheads * NUM_SPLITS: tiles past the last are none.
+    reads no group twice that it has left behind. The grid may be an upper bound, `most_tiles`:
+    tiles past the last are none.
 
     LONGEST_FIRST reverses the blocks of a head, of which the last see the most keys under a causal
     mask. An empty sequence has no tile.
@@ -71,11 +78,12 @@ def varlen_tile(
     # would enter it as the same value as `after`, and Triton would take both for one.
     while (after <= tile) & (first + GROUP < batch_size):
         first += GROUP
-        blocks = blocks_of(first + lane, cu_seqlens, batch_size, BLOCK)
+        blocks = blocks_of(first + lane, cu_seqlens, total, batch_size, BLOCK)
         after += tl.sum(blocks, 0) * times
     before = after - tl.sum(blocks, 0) * times
 
     ends = before + tl.cumsum(blocks, 0) * times  # the tiles up to and with each sequence
+    after = tl.minimum(after, most_tiles(total, batch_size, times, BLOCK))
     is_tile = tile < after
     is_passed = ends <= tile
     place = tl.sum(is_passed.to(tl.int32), 0)
@@ -94,8 +102,16 @@ def varlen_tile(
 
 
 @triton.jit
-def blocks_of(batch, cu_seqlens, batch_size, BLOCK: tl.constexpr):
+def blocks_of(batch, cu_seqlens, total, batch_size, BLOCK: tl.constexpr):
     """How many blocks each of these sequences has; 0 past the last sequence."""
-    start = tl.load(cu_seqlens + tl.minimum(batch, batch_size))
-    stop = tl.load(cu_seqlens + tl.minimum(batch + 1, batch_size))
-    return tl.cdiv(stop - start, BLOCK)
+    this, following = tl.minimum(batch, batch_size), tl.minimum(batch + 1, batch_size)
+    _, rows = rows_of(cu_seqlens, this, following, total)
+    return tl.cdiv(rows, BLOCK)
+
+
+@triton.jit
+def most_tiles(total, batch_size, times, BLOCK: tl.constexpr):
+    """How many tiles such sequences can have: each one that is not full. `times` is how often a
+    block comes: heads, and splits.
+    """
+    return (total // BLOCK + batch_size) * times

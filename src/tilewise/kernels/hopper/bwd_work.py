@@ -15,7 +15,7 @@ from ...tile.bounds import query_blocks
 from ...tile.schedule import key_tile_in_group
 from ...tile.seqlen import lengths_in, lengths_of, padded_row, place_of
 from ...tile.types import Lengths, Sequence
-from ...tile.varlen import blocks_of, varlen_tile
+from ...tile.varlen import blocks_of, most_tiles, varlen_tile
 from .bwd_listed import listed_work
 from .pipeline import nth, wait_empty, wait_full
 from .work import Work, receive, send
@@ -154,10 +154,13 @@ def set_back(queue, drawn, tiles):
 @gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Which tile of packed sequences a number is, no smaller than the one that the hint is of."""
-    starts, sequences = call.optionals.cu_seqlens_k, call.sizes.packed
+    starts, sizes = call.optionals.cu_seqlens_k, call.sizes
     nheads_k = call.queue.nheads
     TURNED: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of turns
-    found = varlen_tile(tile, hint, lanes(), starts, sequences, nheads_k, TILE.BLOCK_N, 1, TURNED)
+    found = varlen_tile(
+        *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
+        *(TILE.BLOCK_N, 1, TURNED),
+    )
     return Drawn(tile, found.m_block, found.head, found.batch, found.hint)
 
 
@@ -166,9 +169,11 @@ def close_packed(drawn, call, TILE: gl.constexpr):
     """As `close`. `queue.tiles` is a bound there; but who has drawn a number past the last tile has
     been through all sequences, and his hint is of their last group.
     """
-    starts, sequences = call.optionals.cu_seqlens_k, call.sizes.packed
-    blocks = blocks_of(drawn.hint.batch + lanes(), starts, sequences, TILE.BLOCK_N)
-    set_back(call.queue, drawn.tile, drawn.hint.tiles + gl.sum(blocks, 0) * call.queue.nheads)
+    starts, total, sequences = call.optionals.cu_seqlens_k, call.sizes.seqlen_k, call.sizes.packed
+    blocks = blocks_of(drawn.hint.batch + lanes(), starts, total, sequences, TILE.BLOCK_N)
+    tiles = drawn.hint.tiles + gl.sum(blocks, 0) * call.queue.nheads
+    most = most_tiles(total, sequences, call.queue.nheads, TILE.BLOCK_N)
+    set_back(call.queue, drawn.tile, gl.minimum(tiles, most))
 
 
 @gluon.jit

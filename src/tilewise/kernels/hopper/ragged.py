@@ -49,10 +49,11 @@ class Ragged(NamedTuple):
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """What a tile number of packed sequences stands for: the warp's lanes look at 32 sequences."""
     lane = gl.arange(0, 32, LANES)
-    starts = call.optionals.cu_seqlens_q
-    queue, last_first = call.queue, FEATURES.RIGHT
+    starts, sizes = call.optionals.cu_seqlens_q, call.sizes
+    nheads, last_first = call.queue.nheads, FEATURES.RIGHT
     return varlen_tile(
-        tile, hint, lane, starts, call.sizes.packed, queue.nheads, TILE.BLOCK_M, 1, last_first
+        *(tile, hint, lane, starts, sizes.seqlen_q, sizes.packed, nheads),
+        *(TILE.BLOCK_M, 1, last_first),
     )
 
 

@@ -12,6 +12,10 @@ keys after it has just left.
 Nobody waits for ever: tiles of a head are handed out in this same order, and only to programs that
 are at work (`draw_late`). So a tile waits only for tiles that are at work and were handed out
 before it, and of all these the first waits for nobody.
+
+Nor do they where starts of packed sequences are wrong, and two sequences share a block and its
+counter: a counter only grows, and a tile waits until it has reached its rank. The tile before has
+then added; what the other sequence's tiles add, they add when they may.
 """
 
 from typing import NamedTuple
@@ -80,7 +84,7 @@ def ask_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.conste
         for _ in range(count_blocks(work, FEATURES)):
             turn = turn_at(counters, work, block, call, FEATURES, TILE)
             mbarrier.wait(rings.turns.passed.index(step & 1), ((step >> 1) & 1) ^ 1)
-            if turn.is_visited:
+            if turn.is_visited & (turn.rank > 0):
                 ask(turn)
             mbarrier.arrive(rings.turns.given.index(step & 1), count=1)
             block = block_after(block, work, FEATURES)
@@ -101,7 +105,7 @@ def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.const
             turn = turn_at(counters, work, block, call, FEATURES, TILE)
             mbarrier.wait(rings.turns.added.index(step & 1), (step >> 1) & 1)
             if turn.is_visited:
-                gl.atomic_xchg(turn.counter, turn.rank + 1, sem="release")
+                gl.atomic_max(turn.counter, turn.rank + 1, sem="release")
             mbarrier.arrive(rings.turns.passed.index(step & 1), count=1)
             block = block_after(block, work, FEATURES)
             step += 1
@@ -113,7 +117,7 @@ def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.const
 def ask(turn):
     """Until the tile before has added its part, and its part is there to be seen."""
     rank = gl.atomic_add(turn.counter, 0, sem="acquire")
-    while rank != turn.rank:
+    while rank < turn.rank:
         rank = gl.atomic_add(turn.counter, 0, sem="acquire")
 
 
