@@ -249,7 +249,7 @@ def test_from_flex_refuses():
 
 
 BAD = {
-    "block": (dict(block=(100, 64)), r"block=\(100, 64\).*powers of two, each at least 16"),
+    "block": (dict(block=(100, 64)), r"block=\(100, 64\).*multiples of 16"),
     "one block": (dict(block=64), r"block=64: it must be a pair"),
     "batch": (dict(batch=-1), "batch=-1: it must be an int of at least 0"),
     "seqlen": (dict(seqlen_q=2.0), "seqlen_q=2.0: it must be an int"),

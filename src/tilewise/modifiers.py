@@ -14,6 +14,7 @@ from . import mods, scores
 from .errors import ArgumentError
 from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
 from .problem import NO_MODS, Extras, Mods
+from .sparse.block_checks import check_block, check_form
 from .sparse.block_mask import BlockLists, BlockMask
 from .traced import check_lengths, check_sizes
 
@@ -129,11 +130,10 @@ def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
     if cu_seqlens is not None:
         sizes |= {"b": cu_seqlens.shape[0] - 1, "q_idx": 0, "k_idx": 0}
     check_lengths(sizes)
-    blocks = captured[:BLOCK_TENSORS] if names.block != (0, 0) else ()
-    functions = captured[len(blocks) :]
-    of_mask = count_tensors(names.mask)
-    if blocks:
-        _check_blocks(names.block, blocks, sizes)
+    functions, of_mask = captured, count_tensors(names.mask)
+    if names.block != NO_MODS.block:
+        _check_blocks(names, captured, sizes)
+        functions = captured[BLOCK_TENSORS:]
     if bool(names.score) != bool(names.derivative):
         raise ArgumentError("a score_mod and its score_derivative go together: pass both, or none")
     for what, name, tensors in (
@@ -172,29 +172,25 @@ def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[
             )
 
 
-def _check_blocks(block: tuple[int, int], lists: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
-    """The arrays of a block mask are as long as kernels read them; their values are not seen."""
-    if len(lists) < BLOCK_TENSORS or min(block) < 1:
+def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+    """The lists of a block mask are of its block and of the shapes that are there; their values are
+    held to those in kernels.
+    """
+    check_block(names.block)
+    if len(captured) < BLOCK_TENSORS:
         raise ArgumentError(
-            f"a block mask of blocks {block} brings {len(lists)} tensors: it must bring "
-            f"{BLOCK_TENSORS}, and its blocks hold a row and a key"
+            f"mask_block={names.block} and {len(captured)} captured tensors: a block mask has "
+            f"{BLOCK_TENSORS}, of BlockMask.partial, full and transposed"
         )
-    for i in range(0, BLOCK_TENSORS, 2):
-        counts, indices = lists[i : i + 2]
-        side = 0 if i < BLOCK_TENSORS // 2 else 1
-        length = sizes["q_idx" if side == 0 else "k_idx"]
-        rows = -(-length // block[side])
-        fits = counts.dtype == indices.dtype == torch.int32 and counts.ndim == 3
-        fits = fits and indices.shape[:3] == counts.shape and indices.ndim == 4
-        if fits and all(isinstance(n, int) for n in (*counts.shape, length)):
-            batch, nheads = sizes["b"], sizes["h"]
-            fits = counts.shape[0] in (1, batch) and counts.shape[1] in (1, nheads)
-            fits = fits and counts.shape[2] >= rows
-        if not fits:
-            raise ArgumentError(
-                f"the lists of a block mask are {counts.dtype} {tuple(counts.shape)} and "
-                f"{indices.dtype} {tuple(indices.shape)}: they must be int32, of {rows} blocks"
-            )
+    parts = take_apart(names, captured)
+    blocks = [-(-sizes[side] // size) for side, size in zip(("q_idx", "k_idx"), names.block)]
+    for name, sides in (("partial", parts.partial), ("full", parts.full)):
+        for lists, n, side in zip(sides, blocks, ("by queries", "by keys")):
+            shape = tuple(lists.counts.shape)
+            rows = (*(x if x == 1 else sizes[y] for x, y in zip(shape, "bh")), n)
+            if not all(isinstance(x, int) for x in (*shape, *rows)):
+                rows = shape  # a compiler's symbols were compared when the mask was made
+            check_form(f"{name}, {side},", lists, rows)
 
 
 def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:

@@ -152,10 +152,11 @@ def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
     """The lists of a block mask as kernels take them, by queries and by keys."""
     if parts.partial is None:
         return 0, 0
-    return tuple(_lists(*both) for both in zip(parts.partial, parts.full))
+    blocks = [lists.counts.shape[2] for lists in parts.partial[::-1]]
+    return tuple(_lists(*both) for both in zip(parts.partial, parts.full, blocks))
 
 
-def _lists(partial: BlockLists, full: BlockLists) -> Lists:
+def _lists(partial: BlockLists, full: BlockLists, blocks: int) -> Lists:
     batch, nheads, rows = partial.counts.shape
     return Lists(
         *map(_contiguous, partial),
@@ -164,4 +165,5 @@ def _lists(partial: BlockLists, full: BlockLists) -> Lists:
         full.indices.shape[3],
         0 if batch == 1 else nheads * rows,
         0 if nheads == 1 else rows,
+        blocks,
     )

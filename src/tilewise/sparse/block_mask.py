@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -20,25 +19,25 @@ from ..evaluation import evaluate
 from ..expressions import INDICES
 from ..mods import Mask, Predicate
 from ..traced import check_sizes
+from .block_checks import check_lists, check_shape
+from .block_lists import (
+    FULL,
+    PARTIAL,
+    SKIPPED,
+    UNKNOWN,
+    BlockLists,
+    cut_at_ends,
+    kinds_of,
+    lists_of,
+    trimmed,
+)
 from .intervals import Blocks, bound
 
 Tensor = torch.Tensor
 Shape = tuple[int, int, int, int]
-SKIPPED, PARTIAL, FULL, UNKNOWN = range(4)
 # What is held at once: 8-byte values, a few of each kind alive per operator of the mask.
 TILES_AT_ONCE = 1 << 20
 PAIRS_AT_ONCE = 1 << 20
-
-
-class BlockLists(NamedTuple):
-    """For each (batch, nheads, block) how many blocks of the other side, and which, ascending.
-
-    counts: int32 (batch, nheads, blocks)
-    indices: int32 (batch, nheads, blocks, width): zeros after the first `counts`
-    """
-
-    counts: Tensor
-    indices: Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -62,10 +61,25 @@ class BlockMask:
     transposed: tuple[BlockLists, BlockLists] | None = None
 
     def __post_init__(self) -> None:
+        check_shape(self.shape, self.block)
+        self._check_lists(self.partial, self.full, "by queries")
         if self.transposed is None:
             kinds = self.kinds().transpose(2, 3)
-            lists = _lists(kinds == PARTIAL), _lists(kinds == FULL)
+            lists = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
             object.__setattr__(self, "transposed", lists)
+        else:
+            self._check_lists(*self.transposed, "by keys")
+
+    def _check_lists(self, partial: BlockLists, full: BlockLists, side: str) -> None:
+        batch, nheads, *blocks = self.grid
+        whole = [seqlen // size for seqlen, size in zip(self.shape[2:], self.block)]
+        if side == "by keys":
+            blocks, whole = blocks[::-1], whole[::-1]
+        rows = batch, nheads, blocks[0]
+        check_lists(f"partial, {side},", partial, rows, blocks[1])
+        check_lists(f"full, {side},", full, rows, whole[1])
+        cut = BlockLists(*(x[:, :, whole[0] :] for x in full))
+        check_lists(f"full, {side},", cut, (*rows[:2], blocks[0] - whole[0]), 0)
 
     @property
     def grid(self) -> Shape:
@@ -74,13 +88,7 @@ class BlockMask:
 
     def kinds(self) -> Tensor:
         """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
-        batch, nheads, m_blocks, n_blocks = self.grid
-        shape = (batch, nheads, m_blocks, n_blocks + 1)  # the last takes the lists' padding
-        kinds = self.partial.counts.new_zeros(shape, dtype=torch.uint8)
-        for kind, (counts, indices) in ((PARTIAL, self.partial), (FULL, self.full)):
-            listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
-            kinds.scatter_(3, torch.where(listed, indices, n_blocks).long(), kind)
-        return kinds[..., :n_blocks]
+        return kinds_of(self.partial, self.full, self.grid[3])
 
     def sparsity(self) -> float:
         """The percentage of blocks that are skipped; it waits for the device."""
@@ -118,7 +126,8 @@ class BlockMask:
     def from_flex(cls, block_mask) -> BlockMask:
         """From torch.nn.attention.flex_attention.BlockMask, whose mask_mod must be traceable.
 
-        Its lists are taken to say no less than its mask_mod; without one they are the mask.
+        Its lists are taken to say no less than its mask_mod; without one they are the mask. Its
+        BLOCK_SIZE must be of multiples of 16.
         """
         from torch.nn.attention import flex_attention
 
@@ -142,8 +151,10 @@ class BlockMask:
         function = block_mask.mask_mod
         everything = function is flex_attention.noop_mask
         function = mods.mask((lambda b, h, q_idx, kv_idx: True) if everything else function)
-        shape = (*counts.shape[:2], *block_mask.seq_lengths)
-        made = cls(function, shape, tuple(block_mask.BLOCK_SIZE), _trim(partial), _trim(full))
+        shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+        check_shape(shape, block)
+        partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape, block)
+        made = cls(function, shape, block, partial, full)
         return made._as_listed() if everything else made
 
     def _as_listed(self) -> BlockMask:
@@ -159,7 +170,7 @@ class BlockMask:
             row, head = (b if batch > 1 else 0), (h if nheads > 1 else 0)
             return listed[row, head, q_idx // block_m, kv_idx // block_n]
 
-        lists = _lists(listed & ~inside), _lists(listed & inside)
+        lists = lists_of(listed & ~inside), lists_of(listed & inside)
         return BlockMask(mods.mask(sees), self.shape, self.block, *lists)
 
 
@@ -188,7 +199,8 @@ def create_block_mask(
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
         batch, nheads, seqlen_q, seqlen_k: the extents of its indices.
         device: where to build; that of the captured tensors (else the CPU) unless given.
-        block: (BLOCK_M, BLOCK_N), powers of two of at least 16.
+        block: (BLOCK_M, BLOCK_N), multiples of 16. Tiles of a kernel are the largest powers of two
+            that divide them, so odd multiples of 16 are slow.
 
     Raises:
         ArgumentError: an extent or a block size is wrong, the predicate cannot be traced, or a
@@ -202,7 +214,7 @@ def create_block_mask(
     """
     mask = mods.mask(mask)
     shape = (batch, nheads, seqlen_q, seqlen_k)
-    _check_shape(shape, block)
+    check_shape(shape, block)
     check_sizes(mask, *shape)
     device = mask.device(device)
     batch, nheads = (
@@ -213,20 +225,8 @@ def create_block_mask(
     with torch.no_grad():
         for slab in _slabs(kinds.shape, shape, block):
             _classify(mask, shape, block, kinds, slab)
-    partial, full = _lists(kinds == PARTIAL), _lists(kinds == FULL)
+    partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
     return BlockMask(mask, shape, tuple(block), partial, full)
-
-
-def _check_shape(shape: Shape, block: tuple[int, int]) -> None:
-    for name, n in zip(("batch", "nheads", "seqlen_q", "seqlen_k"), shape):
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise ArgumentError(f"{name}={n!r}: it must be an int of at least 0")
-    is_pair = isinstance(block, (tuple, list)) and len(block) == 2
-    if not is_pair or any(not isinstance(n, int) or n < 16 or n & (n - 1) for n in block):
-        raise ArgumentError(
-            f"block={block!r}: it must be a pair (BLOCK_M, BLOCK_N) of powers of two, each at "
-            "least 16"
-        )
 
 
 def _grid(shape: Shape, block: tuple[int, int]) -> Shape:
@@ -295,23 +295,3 @@ def _settle(mask: Mask, blocks: Blocks, kinds: Tensor) -> None:
         # A mask of few indices answers for more than one pair, or tile, at once
         found = found.expand(torch.broadcast_shapes(found.shape, (len(at), 1, 1))).flatten(1)
         kinds[b, h, m, n] = found.any(1).to(torch.uint8) + found.all(1).to(torch.uint8)
-
-
-def _lists(flags: Tensor) -> BlockLists:
-    """The flagged blocks of each row, ascending."""
-    counts = flags.sum(-1, dtype=torch.int32)
-    rows, blocks = flags.flatten(0, 2).nonzero().unbind(1)
-    width = int(counts.max()) if counts.numel() else 0
-    starts = counts.flatten().cumsum(0) - counts.flatten()
-    places = torch.arange(len(rows), device=rows.device) - starts[rows]
-    indices = torch.zeros(counts.numel(), width, dtype=torch.int32, device=flags.device)
-    indices[rows, places] = blocks.int()
-    return BlockLists(counts, indices.view(*counts.shape, width))
-
-
-def _trim(lists: BlockLists) -> BlockLists:
-    """Without what all rows leave unused; zeros where a row does."""
-    counts, indices = lists
-    width = int(counts.max()) if counts.numel() else 0
-    listed = torch.arange(width, device=counts.device) < counts[..., None]
-    return BlockLists(counts.int(), torch.where(listed, indices[..., :width], 0).int())

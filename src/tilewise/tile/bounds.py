@@ -4,7 +4,8 @@ Query i sees keys i + diagonal - left .. i + diagonal + right. A tile of queries
 one interval of key blocks, and the blocks that all its rows see whole form an interval inside it:
 masks cost only in the partial blocks around that. The backward asks the same question the other way
 round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1. A block mask has lists
-of both kinds instead: its blocks may be larger than a tile, but not smaller.
+of both kinds instead: its blocks may be larger than a tile, but not smaller. The lists are on the
+device, where nobody has looked at them: counts and numbers are held to the blocks that there are.
 """
 
 import triton
@@ -36,7 +37,11 @@ def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOC
 def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The key blocks that queries m_start .. m_start + BLOCK_M visit."""
     if FEATURES.MASK_M > 0:
-        return _listed(seq.modifiers.by_queries, seq, m_start // FEATURES.MASK_M)
+        lists = seq.modifiers.by_queries
+        whole = lists.blocks  # where keys are not all used, full blocks are masked, too
+        if not FEATURES.SEQUSED_K:
+            whole = seq.lengths.seqlen_k // FEATURES.MASK_N
+        return _listed(lists, seq, m_start // FEATURES.MASK_M, whole)
     else:
         m_last = tl.minimum(m_start + TILE.BLOCK_M, seq.lengths.seqlen_q) - 1
         first = 0
@@ -61,7 +66,8 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     past the end.
     """
     if FEATURES.MASK_M > 0:
-        return _listed(seq.modifiers.by_keys, seq, n_start // FEATURES.MASK_N)
+        whole = seq.lengths.seqlen_q // FEATURES.MASK_M
+        return _listed(seq.modifiers.by_keys, seq, n_start // FEATURES.MASK_N, whole)
     else:
         n_last = tl.minimum(n_start + TILE.BLOCK_N, seq.lengths.seqlen_k) - 1
         first = 0
@@ -84,14 +90,17 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _listed(lists, seq, row):
-    """The lists of a block."""
+def _listed(lists, seq, row, whole):
+    """The lists of a block; `whole` blocks of the other side, and no more, end before it does."""
     n = list_row(lists, seq.batch, seq.head, row)
+    most_full = tl.where(whole > 0, lists.full_width, 0)
     return ListedBlocks(
-        tl.load(lists.partial_counts + n),
+        clamp(tl.load(lists.partial_counts + n), 0, lists.partial_width),
         lists.partial + n * lists.partial_width,
-        tl.load(lists.full_counts + n),
+        lists.blocks,
+        clamp(tl.load(lists.full_counts + n), 0, most_full),
         lists.full + n * lists.full_width,
+        whole,
     )
 
 
@@ -114,7 +123,8 @@ def count_partial(blocks, SPLIT: tl.constexpr = 0):
 def partial_block(blocks, i, SPLIT: tl.constexpr = 0):
     """The i-th block that needs a mask: those before the full run, then those after it."""
     if SPLIT > 0:
-        return tl.load(blocks.partial + i // SPLIT) * SPLIT + i % SPLIT
+        listed = clamp(tl.load(blocks.partial + i // SPLIT), 0, blocks.blocks - 1)
+        return listed * SPLIT + i % SPLIT
     else:
         before = blocks.full_first - blocks.first
         return tl.where(i < before, blocks.first + i, blocks.full_stop + i - before)
@@ -133,6 +143,7 @@ def count_full(blocks, SPLIT: tl.constexpr = 0):
 def full_block(blocks, i, SPLIT: tl.constexpr = 0):
     """The i-th block that needs none."""
     if SPLIT > 0:
-        return tl.load(blocks.full + i // SPLIT) * SPLIT + i % SPLIT
+        listed = clamp(tl.load(blocks.full + i // SPLIT), 0, blocks.whole - 1)
+        return listed * SPLIT + i % SPLIT
     else:
         return blocks.full_first + i

@@ -48,8 +48,9 @@ def kept(stream, m_start, n_start, offs_m, offs_n, threshold):
     """Whether each pair (m_start + offs_m, n_start + offs_n) is kept: bool.
 
     offs_m and offs_n are shaped to broadcast over the tile, whichever of its sides is which.
-    m_start is a multiple of 16 and n_start of 32: apart from the offsets, since the compiler knows
-    these to the bit and so sees which pairs share a group.
+    m_start is a multiple of 16, and n_start of 32, or of 16 where a tile has no more keys: apart
+    from the offsets, since the compiler knows these to the bit and so sees which pairs share a
+    group.
     """
     drawn = draw(stream, m_start, n_start, offs_m, offs_n)
     byte = (drawn.word >> (8 * drawn.byte).to(tl.uint32)) & 255
@@ -65,6 +66,8 @@ def draw(stream, m_start, n_start, offs_m, offs_n):
         group_k, group_q, stream.counter2, stream.counter3, stream.key0, stream.key1, ROUNDS
     )
     at = word_of(offs_n)
+    if offs_n.shape[0] * offs_n.shape[1] < 32:  # a tile of a group's first keys, or its last
+        at = word_of(n_start % 32 + offs_n)
     word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
     return Draw(word, byte_of(offs_m, offs_n))
 

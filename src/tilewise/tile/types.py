@@ -74,6 +74,7 @@ class Lists(NamedTuple):
     full_width: int
     batch_rows: int  # 0 where all share one mask
     head_rows: int
+    blocks: int  # of the other side, which the lists number
 
 
 class Sizes(NamedTuple):
@@ -205,12 +206,16 @@ class Sequence(NamedTuple):
 
 
 class ListedBlocks(NamedTuple):
-    """Blocks by the lists of a block mask: how many, and where their numbers stand."""
+    """Blocks by the lists of a block mask: how many, and where their numbers stand. A number is
+    less than `blocks`, of a full block less than `whole`.
+    """
 
     partial_count: int
     partial: torch.Tensor
+    blocks: int
     full_count: int
     full: torch.Tensor
+    whole: int
 
 
 class BlockRange(NamedTuple):

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.bounds import count_full, count_partial, full_block, partial_block, query_blocks
-from ...tile.types import Sequence
+from ...tile.types import Lengths, Sequence
 from .work import Work
 
 
@@ -14,8 +14,9 @@ from .work import Work
 def listed_blocks(
     n_start, batch, head, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """What one query head lists; the lists know how long they are, and need no lengths."""
-    seq = Sequence(0, 0.0, call.numbers, batch, head, modifiers)
+    """What one query head lists, of queries that are all used."""
+    lengths = Lengths(call.sizes.seqlen_q, 0, 0)
+    seq = Sequence(lengths, 0.0, call.numbers, batch, head, modifiers)
     return query_blocks(n_start, seq, FEATURES, TILE)
 
 

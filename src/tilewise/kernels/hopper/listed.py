@@ -10,7 +10,7 @@ that it is in the L1 cache.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.bounds import count_full, count_partial, key_blocks, list_row
+from ...tile.bounds import clamp, count_full, count_partial, key_blocks, list_row
 from ...tile.types import BlockRange
 
 
@@ -38,4 +38,5 @@ def listed_block(work, i, lists, FEATURES: gl.constexpr, TILE: gl.constexpr):
     is_full = (i >= work.full_first) & (i < work.full_stop)
     partial = gl.load(lists.partial + row * lists.partial_width + place, is_partial, other=0)
     full = gl.load(lists.full + row * lists.full_width + full_place, is_full, other=0)
-    return gl.where(is_partial, partial, full) * SPLIT + i % SPLIT
+    listed = clamp(gl.where(is_partial, partial, full), 0, lists.blocks - 1)
+    return listed * SPLIT + i % SPLIT

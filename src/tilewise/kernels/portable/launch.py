@@ -7,6 +7,7 @@ configuration up, and `tilewise tune`, which tries many.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -101,8 +102,9 @@ class Plan(NamedTuple):
         block_m, block_n = config.BLOCK_M, config.BLOCK_N
         if self.problem.has_dropout:  # its random numbers come for 32 keys at a time
             block_n = max(block_n, 32)
-        if self.problem.mods.block != (0, 0):  # a tile may not be larger than what a mask lists
-            block_m, block_n = map(min, (block_m, block_n), self.problem.mods.block)
+        if self.problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
+            rows, keys = self.problem.mods.block
+            block_m, block_n = math.gcd(block_m, rows), math.gcd(block_n, keys)
         return Tile(block_m, block_n, *padded_headdims(self.problem), descriptors)
 
     def programs(self, tile: Tile) -> int:

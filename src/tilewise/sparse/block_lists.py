@@ -1,0 +1,70 @@
+"""Lists of blocks: what a BlockMask keeps of each row of blocks, and what it is made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .block_checks import check_lists
+
+Tensor = torch.Tensor
+SKIPPED, PARTIAL, FULL, UNKNOWN = range(4)
+
+
+class BlockLists(NamedTuple):
+    """For each (batch, nheads, block) how many blocks of the other side, and which, ascending.
+
+    counts: int32 (batch, nheads, blocks)
+    indices: int32 (batch, nheads, blocks, width): zeros after the first `counts`
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+
+def lists_of(flags: Tensor) -> BlockLists:
+    """The flagged blocks of each row, ascending."""
+    counts = flags.sum(-1, dtype=torch.int32)
+    rows, blocks = flags.flatten(0, 2).nonzero().unbind(1)
+    width = int(counts.max()) if counts.numel() else 0
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    places = torch.arange(len(rows), device=rows.device) - starts[rows]
+    indices = torch.zeros(counts.numel(), width, dtype=torch.int32, device=flags.device)
+    indices[rows, places] = blocks.int()
+    return BlockLists(counts, indices.view(*counts.shape, width))
+
+
+def kinds_of(partial: BlockLists, full: BlockLists, n_blocks: int) -> Tensor:
+    """What lists say of each block, of which there are so many in a row."""
+    shape = (*partial.counts.shape, n_blocks + 1)  # the last takes the lists' padding
+    kinds = partial.counts.new_zeros(shape, dtype=torch.uint8)
+    for kind, (counts, indices) in ((PARTIAL, partial), (FULL, full)):
+        listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
+        kinds.scatter_(3, torch.where(listed, indices, n_blocks).long(), kind)
+    return kinds[..., :n_blocks]
+
+
+def cut_at_ends(
+    partial: BlockLists, full: BlockLists, shape: tuple[int, ...], block: tuple[int, int]
+) -> tuple[BlockLists, BlockLists]:
+    """The lists with full blocks that run past an end as partial ones."""
+    if not (shape[2] % block[0] or shape[3] % block[1]):
+        return partial, full
+    grid = (*shape[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
+    for name, lists in (("partial", partial), ("full", full)):
+        check_lists(f"{name}, by queries,", lists, grid[:3], grid[3])
+    kinds = kinds_of(partial, full, grid[3])
+    if shape[2] % block[0]:
+        kinds[:, :, -1].clamp_(max=PARTIAL)
+    if shape[3] % block[1]:
+        kinds[..., -1].clamp_(max=PARTIAL)
+    return lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+
+
+def trimmed(lists: BlockLists) -> BlockLists:
+    """Without what all rows leave unused; zeros where a row does."""
+    counts, indices = lists
+    width = min(max(int(counts.max()), 0), indices.shape[3]) if counts.numel() else 0
+    listed = torch.arange(width, device=counts.device) < counts[..., None]
+    return BlockLists(counts.int(), torch.where(listed, indices[..., :width], 0).int())
