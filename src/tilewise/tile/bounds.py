@@ -41,7 +41,9 @@ def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
         whole = lists.blocks  # where keys are not all used, full blocks are masked, too
         if not FEATURES.SEQUSED_K:
             whole = seq.lengths.seqlen_k // FEATURES.MASK_N
-        return _listed(lists, seq, m_start // FEATURES.MASK_M, whole)
+        most_full = tl.where(whole > 0, lists.full_width, 0)
+        row = m_start // FEATURES.MASK_M
+        return blocks_listed(lists, seq, row, lists.blocks, whole, most_full)
     else:
         m_last = tl.minimum(m_start + TILE.BLOCK_M, seq.lengths.seqlen_q) - 1
         first = 0
@@ -66,8 +68,11 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     past the end.
     """
     if FEATURES.MASK_M > 0:
+        lists = seq.modifiers.by_keys
         whole = seq.lengths.seqlen_q // FEATURES.MASK_M
-        return _listed(seq.modifiers.by_keys, seq, n_start // FEATURES.MASK_N, whole)
+        most_full = tl.where(whole > 0, lists.full_width, 0)
+        row = n_start // FEATURES.MASK_N
+        return blocks_listed(lists, seq, row, lists.blocks, whole, most_full)
     else:
         n_last = tl.minimum(n_start + TILE.BLOCK_N, seq.lengths.seqlen_k) - 1
         first = 0
@@ -90,14 +95,15 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _listed(lists, seq, row, whole):
-    """The lists of a block; `whole` blocks of the other side, and no more, end before it does."""
+def blocks_listed(lists, seq, row, blocks, whole, most_full):
+    """The lists of a block, which number `blocks` blocks; of them at most `most_full` are full, and
+    among the first `whole`.
+    """
     n = list_row(lists, seq.batch, seq.head, row)
-    most_full = tl.where(whole > 0, lists.full_width, 0)
     return ListedBlocks(
         clamp(tl.load(lists.partial_counts + n), 0, lists.partial_width),
         lists.partial + n * lists.partial_width,
-        lists.blocks,
+        blocks,
         clamp(tl.load(lists.full_counts + n), 0, most_full),
         lists.full + n * lists.full_width,
         whole,
@@ -123,8 +129,8 @@ def count_partial(blocks, SPLIT: tl.constexpr = 0):
 def partial_block(blocks, i, SPLIT: tl.constexpr = 0):
     """The i-th block that needs a mask: those before the full run, then those after it."""
     if SPLIT > 0:
-        listed = clamp(tl.load(blocks.partial + i // SPLIT), 0, blocks.blocks - 1)
-        return listed * SPLIT + i % SPLIT
+        block = clamp(tl.load(blocks.partial + i // SPLIT), 0, blocks.blocks - 1)
+        return block * SPLIT + i % SPLIT
     else:
         before = blocks.full_first - blocks.first
         return tl.where(i < before, blocks.first + i, blocks.full_stop + i - before)
@@ -143,7 +149,7 @@ def count_full(blocks, SPLIT: tl.constexpr = 0):
 def full_block(blocks, i, SPLIT: tl.constexpr = 0):
     """The i-th block that needs none."""
     if SPLIT > 0:
-        listed = clamp(tl.load(blocks.full + i // SPLIT), 0, blocks.whole - 1)
-        return listed * SPLIT + i % SPLIT
+        block = clamp(tl.load(blocks.full + i // SPLIT), 0, blocks.whole - 1)
+        return block * SPLIT + i % SPLIT
     else:
         return blocks.full_first + i

@@ -5,8 +5,8 @@ first the partial ones, then the full ones. Each head may have as many as it lik
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.bounds import count_full, count_partial, full_block, partial_block, query_blocks
-from ...tile.types import Lengths, Sequence
+from ...tile.bounds import blocks_listed, count_full, count_partial, full_block, partial_block
+from ...tile.types import Sequence
 from .work import Work
 
 
@@ -14,10 +14,14 @@ from .work import Work
 def listed_blocks(
     n_start, batch, head, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """What one query head lists, of queries that are all used."""
-    lengths = Lengths(call.sizes.seqlen_q, 0, 0)
-    seq = Sequence(lengths, 0.0, call.numbers, batch, head, modifiers)
-    return query_blocks(n_start, seq, FEATURES, TILE)
+    """What one query head lists. The lists know how long they are, and need no lengths: the copy
+    engine cuts a full block at the end, too.
+    """
+    lists = modifiers.by_keys
+    seq = Sequence(0, 0.0, call.numbers, batch, head, modifiers)
+    row = n_start // FEATURES.MASK_N
+    blocks = gl.cdiv(call.sizes.seqlen_q, FEATURES.MASK_M)
+    return blocks_listed(lists, seq, row, blocks, blocks, lists.full_width)
 
 
 @gluon.jit
