@@ -28,7 +28,8 @@ SOFTCAP_SPILLS = 330
 # With modifiers, at headdim 64, 128 and 256. A derivative takes the registers that softcap's does,
 # dropout those of a few random numbers at a time.
 MODIFIED = {
-    "causal-blocks": (dict(mask="causal", is_by_blocks=True), (0, 0, 0)),
+    # One number where a program starts, stored once
+    "causal-blocks": (dict(mask="causal", is_by_blocks=True), (0, 4, 0)),
     "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 16, 0)),
     "mask": (dict(mask="packed"), (0, 16, 40)),
     "score": (dict(score="tilted"), (0, 0, 0)),
