@@ -123,7 +123,7 @@ def caches() -> list[Line]:
     kernels = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     lines = [Line("caches", "compiled kernels", "", _sized(kernels))]
     try:
-        from ..tuning.select import cache_file
+        from ..tuning.store import cache_file
 
         measured = cache_file()
     except ImportError:  # the tables name kernels of a Triton that is not here

@@ -47,7 +47,15 @@ def tune(headdim: str, dtype: str, seqlen: int, dry_run: bool, as_json: bool) ->
             click.echo(json.dumps({**row._asdict(), "key": row.key._asdict()}))
     else:
         console.print(_table(found))
-    path = None if dry_run else remember(device, {row.key: row.config for row in found})
+    try:
+        path = None if dry_run else remember(device, {row.key: row.config for row in found})
+    except OSError as error:
+        click.echo(
+            f"tilewise tune: nothing was kept, {error}; let TILEWISE_CACHE name a folder that can "
+            "be written",
+            err=True,
+        )
+        sys.exit(1)
     faster = sum(row.ms < 0.98 * row.ms_before for row in found)
     kept = "nothing was kept" if path is None else f"kept in {path}"
     console.print(f"{faster} of {len(found)} kernels got over 2 % faster; {kept}.")

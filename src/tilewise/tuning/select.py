@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from .config import Config, Key
+from .store import add, rows_of
 from .tables import TABLE, default
 
 _overrides: dict[str, Config] = {}
@@ -62,31 +61,13 @@ def is_overridden() -> bool:
     return bool(_overrides)
 
 
-def cache_file() -> Path:
-    """Where `tilewise tune` keeps its rows: $TILEWISE_CACHE, else the user's cache folder."""
-    root = os.environ.get("TILEWISE_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tilewise"
-    )
-    return Path(root).expanduser() / "tuning.json"
-
-
 def user_table(device: torch.device) -> dict[Key, Config]:
     """Rows measured on a GPU of this name."""
-    if device.type != "cuda" or not cache_file().exists():
-        return {}
-    rows = json.loads(cache_file().read_text()).get(torch.cuda.get_device_name(device), [])
-    return {Key(*row["key"]): Config(*row["config"]) for row in rows}
+    return rows_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
 
 
 def remember(device: torch.device, rows: dict[Key, Config]) -> Path:
     """Adds rows to the user's cache and returns its path."""
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tables = json.loads(path.read_text()) if path.exists() else {}
-    table = {**user_table(device), **rows}
-    tables[torch.cuda.get_device_name(device)] = [
-        {"key": list(key), "config": list(config)} for key, config in sorted(table.items())
-    ]
-    path.write_text(json.dumps(tables, indent=1))
+    path = add(torch.cuda.get_device_name(device), rows)
     _measured.cache_clear()
     return path

@@ -1,0 +1,176 @@
+"""The user's own rows on disk: read with care, as anything may lie there, and written so that no
+reader sees half a file and no writer loses another's rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import warn_slow
+from .config import Config, Key
+from .tables import TABLE
+
+Table = dict[Key, Config]
+PORTABLE = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_delta")  # the kernels that `tilewise tune` times
+MOST_SCORES = 2048  # of a warp: more than 64 a thread spill
+REMEDY = "run `tilewise tune` again, which keeps the old file beside the new one, or delete it"
+
+
+class Stored(NamedTuple):
+    """Rows by the name of a GPU, and what is wrong with the file, "" if nothing is."""
+
+    tables: dict[str, Table]
+    complaint: str
+
+
+def cache_file() -> Path:
+    """Where `tilewise tune` keeps its rows: $TILEWISE_CACHE, else the user's cache folder."""
+    root = os.environ.get("TILEWISE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tilewise"
+    )
+    return Path(root).expanduser() / "tuning.json"
+
+
+def rows_of(gpu: str) -> Table:
+    """Rows measured on a GPU of this name. What is wrong with the file is warned of once, and costs
+    the wrong rows alone.
+    """
+    path = cache_file()
+    stored = read(path)
+    if stored.complaint:
+        warn_slow(f"{path}, the rows of `tilewise tune`, {stored.complaint}: {REMEDY}")
+    return stored.tables.get(gpu, {})
+
+
+def add(gpu: str, rows: Table) -> Path:
+    """Adds rows to those of a GPU and returns the file's path; OSError where nothing can be
+    written. A file with something wrong in it is kept beside the new one, and a warning says where.
+    """
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_suffix(".lock")):
+        tables, complaint = read(path)
+        if complaint:
+            aside = _free_name(path)
+            os.replace(path, aside)
+            warn_slow(f"{path} {complaint}: it is kept as {aside}")
+        tables[gpu] = {**tables.get(gpu, {}), **rows}
+        told = {
+            name: [
+                {"key": list(key), "config": list(config)} for key, config in sorted(table.items())
+            ]
+            for name, table in tables.items()
+        }
+        new = path.with_suffix(".new")
+        with new.open("w", encoding="utf-8") as file:
+            json.dump(told, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    return path
+
+
+def read(path: Path) -> Stored:
+    """The good rows of a file; without one there are none."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return Stored({}, "")
+    except OSError as error:
+        return Stored({}, f"cannot be read ({type(error).__name__}: {error.strerror})")
+    except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
+        return Stored({}, f"is no JSON ({type(error).__name__}: {error})")
+    if not _is(found, dict):
+        return Stored({}, f"holds a {type(found).__name__}, where GPUs' names and rows should be")
+    tables: dict[str, Table] = {}
+    wrong: list[Any] = []
+    for gpu, rows in found.items():
+        tables[gpu] = {}
+        for row in rows if _is(rows, list) else [rows]:
+            parsed = _row(row)
+            if parsed is None:
+                wrong.append(row)
+            else:
+                tables[gpu][parsed[0]] = parsed[1]
+    if not wrong:
+        return Stored(tables, "")
+    first = json.dumps(wrong[0])[:100]
+    return Stored(tables, f"has {len(wrong)} rows that no kernel can be launched with, as {first}")
+
+
+def _row(row: Any) -> tuple[Key, Config] | None:
+    """A row, if its fields are of their kinds and a kernel could be launched so."""
+    if not _is(row, dict) or row.keys() != {"key", "config"}:
+        return None
+    if not _are(row["key"], (str, str, int, int, bool, bool), 5):
+        return None
+    if not _are(row["config"], (int, int, int, int, bool), 4):
+        return None
+    key, config = Key(*row["key"]), Config(*row["config"])
+    return (key, config) if _is_known(key) and _can_launch(key, config) else None
+
+
+def _are(values: Any, kinds: tuple[type, ...], least: int) -> bool:
+    """Whether a list holds exactly these kinds, of which the last ones may be left out."""
+    return (
+        _is(values, list)
+        and least <= len(values) <= len(kinds)
+        and all(type(x) is kind for x, kind in zip(values, kinds))
+    )
+
+
+def _is(value: Any, kind: type) -> bool:
+    """isinstance, which leaves the value untyped: what JSON holds is known after all the checks."""
+    return isinstance(value, kind)
+
+
+def _is_known(key: Key) -> bool:
+    is_kernel = key.kernel in PORTABLE or any(key.kernel == known.kernel for known in TABLE)
+    return is_kernel and _is_power(key.block_d, 16, 256) and key.bits in (16, 32)
+
+
+def _can_launch(key: Key, config: Config) -> bool:
+    if key.kernel not in PORTABLE:  # its tiles follow from its pipeline: those that were measured
+        return any(key.kernel == x.kernel and config == known for x, known in TABLE.items())
+    m, n, warps, stages, _ = config
+    is_tile = _is_power(m, 16, 1024) and _is_power(n, 16, 1024) and _is_power(warps, 1, 32)
+    return is_tile and 1 <= stages <= 8 and m * n <= warps * MOST_SCORES
+
+
+def _is_power(n: int, least: int, most: int) -> bool:
+    return least <= n <= most and n & (n - 1) == 0
+
+
+def _free_name(path: Path) -> Path:
+    aside, count = path.with_suffix(".broken"), 1
+    while os.path.lexists(aside):
+        count += 1
+        aside = path.with_suffix(f".broken{count}")
+    return aside
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """One process at a time; the system takes the lock from one that dies."""
+    with path.open("ab") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # tries for 10 s, then OSError
+            try:
+                yield
+            finally:
+                file.seek(0)
+                msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            yield

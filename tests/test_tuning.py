@@ -1,0 +1,223 @@
+"""The user's own rows: whatever lies in their file costs a warning, and writers lose nothing."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tilewise import errors
+from tilewise.cli.tune import tune
+from tilewise.errors import PerformanceWarning
+from tilewise.tuning import select, store
+from tilewise.tuning.config import Config, Key
+from tilewise.tuning.tables import TABLE, default
+
+GPU = "NVIDIA Imaginary"
+KEY = Key("sm90", "fwd", 64, 16, True)
+MINE = Config(64, 32, 4, 2)
+GOOD = {"key": list(KEY), "config": list(MINE)}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(errors, "_said", set())
+    select._measured.cache_clear()
+    yield tmp_path
+    select._measured.cache_clear()
+
+
+def of_rows(*rows):
+    return json.dumps({GPU: rows}).encode()
+
+
+def row(**changed):
+    return {**GOOD, **changed}
+
+
+BROKEN = {
+    "empty": b"",
+    "garbage": b"\x00\x01 no json at all",
+    "truncated": of_rows(GOOD)[:-20],
+    "extra data": of_rows(GOOD) + of_rows(GOOD)[-30:],
+    "not utf-8": of_rows(GOOD).replace(b"fwd", b"f\xffd"),
+    "a list": b"[1, 2]",
+    "null": b"null",
+    "nested": b"[" * 100_000,
+    "rows a number": json.dumps({GPU: 3}).encode(),
+    "a row a string": of_rows("row"),
+    "no config": of_rows({"key": list(KEY)}),
+    "no such kernel": of_rows(row(key=["sm90", "forward", 64, 16, True])),
+    "a number for a string": of_rows(row(key=[90, "fwd", 64, 16, True])),
+    "an int for a bool": of_rows(row(key=["sm90", "fwd", 64, 16, 1])),
+    "short key": of_rows(row(key=["sm90", "fwd"])),
+    "short config": of_rows(row(config=[64, 64])),
+    "long config": of_rows(row(config=[64, 32, 4, 2, False, 1])),
+    "floats": of_rows(row(config=[64.0, 32, 4, 2])),
+    "a string in it": of_rows(row(config=["64", 32, 4, 2])),
+    "no powers of two": of_rows(row(config=[100, 7, 4, 2])),
+    "three warps": of_rows(row(config=[64, 32, 3, 2])),
+    "no warps": of_rows(row(config=[64, 32, 0, 2])),
+    "negative": of_rows(row(config=[-64, 32, 4, 2])),
+    "no stages": of_rows(row(config=[64, 32, 4, 0])),
+    "too many scores": of_rows(row(config=[1024, 1024, 4, 2])),
+    "unknown tile of hopper": of_rows(
+        row(key=["sm90", "hopper_fwd", 64, 16, True], config=[1024, 16, 8, 2])
+    ),
+}
+
+
+def chosen(key=KEY):
+    select._measured.cache_clear()  # as another process
+    return select.select(key, torch.device("cuda"))
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = call()
+    assert all(issubclass(x.category, PerformanceWarning) for x in found)
+    return result, [str(x.message) for x in found]
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_one_warning(folder, content):
+    path = folder / "tuning.json"
+    path.write_bytes(content)
+    config, messages = warned(lambda: [chosen(), chosen(), chosen(KEY._replace(block_d=32))])
+    assert config[0] == TABLE[KEY]
+    [message] = messages
+    assert str(path) in message and "tilewise tune" in message and "delete it" in message
+    assert path.read_bytes() == content, "who reads changes nothing"
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_tune_keeps_what_was_broken_beside_the_new_file(folder, content):
+    (folder / "tuning.json").write_bytes(content)
+    path, [message] = warned(lambda: select.remember(torch.device("cuda"), {KEY: MINE}))
+    assert store.read(path) == ({GPU: {KEY: MINE}}, "")
+    assert (folder / "tuning.broken").read_bytes() == content
+    assert str(folder / "tuning.broken") in message
+    path.write_bytes(content)
+    errors._said.clear()
+    warned(lambda: select.remember(torch.device("cuda"), {KEY: MINE}))
+    assert (folder / "tuning.broken2").read_bytes() == content
+
+
+def test_good_rows_of_a_half_broken_file_count(folder):
+    other = row(key=["sm90", "bwd_dq", 64, 16, True])
+    rows = of_rows(GOOD, row(config=[100, 7, 4, 2]), 3, other)
+    (folder / "tuning.json").write_bytes(rows)
+    config, [message] = warned(chosen)
+    assert config == MINE
+    assert "2 rows" in message and "100, 7" in message
+    warned(lambda: store.add("another", {KEY: MINE}))
+    assert store.read(folder / "tuning.json") == (
+        {GPU: {KEY: MINE, KEY._replace(kernel="bwd_dq"): MINE}, "another": {KEY: MINE}},
+        "",
+    )
+
+
+def test_a_directory_and_what_may_not_be_read(folder, monkeypatch):
+    path = folder / "tuning.json"
+    path.mkdir()
+    config, [message] = warned(chosen)
+    assert config == TABLE[KEY] and str(path) in message and "IsADirectoryError" in message
+    errors._said.clear()
+    warned(lambda: store.add(GPU, {KEY: MINE}))
+    assert chosen() == MINE
+    assert (folder / "tuning.broken").is_dir()
+
+    def refuse(self, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    errors._said.clear()
+    config, [message] = warned(chosen)
+    assert config == TABLE[KEY] and str(path) in message and "PermissionError" in message
+
+
+@pytest.mark.parametrize("cache", ["none", "/dev/null", "under a file"])
+def test_where_there_is_no_file_there_are_no_rows(folder, monkeypatch, cache):
+    (folder / "under a file").write_text("")
+    monkeypatch.setenv("TILEWISE_CACHE", str(folder / cache))
+    assert chosen() == TABLE[KEY]
+
+
+def test_every_row_that_is_shipped_or_tried_can_be_kept(folder):
+    from tilewise.tuning.search import candidates
+
+    rows = dict(TABLE)
+    for kernel in store.PORTABLE:
+        for bits in (16, 32):
+            for block_d in (16, 32, 64, 128, 256):
+                for arch in ("sm80", "sm90", "gfx942", "unknown"):
+                    key = Key(arch, kernel, block_d, bits, False, True)
+                    rows[key] = default(key)
+                    store.add("defaults", {key: rows[key]})
+            for config in candidates(kernel, bits):
+                store.add("candidates", {KEY._replace(kernel=kernel, bits=bits): config})
+                assert not store.read(folder / "tuning.json").complaint
+    store.add(GPU, rows)
+    assert store.read(folder / "tuning.json").tables[GPU] == rows
+
+
+def test_tune_says_where_nothing_can_be_written(folder, monkeypatch):
+    from tilewise.tuning import search
+
+    (folder / "a file").write_text("")
+    monkeypatch.setenv("TILEWISE_CACHE", str(folder / "a file"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = search.Found(KEY, MINE, 1.0, 2.0)
+    monkeypatch.setattr(search, "search", lambda work, device: [found])
+    ran = CliRunner().invoke(tune, ["--headdim", "64"])
+    assert ran.exit_code == 1
+    assert str(folder / "a file") in ran.output and "TILEWISE_CACHE" in ran.output
+    assert "64 x 32" in ran.output, "what was measured is shown"
+
+
+WRITER = """
+import sys
+from tilewise.tuning import store
+from tilewise.tuning.config import Config, Key
+
+mine = int(sys.argv[1])
+for i in range(40):
+    key = Key(f"arch{mine}.{i}", "fwd", 64, 16, False)
+    store.add(f"gpu{i % 2}", {key: Config(64, 64, 4, 2)})
+"""
+READER = """
+from pathlib import Path
+import sys
+from tilewise.tuning import store
+
+seen = 0
+while seen < 160:
+    tables, complaint = store.read(store.cache_file())
+    assert not complaint, complaint
+    now = sum(map(len, tables.values()))
+    assert now >= seen, (seen, now)
+    seen = now
+"""
+
+
+def test_writers_at_once_lose_nothing_and_no_reader_sees_half_a_file(folder):
+    start = [sys.executable, "-c"]
+    processes = [subprocess.Popen([*start, READER])]
+    processes += [subprocess.Popen([*start, WRITER, str(i)]) for i in range(4)]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0] * 5
+    finally:
+        for process in processes:
+            process.kill()
+    tables, _ = store.read(folder / "tuning.json")
+    names = {key.arch for table in tables.values() for key in table}
+    assert names == {f"arch{i}.{j}" for i in range(4) for j in range(40)}
+    assert sorted(x.name for x in folder.iterdir()) == ["tuning.json", "tuning.lock"]
