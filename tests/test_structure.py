@@ -35,7 +35,7 @@ RANKS = [
     ["evaluation"],
     ["predicates", "expressions", "dropout"],
     ["integers"],
-    ["errors", "testing"],
+    ["errors", "testing", "bytecode"],
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # What lies against the grain, and why.

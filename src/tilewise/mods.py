@@ -132,7 +132,11 @@ def mask(function: Predicate) -> Mask:
             f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
             "or a Mask"
         )
-    return kept(function, lambda function: Mask(*trace(function, MASK)))
+    return kept(function, _traced)
+
+
+def _traced(function: Predicate) -> Mask:
+    return Mask(*trace(function, MASK))
 
 
 def causal(diagonal: int = 0) -> Mask:

@@ -1,0 +1,437 @@
+"""A function that reads something in a way that its names do not tell is traced anew."""
+
+import builtins
+import contextlib
+import functools
+import math
+import operator
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from tilewise import bytecode, kept, mods, scores, tracing
+
+LIMIT = 3
+users = types.ModuleType("settings")
+users.limit = 3
+
+
+class Settings:
+    limit = 3
+
+
+def furthest(least=1, *, more=2):
+    return max(least, more)
+
+
+def limit_of_global():
+    return LIMIT
+
+
+def ways():
+    """A function, and then it would read something else; by its name."""
+
+    def imported(patch):
+        patch.setitem(sys.modules, "settings", users)
+
+        def mask(b, h, q_idx, kv_idx):
+            import settings
+
+            return kv_idx < settings.limit
+
+        yield mask
+        patch.setattr(users, "limit", 4)
+
+    def imported_name(patch):
+        patch.setitem(sys.modules, "settings", users)
+
+        def mask(b, h, q_idx, kv_idx):
+            from settings import limit
+
+            return kv_idx < limit
+
+        yield mask
+        patch.setattr(users, "limit", 4)
+
+    def through_globals(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < globals()["LIMIT"]
+        patch.setitem(globals(), "LIMIT", 4)
+
+    def evaluated(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < eval("LIMIT")
+        patch.setitem(globals(), "LIMIT", 4)
+
+    def getattr_of_a_class(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < getattr(Settings, "limit")  # noqa: B009
+        patch.setattr(Settings, "limit", 4)
+
+    def environment(patch):
+        patch.setenv("TILEWISE_LIMIT", "3")
+
+        def mask(b, h, q_idx, kv_idx):
+            import os
+
+            return kv_idx < int(os.environ["TILEWISE_LIMIT"])
+
+        yield mask
+        patch.setenv("TILEWISE_LIMIT", "4")
+
+    def global_environment(patch):
+        patch.setenv("TILEWISE_LIMIT", "3")
+        yield lambda b, h, q_idx, kv_idx: kv_idx < int(os.environ["TILEWISE_LIMIT"])
+        patch.setenv("TILEWISE_LIMIT", "4")
+
+    def a_file(patch, path):
+        path.write_text("3")
+
+        def mask(b, h, q_idx, kv_idx):
+            with open(str(path)) as file:
+                return kv_idx < int(file.read())
+
+        yield mask
+        path.write_text("4")
+
+    def attribute_of_a_tensor(patch):
+        table = torch.zeros(4)
+        table.limit = 3
+        yield lambda b, h, q_idx, kv_idx: kv_idx < table.limit
+        table.limit = 4
+
+    def method_of_one_tensor(patch):
+        table = torch.zeros(4)
+        table.size = lambda dim: 3
+        yield lambda b, h, q_idx, kv_idx: kv_idx < table.size(0)
+        table.size = lambda dim: 4
+
+    def attribute_of_a_default(patch):
+        table = torch.zeros(4)
+        table.limit = 3
+        yield lambda b, h, q_idx, kv_idx, table=table: kv_idx < table.limit
+        table.limit = 4
+
+    def attribute_through_a_local(patch):
+        def mask(b, h, q_idx, kv_idx):
+            library = torch
+            return kv_idx < library.limit
+
+        patch.setattr(torch, "limit", 3, raising=False)
+        yield mask
+        patch.setattr(torch, "limit", 4)
+
+    def attribute_of_torch(patch):
+        patch.setattr(torch, "limit", 3, raising=False)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < torch.limit
+        patch.setattr(torch, "limit", 4)
+
+    def attribute_of_a_module_in_torch(patch):
+        patch.setattr(torch.nn.functional, "limit", 3, raising=False)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < torch.nn.functional.limit
+        patch.setattr(torch.nn.functional, "limit", 4)
+
+    def function_put_on_torch(patch):
+        patch.setattr(torch, "abs", lambda x: x + 3)
+        yield lambda b, h, q_idx, kv_idx: torch.abs(q_idx) < kv_idx
+        patch.setattr(torch, "abs", lambda x: x + 4)
+
+    def a_module_of_the_users(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < users.limit
+        patch.setattr(users, "limit", 4)
+
+    def gradients_enabled(patch):
+        guard = contextlib.ExitStack()
+        yield lambda b, h, q_idx, kv_idx: kv_idx < 3 + torch.is_grad_enabled()
+        with guard:
+            guard.enter_context(torch.no_grad())
+            yield
+
+    def requires_grad(patch):
+        table = torch.zeros(4)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < 3 + table.requires_grad
+        table.requires_grad_()
+
+    def state_of_torch(patch):
+        seed = torch.initial_seed()
+        yield lambda b, h, q_idx, kv_idx: kv_idx < torch.initial_seed() % 1024
+        torch.manual_seed((seed + 1) % 1024)
+
+    def other_code(patch):
+        def mask(b, h, q_idx, kv_idx):
+            return kv_idx < 3
+
+        yield mask
+        mask.__code__ = (lambda b, h, q_idx, kv_idx: kv_idx < 4).__code__
+
+    def other_code_of_equal_numbers(patch):
+        def mask(b, h, q_idx, kv_idx):
+            return kv_idx < 3
+
+        yield mask
+        mask.__code__ = (lambda b, h, q_idx, kv_idx: kv_idx <= 3).__code__
+
+    def other_code_of_a_helper(patch):
+        def reach():
+            return 3
+
+        yield lambda b, h, q_idx, kv_idx: kv_idx < reach()
+        reach.__code__ = (lambda: 4).__code__
+
+    def a_cell(patch):
+        reach = 3
+        yield lambda b, h, q_idx, kv_idx: kv_idx < reach
+        reach = 4
+
+    def a_cell_set_from_outside(patch):
+        reach = 3
+        mask = lambda b, h, q_idx, kv_idx: kv_idx < reach  # noqa: E731
+        yield mask
+        mask.__closure__[0].cell_contents = 4
+
+    def counted_by_itself(patch):
+        count = 0
+
+        def mask(b, h, q_idx, kv_idx):
+            nonlocal count
+            count += 1
+            return kv_idx < count
+
+        yield mask
+
+    def a_global(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < LIMIT
+        patch.setitem(globals(), "LIMIT", 4)
+
+    def a_default(patch):
+        mask = lambda b, h, q_idx, kv_idx, n=3: kv_idx < n  # noqa: E731
+        yield mask
+        mask.__defaults__ = (4,)
+
+    def a_keyword_default(patch):
+        mask = lambda b, h, q_idx, kv_idx, *, n=3: kv_idx < n  # noqa: E731
+        yield mask
+        mask.__kwdefaults__["n"] = 4
+
+    def a_global_of_a_helper(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < limit_of_global()
+        patch.setitem(globals(), "LIMIT", 4)
+
+    def a_default_of_a_helper(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < furthest()
+        patch.setattr(furthest, "__defaults__", (5,))
+
+    def a_keyword_default_of_a_helper(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < furthest()
+        patch.setattr(furthest, "__kwdefaults__", {"more": 6})
+
+    def another_helper(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < furthest()
+        patch.setitem(globals(), "furthest", lambda: 4)
+
+    def a_helper_of_a_helper(patch):
+        reach = 3
+
+        def far():
+            return reach
+
+        def near():
+            return far()
+
+        yield lambda b, h, q_idx, kv_idx: kv_idx < near()
+        reach = 4
+
+    def a_builtin_behind_a_global(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < max(2, 3)
+        patch.setitem(globals(), "max", lambda *numbers: 4)
+
+    def another_builtin(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < round(3.1)
+        patch.setattr(builtins, "round", lambda x: 4)
+
+    def another_function_of_math(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < math.floor(3.5)
+        patch.setattr(math, "floor", math.ceil)
+
+    def a_function_of_operator(patch):
+        numbers = [3]
+        yield lambda b, h, q_idx, kv_idx: kv_idx < operator.getitem(numbers, 0)
+        numbers[0] = 4
+
+    def a_class(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < Settings.limit
+        patch.setattr(Settings, "limit", 4)
+
+    def an_object(patch):
+        own = Settings()
+        yield lambda b, h, q_idx, kv_idx: kv_idx < own.limit
+        own.limit = 4
+
+    def a_list(patch):
+        numbers = [3]
+        yield lambda b, h, q_idx, kv_idx: kv_idx < numbers[0]
+        numbers[0] = 4
+
+    def a_dict(patch):
+        numbers = {"n": 3}
+        yield lambda b, h, q_idx, kv_idx: kv_idx < numbers["n"]
+        numbers["n"] = 4
+
+    def a_partial(patch):
+        numbers = [3]
+        reach = functools.partial(operator.getitem, numbers, 0)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < reach()
+        numbers[0] = 4
+
+    def an_inner_function(patch):
+        yield lambda b, h, q_idx, kv_idx: kv_idx < (lambda: Settings.limit)()
+        patch.setattr(Settings, "limit", 4)
+
+    def a_value_of_a_tensor(patch):
+        table = torch.tensor(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < table.item()
+        table.fill_(4)
+
+    def a_number_from_a_tensor(patch):
+        table = torch.tensor(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < int(table)
+        table.fill_(4)
+
+    def the_truth_of_a_tensor(patch):
+        table = torch.tensor(0)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < (4 if table else 3)
+        table.fill_(1)
+
+    def the_largest_of_a_tensor(patch):
+        table = torch.tensor([1, 3])
+        yield lambda b, h, q_idx, kv_idx: kv_idx < int(max(table))
+        table.fill_(4)
+
+    def what_a_loop_finds(patch):
+        table = torch.tensor([3])
+
+        def mask(b, h, q_idx, kv_idx):
+            for x in table:
+                return kv_idx < int(x)
+
+        yield mask
+        table.fill_(4)
+
+    def a_shape(patch):
+        table = torch.zeros(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < table.shape[0]
+        table.data = torch.zeros(4)
+
+    def a_dtype(patch):
+        table = torch.zeros(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < (3 if table.dtype == torch.float32 else 4)
+        table.data = torch.zeros(3, dtype=torch.float64)
+
+    return [x for x in locals().values() if callable(x)]
+
+
+@pytest.mark.parametrize("way", ways(), ids=lambda way: way.__name__)
+def test_what_is_read_is_read_again(way, monkeypatch, tmp_path):
+    takes_path = way.__code__.co_argcount == 2
+    steps = way(monkeypatch, tmp_path / "limit") if takes_path else way(monkeypatch)
+    function = next(steps)
+    first, _ = mods.mask(function), mods.mask(function)
+    next(steps, None)
+    if way.__name__ == "counted_by_itself":
+        assert mods.mask(function).key == mods.mask(lambda b, h, q_idx, kv_idx: kv_idx < 3).key
+        return
+    again = mods.mask(function)
+    assert again.key == tracing_anew(function).key
+    assert again.key != first.key
+
+
+def tracing_anew(function):
+    return mods.Mask(*tracing.trace(function, tracing.MASK))
+
+
+def common():
+    """Masks and score functions as docs, tour and FlexAttention's users write them."""
+    ids = torch.zeros(2, 64, dtype=torch.int32)
+    slopes = torch.ones(4)
+    prefix = torch.tensor([3, 4], dtype=torch.int32)
+    reach, dim, left = 5, 0, None
+    sliding = mods.sliding_window(3, 0)
+
+    def window(b, h, q_idx, kv_idx):
+        causal = q_idx >= kv_idx
+        near = q_idx - kv_idx <= reach
+        return causal & near
+
+    def one_side(b, h, q_idx, kv_idx):
+        keep = q_idx >= kv_idx
+        if left is not None:
+            keep = keep & (kv_idx >= q_idx - left)
+        return keep
+
+    def helped(b, h, q_idx, kv_idx):
+        return window(b, h, q_idx, kv_idx) | (kv_idx < 2)
+
+    def tanh(score, b, h, q_idx, kv_idx):
+        return reach * torch.tanh(score / reach)
+
+    def hidden(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+    masks = {
+        "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+        "window": window,
+        "one side": one_side,
+        "helped": helped,
+        "near": lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < LIMIT,
+        "torch's abs": lambda b, h, q_idx, kv_idx: torch.abs(q_idx - kv_idx) < LIMIT,
+        "documents": lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx],
+        "prefix": lambda b, h, q_idx, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_idx),
+        "dilated": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0,
+        "default": lambda b, h, q_idx, kv_idx, n=3: kv_idx < n,
+        "joined": lambda b, h, q_idx, kv_idx: sliding(b, h, q_idx, kv_idx) | (kv_idx < 4),
+        "chosen": lambda b, h, q_idx, kv_idx: mods.where(q_idx > 3, kv_idx, q_idx) < 9,
+        "most": lambda b, h, q_idx, kv_idx: mods.maximum(q_idx, kv_idx) < max(3, reach),
+        "shape": lambda b, h, q_idx, kv_idx: kv_idx < ids.shape[1] - ids.size(dim),
+        "bits": lambda b, h, q_idx, kv_idx: operator.and_(q_idx, 3) == math.floor(2.5),
+    }
+    functions = {
+        "capped": tanh,
+        "hidden": hidden,
+        "alibi": lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx),
+        "scaled": lambda s, b, h, q_idx, kv_idx: s * math.sqrt(2) + math.pi,
+        "nothing below": lambda s, b, h, q_idx, kv_idx: mods.where(q_idx < kv_idx, -math.inf, s),
+    }
+    rows = [(mods.mask, name, function) for name, function in masks.items()]
+    return rows + [(scores.score, name, function) for name, function in functions.items()]
+
+
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [row[::2] for row in common()],
+    ids=[row[1] for row in common()],
+)
+def test_common_functions_are_traced_once(make, function, monkeypatch):
+    first = make(function)
+
+    def refuse(*_):
+        raise AssertionError("traced, or its bytecode read, again")
+
+    monkeypatch.setattr(tracing, "trace", refuse)
+    monkeypatch.setattr(mods, "trace", refuse)
+    monkeypatch.setattr(scores, "trace", refuse)
+    monkeypatch.setattr(kept, "reads_in", refuse)
+    assert all(make(function) is first for _ in range(3))
+
+
+def test_a_function_of_any_arguments_is_kept_for_one_of_its_uses():
+    both = lambda *xs: xs[0] * 1.0 if len(xs) == 5 else xs[2] >= xs[3]  # noqa: E731
+    for _ in range(2):
+        assert isinstance(mods.mask(both), mods.Mask)
+        assert isinstance(scores.score(both), mods.ScoreMod)
+
+
+def test_an_unknown_instruction_proves_nothing(monkeypatch):
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx  # noqa: E731
+    assert bytecode.reads_in(causal.__code__) == ((), ())
+    monkeypatch.setattr(bytecode, "OWN", bytecode.OWN - {"COMPARE_OP"})
+    assert bytecode.reads_in(causal.__code__) is None
