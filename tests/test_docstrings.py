@@ -10,7 +10,13 @@ import tilewise
 
 FUNCTIONS = [name for name in tilewise.__all__ if inspect.isfunction(getattr(tilewise, name))]
 MODULES = (
-    *("tilewise.api", "tilewise.faces", "tilewise.reference", "tilewise.testing.switch"),
+    *(
+        "tilewise.api",
+        "tilewise.faces",
+        "tilewise.sdpa",
+        "tilewise.reference",
+        "tilewise.testing.switch",
+    ),
     *("tilewise.mods", "tilewise.scores", "tilewise.traced", "tilewise.derivative"),
     *("tilewise.dropout", "tilewise.sparse.block_mask"),
 )

@@ -16,7 +16,7 @@ OF_LIBRARY = [name for name in TREES if not name.startswith(("testing/", "bench/
 RANKS = [
     ["cli", "bench"],
     ["integrations", "ring"],
-    ["__init__", "faces"],
+    ["__init__", "faces", "sdpa"],
     ["api"],
     ["ops"],
     ["learned"],
@@ -25,7 +25,7 @@ RANKS = [
     ["tuning"],
     ["tile"],
     ["reference"],
-    ["checks", "modifiers", "schema"],
+    ["checks", "qkv", "modifiers", "schema"],
     ["scalars"],
     ["problem", "sparse"],
     ["mods", "scores"],

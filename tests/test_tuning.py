@@ -1,6 +1,7 @@
 """The user's own rows: whatever lies in their file costs a warning, and writers lose nothing."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -209,9 +210,11 @@ while seen < 160:
 
 
 def test_writers_at_once_lose_nothing_and_no_reader_sees_half_a_file(folder):
-    start = [sys.executable, "-c"]
-    processes = [subprocess.Popen([*start, READER])]
-    processes += [subprocess.Popen([*start, WRITER, str(i)]) for i in range(4)]
+    def start(*told):
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen([sys.executable, "-c", *told], env=env)
+
+    processes = [start(READER), *(start(WRITER, str(i)) for i in range(4))]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0] * 5
     finally:

@@ -9,9 +9,9 @@ from .faces import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    scaled_dot_product_attention,
 )
 from .reference import attention_reference, merge_states
+from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from . import ops
-from .checks import check, has_values, in_order, sizes_of
-from .dropout import draw_rng
-from .errors import ArgumentError
+from . import dispatch, ops
+from .checks import check, has_values
+from .dropout import check_dropout, draw_rng
+from .errors import OURS, Words
 from .modifiers import check_block_mask, modifiers_of
 from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
-from .scalars import Window, band, check_bounds
+from .qkv import in_order, sizes_of
+from .scalars import Window, band, check_bounds, check_causal, check_flag, check_layout
 from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor
@@ -100,9 +101,10 @@ def attention(
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
-    align = _alignment(causal)
-    if layout not in ("bshd", "bhsd"):
-        raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
+    align = check_causal(causal)
+    check_layout(layout)
+    check_dropout(dropout_p)
+    return_lse = check_flag("return_lse", return_lse)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)
     q, k, v = in_order(q, k, v, layout, is_packed)
@@ -120,15 +122,13 @@ def attention(
     out, lse = call(
         *(q, k, v),
         extras=extras,
-        scale=scale,
-        softcap=softcap,
+        numbers=(scale, softcap),
         window=(align, *sides),
         deterministic=deterministic,
         backend=backend,
         dropout_p=dropout_p,
         mods=modifiers.mods,
-        # A tensor's number is on its device, and nothing here is worth a wait
-        is_long=is_packed and isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG,
+        is_long=is_packed and is_long(max_seqlen_q),
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -137,15 +137,11 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _alignment(causal: bool | str) -> str:
-    """Where the diagonal ends. `causal is not False` says whether the band is closed."""
-    if causal in ("bottom_right", "top_left"):
-        return causal
-    if causal is True or causal is False:
-        return "bottom_right"
-    raise ArgumentError(
-        f"causal={causal!r}: it must be False, True, 'bottom_right' (what True means) or 'top_left'"
-    )
+def is_long(max_seqlen_q: int | Tensor | None) -> bool:
+    """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
+    worth a wait.
+    """
+    return isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG
 
 
 def call(
@@ -154,18 +150,23 @@ def call(
     v: Tensor,
     *,
     extras: Extras,
-    scale: float | None,
-    softcap: float | None,
+    numbers: tuple[float | None, float | None],
     window: tuple[str, int, int],
     deterministic: bool,
     backend: str | None = None,
     dropout_p: float = 0,
     mods: Mods = NO_MODS,
     is_long: bool = False,
+    words: Words = OURS,
 ) -> tuple[Tensor, Tensor]:
-    """Every face ends here: cast as autocast asks, check once, go. `window` is where the diagonal
-    ends, and what lies left and right of it.
+    """Every face ends here: cast as autocast asks, check once, go. `numbers` are scale and softcap,
+    `window` is where the diagonal ends and what lies left and right of it, and `words` are the
+    face's own. What is no part of the key of kept calls, or equals something else there, has been
+    checked before a call is looked for.
     """
+    scale, softcap = numbers
+    deterministic = check_flag("deterministic", deterministic)
+    dispatch.check_backend(backend)
     is_watched = ops.is_watched(q, k, v, *extras.tensors)
     if is_watched or torch._C._is_any_autocast_enabled():
         q, k, v = ops.autocast(q, k, v)
@@ -174,7 +175,8 @@ def call(
         not is_watched
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
-        and (extras is NO_EXTRAS or (type(dropout_p) in (int, float) and not has_values(extras)))
+        and type(dropout_p) in (int, float)
+        and (extras is NO_EXTRAS or not has_values(extras))
     ):
         key = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
@@ -185,9 +187,9 @@ def call(
             key += dropout_p, mods, is_long, torch.is_grad_enabled(), *map(_look, extras.tensors)
     known = None if key is None else _calls.get(key)  # a compiler would watch the table
     if known is None:
-        asked = dict(scale=scale, softcap=softcap, align=window[0], window=window[1:], mods=mods)
+        asked = dict(numbers=numbers, align=window[0], window=window[1:], mods=mods)
         asked |= dict(deterministic=deterministic, dropout_p=dropout_p, is_long=is_long)
-        checked = check(q, k, v, extras=extras, **asked)
+        checked = check(q, k, v, extras=extras, words=words, **asked)
         known = Call(checked.problem, checked.scalars, backend)
         if key is not None:
             if len(_calls) >= KEPT_CALLS:

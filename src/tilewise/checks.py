@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 from .dropout import check_dropout
-from .errors import ArgumentError
+from .errors import OURS, ArgumentError, Words
 from .modifiers import take_apart
 from .problem import NO_MODS, OPTIONAL, Extras, Mods, Problem, Scalars, describe
-from .scalars import check_scale, check_softcap
+from .qkv import DTYPES, check_tensors
+from .scalars import check_numbers
 
 Tensor = torch.Tensor
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Checked(NamedTuple):
@@ -34,162 +34,36 @@ def check(
     v: Tensor,
     *,
     extras: Extras,
-    scale: float | None,
-    softcap: float | None,
+    numbers: tuple[float | None, float | None],
     align: str,
     window: tuple[int, int],
     deterministic: bool,
     dropout_p: float = 0,
     mods: Mods = NO_MODS,
     is_long: bool = False,
+    words: Words = OURS,
 ) -> Checked:
     """Checks tensors in (batch, seqlen, nheads, headdim) order."""
-    check_tensors(q, k, v)
-    check_extras(q, k, extras)
+    check_tensors(q, k, v, words)
+    check_extras(q, k, extras, words)
     check_dropout(dropout_p)
     if deterministic:
         check_order(take_apart(mods, extras.captured).score)
-    numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *window, float(dropout_p)
-    scalars = Scalars(*numbers)
+    scale, softcap = check_numbers(*numbers, q.shape[3], q.dtype, words)
+    scalars = Scalars(scale, softcap, *window, float(dropout_p))
     has_bias_grad = extras.bias is not None and extras.bias.requires_grad
     flags = align, deterministic, mods, has_bias_grad, is_long
     problem = describe(q, k, v, extras, scalars, *flags)
     return Checked(problem, extras, scalars)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
-    nheads, headdim) order.
-    """
-    if _fits(q, k, v):
-        return
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ArgumentError(
-                f"{name}.dtype is {x.dtype} and q.dtype is {q.dtype}: cast them to one dtype"
-            )
-        if x.device != q.device:
-            raise ArgumentError(
-                f"{name} is on {x.device} and q is on {q.device}: move them to one device"
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ArgumentError(
-                f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]} ({_shapes(q, k, v)}): "
-                "they must be equal"
-            )
-    if q.dtype not in DTYPES:
-        raise ArgumentError(
-            f"q.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) float64, "
-            "so cast q, k and v"
-        )
-    if k.shape[1] != v.shape[1]:
-        raise ArgumentError(
-            f"k has seqlen {k.shape[1]} and v has seqlen {v.shape[1]} ({_shapes(q, k, v)}): they "
-            "must be equal"
-        )
-    if k.shape[2] != v.shape[2]:
-        raise ArgumentError(
-            f"k has {k.shape[2]} heads and v has {v.shape[2]} ({_shapes(q, k, v)}): they must be "
-            "equal"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(
-            f"q has headdim {q.shape[3]} and k has headdim {k.shape[3]} ({_shapes(q, k, v)}): they "
-            "must be equal"
-        )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
-        raise ArgumentError(
-            f"q has {q.shape[2]} heads and k has {k.shape[2]}: the heads of q must be a multiple "
-            "of those of k (GQA)"
-        )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[3] == 0:
-            raise ArgumentError(
-                f"{name} has headdim 0 ({_shapes(q, k, v)}): headdim must be at least 1"
-            )
-        if x.stride(3) != 1 and x.shape[3] != 1:
-            raise ArgumentError(
-                f"{name} has stride {x.stride(3)} in its last dimension: it must be contiguous, so "
-                f"call {name}.contiguous()"
-            )
-
-
-def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """What `check_tensors` asks, in one go: one by one it costs a short call 5 us more."""
-    batch, _, nheads, headdim = q.shape
-    batch_k, seqlen_k, nheads_k, headdim_k = k.shape
-    batch_v, seqlen_v, nheads_v, headdim_v = v.shape
-    return (
-        k.dtype == v.dtype == q.dtype in DTYPES
-        and k.device == v.device == q.device
-        and batch == batch_k == batch_v
-        and seqlen_k == seqlen_v
-        and nheads_k == nheads_v != 0 != nheads
-        and nheads % nheads_k == 0
-        and headdim == headdim_k != 0 != headdim_v
-        and q.stride(3) == k.stride(3) == v.stride(3) == 1
-    )
-
-
-def in_order(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, is_packed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as (batch, seqlen, nheads, headdim); packed ones, which come as (total, nheads,
-    headdim), as a batch of 1.
-    """
-    if is_packed:
-        if layout != "bshd":
-            raise ArgumentError(
-                f"layout={layout!r}: packed sequences are (total, nheads, headdim), so leave it out"
-            )
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor) or x.dim() != 3:
-                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ArgumentError(
-                    f"{name} has shape {shape}: with cu_seqlens it must be packed, (total, nheads, "
-                    "headdim)"
-                )
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    check_rank(q, k, v)
-    return tuple(x.transpose(1, 2) for x in (q, k, v)) if layout == "bhsd" else (q, k, v)
-
-
-def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
-    """batch, nheads, seqlen_q and seqlen_k of ordered tensors; lengths are 0 where they are packed,
-    as only the device knows them.
-    """
-    if cu_seqlens is None:
-        return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    batch = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() else 0
-    return batch, q.shape[2], 0, 0
-
-
-def check_rank(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v are tensors of rank 4 (asked before anything is transposed)."""
-    is_plain = type(q) is type(k) is type(v) is torch.Tensor
-    if is_plain and q.ndim == k.ndim == v.ndim == 4 and not (q.is_nested or k.is_nested):
-        return
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
-        if x.is_nested:
-            raise ArgumentError(
-                f"{name} is a nested tensor: pass its sequences end to end, (total, nheads, "
-                "headdim), as values() of a jagged one has them, and where they begin as cu_seqlens"
-            )
-        if x.dim() != 4:
-            raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}: it must have 4 dimensions, batch, seqlen, "
-                "nheads and headdim in the order of `layout`"
-            )
-
-
-def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
+def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
     nheads = q.shape[2]
     slopes, sinks = extras.alibi_slopes, extras.sinks
     for name, x in zip(Extras._fields[:OPTIONAL], extras):
         if x is not None and not isinstance(x, torch.Tensor):
+            name = words._asdict().get(name, name)
             raise ArgumentError(
                 f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
             )
@@ -202,15 +76,15 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras) -> None:
                 "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
             )
     if sinks is not None:
-        _check_extra("sinks", sinks, q, [(nheads,)], DTYPES)
+        _check_extra(words.sinks, sinks, q, [(nheads,)], DTYPES)
     if extras.bias is not None:
-        check_bias(q, k, extras)
+        check_bias(q, k, extras, words)
     if extras.dropout_rng is not None:
         _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
     for x in extras.captured:
         if x.device != q.device:
             raise ArgumentError(
-                f"a mask or score function has a tensor on {x.device} and q is on {q.device}: "
+                f"{words.captured} on {x.device} and {words.q} is on {q.device}: "
                 "move them to one device (Mask.to, BlockMask.to)"
             )
     for name in ("seqused_q", "seqused_k"):
@@ -237,7 +111,7 @@ def check_order(captured: tuple[Tensor, ...]) -> None:
             )
 
 
-def check_bias(q: Tensor, k: Tensor, extras: Extras) -> None:
+def check_bias(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
     """A bias that broadcasts over the scores of sequences that are rows of a batch."""
     bias = extras.bias
     scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
@@ -251,7 +125,16 @@ def check_bias(q: Tensor, k: Tensor, extras: Extras) -> None:
             f"bias has shape {tuple(bias.shape)}: it must broadcast over the scores, (batch, "
             f"nheads, seqlen_q, seqlen_k) = {scores}, with each dimension its own or 1"
         )
-    _check_extra("bias", bias, q, [tuple(bias.shape)], (q.dtype, torch.float32))
+    if bias.dtype not in (q.dtype, torch.float32):
+        dtypes = _either([str(x).removeprefix("torch.") for x in (q.dtype, torch.float32)])
+        raise ArgumentError(
+            f"{words.bias}.dtype is {bias.dtype}: it must be {words.bias_is_also}{dtypes}"
+        )
+    if bias.device != q.device:
+        raise ArgumentError(
+            f"{words.bias} is on {bias.device} and {words.q} is on {q.device}: move them to one "
+            "device"
+        )
 
 
 def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:
@@ -321,10 +204,5 @@ def _check_extra(
         )
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    return f"(batch, seqlen, nheads, headdim): {shapes}"
-
-
 def _either(choices: list) -> str:
-    return " or ".join(map(str, choices))
+    return " or ".join(dict.fromkeys(map(str, choices)))

@@ -80,12 +80,17 @@ def choose(
     Raises NotImplementedError with every refusal if none serves the problem, and ArgumentError for
     an unknown name.
     """
-    if backend is not None and backend not in BACKENDS:
+    check_backend(backend)
+    return _choose(problem, device, backend, is_aligned, cpu_stand_ins())
+
+
+def check_backend(backend: str | None) -> None:
+    """The name of a backend, or None."""
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ArgumentError(
             f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
             "to choose"
         )
-    return _choose(problem, device, backend, is_aligned, cpu_stand_ins())
 
 
 @functools.lru_cache(maxsize=4096)

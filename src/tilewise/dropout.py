@@ -187,9 +187,11 @@ def draw_rng(device: torch.device | str, generator: torch.Generator | None = Non
 
 def check_dropout(p: float) -> float:
     """A dropout probability: a number, at least 0 and below 1."""
+    if type(p) in (int, float) and 0 <= p < 1:  # the others take a microsecond
+        return float(p)
     is_number = isinstance(p, (numbers.Real, torch.SymFloat)) and not isinstance(p, bool)
     if not is_number or not 0 <= p < 1:
-        raise ArgumentError(f"dropout_p={p}: it must be a number, at least 0 and below 1")
+        raise ArgumentError(f"dropout_p={p!r}: it must be a number, at least 0 and below 1")
     return float(p)
 
 

@@ -1,6 +1,7 @@
 """What tilewise raises and warns with."""
 
 import warnings
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,23 @@ class ArgumentError(ValueError, RuntimeError):
 class PerformanceWarning(UserWarning):
     """A slower way serves this call than the caller may expect; the message says why, once."""
 
+
+class Words(NamedTuple):
+    """What a face calls its arguments, for its errors."""
+
+    q: str = "q"
+    k: str = "k"
+    v: str = "v"
+    scale: str = "scale"
+    sinks: str = "sinks"
+    bias: str = "bias"
+    bias_is_also: str = ""  # a dtype besides those of numbers that are added
+    captured: str = "a mask or score function has a tensor"
+    shape: str = "batch, seqlen, nheads and headdim in the order of `layout`"
+    is_heads_first: bool = False  # its shapes are (batch, nheads, seqlen, headdim)
+
+
+OURS = Words()
 
 _said: set[str] = set()
 

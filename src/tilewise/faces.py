@@ -1,23 +1,22 @@
-"""The drop-in faces: flash-attn 2's functions and torch's, argument for argument. Each turns its
-own convention into a call of `tilewise.attention`.
+"""flash-attn 2's functions as drop-in faces, argument for argument. Each turns its own convention
+into a call as `tilewise.attention` makes it.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from .api import attention, call
-from .checks import check_rank
-from .dropout import draw_rng
-from .errors import ArgumentError
-from .modifiers import NO_MODIFIERS, Modifiers
-from .mods import Mask, mask
-from .problem import OPEN, Mods, extras_of
-from .scalars import Window, band, check_window
+from .api import call, is_long
+from .dropout import check_dropout, draw_rng
+from .errors import ArgumentError, Words
+from .problem import extras_of
+from .qkv import check_rank, in_order
+from .scalars import Window, band, check_bounds, check_flag
 
 Tensor = torch.Tensor
+WORDS = Words(
+    scale="softmax_scale", sinks="learnable_sink", shape="(batch, seqlen, nheads, headdim)"
+)
 
 
 def flash_attn_func(
@@ -58,15 +57,13 @@ def flash_attn_func(
     out, lse = call(
         *_ranked(q, k, v),
         extras=extras_of(alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q)),
-        scale=softmax_scale,
-        softcap=softcap,
+        numbers=(softmax_scale, softcap),
         window=("bottom_right", *band(window_size, _flag(causal), "window_size")),
         deterministic=deterministic,
         dropout_p=dropout_p,
+        words=WORDS,
     )
-    if return_attn_probs:
-        return out, lse, None
-    return (out, lse) if return_lse else out
+    return _returned(out, lse, return_attn_probs, return_lse)
 
 
 def flash_attn_qkvpacked_func(
@@ -187,29 +184,20 @@ def flash_attn_varlen_func(
         raise NotImplementedError("block_table: a paged KV cache is not here yet; pass None")
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
-    out, lse = attention(
-        q,
-        k,
-        v,
-        causal=_flag(causal),
-        scale=softmax_scale,
-        window=check_window(window_size, "window_size"),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=learnable_sink,
-        seqused_k=seqused_k,
-        seqused_q=seqused_q,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p,
+    check_bounds(max_seqlen_q, max_seqlen_k)
+    q, k, v = in_order(q, k, v, "bshd", True)
+    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    out, lse = call(
+        *(q, k, v),
+        extras=extras_of(alibi_slopes, learnable_sink, *lengths, None, _rng(dropout_p, q)),
+        numbers=(softmax_scale, softcap),
+        window=("bottom_right", *band(window_size, _flag(causal), "window_size")),
         deterministic=deterministic,
-        return_lse=True,
+        dropout_p=dropout_p,
+        is_long=is_long(max_seqlen_q),
+        words=WORDS,
     )
-    if return_attn_probs:
-        return out, lse, None
-    return (out, lse) if return_lse else out
+    return _returned(out.squeeze(0), lse.squeeze(0), return_attn_probs, return_lse)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -258,104 +246,8 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`: (batch, nheads, seqlen, headdim), causal
-    top-left, no copies.
-
-    >>> import torch, tilewise
-    >>> q = torch.randn(1, 4, 16, 32)
-    >>> ours = tilewise.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> torch.allclose(ours, theirs, atol=1e-5)
-    True
-
-    Fewer key heads than query heads need `enable_gqa=True`, as in torch. `attn_mask` broadcasts
-    over (batch, nheads, seqlen_q, seqlen_k): bools say which keys are seen, numbers are added to
-    the scores, with a gradient. A row that sees no key gives 0 (torch: NaN). Raises ArgumentError.
-    Inputs of rank 3 are taken as one batch row, as torch takes them.
-    """
-    if all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in (query, key, value)):
-        batched = (x.unsqueeze(0) for x in (query, key, value))
-        return scaled_dot_product_attention(
-            *batched, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        ).squeeze(0)
-    query, key, value = _ranked(query, key, value)
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ArgumentError(
-            f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True to "
-            "share key heads"
-        )
-    if attn_mask is not None and is_causal:
-        raise ArgumentError(
-            "attn_mask and is_causal: torch takes one of them, and so do we; the mask can say both"
-        )
-    bias, modifiers = _masked_by(attn_mask, (*query.shape[:3], key.shape[2]))
-    out, _ = call(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        extras=extras_of(*(None,) * 6, bias, _rng(dropout_p, query), *modifiers.captured),
-        scale=scale,
-        softcap=None,
-        window=("top_left", OPEN, 0) if is_causal else ("bottom_right", OPEN, OPEN),
-        deterministic=False,
-        dropout_p=dropout_p,
-        mods=modifiers.mods,
-    )
-    return out.transpose(1, 2)
-
-
-def _masked_by(
-    attn_mask: Tensor | None, sizes: tuple[int, int, int, int]
-) -> tuple[Tensor | None, Modifiers]:
-    """An attn_mask of torch's for a call of these sizes: numbers are a bias, bools a mask."""
-    if attn_mask is None:
-        return None, NO_MODIFIERS
-    if not isinstance(attn_mask, torch.Tensor) or attn_mask.dim() > 4:
-        shape = getattr(attn_mask, "shape", type(attn_mask).__name__)
-        raise ArgumentError(
-            f"attn_mask has shape {shape}: it must be a tensor that broadcasts over (batch, "
-            "nheads, seqlen_q, seqlen_k)"
-        )
-    x = attn_mask[(None,) * (4 - attn_mask.dim())]
-    if any(n not in (1, size) for n, size in zip(x.shape, sizes)):
-        raise ArgumentError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}: it must broadcast over (batch, nheads, "
-            f"seqlen_q, seqlen_k), here {tuple(sizes)}"
-        )
-    if x.dtype != torch.bool:
-        return x, NO_MODIFIERS
-    if 0 in sizes:
-        return None, NO_MODIFIERS  # there is no pair to hide
-    return None, Modifiers(Mods(mask=_reads(tuple(n > 1 for n in x.shape))), (x,))
-
-
-def _reads(along: tuple[bool, ...]) -> str:
-    """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
-    are not shared.
-    """
-    return _reading(along).key
-
-
-_reads._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
-
-
-@functools.cache
-def _reading(along: tuple[bool, ...]) -> Mask:
-    x = torch.ones([1 + is_own for is_own in along], dtype=torch.bool, device="cpu")
-    return mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
-
-
 def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    check_rank(q, k, v)
+    check_rank(q, k, v, WORDS)
     return q, k, v
 
 
@@ -371,18 +263,20 @@ def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor
 
 
 def _flag(causal: bool) -> bool:
-    if causal not in (False, True):  # 0 and 1 are, too
-        raise ArgumentError(
-            f"causal={causal!r}: it must be False or True, which means bottom-right here; "
-            "tilewise.attention takes 'top_left', too"
-        )
-    return bool(causal)
+    remark = ", which means bottom-right here; tilewise.attention takes 'top_left', too"
+    return check_flag("causal", causal, remark)
+
+
+def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool):
+    if check_flag("return_attn_probs", return_attn_probs):
+        return out, lse, None
+    return (out, lse) if check_flag("return_lse", return_lse) else out
 
 
 def _rng(dropout_p: float, q: Tensor) -> Tensor | None:
-    return draw_rng(q.device) if dropout_p else None
+    return draw_rng(q.device) if check_dropout(dropout_p) else None
 
 
 def _refuse(name: str, value, served: tuple, reason: str) -> None:
-    if value not in served:
-        raise NotImplementedError(f"{name}={value}: {reason}")
+    if not any(value is x or (type(value) is int and value == x) for x in served):
+        raise NotImplementedError(f"{name}={value!r}: {reason}")

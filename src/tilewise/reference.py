@@ -23,12 +23,13 @@ from typing import NamedTuple
 import torch
 
 from . import mods, predicates, scores
-from .checks import check_extras, check_tensors, in_order, sizes_of
+from .checks import check_extras
 from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError
 from .modifiers import check_block_mask, modifiers_of
 from .problem import OPEN, Extras, Scalars
-from .scalars import Window, band, check_scale, check_softcap
+from .qkv import check_tensors, in_order, sizes_of
+from .scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
 from .sparse.block_mask import BlockMask
 
 Tensor = torch.Tensor
@@ -78,7 +79,9 @@ def attention_reference(
     and dropout count from it, so that a call too large to store is computed part by part. A band
     and ALiBi know only the q and k they are given.
     """
-    align = _check_names(causal, layout)
+    align = check_causal(causal)
+    check_layout(layout)
+    return_lse = check_flag("return_lse", return_lse)
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     q, k, v = in_order(q, k, v, layout, is_packed)
@@ -93,7 +96,7 @@ def attention_reference(
     sizes = sizes_of(q, k, cu_seqlens_q)
     modifiers_of(mask_mod, score_mod, block_mask, sizes)
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
-    numbers = check_scale(scale, q.shape[3]), check_softcap(softcap), *sides, dropout_p
+    numbers = *check_numbers(scale, softcap, q.shape[3], q.dtype), *sides, dropout_p
     mask_mod = mask_mod if block_mask is None else block_mask.mask
     asked = _Asked(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast, first)
     attend = _attend_packed if is_packed else _attend
@@ -145,15 +148,6 @@ def _sequences(extras: Extras):
     for i, (queries, keys) in enumerate(zip(*rows)):
         own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
         yield queries, keys, Extras(own, extras.sinks, dropout_rng=extras.dropout_rng)
-
-
-def _check_names(causal: bool | str, layout: str) -> str:
-    """Where the diagonal ends."""
-    if causal not in (False, True, "bottom_right", "top_left"):
-        raise ArgumentError(f"causal={causal!r}: use False, True, 'bottom_right' or 'top_left'")
-    if layout not in ("bshd", "bhsd"):
-        raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
-    return "top_left" if causal == "top_left" else "bottom_right"
 
 
 def _attend(
@@ -272,6 +266,15 @@ def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tupl
 
 
 def _check_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> None:
+    states = dict(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
+    for name, x in states.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            what = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ArgumentError(f"{name} is {what}: it must be a torch.Tensor of floats")
+        if x.device != out1.device:
+            raise ArgumentError(
+                f"{name} is on {x.device} and out1 is on {out1.device}: move them to one device"
+            )
     if out1.shape != out2.shape:
         raise ArgumentError(f"out1 is {tuple(out1.shape)} and out2 {tuple(out2.shape)}: one shape")
     if out1.dim() < 3:

@@ -5,49 +5,117 @@
 from __future__ import annotations
 
 import math
+import numbers
+from typing import Any
 
 import torch
 
-from .errors import ArgumentError
+from .errors import OURS, ArgumentError, Words
 from .problem import OPEN
 
 Tensor = torch.Tensor
+REAL = numbers.Real, torch.SymFloat, torch.SymInt
+LOG2_E = math.log2(math.e)
 Window = tuple[int | None, int | None] | None
 
 
-def check_scale(scale: float | None, headdim: int) -> float:
-    """The softmax scale: 1 / sqrt(headdim) unless given."""
-    if scale is None:
-        return headdim**-0.5
-    _check_number("scale", scale)
-    if not (scale > 0 and scale < math.inf):
-        raise ArgumentError(
-            f"scale={scale}: it must be positive and finite; to flip the sign of the scores negate "
-            "q"
+def check_numbers(
+    scale: float | None,
+    softcap: float | None,
+    headdim: int,
+    dtype: torch.dtype,
+    words: Words = OURS,
+) -> tuple[float, float]:
+    """The softmax scale, 1 / sqrt(headdim) unless given, and the softcap, 0 for none; for scores of
+    q in this dtype.
+    """
+    scale = headdim**-0.5 if scale is None else check_scale(scale, words)
+    softcap = 0.0 if softcap is None else check_softcap(softcap)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    _check_range(words.scale, scale, exact, f"multiply {words.q} instead")
+    if softcap:
+        _check_range("softcap", softcap, exact, "leave out one that is so large")
+        _check_range(
+            f"{words.scale}={scale} / softcap", scale / softcap, exact, "bring them closer"
         )
-    return float(scale)
+    return scale, softcap
 
 
-def check_softcap(softcap: float | None) -> float:
-    """The softcap: 0 means none."""
-    if softcap is None:
-        return 0.0
-    _check_number("softcap", softcap)
-    if not (softcap >= 0 and softcap < math.inf):
+def check_scale(scale: float, words: Words = OURS) -> float:
+    """A positive number."""
+    remedy = f"scale {words.q}, or let a score_mod capture what is learned"
+    number = check_number(words.scale, scale, remedy)
+    if not (number > 0 and number < math.inf):
+        raise ArgumentError(
+            f"{words.scale}={scale}: it must be positive and finite; to flip the sign of the "
+            f"scores negate {words.q}"
+        )
+    return number
+
+
+def check_softcap(softcap: float) -> float:
+    """A positive number, or 0 for none."""
+    number = check_number("softcap", softcap, "let a score_mod capture what is learned")
+    if not (number >= 0 and number < math.inf):
         raise ArgumentError(f"softcap={softcap}: it must be positive, or 0 or None for none")
-    return float(softcap)
+    return number
 
 
-def _check_number(name: str, value) -> None:
-    """What is neither a number nor counts as one, and what would be learned and has no gradient."""
-    if isinstance(value, (str, list, tuple, dict)):
+def check_number(name: str, value: Any, remedy: str) -> float:
+    """What is a number or counts as one; not what would be learned, as it gets no gradient."""
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.numel() != 1:
+            raise ArgumentError(
+                f"{name} is a tensor of shape {tuple(value.shape)} with requires_grad "
+                f"{value.requires_grad}: it must be a number, without a gradient; {remedy}"
+            )
+        if value.is_complex():
+            raise ArgumentError(f"{name} is a {value.dtype} tensor: it must be a real number")
+    elif isinstance(value, bool) or not isinstance(value, REAL):
         raise ArgumentError(f"{name}={value!r}: it must be a number")
-    if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
+    try:
+        return float(value)
+    except OverflowError:  # an int past all floats
+        return math.inf if value > 0 else -math.inf
+
+
+def _check_range(name: str, number: float, exact: torch.dtype, remedy: str) -> None:
+    """A number that is neither 0 nor inf nor short of digits where kernels have it in `exact`, also
+    times log2(e).
+    """
+    least, most = torch.finfo(exact).tiny, torch.finfo(exact).max / LOG2_E
+    if not (number >= least and number <= most):
         raise ArgumentError(
-            f"{name} is a tensor of shape {tuple(value.shape)} with requires_grad "
-            f"{value.requires_grad}: it must be a number, without a gradient; scale q, or let a "
-            "score_mod capture what is learned"
+            f"{name}={number}: scores are computed in {exact}, so it must lie between {least:.3g} "
+            f"and {most:.3g}; {remedy}"
         )
+
+
+def check_flag(name: str, value: Any, remark: str = "") -> bool:
+    """A bool, or what equals one: 0, 1 and numpy's."""
+    if value is True or value is False:
+        return value
+    is_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not is_numpy and (not isinstance(value, int) or value not in (0, 1)):
+        raise ArgumentError(f"{name}={value!r}: it must be False or True{remark}")
+    return bool(value)
+
+
+def check_causal(causal: bool | str) -> str:
+    """Where the diagonal ends. `causal is not False` says whether the band is closed."""
+    if causal is True or causal is False:
+        return "bottom_right"
+    if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
+        return causal
+    raise ArgumentError(
+        f"causal={causal!r}: it must be False, True, 'bottom_right' (what True means) or 'top_left'"
+    )
+
+
+def check_layout(layout: str) -> None:
+    """The order of dimensions."""
+    if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
+        raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
 
 
 def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, int]:
@@ -88,7 +156,12 @@ def check_window(window: Window, name: str) -> tuple[int, int]:
 def check_bounds(*bounds: int | Tensor | None) -> None:
     """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
     for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
-        if bound is not None and (
-            not isinstance(bound, (int, torch.SymInt, torch.Tensor)) or isinstance(bound, bool)
-        ):
-            raise ArgumentError(f"{name}={bound!r}: it must be an int, or None to leave it out")
+        if bound is None or (type(bound) is int and bound >= 0):
+            continue
+        is_tensor = isinstance(bound, Tensor)  # its number is on its device, and not waited for
+        if is_tensor and bound.numel() == 1 and not (bound.dtype.is_floating_point):
+            continue
+        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < 0:
+            raise ArgumentError(
+                f"{name}={bound!r}: it must be an int, at least 0, or None to leave it out"
+            )
