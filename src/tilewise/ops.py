@@ -34,6 +34,7 @@ from .schema import (
     mods_of,
     no_double_backward,
 )
+from .sharded import refuse_shards
 
 Tensor = torch.Tensor
 
@@ -62,6 +63,7 @@ def attention(
 
 def _run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
     """The call on a backend; what memory it comes in is known only here, not while tracing."""
+    refuse_shards()
     on_16_bytes = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     if call.forward is not None and on_16_bytes:
         return call.forward(q, k, v, extras)

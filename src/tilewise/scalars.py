@@ -15,7 +15,6 @@ from .problem import OPEN
 
 Tensor = torch.Tensor
 REAL = numbers.Real, torch.SymFloat, torch.SymInt
-LOG2_E = math.log2(math.e)
 Window = tuple[int | None, int | None] | None
 
 
@@ -29,10 +28,13 @@ def check_numbers(
     """The softmax scale, 1 / sqrt(headdim) unless given, and the softcap, 0 for none; for scores of
     q in this dtype.
     """
-    scale = headdim**-0.5 if scale is None else check_scale(scale, words)
-    softcap = 0.0 if softcap is None else check_softcap(softcap)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    _check_range(words.scale, scale, exact, f"multiply {words.q} instead")
+    if scale is None:
+        scale = headdim**-0.5
+    else:
+        scale = check_scale(scale, words)
+        _check_range(words.scale, scale, exact, f"multiply {words.q} instead")
+    softcap = 0.0 if softcap is None else check_softcap(softcap)
     if softcap:
         _check_range("softcap", softcap, exact, "leave out one that is so large")
         _check_range(
@@ -83,7 +85,9 @@ def _check_range(name: str, number: float, exact: torch.dtype, remedy: str) -> N
     """A number that is neither 0 nor inf nor short of digits where kernels have it in `exact`, also
     times log2(e).
     """
-    least, most = torch.finfo(exact).tiny, torch.finfo(exact).max / LOG2_E
+    limits = torch.finfo(exact)
+    # A compiler takes a global float for a variable
+    least, most = limits.tiny, limits.max / 1.4426950408889634
     if not (number >= least and number <= most):
         raise ArgumentError(
             f"{name}={number}: scores are computed in {exact}, so it must lie between {least:.3g} "

@@ -52,7 +52,12 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             )
         if problem.deterministic:
             return Avoidable("the gradients of a block mask are added in no fixed order there")
-    from . import launch  # noqa: F401  without Triton the ImportError is the reason
+    # Without Triton the ImportError is the reason
+    from ..building import INTERPRETED, is_interpreted
+
+    if device.type != "cpu" and is_interpreted():
+        return INTERPRETED
+    from . import launch  # noqa: F401
 
     if max(problem.headdim, problem.headdim_v) <= 32:
         return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")

@@ -27,6 +27,7 @@ from ..arguments import (
     sizes_of,
     strided,
 )
+from ..building import first_launch
 from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import Accumulated, bwd_delta_kernel
 from ..outputs import empty_grads
@@ -234,7 +235,7 @@ def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *gr
         emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
         return None
     programs = min(queue.tiles, processors(q.device))
-    return Launched(kernel[(programs,)](*checked(args), **constants), programs, args)
+    return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
 
 
 def together(problem: Problem, q: Tensor) -> int:
@@ -289,7 +290,7 @@ def _run(
         features = features._replace(FAST_TANH=False)  # an instruction of GPUs
         interpret(kernel)[(programs,)](*args, FEATURES=features, TILE=tile)
         return None
-    compiled = kernel[(programs,)](*args, FEATURES=features, TILE=tile, **options)
+    compiled = first_launch(kernel, programs, *args, FEATURES=features, TILE=tile, **options)
     return Launched(compiled, programs, (*args, *constants))
 
 

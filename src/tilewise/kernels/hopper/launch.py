@@ -22,6 +22,7 @@ from ...tile.types import Features, Pipeline, Queue
 from ...tuning.config import SHARED_MEMORY, Key
 from ...tuning.select import architecture, select
 from ..arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
+from ..building import first_launch
 from ..outputs import empty_out
 from ..relaunch import (
     Pattern,
@@ -383,8 +384,8 @@ def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tup
     compiled = _compiled.get(key)
     if compiled is None or is_watched():
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
-        kernel = hopper_fwd_kernel[(programs,)]
-        _compiled[key] = compiled = kernel(*checked(args), **constants, num_warps=4)
+        built = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants, num_warps=4)
+        _compiled[key] = compiled = built
     else:
         relaunch(compiled, programs, index, *args, plan.features, plan.tile)
     return compiled, index

@@ -35,7 +35,12 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     widest = max(problem.headdim, problem.headdim_v)
     if widest > MAX_HEADDIM:
         return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"
-    from . import launch  # noqa: F401  without Triton the ImportError is the reason
+    # Without Triton the ImportError is the reason
+    from ..building import INTERPRETED, is_interpreted
+
+    if device.type != "cpu" and is_interpreted():
+        return INTERPRETED
+    from . import launch  # noqa: F401
 
     return None
 

@@ -30,6 +30,7 @@ from ..arguments import (
     sizes_of,
     strided,
 )
+from ..building import first_launch
 from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import bwd_delta_kernel
 from ..generated import captured_of, function_of, place_function_of
@@ -369,7 +370,9 @@ def run(plan: Plan) -> Any:
         interpret(plan.kernel)[(programs,)](*plan.args, FEATURES=features, TILE=tile)
         return None
     with on_device(device):
-        return plan.kernel[(programs,)](
+        return first_launch(
+            plan.kernel,
+            programs,
             *plan.args,
             FEATURES=features,
             TILE=tile,

@@ -1,0 +1,124 @@
+"""What Triton raises about the machine says what to do, and keeps its cause."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tilewise.kernels import building
+from tilewise.kernels.portable import launch
+from tilewise.problem import NO_EXTRAS, OPEN, Scalars, describe
+
+CC = ["/usr/bin/gcc", "main.c"]
+FAILURES = {
+    "no right to write": (
+        lambda folder: PermissionError(13, "Permission denied", f"{folder}/ab/tmp"),
+        "TRITON_CACHE_DIR",
+    ),
+    "no right to make the folder": (
+        lambda folder: PermissionError(13, "Permission denied", os.path.dirname(folder)),
+        "TRITON_CACHE_DIR",
+    ),
+    "a read-only disk": (
+        lambda folder: OSError(30, "Read-only file system", folder),
+        "TRITON_CACHE_DIR",
+    ),
+    "a full disk": (lambda folder: OSError(28, "No space left on device"), "TRITON_CACHE_DIR"),
+    "a file in its way": (
+        lambda folder: NotADirectoryError(20, "Not a directory", folder),
+        "TRITON_CACHE_DIR",
+    ),
+    "no folder": (
+        lambda folder: RuntimeError("Could not create or locate cache dir"),
+        "TRITON_CACHE_DIR",
+    ),
+    "no compiler": (
+        lambda folder: RuntimeError("Failed to find C compiler. Please specify via CC"),
+        "CC",
+    ),
+    "a compiler that is not there": (
+        lambda folder: FileNotFoundError(2, "No such file or directory", "gcc-99"),
+        "CC",
+    ),
+    "a compiler that may not run": (
+        lambda folder: PermissionError(13, "Permission denied", "/opt/cc"),
+        "CC",
+    ),
+    "a compiler that fails": (
+        lambda folder: subprocess.CalledProcessError(1, CC),
+        "Python's headers",
+    ),
+}
+
+
+class Fails:
+    """A kernel whose first launch raises."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            raise self.error
+
+        return run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton" / "cache"))
+    return str(tmp_path / "triton" / "cache")
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_remedy_stands_beside_the_cause(folder, monkeypatch, name):
+    make, remedy = FAILURES[name]
+    error = make(folder)
+    monkeypatch.setattr(launch, "attn_fwd_kernel", Fails(error))
+    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
+    q = torch.randn(1, 8, 2, 16)
+    scalars = Scalars(0.25, 0.0, OPEN, OPEN)
+    problem = describe(q, q, q, NO_EXTRAS, scalars, "bottom_right", False)
+    with pytest.raises(RuntimeError, match="kernels of tilewise cannot be compiled") as refusal:
+        launch.forward(problem, q, q, q, NO_EXTRAS, scalars)
+    assert refusal.value.__cause__ is error
+    assert remedy in str(refusal.value) and str(error) in str(refusal.value)
+    if remedy == "TRITON_CACHE_DIR":
+        assert folder in str(refusal.value)
+
+
+def test_what_is_not_about_the_machine_passes():
+    for error in (torch.OutOfMemoryError("out of memory"), RuntimeError("of a GPU"), KeyError("x")):
+        with pytest.raises(type(error)) as found:
+            building.first_launch(Fails(error), 1)
+        assert found.value is error
+
+
+INTERPRETED = """
+import torch
+from tilewise.kernels import hopper, portable
+from tilewise.problem import NO_EXTRAS, OPEN, Scalars, describe
+
+hopper._is_hopper = lambda device: True
+q = torch.randn(1, 8, 2, 64).bfloat16()
+problem = describe(q, q, q, NO_EXTRAS, Scalars(1.0, 0.0, OPEN, OPEN), "bottom_right", False)
+for backend in (hopper, portable):
+    print(backend.supports(problem, torch.device("cuda")))
+"""
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_interpreted_kernels_refuse_a_gpu(value):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": value}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, check=True
+    )
+    reasons = done.stdout.splitlines()
+    if value == "0":
+        assert reasons == ["None", "None"]
+    else:
+        assert reasons == [building.INTERPRETED] * 2
+        assert "TRITON_INTERPRET=1" in building.INTERPRETED
