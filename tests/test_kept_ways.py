@@ -302,6 +302,26 @@ def ways():
         yield lambda b, h, q_idx, kv_idx: kv_idx < (4 if table else 3)
         table.fill_(1)
 
+    def an_index_from_a_tensor(patch):
+        table = torch.tensor(0)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < (3, 4)[table]
+        table.fill_(1)
+
+    def the_text_of_a_tensor(patch):
+        table = torch.tensor(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < int("%d" % table)  # noqa: UP031
+        table.fill_(4)
+
+    def a_tensor_among_numbers(patch):
+        table = torch.tensor(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < (3 if table in (2, 3) else 4)
+        table.fill_(4)
+
+    def a_range_up_to_a_tensor(patch):
+        table = torch.tensor(3)
+        yield lambda b, h, q_idx, kv_idx: kv_idx < len(range(table))
+        table.fill_(4)
+
     def the_largest_of_a_tensor(patch):
         table = torch.tensor([1, 3])
         yield lambda b, h, q_idx, kv_idx: kv_idx < int(max(table))

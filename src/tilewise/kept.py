@@ -124,7 +124,7 @@ def _read(value: Any, attributes: list[str] | tuple[str, ...], readers: tuple) -
     kind = type(value)
     if kind in (bool, int, float):
         return kind, repr(value)  # 0.0 is not -0.0
-    if kind in (str, types.NoneType):
+    if kind in (str, types.NoneType, torch.dtype):
         return kind, value
     if kind in _TENSORS:
         return _Same(value), value.dtype, value.shape, value.device

@@ -29,18 +29,14 @@ def check_numbers(
     q in this dtype.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    if scale is None:
-        scale = headdim**-0.5
-    else:
-        scale = check_scale(scale, words)
-        _check_range(words.scale, scale, exact, f"multiply {words.q} instead")
-    softcap = 0.0 if softcap is None else check_softcap(softcap)
-    if softcap:
-        _check_range("softcap", softcap, exact, "leave out one that is so large")
-        _check_range(
-            f"{words.scale}={scale} / softcap", scale / softcap, exact, "bring them closer"
-        )
-    return scale, softcap
+    factor = headdim**-0.5 if scale is None else check_scale(scale, words)
+    cap = 0.0 if softcap is None else check_softcap(softcap)
+    if scale is not None:
+        _check_range(words.scale, factor, exact, f"multiply {words.q} instead")
+    if cap:
+        _check_range("softcap", cap, exact, "leave out one that is so large")
+        _check_range(f"{words.scale}={factor} / softcap", factor / cap, exact, "bring them closer")
+    return factor, cap
 
 
 def check_scale(scale: float, words: Words = OURS) -> float:
