@@ -56,10 +56,9 @@ def add(gpu: str, rows: Table) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         tables, complaint = read(path)
+        aside = _free_name(path)
         if complaint:
-            aside = _free_name(path)
             os.replace(path, aside)
-            warn_slow(f"{path} {complaint}: it is kept as {aside}")
         tables[gpu] = {**tables.get(gpu, {}), **rows}
         told = {
             name: [
@@ -73,6 +72,8 @@ def add(gpu: str, rows: Table) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
+    if complaint:  # said last: a caller may have made an error of it
+        warn_slow(f"{path} {complaint}: it is kept as {aside}")
     return path
 
 
