@@ -1,6 +1,4 @@
-"""Masks and score functions as they are commonly written are traced once, and their bytecode is read
-once.
-"""
+"""Common masks and score functions are traced once, and their bytecode is read once."""
 
 import math
 import operator
