@@ -35,7 +35,10 @@ def check_numbers(
         _check_range(words.scale, factor, exact, f"multiply {words.q} instead")
     if cap:
         _check_range("softcap", cap, exact, "leave out one that is so large")
-        _check_range(f"{words.scale}={factor} / softcap", factor / cap, exact, "bring them closer")
+        # One of few digits, or 0, moves a score by no more than a part of the cap
+        few = torch.finfo(exact).tiny if cap > 1e20 else 0.0
+        name = f"{words.scale}={factor} / softcap"
+        _check_range(name, factor / cap, exact, "bring them closer", few)
     return factor, cap
 
 
@@ -77,13 +80,14 @@ def check_number(name: str, value: Any, remedy: str) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _check_range(name: str, number: float, exact: torch.dtype, remedy: str) -> None:
-    """A number that is neither 0 nor inf nor short of digits where kernels have it in `exact`, also
-    times log2(e).
-    """
+def _check_range(
+    name: str, number: float, exact: torch.dtype, remedy: str, least: float | None = None
+) -> None:
+    """A number that is neither 0 nor inf where kernels have it in `exact`, also times log2(e)."""
     limits = torch.finfo(exact)
     # A compiler takes a global float for a variable
-    least, most = limits.tiny, limits.max / 1.4426950408889634
+    least = limits.tiny * limits.eps if least is None else least  # the smallest of all
+    most = limits.max / 1.4426950408889634
     if not (number >= least and number <= most):
         raise ArgumentError(
             f"{name}={number}: scores are computed in {exact}, so it must lie between {least:.3g} "

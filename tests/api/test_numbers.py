@@ -14,30 +14,33 @@ from tilewise.testing import use_emulator, use_interpreter
 from tilewise.testing.tolerance import assert_within
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / math.log2(math.e)
-TINY_64, HUGE_64 = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max / 1.4
+LEAST = 2.0**-149  # of all numbers of fp32
+HUGE_64 = torch.finfo(torch.float64).max / 1.4
 
 # scale, softcap, and the size of q and k that makes scores of them
 SERVED = {
-    "smallest scale": (TINY, None, 1.0),
+    "smallest scale": (LEAST, None, 1.0),
+    "scale of few digits": (TINY / 2, None, 1.0),
     "small scale": (1e-30, None, 1e15),
     "largest scale": (0.99 * HUGE, None, 1e-19),
-    "smallest softcap": (1.0, TINY, 1.0),
+    "smallest softcap": (1e-7, LEAST, 1.0),
+    "small softcap": (1.0, TINY, 1.0),
     "largest softcap": (4.0, HUGE * 0.99, 1.0),
     "both small": (1e-37, 1e-37, 1.0),
     "smallest quotient": (TINY, 1.0, 1.0),
+    "quotient of few digits": (TINY, 1e9, 1.0),
     "largest quotient": (2.7, TINY, 1e-19),
 }
 REFUSED = {
     "scale lost in fp32": (1e-46, None),
-    "scale of too few digits": (TINY / 2, None),
     "scale past fp32": (1e39, None),
     "scale past fp32 times log2(e)": (HUGE * 1.01, None),
     "softcap lost in fp32": (0.1, 1e-46),
-    "softcap of too few digits": (1e-20, 1e-40),
+    "softcap of few digits, quotient past fp32": (0.1, 1e-40),
     "softcap past fp32": (0.1, 3.5e38),
     "softcap past fp32 times log2(e)": (100.0, HUGE * 1.01),
     "quotient past fp32": (1e20, 1e-20),
-    "quotient lost in fp32": (1e-20, 1e20),
+    "quotient lost in fp32": (1e-20, 1e30),
 }
 
 
@@ -60,6 +63,8 @@ def outcome(attend, tensors, dout, **asked):
 @pytest.mark.parametrize("name", SERVED)
 def test_the_ends_of_the_range_are_right(name, backend):
     scale, softcap, size = SERVED[name]
+    if backend == "portable" and min(scale, softcap or 1.0, scale / (softcap or 1.0)) < TINY:
+        pytest.skip("Triton's interpreter takes a subnormal number for fp64, as no GPU does")
     asked = dict(scale=scale, softcap=softcap, causal=True)
     with on(backend) as dtype:
         q, k, v, dout = torch.randn(4, 1, 20, 2, 64).mul_(0.5).unbind(0)
@@ -74,7 +79,8 @@ def test_the_ends_of_the_range_are_right(name, backend):
         assert not x.isnan().any()
         is_small = backend == "portable" and softcap and softcap > 1e3  # beside the cap: digits go
         if want.abs().max() < torch.finfo(torch.float32).max and not is_small:
-            assert (x.double() - want).norm() <= 2**-6 * want.norm()
+            lost = TINY * want.numel() ** 0.5  # what is below fp32's normal numbers
+            assert (x.double() - want).norm() <= 2**-6 * want.norm() + lost
 
 
 @pytest.mark.parametrize("backend", ["cpu", "portable", "hopper"])
@@ -107,9 +113,8 @@ def test_fp64_holds_more(name):
 @pytest.mark.parametrize(
     "asked",
     [
-        dict(scale=TINY_64 / 2),
         dict(scale=HUGE_64),
-        dict(softcap=TINY_64 / 2),
+        dict(scale=1e200, softcap=1e-200),
         dict(softcap=HUGE_64),
     ],
     ids=str,
