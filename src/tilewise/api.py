@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 
 from . import dispatch, ops
-from .checks import check, has_values
+from .checks import check, check_scores, has_values
 from .dropout import check_dropout, draw_rng
 from .errors import OURS, Words
 from .modifiers import check_block_mask, modifiers_of
@@ -77,6 +78,8 @@ def attention(
     -inf. `max_seqlen_q` and `max_seqlen_k` are bounds that nothing needs; where 2048 queries are
     not the most, tiles are those of long sequences, else those of the mean length. On a GPU the
     values are checked only with TILEWISE_CHECK=1 in the environment, as that waits for it.
+    On a GPU scores, scale * q k, must stay below 2^27, for gradients below 2^24: see the page on
+    what goes wrong. TILEWISE_CHECK=1 refuses q and k whose norms allow more than 2^27.
     bias: added to the scores, in the dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
     seqlen_k or 1); differentiable.
     mask_mod: which keys a query sees, a predicate of (b, h, q_idx, kv_idx) made of plain operators
@@ -195,6 +198,8 @@ def call(
             if len(_calls) >= KEPT_CALLS:
                 _calls.clear()
             _calls[key] = known
+    if not is_watched and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":
+        check_scores(q, k, known.scalars.scale, words)
     return ops.attention(known, q, k, v, extras, is_watched)
 
 

@@ -185,6 +185,28 @@ def knows_values(x: Tensor) -> bool:
     return x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 
 
+# Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
+# the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and 128
+# at 2^32, where it leaves fp32
+LARGEST_SCORE = 2.0**27
+
+
+def check_scores(q: Tensor, k: Tensor, scale: float, words: Words = OURS) -> None:
+    """The norms of q and k allow no score past LARGEST_SCORE: on a GPU it would give NaN. Waits for
+    the device, so it is asked with TILEWISE_CHECK=1 alone.
+    """
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax().item() for x in (q, k)]
+    if scale * norms[0] * norms[1] > LARGEST_SCORE:
+        raise ArgumentError(
+            f"rows of {words.q} have norms of up to {norms[0]:.3g}, those of {words.k} up to "
+            f"{norms[1]:.3g}, and {words.scale} is {scale:.3g}: scores may reach "
+            f"{scale * norms[0] * norms[1]:.3g}, and on a GPU one past 2^27 may give NaN; scale "
+            f"{words.q} down"
+        )
+
+
 def _check_extra(
     name: str, x: Tensor, q: Tensor, shapes: list[tuple], dtypes: tuple[torch.dtype, ...]
 ) -> None:
