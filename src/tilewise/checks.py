@@ -186,8 +186,8 @@ def knows_values(x: Tensor) -> bool:
 
 
 # Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
-# the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and 128
-# at 2^32, where it leaves fp32
+# the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
+# 128 at 2^32, where it leaves fp32
 LARGEST_SCORE = 2.0**27
 
 
