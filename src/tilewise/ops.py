@@ -240,8 +240,10 @@ def _setup_context(ctx, inputs, output):
 def _op_backward(ctx, dout, dlse):
     captured = INPUTS + OPTIONAL
     needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
-    grads = _backward(ctx, dout, dlse, needs or ())
-    return *grads[:captured], list(grads[captured:]) or None, *(None,) * AFTER_TENSORS
+    is_list = isinstance(needs, (list, tuple))
+    grads = _backward(ctx, dout, dlse, needs if is_list else ())
+    of_captured = list(grads[captured:]) if is_list else None
+    return *grads[:captured], of_captured, *(None,) * AFTER_TENSORS
 
 
 # the operators

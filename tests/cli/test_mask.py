@@ -109,7 +109,7 @@ def test_what_is_refused_is_named(text):
 
 
 def test_wrong_sizes_are_usage_errors():
-    assert "powers of two" in invoke("causal", "--block", "100").output
+    assert "multiples of 16" in invoke("causal", "--block", "100").output
     assert invoke("causal", "--seqlen", "1,2,3").exit_code == 2
     assert invoke("causal", "--seqlen", "0").exit_code == 2
 
