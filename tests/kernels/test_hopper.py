@@ -37,10 +37,10 @@ def test_described_has_all_that_a_descriptor_has():
     assert all(theirs[name] == default for name, default in defaults.items() if name in theirs)
 
 
-@pytest.mark.parametrize("seqlen, nheads, groups", [(16384, 8, 2), (12288, 8, 2), (512, 8, 1)])
+@pytest.mark.parametrize("seqlen, nheads, groups", [(16384, 12, 2), (12288, 14, 2), (512, 8, 1)])
 def test_groups_of_heads_are_even(seqlen, nheads, groups):
-    """Keys of headdim 256: a head of 12Ki is 12 MiB, of which five fit a group; 4 and 4, not 5 and
-    3.
+    """Keys of headdim 256: a head of 12Ki is 12 MiB, of which ten fit a group; 7 and 7, not 10 and
+    4.
     """
     q = torch.empty(1, seqlen, nheads, 256, dtype=BF16)
     problem = describe(q, q, q, Extras(), Scalars(1.0, right=0), "bottom_right", False)

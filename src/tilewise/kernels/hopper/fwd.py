@@ -52,17 +52,17 @@ def hopper_fwd_kernel(
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     k_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
     v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
-    full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS)
+    full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
     steps = Steps(k_slots, v_slots, full, empty)
     mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LETTER: gl.constexpr = LONG if FEATURES.PACKED or FEATURES.SEQUSED_K else WORDS
     mail = make_ring(gl.int32, [LETTER], mail_layout, 2, 1, WARPGROUPS)
     q_layout: gl.constexpr = shared(M, D, dtype)
-    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
-    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1)
+    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
+    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     OUT: gl.constexpr = out_desc.block_type.shape[4]  # columns of O that are stored at a time
     out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
-    q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 1) if WARPGROUPS == 3 else q_1
+    q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128) if WARPGROUPS == 3 else q_1
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few

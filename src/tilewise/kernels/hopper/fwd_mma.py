@@ -25,8 +25,9 @@ from ...tile.softmax import exponentials
 from ...tile.types import Lengths, Sequence
 from .epilogue import write_tile
 from .layouts import accumulator, left_operand, row_of
-from .pipeline import after, release, start, wait_full
+from .pipeline import after, release_by_threads, start, wait_full
 from .ragged import lengths_in, receive_tile, rows_in
+from .rescale import exponentials_in, lagging_max, rescale, rescale_factors
 from .scores import dropout, early_bias, open_rows, to_scores
 from .work import END, Call, key_block
 
@@ -57,16 +58,23 @@ def attend_partition(
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
     MASKED: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT or FEATURES.MASK_MOD is not None
-    UNEVEN: gl.constexpr = TILE.WARPGROUPS == 3
+    UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT)
     # Asked for before the exponentials, the next step costs no wait after them; but where the ring
     # holds only two, it is not there that soon
     EARLY: gl.constexpr = STAGES > 2
+    # Q has one slot: released after the last S of a tile, it is full again when the next begins
+    ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
+    # Factors beside P V, before the wait for it; three warpgroups have no registers for that
+    PINNED: gl.constexpr = TILE.WARPGROUPS == 2
+    # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
+    # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
+    QUARTER: gl.constexpr = PINNED and TILE.BLOCK_DV == 128 and not MASKED
     dtype: gl.constexpr = output.desc.dtype
     q_ring = rings.q[WG]
     steps = rings.steps
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
-    no_sums = row_sums(no_scores, TILE)
+    no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     scale = unit(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
     modifiers = modifiers_of(call.optionals)
@@ -90,12 +98,13 @@ def attend_partition(
     n_block = key_block(work, 0, call, FEATURES, TILE)
     bias = early_bias(tile, n_block, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
-    release(steps, at, pred=has_tile)
+    if has_tile:
+        release_by_threads(steps, at)
     at = after(at, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
     kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
-    step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
+    step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
     if EARLY:
         wait_full(steps, at, pred=share.blocks > 1)
 
@@ -109,23 +118,39 @@ def attend_partition(
             pending_o = multiply_values(step.p, steps, at, acc_o)
             bias = early_bias(tile, n_block, call, FEATURES, TILE)
             s = warpgroup_mma_wait(1, deps=[pending_s])
+            if ONE_Q:
+                if i + 1 == share.blocks:
+                    release_by_threads(q_ring, q_at)
             s, m_i = to_scores(
                 s, bias, tile, i, n_block, step.m_i, call, dtype, MASKED, FEATURES, TILE
             )
+            m_i = lagging_max(step.m_i, m_i)
+            if PINNED:
+                alpha, grows = rescale_factors(step.m_i, m_i, work.start, not QUARTER)
+            if QUARTER:
+                s = exponentials_in(s, m_i, scale, 0, 1, True)
             if EARLY:
                 wait_full(steps, after(at, STAGES), pred=i + 1 < share.blocks)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-            release(steps, at)
+            release_by_threads(steps, at)
             at = after(at, STAGES)
-            p, alpha = exponentials(s, step.m_i, m_i, scale, True)
+            if not PINNED:
+                alpha, grows = rescale_factors(step.m_i, m_i, work.start, False)
+            # Before the exponentials: behind a branch at their end, no conversion to P would stand
+            # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
+            acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+            if QUARTER:
+                p = exponentials_in(s, m_i, scale, 1, 4, False)
+            else:
+                p, _ = exponentials(s, step.m_i, m_i, scale, True)
             kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
-            step = Step(operand(kept, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p, TILE))
-            acc_o = acc_o * gl.convert_layout(alpha, row_of(O_LAYOUT))[:, None]
+            step = Step(operand(kept, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p))
         if UNEVEN:
             at = skip(steps, at, share.idle, STAGES)
 
         # The last P V of this tile, beside the first S of the next
-        release(q_ring, q_at)
+        if not ONE_Q or share.blocks < 2:
+            release_by_threads(q_ring, q_at)
         q_at = after(q_at, TILE.Q_STAGES)
         upcoming = receive_tile(rings.mail, mail, FEATURES)
         mail = after(mail, 2)
@@ -149,14 +174,14 @@ def attend_partition(
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:
             for _ in range(share.unseen):
-                release(steps, at)
+                release_by_threads(steps, at)
                 at = after(at, STAGES)
-        release(steps, at)
+        release_by_threads(steps, at)
         at = after(at, STAGES)
         p, alpha = exponentials(s, no_max, m_i, scale, True)
         kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
-        begun = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p, TILE))
-        l_i = whole_sums(step.l_i, row_of(S_LAYOUT), TILE)
+        begun = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
+        l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
         step = begun
         work = upcoming
@@ -167,11 +192,19 @@ def attend_partition(
     tma.store_wait(0)
 
 
+@gluon.constexpr_function
+def is_uneven(warpgroups, block_n, is_banded):
+    """Whether warpgroups have different shares of a tile: three of them, or two that are taller
+    together than a block, under a mask that hides the last one from the first.
+    """
+    return warpgroups == 3 or (is_banded and block_n < 64 * warpgroups)
+
+
 @gluon.jit
 def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warpgroup's share of a tile: all of it where two warpgroups are as tall as a block."""
+    """The warpgroup's share of a tile: all of it where they are even."""
     blocks = work.last + 1 - work.first
-    if TILE.WARPGROUPS < 3:
+    if not is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT):
         return Share(blocks, 0, 0)
     else:
         ROWS: gl.constexpr = 64 // TILE.PACK
@@ -194,7 +227,7 @@ def skip(steps, at, count, STAGES: gl.constexpr):
     """Lets `count` steps pass unread."""
     for _ in range(count):
         wait_full(steps, at)
-        release(steps, at)
+        release_by_threads(steps, at)
         at = after(at, STAGES)
     return at
 
@@ -219,33 +252,29 @@ def operand(p, O_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_sums(p, TILE: gl.constexpr):
+def row_factor(x, layout: gl.constexpr):
+    """A number a row, beside a tile of this layout."""
+    return gl.convert_layout(x, row_of(layout))
+
+
+@gluon.jit
+def row_sums(p):
     """Sums over keys, as far as one thread holds a row: (64, 4). The four threads of a row meet
-    once a tile, instead of once a block; but with three warpgroups, at 160 registers a thread,
-    that was 3 % slower (H200, headdim 64), so there they are whole: (64,).
+    once a tile, instead of once a block.
     """
-    if TILE.WARPGROUPS == 3:
-        return gl.sum(p, 1)
-    else:
-        # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1
-        by_thread = p.reshape([64, p.shape[1] // 8, 4, 2])
-        return gl.sum(gl.sum(by_thread, 3), 1)
+    # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1
+    by_thread = p.reshape([64, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(by_thread, 3), 1)
 
 
 @gluon.jit
-def add_sums(l_i, alpha, p, TILE: gl.constexpr):
+def add_sums(l_i, alpha, p):
     """The sums of a block, to those before it."""
-    if TILE.WARPGROUPS == 3:
-        return l_i * alpha + row_sums(p, TILE)
-    else:
-        alpha = gl.convert_layout(alpha, row_of(l_i.type.layout))
-        return l_i * alpha[:, None] + row_sums(p, TILE)
+    layout: gl.constexpr = l_i.type.layout
+    return l_i * row_factor(alpha, layout)[:, None] + row_sums(p)
 
 
 @gluon.jit
-def whole_sums(l_i, layout: gl.constexpr, TILE: gl.constexpr):
+def whole_sums(l_i, layout: gl.constexpr):
     """The sums of whole rows."""
-    if TILE.WARPGROUPS == 3:
-        return l_i
-    else:
-        return gl.convert_layout(gl.sum(l_i, 1), layout)
+    return gl.convert_layout(gl.sum(l_i, 1), layout)

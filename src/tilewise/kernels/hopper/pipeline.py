@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import tma_load
@@ -114,6 +115,18 @@ def wait_full(ring, cursor, pred=True):
 def release(ring, cursor, pred=True):
     """This reader needs the slot no more."""
     mbarrier.arrive(ring.empty.index(cursor.slot), count=1, pred=pred)
+
+
+@gluon.jit
+def release_by_threads(ring, cursor):
+    """`release` by every thread of a warpgroup, 128 arrivals.
+
+    `mbarrier.arrive` is one thread's, and Triton puts a barrier of the warps before and after it.
+    `cp.async.mbarrier.arrive` needs none: each thread arrives when its own copies have landed, of
+    which there are none. It orders nothing that a thread has written, so it is for slots that were
+    only read.
+    """
+    async_copy.mbarrier_arrive(ring.empty.index(cursor.slot), increment_count=False)
 
 
 @gluon.jit

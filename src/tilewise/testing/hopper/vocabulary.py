@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from . import barriers, language, memory, pointers, shapes, tma, wgmma
 from .values import Value
@@ -80,6 +81,7 @@ def meanings() -> dict[int, tuple[Any, Any]]:
         (hopper, _HOPPER),
         (hopper.tma, _TMA),
         (hopper.mbarrier, _MBARRIER),
+        (async_copy, {"mbarrier_arrive": barriers.arrive_by_threads}),
         (triton, {"cdiv": language.cdiv}),
         *((module, _LANGUAGE) for module in _modules()),
     ]

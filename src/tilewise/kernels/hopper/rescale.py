@@ -1,0 +1,150 @@
+"""The conditional rescaling of O: multiplications that hardly any block needs, and where the
+exponentials stand beside the matmul that is in flight.
+
+Online softmax may subtract any m from the scores, as long as O and l are summed with the same one:
+the two are divided by each other at the end, and lse = m + log2 l. So a row keeps its m until the
+maximum exceeds it by THRESHOLD (FlashAttention-4, arXiv 2603.05451). P is then at
+most 2^THRESHOLD, which fp32 sums hold, and bf16 and fp16 round no worse than numbers below 1. After
+the first blocks of a tile rows seldom change, and a warp in which none does skips the 32, 64 or 128
+multiplications of its part of O.
+
+The branch is inline assembly, because it is one warp's own: an `if` in Gluon is the same for all
+warps of a partition. It has a second use. A branch ends a basic block, and ptxas moves no
+instruction that is needed before it behind it: what is PINNED is computed beside the P V that is in
+flight, before the wait for it. Such a branch is never taken. It must not look so to the compiler,
+and what it skips must do something (`nanosleep`), or it is removed.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+THRESHOLD = gl.constexpr(8.0)  # in base 2
+NEVER = gl.constexpr(-77777)  # no tile starts at this row
+
+_PIN = "@!never bra ON; HERE: nanosleep.u32 20; bra HERE; ON: }"
+PIN = gl.constexpr(_PIN)
+
+
+@gluon.constexpr_function
+def factors_of(is_pinned):
+    """alpha of a thread's two rows, and whether any row of the warp has another than 1."""
+    end = f"setp.eq.s32 never, $6, {NEVER.value}; {PIN.value}" if is_pinned else "}"
+    return (
+        "{ .reg .pred grows, any, never;"
+        " ex2.approx.ftz.f32 $0, $4; ex2.approx.ftz.f32 $1, $5;"
+        " setp.neu.f32 grows, $4, 0f00000000; setp.neu.or.f32 grows, $5, 0f00000000, grows;"
+        " vote.sync.any.pred any, grows, 0xffffffff;"
+        " selp.b32 $2, 1, 0, any; selp.b32 $3, 1, 0, any; " + end
+    )
+
+
+@gluon.constexpr_function
+def rescale_of(n):
+    """n registers of an accumulator, of which the first two of every four are of the thread's first
+    row, times that row's alpha.
+    """
+    rows = [2 * n if i % 4 < 2 else 2 * n + 2 for i in range(n)]
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${row};" for i, row in enumerate(rows))
+    return f"{{ .reg .pred any; setp.ne.s32 any, ${3 * n}, 0; @!any bra SAME; {products} SAME: }}"
+
+
+@gluon.constexpr_function
+def exponentials_of(n, first, stop, is_pinned):
+    """2^(s - m) of quarters of n registers. Pinned ones are summed: no sum of them is negative, but
+    ptxas does not know that, so that none is computed behind the branch.
+    """
+    first, stop = n * first // 4, n * stop // 4
+    lines = ["{ .reg .pred never; .reg .f32 m0, m1;"]
+    lines.append(f"neg.f32 m0, ${2 * n}; neg.f32 m1, ${2 * n + 2};")
+    for i in range(first, stop):
+        row = "m0" if i % 4 < 2 else "m1"
+        lines.append(f"fma.rn.f32 ${i}, ${i}, ${3 * n}, {row}; ex2.approx.ftz.f32 ${i}, ${i};")
+    if not is_pinned:
+        return " ".join([*lines, "}"])
+    lines.append(f"add.f32 m0, ${first}, ${first + 1};")
+    lines += [f"add.f32 m0, m0, ${i};" for i in range(first + 2, stop)]
+    return " ".join([*lines, "setp.eq.f32 never, m0, 0fC7980000;", PIN.value])  # -77824
+
+
+@gluon.constexpr_function
+def in_place(n, kinds):
+    """Constraints of n registers that are changed, then of n of each of `kinds`."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + [x for x in kinds for _ in range(n)])
+
+
+@gluon.jit
+def lagging_max(m_before, m_new):
+    """The m to go on with. -inf stays until there is a score; a comparison with NaN is false."""
+    return gl.where(m_new - m_before > THRESHOLD, m_new, m_before)
+
+
+@gluon.jit
+def finite_max(m_i):
+    """What is subtracted: a row that has seen no key has no maximum."""
+    return gl.where(m_i == float("-inf"), 0.0, m_i)
+
+
+@gluon.jit
+def rescale_factors(m_before, m_i, start, PINNED: gl.constexpr):
+    """alpha = 2^(m_before - m_i), and whether a row of the warp has another than 1. `start` is any
+    number of the tile's that is never NEVER.
+    """
+    return gl.inline_asm_elementwise(
+        factors_of(PINNED),
+        "=f,=f,=r,=r,f,f,r,r",
+        [m_before - finite_max(m_i), start],
+        dtype=(gl.float32, gl.int32),
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def rescale(acc, alpha, is_needed):
+    """acc * alpha, in warps where that is not acc."""
+    n: gl.constexpr = acc.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        rescale_of(n),
+        in_place(n, "fr"),
+        [acc, alpha[:, None], is_needed[:, None]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=n,
+    )
+
+
+@gluon.jit
+def exponentials_in(s, m_i, scale, FIRST: gl.constexpr, STOP: gl.constexpr, PINNED: gl.constexpr):
+    """2^(s - m) in the quarters FIRST to STOP of a block's columns; the others stay scores."""
+    n: gl.constexpr = s.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        exponentials_of(n, FIRST, STOP, PINNED),
+        in_place(n, "ff"),
+        [s, finite_max(m_i)[:, None], scale],
+        dtype=gl.float32,
+        is_pure=not PINNED,
+        pack=n,
+    )
+
+
+def _factors(difference, start):
+    return torch.exp2(difference), torch.ones_like(difference, dtype=torch.int32)
+
+
+def _quarters(first, stop):
+    def exponentials(s, m_ref, scale):
+        a, b = s.shape[1] * first // 4, s.shape[1] * stop // 4
+        return torch.cat([s[:, :a], torch.exp2(s * scale - m_ref)[:, a:b], s[:, b:]], 1)
+
+    return exponentials
+
+
+_REGISTERS = 16, 32, 64, 128  # of an accumulator of up to 256 columns
+# What this assembly means to the emulator
+ASM = {
+    **{factors_of(is_pinned): _factors for is_pinned in (False, True)},
+    **{rescale_of(n): lambda acc, alpha, is_needed: acc * alpha for n in _REGISTERS},
+    **{exponentials_of(n, 0, 1, True): _quarters(0, 1) for n in _REGISTERS},
+    **{exponentials_of(n, 1, 4, False): _quarters(1, 4) for n in _REGISTERS},
+}
