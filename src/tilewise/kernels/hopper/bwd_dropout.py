@@ -25,11 +25,16 @@ _MARK = """{
     selp.b32 $0, $1, dropped, is_kept;
 }"""
 MARK = gl.constexpr(_MARK)
-# Two at a time; what is negative becomes 0
-_BF16 = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
-_FP16 = "cvt.rn.relu.f16x2.f32 $0, $2, $1;"
-BF16 = gl.constexpr(_BF16)
-FP16 = gl.constexpr(_FP16)
+
+
+@gluon.constexpr_function
+def conversion(kind, has_dropout, is_masked):
+    """Two numbers to 16 bits; with dropout what is negative becomes 0. The comment makes the arms
+    of a branch differ, see `kept_operand`.
+    """
+    relu = ".relu" if has_dropout else ""
+    comment = " // masked" if is_masked else ""
+    return f"cvt.rn{relu}.{kind}x2.f32 $0, $2, $1;{comment}"
 
 
 @gluon.jit
@@ -48,14 +53,23 @@ def mark_dropped(p, stream, m_start, n_start, offs_m, offs_n, threshold):
 
 
 @gluon.jit
-def kept_operand(p, dtype: gl.constexpr, FEATURES: gl.constexpr):
-    """P in 16 bits, 0 where the pair was dropped."""
-    if FEATURES.DROPOUT and dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(BF16, "=r,r,r", [p], gl.bfloat16, is_pure=True, pack=2)
-    elif FEATURES.DROPOUT:
-        return gl.inline_asm_elementwise(FP16, "=r,r,r", [p], gl.float16, is_pure=True, pack=2)
-    else:
+def kept_operand(
+    p, dtype: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """P in 16 bits, 0 where the pair was dropped.
+
+    At headdim 128 the conversions are to stand between the exponentials of an arm of the branch
+    (+0.7 %). Of arms that end alike the compiler moves the end behind the branch; so they are
+    assembly, and not the same. Others have no registers for P in both precisions.
+    """
+    if TILE.BLOCK_D != 128 and not FEATURES.DROPOUT:
         return p.to(dtype)
+    elif dtype == gl.bfloat16:
+        text: gl.constexpr = conversion("bf16", FEATURES.DROPOUT, MASKED)
+        return gl.inline_asm_elementwise(text, "=r,r,r", [p], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        text: gl.constexpr = conversion("f16", FEATURES.DROPOUT, MASKED)
+        return gl.inline_asm_elementwise(text, "=r,r,r", [p], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -87,4 +101,8 @@ def _mark(p, word, shift, least):
 
 
 # What this assembly means to the emulator
-ASM = {_MARK: _mark, _BF16: torch.relu, _FP16: torch.relu}
+ASM = {_MARK: _mark}
+for _kind in ("bf16", "f16"):
+    for _is_masked in (False, True):
+        ASM[conversion(_kind, True, _is_masked)] = torch.relu
+        ASM[conversion(_kind, False, _is_masked)] = torch.clone

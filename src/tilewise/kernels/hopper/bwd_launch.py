@@ -241,10 +241,12 @@ def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *gr
 def together(problem: Problem, q: Tensor) -> int:
     """Key heads whose tiles are mixed, evenly.
 
-    Under a causal mask those whose queries, with dQ, take 32 MB of the L2 cache (H200, headdim 128,
-    1Ki: 348 TFLOP/s; 329 with 8 MB, 315 with 64). Where tiles wait for each other, more: those of
-    one head then start at different times (H200, headdim 64 to 256, 512 to 16Ki: within 5 % of the
-    best number nearly everywhere, where 2 heads are up to 26 % behind it, and 64 up to 50).
+    Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
+    beside FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997, 1.002;
+    with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles wait
+    for each other, more: those of one head then start at different times (H200, headdim 64 to 256,
+    512 to 16Ki: within 5 % of the best number nearly everywhere, where 2 heads are up to 26 %
+    behind it, and 64 up to 50).
     """
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]
@@ -252,7 +254,7 @@ def together(problem: Problem, q: Tensor) -> int:
     if problem.deterministic:
         most = max(2, 16384 // rows)
     elif problem.is_causal:
-        most = max(1, 32 * MEGABYTE // (rows * row_bytes))
+        most = max(1, 16 * MEGABYTE // (rows * row_bytes))
     else:
         most = 1
     return triton.cdiv(heads, triton.cdiv(heads, most))

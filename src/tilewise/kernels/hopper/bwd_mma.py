@@ -43,8 +43,8 @@ from .work import END
 class Recomputed(NamedTuple):
     """A block of probabilities, and what dS is a multiple of."""
 
-    p: gl.tensor  # (64, BLOCK_M); with dropout marked, see bwd_dropout.py
-    weight: gl.tensor  # times the derivative of the score
+    operand: gl.tensor  # (64, BLOCK_M), in 16 bits, as dV takes it
+    weight: gl.tensor  # in fp32, times the derivative of the score; see bwd_dropout.py
 
 
 @gluon.jit
@@ -58,9 +58,9 @@ def grad_partition(
     K_LAYOUT: gl.constexpr = accumulator(D)
     V_LAYOUT: gl.constexpr = accumulator(DV)
     dtype: gl.constexpr = outputs.dk.dtype
-    # S^T of the next block starts before dQ is waited for, and -delta comes before S^T. Tall blocks
-    # without a mask, whose loop is shorter, lose 7 % so with Triton 3.8; with one they gain 3 %
-    EARLY: gl.constexpr = M == 64 or FEATURES.RIGHT
+    # -delta a block ahead: for tall blocks under a causal mask, 16Ki 0.956 to 0.976 of
+    # FlashAttention-3; others have no registers for it, and lose up to 6 %
+    DELTA_AHEAD: gl.constexpr = M == 128 and FEATURES.RIGHT
     keys = rings.keys
     queries = rings.queries
     exchange = rings.exchange
@@ -88,7 +88,7 @@ def grad_partition(
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             # dP^T = V dO^T - delta, while P is recomputed
-            if not EARLY:
+            if not DELTA_AHEAD:
                 minus_delta = load_row(queries.minus_delta, step, no_scores)
             left = half_of(keys.v, WG, step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
@@ -96,10 +96,12 @@ def grad_partition(
             visited = block_at(block, queries.labels, step, TILE)
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
-            tile = recompute(s, minus_lse, k_start, work, visited, modifiers, call, FEATURES, TILE)
+            tile = recompute(
+                s, minus_lse, k_start, work, visited, modifiers, call, dtype, FEATURES, TILE
+            )
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
             # dV += P^T dO, while dS is made
-            left = gl.convert_layout(kept_operand(tile.p, dtype, FEATURES), left_operand(V_LAYOUT))
+            left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             ds = grad_scores(tile.weight, dp, queries, step, FEATURES).to(dtype)
             wait_full(exchange, last_turn, pred=i > 0)
@@ -116,20 +118,17 @@ def grad_partition(
             pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
-            if not EARLY:
-                dq = warpgroup_mma_wait(1, deps=[pending_dq])
-                if i > 0:
-                    add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+            # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
+            # from shared memory, by the path that atomics take: beside it they cost 2 to 6 %
+            dq = warpgroup_mma_wait(1, deps=[pending_dq])
+            if i > 0:
+                add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
             if not TILE.LSE_FIRST:
                 wait_full(queries, nth(step + 1), pred=goes_on)
             left = half_of(keys.k, WG, step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
-            if EARLY:
-                dq = warpgroup_mma_wait(2, deps=[pending_dq])
-                if i > 0:
-                    add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
-            if EARLY:
+            if DELTA_AHEAD:
                 minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
             release(queries, nth(step))
             last_turn = turn
@@ -295,13 +294,14 @@ def recompute(
     block,
     modifiers,
     call,
+    dtype: gl.constexpr,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
     """P^T of a block, masked where it needs it.
 
     The branch does more than save the mask: the compiler may not move the wait for dP before it. So
-    the exponentials belong inside, and run beside dP.
+    the exponentials belong inside, and run beside dP; and so do the conversions that dV waits for.
     """
     S_LAYOUT: gl.constexpr = qk.type.layout
     IS_POSITION: gl.constexpr = (
@@ -324,10 +324,12 @@ def recompute(
     if needs_mask(block, work, TILE):
         p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, True)
         p = with_dropout(p, k_start, block, call, FEATURES, TILE)
+        operand = kept_operand(p, dtype, True, FEATURES, TILE)
     else:
         p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, False)
         p = with_dropout(p, k_start, block, call, FEATURES, TILE)
-    return Recomputed(p, weight_of(p, scored.derivative, FEATURES))
+        operand = kept_operand(p, dtype, False, FEATURES, TILE)
+    return Recomputed(operand, weight_of(p, scored.derivative, FEATURES))
 
 
 @gluon.jit

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.seqlen import modifiers_of
 from .bwd_blocks import block_after, count_blocks, first_block
-from .bwd_dropout import kept_operand
 from .bwd_labels import block_at, block_behind
 from .bwd_mma import (
     add_dq,
@@ -59,7 +58,6 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
     no_scores = gl.zeros([64, M], gl.float32, accumulator(M))
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM, D)
-    S_GROUPS: gl.constexpr = 2 if TRIM else 1
     IS_BENT: gl.constexpr = FEATURES.SOFTCAP or FEATURES.SCORE_MOD is not None
     modifiers = modifiers_of(call.optionals)
 
@@ -86,27 +84,28 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
             tile = recompute(
-                s, minus_lse, work.start, work, visited, modifiers, call, FEATURES, TILE
+                s, minus_lse, work.start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )
             exchange.p.store(in_register_order(tile.weight))
             mbarrier.arrive(exchange.p_full, count=1)
             if IS_BENT:
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
-            left = gl.convert_layout(kept_operand(tile.p, dtype, FEATURES), left_operand(V_LAYOUT))
+            left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
                 await_turn(rings.turns, step - 1, TILE)
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
             pending_dq = multiply_keys(exchange.ds, step - 1, here(rings.keys.k, step), no_dq, 1)
-            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
-            k_smem = here(rings.keys.k, step)
-            pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
-            dv, dq = warpgroup_mma_wait(S_GROUPS, deps=[pending_dv, pending_dq])
+            dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
             release(queries, nth(step))
+            # Before S^T starts: its operands come from shared memory, by the path of atomics
             if i > 0:
                 add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
                 end_turn(rings.turns, step - 1, TILE)
+            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
+            k_smem = here(rings.keys.k, step)
+            pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
@@ -141,7 +140,6 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
-    DP_GROUPS: gl.constexpr = 2 if TRIM else 1
     # of the dQ of the block before, beside which dS is made
     LAST_PART: gl.constexpr = 2 if is_trimmed(FEATURES.HEADDIM, D) else 3
 
@@ -179,17 +177,17 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             if LAST_PART == 3:
                 k_smem = here(rings.keys.k, step)
                 pending_dq = multiply_keys(exchange.ds, step, k_smem, no_dq, 2)
-            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
-            v_smem = here(rings.keys.v, step)
-            pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
             if LAST_PART == 3:
-                dk, dq = warpgroup_mma_wait(DP_GROUPS, deps=[pending_dk, pending_dq])
+                dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
             else:
-                dk = warpgroup_mma_wait(DP_GROUPS, deps=[pending_dk])
+                dk = warpgroup_mma_wait(0, deps=[pending_dk])
             release(queries, nth(step))
             if LAST_PART == 3:
                 await_turn(rings.turns, step, TILE)
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
+            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
+            v_smem = here(rings.keys.v, step)
+            pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
             block = block_after(block, work, FEATURES)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
