@@ -147,7 +147,10 @@ WRONG = {
         lambda x, rest: rest.__setitem__(9, '[["load", [], [7, "float32"]]]'),
         "score_derivative reads captured tensor 7",
     ),
-    "a block mask of none": (lambda x, rest: rest.__setitem__(10, [16, 16]), "1 captured tensors: a block mask has 8"),
+    "a block mask of none": (
+        lambda x, rest: rest.__setitem__(10, [16, 16]),
+        "1 captured tensors: a block mask has 8",
+    ),
 }
 
 
