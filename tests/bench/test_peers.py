@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tilewise.bench import load, peers, run_suite
 from tilewise.bench.check import make_inputs, results_of
 from tilewise.bench.providers import PROVIDERS, Provider, provider, standard_attention
+from tilewise.bench.run import call_of
 from tilewise.bench.shapes import square
 
 SMALL = square("fwd", 32, 16, True, dtype="float32", tokens=64, hidden=32)
@@ -199,6 +200,47 @@ def test_the_library_is_timed_beside_us(direction, operators, tmp_path, monkeypa
     assert ("bwd" in operators) == (direction != "fwd")
     if direction != "fwd":
         assert operators["bwd"]["is_causal"] is True
+
+
+def test_the_backward_of_the_library_is_its_operator_into_the_same_gradients(operators):
+    """What is timed is what is held to the truth: no autograd, nothing allocated."""
+    shape = SMALL._replace(direction="bwd")
+    attend, inputs = provider("fa3").prepare(shape, "cpu"), make_inputs(shape, "cpu")
+    want = results_of(shape, lambda q, k, v: standard_attention(q, k, v, True), inputs)
+    torch.testing.assert_close(results_of(shape, attend, inputs), want)
+    del operators["fwd"]
+    call = call_of(shape, attend, inputs)
+    del operators["fwd"]
+    first, second = call(), call()
+    assert "fwd" not in operators and operators["bwd"]["is_causal"] is True
+    for name, one, again in zip(("dq", "dk", "dv"), first, second, strict=True):
+        assert one is again and not one.requires_grad
+        torch.testing.assert_close(one, want[name])
+
+
+def test_a_backward_that_is_wrong_in_the_operator_is_seen(operators, monkeypatch):
+    monkeypatch.setattr(peers, "unfit", lambda shape, device, majors: None)
+    direct = peers.Passes.direct
+
+    def wrong(self, q, k, v, dout):
+        return direct(self, q, k, v, 1.01 * dout)
+
+    monkeypatch.setattr(peers.Passes, "direct", wrong)
+    quick = dict(rounds=1, round_ms=1, show=lambda line: None)
+    (done,) = run_suite([SMALL._replace(direction="bwd")], ["fa3"], **quick)
+    assert done.row is None and done.wrong.startswith("d")
+
+
+def test_a_package_that_registers_operators_is_driven_by_them(operators, monkeypatch):
+    monkeypatch.delenv(peers.FA3_LIBRARY)
+    fake = types.ModuleType("flash_attn_interface")
+    fake.flash_attn_func = lambda q, k, v, softmax_scale=None, causal=False: q
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake)
+    shape = SMALL._replace(direction="bwd")
+    assert isinstance(provider("fa3").prepare(shape, "cpu"), peers.Passes)
+    monkeypatch.setattr(peers, "BWD_TAKES", ["dout", "k"])  # operators that are not known
+    q = make_inputs(shape, "cpu").q
+    assert provider("fa3").prepare(shape, "cpu")(q, q, q) is q
 
 
 def test_a_backward_that_is_not_known_is_refused(monkeypatch, hopper):

@@ -8,6 +8,7 @@ a bias the gradient of two key heads' query heads, which takes the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,19 @@ def results_of(shape: Shape, attend: Attend, inputs: Inputs) -> dict[str, Tensor
     if shape.direction == "fwd":
         with torch.no_grad():
             return {"out": attend(*inputs.arguments)}
+    out, backward = backward_of(shape, attend, inputs)
+    return {"out": out, **dict(zip(("dq", "dk", "dv", "dbias"), backward()))}
+
+
+def backward_of(
+    shape: Shape, attend: Attend, inputs: Inputs
+) -> tuple[Tensor, Callable[[], tuple[Tensor, ...]]]:
+    """Out, and the call that gives its gradients again and again: the provider's own where it has
+    one that is cheaper than autograd (`direct`), else autograd's, which keeps the graph.
+    """
+    direct = getattr(attend, "direct", None)
+    if direct is not None and shape.direction == "bwd":
+        return direct(*inputs.arguments, inputs.dout)
     arguments, wanted = inputs.leaves(shape)
     out = attend(*arguments)
-    grads = torch.autograd.grad(out, wanted, inputs.dout)
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), grads))}
+    return out.detach(), lambda: torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)

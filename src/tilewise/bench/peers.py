@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -65,10 +65,16 @@ def prepare_fa2(shape: Shape, device: str) -> Attend:
 
 
 def prepare_fa3(shape: Shape, device: str) -> Attend:
-    """From the library that the environment names, else from the package."""
+    """From the library that the environment names, else from the package: its operators, where it
+    registers some that are known here, cost less than its functions.
+    """
     if path := os.environ.get(FA3_LIBRARY):
         return from_library(load(path), shape, device)
-    return from_package(FA3_MODULES, shape, device, f", and {FA3_LIBRARY} names no library")
+    attend = from_package(FA3_MODULES, shape, device, f", and {FA3_LIBRARY} names no library")
+    try:
+        return from_library(torch.ops.flash_attn_3, shape, device)
+    except (Absent, AttributeError):
+        return attend
 
 
 def prepare_fa4(shape: Shape, device: str) -> Attend:
@@ -183,31 +189,54 @@ def from_library(operators, shape: Shape, device: str) -> Attend:
     if names[: len(BWD_TAKES)] != BWD_TAKES or not BWD_WRITES <= set(names):
         raise Absent(f"its backward has a schema that is not known here: {bwd._schema}"[:240])
     back_options = operator_keywords(bwd, **wanted, deterministic=False)
+    back_options = {name: x for name, x in back_options.items() if name not in BWD_WRITES}
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(fwd(q, k, v, **options)[:2])
+    return Passes(
+        lambda q, k, v: fwd(q, k, v, **options)[:2],
+        lambda *saved, **into: bwd(*saved, **back_options, **into),
+    )
 
-    def backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x) for x in saved[1:4])
-        bwd(*saved, **{**back_options, "dq": dq, "dk": dk, "dv": dv})
-        return dq, dk, dv
 
-    return lambda q, k, v: _Library.apply(q, k, v, forward, backward)
+class Passes(NamedTuple):
+    """A library's two passes as one differentiable call; `bwd` takes dout, q, k, v, out and lse,
+    and writes into dq, dk and dv.
+    """
+
+    fwd: Callable[..., Sequence[Tensor]]
+    bwd: Callable[..., object]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Library.apply(q, k, v, self)
+
+    def direct(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Callable[[], tuple[Tensor, ...]]]:
+        """Out, and the backward without autograd, into the same gradients each time."""
+        out, lse = self.fwd(q, k, v)
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        into = dict(zip(("dq", "dk", "dv"), grads))
+
+        def backward() -> tuple[Tensor, ...]:
+            self.bwd(dout, q, k, v, out, lse, **into)
+            return grads
+
+        return out, backward
 
 
 class _Library(torch.autograd.Function):
-    """The library's two passes; `backward` takes dout, q, k, v, out, lse."""
-
     @staticmethod
-    def forward(ctx, q, k, v, forward, backward):
-        out, lse = forward(q, k, v)
+    def forward(ctx, q, k, v, passes):
+        out, lse = passes.fwd(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pull = backward
+        ctx.passes = passes
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return *ctx.pull(dout.contiguous(), *ctx.saved_tensors), None, None
+        saved = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
+        ctx.passes.bwd(dout.contiguous(), *saved, dq=dq, dk=dk, dv=dv)
+        return dq, dk, dv, None
 
 
 def operator_keywords(operator, **wanted: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .check import Inputs, Verdict, judge, make_inputs, truth
+from .check import Inputs, Verdict, backward_of, judge, make_inputs, truth
 from .providers import Attend, Provider, provider
 from .row import Row, append, stamp
 from .shapes import Shape
@@ -177,7 +177,7 @@ def hold_against_dense(outcomes: list[Outcome]) -> list[Outcome]:
 def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object]:
     """What is timed.
 
-    A backward keeps its graph and is asked again, so that no forward is in its time.
+    A backward is asked again and again, so that no forward is in its time.
     """
     if shape.direction == "fwd":
 
@@ -186,10 +186,9 @@ def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object
                 return attend(*inputs.arguments)
 
         return forward
-    arguments, wanted = inputs.leaves(shape)
     if shape.direction == "bwd":
-        out = attend(*arguments)
-        return lambda: torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)
+        return backward_of(shape, attend, inputs)[1]
+    arguments, wanted = inputs.leaves(shape)
     return lambda: torch.autograd.grad(attend(*arguments), wanted, inputs.dout)
 
 
