@@ -67,13 +67,13 @@ docs: $(DOCS_READY)  ## the site, in docs/_build/html; the tour runs for it
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$(RESULTS)
-	$(BENCH) fwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,flash
-	$(BENCH) bwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,tilewise:deterministic
+	$(BENCH) fwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,flash --sustained
+	$(BENCH) bwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,tilewise:deterministic --sustained
 	$(BENCH) fwd bwd --provider tilewise:portable --against flash,cudnn,flex
 	for asked in "--window 1024" "--softcap 30" --alibi --sinks; do \
 		$(BENCH) fwd --seqlen 4k,16k --headdim 128 --causal yes $$asked --against fa3,flex || exit 1; done
-	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3
-	for what in "varlen --dense --against fa3" "modifiers" "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \
+	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3 --sustained
+	for what in "varlen --dense --against fa3 --sustained" "modifiers" "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \
 		"speedup" "blocks" "host" "cold"; do \
 		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
 	for lesson in tour/[0-9]*.py; do \

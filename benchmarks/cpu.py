@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import tilewise
 from tilewise.bench import Shape, run_suite
 from tilewise.bench.providers import Attend, Provider
-from tilewise.bench.run import summary
+from tilewise.bench.standings import summary
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tilewise.bench.run import Outcome, summary
+from tilewise.bench.run import Outcome
 from tilewise.bench.shapes import square
-from tilewise.bench.standings import ratios_to_first, standings
+from tilewise.bench.standings import ratios_to_first, standings, summary
 from tilewise.bench.timer import Spread
 
 SHORT, LONG = (square("fwd", seqlen, 128, False) for seqlen in (512, 16384))
@@ -64,8 +64,43 @@ def test_a_shape_without_the_first_provider_has_no_ratio():
     lost = outcomes(LONG, tilewise="WRONG", fa3=1.0, cudnn=1.5)
     done = [*outcomes(SHORT, tilewise=1.0, fa3=0.9), *lost]
     assert ratios_to_first(done) == {SHORT: {"fa3": 0.9}}
-    assert "fa3 0/1 (worst 0.90)" in summary(done) and "cudnn" not in summary(done)
+    assert "fa3 0/1 (mean 0.900, worst 0.900)" in summary(done) and "cudnn" not in summary(done)
     assert line_of(standings(done), "tilewise") == "tilewise: no row at 1 of 2: WRONG"
+
+
+def loaded(shape, **figures):
+    """One shape: of a provider its flushed and its sustained ratio, and that of its joules."""
+    return [
+        Outcome(shape, name, object(), Spread(f, f, f), sustained=Spread(s, s, s), energy=joules)
+        for name, (f, s, joules) in figures.items()
+    ]
+
+
+LOADED = [
+    *loaded(SHORT, tilewise=(1, 1, 1), fa3=(0.9, 1.2, 1.5), cudnn=(1.6, 1.1, 1.5)),
+    *loaded(LONG, tilewise=(1, 1, 1), fa3=(0.9, 0.8, 0.9), cudnn=(1.6, 1.4, 1.5)),
+]
+
+
+def test_sustained_ratios_stand_first_and_flushed_ones_beside_them():
+    lines = standings(LOADED)
+    titles = [line.split("  ")[0] for line in lines if line.startswith("fwd: ")]
+    assert titles == [
+        "fwd: sustained time of a peer / time of tilewise",
+        "fwd: flushed time of a peer / time of tilewise",
+        "fwd: joules of a peer / joules of tilewise",
+    ]
+    means = [line.split()[1:3] for line in lines if line.strip().startswith("fa3 ")]
+    assert means == [["0.980", "0.800"], ["0.900", "0.900"], ["1.162", "0.900"]]
+
+
+def test_the_sentence_is_of_sustained_ratios():
+    assert summary(LOADED) == (
+        "6 rows timed, 0 wrong; under sustained load not slower than fa3 1/2 (mean 0.980, worst"
+        " 0.800), cudnn 2/2 (mean 1.241, worst 1.100), best peer (fa3, cudnn) 1/2 (mean 0.938,"
+        " worst 0.800); joules not above those of fa3 1/2 (mean 1.162, worst 0.900), cudnn 2/2"
+        " (mean 1.500, worst 1.500), best peer (fa3, cudnn) 1/2 (mean 1.162, worst 0.900)"
+    )
 
 
 @pytest.mark.parametrize("done", [[], outcomes(SHORT, tilewise="no GPU")])

@@ -9,9 +9,10 @@ from tilewise.bench import Shape, load, run_suite
 from tilewise.bench.check import judge, make_inputs, results_of, truth
 from tilewise.bench.features import options_of, packing_of
 from tilewise.bench.providers import Provider
-from tilewise.bench.run import Outcome, hold_against_dense, table_of
+from tilewise.bench.run import Outcome, hold_against_dense
 from tilewise.bench.shapes import packed
 from tilewise.bench.standings import dense_rates, standings
+from tilewise.bench.table import table_of
 from tilewise.bench.timer import Spread
 
 SMALL = packed("fwd", "40,7,64,23", (4, 2, 16), True)

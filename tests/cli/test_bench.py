@@ -64,6 +64,21 @@ def test_a_suite_takes_features():
     assert [row["shape"]["softcap"] for row in rows] == [1.5, 1.5]
 
 
+def test_sustained_times_are_in_the_row_beside_the_flushed_ones():
+    sizes = ["--seqlen", "64", "--headdim", "32"]
+    done = invoke("fwd", *QUICK, *sizes, "--against", "flash", "--sustained", "--json")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(len(row["rounds_ms"]), len(row["sustained_ms"])) for row in rows] == [(1, 8)] * 2
+    assert "under sustained load not slower than flash" in done.stderr
+    assert "fwd: sustained time" in done.stderr and "fwd: flushed time" in done.stderr
+
+
+def test_energy_needs_a_gpu():
+    done = invoke("fwd", *QUICK, "--energy")
+    assert done.exit_code == 2 and "--energy: it is asked of a GPU's driver" in done.output
+
+
 @pytest.mark.parametrize("shapes", [["--causal", "no"], ["--causal", "both"], ["--suite", "smoke"]])
 def test_a_window_needs_a_causal_mask(shapes):
     done = invoke("fwd", *QUICK, *shapes, "--window", "7")

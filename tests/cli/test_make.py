@@ -38,6 +38,14 @@ def test_every_command_takes_its_options(lines):
         assert str(context.params.get("save")).endswith("rows.jsonl")
 
 
+def test_what_pages_lead_with_is_timed_under_sustained_load(lines):
+    """Dense, packed and GPT-2's; the backward beside FA3 and cuDNN."""
+    asked = [line[len(BENCH) :] for line in lines if "--sustained" in line]
+    whole = {" ".join(words) for words in asked}
+    assert len(asked) == 4 and any("varlen" in words for words in asked)
+    assert any("bwd" in words and "fa3,cudnn," in " ".join(words) for words in asked), whole
+
+
 def test_every_experiment_and_every_lesson_is_there(lines):
     first = {line[len(BENCH)] for line in lines if line[: len(BENCH)] == BENCH}
     names = {"varlen", "modifiers", "matmul", "memory", "io", "speedup", "blocks", "host", "cold"}

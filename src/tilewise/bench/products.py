@@ -19,7 +19,8 @@ import torch
 from ..testing import tolerance
 from .check import Verdict
 from .row import Row, append, stamp
-from .run import Outcome, table_of
+from .run import Outcome
+from .table import table_of
 from .timer import CallFailed, Spread, clock_for, ratio, time_interleaved
 
 Tensor = torch.Tensor

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import subprocess
 import uuid
@@ -21,7 +22,11 @@ KINDS = {"str": str, "float": (int, float), "float | None": (int, float, type(No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A provider's time for one shape. Times are milliseconds."""
+    """A provider's time for one shape. Times are milliseconds.
+
+    `median_ms` to `tflops` are of calls with the cache flushed before each and pauses between, and
+    `sustained_ms` of calls back to back; `ways` says which of them a figure is of.
+    """
 
     date: str
     run: str  # shared by the rows that were timed in turns
@@ -43,6 +48,8 @@ class Row:
     tilewise: str
     commit: str
     extra: dict = dataclasses.field(default_factory=dict)  # a suite's own numbers, by name
+    sustained_ms: list = dataclasses.field(default_factory=list)  # a round each; []: not timed so
+    joules: float | None = None  # a call's energy back to back; None: not measured
 
 
 class Stamp(dict):
@@ -101,7 +108,7 @@ def validate(record: dict) -> dict:
         raise ValueError(f"unknown field {unknown[0]!r}")
     for name, field in fields.items():
         if name not in record:
-            if field.default_factory is dataclasses.MISSING:
+            if field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"field {name!r} is missing")
             continue
         kind = KINDS.get(field.type, list)
@@ -109,8 +116,11 @@ def validate(record: dict) -> dict:
             raise ValueError(f"field {name!r} is {record[name]!r}: it must be {field.type}")
     if not record["rounds_ms"]:
         raise ValueError("field 'rounds_ms' is empty: a row holds at least one round")
-    if wrong := [time for time in record["rounds_ms"] if type(time) not in (int, float)]:
-        raise ValueError(f"field 'rounds_ms' holds {wrong[0]!r}: times are numbers")
+    for name in ("rounds_ms", "sustained_ms"):
+        if wrong := [time for time in record.get(name, ()) if type(time) not in (int, float)]:
+            raise ValueError(f"field {name!r} holds {wrong[0]!r}: times are numbers")
+    if wrong := [time for time in record.get("sustained_ms", ()) if not 0 < time < math.inf]:
+        raise ValueError(f"field 'sustained_ms' holds {wrong[0]!r}: a call takes time")
     return record
 
 

@@ -1,6 +1,7 @@
 """Runs a suite.
 
-At each shape every provider is first held to fp64, then those that pass are timed in turns.
+At each shape every provider is first held to fp64, then those that pass are timed in turns: flushed
+(`timer`) and, where it is asked for, under sustained load (`sustained`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from .check import Inputs, Verdict, backward_of, judge, make_inputs, truth
 from .providers import Attend, Provider, provider
 from .row import Row, append, stamp
 from .shapes import Shape
-from .standings import ratios_to_first
-from .timer import CallFailed, Clock, Spread, clock_for, ratio, time_interleaved
-
-DENSE = "dense"  # the first provider at the dense shape that a packed one is held against
+from .sustained import Plan, Times, measure, plan_for
+from .table import DENSE, table_of
+from .timer import CallFailed, Clock, Spread, clock_for, ratio
+from .ways import ratio_of
 
 
 class Outcome(NamedTuple):
@@ -33,6 +34,8 @@ class Outcome(NamedTuple):
     refused: str | None = None  # it cannot run here
     wrong: str | None = None  # it ran, and its result is wrong
     kept: Spread | None = None  # its FLOP/s on packed sequences over its dense ones, by round
+    sustained: Spread | None = None  # as `ratio`, of times under sustained load
+    energy: float | None = None  # its joules over the first one's
 
 
 class Ready(NamedTuple):
@@ -79,16 +82,20 @@ def run_suite(
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
     with_dense: bool = False,
+    sustained: bool = False,
+    energy: bool = False,
 ) -> list[Outcome]:
     """Times `providers` at `shapes`; the first that runs is the one that ratios are taken against.
     With `with_dense` the first provider also runs, in turn with the others, the dense shape that
-    each packed one is held against.
+    each packed one is held against. With `sustained` all are timed under load too, with `energy`
+    joules are measured as well.
 
     Rows are appended to `save` as each shape ends, so a run that is cut short keeps what it has.
     """
     named = [provider(p) if isinstance(p, str) else p for p in providers]
     chosen = list({one.name: one for one in named}.values())  # two spellings are one provider
     common = stamp(suite, device)
+    plan = plan_for(device, rounds, energy) if sustained or energy else None
     versions = f"torch {common['torch']}, triton {common['triton']}"
     show(f"{common['device']}, {versions}, {rounds} rounds in turns")
     outcomes = []
@@ -96,7 +103,7 @@ def run_suite(
         entries = {one.name: (shape, one) for one in chosen}
         if with_dense and shape.lengths:
             entries[DENSE] = (shape.dense, chosen[0])
-        done = run_entries(entries, common, device, rounds, round_ms)
+        done = run_entries(entries, common, device, rounds, round_ms, plan)
         if save is not None:
             append(save, [outcome.row for outcome in done if outcome.row is not None])
         for line in table_of(shape, done):
@@ -111,6 +118,7 @@ def run_entries(
     device: str,
     rounds: int,
     round_ms: float,
+    plan: Plan | None = None,
 ) -> list[Outcome]:
     """What is timed in turns, by name: refuse, check, time."""
     if device.startswith("cuda"):
@@ -119,7 +127,7 @@ def run_entries(
         shape: Stage(shape, device) for shape in dict.fromkeys(at for at, _ in entries.values())
     }
     tried = {name: stages[shape].ready(one) for name, (shape, one) in entries.items()}
-    done = time_ready(entries, tried, common, device, rounds, round_ms)
+    done = time_ready(entries, tried, common, device, rounds, round_ms, plan=plan)
     return hold_against_dense(done) if DENSE in entries else done
 
 
@@ -131,9 +139,10 @@ def time_ready(
     rounds: int,
     round_ms: float,
     clock: Clock | None = None,
+    plan: Plan | None = None,
 ) -> list[Outcome]:
-    """Times in turns those that are ready, by the device's clock if by no other; an outcome for
-    each entry.
+    """Times in turns those that are ready, by the device's clock if by no other, and with a plan
+    under sustained load too; an outcome for each entry.
     """
     tried = dict(tried)
     outcomes = {name: one for name, one in tried.items() if isinstance(one, Outcome)}
@@ -142,18 +151,29 @@ def time_ready(
     times = None
     while times is None:  # again without the one that raised
         try:
-            times = time_interleaved(calls, clock=clock, rounds=rounds, round_ms=round_ms)
+            times = measure(calls, clock, rounds, round_ms, plan)
         except CallFailed as failed:
             del calls[failed.name], tried[failed.name]  # and its memory
             shape, one = entries[failed.name]
             reason = _reason(failed.error)
             outcomes[failed.name] = Outcome(shape, one.name, None, refused=reason)
-    baseline = next(iter(times.values()), None)
     for name, own in times.items():
         shape, one = entries[name]
         row = make_row(shape, one.name, own, tried[name].verdict, common)
-        outcomes[name] = Outcome(shape, one.name, row, ratio(baseline, own))
+        outcomes[name] = timed(shape, row, own, first=next(iter(times.values())))
     return [outcomes[name] for name in entries]
+
+
+def timed(shape: Shape, row: Row, own: Times, first: Times) -> Outcome:
+    """The outcome of what was timed, beside the first provider's times."""
+    return Outcome(
+        shape,
+        row.provider,
+        row,
+        ratio(first.flushed, own.flushed),
+        sustained=ratio(first.sustained, own.sustained) if own.sustained else None,
+        energy=own.joules / first.joules if own.joules and first.joules else None,
+    )
 
 
 def hold_against_dense(outcomes: list[Outcome]) -> list[Outcome]:
@@ -161,12 +181,12 @@ def hold_against_dense(outcomes: list[Outcome]) -> list[Outcome]:
     first says how much of the dense FLOP/s it keeps. Ratios of times are for the packed alone.
     """
     first, *others, dense = outcomes
-    dense = dense._replace(ratio=None)
+    dense = dense._replace(ratio=None, sustained=None, energy=None)
     if dense.row is not None:
-        beside = {"beside": str(first.shape)}
+        beside = {**dense.row.extra, "beside": str(first.shape)}
         dense = dense._replace(row=dataclasses.replace(dense.row, extra=beside))
     if first.row is not None and dense.row is not None:
-        times = ratio(first.row.rounds_ms, dense.row.rounds_ms)
+        times = ratio_of(first.row, dense.row)
         work = first.shape.flops / dense.shape.flops
         kept = Spread(*(work * value for value in times))
         extra = {**first.row.extra, "of_dense": kept.median}
@@ -192,9 +212,9 @@ def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object
     return lambda: torch.autograd.grad(attend(*arguments), wanted, inputs.dout)
 
 
-def make_row(shape: Shape, name: str, times: list[float], verdict: Verdict, common: dict) -> Row:
+def make_row(shape: Shape, name: str, times: Times, verdict: Verdict, common: dict) -> Row:
     """A provider's row."""
-    spread = Spread.of(times)
+    spread = Spread.of(times.flushed)
     return Row(
         **common,
         shape=shape._asdict(),
@@ -202,11 +222,13 @@ def make_row(shape: Shape, name: str, times: list[float], verdict: Verdict, comm
         median_ms=spread.median,
         p20_ms=spread.p20,
         p80_ms=spread.p80,
-        rounds_ms=times,
+        rounds_ms=times.flushed,
         tflops=shape.flops / spread.median / 1e9,
         max_error=verdict.max_error,
         bound=verdict.bound,
-        extra=lengths_of(shape),
+        extra=lengths_of(shape) | ({"joules_by": times.joules_by} if times.joules_by else {}),
+        sustained_ms=times.sustained,
+        joules=times.joules,
     )
 
 
@@ -216,55 +238,6 @@ def lengths_of(shape: Shape) -> dict:
         return {}
     each = shape.sequences
     return {"sequences": len(each), "longest": max(each), "tokens": sum(each)}
-
-
-def table_of(shape: Shape, outcomes: Sequence[Outcome]) -> list[str]:
-    """The lines of one shape.
-
-    The last column says how many times as long as the first provider this one took; of a dense
-    shape, how much of its FLOP/s the first provider keeps on packed sequences.
-    """
-    timed = [o for o in outcomes if o.row is not None]
-    lines = [f"\n{shape}"]
-    if timed:
-        head = f"  {'':<20}{'ms':>9}{'p20-p80':>17}{'TFLOP/s':>9}{'error':>10}{'bound':>10}"
-        lines.append(f"{head}  time / {timed[0].provider}")
-    for outcome in outcomes:
-        is_dense = outcome.shape != shape
-        name = f"{outcome.provider} {DENSE}" if is_dense else outcome.provider
-        if (row := outcome.row) is None:
-            why = f"WRONG: {outcome.wrong}" if outcome.wrong else f"not here: {outcome.refused}"
-            lines.append(f"  {name:<20}{why}")
-            continue
-        spread = f"{row.p20_ms:.3g}-{row.p80_ms:.3g}"
-        last = _spread(outcome.ratio) if outcome.ratio else outcome.shape.sizes
-        if is_dense and outcomes[0].kept:
-            last += f"; packed keeps {_spread(outcomes[0].kept)} of its TFLOP/s"
-        lines.append(
-            f"  {name:<20}{row.median_ms:>9.3g}{spread:>17}{row.tflops:>9.3g}"
-            f"{row.max_error:>10.2g}{row.bound:>10.2g}  {last}"
-        )
-    return lines
-
-
-def _spread(of: Spread) -> str:
-    return f"{of.median:.3f} ({of.p20:.3f}-{of.p80:.3f})"
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """One sentence: how the first provider stands against each peer."""
-    wrong = sum(outcome.wrong is not None for outcome in outcomes)
-    timed = sum(outcome.row is not None for outcome in outcomes)
-    ratios: dict[str, list[float]] = {}
-    for of_shape in ratios_to_first(outcomes).values():
-        for name, value in of_shape.items():
-            ratios.setdefault(name, []).append(value)
-    parts = [
-        f"{name} {sum(value >= 1 for value in values)}/{len(values)} (worst {min(values):.2f})"
-        for name, values in ratios.items()
-    ]
-    against = f"; not slower than {', '.join(parts)}" if parts else ""
-    return f"{timed} rows timed, {wrong} wrong{against}"
 
 
 def _reason(error: Exception) -> str:

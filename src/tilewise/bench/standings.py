@@ -1,13 +1,14 @@
 """How the first provider stands at the end of a run: against each peer, and against the best one.
 
 A ratio is a peer's time over the first provider's, both taken in turns at one shape; shapes where
-the first provider has no row have no ratio.
+the first provider has no row have no ratio. Where there are times under sustained load, they are
+the ones that count.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .shapes import Shape
@@ -16,24 +17,69 @@ if TYPE_CHECKING:
     from .run import Outcome
 
 BEST_OF = ("fa3", "cudnn", "fa4")  # the peers that a GPU's best time is looked for among
+Measure = Callable[["Outcome"], float | None]
+
+
+def _flushed(outcome: Outcome) -> float | None:
+    return outcome.ratio.median if outcome.ratio else None
+
+
+def _sustained(outcome: Outcome) -> float | None:
+    return outcome.sustained.median if outcome.sustained else None
+
+
+def _energy(outcome: Outcome) -> float | None:
+    return outcome.energy
 
 
 def standings(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line a peer and direction, one for the best peer of each shape, and who has no row."""
-    ratios = ratios_to_first(outcomes)
+    """A line a peer and direction, one for the best peer of each shape, and who has no row; again
+    for each way in which times were taken, and for energy.
+    """
+    tables = {"sustained ": _sustained, "flushed ": _flushed}
+    if not any(map(_sustained, outcomes)):
+        tables = {"": _flushed}
+    first = outcomes[0].provider if outcomes else ""
     lines = []
     for direction in dict.fromkeys(outcome.shape.direction for outcome in outcomes):
-        here = {shape: of for shape, of in ratios.items() if shape.direction == direction}
-        lines += _of_direction(direction, here, outcomes[0].provider)
+        mine = [outcome for outcome in outcomes if outcome.shape.direction == direction]
+        for way, measure in tables.items():
+            title = f"{direction}: {way}time of a peer / time of {first}"
+            lines += _table(title, _columns(ratios_to_first(mine, measure)))
+        title = f"{direction}: joules of a peer / joules of {first}"
+        lines += _table(title, _columns(ratios_to_first(mine, _energy)))
     return lines + _absences(outcomes)
 
 
-def ratios_to_first(outcomes: Sequence[Outcome]) -> dict[Shape, dict[str, float]]:
-    """For each shape where the first provider ran: each other's time over its."""
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """One sentence: how the first provider stands against each peer and the best one."""
+    wrong = sum(outcome.wrong is not None for outcome in outcomes)
+    timed = sum(outcome.row is not None for outcome in outcomes)
+    is_sustained = any(map(_sustained, outcomes))
+    said = [f"{timed} rows timed, {wrong} wrong"]
+    if columns := _columns(ratios_to_first(outcomes, _sustained if is_sustained else _flushed)):
+        load = "under sustained load " if is_sustained else ""
+        parts = [f"{name} {_figures(list(column.values()))}" for name, column in columns.items()]
+        said.append(f"{load}not slower than {', '.join(parts)}")
+    if columns := _columns(ratios_to_first(outcomes, _energy)):
+        parts = [f"{name} {_figures(list(column.values()))}" for name, column in columns.items()]
+        said.append(f"joules not above those of {', '.join(parts)}")
+    return "; ".join(said)
+
+
+def _figures(ratios: list[float]) -> str:
+    mean, ahead = statistics.geometric_mean(ratios), sum(value >= 1 for value in ratios)
+    return f"{ahead}/{len(ratios)} (mean {mean:.3f}, worst {min(ratios):.3f})"
+
+
+def ratios_to_first(
+    outcomes: Sequence[Outcome], measure: Measure = _flushed
+) -> dict[Shape, dict[str, float]]:
+    """For each shape where the first provider ran: each other's time, or energy, over its."""
     timed: dict[Shape, dict[str, float]] = {}
     for outcome in outcomes:
-        if outcome.row is not None and outcome.ratio is not None:
-            timed.setdefault(outcome.shape, {})[outcome.provider] = outcome.ratio.median
+        if outcome.row is not None and (value := measure(outcome)) is not None:
+            timed.setdefault(outcome.shape, {})[outcome.provider] = value
     first = outcomes[0].provider if outcomes else ""
     return {
         shape: {name: value for name, value in of.items() if name != first}
@@ -42,7 +88,8 @@ def ratios_to_first(outcomes: Sequence[Outcome]) -> dict[Shape, dict[str, float]
     }
 
 
-def _of_direction(direction: str, ratios: dict[Shape, dict[str, float]], first: str) -> list[str]:
+def _columns(ratios: dict[Shape, dict[str, float]]) -> dict[str, dict[Shape, float]]:
+    """By peer, and of the best peer of each shape."""
     columns = {
         name: {shape: of[name] for shape, of in ratios.items() if name in of}
         for name in dict.fromkeys(name for of in ratios.values() for name in of)
@@ -51,7 +98,7 @@ def _of_direction(direction: str, ratios: dict[Shape, dict[str, float]], first: 
         rivals = {shape: [of[name] for name in ran if name in of] for shape, of in ratios.items()}
         best = {shape: min(values) for shape, values in rivals.items() if values}
         columns[f"best peer ({', '.join(ran)})"] = best
-    return _table(f"{direction}: time of a peer / time of {first}", columns)
+    return columns
 
 
 def dense_rates(outcomes: Sequence[Outcome]) -> list[str]:

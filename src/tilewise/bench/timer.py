@@ -11,11 +11,13 @@ the median of the ratios taken round by round.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
+Result = TypeVar("Result")
 Call = Callable[[], object]
 
 
@@ -89,6 +91,14 @@ class CallFailed(Exception):
         self.name, self.error = name, error
 
 
+def attempt(name: str, run: Callable[[], Result]) -> Result:
+    """What `run` returns; CallFailed with this name where it raises."""
+    try:
+        return run()
+    except Exception as error:
+        raise CallFailed(name, error) from error
+
+
 def time_interleaved(
     calls: Mapping[str, Call],
     *,
@@ -100,10 +110,7 @@ def time_interleaved(
     """For each named call a median time a round, in milliseconds; CallFailed where one raises."""
 
     def timed(name: str, count: int) -> list[float]:
-        try:
-            return clock(calls[name], count)
-        except Exception as error:
-            raise CallFailed(name, error) from error
+        return attempt(name, lambda: clock(calls[name], count))
 
     names = list(calls)
     repeats = {}
@@ -127,6 +134,11 @@ def order_of(names: list[str], number: int) -> list[str]:
     zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     order = [names[(step + number) % count] for step in zigzag]
     return order[::-1] if count % 2 and number % 2 else order
+
+
+def calls_in(span_ms: float, each_ms: float) -> int:
+    """How many calls of `each_ms` last at least `span_ms`."""
+    return max(1, math.ceil(span_ms / max(each_ms, 1e-6)))
 
 
 def ratio(times: list[float], baseline: list[float]) -> Spread:

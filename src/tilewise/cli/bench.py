@@ -17,7 +17,7 @@ from .packed_options import DIRECTIONS, HeadList, LengthSets, PassList
 
 MASKS = {"no": (False,), "yes": (True,), "both": (False, True)}
 SCORES = ("window", "softcap", "alibi", "sinks")
-RUN = ("rounds", "round_ms", "save", "as_json")
+RUN = ("rounds", "round_ms", "save", "as_json", "sustained", "energy")
 
 
 def together(*options: Callable) -> Callable:
@@ -67,6 +67,18 @@ run_options = together(
     ),
     click.option(
         "--json", "as_json", is_flag=True, help="Rows as JSON lines; the table to stderr."
+    ),
+)
+sustained_options = together(
+    click.option(
+        "--sustained",
+        is_flag=True,
+        help="Also calls back to back, in spans of 10 ms, 8 rounds or more, after 2 s of load.",
+    ),
+    click.option(
+        "--energy",
+        is_flag=True,
+        help="--sustained, and joules a call: two blocks of 2 s a provider, by the GPU's counter.",
     ),
 )
 
@@ -136,6 +148,7 @@ class Bench(click.Command):
     help="Of flash, cudnn, efficient, math (torch's SDPA, the backend pinned; sdpa-flash is flash),"
     " fa2, fa3, fa4, flex, standard.",
 )
+@sustained_options
 @run_options
 def bench(directions, suite, device, ours, against, **options) -> None:
     """Time attention beside its peers; the first provider is the one the others are divided by.
@@ -147,6 +160,10 @@ def bench(directions, suite, device, ours, against, **options) -> None:
     for want of one of these, is listed with the reason. The last lines are time(peer) /
     time(first): geometric mean and worst shape, for each peer and for the best of fa3, cudnn and
     fa4 at each shape.
+
+    Calls are timed flushed: the L2 cache is flushed before each, and the GPU has pauses. Training
+    has none, and there the power limit decides: --sustained times that as well, and its ratios are
+    the ones that count.
 
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
     have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and the tour's
@@ -199,6 +216,7 @@ def bench(directions, suite, device, ours, against, **options) -> None:
     is_flag=True,
     help="Also our dense attention, in turn with the packed: how much of its TFLOP/s is kept.",
 )
+@sustained_options
 @run_options
 def varlen(lengths, heads, passes, causal, dtype, ours, against, with_dense, device, **options):
     """Time packed sequences beside the peers that take them.
@@ -253,23 +271,17 @@ def with_features(shapes: list, features: dict) -> list:
     return [shape._replace(**features) for shape in shapes]
 
 
-def compare(shapes, chosen, device, *, suite, rounds, round_ms, save, as_json, with_dense=False):
+def compare(shapes, chosen, device, *, as_json, **options):
     """Runs the shapes and says how the first provider stands; exit code 1 where it is wrong."""
-    from ..bench.run import run_suite, summary, warn
-    from ..bench.standings import dense_rates, standings
+    from ..bench.energy import NoEnergy
+    from ..bench.run import run_suite, warn
+    from ..bench.standings import dense_rates, standings, summary
 
     show = warn if as_json else click.echo
-    outcomes = run_suite(
-        shapes,
-        chosen,
-        suite=suite,
-        device=device,
-        rounds=rounds,
-        round_ms=round_ms,
-        save=save,
-        show=show,
-        with_dense=with_dense,
-    )
+    try:
+        outcomes = run_suite(shapes, chosen, device=device, show=show, **options)
+    except NoEnergy as error:
+        raise click.UsageError(f"--energy: {error}") from error
     if as_json:
         for outcome in outcomes:
             if outcome.row is not None:

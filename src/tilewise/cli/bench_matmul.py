@@ -53,8 +53,8 @@ def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     device = device or default_device()
     need_gpu(device)
     from ..bench.products import Product, run_products
-    from ..bench.run import summary, warn
-    from ..bench.standings import standings
+    from ..bench.run import warn
+    from ..bench.standings import standings, summary
 
     triples = triples_of(sizes, shapes, device)
     asked = [Product(*triple, kind) for kind in known_kinds(kinds) for triple in triples]

@@ -1,0 +1,129 @@
+"""Times under sustained load, which are the ones that count where calls follow one another.
+
+Behind a pause a call runs below the card's power limit. Back to back, as in training, calls reach
+it and the clock falls until they keep to it: then other things decide who is the faster. So a call
+is timed in spans of calls without a pause, on a card that has been under load for seconds, in an
+order drawn anew in each round; ratios are taken round by round, as in `timer`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from .energy import Meter, NoEnergy, block, open_meter
+from .timer import Call, Clock, attempt, calls_in, time_interleaved
+
+LEAST_ROUNDS = 8
+
+
+class Span(Protocol):
+    """One call that is not timed, as the one before was another's, then `calls` of them back to
+    back: milliseconds of each.
+    """
+
+    def __call__(self, call: Call, calls: int) -> float: ...
+
+
+def cpu_span(call: Call, calls: int) -> float:
+    """Wall time."""
+    call()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
+def cuda_span(call: Call, calls: int) -> float:
+    """Device time between two events."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+class Plan(NamedTuple):
+    """How sustained times are taken."""
+
+    span: Span
+    draw: random.Random  # of the orders
+    rounds: int = LEAST_ROUNDS
+    span_ms: float = 10.0  # a span has at least so many
+    load_ms: float = 2000.0  # what the card has done before the first round
+    meter: Meter | None = None  # of energy; None: not asked
+
+
+def plan_for(device: str, rounds: int, with_energy: bool = False) -> Plan:
+    """The plan of a device; on a CPU spans are short and nothing precedes them. NoEnergy where its
+    energy cannot be asked for.
+    """
+    rounds, draw = max(rounds, LEAST_ROUNDS), random.Random(0)
+    if device.startswith("cuda"):
+        return Plan(cuda_span, draw, rounds, meter=open_meter(device) if with_energy else None)
+    if with_energy:
+        raise NoEnergy(f"it is asked of a GPU's driver, and {device} is none")
+    return Plan(cpu_span, draw, rounds, span_ms=1.0, load_ms=0.0)
+
+
+class Times(NamedTuple):
+    """What was measured of one provider: milliseconds by round in both ways, joules a call."""
+
+    flushed: list[float]
+    sustained: list[float]  # none where it is not asked for
+    joules: float | None = None
+    joules_by: str = ""  # what they are measured by
+
+
+def measure(
+    calls: Mapping[str, Call], clock: Clock, rounds: int, round_ms: float, plan: Plan | None
+) -> dict[str, Times]:
+    """Every call in the flushed way and, by a plan, in the sustained one; CallFailed names the one
+    that raises.
+    """
+    flushed = time_interleaved(calls, clock=clock, rounds=rounds, round_ms=round_ms)
+    if plan is None:
+        return {name: Times(times, []) for name, times in flushed.items()}
+    sustained = time_sustained(calls, plan)
+    if plan.meter is None:
+        return {name: Times(flushed[name], sustained[name]) for name in calls}
+    joules, by = joules_of(calls, plan.span, plan.meter), plan.meter.kind
+    return {name: Times(flushed[name], sustained[name], joules[name], by) for name in calls}
+
+
+def time_sustained(calls: Mapping[str, Call], plan: Plan) -> dict[str, list[float]]:
+    """For each named call milliseconds by round."""
+
+    def timed(name: str, count: int) -> float:
+        return attempt(name, lambda: plan.span(calls[name], count))
+
+    names = list(calls)
+    counts = {name: calls_in(plan.span_ms, timed(name, 2)) for name in names}
+    done = 0.0
+    while names and done < plan.load_ms:
+        for name in names:
+            each = timed(name, counts[name])
+            done += each * counts[name]
+            counts[name] = calls_in(plan.span_ms, each)  # the first ones had the host's time in it
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(plan.rounds):
+        for name in plan.draw.sample(names, len(names)):
+            times[name].append(timed(name, counts[name]))
+    return times
+
+
+def joules_of(calls: Mapping[str, Call], span: Span, meter: Meter) -> dict[str, float]:
+    """Joules a call: two blocks of each, the second ones in the opposite order, so that a card that
+    warms up favours nobody.
+    """
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    for name in [*calls, *reversed(list(calls))]:
+        blocks[name].append(attempt(name, lambda name=name: block(calls[name], span, meter)))
+    return {name: sum(of) / len(of) for name, of in blocks.items()}
