@@ -86,6 +86,27 @@ def test_the_peer_is_the_first_of_an_order_or_the_one_asked_for():
     assert only(rows, rows, providers=("cudnn",)).peer == "efficient"
 
 
+def loaded(factor, peer=1.2):
+    """Ours and fa3's, slower by a factor under load and the same with pauses."""
+    ours = row(sustained_ms=by(factor))
+    return [ours, row("fa3", by(1.2), sustained_ms=by(peer))]
+
+
+def test_sustained_times_are_compared_where_both_sides_have_them():
+    change = only(loaded(1.0), loaded(1.1))
+    assert (change.verdict, change.way, change.peer) == ("regressed", "sustained", "fa3")
+    assert change.cost == pytest.approx(1.1)
+    assert only(loaded(1.0)[:1], loaded(1.1)[:1]).way == "sustained"  # in plain milliseconds
+
+
+def test_an_old_row_is_compared_by_flushed_times_and_it_is_said():
+    old = [row(), row("fa3", by(1.2))]
+    found = both(old, loaded(1.1))
+    assert [(x.verdict, x.way) for x in found.changes] == [("noise", "flushed")]
+    assert any("1 in flushed times" in note for note in found.notes)
+    assert not any("flushed" in note for note in both(old, old).notes)
+
+
 @pytest.mark.parametrize(
     ("times", "threshold", "verdict"),
     [

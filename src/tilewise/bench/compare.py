@@ -2,7 +2,8 @@
 
 Times of two days or two machines differ by themselves. A peer that was timed in turns with ours, in
 the same run, drifts with it: so the peer's time over ours is what is compared, where both sides
-have that peer, and milliseconds only where they do not.
+have that peer, and milliseconds only where they do not. Compared are times under sustained load,
+where both sides have them, else flushed ones (`ways`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .shapes import Shape
 from .sides import Side
 from .standings import BEST_OF
 from .timer import Spread, ratio
+from .ways import FLUSHED, SUSTAINED, rounds_of, way_of
 
 OURS = "tilewise"  # how the names of our providers begin
 RATIO, TIME, MEMORY = "ratio", "time", "memory"
@@ -51,6 +53,7 @@ class Change(NamedTuple):
     b: Spread
     rounds: int  # of the side with fewer
     verdict: str
+    way: str = ""  # of the times: FLUSHED or SUSTAINED
 
     @property
     def cost(self) -> float:
@@ -147,20 +150,27 @@ def changes_of(
 ) -> list[Change]:
     """What can be compared of two rows of one series: times, and peaks of memory."""
     found = []
-    count = min(rounds(a), rounds(b))
     if is_timed(a) and is_timed(b):
         peer = peer_of(beside, choice)
-        if peer:
-            spreads = (ratio(x.rounds_ms, of[peer].rounds_ms) for x, of in zip((a, b), beside))
-        else:
-            spreads = (Spread.of(x.rounds_ms) for x in (a, b))
-        found.append((RATIO if peer else TIME, peer, *spreads, count))
+        sides = [(x, of[peer]) if peer else (x,) for x, of in zip((a, b), beside)]
+        way = SUSTAINED if all(way_of(*rows) == SUSTAINED for rows in sides) else FLUSHED
+        times = [[list(rounds_of(row, way)) for row in rows] for rows in sides]
+        spreads = (ratio(*of) if peer else Spread.of(*of) for of in times)
+        count = min(len(of[0]) for of in times)
+        found.append((RATIO if peer else TIME, peer, *spreads, count, way))
     peaks = [peak(row) for row in (a, b)]
     if all(peaks):
-        found.append((MEMORY, "", *(Spread(x, x, x) for x in peaks), count))
+        count = min(rounds(a), rounds(b))
+        found.append((MEMORY, "", *(Spread(x, x, x) for x in peaks), count, ""))
     return [
-        Change(*words_of(b), b.provider, *one, verdict=verdict(one[0], *one[2:], choice.threshold))
-        for one in found
+        Change(
+            *words_of(b),
+            b.provider,
+            *one,
+            verdict=verdict(one[0], *one[2:], choice.threshold),
+            way=way,
+        )
+        for *one, way in found
     ]
 
 
@@ -197,6 +207,11 @@ def notes(changes: Sequence[Change], pairs: Sequence[tuple[Row, Row]]) -> list[s
         found.append(
             f"{plain} in plain milliseconds, as no peer was timed in turns on both sides: these "
             "are only comparable on one machine."
+        )
+    sustained = sum(any(row.sustained_ms for row in pair) for pair in pairs)
+    if lost := sustained - sum(change.way == SUSTAINED for change in changes):
+        found.append(
+            f"{lost} in {FLUSHED} times: one side has no {SUSTAINED} ones, or its peer has none."
         )
     for name in VERSIONS:
         differ = Counter((getattr(a, name), getattr(b, name)) for a, b in pairs)

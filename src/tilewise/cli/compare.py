@@ -38,8 +38,9 @@ def compare(a, b, threshold, providers, peer, as_json) -> None:
 
     Compared is the time of a peer over ours, the median of ratios taken round by round, where both
     sides have that peer in the same run: fa3, else cudnn, fa4, or the first by name. Where they
-    have none it is plain milliseconds, which are only comparable on one machine. Peaks of memory
-    are compared where both rows have one. Rows with neither are counted.
+    have none it is plain milliseconds, which are only comparable on one machine. Times are the
+    sustained ones where both sides have them, else the flushed ones. Peaks of memory are compared
+    where both rows have one. Rows with neither are counted.
 
     A change counts where the p20-p80 intervals of the rounds do not overlap (else it is noise) and
     the medians differ by more than --threshold (else it is small); of fewer than 3 rounds none
@@ -103,8 +104,9 @@ def show(screen, found: Comparison, sides: tuple[Side, Side], rule: str) -> None
 def grouped(changes: list[Change]) -> dict[str, list[Change]]:
     """Changes by what a table says in its title."""
     titles = {
-        "ratio": "{0.provider} beside {0.peer}, timed in turns: time of {0.peer} / time of ours",
-        "time": "{0.provider}, plain milliseconds",
+        "ratio": "{0.provider} beside {0.peer}, timed in turns: time of {0.peer} / time of ours,"
+        " {0.way}",
+        "time": "{0.provider}, plain milliseconds, {0.way}",
         "memory": "{0.provider}, peak memory in MiB",
     }
     tables: dict[str, list[Change]] = {}
