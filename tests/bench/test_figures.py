@@ -1,5 +1,6 @@
 """Figures that pages state: computed from rows, never typed, and dashes where no row answers."""
 
+import dataclasses
 import re
 from importlib import resources
 from pathlib import Path
@@ -66,6 +67,39 @@ def test_questions_about_calls():
         "{environment triton}": "3.6",
     }.items():
         assert figures.fill(asked, evidence) == answer, asked
+
+
+def loaded(ours, theirs, seqlen=1024, **changed):
+    """A run of one shape, as fast as fa3 with pauses and not under load."""
+    rows = [row(ms=1.0, seqlen=seqlen, **changed), row("fa3", 1.0, seqlen, **changed)]
+    return [dataclasses.replace(x, sustained_ms=[ms] * 8) for x, ms in zip(rows, (ours, theirs))]
+
+
+def test_sustained_times_count_and_flushed_ones_can_be_asked_for():
+    rows = [
+        *loaded(2.0, 2.5),
+        row(ms=1.0, seqlen=2048, run="two"),
+        row("fa3", 1.5, 2048, run="two"),
+    ]
+    tflops = rows[0].tflops
+    for asked, answer in {
+        "{over fa3: fwd 1Ki}": "1.25",
+        "{over fa3: flushed fwd 1Ki}": "1.00",
+        "{mean best: fwd 1Ki}, {mean best: flushed fwd}": "–, –",
+        "{rate: fwd 1Ki}, {rate: flushed fwd 1Ki}": f"{tflops / 2:.0f}, {tflops:.0f}",
+        "{ms fa3: fwd 1Ki}, {ms fa3: flushed fwd 1Ki}": "2.50, 1.00",
+        "{ahead fa3: fwd}, {over fa3: fwd 2Ki}": "2 of 2, 1.50",
+        "{way fa3: fwd 1Ki}, {way fa3: fwd 2Ki}": "sustained, flushed",
+        "{way fa3: fwd}": "sustained in 1 of 2, else flushed",
+        "{way cudnn: fwd}": "–",
+    }.items():
+        assert figures.fill(asked, collect(rows)) == answer, asked
+
+
+def test_pages_say_which_times_they_have():
+    for rows, said in ((loaded(2.0, 2.5), "sustained"), ([row(), row("fa3", 1.5)], "flushed")):
+        assert f"medians of {said} times" in figures.page(figures.README, collect(rows))
+    assert "（持续负载）" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
 
 
 def test_a_ratio_is_of_the_newest_run_in_which_both_ran():

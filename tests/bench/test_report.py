@@ -1,5 +1,6 @@
 """The report: which rows speak, what it says of them, and that it needs nothing else."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -87,6 +88,25 @@ def test_the_head_says_what_readme_says():
     assert figures["dense forward beside fa3"] == "1.02×"
     assert figures["dense forward beside cudnn"] == "1.11×"
     assert figures["dense backward beside cudnn"] == "1.20×"
+
+
+def test_sustained_times_count_and_flushed_ratios_stand_beside_them():
+    ours, theirs = pair(1.0, 1.5)
+    loaded = [dataclasses.replace(x, sustained_ms=[ms] * 8) for x, ms in ((ours, 2), (theirs, 2.5))]
+    text = said(loaded)
+    assert "| dense, forward, bf16 | fa3 | 1.25 |" in text
+    (head,) = [line for line in text.splitlines() if "/ fa3, flushed" in line]
+    (line,) = [line for line in text.splitlines() if line.startswith("| B16 S1Ki H16 D128 full")]
+    cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+    assert cells["/ fa3"] == "1.25" and cells["/ fa3, flushed"] == "1.50"
+    assert cells["ms"].startswith("2") and "flushed |" not in said(pair(1.0, 1.5))
+
+
+def test_a_command_takes_sustained_times_again():
+    rows = [row(sustained_ms=[1.0] * 8), row("fa3", sustained_ms=[1.0] * 8)]
+    assert " --rounds 3 --sustained --save" in commands_of(rows)[0]
+    rows = [dataclasses.replace(x, joules=0.1) for x in rows]
+    assert " --rounds 3 --energy --save" in commands_of(rows)[0]
 
 
 def test_experiments_name_their_commands():

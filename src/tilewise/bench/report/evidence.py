@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from .. import modifiers
@@ -16,6 +17,7 @@ from ..row import Row
 from ..shapes import DIRECTIONS, SUITES, Shape
 from ..standings import BEST_OF
 from ..timer import Spread, ratio
+from ..ways import median_of, rate_of, rounds_of, way_of
 
 OURS = "tilewise"
 ATTENTION = {"adhoc", "varlen", "modifiers", *SUITES}  # suites whose shapes are attention calls
@@ -45,6 +47,11 @@ class Entry(NamedTuple):
     shape: Shape
     environment: Environment
 
+    @property
+    def tflops(self) -> float:
+        """Its rate, in the way that counts."""
+        return rate_of(self.row, way_of(self.row))
+
 
 class Turn(NamedTuple):
     """One shape: who was timed in turns, ours first."""
@@ -60,15 +67,32 @@ class Turn(NamedTuple):
         return self.rows.get(self.subject)
 
     @property
+    def way(self) -> str:
+        """How the times that count were taken: sustained where all rows have such, else flushed."""
+        return way_of(*self.rows.values())
+
+    @property
+    def flushed(self) -> Turn:
+        """The same without its sustained times."""
+        rows = {name: replace(row, sustained_ms=[]) for name, row in self.rows.items()}
+        return self._replace(rows=rows)
+
+    def ms(self, name: str) -> float:
+        """A provider's milliseconds."""
+        return median_of(self.rows[name], self.way)
+
+    def rate(self, name: str) -> float:
+        """A provider's TFLOP/s."""
+        return rate_of(self.rows[name], self.way)
+
+    @property
     def ratios(self) -> dict[str, Spread]:
         """Time of each other over ours: above 1, ours is the faster."""
         if self.ours is None:
             return {}
-        return {
-            name: ratio(self.ours.rounds_ms, row.rounds_ms)
-            for name, row in self.rows.items()
-            if name != self.subject and len(row.rounds_ms) == len(self.ours.rounds_ms)
-        }
+        times = {name: list(rounds_of(row, self.way)) for name, row in self.rows.items()}
+        ours = times.pop(self.subject)
+        return {name: ratio(ours, of) for name, of in times.items() if len(of) == len(ours)}
 
     @property
     def best(self) -> float | None:

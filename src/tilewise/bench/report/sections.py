@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..roofline import HALVES, bytes_of, peak_of
 from ..shapes import Shape
 from ..standings import BEST_OF
+from ..ways import FLUSHED, SUSTAINED
 from . import charts
 from .evidence import (
     BEST,
@@ -42,7 +43,8 @@ WORDS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 RULE = (
     f"A figure is the time of a peer over our time, taken in turns in one run: above 1 we are the"
-    f" faster; {BEHIND} marks where we are not."
+    f" faster; {BEHIND} marks where we are not. Times are {SUSTAINED}, of calls back to back, where"
+    f" rows have such, else {FLUSHED}, with pauses between."
 )
 
 
@@ -178,11 +180,11 @@ def _roofline_of(device: str, entries: Sequence[Entry]) -> Chart:
             entry.row.provider,
             entry.shape.direction,
             entry.shape.flops / bytes_of(entry.shape),
-            entry.row.tflops,
-            f"{entry.row.provider}, {entry.shape}: {number(entry.row.tflops)} TFLOP/s",
+            entry.tflops,
+            f"{entry.row.provider}, {entry.shape}: {number(entry.tflops)} TFLOP/s",
         )
         for entry in entries
-        if entry.row.tflops > 0
+        if entry.tflops > 0
     ]
     roofless = "" if peak else "; its peaks are not listed, so there is no roof"
     title = f"{device}: {plural(len(points), 'row')}{roofless}"
@@ -198,16 +200,16 @@ def _shares(device: str, entries: Sequence[Entry]) -> list[list]:
     best: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         key = entry.shape.direction, entry.row.provider
-        if entry.shape.dtype in HALVES and entry.row.tflops > 0:
-            if key not in best or entry.row.tflops > best[key].row.tflops:
+        if entry.shape.dtype in HALVES and entry.tflops > 0:
+            if key not in best or entry.tflops > best[key].tflops:
                 best[key] = entry
     order = sorted(best, key=lambda key: (list(WORDS).index(key[0]), place_of(key[1])))
     if peak is None:
         return []
     return [
         [
-            *(device, WORDS[key[0]], key[1], number(best[key].row.tflops)),
-            f"{best[key].row.tflops / peak.tflops:.0%}",
+            *(device, WORDS[key[0]], key[1], number(best[key].tflops)),
+            f"{best[key].tflops / peak.tflops:.0%}",
             str(best[key].shape),
         ]
         for key in order
@@ -242,8 +244,8 @@ def _curves(turns: Sequence[Turn]) -> list[Chart]:
             continue
         points: dict[str, dict[int, float]] = {}
         for turn in members:
-            for name, row in turn.rows.items():
-                points.setdefault(name, {})[turn.shape.seqlen_q] = row.tflops
+            for name in turn.rows:
+                points.setdefault(name, {})[turn.shape.seqlen_q] = turn.rate(name)
         series = [
             charts.Series(name, sorted(points[name].items()))
             for name in sorted(points, key=place_of)
@@ -266,24 +268,30 @@ def _family(shape: Shape) -> Shape:
 
 
 def figures(caption: str, turns: Sequence[Turn], folded: bool = False) -> Table:
-    """TFLOP/s of everybody, our error beside its bound, and the ratios."""
+    """TFLOP/s of everybody, our error beside its bound, and the ratios; of turns with sustained
+    times beside them those of the flushed ones.
+    """
     peers = sorted({name for t in turns for name in t.ratios}, key=place_of)
+    beside = peers if any(turn.way == SUSTAINED for turn in turns) else []
     columns = ["shape", "ms", "TFLOP/s", *(f"{name} TFLOP/s" for name in peers)]
-    columns += [f"/ {name}" for name in peers] + ["error", "bound"]
+    columns += [f"/ {name}" for name in peers] + [f"/ {name}, {FLUSHED}" for name in beside]
+    columns += ["error", "bound"]
     rows = []
     for turn in turns:
         row, ratios = turn.ours, turn.ratios
         if row is None:
             continue
-        theirs = [turn.rows[name].tflops if name in turn.rows else None for name in peers]
+        theirs = [turn.rate(name) if name in turn.rows else None for name in peers]
+        flushed = turn.flushed.ratios if beside else {}
         medians = [ratios[name].median if name in ratios else None for name in peers]
+        medians += [flushed[name].median if name in flushed else None for name in beside]
         name = "" if turn.subject == "tilewise" else f"{turn.subject}: "
         errors = (row.max_error, row.bound)
         rows.append(
             [
                 f"{name}{_words_of(turn.shape)}",
-                number(row.median_ms),
-                number(row.tflops),
+                number(turn.ms(turn.subject)),
+                number(turn.rate(turn.subject)),
                 *(number(value) for value in theirs),
                 *(ratio_cell(value) for value in medians),
                 *("–" if value is None else f"{value:.1e}" for value in errors),

@@ -176,7 +176,9 @@ def _tail(rows: Sequence[Row]) -> str:
     others = ",".join(name for name in providers if name != ours)
     named = "" if ours == "tilewise" else f" --provider {ours}"
     against = f" --against {others}" if others else " --against ''"
-    return f"{named}{against} --rounds {len(rows[0].rounds_ms)} {SAVE}"
+    ways = " --sustained" if any(row.sustained_ms for row in rows) else ""
+    ways = " --energy" if any(row.joules for row in rows) else ways
+    return f"{named}{against} --rounds {len(rows[0].rounds_ms)}{ways} {SAVE}"
 
 
 def _heads(shapes: Sequence[Shape]) -> str:

@@ -17,7 +17,7 @@ from . import calls, experiments
 QUESTION = re.compile(r"\{([^{}]+)\}")
 ANSWERS = calls.ANSWERS | experiments.ANSWERS
 README, CHINESE, DOCS = "readme.md", "readme.zh-CN.md", "docs.md"  # two sections, and a page
-IN_CHINESE = {" to ": " 到 ", " of ": " / "}
+IN_CHINESE = {" to ": " 到 ", " of ": " / ", "sustained": "持续负载", "flushed": "L2 清空"}
 
 
 def page(name: str, evidence: Evidence) -> str:

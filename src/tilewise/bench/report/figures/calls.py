@@ -2,7 +2,8 @@
 
 A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window. A question means every
 shape that answers to all of its words; bf16 and dense go without saying, and so does the GPU, torch
-and Triton that most rows are from, unless a word such as Triton-3.8 names another.
+and Triton that most rows are from, unless a word such as Triton-3.8 names another. Times are the
+sustained ones, where a run has them for all that took part; the word flushed means the other ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 from collections.abc import Sequence
 
 from ...shapes import SUITES, Shape, square
+from ...ways import FLUSHED, SUSTAINED
 from ..evidence import OURS, Entry, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
 from ..page import length, times
 from ..sections import SHORT
@@ -21,6 +23,7 @@ NONE = "–"
 KINDS = {"dense", "features", "packed"}
 SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
 PORTABLE, TRITON = "portable", "Triton-"
+ASIDE = {PORTABLE, FLUSHED}  # words that say what of a shape is meant, and not which shape
 
 
 @functools.cache
@@ -52,7 +55,7 @@ def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
 def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Turn]:
     """The newest turn of each shape in which all of these took part."""
     ours = f"{OURS}:{PORTABLE}" if PORTABLE in words else OURS
-    asked = {word for word in words if word != PORTABLE and not word.startswith(TRITON)}
+    asked = {word for word in words if word not in ASIDE and not word.startswith(TRITON)}
     asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
     asked |= set() if asked & set(SHORT.values()) else {"bf16"}
     wanted, place = {ours, *peers}, where(evidence, words)
@@ -62,7 +65,8 @@ def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> lis
             if asked <= words_of(entry.shape, entry.row.suite):
                 runs.setdefault((entry.shape, entry.row.run), []).append(entry)
     whole = [of for of in runs.values() if {entry.row.provider for entry in of} == wanted]
-    return newest_turns(itertools.chain(*whole))
+    found = newest_turns(itertools.chain(*whole))
+    return [turn.flushed for turn in found] if FLUSHED in words else found
 
 
 def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
@@ -76,13 +80,23 @@ def rate(evidence: Evidence, who: list[str], words: list[str]) -> str:
     if not found:
         return NONE
     (turn,) = found
-    return f"{turn.rows[turn.subject].tflops:.0f}"
+    return f"{turn.rate(turn.subject):.0f}"
 
 
 def milliseconds(evidence: Evidence, who: list[str], words: list[str]) -> str:
     """Median time of the one shape that is meant."""
     found = turns(evidence, who, words)
-    return digits(found[0].rows[who[0] if who else OURS].median_ms) if found else NONE
+    return digits(found[0].ms(who[0] if who else OURS)) if found else NONE
+
+
+def way(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """How times were taken: sustained, flushed, or in how many shapes sustained."""
+    ways = [turn.way for turn in turns(evidence, who, words)]
+    if not ways:
+        return NONE
+    count = ways.count(SUSTAINED)
+    mixed = f"{SUSTAINED} in {count} of {len(ways)}, else {FLUSHED}"
+    return ways[0] if count in (0, len(ways)) else mixed
 
 
 def over(evidence: Evidence, who: list[str], words: list[str]) -> str:
@@ -161,6 +175,7 @@ def span(values: Sequence[float]) -> str:
 ANSWERS = {
     "rate": rate,
     "ms": milliseconds,
+    "way": way,
     "over": over,
     "mean": mean,
     "ahead": ahead,
