@@ -83,6 +83,8 @@ def _leaf(step: Step, index: list, given: dict[str, Tensor], tensors, dtype) -> 
 
 def load(x: Tensor, index: list) -> Tensor:
     """The elements of a captured tensor at clamped indices; integers come as int64."""
+    if x.dtype in (torch.uint16, torch.uint32):  # which torch does not index on every device
+        x = x.to(torch.int64)
     at = [
         i.to(x.device).clamp(0, n - 1)
         if isinstance(i, Tensor)

@@ -31,6 +31,8 @@ def main() -> int:
         counts[became] += 1
         if outcome.faults or one:
             print(outcome, outcome.refused, flush=True)
+        if sum(counts.values()) % 50 == 0:
+            print(f"{sum(counts.values())} cases: {dict(counts)}", flush=True)
     seconds = time.perf_counter() - start
     print(f"{lane.name}: {dict(counts)}, {seconds:.0f} s")
     return 1 if counts["failed"] else 0
