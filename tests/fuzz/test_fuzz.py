@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from .cases import case
+from .inputs import make_inputs
 from .lanes import LANES
+from .refusals import may_refuse
 from .run import run
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -17,11 +19,17 @@ ON_A_GPU = {"hopper-cuda": 500, "portable-cuda": 350, "choice-cuda": 150}
 
 def check(lane, seeds):
     """Every case is right or, where it may be, refused; and not too many are."""
+    outcomes = computed(lane, seeds)
+    refused = sum(bool(outcome.refused) for outcome in outcomes)
+    assert refused <= lane.refused * len(outcomes), f"{refused} of {len(outcomes)} are refused"
+
+
+def computed(lane, seeds):
+    """The outcomes, of which none is wrong."""
     outcomes = [run(case(seed, lane)) for seed in seeds]
     failed = [str(outcome) for outcome in outcomes if outcome.faults]
     assert not failed, "\n" + "\n".join(failed)
-    refused = sum(bool(outcome.refused) for outcome in outcomes)
-    assert refused <= lane.refused * len(outcomes), f"{refused} of {len(outcomes)} are refused"
+    return outcomes
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -38,8 +46,22 @@ def test_more(name, first):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_A_GPU)
-def test_on_a_gpu(name):
+@pytest.mark.parametrize(
+    ("name", "look"), [(name, look) for name in ON_A_GPU for look in range(LANES[name].looks)]
+)
+def test_on_a_gpu(name, look):
+    """The cases of one look, which are served by the same few kernels."""
     if name == "hopper-cuda" and not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
-    check(LANES[name], range(ON_A_GPU[name]))
+    computed(LANES[name], range(look, ON_A_GPU[name], LANES[name].looks))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_few_may_be_refused_on_a_gpu(name):
+    lane, refused = LANES[name], 0
+    for seed in range(ON_A_GPU[name]):
+        one = case(seed, lane)
+        leaves = make_inputs(one).leaves
+        refused += may_refuse(one, *(leaves[x] for x in "qkv"))
+    assert refused <= lane.refused * ON_A_GPU[name]

@@ -1,5 +1,6 @@
 """What only a GPU shows: memory, streams, threads, graphs, sizes, and the same bits every time."""
 
+import gc
 import math
 import threading
 import warnings
@@ -55,6 +56,7 @@ def peak_of(function):
     `max_memory_allocated` counts the allocator's blocks, which may be larger.
     """
     function()  # compile
+    gc.collect()  # what other tests left must not be freed in between
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()

@@ -146,6 +146,9 @@ class _Lines:
             return self._assign(name, self._divided(step, *operands))
         if step.op in SHIFTS:
             return self._assign(name, self._shifted(step, *operands))
+        if step.op == "abs" and self.is_long[len(self.values)] > self.is_long[step.inputs[0]]:
+            # LLVM would take it of the 32 bits, and ptxas that of -2^31 for positive: of 33 bits
+            return self._assign(name, f"tl.abs({operands[0]} * 2) >> 1")
         return self._assign(name, OPERATORS[step.op].text.format(*operands))
 
     def _constant(self, step: Step) -> str:
