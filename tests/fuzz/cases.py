@@ -3,7 +3,9 @@
     case(1234, lane_of("cpu", "cpu"))
 
 A look is what selects code: dtype, heads and features. A shape is lengths and numbers.
-On a GPU a look has a seed of its own, `seed % lane.looks`, so that few kernels serve many cases.
+On a GPU a look has a seed of its own, `seed % lane.looks`, and so has what else Triton compiles
+for: which sides of a window there are, whether lengths are multiples of 16. So few kernels serve
+many cases.
 
 The number of features beside causal (three fifths of the cases), packing (a quarter) and layout is
 drawn first, 0 to 6 and 2.4 in the mean, and then which of eleven, evenly. So each is in about a
@@ -100,9 +102,9 @@ class Case:
 
 def case(seed: int, lane: Lane) -> Case:
     """The case of a seed in a lane."""
-    look = f"{lane.name} {seed % lane.looks}" if lane.looks else seed
-    look = _look(random.Random(f"look {look}"), lane)
-    return _shape(seed, random.Random(f"shape {seed}"), look, lane)
+    name = f"{lane.name} {seed % lane.looks}" if lane.looks else seed
+    look, rng = _look(random.Random(f"look {name}"), lane), random.Random(f"shape {seed}")
+    return _shape(seed, rng, random.Random(f"shapes {name}") if lane.looks else rng, look, lane)
 
 
 def _look(rng: random.Random, lane: Lane) -> Look:
@@ -147,30 +149,36 @@ def _look(rng: random.Random, lane: Lane) -> Look:
     )
 
 
-def _shape(seed: int, rng: random.Random, look: Look, lane: Lane) -> Case:
+def _shape(seed: int, rng: random.Random, compiled: random.Random, look: Look, lane: Lane) -> Case:
+    """The shape of a look; what kernels are compiled for is drawn from `compiled`."""
     if look.packed:
-        batch = rng.randint(1, 2 + lane.most_batch)
+        batch = compiled.randint(1, 2 + lane.most_batch)
         longest = lane.longest if batch == 1 else lane.longest // 2
         queries, keys = ([_length(rng, longest, 0.1) for _ in range(batch)] for _ in "qk")
         if rng.random() < 0.3:
             keys = queries
     else:
-        batch = rng.randint(1, lane.most_batch)
+        batch = compiled.randint(1, lane.most_batch)
         length, length_k = (_length(rng, lane.longest, 0.02) for _ in "qk")
         queries, keys = [length] * batch, [length_k] * batch
         if look.memory == "fused" or rng.random() < 0.3:
             keys = queries
+    spares = 0, 1, 7, 40
+    if lane.looks:
+        is_whole = compiled.random() < 0.5
+        spares = (0, 16, 48) if is_whole else spares
+        queries, keys = ([_of_class(n, is_whole) for n in x] for x in (queries, keys))
     spare_q = spare_k = [0] * batch
     if look.has("used"):
         if look.packed:
-            spare_q, spare_k = ([rng.choice((0, 1, 7, 40)) for _ in keys] for _ in "qk")
+            spare_q, spare_k = ([rng.choice(spares) for _ in keys] for _ in "qk")
         else:
             room = keys[0]
             keys = [rng.choice((room, rng.randint(0, room), room // 2, 0)) for _ in keys]
             spare_k = [room - n for n in keys]
     left = right = None
     if look.has("window"):
-        left, right = (rng.choice((None, 0, 1, 5, 17, 64, 130, 1000)) for _ in "lr")
+        left, right = (compiled.choice((None, 0, 1, 5, 17, 64, 130, 1000)) for _ in "lr")
     return Case(
         *(seed, lane, look),
         *(tuple(queries), tuple(keys), tuple(spare_q), tuple(spare_k)),
@@ -183,6 +191,13 @@ def _shape(seed: int, rng: random.Random, look: Look, lane: Lane) -> Case:
         dropout_p=rng.choice((0.01, 0.1, 0.5, 0.9)) if look.has("dropout") else 0.0,
         rng=(rng.randint(-(2**63), 2**63 - 1), rng.choice((0, rng.randint(-(2**63), 2**63 - 1)))),
     )
+
+
+def _of_class(n: int, is_whole: bool) -> int:
+    """A length as it is, or near it, that is a multiple of 16, or is none and not 1 either."""
+    if is_whole or n == 0:
+        return -(-n // 16) * 16
+    return n + 2 if n == 1 else n + (n % 16 == 0)
 
 
 def _length(rng: random.Random, longest: int, empty: float) -> int:
