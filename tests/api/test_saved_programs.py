@@ -25,10 +25,10 @@ RUNS = f"0], __import__('os').environ.setdefault('{MARK}', '1'), captured[0"
 class Module(torch.nn.Module):
     """A mask and a score function, each with a tensor, in a kernel."""
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
         super().__init__()
-        self.register_buffer("doc", DOC)
-        self.register_buffer("table", TABLE)
+        self.register_buffer("doc", DOC.to(device))
+        self.register_buffer("table", TABLE.to(device))
         self.mask = mods.causal() & mods.document(self.doc)
         self.score = scores.score(lambda s, b, h, q, k: s + self.table[h, k])
 
@@ -196,6 +196,9 @@ torch.testing.assert_close(got, want)
 
 
 class Plain(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+
     def forward(self, q):
         return tilewise.attention(q, q, q, causal=True)
 
@@ -207,12 +210,13 @@ class Modified(Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("module", [Plain, Modified])
-def test_aot_inductor(module, tmp_path):
+def test_aot_inductor(module, device, tmp_path):
     """Compiled ahead of time, in this process and in another one."""
     if not _has_compiler():
         pytest.skip("AOTInductor needs a C++ compiler")
-    q, model = torch.randn(1, 16, 2, 8), module()
+    q, model = torch.randn(1, 16, 2, 8, device=device), module(device)
     program = torch.export.export(model, (q,))
     package = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "model.pt2")
