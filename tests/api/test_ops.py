@@ -139,7 +139,10 @@ def test_flops_of_what_is_learned():
     assert counter.get_total_flops() == 2 * pairs * (5 * 16 + 2 * (16 + 16))
 
 
-@pytest.mark.parametrize("part", ["all", "backward", "imported within"])
+@pytest.mark.parametrize(
+    "part",
+    ["all", *(pytest.param(x, marks=pytest.mark.slow) for x in ("backward", "imported within"))],
+)
 def test_flops_of_a_counter_older_than_us(part):
     """A counter copies the formulas when it is made, so the first call under it has to add ours."""
     script = f"""

@@ -32,6 +32,7 @@ def test_exit_code_3_without_a_gpu(name, monkeypatch):
     assert invoke(name, "--device", "cuda").exit_code == 3
 
 
+@pytest.mark.slow
 def test_memory(tmp_path):
     pytest.importorskip("matplotlib")
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "memory.png"
@@ -78,6 +79,7 @@ def test_io_on_the_cpu(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_speedup(tmp_path):
     pytest.importorskip("matplotlib")
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "speedup.png"
@@ -92,6 +94,7 @@ def test_speedup(tmp_path):
     assert invoke("speedup", "--device", "cpu", "--cases", "sparse").exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_blocks_without_a_gpu(tmp_path):
     pytest.importorskip("triton")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compile
 # by 3.8, 268 and 472 by 3.9, whose ptxas is 13.4; by 3.9 also headdim 256 causal, 80, and most
 # features there, some at 128, fewer than 200, and softcap at 64, 828.
 IS_MEASURED = triton.__version__.startswith("3.6.")
-ALIBI_SPILLS = 24
+ALIBI_SPILLS = 52
 # Headdim 256 spills six registers of a causal mask where one tile joins the next
 SPILLS = {256: 24} if IS_MEASURED else {64: 840, 128: 200, 256: 200}
 
@@ -173,21 +173,21 @@ MODIFIED = {
 }
 # Bytes that a thread spills, as measured with Triton 3.6: but for "all" they are where a program
 # starts, or where one tile joins the next and both are there, and at most 5 accesses in the loop.
+# At headdim 256 a Q that is released early and shares of a tile took up to 50 bytes of these.
 MODIFIED_SPILLS = {
-    ("all", 64): 268,
-    ("mask", 128): 28,
-    ("blocks-documents", 128): 60,
+    ("all", 64): 320,
+    ("mask", 128): 24,
+    ("blocks-documents", 128): 52,
     ("score", 128): 52,
-    ("bias", 128): 8,
     ("bias-fp32", 128): 164,
-    ("all", 128): 868,
-    ("mask", 256): 44,
-    ("blocks-documents", 256): 48,
-    ("score", 256): 16,
-    ("bias", 256): 12,
-    ("bias-fp32", 256): 100,
-    ("dropout", 256): 4,
-    ("all", 256): 740,
+    ("all", 128): 832,
+    ("mask", 256): 60,
+    ("blocks-documents", 256): 80,
+    ("score", 256): 52,
+    ("bias", 256): 28,
+    ("bias-fp32", 256): 152,
+    ("dropout", 256): 88,
+    ("all", 256): 716,
 }
 
 

@@ -117,7 +117,7 @@ def test_packed(target, kernel):
 
 
 @pytest.mark.parametrize("variant", ["mask", "blocks", "bias"])
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("target", [pytest.param("sm80", marks=pytest.mark.slow), "sm90"])
 def test_modified(target, variant):
     for plan in plans_of(64, BF16, **VARIANTS[variant]).values():
         check(plan, target)

@@ -46,7 +46,8 @@ def check(backend, blocks, given, dout, **how):
         assert verdict.ok, f"{name}: {verdict}"
 
 
-SIZES = [(128, 112), (192, 128), (96, 96), (16, 48), (512, 384), (112, 16)]
+SLOW = [pytest.param(block, marks=pytest.mark.slow) for block in ((16, 48), (112, 16))]
+SIZES = [(128, 112), (192, 128), (96, 96), (512, 384), *SLOW]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "portable"])

@@ -210,8 +210,15 @@ def assert_right(grads, oracle, plain):
     assert not failures, "\n".join(failures)
 
 
+DEAR = ("everything", "everything-in-blocks", "bias-128", "bias-queries", "bias-keys", "bias-wide")
+
+
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow) if x.name in DEAR else x for x in CASES],
+    ids=lambda case: case.name,
+)
 def test_gradients(case, device):
     given, oracle, plain = call_of(case, device)
     assert_right(backward(given), oracle, plain)
@@ -253,7 +260,9 @@ def test_deterministic(case, device):
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("name", ["dropout-128", "everything", "blocks-wide"])
+@pytest.mark.parametrize(
+    "name", ["dropout-128", "blocks-wide", pytest.param("everything", marks=pytest.mark.slow)]
+)
 def test_half_precision(name, device):
     case = next(case for case in CASES if case.name == name)
     given, oracle, plain = call_of(case, device, FP16)

@@ -96,7 +96,13 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.slow) if x in ("dropout", "bhsd", "mask") else x
+        for x in ASKED
+    ],
+)
 def test_beside_other_features(name):
     given, asked = inputs(), ASKED[name]
     if "layout" in asked:
