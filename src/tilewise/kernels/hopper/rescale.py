@@ -3,10 +3,10 @@ exponentials stand beside the matmul that is in flight.
 
 Online softmax may subtract any m from the scores, as long as O and l are summed with the same one:
 the two are divided by each other at the end, and lse = m + log2 l. So a row keeps its m until the
-maximum exceeds it by THRESHOLD (FlashAttention-4, arXiv 2603.05451). P is then at
-most 2^THRESHOLD, which fp32 sums hold, and bf16 and fp16 round no worse than numbers below 1. After
-the first blocks of a tile rows seldom change, and a warp in which none does skips the 32, 64 or 128
-multiplications of its part of O.
+maximum exceeds it by THRESHOLD (FlashAttention-4, arXiv 2603.05451). P is then at most 2^THRESHOLD,
+which fp32 sums and fp16 hold; its largest number is no longer a 1 that rounding leaves as it is.
+After the first blocks of a tile rows seldom change, and a warp in which none does skips the 32, 64
+or 128 multiplications of its part of O.
 
 The branch is inline assembly, because it is one warp's own: an `if` in Gluon is the same for all
 warps of a partition. It has a second use. A branch ends a basic block, and ptxas moves no
