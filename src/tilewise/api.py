@@ -199,7 +199,7 @@ def call(
                 _calls.clear()
             _calls[key] = known
     if not is_watched and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":
-        check_scores(q, k, known.scalars.scale, words)
+        check_scores(q, k, *known.scalars[:2], words)
     return ops.attention(known, q, k, v, extras, is_watched)
 
 

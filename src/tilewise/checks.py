@@ -191,11 +191,13 @@ def knows_values(x: Tensor) -> bool:
 LARGEST_SCORE = 2.0**27
 
 
-def check_scores(q: Tensor, k: Tensor, scale: float, words: Words = OURS) -> None:
-    """The norms of q and k allow no score past LARGEST_SCORE: on a GPU it would give NaN. Waits for
-    the device, so it is asked with TILEWISE_CHECK=1 alone.
+def check_scores(
+    q: Tensor, k: Tensor, scale: float, softcap: float = 0.0, words: Words = OURS
+) -> None:
+    """The norms of q and k, or a softcap, allow no score past LARGEST_SCORE: on a GPU it
+    would give NaN. Waits for the device, so it is asked with TILEWISE_CHECK=1 alone.
     """
-    if q.numel() == 0 or k.numel() == 0:
+    if q.numel() == 0 or k.numel() == 0 or 0 < softcap <= LARGEST_SCORE:
         return
     norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax().item() for x in (q, k)]
     if scale * norms[0] * norms[1] > LARGEST_SCORE:

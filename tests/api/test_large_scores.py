@@ -23,6 +23,9 @@ def test_norms_that_allow_too_much_are_refused():
     check_scores(x, x, 0.99)
     with pytest.raises(ArgumentError, match=r"past 2\^27 may give NaN"):
         check_scores(x, x, 1.01)
+    check_scores(x, x, 1.01, softcap=50.0)  # which bounds them
+    with pytest.raises(ArgumentError, match=r"past 2\^27 may give NaN"):
+        check_scores(x, x, 1.01, softcap=2.0**28)
     check_scores(x[:, :0], x, 1e9)
     check_scores(x * float("nan"), x, 1e9)  # NaN is no large score
 
