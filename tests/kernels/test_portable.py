@@ -12,6 +12,7 @@ from tilewise.kernels import portable
 from tilewise.kernels.arguments import fits_descriptor
 from tilewise.kernels.portable import launch
 from tilewise.problem import Extras, Grads, Scalars, describe
+from tilewise.sparse import create_block_mask
 from tilewise.testing import use_interpreter
 from tilewise.testing.cases import CASES, Case, run_case
 from tilewise.testing.inputs import Features, Sizes, make_inputs
@@ -91,6 +92,20 @@ def test_descriptors_change_no_bit(dtype, headdims, tiles):
         read = [tiles[kernel].DESCRIPTORS for kernel in ("fwd", "bwd_dkdv", "bwd_dq")]
         assert read == [True] * 3
     assert_equal(by_descriptors, by_pointers)
+
+
+def test_a_descriptor_of_no_keys_reads_none(tiles):
+    """A descriptor has a row at least, which a block mask may list for a sequence without keys."""
+    inputs = make_inputs(Sizes(2, 40, 40, headdim=16), Features(), torch.bfloat16)
+    inputs.k[0], inputs.v[0] = math.nan, math.nan
+    mask = create_block_mask(lambda b, h, q, k: k >= 0, 1, 1, 40, 40, block=(32, 32))
+    used = torch.tensor([0, 40], dtype=torch.int32)
+    with everywhere(32, 32, 4, 1, True):
+        out, lse, dq, dk, dv = results(inputs, block_mask=mask, seqused_k=used)
+    assert all(tiles[kernel].DESCRIPTORS for kernel in ("fwd", "bwd_dkdv", "bwd_dq"))
+    assert lse[0].eq(-math.inf).all()
+    for x in (out, dq, dk, dv):
+        assert x[0].eq(0).all() and x[1].isfinite().all() and x[1].any()
 
 
 @pytest.mark.parametrize("memory", ["sliced", "expanded"])

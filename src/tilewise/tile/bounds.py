@@ -41,9 +41,8 @@ def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
         whole = lists.blocks  # where keys are not all used, full blocks are masked, too
         if not FEATURES.SEQUSED_K:
             whole = seq.lengths.seqlen_k // FEATURES.MASK_N
-        most_full = tl.where(whole > 0, lists.full_width, 0)
         row = m_start // FEATURES.MASK_M
-        return blocks_listed(lists, seq, row, lists.blocks, whole, most_full)
+        return blocks_listed(lists, seq, row, seq.lengths.seqlen_k, lists.blocks, whole)
     else:
         m_last = tl.minimum(m_start + TILE.BLOCK_M, seq.lengths.seqlen_q) - 1
         first = 0
@@ -70,9 +69,8 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
     if FEATURES.MASK_M > 0:
         lists = seq.modifiers.by_keys
         whole = seq.lengths.seqlen_q // FEATURES.MASK_M
-        most_full = tl.where(whole > 0, lists.full_width, 0)
         row = n_start // FEATURES.MASK_N
-        return blocks_listed(lists, seq, row, lists.blocks, whole, most_full)
+        return blocks_listed(lists, seq, row, seq.lengths.seqlen_q, lists.blocks, whole)
     else:
         n_last = tl.minimum(n_start + TILE.BLOCK_N, seq.lengths.seqlen_k) - 1
         first = 0
@@ -95,13 +93,15 @@ def query_blocks(n_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def blocks_listed(lists, seq, row, blocks, whole, most_full):
-    """The lists of a block, which number `blocks` blocks; of them at most `most_full` are full, and
-    among the first `whole`.
+def blocks_listed(lists, seq, row, limit, blocks, whole):
+    """The lists of a block, which number `blocks` blocks, and among the first `whole` full ones:
+    none where the other side has no rows, as a descriptor of no rows would read one.
     """
     n = list_row(lists, seq.batch, seq.head, row)
+    most_partial = tl.where(limit > 0, lists.partial_width, 0)
+    most_full = tl.where((limit > 0) & (whole > 0), lists.full_width, 0)
     return ListedBlocks(
-        clamp(tl.load(lists.partial_counts + n), 0, lists.partial_width),
+        clamp(tl.load(lists.partial_counts + n), 0, most_partial),
         lists.partial + n * lists.partial_width,
         blocks,
         clamp(tl.load(lists.full_counts + n), 0, most_full),

@@ -21,7 +21,7 @@ def listed_blocks(
     seq = Sequence(0, 0.0, call.numbers, batch, head, modifiers)
     row = n_start // FEATURES.MASK_N
     blocks = gl.cdiv(call.sizes.seqlen_q, FEATURES.MASK_M)
-    return blocks_listed(lists, seq, row, blocks, blocks, lists.full_width)
+    return blocks_listed(lists, seq, row, call.sizes.seqlen_q, blocks, blocks)
 
 
 @gluon.jit
