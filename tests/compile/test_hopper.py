@@ -205,6 +205,12 @@ def test_modified_scores_of_packed_sequences(name):
     modified_stats(name, 128, packed=True)
 
 
+def test_a_mask_of_several_conditions_selects_once():
+    """A thread has 64 scores of a block, in three places of each of two partitions."""
+    one, several = compiled_stats(128, causal=True), modified_stats("blocks-documents", 128)
+    assert several["FSEL"] < one["FSEL"] + 64
+
+
 def modified_stats(name, headdim, packed=False):
     batch, seqlen, nheads = 2, 4096, 4
     asked = MODIFIED[name]

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..tile.dropout import kept
 from ..tile.gradient import probabilities
+from ..tile.mask import apply_mask
 from ..tile.score import score
 
 
@@ -43,7 +44,10 @@ def recompute(
         offs_m, offs_n = offs_m[:, None], offs_n[None, :]
     q_idx, k_idx = m_start + offs_m, n_start + offs_n
     scored = score(qk, q_idx, k_idx, seq, FEATURES)
-    p = probabilities(scored.s, -lse, q_idx, k_idx, seq, FEATURES, MASKED)
+    s = scored.s
+    if MASKED:
+        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
+    p = probabilities(s, -lse, seq, FEATURES)
     dropped = p
     if FEATURES.DROPOUT:
         threshold = seq.numbers.dropout_threshold

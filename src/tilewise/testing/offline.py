@@ -39,7 +39,7 @@ SMEM_LIMIT: dict[str, int] = {
 }
 
 # Instructions whose presence or absence decides a kernel's speed.
-_SASS = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL", "MUFU.EX2", "FFMA")
+_SASS = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL", "MUFU.EX2", "FFMA", "FSEL")
 _AMD = ("vgpr_count", "agpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
 _one_at_a_time = threading.RLock()
@@ -84,8 +84,8 @@ def stats(compiled: Any) -> dict[str, int | bool]:
 
     Everywhere: `smem` in bytes, `warps`. NVIDIA: `registers` a thread, `spill_stores` and
     `spill_loads` in bytes, `wgmma_serialized`, and how often instructions occur (HGMMA, HMMA,
-    UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA); `copies_apart`: how many TMA loads stand where a
-    warp's lanes may have parted, as lanes that run ahead read what is not there yet;
+    UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA, FSEL); `copies_apart`: how many TMA loads stand
+    where a warp's lanes may have parted, as lanes that run ahead read what is not there yet;
     `idle_barriers`: how many mbarriers are made and not used, whose memory becomes another's. AMD:
     `vgpr_count`, `agpr_count`, `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`. A kernel that
     `build` did not compile raises ValueError.

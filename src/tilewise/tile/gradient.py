@@ -9,19 +9,14 @@ score's own derivative joins here.
 import triton
 import triton.language as tl
 
-from .mask import apply_mask
 from .score import unit
 
 
 @triton.jit
-def probabilities(s, minus_lse, q_idx, k_idx, seq, FEATURES: tl.constexpr, MASKED: tl.constexpr):
-    """P of a tile of scores; -lse is in base 2, -inf for rows that saw nothing.
-
-    All arguments are shaped to broadcast over the tile, so that the same lines serve S and its
-    transpose.
+def probabilities(s, minus_lse, seq, FEATURES: tl.constexpr):
+    """P of a tile of scores or of its transpose; -lse is in base 2, -inf for rows that saw nothing,
+    and broadcasts over the tile.
     """
-    if MASKED:
-        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
     return tl.exp2(s * unit(seq, FEATURES) + minus_lse)
 
 

@@ -15,6 +15,12 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the
     tile.
     """
+    return tl.where(visible(q_idx, k_idx, seq, FEATURES), s, float("-inf"))
+
+
+@triton.jit
+def visible(q_idx, k_idx, seq, FEATURES: tl.constexpr):
+    """Whether each query sees each key: bool."""
     keep = is_key(k_idx, seq.lengths.seqlen_k)
     if FEATURES.RIGHT:
         # Both ends as one number a row, since the compiler selects an element for each condition
@@ -30,4 +36,4 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     if FEATURES.MASK_MOD is not None:
         tensors = seq.modifiers.mask_tensors
         keep = keep & FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)
-    return tl.where(keep, s, float("-inf"))
+    return keep

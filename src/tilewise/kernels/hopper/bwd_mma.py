@@ -34,6 +34,7 @@ from .bwd_dropout import kept_operand, mark_dropped, weight_of, weighted
 from .bwd_labels import block_at, block_behind, needs_mask
 from .bwd_work import receive_tile, tile_lengths
 from .bwd_write import write_rows
+from .hide import hide
 from .layouts import accumulator, by_register, column_of, left_operand, row_of
 from .pipeline import Cursor, after, nth, release, start, wait_full
 from .turns import await_turn, end_turn
@@ -322,11 +323,12 @@ def recompute(
     scored = score(qk, q_idx, k_idx, seq, FEATURES)
     p = scored.s
     if needs_mask(block, work, TILE):
-        p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, True)
+        p = hide(scored.s, q_idx, k_idx, seq, FEATURES)
+        p = probabilities(p, minus_lse, seq, FEATURES)
         p = with_dropout(p, k_start, block, call, FEATURES, TILE)
         operand = kept_operand(p, dtype, True, FEATURES, TILE)
     else:
-        p = probabilities(scored.s, minus_lse, q_idx, k_idx, seq, FEATURES, False)
+        p = probabilities(scored.s, minus_lse, seq, FEATURES)
         p = with_dropout(p, k_start, block, call, FEATURES, TILE)
         operand = kept_operand(p, dtype, False, FEATURES, TILE)
     return Recomputed(operand, weight_of(p, scored.derivative, FEATURES))

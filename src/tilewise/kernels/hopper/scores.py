@@ -10,13 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.dropout import draw, stream_of
-from ...tile.mask import apply_mask
 from ...tile.score import load_slope, score_without_bias, unit
 from ...tile.softmax import running_max
 from ...tile.types import Lengths, Sequence
 from .bias import add_bias, load_bias
 from .dropout import drop_halves
 from .epilogue import head_of_row, query_of_row
+from .hide import hide
 from .layouts import accumulator, column_of
 from .ragged import lengths_in
 from .work import Work, needs_mask
@@ -109,7 +109,7 @@ def to_scores(
     if not MASKED:
         m_i = running_max(s, m_i, scale)
     elif needs_mask(work, i, n_block, FEATURES):
-        s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
+        s = hide(s, q_idx, k_idx, seq, FEATURES)
         m_i = running_max(s, m_i, scale)
     else:
         m_i = running_max(s, m_i, scale)
