@@ -1,4 +1,4 @@
-"""Which keys a query sees: the band mask, written once for torch tensors and for Triton tiles.
+"""Which keys a query sees: the band mask, for torch tensors (kernels: `tile.mask`).
 
 Query i sees key j where all of these hold:
 
@@ -7,10 +7,9 @@ Query i sees key j where all of these hold:
     j <  seqlen_k                   is_key
 
 `diagonal` is the key that query 0 stands on: seqlen_k - seqlen_q (bottom-right) or 0 (top-left).
-`q_idx` and `k_idx` are positions, shaped to broadcast into a tile: (BLOCK_M, 1) and (1, BLOCK_N).
+`q_idx` and `k_idx` are positions, shaped to broadcast into a tile.
 
-The bodies hold operators that torch and Triton share and nothing else, so that `triton.jit` can
-compile these very functions and the oracle can call them: join two with `&`, never with `and`.
+Join two with `&`, never with `and`.
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from ..tile.mask import is_key
+from ..tile.mask import apply_mask
 
 INTERPRETED = (
     "TRITON_INTERPRET=1 was set when Triton was imported, so that every kernel of this process is "
@@ -24,7 +24,7 @@ NO_COMPILER = (
 
 def is_interpreted() -> bool:
     """Whether Triton compiles nothing in this process."""
-    return not isinstance(is_key, JITFunction)
+    return not isinstance(apply_mask, JITFunction)
 
 
 def first_launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:

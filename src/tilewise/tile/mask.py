@@ -1,13 +1,62 @@
-"""The predicates of `tilewise.predicates`, compiled for kernels, applied to a tile of scores."""
+"""The mask of a tile of scores: a band, as an interval of columns for each row, and a function.
+
+Query i sees key j where i + diagonal - left <= j <= i + diagonal + right and j < seqlen_k
+(`tilewise.predicates`). Both ends are numbers a row, whichever of a tile's sides the queries are:
+so an element takes one comparison for each end that there is.
+"""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from .. import predicates
+LAST = tl.constexpr(0x7FFFFFFF)  # past every column
 
-is_key = triton.jit(predicates.is_key)
-within_left = triton.jit(predicates.within_left)
-within_right = triton.jit(predicates.within_right)
+
+class Interval(NamedTuple):
+    """What each row sees of its columns: first <= column < stop."""
+
+    first: tl.tensor
+    stop: tl.tensor
+
+
+@triton.constexpr_function
+def has_first(left, right, is_transposed):
+    """Whether a row's interval has a beginning: that of a query with `left`, of a key with `right`."""
+    return right if is_transposed else left
+
+
+@triton.constexpr_function
+def has_stop(left, is_transposed):
+    """Whether it has an end: that of a query always, as keys come to one; of a key with `left`."""
+    return left if is_transposed else True
+
+
+@triton.jit
+def columns_seen(
+    q_idx, k_idx, seq, LEFT: tl.constexpr, RIGHT: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """The keys that a query sees, or TRANSPOSED the queries that see a key: none past the end."""
+    diagonal, seqlen_k = seq.lengths.diagonal, seq.lengths.seqlen_k
+    left, right = seq.numbers.left, seq.numbers.right
+    if TRANSPOSED:
+        is_key = k_idx < seqlen_k
+        first = tl.where(is_key, k_idx - (diagonal + right), LAST)
+        stop = k_idx - (diagonal - left - 1)
+        if not RIGHT:
+            stop = tl.where(is_key, stop, -LAST)
+        return Interval(first, stop)
+    else:
+        first = q_idx + (diagonal - left)
+        stop = tl.minimum(q_idx + (diagonal + right + 1), seqlen_k) if RIGHT else seqlen_k
+        return Interval(first, stop)
+
+
+@triton.jit
+def function_allows(q_idx, k_idx, seq, FEATURES: tl.constexpr):
+    """What the mask function says of each pair."""
+    tensors = seq.modifiers.mask_tensors
+    return FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)
 
 
 @triton.jit
@@ -15,25 +64,15 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the
     tile.
     """
-    return tl.where(visible(q_idx, k_idx, seq, FEATURES), s, float("-inf"))
-
-
-@triton.jit
-def visible(q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """Whether each query sees each key: bool."""
-    keep = is_key(k_idx, seq.lengths.seqlen_k)
-    if FEATURES.RIGHT:
-        # Both ends as one number a row, since the compiler selects an element for each condition
-        ahead = seq.lengths.diagonal + seq.numbers.right
-        if k_idx.shape[1] > 1:  # queries are rows
-            keep = is_key(k_idx, tl.minimum(seq.lengths.seqlen_k, q_idx + ahead + 1))
-        elif not FEATURES.LEFT:
-            keep = q_idx >= tl.where(keep, k_idx - ahead, 0x7FFFFFFF)
-        else:  # a window's other end wants its registers: Hopper's backward would spill
-            keep = keep & within_right(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.right)
-    if FEATURES.LEFT:
-        keep = keep & within_left(q_idx, k_idx, seq.lengths.diagonal, seq.numbers.left)
+    TRANSPOSED: tl.constexpr = k_idx.shape[1] == 1
+    seen = columns_seen(q_idx, k_idx, seq, FEATURES.LEFT, FEATURES.RIGHT, TRANSPOSED)
+    column = q_idx if TRANSPOSED else k_idx
+    keep = k_idx < seq.lengths.seqlen_k  # which the ends of a band know, too
+    if has_stop(FEATURES.LEFT, TRANSPOSED):
+        keep = column < seen.stop
+    if has_first(FEATURES.LEFT, FEATURES.RIGHT, TRANSPOSED):
+        is_late = column >= seen.first
+        keep = keep & is_late if has_stop(FEATURES.LEFT, TRANSPOSED) else is_late
     if FEATURES.MASK_MOD is not None:
-        tensors = seq.modifiers.mask_tensors
-        keep = keep & FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)
-    return keep
+        keep = keep & function_allows(q_idx, k_idx, seq, FEATURES)
+    return tl.where(keep, s, float("-inf"))

@@ -310,14 +310,18 @@ def recompute(
     )
     lengths = tile_lengths(work, call, FEATURES, TILE)
     q_start = block.m_block * TILE.BLOCK_M
-    if TILE.RAGGED and not IS_POSITION:
-        # Queries by the key they stand on, so that the diagonal is 0. It is in a register here; the
-        # compiler would add it to each column of the tile, before the loop, and spill the sums
-        q_start += lengths.diagonal
+    column = gl.arange(0, qk.shape[1], column_of(S_LAYOUT))[None, :]
+    if IS_POSITION:
+        q_idx = q_start + column
+    elif TILE.BLOCK_M == 128:
+        # Queries by the key they stand on, which is one number a block: tall blocks have no
+        # registers for more
+        q_idx = q_start + lengths.diagonal + column
         lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, 0)
+    else:
+        q_idx, lengths = from_block(column, q_start, lengths)
     slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
     seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers)
-    q_idx = (q_start + gl.arange(0, qk.shape[1], column_of(S_LAYOUT)))[None, :]
     k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
     minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
     scored = score(qk, q_idx, k_idx, seq, FEATURES)
@@ -332,6 +336,16 @@ def recompute(
         p = with_dropout(p, k_start, block, call, FEATURES, TILE)
         operand = kept_operand(p, dtype, False, FEATURES, TILE)
     return Recomputed(operand, weight_of(p, scored.derivative, FEATURES))
+
+
+@gluon.jit
+def from_block(column, q_start, lengths):
+    """Queries counted from a block of them on, as `ragged.from_block` counts keys, and for its
+    reason: columns are constants then, and no register holds one.
+    """
+    before = q_start + (column & 6)
+    diagonal = lengths.diagonal + before
+    return column - (column & 6), Lengths(lengths.seqlen_q - before, lengths.seqlen_k, diagonal)
 
 
 @gluon.jit

@@ -135,10 +135,8 @@ def keys_of(
     offs_n = gl.arange(0, TILE.BLOCK_N, column_of(accumulator(TILE.BLOCK_N)))
     if TRUE:
         k_idx = true_keys(offs_n[None, :], n_start)
-    elif FEATURES.PACKED or FEATURES.SEQUSED_K or APART:
-        k_idx, lengths = from_block(offs_n[None, :], n_start, lengths)
     else:
-        k_idx = (n_start + offs_n)[None, :]
+        k_idx, lengths = from_block(offs_n[None, :], n_start, lengths)
     numbers, modifiers = call.numbers, call.modifiers
     return k_idx, Sequence(lengths, tile.slope_log2, numbers, work.batch, work.head, modifiers)
 
