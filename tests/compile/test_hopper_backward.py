@@ -34,7 +34,7 @@ MODIFIED = {
     "mask": (dict(mask="packed"), (0, 16, 0)),
     "score": (dict(score="tilted"), (0, 0, 0)),
     "derivative": (dict(score="bent"), (0, 180, 0)),
-    "bias": (dict(bias=True), (0, 40, 0)),
+    "bias": (dict(bias=True), (0, 12, 0)),
     "dropout": (dict(dropout=0.1), (0, 110, 12)),
     "dropout-causal": (dict(dropout=0.1, causal=True), (16, 320, 132)),
 }
@@ -88,7 +88,7 @@ def launch_of(
     extras = Extras(slopes, None, *lengths, starts, starts, biases, rng, captured)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1, dropout)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic, names)
-    plan = bwd_launch.plan_of(problem, True)
+    plan = bwd_launch.plan_of(problem, True, bwd_launch.has_tiles(biases, q, k))
     groups = optionals_of(extras, names), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     blocks = bwd_launch.padded_blocks(problem, groups[1])
     padded = blocks * bwd_launch.ROWS
@@ -96,7 +96,7 @@ def launch_of(
     dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
     added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), turns
     grads = empty_grads(problem, q, k, v, extras)
-    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads, groups[1])
+    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads, biases, groups[1])
     before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
     return plan, (*args, *groups), before, (dq, strided(grads.dq), *groups)
 
@@ -168,6 +168,13 @@ def test_one_packed_sequence(headdim):
 def test_modifiers(name, at):
     features, most = MODIFIED[name]
     compiled_stats((64, 128, 256)[at], most=most[at], **features)
+
+
+@pytest.mark.parametrize("headdim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_copied_bias(headdim):
+    """It comes by the copy engine."""
+    found = compiled_stats(headdim, bias=True)
+    assert found["UTMALDG"] > compiled_stats(headdim)["UTMALDG"]
 
 
 @pytest.mark.slow

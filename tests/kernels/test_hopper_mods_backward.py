@@ -232,14 +232,14 @@ def test_packed_sequences(case, device):
     assert_right(backward(given), oracle, plain)
 
 
-SOME = [case for case in CASES if case.name in ("blocks-holes", "dropout-wide", "blocks-wide")]
+SOME = ("bias-heads", "blocks-holes", "dropout-wide", "blocks-wide")
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-def test_labels_in_any_order_of_events(case, seed):
-    """Nobody reads a label that is not there yet, or one that is there no more."""
+@pytest.mark.parametrize("case", [x for x in CASES if x.name in SOME], ids=lambda case: case.name)
+def test_any_order_of_events(case, seed):
+    """Nobody reads a label or a bias that is not there yet, or one that is there no more."""
     given, oracle, plain = call_of(case)
     assert_right(backward(given, seed), oracle, plain)
 
@@ -267,6 +267,24 @@ def test_half_precision(name, device):
     case = next(case for case in CASES if case.name == name)
     given, oracle, plain = call_of(case, device, FP16)
     assert_right(backward(given), oracle, plain)
+
+
+def test_which_biases_the_copy_engine_reads():
+    """Those of every pair, of the inputs' dtype, with rows at multiples of 16 bytes."""
+    q, k = torch.empty(2, 130, 4, 64, dtype=BF16), torch.empty(2, 200, 4, 64, dtype=BF16)
+    bias = torch.empty(2, 4, 131, 208, dtype=BF16)
+
+    def is_copied(bias):
+        return bwd_launch.has_tiles(bias, q, k)
+
+    whole = bias[:, :, 1:, :200]
+    assert is_copied(whole) and is_copied(whole[:1]) and is_copied(whole[:1, :1])
+    assert is_copied(bias[:, :, 1:, 8:])
+    assert not is_copied(None) and not is_copied(whole.float())
+    assert not is_copied(whole[:, :, :1]) and not is_copied(whole[..., :1])
+    assert not is_copied(bias[:, :, 1:, 1:201])  # at 2 bytes
+    assert not is_copied(torch.empty(2, 4, 200, 130, dtype=BF16).transpose(2, 3))
+    assert not is_copied(whole[:1, :1].expand(2, 4, 130, 200))  # a stride of 0
 
 
 @pytest.mark.parametrize("lengths", [(0, 9), (9, 0)], ids=str)

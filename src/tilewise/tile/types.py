@@ -173,6 +173,7 @@ class KeyPipeline(NamedTuple):
     LSE_FIRST: bool  # whether S starts from -lse, as it can unless something comes between
     RAGGED: bool  # whether each sequence has lengths of its own
     LABELLED: bool = False  # whether labels say which blocks these are, and bring random numbers
+    BIAS_COPIED: bool = False  # whether the bias comes by way of shared memory
 
 
 class Lengths(NamedTuple):

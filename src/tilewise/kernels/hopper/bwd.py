@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from .bwd_bias import make_bias
 from .bwd_load import load_partition
 from .bwd_mma import grad_partition
 from .bwd_rings import Inputs, Rings, make_keys, make_mail, make_queries
@@ -54,6 +55,7 @@ def hopper_bwd_kernel(
     counters,
     dk_desc,
     dv_desc,
+    bias_desc,
     further,
     queue,
     optionals,
@@ -72,12 +74,13 @@ def hopper_bwd_kernel(
     exchange = Exchange(ds_smem, make_barrier(3, 2))
     mail = make_mail(TILE)
     turns = make_turns(TILE)
+    bias = make_bias(dtype, TILE)
     out_smem = gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, further)
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, further)
     outputs = Outputs(dq, dk_desc, dv_desc, out_smem)
-    rings = Rings(keys, queries, exchange, mail, turns)
+    rings = Rings(keys, queries, exchange, mail, turns, bias)
     call = Call(queue, optionals, sizes, numbers)
     if TILE.ORDERED:
         gl.warp_specialize(

@@ -105,10 +105,10 @@ def keep(look: tuple, tensors: tuple, plan: Any, edges: list[Launched], main: La
     """
     given, extras, grads, scratch = tensors
     kernel = direct(main.compiled, main.programs)
-    row = (*given, *extras.tensors, *grads, *scratch, main.args[10].counter)
-    optionals = main.args[11]
-    # All but descriptors: of q, dout, k, v and stats, later of dk and dv
-    args = (*main.args[5:7], *main.args[9:], plan.features, plan.tile)
+    row = (*given, *extras.tensors, *grads, *scratch, main.args[11].counter)
+    optionals = main.args[12]
+    # All but descriptors: of q, dout, k, v and stats, later of dk, dv and the bias
+    args = (*main.args[5:7], *main.args[10:], plan.features, plan.tile)
     patterns = [pattern_of(x, (*row, optionals)) for x in (args, *(edge.args for edge in edges))]
     patterns.append(pattern_of(optionals, row))
     if kernel is None or None in patterns:
@@ -125,7 +125,9 @@ def keep(look: tuple, tensors: tuple, plan: Any, edges: list[Launched], main: La
     )
 
 
-def launch_again(look: tuple, addresses: list[int], given: Given, grads: Grads) -> bool:
+def launch_again(
+    look: tuple, addresses: list[int], given: Given, grads: Grads, bias: Tensor | None
+) -> bool:
     """A backward of tensors of a look, the given ones and the extras at these addresses. False
     where none of this look is kept, or the launch is Triton's own for another reason.
     """
@@ -142,17 +144,21 @@ def launch_again(look: tuple, addresses: list[int], given: Given, grads: Grads) 
     values.append(kept.optionals.filled(values.copy()))
     kept.delta.launch(kept.device, values)
     fill_dsinks(grads, scratch)
-    q, dout, k, v, stats, dk, dv = _encoded(kept, given, scratch, grads)
+    of_bias = [bias] if kept.plan.tile.BIAS_COPIED else []
+    q, dout, k, v, stats, dk, dv, *of_bias = _encoded(kept, given, scratch, grads, *of_bias)
+    for_bias = of_bias[0] if of_bias else [None]
     dq, turns, *rest = kept.args.filled(values)
-    kept.main(stream, *q, *dout, *k, *v, *stats, dq, turns, *dk, *dv, *rest)
+    kept.main(stream, *q, *dout, *k, *v, *stats, dq, turns, *dk, *dv, *for_bias, *rest)
     for edge in kept.after:
         edge.launch(kept.device, values)
     return True
 
 
-def _encoded(kept: Kept, given: Given, scratch: Scratch, grads: Grads) -> list[list]:
+def _encoded(
+    kept: Kept, given: Given, scratch: Scratch, grads: Grads, *of_pairs: Tensor
+) -> list[list]:
     """The descriptors of a backward, in the order of the kernel's arguments."""
-    tensors = given.q, given.dout, given.k, given.v, scratch.stats, grads.dk, grads.dv
+    tensors = given.q, given.dout, given.k, given.v, scratch.stats, grads.dk, grads.dv, *of_pairs
     encoded = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
     if None not in encoded:
         return encoded

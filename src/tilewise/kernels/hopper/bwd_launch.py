@@ -32,7 +32,7 @@ from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import Accumulated, bwd_delta_kernel
 from ..outputs import empty_grads
 from ..relaunch import apart, extras_apart, full_look_of
-from . import bwd_dropout, bwd_work
+from . import bwd_bias, bwd_dropout, bwd_work
 from .bwd import hopper_bwd_kernel
 from .bwd_dq import hopper_bwd_dq_kernel
 from .bwd_kept import (
@@ -68,13 +68,14 @@ class Plan(NamedTuple):
     features: Features
     tile: KeyPipeline
     edge: Tile  # of the kernels before and after
-    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk and dv
+    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv and the bias
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: Problem, has_scale: bool) -> Plan:
-    """The plan of a problem. `has_scale`: its scale is large enough to divide by.
+def plan_of(problem: Problem, has_scale: bool, has_tiles: bool = False) -> Plan:
+    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `has_tiles`: the
+    copy engine can read its bias.
 
     To headdim 128 both head dims are padded to the wider one.
     """
@@ -93,7 +94,8 @@ def plan_of(problem: Problem, has_scale: bool) -> Plan:
     lse_first = m == 64 and has_scale and not is_bent
     is_ragged = problem.is_packed or problem.has_seqused_k
     is_labelled = problem.mods.block != NO_MODS.block or problem.has_dropout
-    flags = problem.deterministic, lse_first, is_ragged, is_labelled
+    is_copied = has_tiles and n == 128  # wide heads leave no shared memory
+    flags = problem.deterministic, lse_first, is_ragged, is_labelled, is_copied
     tile = KeyPipeline(m, n, block_d, block_dv, *flags)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
@@ -105,9 +107,10 @@ def plan_of(problem: Problem, has_scale: bool) -> Plan:
         [1, 1, 1, m],
         [*before, 64, block_d],
         [*before, 64, block_dv],
+        [1, 1, m, 64],
     )
     element = ELEMENTS[problem.dtype]
-    kinds = (element, element, element, element, gl.float32, element, element)
+    kinds = (element, element, element, element, gl.float32, element, element, element)
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     edge = Tile(ROWS, 16, block_d, block_dv, False)
@@ -142,7 +145,7 @@ def backward(
     given = Given(dout, dlse, q, k, v, out, lse)
     addresses, look = full_look_of((*given, *extras.tensors))
     look = problem, scalars, look
-    if not launch_again(look, addresses, given, grads):
+    if not launch_again(look, addresses, given, grads, extras.bias):
         with on_device(q.device):
             launch_first(look, given, grads, extras)
     return grads
@@ -155,7 +158,7 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     dout, _, q, k, v, _, lse = given
     if problem.has_seqused_k and not problem.is_packed:
         k, v = in_steps(k), in_steps(v)
-    plan = plan_of(problem, abs(scalars.scale) > TINY)
+    plan = plan_of(problem, abs(scalars.scale) > TINY, has_tiles(extras.bias, q, k))
     groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     m_blocks = padded_blocks(problem, groups[1])
     programs = lse.shape[0] * lse.shape[1] * m_blocks
@@ -167,7 +170,7 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     fill_dsinks(grads, scratch)
     if k.numel() == 0:
         return
-    main = run_main(problem, plan, dout, q, k, v, added, grads, *groups)
+    main = run_main(problem, plan, dout, q, k, v, added, grads, extras.bias, *groups)
     args = scratch.dq, strided(grads.dq), *groups
     edges.append(run_edge(hopper_bwd_dq_kernel, programs, args, plan, q.device))
     if grads.dbias is not None:
@@ -194,16 +197,24 @@ def padded_blocks(problem: Problem, sizes: Sizes) -> int:
     return triton.cdiv(sizes.seqlen_q, ROWS)
 
 
+def has_tiles(bias: Tensor | None, q: Tensor, k: Tensor) -> bool:
+    """Whether the copy engine can read tiles of a bias: none is shared by queries or by keys."""
+    if bias is None or bias.shape[2:] != (q.shape[1], k.shape[1]) or bias.dtype != q.dtype:
+        return False
+    return bias.stride(3) == 1 and aligned(bias)
+
+
 def arguments(
-    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, sizes: Sizes
+    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, bias, sizes: Sizes
 ) -> tuple:
     """The descriptors of the kernel, what it adds to among them, and its queue."""
     accumulated, turns = added
     tensors = q, dout, k, v, accumulated.stats, grads.dk, grads.dv
-    *reads, dk, dv = of_backward(plan, *tensors)
+    of_pairs = [bias] if plan.tile.BIAS_COPIED else []
+    *reads, dk, dv, for_bias = (*of_backward(plan, *tensors, *of_pairs), None)[:8]
     further = ragged_steps(k)[2], ragged_steps(v)[2]
     queue = queue_of(problem, plan, q, k, sizes)
-    return *reads, accumulated.dq, turns, dk, dv, further, queue
+    return *reads, accumulated.dq, turns, dk, dv, for_bias, further, queue
 
 
 def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
@@ -219,19 +230,19 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
     return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
 
-def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, *groups):
+def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, bias, *groups):
     """The kernel itself; `groups` are its optionals, sizes and numbers. Returns the launch, or None
     where it was emulated.
     """
-    args = (*arguments(problem, plan, dout, q, k, v, added, grads, groups[1]), *groups)
-    queue = args[10]
+    args = (*arguments(problem, plan, dout, q, k, v, added, grads, bias, groups[1]), *groups)
+    queue = args[11]
     kernel = hopper_bwd_kernel if plan.tile.BLOCK_N == 128 else hopper_bwd_wide_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     if (seed := emulator_seed()) is not None and q.device.type == "cpu":
         from ...testing.hopper import emulate
 
         programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-        asm = ASM | bwd_dropout.ASM
+        asm = ASM | bwd_bias.ASM | bwd_dropout.ASM
         emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
         return None
     programs = min(queue.tiles, processors(q.device))

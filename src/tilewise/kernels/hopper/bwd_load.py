@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tile.seqlen import modifiers_of
 from ...tile.varlen import Hint
+from .bwd_bias import copy_bias
 from .bwd_blocks import Block, block_after, count_blocks, first_block
 from .bwd_labels import write_label
 from .bwd_listed import count_listed, listed_block, listed_blocks
@@ -24,7 +25,7 @@ from .bwd_work import (
 )
 from .compat import tma_load
 from .copies import load_ragged
-from .pipeline import after, start, wait_empty
+from .pipeline import after, nth, start, wait_empty
 from .work import END, Work, is_partial
 
 
@@ -42,7 +43,7 @@ def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.
     """Sequences that have as many rows each, so that the host knows how many tiles there are."""
     mail = start()
     keys_at = start()
-    at = start()
+    step = gl.to_tensor(0)
     tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
         work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
@@ -50,7 +51,7 @@ def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.
         mail = after(mail, 2)
         load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
-        at = load_blocks(inputs, rings.queries, at, work, modifiers, call, FEATURES, TILE)
+        step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         # Not sooner: others may wait for what a tile adds
         tile = draw_late(call.queue, TILE.ORDERED)
     close(call.queue, tile)
@@ -62,7 +63,7 @@ def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl
     """Packed sequences, of which only the device knows how many tiles there are."""
     mail = start()
     keys_at = start()
-    at = start()
+    step = gl.to_tensor(0)
     tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     drawn = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
     while drawn.batch < call.sizes.packed:
@@ -71,7 +72,7 @@ def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl
         mail = after(mail, 2)
         load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
-        at = load_blocks(inputs, rings.queries, at, work, modifiers, call, FEATURES, TILE)
+        step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         tile = draw_late(call.queue, TILE.ORDERED)
         drawn = find_tile(tile, drawn.hint, call, FEATURES, TILE)
     close_packed(drawn, call, TILE)
@@ -111,9 +112,9 @@ def load_keys(inputs, keys, at, work, FEATURES: gl.constexpr, TILE: gl.constexpr
 
 @gluon.jit
 def load_blocks(
-    inputs, queries, at, work, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+    inputs, rings, step, work, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """The blocks of queries that a tile visits; returns where the next tile's begin in the ring."""
+    """The blocks of queries that a tile visits; returns the step that the next tile begins with."""
     if FEATURES.MASK_M > 0:
         is_whole = work.start + TILE.BLOCK_N <= tile_lengths(work, call, FEATURES, TILE).seqlen_k
         for member in range(FEATURES.GROUP * (work.last >= 0).to(gl.int32)):
@@ -123,27 +124,30 @@ def load_blocks(
                 m_block, is_listed_partial = listed_block(listed, i, FEATURES, TILE)
                 block = Block(head, m_block)
                 masked = is_listed_partial | ~is_whole
-                load_queries(inputs, queries, at, work, block, masked, call, FEATURES, TILE)
-                at = after(at, 2)
+                load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
+                copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
+                step += 1
     else:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
             masked = is_partial(block.m_block, work)
-            load_queries(inputs, queries, at, work, block, masked, call, FEATURES, TILE)
-            at = after(at, 2)
+            load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
+            copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
+            step += 1
             block = block_after(block, work, FEATURES)
-    return at
+    return step
 
 
 @gluon.jit
 def load_queries(
-    inputs, queries, at, work, block, masked, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+    inputs, rings, step, work, block, masked, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """Q and dO of a block, with -lse and -delta of its rows."""
     BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.do.block_type.nbytes
     STATS: gl.constexpr = inputs.stats.block_type.nbytes
     stats: gl.constexpr = inputs.stats.block_type.shape
     batch, head, m_start = work.batch, block.head, block.m_block * TILE.BLOCK_M
+    queries, at = rings.queries, nth(step)
     wait_empty(queries, at)
     full = queries.full.index(at.slot)
     if TILE.LABELLED:

@@ -26,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...tile.gradient import probabilities
-from ...tile.score import load_slope, score
+from ...tile.score import load_slope
 from ...tile.seqlen import modifiers_of
 from ...tile.types import Lengths, Sequence
+from .bwd_bias import read_bias, score_with
 from .bwd_blocks import block_after, block_index, count_blocks, first_block
 from .bwd_dropout import kept_operand, mark_dropped, weight_of, weighted
 from .bwd_labels import block_at, block_behind, needs_mask
@@ -97,8 +98,9 @@ def grad_partition(
             visited = block_at(block, queries.labels, step, TILE)
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
+            bias = read_bias(rings.bias, WG, step, TILE)
             tile = recompute(
-                s, minus_lse, k_start, work, visited, modifiers, call, dtype, FEATURES, TILE
+                s, bias, minus_lse, k_start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
             # dV += P^T dO, while dS is made
@@ -289,6 +291,7 @@ def in_accumulator_order(x, layout: gl.constexpr):
 @gluon.jit
 def recompute(
     qk,
+    bias,
     minus_lse,
     k_start,
     work,
@@ -324,7 +327,7 @@ def recompute(
     seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers)
     k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
     minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
-    scored = score(qk, q_idx, k_idx, seq, FEATURES)
+    scored = score_with(qk, bias, q_idx, k_idx, seq, FEATURES, TILE)
     p = scored.s
     if needs_mask(block, work, TILE):
         p = hide(scored.s, q_idx, k_idx, seq, FEATURES)

@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     stats: tma.tensor_descriptor  # -lse and -delta
+    bias: tma.tensor_descriptor  # where it is copied, else None
     further: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
@@ -56,6 +57,7 @@ class Rings(NamedTuple):
     exchange: tuple  # what one matmul warpgroup makes and the other needs
     mail: Ring
     turns: Turns
+    bias: tuple = 0  # see bwd_bias.py
 
 
 @gluon.jit

@@ -58,6 +58,7 @@ def hopper_bwd_wide_kernel(
     counters,
     dk_desc,
     dv_desc,
+    bias_desc,
     further,
     queue,
     optionals,
@@ -84,7 +85,7 @@ def hopper_bwd_wide_kernel(
     turns = make_turns(TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, further)
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, further)
     outputs = Outputs(dq, dk_desc, dv_desc)
     rings = Rings(keys, queries, exchange, mail, turns)
     call = Call(queue, optionals, sizes, numbers)

@@ -84,7 +84,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
             tile = recompute(
-                s, minus_lse, work.start, work, visited, modifiers, call, dtype, FEATURES, TILE
+                s, 0, minus_lse, work.start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )
             exchange.p.store(in_register_order(tile.weight))
             mbarrier.arrive(exchange.p_full, count=1)

@@ -108,9 +108,11 @@ def descriptors(
     )
 
 
-def of_backward(plan: Any, q, dout, k, v, stats, dk, dv) -> list[Described]:
-    """The tensors of the backward for the blocks of its plan, in the order of these."""
-    tensors = q, dout, k, v, stats, dk, dv
+def of_backward(plan: Any, q, dout, k, v, stats, dk, dv, *of_pairs: Tensor) -> list[Described]:
+    """The tensors of the backward for the blocks of its plan, in the order of these. `of_pairs` are
+    of every query and key, (batch, nheads, seqlen_q, seqlen_k).
+    """
+    tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
     made = [in_blocks(*x) for x in zip(tensors, plan.blocks, plan.layouts) if x[0] is not stats]
     sides = [*stats.shape], [*stats.stride()]
     return [*made[:4], Described(stats, *sides, plan.blocks[4], plan.layouts[4]), *made[4:]]
