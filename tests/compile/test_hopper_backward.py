@@ -8,6 +8,7 @@ from tilewise import mods
 from tilewise.kernels.arguments import numbers_of, optionals_of, sizes_of, strided
 from tilewise.kernels.bwd_delta import Accumulated, bwd_delta_kernel
 from tilewise.kernels.hopper import bwd_launch
+from tilewise.kernels.hopper.bwd_pairs import target_of
 from tilewise.kernels.hopper.described import checked
 from tilewise.kernels.outputs import empty_grads
 from tilewise.modifiers import modifiers_of
@@ -35,6 +36,7 @@ MODIFIED = {
     "score": (dict(score="tilted"), (0, 0, 0)),
     "derivative": (dict(score="bent"), (0, 180, 0)),
     "bias": (dict(bias=True), (0, 12, 0)),
+    "learned-bias": (dict(bias=True, learned=True), (0, 0, 0)),
     "dropout": (dict(dropout=0.1), (0, 110, 12)),
     "dropout-causal": (dict(dropout=0.1, causal=True), (16, 320, 132)),
 }
@@ -66,6 +68,7 @@ def launch_of(
     is_by_blocks=False,
     score="",
     bias=False,
+    learned=False,
     dropout=0.0,
 ):
     """The plan of a call, and the arguments of its kernels before, at and after the core; of so
@@ -87,16 +90,18 @@ def launch_of(
     slopes = torch.ones(4) if alibi else None
     extras = Extras(slopes, None, *lengths, starts, starts, biases, rng, captured)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1, dropout)
-    problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic, names)
-    plan = bwd_launch.plan_of(problem, True, bwd_launch.has_tiles(biases, q, k))
+    flags = "bottom_right", deterministic, names, learned
+    problem = describe(q, k, v, extras, scalars, *flags)
+    grads = empty_grads(problem, q, k, v, extras)
+    plan, _ = bwd_launch.plan_for(problem, scalars, q, k, biases, grads.dbias)
     groups = optionals_of(extras, names), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     blocks = bwd_launch.padded_blocks(problem, groups[1])
     padded = blocks * bwd_launch.ROWS
     turns = torch.empty(batch, 4, blocks, 2, dtype=torch.int32) if deterministic else None
     dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
     added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), turns
-    grads = empty_grads(problem, q, k, v, extras)
-    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads, biases, groups[1])
+    pairs = biases, target_of(plan, grads, None)
+    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads, pairs, groups[1])
     before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
     return plan, (*args, *groups), before, (dq, strided(grads.dq), *groups)
 

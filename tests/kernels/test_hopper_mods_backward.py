@@ -10,7 +10,8 @@ import torch
 
 from tilewise.errors import Avoidable
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper import bwd_launch
+from tilewise.kernels.hopper import bwd_launch, bwd_pairs
+from tilewise.kernels.hopper.bwd_pairs import has_tiles
 from tilewise.modifiers import modifiers_of
 from tilewise.problem import Extras, Problem, Scalars, describe
 from tilewise.testing import use_emulator
@@ -75,6 +76,9 @@ CASES = (
     Case("bias-of-heads", SQUARE, Features(bias="h", sinks=True, alibi="heads", softcap=3.0)),
     Case("bias-128", _sizes(PAIR, 128), Features(bias="bhqk")),
     Case("bias-wide", _sizes(SQUARE, 256), Features(bias="qk")),
+    Case("bias-window", PAIR, Features(bias="bhqk", window=(60, 20), alibi="heads")),
+    Case("bias-blocks", PAIR, Features(bias="qk", mask="documents", blocks=BLOCKS)),
+    Case("bias-used", PAIR, Features(bias="hqk", seqused_k=(170, 30), mask="prefix")),
     # Dropout
     Case("dropout", PAIR, Features(dropout=0.1, lse_grad=True)),
     Case("dropout-causal", TALL, Features(dropout=0.5, causal=True, sinks=True)),
@@ -165,6 +169,10 @@ def given_of(
     problem = describe(q, k, v, extras, scalars, *flags)
     results = out.to(q.dtype), lse.float()
     return Given(problem, dout, inputs.dlse, q, k, v, *results, extras, scalars)
+
+
+def case_of(name):
+    return next(case for case in CASES if case.name == name)
 
 
 def call_of(case: Case, device="cpu", dtype=BF16, deterministic=False):
@@ -261,12 +269,48 @@ def test_deterministic(case, device):
 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize(
-    "name", ["dropout-128", "blocks-wide", pytest.param("everything", marks=pytest.mark.slow)]
+    "name",
+    ["bias", "dropout-128", "blocks-wide", pytest.param("everything", marks=pytest.mark.slow)],
 )
 def test_half_precision(name, device):
-    case = next(case for case in CASES if case.name == name)
-    given, oracle, plain = call_of(case, device, FP16)
+    given, oracle, plain = call_of(case_of(name), device, FP16)
     assert_right(backward(given), oracle, plain)
+
+
+@pytest.mark.parametrize("name", ["bias-heads", "bias-used"])
+def test_a_shared_bias_without_memory_for_sums(name, monkeypatch):
+    """Its gradient takes a kernel of its own."""
+    given, oracle, plain = call_of(case_of(name))
+    monkeypatch.setattr(bwd_pairs, "MOST_SCORES", 0)
+    assert_right(backward(given), oracle, plain)
+
+
+def test_a_bias_in_a_part_of_a_tensor():
+    """Its gradient is a tensor of its own, with rows that the copy engine cannot write."""
+    case = Case("sliced", PAIR._replace(seqlen_k=199), Features(bias="bhqk"))
+    given, oracle, plain = call_of(case)
+    bias = torch.zeros(2, 4, 130, 208, dtype=BF16)[..., :199]
+    given = given._replace(extras=given.extras._replace(bias=bias.copy_(given.extras.bias)))
+    grads = backward(given)
+    assert_right(grads, oracle, plain)
+    assert grads["dbias"].stride() == torch.empty_like(bias).stride()
+
+
+def test_how_the_gradient_of_a_bias_comes_about(monkeypatch):
+    """dS itself, a sum of it, or a kernel of its own."""
+
+    def way_of(name, **changed):
+        problem, _, _, q, k, *_, extras, _ = call_of(case_of(name))[0]
+        problem = problem._replace(**changed)
+        return bwd_pairs.way_of(problem, extras.bias, torch.empty_like(extras.bias), q, k)
+
+    assert way_of("bias") == way_of("bias-window") == bwd_pairs.WRITTEN
+    assert way_of("bias-heads") == way_of("bias-blocks") == bwd_pairs.SUMMED
+    for name in ("bias-keys", "bias-of-heads", "bias-wide", "everything", "everything-in-blocks"):
+        assert not way_of(name), name
+    assert not way_of("bias", has_softcap=True) and not way_of("bias", has_dropout=True)
+    monkeypatch.setattr(bwd_pairs, "MOST_SCORES", 0)
+    assert way_of("bias") and not way_of("bias-heads")
 
 
 def test_which_biases_the_copy_engine_reads():
@@ -275,7 +319,7 @@ def test_which_biases_the_copy_engine_reads():
     bias = torch.empty(2, 4, 131, 208, dtype=BF16)
 
     def is_copied(bias):
-        return bwd_launch.has_tiles(bias, q, k)
+        return has_tiles(bias, q, k)
 
     whole = bias[:, :, 1:, :200]
     assert is_copied(whole) and is_copied(whole[:1]) and is_copied(whole[:1, :1])

@@ -154,13 +154,14 @@ def _hopper_backward(call: Call) -> Launch:
     from ..kernels.arguments import numbers_of, optionals_of, sizes_of
     from ..kernels.bwd_delta import Accumulated
     from ..kernels.hopper import bwd_launch
+    from ..kernels.hopper.bwd_pairs import target_of
     from ..kernels.hopper.described import checked
     from ..kernels.outputs import empty_grads, empty_out
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
-    has_tiles = bwd_launch.has_tiles(extras.bias, q, k)
-    plan = bwd_launch.plan_of(problem, abs(scalars.scale) > bwd_launch.TINY, has_tiles)
+    grads = empty_grads(problem, q, k, v, extras)
+    plan, ds = bwd_launch.plan_for(problem, scalars, q, k, extras.bias, grads.dbias)
     groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     dout, lse = empty_out(problem, q)
     blocks = bwd_launch.padded_blocks(problem, groups[1])
@@ -168,8 +169,9 @@ def _hopper_backward(call: Call) -> Launch:
     dq = torch.empty(*heads, padded, plan.tile.BLOCK_D)
     turns = torch.empty(*heads, blocks, 2, dtype=torch.int32) if plan.tile.ORDERED else None
     added = Accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
-    grads = empty_grads(problem, q, k, v, extras)
-    args = bwd_launch.arguments(problem, plan, dout, q, k, v, added, grads, extras.bias, groups[1])
+    ds = None if ds is None else torch.empty(ds, dtype=q.dtype, device="meta")
+    pairs = extras.bias, target_of(plan, grads, ds)
+    args = bwd_launch.arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1])
     is_wide = plan.tile.BLOCK_N != 128
     kernel = bwd_launch.hopper_bwd_wide_kernel if is_wide else bwd_launch.hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -177,7 +179,7 @@ def _hopper_backward(call: Call) -> Launch:
     building = functools.partial(build, kernel, *arguments, on="sm90", **constants)
     name = "hopper_bwd_wide_kernel" if is_wide else "hopper_bwd_kernel"
     slots = 2  # for blocks of queries
-    return Launch(name, *_sides(plan.tile), slots, args[11].tiles, True, building)
+    return Launch(name, *_sides(plan.tile), slots, args[12].tiles, True, building)
 
 
 def _sides(tile) -> tuple[int, int, int]:

@@ -174,6 +174,7 @@ class KeyPipeline(NamedTuple):
     RAGGED: bool  # whether each sequence has lengths of its own
     LABELLED: bool = False  # whether labels say which blocks these are, and bring random numbers
     BIAS_COPIED: bool = False  # whether the bias comes by way of shared memory
+    BIAS_GRAD: bool = False  # whether dS leaves by that way, too: it is the gradient of the bias
 
 
 class Lengths(NamedTuple):

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from .bwd_bias import make_bias
+from .bwd_exchange import make_scores
 from .bwd_load import load_partition
 from .bwd_mma import grad_partition
 from .bwd_rings import Inputs, Rings, make_keys, make_mail, make_queries
@@ -29,11 +30,13 @@ class Outputs(NamedTuple):
     dq: gl.tensor  # the accumulator, in the order of registers
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
+    dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
     smem: gl.shared_memory_descriptor
 
 
 class Exchange(NamedTuple):
-    """dS of both warpgroups, (3, BLOCK_N, BLOCK_M): each computes half of dQ from all of it.
+    """dS of both warpgroups, three turns (see `make_scores`): each computes half of dQ from all of
+    it.
 
     There is no `empty` barrier. A warpgroup writes turn i where turn i - 3 was, and before that
     waits for `full` of turn i - 1. So the other has written turn i - 1, and it does that only when
@@ -56,6 +59,7 @@ def hopper_bwd_kernel(
     dk_desc,
     dv_desc,
     bias_desc,
+    dbias_desc,
     further,
     queue,
     optionals,
@@ -65,13 +69,10 @@ def hopper_bwd_kernel(
     TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    M: gl.constexpr = TILE.BLOCK_M
-    N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     keys = make_keys(dtype, TILE)
     queries = make_queries(dtype, TILE)
-    ds_smem = gl.allocate_shared_memory(dtype, [3, N, M], shared(N, M, dtype))
-    exchange = Exchange(ds_smem, make_barrier(3, 2))
+    exchange = Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
     mail = make_mail(TILE)
     turns = make_turns(TILE)
     bias = make_bias(dtype, TILE)
@@ -79,7 +80,7 @@ def hopper_bwd_kernel(
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, further)
-    outputs = Outputs(dq, dk_desc, dv_desc, out_smem)
+    outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
     rings = Rings(keys, queries, exchange, mail, turns, bias)
     call = Call(queue, optionals, sizes, numbers)
     if TILE.ORDERED:

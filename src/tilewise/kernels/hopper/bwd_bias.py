@@ -2,10 +2,10 @@
 
 In memory the keys of a query are neighbours; in S^T a thread has neighbouring queries of a key. So
 the load warp copies the tile into shared memory, and matmul warpgroups read it transposed, by
-`ldmatrix`: four instructions, where addresses of each element took 300.
+`ldmatrix`: four instructions, where a load of each element took 300 with its addresses.
 
-There is one tile, of the keys of both warpgroups, and no `empty` barrier: who arrives at `full` of
-the exchange with the dS of a block has read its bias.
+There is one tile, of the keys of both warpgroups, and no `empty` barrier: a warpgroup that arrives
+at `full` of the exchange with the dS of a block has read its bias.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
-    """Copies the bias of the block of a step, when all have read that of the step before."""
+    """Copies the bias of a step's block, when both warpgroups have read that of the step before."""
     if TILE.BIAS_COPIED:
         turn = step + 2  # the step before is in slot (step - 1) % 3
         last = gl.maximum(step - 1, 0)

@@ -12,6 +12,7 @@ import torch
 
 from ...problem import Grads, Problem
 from ..relaunch import ALIGNMENT, Again, Pattern, is_watched, pattern_of
+from .bwd_pairs import clear_unseen, sum_scores, target_of
 from .compat import Direct, direct
 from .counters import counter
 from .described import of_backward
@@ -36,9 +37,10 @@ class Scratch(NamedTuple):
 
     dq: Any  # (batch, nheads, padded, BLOCK_D), fp32
     stats: Any  # (batch, nheads, 2, padded)
-    delta: Any  # as lse, where the bias wants a gradient; else None
+    delta: Any  # as lse, where the gradient of the bias takes a kernel; else None
     turns: Any  # (batch, nheads, m_blocks, 2), int32, where tiles wait for each other
     parts: Any  # (batch, nheads, m_blocks) of the gradient of the sinks
+    ds: Any  # (batch, nheads, seqlen_q, padded seqlen_k), where a sum of it is the bias' gradient
 
 
 class Launched(NamedTuple):
@@ -68,29 +70,32 @@ LOOKS = 128
 _kept: dict[tuple, Kept] = {}
 
 
-def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int) -> Scratch:
+def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple | None) -> Scratch:
     """The shapes of a backward's memory, for that many blocks of queries a head."""
     heads = lse.shape[:2]
     padded = m_blocks * plan.edge.BLOCK_M
     return Scratch(
         (*heads, padded, plan.tile.BLOCK_D),
         (*heads, 2, padded),
-        lse.shape if problem.has_bias_grad else None,
+        lse.shape if problem.has_bias_grad and not plan.tile.BIAS_GRAD else None,
         (*heads, m_blocks, 2) if plan.tile.ORDERED else None,
         (*heads, m_blocks) if problem.has_sinks else None,
+        ds,
     )
 
 
 def make_scratch(problem: Problem, shapes: Scratch, lse: Tensor) -> Scratch:
     """The memory of one backward."""
-    dq, stats, delta, turns, parts = shapes
+    dq, stats, delta, turns, parts, ds = shapes
     if delta is not None:
         delta = lse.new_empty(delta)
     if turns is not None:
         turns = lse.new_empty(turns, dtype=torch.int32)
     if parts is not None:  # blocks between packed sequences have no part
         parts = (lse.new_zeros if problem.is_packed else lse.new_empty)(parts)
-    return Scratch(lse.new_empty(dq), lse.new_empty(stats), delta, turns, parts)
+    if ds is not None:
+        ds = lse.new_empty(ds, dtype=problem.dtype)
+    return Scratch(lse.new_empty(dq), lse.new_empty(stats), delta, turns, parts, ds)
 
 
 def fill_dsinks(grads: Grads, scratch: Scratch) -> None:
@@ -105,10 +110,10 @@ def keep(look: tuple, tensors: tuple, plan: Any, edges: list[Launched], main: La
     """
     given, extras, grads, scratch = tensors
     kernel = direct(main.compiled, main.programs)
-    row = (*given, *extras.tensors, *grads, *scratch, main.args[11].counter)
-    optionals = main.args[12]
+    row = (*given, *extras.tensors, *grads, *scratch, main.args[12].counter)
+    optionals = main.args[13]
     # All but descriptors: of q, dout, k, v and stats, later of dk, dv and the bias
-    args = (*main.args[5:7], *main.args[10:], plan.features, plan.tile)
+    args = (*main.args[5:7], *main.args[11:], plan.features, plan.tile)
     patterns = [pattern_of(x, (*row, optionals)) for x in (args, *(edge.args for edge in edges))]
     patterns.append(pattern_of(optionals, row))
     if kernel is None or None in patterns:
@@ -144,11 +149,16 @@ def launch_again(
     values.append(kept.optionals.filled(values.copy()))
     kept.delta.launch(kept.device, values)
     fill_dsinks(grads, scratch)
-    of_bias = [bias] if kept.plan.tile.BIAS_COPIED else []
-    q, dout, k, v, stats, dk, dv, *of_bias = _encoded(kept, given, scratch, grads, *of_bias)
-    for_bias = of_bias[0] if of_bias else [None]
+    target = target_of(kept.plan, grads, scratch.ds)
+    clear_unseen(look[0], target)
+    of_pairs = [bias] if kept.plan.tile.BIAS_COPIED else []
+    of_pairs += [] if target is None else [target]
+    described = _encoded(kept, given, scratch, grads, *of_pairs)
+    q, dout, k, v, stats, dk, dv, for_bias, for_dbias = (*described, [None], [None])[:9]
     dq, turns, *rest = kept.args.filled(values)
-    kept.main(stream, *q, *dout, *k, *v, *stats, dq, turns, *dk, *dv, *for_bias, *rest)
+    kept.main(stream, *q, *dout, *k, *v, *stats, dq, turns, *dk, *dv, *for_bias, *for_dbias, *rest)
+    if target is not None:
+        sum_scores(grads.dbias, scratch.ds)
     for edge in kept.after:
         edge.launch(kept.device, values)
     return True
@@ -158,7 +168,8 @@ def _encoded(
     kept: Kept, given: Given, scratch: Scratch, grads: Grads, *of_pairs: Tensor
 ) -> list[list]:
     """The descriptors of a backward, in the order of the kernel's arguments."""
-    tensors = given.q, given.dout, given.k, given.v, scratch.stats, grads.dk, grads.dv, *of_pairs
+    given = given.q, given.dout, given.k, given.v
+    tensors = *given, scratch.stats, grads.dk, grads.dv, *of_pairs
     encoded = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
     if None not in encoded:
         return encoded

@@ -45,6 +45,7 @@ from .bwd_kept import (
     make_scratch,
     shapes_of,
 )
+from .bwd_pairs import SUMMED, clear_unseen, has_tiles, sum_scores, sums_of, target_of, way_of
 from .bwd_wide import hopper_bwd_wide_kernel
 from .counters import counter_of, processors
 from .described import (
@@ -68,14 +69,16 @@ class Plan(NamedTuple):
     features: Features
     tile: KeyPipeline
     edge: Tile  # of the kernels before and after
-    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv and the bias
+    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv, the bias and its gradient
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: Problem, has_scale: bool, has_tiles: bool = False) -> Plan:
-    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `has_tiles`: the
-    copy engine can read its bias.
+def plan_of(
+    problem: Problem, has_scale: bool, is_copied: bool = False, bias_grad: bool = False
+) -> Plan:
+    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `is_copied`: the
+    copy engine can read its bias; `bias_grad`: and write dS as the gradient of that.
 
     To headdim 128 both head dims are padded to the wider one.
     """
@@ -94,8 +97,8 @@ def plan_of(problem: Problem, has_scale: bool, has_tiles: bool = False) -> Plan:
     lse_first = m == 64 and has_scale and not is_bent
     is_ragged = problem.is_packed or problem.has_seqused_k
     is_labelled = problem.mods.block != NO_MODS.block or problem.has_dropout
-    is_copied = has_tiles and n == 128  # wide heads leave no shared memory
-    flags = problem.deterministic, lse_first, is_ragged, is_labelled, is_copied
+    is_copied = is_copied and n == 128  # wide heads leave no shared memory
+    flags = problem.deterministic, lse_first, is_ragged, is_labelled, is_copied, bias_grad
     tile = KeyPipeline(m, n, block_d, block_dv, *flags)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
@@ -108,13 +111,23 @@ def plan_of(problem: Problem, has_scale: bool, has_tiles: bool = False) -> Plan:
         [*before, 64, block_d],
         [*before, 64, block_dv],
         [1, 1, m, 64],
+        [1, 1, m, 64],
     )
     element = ELEMENTS[problem.dtype]
-    kinds = (element, element, element, element, gl.float32, element, element, element)
+    kinds = (*[element] * 4, gl.float32, *[element] * 4)
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     edge = Tile(ROWS, 16, block_d, block_dv, False)
     return Plan(features, tile, edge, blocks, layouts)
+
+
+def plan_for(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, bias, dbias
+) -> tuple[Plan, tuple[int, ...] | None]:
+    """The plan of a call, and the shape of the dS that is summed for the gradient of the bias."""
+    way = way_of(problem, bias, dbias, q, k)
+    plan = plan_of(problem, abs(scalars.scale) > TINY, has_tiles(bias, q, k), bool(way))
+    return plan, sums_of(q, k) if way == SUMMED else None
 
 
 def backward(
@@ -158,11 +171,11 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     dout, _, q, k, v, _, lse = given
     if problem.has_seqused_k and not problem.is_packed:
         k, v = in_steps(k), in_steps(v)
-    plan = plan_of(problem, abs(scalars.scale) > TINY, has_tiles(extras.bias, q, k))
+    plan, ds = plan_for(problem, scalars, q, k, extras.bias, grads.dbias)
     groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     m_blocks = padded_blocks(problem, groups[1])
     programs = lse.shape[0] * lse.shape[1] * m_blocks
-    scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks), lse)
+    scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks, ds), lse)
     added = accumulated_of(plan, scratch, groups[2]), scratch.turns
     reads = strided(given.out), strided(dout), lse, given.dlse, scratch.delta
     args = (*reads, *added, scratch.parts, *groups[:2])
@@ -170,10 +183,15 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     fill_dsinks(grads, scratch)
     if k.numel() == 0:
         return
-    main = run_main(problem, plan, dout, q, k, v, added, grads, extras.bias, *groups)
+    target = target_of(plan, grads, scratch.ds)
+    clear_unseen(problem, target)
+    pairs = extras.bias, target
+    main = run_main(problem, plan, dout, q, k, v, added, grads, pairs, *groups)
+    if plan.tile.BIAS_GRAD:
+        sum_scores(grads.dbias, scratch.ds)
     args = scratch.dq, strided(grads.dq), *groups
     edges.append(run_edge(hopper_bwd_dq_kernel, programs, args, plan, q.device))
-    if grads.dbias is not None:
+    if grads.dbias is not None and not plan.tile.BIAS_GRAD:
         args = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
         edges.append(run_dbias(plan, (q, k, grads.dbias), (*args, *groups)))
     is_copied = k is not given.k or v is not given.v
@@ -197,24 +215,20 @@ def padded_blocks(problem: Problem, sizes: Sizes) -> int:
     return triton.cdiv(sizes.seqlen_q, ROWS)
 
 
-def has_tiles(bias: Tensor | None, q: Tensor, k: Tensor) -> bool:
-    """Whether the copy engine can read tiles of a bias: none is shared by queries or by keys."""
-    if bias is None or bias.shape[2:] != (q.shape[1], k.shape[1]) or bias.dtype != q.dtype:
-        return False
-    return bias.stride(3) == 1 and aligned(bias)
-
-
 def arguments(
-    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, bias, sizes: Sizes
+    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pairs, sizes: Sizes
 ) -> tuple:
-    """The descriptors of the kernel, what it adds to among them, and its queue."""
+    """The descriptors of the kernel, what it adds to among them, and its queue. `pairs`: the bias,
+    and where its gradient is written, or None.
+    """
     accumulated, turns = added
     tensors = q, dout, k, v, accumulated.stats, grads.dk, grads.dv
-    of_pairs = [bias] if plan.tile.BIAS_COPIED else []
-    *reads, dk, dv, for_bias = (*of_backward(plan, *tensors, *of_pairs), None)[:8]
+    of_pairs = [x for x in pairs if x is not None] if plan.tile.BIAS_COPIED else []
+    described = of_backward(plan, *tensors, *of_pairs)
+    *reads, dk, dv, for_bias, for_dbias = (*described, None, None)[:9]
     further = ragged_steps(k)[2], ragged_steps(v)[2]
     queue = queue_of(problem, plan, q, k, sizes)
-    return *reads, accumulated.dq, turns, dk, dv, for_bias, further, queue
+    return *reads, accumulated.dq, turns, dk, dv, for_bias, for_dbias, further, queue
 
 
 def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
@@ -230,12 +244,12 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
     return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
 
-def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, bias, *groups):
+def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pairs, *groups):
     """The kernel itself; `groups` are its optionals, sizes and numbers. Returns the launch, or None
     where it was emulated.
     """
-    args = (*arguments(problem, plan, dout, q, k, v, added, grads, bias, groups[1]), *groups)
-    queue = args[11]
+    args = (*arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1]), *groups)
+    queue = args[12]
     kernel = hopper_bwd_kernel if plan.tile.BLOCK_N == 128 else hopper_bwd_wide_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     if (seed := emulator_seed()) is not None and q.device.type == "cpu":

@@ -32,6 +32,7 @@ from ...tile.types import Lengths, Sequence
 from .bwd_bias import read_bias, score_with
 from .bwd_blocks import block_after, block_index, count_blocks, first_block
 from .bwd_dropout import kept_operand, mark_dropped, weight_of, weighted
+from .bwd_exchange import multiply_scores, share_scores, write_scores
 from .bwd_labels import block_at, block_behind, needs_mask
 from .bwd_work import receive_tile, tile_lengths
 from .bwd_write import write_rows
@@ -108,9 +109,10 @@ def grad_partition(
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             ds = grad_scores(tile.weight, dp, queries, step, FEATURES).to(dtype)
             wait_full(exchange, last_turn, pred=i > 0)
-            exchange.ds.index(turn.slot).slice(WG * 64, 64, 0).store(ds)
+            share_scores(exchange.ds, turn.slot, WG, ds, TILE)
             fence_async_shared()  # what threads wrote, before wgmma reads it
             mbarrier.arrive(exchange.full.index(turn.slot), count=1)
+            write_scores(outputs.dbias, exchange.ds, turn.slot, WG, work, visited, TILE)
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
             # block and after the last one, from what lies there, and not used
             dv = warpgroup_mma_wait(0, deps=[pending_dv])
@@ -118,7 +120,8 @@ def grad_partition(
             if TILE.LSE_FIRST:
                 wait_full(queries, nth(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
-            pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
+            k_smem = here(keys.k, step)
+            pending_dq = multiply_scores(exchange.ds, last_turn.slot, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
@@ -141,7 +144,8 @@ def grad_partition(
             # No matmul may be on its way when the loop turns: the compiler would serialize all
             s = warpgroup_mma_wait(0, deps=[pending_s])
         wait_full(exchange, last_turn, pred=is_seen)
-        pending_dq = multiply_scores(exchange.ds.index(last_turn.slot), keys.k, step, WG, TILE)
+        k_smem = here(keys.k, step)
+        pending_dq = multiply_scores(exchange.ds, last_turn.slot, k_smem, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
             add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
@@ -206,21 +210,6 @@ def grad_scores(weight, dp, queries, step, FEATURES: gl.constexpr):
     if FEATURES.DROPOUT:
         minus_delta = load_row(queries.minus_delta, step, dp)
     return weighted(weight, dp, minus_delta, FEATURES)
-
-
-@gluon.jit
-def multiply_scores(ds, k, step, WG: gl.constexpr, TILE: gl.constexpr):
-    """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one."""
-    right = here(k, step)
-    if TILE.BLOCK_M == 128:
-        COLUMNS: gl.constexpr = TILE.BLOCK_D
-        left = ds.slice(WG * 64, 64, 1).permute((1, 0))
-    else:
-        COLUMNS: gl.constexpr = TILE.BLOCK_D // 2
-        left = ds.permute((1, 0))
-        right = right.slice(WG * COLUMNS, COLUMNS, 1)
-    nothing = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS))
-    return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -59,6 +59,7 @@ def hopper_bwd_wide_kernel(
     dk_desc,
     dv_desc,
     bias_desc,
+    dbias_desc,
     further,
     queue,
     optionals,

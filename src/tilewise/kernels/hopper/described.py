@@ -110,7 +110,7 @@ def descriptors(
 
 def of_backward(plan: Any, q, dout, k, v, stats, dk, dv, *of_pairs: Tensor) -> list[Described]:
     """The tensors of the backward for the blocks of its plan, in the order of these. `of_pairs` are
-    of every query and key, (batch, nheads, seqlen_q, seqlen_k).
+    of every query and key, (batch, nheads, seqlen_q, seqlen_k): the bias, its gradient.
     """
     tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
     made = [in_blocks(*x) for x in zip(tensors, plan.blocks, plan.layouts) if x[0] is not stats]
