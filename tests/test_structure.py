@@ -170,6 +170,7 @@ WIDE = {
     "reference.py": {"attention_reference"},
     "ops.py": {"forward"},  # an autograd.Function's: every input is a parameter
     # Triton takes descriptors as arguments of their own, not in groups
+    "kernels/hopper/fwd.py": {"hopper_fwd_kernel"},
     "kernels/hopper/bwd.py": {"hopper_bwd_kernel"},
     "kernels/hopper/bwd_wide.py": {"hopper_bwd_wide_kernel"},
 }

@@ -40,8 +40,8 @@ FEATURES = {
 def compile_call(q, k, v, extras, scalars, names=NO_MODS):
     """The plan of a call, its kernel compiled for sm_90, and what the launch keeps that under."""
     problem = describe(q, k, v, extras, scalars, "bottom_right", False, names)
-    extras = launch.in_pairs(extras)
     plan = launch.plan_for(problem, q, extras)
+    extras = launch.in_pairs(extras, plan)
     out, lse = empty_out(problem, q)
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)

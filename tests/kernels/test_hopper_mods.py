@@ -202,6 +202,32 @@ def test_bias_in_any_memory(memory, device):
     check(q, k, v, bias=bias, causal=True)
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copied_bias_in_any_order_of_events(seed):
+    """Nobody reads a bias that is not there yet, or one that is there no more."""
+    q, k, v = inputs(2, 300, 264, 2, 1, 64, "cpu")
+    check(q, k, v, seed, bias=randn(1, 2, 300, 264), causal=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_which_biases_are_copied(headdim):
+    """Those whose tiles the copy engine can read, where shared memory has room for them."""
+    q = torch.empty(2, 300, 4, headdim, dtype=BF16)
+    bias = torch.empty(2, 4, 300, 264, dtype=BF16)
+
+    def is_copied(bias):
+        extras = Extras(bias=bias)
+        problem = describe(q, q, q, extras, Scalars(1.0), "bottom_right", False)
+        plan = launch.plan_for(problem, q, extras)
+        assert plan.tile.BIAS_COPIED == (launch.in_pairs(extras, plan).bias.dtype != torch.int32)
+        return plan.tile.BIAS_COPIED
+
+    fits = headdim < 256
+    assert is_copied(bias) == is_copied(bias[:1]) == is_copied(bias[..., :200]) == fits
+    assert headdim == 256 or not is_copied(torch.empty(2, 4, 300, 260, dtype=BF16)[..., 4:])
+
+
 def test_steps_of_a_bias():
     """What the kernel is told of its memory."""
     bias = torch.empty(2, 4, 10, 64, dtype=BF16)

@@ -138,8 +138,8 @@ def _hopper_forward(call: Call) -> Launch:
     problem, q, k, v, extras, scalars = call
     if problem.has_seqused_k and not problem.is_packed:
         k, v = launch.in_steps(k), launch.in_steps(v)
-    extras = launch.in_pairs(extras)
     plan = launch.plan_for(problem, q, extras)
+    extras = launch.in_pairs(extras, plan)
     out, lse = empty_out(problem, q)
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
     kernel = launch.hopper_fwd_kernel

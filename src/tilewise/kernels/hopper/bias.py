@@ -1,5 +1,9 @@
 """The bias of a block of scores.
 
+A bias of every pair comes by the copy engine: the load warp copies a warpgroup's tile into shared
+memory, from where `ldmatrix` reads pairs just as the accumulator has them. What follows is for a
+bias that the copy engine cannot read, or that shared memory has no room for.
+
 A thread has two neighbouring columns of S, and eight rows meet in a warp. Read like that a bias of
 16 bits takes 16 bytes of each row at a time, half of what the L1 cache answers with, one row after
 the other. So, where memory allows it, a thread reads two such pairs, and then the four threads of a
@@ -11,8 +15,70 @@ their loop, in 64 bits; a block adds one number to both, and the columns are imm
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .layouts import accumulator, column_of, pairs_of, row_of, runs_of_pairs
+from .layouts import accumulator, column_of, pairs_of, row_of, runs_of_pairs, shared
+from .pipeline import Cursor, load, make_ring, release_by_threads
+
+# Two neighbours of bf16 to fp32: the upper half of a word needs no more than a mask
+WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+
+
+@gluon.jit
+def widened(bias):
+    """A bias in fp32."""
+    if bias.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            WIDEN, "=r,=r,r", [bias], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return bias.to(gl.float32)
+
+
+@gluon.jit
+def make_biases(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Room for the bias of a block for each of two warpgroups, where it is copied."""
+    if TILE.BIAS_COPIED:
+        N: gl.constexpr = TILE.BLOCK_N
+        layout: gl.constexpr = shared(64, N, dtype)
+        first = make_ring(dtype, [64, N], layout, 1, 1, 128)
+        return first, make_ring(dtype, [64, N], layout, 1, 1, 128)
+    else:
+        return 0
+
+
+@gluon.jit
+def copy_bias(desc, rings, at, work, n_start, call, TILE: gl.constexpr):
+    """Copies the bias of a block of keys, for each warpgroup when it has read that of the block
+    before.
+    """
+    if TILE.BIAS_COPIED:
+        bias = call.modifiers.bias
+        # A dimension that the bias does not have is one element long
+        batch = gl.where(bias.batch == 0, 0, work.batch)
+        head = gl.where(bias.head == 0, 0, work.head)
+        shape: gl.constexpr = desc.block_type.shape
+        for i in gl.static_range(2):
+            load(rings[i], at, desc, [batch, head, work.start + 64 * i, n_start], shape)
+
+
+@gluon.jit
+def copied_bias(bias, rings, WG: gl.constexpr, parity, pred, TILE: gl.constexpr):
+    """The bias of a block, (64, BLOCK_N), where it is copied; else what was loaded already. Blocks
+    take turns in parity, over all tiles.
+    """
+    if TILE.BIAS_COPIED:
+        mbarrier.wait(rings[WG].full.index(0), parity, pred=pred)
+        return rings[WG].slots.index(0).load(accumulator(TILE.BLOCK_N))
+    else:
+        return bias
+
+
+@gluon.jit
+def release_bias(rings, WG: gl.constexpr, TILE: gl.constexpr):
+    """The bias of the next block may be copied: each thread has used what it read."""
+    if TILE.BIAS_COPIED:
+        release_by_threads(rings[WG], Cursor(0, 0))
 
 
 @gluon.jit
@@ -62,6 +128,12 @@ def add_bias(s, bias, dtype: gl.constexpr):
             even = pairs.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
             odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
         bias = gl.join(even, odd).reshape([64, N])
+    if bias.dtype == gl.bfloat16 and bias.shape[1] > 1:
+        return s + widened(gl.convert_layout(bias, s.type.layout))
     if bias.shape[1] > 1:
         bias = gl.convert_layout(bias, s.type.layout)
     return s + bias.to(gl.float32)
+
+
+# What this assembly means to the emulator
+ASM = {WIDEN.value: lambda bias: bias.float()}

@@ -15,12 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tile.score import Score, score, score_without_bias
+from .bias import widened
 from .compat import tma_load
 from .layouts import accumulator, shared
 from .pipeline import make_barrier
-
-# Two neighbours of bf16 to fp32: the upper half of a word needs no more than a mask
-WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
 class BiasTile(NamedTuple):
@@ -71,17 +69,6 @@ def read_bias(tile, WG: gl.constexpr, step, TILE: gl.constexpr):
 
 
 @gluon.jit
-def widened(bias):
-    """A bias in fp32."""
-    if bias.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            WIDEN, "=r,=r,r", [bias], dtype=gl.float32, is_pure=True, pack=2
-        )
-    else:
-        return bias.to(gl.float32)
-
-
-@gluon.jit
 def score_with(qk, bias, q_idx, k_idx, seq, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Scores of a tile; its bias is given where it was copied."""
     if TILE.BIAS_COPIED:
@@ -89,7 +76,3 @@ def score_with(qk, bias, q_idx, k_idx, seq, FEATURES: gl.constexpr, TILE: gl.con
         return Score(scored.s + widened(bias), scored.derivative)
     else:
         return score(qk, q_idx, k_idx, seq, FEATURES)
-
-
-# What this assembly means to the emulator
-ASM = {WIDEN.value: lambda bias: bias.float()}

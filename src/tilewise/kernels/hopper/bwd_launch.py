@@ -32,7 +32,8 @@ from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import Accumulated, bwd_delta_kernel
 from ..outputs import empty_grads
 from ..relaunch import apart, extras_apart, full_look_of
-from . import bwd_bias, bwd_dropout, bwd_work
+from . import bwd_dropout, bwd_work
+from .bias_memory import has_tiles
 from .bwd import hopper_bwd_kernel
 from .bwd_dq import hopper_bwd_dq_kernel
 from .bwd_kept import (
@@ -45,7 +46,7 @@ from .bwd_kept import (
     make_scratch,
     shapes_of,
 )
-from .bwd_pairs import SUMMED, clear_unseen, has_tiles, sum_scores, sums_of, target_of, way_of
+from .bwd_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of
 from .bwd_wide import hopper_bwd_wide_kernel
 from .counters import counter_of, processors
 from .described import (
@@ -126,7 +127,7 @@ def plan_for(
 ) -> tuple[Plan, tuple[int, ...] | None]:
     """The plan of a call, and the shape of the dS that is summed for the gradient of the bias."""
     way = way_of(problem, bias, dbias, q, k)
-    plan = plan_of(problem, abs(scalars.scale) > TINY, has_tiles(bias, q, k), bool(way))
+    plan = plan_of(problem, abs(scalars.scale) > TINY, has_tiles(bias, q), bool(way))
     return plan, sums_of(q, k) if way == SUMMED else None
 
 
@@ -256,7 +257,7 @@ def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pai
         from ...testing.hopper import emulate
 
         programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-        asm = ASM | bwd_bias.ASM | bwd_dropout.ASM
+        asm = ASM | bwd_dropout.ASM
         emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
         return None
     programs = min(queue.tiles, processors(q.device))

@@ -14,21 +14,11 @@ from typing import Any
 import torch
 
 from ...problem import NO_MODS, Grads, Problem
-from ..arguments import aligned
+from .bias_memory import has_tiles
 
 Tensor = torch.Tensor
 WRITTEN, SUMMED = "written", "summed"
 MOST_SCORES = 2 << 30  # bytes of dS that are kept to be summed; beyond, it is computed again
-
-
-def has_tiles(bias: Tensor | None, q: Tensor, k: Tensor) -> bool:
-    """Whether the copy engine can read tiles of a bias: none is shared by queries or by keys.
-
-    The same of the gradient of one, and of writing.
-    """
-    if bias is None or bias.shape[2:] != (q.shape[1], k.shape[1]) or bias.dtype != q.dtype:
-        return False
-    return bias.stride(3) == 1 and aligned(bias)
 
 
 def way_of(
@@ -39,9 +29,9 @@ def way_of(
     """
     is_ds = not (problem.has_softcap or problem.mods.score or problem.has_dropout)
     is_narrow = max(problem.headdim, problem.headdim_v) <= 128
-    if dbias is None or not (is_ds and is_narrow and has_tiles(bias, q, k)):
+    if dbias is None or not (is_ds and is_narrow and has_tiles(bias, q)):
         return ""
-    if dbias.shape[:2] == (q.shape[0], q.shape[2]) and has_tiles(dbias, q, k):
+    if dbias.shape[:2] == (q.shape[0], q.shape[2]) and has_tiles(dbias, q):
         return WRITTEN
     size = math.prod(sums_of(q, k)) * q.itemsize
     return SUMMED if size <= MOST_SCORES else ""

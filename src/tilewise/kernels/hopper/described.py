@@ -9,14 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
-from . import dropout, hide, rescale
+from . import bias, dropout, hide, rescale
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
 MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 # What the kernels' assembly means to the emulator
-ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **dropout.ASM, **hide.ASM, **rescale.ASM}
+_PARTS = bias.ASM, dropout.ASM, hide.ASM, rescale.ASM
+ASM = {"tanh.approx.f32 $0, $1;": torch.tanh}
+for _part in _PARTS:
+    ASM |= _part
 
 
 class Described(NamedTuple):
@@ -81,8 +84,14 @@ def in_steps(x: Tensor) -> Tensor:
 
 
 def descriptors(
-    problem: Problem, plan: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> tuple[Described, ...]:
+    problem: Problem,
+    plan: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Described | None, ...]:
     """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
 
     Rows past the end of a sequence read as zeros and are not written, and so are columns past the
@@ -98,6 +107,7 @@ def descriptors(
         strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
         return Described(x, [*shape, columns], [*strides, 1], block, layout)
 
+    is_copied = plan.tile.BIAS_COPIED and bias is not None
     of_keys = ragged_by_head if is_ragged(problem) else by_head
     of_out = ragged_by_head if problem.is_packed else of_queries
     return (
@@ -105,6 +115,7 @@ def descriptors(
         of_keys(k, plan.k_block, plan.layouts[1]),
         of_keys(v, plan.v_block, plan.layouts[2]),
         of_out(out, plan.out_block, plan.layouts[3]),
+        by_head(bias.transpose(1, 2), plan.bias_block, plan.layouts[4]) if is_copied else None,
     )
 
 

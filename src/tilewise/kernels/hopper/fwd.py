@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from .bias import make_biases
 from .epilogue import Output
 from .fwd_load import Sources, load_partition
 from .fwd_mma import attend_partition
@@ -27,6 +28,7 @@ class Rings(NamedTuple):
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
     steps: Steps  # tiles of K and V
     mail: Ring  # what a tile stands for
+    bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["lse"])
@@ -41,6 +43,7 @@ def hopper_fwd_kernel(
     sizes,
     numbers,
     further,
+    bias_desc,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
@@ -63,14 +66,15 @@ def hopper_fwd_kernel(
     OUT: gl.constexpr = out_desc.block_type.shape[4]  # columns of O that are stored at a time
     out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
     q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128) if WARPGROUPS == 3 else q_1
+    bias = make_biases(dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
     output = Output(out_desc, out_smem, lse)
     call = Call(queue, optionals, sizes, numbers)
-    sources = Sources(q_desc, k_desc, v_desc, further)
+    sources = Sources(q_desc, k_desc, v_desc, bias_desc, further)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), steps, mail)
+        rings = Rings((q_0, q_1), steps, mail, bias)
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),

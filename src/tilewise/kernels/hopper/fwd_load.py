@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...tile.seqlen import modifiers_of
 from ...tile.varlen import Hint
+from .bias import copy_bias
 from .compat import tma_load
 from .copies import load_ragged
 from .pipeline import Cursor, after, load, start, wait_empty
@@ -35,6 +36,7 @@ class Sources(NamedTuple):
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
+    bias: tma.tensor_descriptor  # where it is copied, else None
     further: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
@@ -61,6 +63,7 @@ class Progress(NamedTuple):
     mail: Cursor
     q: Cursor
     steps: Cursor
+    bias: Cursor
     before: Block
     has_before: gl.tensor  # the first step of all has no V, the last one no K
 
@@ -69,7 +72,7 @@ class Progress(NamedTuple):
 def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     modifiers = modifiers_of(call.optionals)
     call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
-    at = Progress(start(), start(), start(), nowhere(FEATURES), False)
+    at = Progress(start(), start(), start(), start(), nowhere(FEATURES), False)
     tile = gl.program_id(0)
     if FEATURES.PACKED:
         found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
@@ -101,7 +104,7 @@ def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.c
     """Says what the tile is, and loads its queries and the keys that they visit."""
     q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    mail, q_at, steps_at, before, has_before = at
+    mail, q_at, steps_at, bias_at, before, has_before = at
     send_tile(rings.mail, mail, work, FEATURES)
     mail = after(mail, 2)
     batch, first_q = place_in(work, FEATURES)
@@ -115,9 +118,11 @@ def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.c
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
         load_step(rings.steps, steps_at, sources, block, True, before, has_before)
         steps_at = after(steps_at, TILE.STAGES)
+        copy_bias(sources.bias, rings.bias, bias_at, work, n_start, call, TILE)
+        bias_at = after(bias_at, 1)
         before = block
         has_before = True
-    return Progress(mail, q_at, steps_at, before, has_before)
+    return Progress(mail, q_at, steps_at, bias_at, before, has_before)
 
 
 @gluon.jit

@@ -23,9 +23,10 @@ from ...tile.score import unit
 from ...tile.seqlen import modifiers_of
 from ...tile.softmax import exponentials
 from ...tile.types import Lengths, Sequence
+from .bias import copied_bias, release_bias
 from .epilogue import write_tile
 from .layouts import accumulator, left_operand, row_of
-from .pipeline import after, release_by_threads, start, wait_full
+from .pipeline import after, parity_of, release_by_threads, start, wait_full
 from .ragged import lengths_in, receive_tile, rows_in
 from .rescale import exponentials_in, lagging_max, rescale, rescale_factors
 from .scores import dropout, early_bias, open_rows, to_scores
@@ -98,10 +99,12 @@ def attend_partition(
     n_block = key_block(work, 0, call, FEATURES, TILE)
     bias = early_bias(tile, n_block, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
+    bias = copied_bias(bias, rings.bias, WG, 0, has_tile, TILE)
     if has_tile:
         release_by_threads(steps, at)
     at = after(at, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
+    release_bias(rings.bias, WG, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
     kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
     step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
@@ -118,6 +121,7 @@ def attend_partition(
             pending_o = multiply_values(step.p, steps, at, acc_o)
             bias = early_bias(tile, n_block, call, FEATURES, TILE)
             s = warpgroup_mma_wait(1, deps=[pending_s])
+            bias = copied_bias(bias, rings.bias, WG, parity_of(at, STAGES), True, TILE)
             if ONE_Q:
                 if i + 1 == share.blocks:
                     release_by_threads(q_ring, q_at)
@@ -125,6 +129,7 @@ def attend_partition(
                 s, bias, tile, i, n_block, step.m_i, call, dtype, MASKED, FEATURES, TILE
             )
             m_i = lagging_max(step.m_i, m_i)
+            release_bias(rings.bias, WG, TILE)
             if PINNED:
                 alpha, grows = rescale_factors(step.m_i, m_i, work.start, not QUARTER)
             if QUARTER:
@@ -170,7 +175,9 @@ def attend_partition(
         n_block = key_block(upcoming, 0, call, FEATURES, TILE)
         bias = early_bias(tile, n_block, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
+        bias = copied_bias(bias, rings.bias, WG, parity_of(at, STAGES), goes_on, TILE)
         s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
+        release_bias(rings.bias, WG, TILE)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:
             for _ in range(share.unseen):

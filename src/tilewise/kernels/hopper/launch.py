@@ -32,6 +32,7 @@ from ..relaunch import (
     pattern_of,
     relaunch,
 )
+from .bias_memory import bias_step, has_tiles, in_pairs
 from .compat import Direct, direct
 from .counters import counter, counter_of, processors
 from .described import (
@@ -49,6 +50,7 @@ Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
 MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
+NO_BIAS = (None,)  # its descriptor, where it has none
 NOTHING: tuple[list[int], tuple] = [], ()  # the look of no extras
 
 
@@ -61,6 +63,7 @@ class Plan(NamedTuple):
     k_block: list[int]
     v_block: list[int]
     out_block: list[int]
+    bias_block: list[int]
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
@@ -83,8 +86,9 @@ class Kept(NamedTuple):
     plan: Plan
     queue: tuple[int, ...]  # after its counter
     optionals: Pattern  # of the extras
-    args: tuple  # of the kernel, after its optionals
-    encoded: tuple[dict[int, list], ...]  # descriptors of q, k, v and out, by address
+    args: tuple  # of the kernel, after its optionals, and then its constants
+    constants: tuple
+    encoded: tuple[dict[int, list], ...]  # descriptors of q, k, v, out and the bias, by address
 
 
 class Launch:
@@ -109,11 +113,12 @@ class Launch:
             self._prepare(q, k, v, out, lse, extras, look)
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        described = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, (q, k, v, out))]
+        tensors = (q, k, v, out, extras.bias) if kept.plan.tile.BIAS_COPIED else (q, k, v, out)
+        described = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
         if None in described:
-            described = self._encode(kept, q, k, v, out)
+            described = self._encode(kept, *tensors)
         tiles = counter(q.device, self.device, stream)
-        for_keys, for_values, for_out = described[1:]
+        _, for_keys, for_values, for_out, for_bias = (*described, NO_BIAS)[:5]
         kept.kernel(
             stream,
             *described[0],
@@ -124,11 +129,13 @@ class Launch:
             (tiles, *kept.queue),
             kept.optionals.filled(addresses),
             *kept.args,
+            *for_bias,
+            *kept.constants,
         )
         return out, lse
 
     def _encode(self, kept: Kept, *tensors: Tensor) -> list[list]:
-        described = descriptors(self.problem, kept.plan, *tensors)
+        described = [x for x in descriptors(self.problem, kept.plan, *tensors) if x is not None]
         encoded = []
         for which, (known, one) in enumerate(zip(kept.encoded, described)):
             if len(known) >= self.KEPT:
@@ -151,8 +158,9 @@ class Launch:
             k, v = (x.new_empty(1, 1, *x.shape[2:]) for x in (k, v))
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
-        extras = in_pairs(extras_apart(extras))
+        extras = extras_apart(extras)
         plan = plan_for(self.problem, q, extras)
+        extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
         queue = args[5]
         if (seed := emulator_seed()) is not None and q.device.type == "cpu":
@@ -175,8 +183,10 @@ class Launch:
             return
         if len(self.kept) >= self.LOOKS:
             self.kept.clear()
-        after = (*args[7:], plan.features, plan.tile)
-        self.kept[look] = Kept(kernel, plan, args[5][1:], optionals, after, ({}, {}, {}, {}))
+        constants, encoded = (plan.features, plan.tile), ({}, {}, {}, {}, {})
+        self.kept[look] = Kept(
+            *(kernel, plan, args[5][1:], optionals, args[7:10], constants, encoded)
+        )
 
 
 def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
@@ -184,14 +194,16 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
     further = 0, 0
     if problem.has_seqused_k and not problem.is_packed:
         further = ragged_steps(k)[2], ragged_steps(v)[2]
+    *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
     return (
-        *descriptors(problem, plan, q, k, v, out),
+        *described,
         lse,
         _queue(problem, plan.tile, q, k, packed_in(extras)),
         optionals_of(extras, problem.mods),
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
         further,
+        for_bias,
     )
 
 
@@ -219,36 +231,18 @@ def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG and not problem.is_long
-    return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias))
-
-
-def bias_step(bias: Tensor | None) -> int:
-    """`Pipeline.BIAS_STEP`: how the bias of neighbouring keys lies in memory."""
-    if bias is None or bias.shape[3] == 1:
-        return 0
-    if bias.stride(3) != 1:
-        return -1
-    return 2 if _consists_of_runs(bias, 2) else 1
-
-
-def _consists_of_runs(bias: Tensor, run: int) -> bool:
-    """Whether every row is made up of whole runs, all at multiples of their size."""
-    others = (stride for n, stride in zip(bias.shape[:3], bias.stride()) if n > 1)
-    fits = all(n % run == 0 for n in (bias.shape[3], *others))
-    return fits and bias.data_ptr() % (run * bias.itemsize) == 0
-
-
-def in_pairs(extras: Extras) -> Extras:
-    """The same with a bias of 16 bits as pairs, where two pairs may be read at once."""
-    bias = extras.bias
-    if bias is None or bias.itemsize != 2 or bias_step(bias) != 2 or not _consists_of_runs(bias, 4):
-        return extras
-    return extras._replace(bias=bias.view(torch.int32))
+    is_copied = has_tiles(extras.bias, q)
+    return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias), is_copied)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(
-    problem: Problem, device: torch.device, is_short: bool, pack: int, bias_step: int = 0
+    problem: Problem,
+    device: torch.device,
+    is_short: bool,
+    pack: int,
+    bias_step: int = 0,
+    has_tiles: bool = False,
 ) -> Plan:
     """The plan of a problem, as the tuning tables say."""
     block_d, block_dv = (
@@ -277,6 +271,11 @@ def plan_of(
     )
     if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
+    if has_tiles and block_n == 128 and pack == 1:  # one slot of Q less makes room for it
+        copied = tile._replace(BIAS_COPIED=True)
+        if shared_memory(copied, out_columns) > SHARED_MEMORY["sm90"]:
+            copied = copied._replace(Q_STAGES=1)
+        tile = copied if shared_memory(copied, out_columns) <= SHARED_MEMORY["sm90"] else tile
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     of_keys = [1, 1, 1, tile.BLOCK_N] if is_ragged(problem) else [1, 1, tile.BLOCK_N]
     of_out = [1, 1, 1, ROWS] if problem.is_packed else [1, 1, ROWS // pack, pack]
@@ -285,6 +284,7 @@ def plan_of(
         [*of_keys, block_d],
         [*of_keys, block_dv],
         [*of_out, out_columns],
+        [1, 1, ROWS, tile.BLOCK_N],
     )
     element = ELEMENTS[problem.dtype]
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
@@ -295,7 +295,8 @@ def shared_memory(tile: Pipeline, out_columns: int) -> int:
     """Bytes of shared memory of a program, with 1 KiB for its barriers."""
     q = tile.WARPGROUPS * tile.Q_STAGES * ROWS * tile.BLOCK_D
     kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
-    return 2 * (q + kv + tile.WARPGROUPS * ROWS * out_columns) + 1024
+    bias = tile.WARPGROUPS * ROWS * tile.BLOCK_N * tile.BIAS_COPIED
+    return 2 * (q + kv + bias + tile.WARPGROUPS * ROWS * out_columns) + 1024
 
 
 def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int = 0) -> Queue:
@@ -359,7 +360,7 @@ def specialization(args: tuple) -> tuple[Any, ...]:
     where `do_not_specialize` does not reach, and strides of over 32 bits. A compiled kernel serves
     the calls that share all that.
     """
-    queue, optionals, sizes, numbers, further = args[5:]
+    queue, optionals, sizes, numbers, further = args[5:10]
     return (
         *map(_class_of, (*queue[1:], *sizes, numbers.left, numbers.right, *further)),
         *map(_class_of, leaves(optionals)),

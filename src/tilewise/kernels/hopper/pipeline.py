@@ -100,6 +100,12 @@ def nth(step):
 
 
 @gluon.jit
+def parity_of(cursor, STAGES: gl.constexpr):
+    """Whether the step of a cursor is an odd one."""
+    return cursor.slot & 1 if STAGES % 2 == 0 else (cursor.slot ^ cursor.phase) & 1
+
+
+@gluon.jit
 def wait_empty(ring, cursor):
     """Until the slot's readers of the lap before have let go of it."""
     mbarrier.wait(ring.empty.index(cursor.slot), cursor.phase ^ 1)

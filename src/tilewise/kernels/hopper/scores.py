@@ -60,7 +60,7 @@ def is_early(dtype):
 @gluon.jit
 def early_bias(tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The bias of a block, asked for while its S is computed, where registers hold both."""
-    if FEATURES.BIAS:
+    if FEATURES.BIAS and not TILE.BIAS_COPIED:
         if is_early(call.modifiers.bias.ptr.dtype.element_ty):
             return load_bias(tile.work, tile.rows, n_block, call, TILE)
         else:
@@ -99,7 +99,7 @@ def to_scores(
     k_idx, seq = keys_of(n_start, tile, call, BENT, False, FEATURES, TILE)
     s = score_without_bias(qk, q_idx, k_idx, seq, FEATURES).s
     if FEATURES.BIAS:
-        if is_early(call.modifiers.bias.ptr.dtype.element_ty):
+        if TILE.BIAS_COPIED or is_early(call.modifiers.bias.ptr.dtype.element_ty):
             s = add_bias(s, bias, dtype)
         else:
             s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), gl.float32)

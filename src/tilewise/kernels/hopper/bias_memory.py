@@ -1,0 +1,52 @@
+"""How a bias lies in memory, as far as kernels are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...problem import Extras
+from ..arguments import aligned
+
+Tensor = torch.Tensor
+
+
+def has_tiles(bias: Tensor | None, q: Tensor) -> bool:
+    """Whether the copy engine can read tiles of a bias: none is shared by queries or by keys.
+
+    The same of the gradient of one, and of writing.
+    """
+    if bias is None or bias.dtype != q.dtype or bias.shape[2] != q.shape[1]:
+        return False
+    return bias.shape[3] > 1 and bias.stride(3) == 1 and aligned(bias)
+
+
+def bias_step(bias: Tensor | None) -> int:
+    """`Pipeline.BIAS_STEP`: how the bias of neighbouring keys lies in memory."""
+    if bias is None or bias.shape[3] == 1:
+        return 0
+    if bias.stride(3) != 1:
+        return -1
+    return 2 if _consists_of_runs(bias, 2) else 1
+
+
+def _consists_of_runs(bias: Tensor, run: int) -> bool:
+    """Whether every row is made up of whole runs, all at multiples of their size."""
+    others = (stride for n, stride in zip(bias.shape[:3], bias.stride()) if n > 1)
+    fits = all(n % run == 0 for n in (bias.shape[3], *others))
+    return fits and bias.data_ptr() % (run * bias.itemsize) == 0
+
+
+def in_pairs(extras: Extras, plan: Any) -> Extras:
+    """The same with a bias of 16 bits as pairs, where two pairs may be read at once."""
+    bias = extras.bias
+    if (
+        plan.tile.BIAS_COPIED
+        or bias is None
+        or bias.itemsize != 2
+        or bias_step(bias) != 2
+        or not _consists_of_runs(bias, 4)
+    ):
+        return extras
+    return extras._replace(bias=bias.view(torch.int32))
