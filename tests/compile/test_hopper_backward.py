@@ -37,8 +37,8 @@ MODIFIED = {
     "derivative": (dict(score="bent"), (0, 180, 0)),
     "bias": (dict(bias=True), (0, 12, 0)),
     "learned-bias": (dict(bias=True, learned=True), (0, 0, 0)),
-    "dropout": (dict(dropout=0.1), (0, 110, 12)),
-    "dropout-causal": (dict(dropout=0.1, causal=True), (16, 320, 132)),
+    "dropout": (dict(dropout=0.1), (0, 52, 8)),
+    "dropout-causal": (dict(dropout=0.1, causal=True), (0, 32, 48)),
 }
 
 FEATURES = {

@@ -1,4 +1,4 @@
-"""Kernels keep the pairs that `tilewise.dropout` says, bit for bit, and ask no other thread."""
+"""Kernels keep the pairs that `tilewise.dropout` says, bit for bit, and share their work."""
 
 import re
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.dropout import keep_tile
 from tilewise.kernels.hopper import bwd_dropout, dropout
-from tilewise.kernels.hopper.bwd_dropout import mark_dropped
+from tilewise.kernels.hopper.bwd_drawn import draw_kept
+from tilewise.kernels.hopper.bwd_dropout import select
 from tilewise.kernels.hopper.dropout import drop_halves
 from tilewise.kernels.hopper.layouts import accumulator, column_of, row_of
 from tilewise.testing import build, emulate, interpret
@@ -116,9 +117,8 @@ def hopper_kernel(
         offs_m, offs_n = columns, rows
     cells = out + rows * N + columns
     ones = gl.load(cells)
-    if HOW == "mark_dropped":
-        x = mark_dropped(ones, stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
-        x = gl.maximum(x, 0.0)
+    if HOW == "select":
+        x = select(draw_kept(stream, at.m_start, at.n_start, threshold, N), ones, 0.0)
     elif HOW == "drop_halves":
         halves = ones.to(gl.bfloat16)
         drawn = draw(stream, at.m_start, at.n_start, offs_m, offs_n)
@@ -132,21 +132,23 @@ def hopper_kernel(
     gl.store(cells, x)
 
 
-WAYS = [(False, "kept"), (True, "kept"), (False, "drop_halves"), (True, "mark_dropped")]
+WAYS = [(False, "kept"), (True, "kept"), (False, "drop_halves"), (True, "select")]
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("n", [64, 128])
 @pytest.mark.parametrize("transposed, how", WAYS, ids=str)
-def test_emulator(transposed, how):
+def test_emulator(transposed, how, n):
     for i, rng in enumerate(map(torch.tensor, RNGS)):
         m_start, n_start = STARTS[i]
-        for batch, head, threshold in ((0, 1, 26), (5, 2, 1), (2, 0, 255)):
-            out = torch.ones(64, 64)
+        for batch, head, threshold in ((0, 1, 26), (5, 2, 1), (2, 0, 255), (1, 1, 128)):
+            out = torch.ones(64, n)
             at = Where(batch, head, m_start, n_start)
             emulate(hopper_kernel, asm={**dropout.ASM, **bwd_dropout.ASM})[(1,)](
-                out, rng, at, threshold, N=64, TRANSPOSED=transposed, HOW=how
+                out, rng, at, threshold, N=n, TRANSPOSED=transposed, HOW=how
             )
-            expected = keep_tile(rng, batch, head, m_start, n_start, 64, 64, threshold)
+            shape = (n, 64) if transposed else (64, n)
+            expected = keep_tile(rng, batch, head, m_start, n_start, *shape, threshold)
             assert out.equal((expected.T if transposed else expected).float())
 
 
@@ -158,8 +160,9 @@ def multiplications(transposed, how, n):
     at, rng = Where(2, 3, 160, 320), torch.empty(2, dtype=torch.int64)
     compiled = build(hopper_kernel, torch.empty(64, n), rng, at, 26, n, transposed, how)
     ptx = compiled.asm["ptx"]
-    assert "ttg.convert_layout" not in compiled.asm["ttgir"]
-    assert compiled.metadata.shared == 0 and "shfl" not in ptx and "bar.sync" not in ptx
+    # A thread asks its neighbour once in 64 queries, not by way of shared memory
+    assert ptx.count("shfl") == (n // 64 if how == "select" else 0)
+    assert compiled.metadata.shared == 0 and "bar.sync" not in ptx
     return len(re.findall(rf"mul\..*, (?:{'|'.join(map(str, MULTIPLIERS))});", ptx))
 
 
@@ -168,14 +171,17 @@ STAGE_1 = 14  # two a round
 
 @pytest.mark.compile
 @pytest.mark.parametrize("n", [64, 128])
-def test_elements_share_philox_and_threads_share_nothing(n):
-    """A thread has n / 2 elements: 16 of each group with queries down, 4 with keys down."""
+def test_elements_share_philox(n):
+    """A thread has n / 2 elements: 16 of each group with queries down, 4 with keys down, and there
+    it asks its neighbour for half of them.
+    """
     assert multiplications(False, "none", n) == 0
     forward = multiplications(False, "drop_halves", n) - STAGE_1
     groups = n // 32
     # The first rounds are partly one row's or one column's; the last has high and low halves apart
     assert 10 * groups < forward <= 16 * groups
-    assert 10 * 4 * groups < multiplications(True, "mark_dropped", n) - STAGE_1 <= 16 * 4 * groups
+    # and with keys down one product, by a number that is no constant
+    assert 8 * 2 * groups < multiplications(True, "select", n) - STAGE_1 <= 9 * 2 * groups
 
 
 @pytest.mark.compile

@@ -25,13 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile.gradient import probabilities
+from ...tile.gradient import probabilities, score_gradient
 from ...tile.score import load_slope
 from ...tile.seqlen import modifiers_of
 from ...tile.types import Lengths, Sequence
 from .bwd_bias import read_bias, score_with
 from .bwd_blocks import block_after, block_index, count_blocks, first_block
-from .bwd_dropout import kept_operand, mark_dropped, weight_of, weighted
+from .bwd_drawn import draw_kept
+from .bwd_dropout import kept_operand, marked, select, weight_of
 from .bwd_exchange import multiply_scores, share_scores, write_scores
 from .bwd_labels import block_at, block_behind, needs_mask
 from .bwd_work import receive_tile, tile_lengths
@@ -47,7 +48,8 @@ class Recomputed(NamedTuple):
     """A block of probabilities, and what dS is a multiple of."""
 
     operand: gl.tensor  # (64, BLOCK_M), in 16 bits, as dV takes it
-    weight: gl.tensor  # in fp32, times the derivative of the score; see bwd_dropout.py
+    weight: gl.tensor  # in fp32, times the derivative of the score
+    kept: gl.tensor  # bits of dropout, see bwd_drawn.py
 
 
 @gluon.jit
@@ -107,7 +109,7 @@ def grad_partition(
             # dV += P^T dO, while dS is made
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
-            ds = grad_scores(tile.weight, dp, queries, step, FEATURES).to(dtype)
+            ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
             wait_full(exchange, last_turn, pred=i > 0)
             share_scores(exchange.ds, turn.slot, WG, ds, TILE)
             fence_async_shared()  # what threads wrote, before wgmma reads it
@@ -204,12 +206,12 @@ def multiply_values(left, queries, step, minus_delta, no_scores):
 
 
 @gluon.jit
-def grad_scores(weight, dp, queries, step, FEATURES: gl.constexpr):
+def grad_scores(tile, dp, queries, step, FEATURES: gl.constexpr):
     """dS^T = P^T (dP^T - delta), times the derivative of the score."""
-    minus_delta = 0.0
     if FEATURES.DROPOUT:
         minus_delta = load_row(queries.minus_delta, step, dp)
-    return weighted(weight, dp, minus_delta, FEATURES)
+        dp = select(tile.kept, dp, minus_delta)
+    return score_gradient(tile.weight, dp, 1.0)
 
 
 @gluon.jit
@@ -321,13 +323,15 @@ def recompute(
     if needs_mask(block, work, TILE):
         p = hide(scored.s, q_idx, k_idx, seq, FEATURES)
         p = probabilities(p, minus_lse, seq, FEATURES)
-        p = with_dropout(p, k_start, block, call, FEATURES, TILE)
-        operand = kept_operand(p, dtype, True, FEATURES, TILE)
+        kept = draw_block(k_start, block, call, FEATURES, TILE)
+        p = marked(p, kept, FEATURES, TILE)
+        operand = kept_operand(p, kept, dtype, True, FEATURES, TILE)
     else:
         p = probabilities(scored.s, minus_lse, seq, FEATURES)
-        p = with_dropout(p, k_start, block, call, FEATURES, TILE)
-        operand = kept_operand(p, dtype, False, FEATURES, TILE)
-    return Recomputed(operand, weight_of(p, scored.derivative, FEATURES))
+        kept = draw_block(k_start, block, call, FEATURES, TILE)
+        p = marked(p, kept, FEATURES, TILE)
+        operand = kept_operand(p, kept, dtype, False, FEATURES, TILE)
+    return Recomputed(operand, weight_of(p, scored.derivative, FEATURES, TILE), kept)
 
 
 @gluon.jit
@@ -341,13 +345,10 @@ def from_block(column, q_start, lengths):
 
 
 @gluon.jit
-def with_dropout(p, k_start, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """P^T with its dropped pairs marked, where there is dropout."""
+def draw_block(k_start, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Which pairs of a block dropout keeps, where there is dropout."""
     if FEATURES.DROPOUT:
-        LAYOUT: gl.constexpr = p.type.layout
-        offs_m = gl.arange(0, p.shape[1], column_of(LAYOUT))[None, :]
-        offs_n = gl.arange(0, p.shape[0], row_of(LAYOUT))[:, None]
         q_start, threshold = block.m_block * TILE.BLOCK_M, call.numbers.dropout_threshold
-        return mark_dropped(p, block.stream, q_start, k_start, offs_m, offs_n, threshold)
+        return draw_kept(block.stream, q_start, k_start, threshold, TILE.BLOCK_M)
     else:
-        return p
+        return gl.to_tensor(0)

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...tile.seqlen import modifiers_of
 from .bwd_blocks import block_after, count_blocks, first_block
+from .bwd_dropout import marked_gradient
 from .bwd_labels import block_at, block_behind
 from .bwd_mma import (
     add_dq,
-    grad_scores,
     here,
     in_accumulator_order,
     in_register_order,
@@ -161,7 +161,10 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             mbarrier.wait(exchange.p_full, step & 1)
             p = in_accumulator_order(exchange.p.load(by_register(64 * M)), S_LAYOUT)
-            ds = grad_scores(p, dp, queries, step, FEATURES).to(dtype)
+            minus_delta = 0.0
+            if FEATURES.DROPOUT:
+                minus_delta = load_row(queries.minus_delta, step, no_scores)
+            ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
             exchange.ds.slots.index(step & 1).store(ds)
             fence_async_shared()  # what threads wrote, before wgmma reads it
             mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)

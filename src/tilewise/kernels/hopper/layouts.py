@@ -50,6 +50,25 @@ def runs_of_pairs(columns):
 
 
 @gluon.constexpr_function
+def half_groups():
+    """The half groups of dropout in a (64, 16) accumulator, keys down: (16, 8), two rows of which
+    are four keys' and a column two queries'. One a thread, of the two threads that need it.
+    """
+    return gl.DistributedLinearLayout(
+        [], [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 8]
+    )
+
+
+@gluon.constexpr_function
+def quads():
+    """(32, 8) times two keys, 8 apart, and two queries, 8 apart: each in the thread that has these
+    pairs in an accumulator, keys down.
+    """
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1]], lanes, [[8, 0], [16, 0]], [], [32, 8])
+
+
+@gluon.constexpr_function
 def left_operand(accumulator_layout):
     """A tile of 16-bit elements as wgmma reads its A operand from registers: P, for P V."""
     return gl.DotOperandLayout(0, accumulator_layout, 2)

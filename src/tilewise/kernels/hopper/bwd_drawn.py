@@ -1,0 +1,123 @@
+"""Which pairs of a tile dropout keeps, in the backward: a bit for each pair.
+
+Keys lie down in S^T: a thread has four pairs of each group of 16, two threads of a warp need the
+same groups, of keys c and c + 1, c even. Each draws half of the groups for both and
+compares four bytes at a time with the threshold. Bits say what it found, and one shuffle exchanges
+half of them. Two warps need the same groups as well, but other words of them: each computes half of
+the last round.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...tile.dropout import (
+    KEY_STEP_0,
+    KEY_STEP_1,
+    MULTIPLIER_0,
+    MULTIPLIER_1,
+    ROUNDS,
+    high,
+    key_group,
+    low,
+    philox,
+    query_group,
+)
+from .layouts import column_of, half_groups, quads, row_of
+
+# The optimiser forgets that a choice of two constants has 32 bits, and multiplies by 64
+_PRODUCT = "mul.wide.u32 $0, $1, $2;"
+PRODUCT = gl.constexpr(_PRODUCT)
+
+# Four bytes at a time. The sum says in bit 7 how the lower seven bits compare; of that and the
+# byte's own bit 7 it takes either, where the threshold's is 0, or both. The optimiser would make a
+# branch of that choice
+_AT_LEAST = """{
+    .reg .b32 sums;
+    and.b32 sums, $1, 0x7F7F7F7F;
+    add.u32 sums, sums, $2;
+    lop3.b32 $0, $1, sums, $3, 0xE8;
+}"""
+AT_LEAST = gl.constexpr(_AT_LEAST)
+
+
+@gluon.jit
+def draw_kept(stream, m_start, n_start, threshold, M: gl.constexpr):
+    """Which pairs `tile.dropout.kept` keeps of a (64, M) tile, keys down: a bit for each, 32 of a
+    thread in one word, (32, 4) or (32, 4, 2).
+    """
+    if M == 128:
+        first = draw_word(stream, m_start, n_start, threshold)
+        return gl.join(first, draw_word(stream, m_start + 64, n_start, threshold))
+    else:
+        return draw_word(stream, m_start, n_start, threshold)
+
+
+@gluon.jit
+def draw_word(stream, m_start, n_start, threshold):
+    """The same for 64 queries: (32, 4)."""
+    LAYOUT: gl.constexpr = half_groups()
+    row = gl.arange(0, 16, row_of(LAYOUT))[:, None]
+    r = gl.arange(0, 8, column_of(LAYOUT))[None, :]
+    group_k = (key_group(n_start) + row // 8 * 4 + row % 4).to(gl.uint32)
+    is_upper = row // 4 % 2 == 1
+    threshold = gl.cast(threshold, gl.uint32)
+    near = compared(stream, m_start + 0, r, group_k, is_upper, threshold)
+    next = compared(stream, m_start + 16, r, group_k, is_upper, threshold)
+    first = merged(near, next, 0xC0C0C0C0, 2)
+    near = compared(stream, m_start + 32, r, group_k, is_upper, threshold)
+    next = compared(stream, m_start + 48, r, group_k, is_upper, threshold)
+    word = merged(first, merged(near, next, 0xC0C0C0C0, 2), 0xF0F0F0F0, 4)
+    # Bytes are those of query r and an even key, an odd key, query r + 8 and an even key, an odd
+    both = gl.join(word, word >> 8).permute((0, 2, 1)).reshape([32, 8])
+    even, odd = gl.split(gl.convert_layout(both, quads()).reshape([32, 4, 2]))
+    return (even & 0x00FF00FF) | ((odd << 8) & 0xFF00FF00)
+
+
+@gluon.jit
+def compared(stream, m_start, r, group_k, is_upper, threshold):
+    """Bits 7 and 6 of each byte say whether the pairs of half a group are kept."""
+    group_q = (query_group(m_start) + r).to(gl.uint32)
+    first, second = half_group(stream, group_q, group_k, is_upper)
+    return merged(at_least(first, threshold), at_least(second, threshold), 0x80808080, 1)
+
+
+@gluon.jit
+def half_group(stream, group_q, group_k, is_upper):
+    """The first two words of a group, or the last two: one of the last round's two products."""
+    c0, c1, c2, c3 = philox(
+        group_k, group_q, stream.counter2, stream.counter3, stream.key0, stream.key1, ROUNDS - 1
+    )
+    step_0 = low(stream.key0.to(gl.int64) + (ROUNDS - 1) * KEY_STEP_0)
+    step_1 = low(stream.key1.to(gl.int64) + (ROUNDS - 1) * KEY_STEP_1)
+    multiplier = gl.where(is_upper, MULTIPLIER_0, MULTIPLIER_1).to(gl.uint32)
+    product = gl.inline_asm_elementwise(
+        PRODUCT, "=l,r,r", [gl.where(is_upper, c0, c2), multiplier], gl.int64, is_pure=True, pack=1
+    )
+    other = gl.where(is_upper, c3, c1) ^ gl.where(is_upper, step_1, step_0)
+    return high(product) ^ other, low(product)
+
+
+@gluon.jit
+def at_least(bytes, threshold):
+    """Bit 7 of each byte: whether it is at least the threshold, which is 1 to 255."""
+    lower = (0x80 - (threshold & 0x7F)) * 0x01010101
+    either = gl.where(threshold < 0x80, 0xFFFFFFFF, 0).to(gl.uint32)
+    return gl.inline_asm_elementwise(
+        AT_LEAST, "=r,r,r,r", [bytes, lower, either], gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def merged(first, second, MASK: gl.constexpr, SHIFT: gl.constexpr):
+    """The upper bits of each byte of two words."""
+    return (first & MASK) | ((second >> SHIFT) & (0xFFFFFFFF - MASK))
+
+
+def _at_least(bytes, lower, either):
+    sums = (bytes & 0x7F7F7F7F) + lower
+    return (bytes & sums) | (bytes | sums) & either
+
+
+# What this assembly means to the emulator
+ASM = {_AT_LEAST: _at_least, _PRODUCT: torch.mul}
