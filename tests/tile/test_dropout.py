@@ -15,10 +15,10 @@ from tilewise.dropout import keep_tile
 from tilewise.kernels.hopper import bwd_dropout, dropout
 from tilewise.kernels.hopper.bwd_drawn import draw_kept
 from tilewise.kernels.hopper.bwd_dropout import select
-from tilewise.kernels.hopper.dropout import drop_halves
+from tilewise.kernels.hopper.dropout import drop_pairs, from_pairs
 from tilewise.kernels.hopper.layouts import accumulator, column_of, row_of
 from tilewise.testing import build, emulate, interpret
-from tilewise.tile.dropout import draw, kept, philox, stream_of
+from tilewise.tile.dropout import kept, philox, stream_of
 
 RNGS = [(0, 0), (1, 2), (-1, -1), (0x0123_4567_89AB_CDEF, -(2**63))]
 STARTS = [(0, 0), (16, 32), (4096, 96), (2**31 - 256, 2**31 - 256)]
@@ -119,11 +119,10 @@ def hopper_kernel(
     ones = gl.load(cells)
     if HOW == "select":
         x = select(draw_kept(stream, at.m_start, at.n_start, threshold, N), ones, 0.0)
-    elif HOW == "drop_halves":
-        halves = ones.to(gl.bfloat16)
-        drawn = draw(stream, at.m_start, at.n_start, offs_m, offs_n)
-        halves = drop_halves(halves, drawn, threshold)
-        x = halves.to(gl.float32)
+    elif HOW == "drop_pairs":
+        rows = gl.arange(0, 64, row_of(LAYOUT))
+        pairs = drop_pairs(ones, stream, at.m_start, at.n_start, rows, threshold, gl.bfloat16)
+        x = gl.convert_layout(from_pairs(pairs, gl.bfloat16), LAYOUT).to(gl.float32)
     elif HOW == "kept":
         keep = kept(stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
         x = gl.where(keep, ones, 0.0)
@@ -132,7 +131,7 @@ def hopper_kernel(
     gl.store(cells, x)
 
 
-WAYS = [(False, "kept"), (True, "kept"), (False, "drop_halves"), (True, "select")]
+WAYS = [(False, "kept"), (True, "kept"), (False, "drop_pairs"), (True, "select")]
 
 
 @pytest.mark.emulator
@@ -176,7 +175,7 @@ def test_elements_share_philox(n):
     it asks its neighbour for half of them.
     """
     assert multiplications(False, "none", n) == 0
-    forward = multiplications(False, "drop_halves", n) - STAGE_1
+    forward = multiplications(False, "drop_pairs", n) - STAGE_1
     groups = n // 32
     # The first rounds are partly one row's or one column's; the last has high and low halves apart
     assert 10 * groups < forward <= 16 * groups

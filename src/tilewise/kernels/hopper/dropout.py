@@ -3,46 +3,76 @@ cannot spoil.
 
 The mask as a comparison and a `where` takes a third to a half more instructions: the optimiser
 multiplies by other constants for each byte of a word, and packs a tile's comparisons into integers.
+And 16-bit elements that a loop hands on it takes apart: two instructions, to move one register.
 """
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Two neighbours at a time. A byte b becomes the half-precision number 1024 + b, whose bits are
-# 0x6400 + b: such numbers can be compared two at a time, and the answer is all ones or zeros
-_SELECT_HALVES = """{
-    .reg .b32 selector, bytes, is_kept;
-    shl.b32 selector, $5, 8;
-    or.b32 selector, selector, $4;
-    prmt.b32 bytes, $2, 0x64646464, selector;
-    set.ge.u32.f16x2 is_kept, bytes, $6;
-    and.b32 $0, $1, is_kept;
-}"""
-SELECT_HALVES = gl.constexpr(_SELECT_HALVES)
+from ...tile.dropout import draw
+from .layouts import column_of, pairs_of, row_of
+
+
+@gluon.constexpr_function
+def selection(kind):
+    """Two neighbours at a time. A byte b becomes the half-precision number 1024 + b, whose bits are
+    0x6400 + b: such numbers can be compared two at a time, and the answer is all ones or zeros.
+    """
+    return f"""{{
+        .reg .b32 bytes, is_kept, both;
+        cvt.rn.{kind}x2.f32 both, $2, $1;
+        prmt.b32 bytes, $3, $5, $4;
+        set.ge.u32.f16x2 is_kept, bytes, $5;
+        and.b32 $0, both, is_kept;
+    }}"""
 
 
 @gluon.jit
-def drop_halves(p, drawn, threshold):
-    """A tile of 16-bit elements, queries down, keys across, 0 where `tile.dropout.kept` is false by
-    what was drawn for it: three instructions for two elements, since keys 2t and 2t + 1 share a
-    register, and their bytes a word.
+def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr):
+    """A tile in 16 bits, queries down, keys across, 0 where `tile.dropout.kept` is false: two
+    neighbours a word, (64, BLOCK_N // 2), which is one register.
+
+    Three instructions for two elements, since the bytes of keys 2t and 2t + 1 share a word, too.
     """
+    N: gl.constexpr = p.shape[1] // 2
+    LAYOUT: gl.constexpr = pairs_of(N)
+    even, odd = gl.split(p.reshape([64, N, 2]))
+    even, odd = gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)
+    rows = gl.convert_layout(rows, row_of(LAYOUT))[:, None]
+    columns = 2 * gl.arange(0, N, column_of(LAYOUT))[None, :]
+    drawn = draw(stream, m_start, n_start, rows, columns)
     least = (gl.cast(threshold, gl.uint32) + 0x6400) * 0x10001
+    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    text: gl.constexpr = selection(KIND)
     return gl.inline_asm_elementwise(
-        SELECT_HALVES,
-        "=r,r,r,r,r,r,r,r",
-        [p, drawn.word, 0x40 + drawn.byte, least],  # the pair's byte, then one of the constant
-        dtype=p.dtype,
+        text,
+        "=r,r,r,r,r,r",
+        [even, odd, drawn.word, 0x5150 + 0x101 * drawn.byte, least],
+        dtype=gl.int32,
         is_pure=True,
-        pack=2,
+        pack=1,
     )
 
 
-def _select_halves(p, word, selector, least):
-    byte = (word >> 8 * (selector & 3)) & 255
-    return torch.where(byte >= (least & 255), p, 0.0)
+@gluon.jit
+def from_pairs(pairs, dtype: gl.constexpr):
+    """The tile, (64, BLOCK_N)."""
+    even = pairs.to(gl.int16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.join(even, odd).reshape([64, 2 * pairs.shape[1]])
+
+
+def _select(dtype):
+    def select(even, odd, word, selector, least):
+        words = []
+        for x, place in ((even, selector), (odd, selector >> 8)):
+            kept = ((word >> 8 * (place & 3)) & 255) >= (least & 255)
+            words.append(torch.where(kept, x, 0.0).to(dtype).view(torch.int16).int())
+        return words[0] & 0xFFFF | words[1] << 16
+
+    return select
 
 
 # What this assembly means to the emulator
-ASM = {_SELECT_HALVES: _select_halves}
+ASM = {selection("bf16"): _select(torch.bfloat16), selection("f16"): _select(torch.float16)}

@@ -24,6 +24,7 @@ from ...tile.seqlen import modifiers_of
 from ...tile.softmax import exponentials
 from ...tile.types import Lengths, Sequence
 from .bias import copied_bias, release_bias
+from .dropout import from_pairs
 from .epilogue import write_tile
 from .layouts import accumulator, left_operand, row_of
 from .pipeline import after, parity_of, release_by_threads, start, wait_full
@@ -44,7 +45,7 @@ class Share(NamedTuple):
 class Step(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
-    p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand
+    p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see dropout.py
     m_i: gl.tensor
     l_i: gl.tensor  # as `row_sums` keeps it
 
@@ -106,7 +107,7 @@ def attend_partition(
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
-    kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
+    kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
     step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
     if EARLY:
         wait_full(steps, at, pred=share.blocks > 1)
@@ -148,7 +149,7 @@ def attend_partition(
                 p = exponentials_in(s, m_i, scale, 1, 4, False)
             else:
                 p, _ = exponentials(s, step.m_i, m_i, scale, True)
-            kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
+            kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
             step = Step(operand(kept, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p))
         if UNEVEN:
             at = skip(steps, at, share.idle, STAGES)
@@ -186,7 +187,7 @@ def attend_partition(
         release_by_threads(steps, at)
         at = after(at, STAGES)
         p, alpha = exponentials(s, no_max, m_i, scale, True)
-        kept = dropout(p.to(dtype), tile, n_block, call, FEATURES, TILE)
+        kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
         begun = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
@@ -249,12 +250,25 @@ def multiply_keys(q_tile, steps, at, no_scores):
 @gluon.jit
 def multiply_values(p, steps, at, acc_o):
     """Starts O += P V: (64, BLOCK_DV)."""
-    return warpgroup_mma(p, steps.v.index(at.slot), acc_o, is_async=True)
+    v = steps.v.index(at.slot)
+    if p.dtype == gl.int32:
+        O_LAYOUT: gl.constexpr = acc_o.type.layout
+        p = as_operand(from_pairs(p, v.dtype), O_LAYOUT)
+    return warpgroup_mma(p, v, acc_o, is_async=True)
 
 
 @gluon.jit
 def operand(p, O_LAYOUT: gl.constexpr):
-    """P as wgmma's left operand: the registers stay where they are."""
+    """P as wgmma's left operand, or pairs of it: the registers stay where they are."""
+    if p.dtype == gl.int32:
+        return p
+    else:
+        return as_operand(p, O_LAYOUT)
+
+
+@gluon.jit
+def as_operand(p, O_LAYOUT: gl.constexpr):
+    """A tile as wgmma's left operand."""
     return gl.convert_layout(p, left_operand(O_LAYOUT))
 
 

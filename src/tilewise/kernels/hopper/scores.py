@@ -9,12 +9,12 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.dropout import draw, stream_of
+from ...tile.dropout import stream_of
 from ...tile.score import load_slope, score_without_bias, unit
 from ...tile.softmax import running_max
 from ...tile.types import Lengths, Sequence
 from .bias import add_bias, load_bias
-from .dropout import drop_halves
+from .dropout import drop_pairs
 from .epilogue import head_of_row, query_of_row
 from .hide import hide
 from .layouts import accumulator, column_of
@@ -165,16 +165,18 @@ def true_keys(column, n_start):
 
 
 @gluon.jit
-def dropout(p, tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What is kept of P. Sums are taken before, and the factor of what is kept joins 1 / l.
+def dropout(
+    p, tile, n_block, call, dtype: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """P in 16 bits; with dropout what is kept of it, in pairs. Sums are taken before, and the
+    factor of what is kept joins 1 / l.
 
     Random words could be drawn before, while S is computed: that took as long. What counts here is
     how many instructions a block has, not where they stand.
     """
     if FEATURES.DROPOUT:
-        N: gl.constexpr = TILE.BLOCK_N
-        columns = gl.arange(0, N, column_of(accumulator(N)))[None, :]
-        drawn = draw(tile.stream, tile.work.start, n_block * N, tile.rows[:, None], columns)
-        return drop_halves(p, drawn, call.numbers.dropout_threshold)
+        threshold = call.numbers.dropout_threshold
+        n_start = n_block * TILE.BLOCK_N
+        return drop_pairs(p, tile.stream, tile.work.start, n_start, tile.rows, threshold, dtype)
     else:
-        return p
+        return p.to(dtype)
