@@ -17,14 +17,20 @@ from .layouts import column_of, pairs_of, row_of
 @gluon.constexpr_function
 def selection(kind):
     """Two neighbours at a time. A byte b becomes the half-precision number 1024 + b, whose bits are
-    0x6400 + b: such numbers can be compared two at a time, and the answer is all ones or zeros.
+    0x6400 + b. What it lacks to the threshold is 0 for kept pairs, and at least 1 for dropped ones,
+    or 2^-7 if its bits are read as bfloat16: times the lowest number of all that outweighs any P.
+
+    Comparisons and masks would do, as many instructions, but integer and logic units are short.
     """
+    lowest = {"bf16": "0xFF7FFF7F", "f16": "0xFBFFFBFF"}[kind]
     return f"""{{
-        .reg .b32 bytes, is_kept, both;
+        .reg .b32 bytes, lacks, both, minus_one, lowest;
+        mov.b32 minus_one, 0xBC00BC00;
+        mov.b32 lowest, {lowest};
         cvt.rn.{kind}x2.f32 both, $2, $1;
         prmt.b32 bytes, $3, $5, $4;
-        set.ge.u32.f16x2 is_kept, bytes, $5;
-        and.b32 $0, both, is_kept;
+        fma.rn.relu.f16x2 lacks, bytes, minus_one, $5;
+        fma.rn.relu.{kind}x2 $0, lacks, lowest, both;
     }}"""
 
 
