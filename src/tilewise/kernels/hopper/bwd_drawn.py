@@ -7,27 +7,13 @@ half of them. Two warps need the same groups as well, but other words of them: e
 the last round.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.dropout import (
-    KEY_STEP_0,
-    KEY_STEP_1,
-    MULTIPLIER_0,
-    MULTIPLIER_1,
-    ROUNDS,
-    high,
-    key_group,
-    low,
-    philox,
-    query_group,
-)
+from ...tile.dropout import key_group, query_group
+from . import philox
 from .layouts import column_of, half_groups, quads, row_of
-
-# The optimiser forgets that a choice of two constants has 32 bits, and multiplies by 64
-_PRODUCT = "mul.wide.u32 $0, $1, $2;"
-PRODUCT = gl.constexpr(_PRODUCT)
+from .philox import half_group
 
 # Four bytes at a time. The sum says in bit 7 how the lower seven bits compare; of that and the
 # byte's own bit 7 it takes either, where the threshold's is 0, or both. The optimiser would make a
@@ -83,22 +69,6 @@ def compared(stream, m_start, r, group_k, is_upper, threshold):
 
 
 @gluon.jit
-def half_group(stream, group_q, group_k, is_upper):
-    """The first two words of a group, or the last two: one of the last round's two products."""
-    c0, c1, c2, c3 = philox(
-        group_k, group_q, stream.counter2, stream.counter3, stream.key0, stream.key1, ROUNDS - 1
-    )
-    step_0 = low(stream.key0.to(gl.int64) + (ROUNDS - 1) * KEY_STEP_0)
-    step_1 = low(stream.key1.to(gl.int64) + (ROUNDS - 1) * KEY_STEP_1)
-    multiplier = gl.where(is_upper, MULTIPLIER_0, MULTIPLIER_1).to(gl.uint32)
-    product = gl.inline_asm_elementwise(
-        PRODUCT, "=l,r,r", [gl.where(is_upper, c0, c2), multiplier], gl.int64, is_pure=True, pack=1
-    )
-    other = gl.where(is_upper, c3, c1) ^ gl.where(is_upper, step_1, step_0)
-    return high(product) ^ other, low(product)
-
-
-@gluon.jit
 def at_least(bytes, threshold):
     """Bit 7 of each byte: whether it is at least the threshold, which is 1 to 255."""
     lower = (0x80 - (threshold & 0x7F)) * 0x01010101
@@ -120,4 +90,4 @@ def _at_least(bytes, lower, either):
 
 
 # What this assembly means to the emulator
-ASM = {_AT_LEAST: _at_least, _PRODUCT: torch.mul}
+ASM = {**philox.ASM, _AT_LEAST: _at_least}

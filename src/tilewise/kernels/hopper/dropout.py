@@ -10,8 +10,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.dropout import draw
+from ...tile.dropout import byte_of, key_group, query_group, word_of
+from . import philox
 from .layouts import column_of, pairs_of, row_of
+from .philox import group_words
 
 
 @gluon.constexpr_function
@@ -47,14 +49,21 @@ def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr
     even, odd = gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)
     rows = gl.convert_layout(rows, row_of(LAYOUT))[:, None]
     columns = 2 * gl.arange(0, N, column_of(LAYOUT))[None, :]
-    drawn = draw(stream, m_start, n_start, rows, columns)
+    group_q = (query_group(m_start) + query_group(rows)).to(gl.uint32)
+    # A thread's own part of the columns first, what is left are constants
+    group_k = key_group(n_start) + key_group(columns & 6)
+    group_k = (group_k + key_group(columns - (columns & 6))).to(gl.uint32)
+    w0, w1, w2, w3 = group_words(stream, group_q, group_k)
+    at = word_of(columns)
+    word = gl.where(at < 2, gl.where(at == 0, w0, w1), gl.where(at == 2, w2, w3))
+    selector = 0x5150 + 0x101 * byte_of(rows, columns)
     least = (gl.cast(threshold, gl.uint32) + 0x6400) * 0x10001
     KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
     text: gl.constexpr = selection(KIND)
     return gl.inline_asm_elementwise(
         text,
         "=r,r,r,r,r,r",
-        [even, odd, drawn.word, 0x5150 + 0x101 * drawn.byte, least],
+        [even, odd, word, selector, least],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
@@ -81,4 +90,8 @@ def _select(dtype):
 
 
 # What this assembly means to the emulator
-ASM = {selection("bf16"): _select(torch.bfloat16), selection("f16"): _select(torch.float16)}
+ASM = {
+    **philox.ASM,
+    selection("bf16"): _select(torch.bfloat16),
+    selection("f16"): _select(torch.float16),
+}
