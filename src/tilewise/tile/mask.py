@@ -22,13 +22,13 @@ class Interval(NamedTuple):
 
 @triton.constexpr_function
 def has_first(left, right, is_transposed):
-    """Whether a row's interval has a beginning: that of a query with `left`, of a key with `right`."""
+    """Whether a row's interval has a beginning: a query's with `left`, a key's with `right`."""
     return right if is_transposed else left
 
 
 @triton.constexpr_function
 def has_stop(left, is_transposed):
-    """Whether it has an end: that of a query always, as keys come to one; of a key with `left`."""
+    """Whether it has an end: a query's always, as keys come to one; a key's with `left`."""
     return left if is_transposed else True
 
 
