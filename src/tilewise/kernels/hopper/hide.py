@@ -18,12 +18,13 @@ def selection(has_first, has_stop, has_function):
     """$0 = $1 where the column $2 is within the ends that follow, and the function's value not 0;
     else -inf.
     """
-    kinds = zip(("ge {}, $2", "lt {}, $2", "ne {}, 0"), (has_first, has_stop, has_function))
+    asked = [("ge", "$2, {}")] * has_first + [("lt", "$2, {}")] * has_stop
+    asked += [("ne", "{}, 0")] * has_function
     lines = ["{ .reg .pred seen;"]
-    for i, test in enumerate(test for test, is_asked in kinds if is_asked):
-        comparison, pair = test.format(f"${i + 3}").split(" ", 1)
+    for i in range(len(asked)):
         joined, before = (".and", ", seen") if i else ("", "")
-        lines.append(f"setp.{comparison}{joined}.s32 seen, {pair}{before};")
+        pair = asked[i][1].format(f"${i + 3}")
+        lines.append(f"setp.{asked[i][0]}{joined}.s32 seen, {pair}{before};")
     return " ".join([*lines, "selp.f32 $0, $1, 0fFF800000, seen; }"])
 
 
