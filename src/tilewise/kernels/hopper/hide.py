@@ -39,9 +39,11 @@ def hide(s, q_idx, k_idx, seq, FEATURES: gl.constexpr):
     """`tile.mask.apply_mask`."""
     LEFT: gl.constexpr = FEATURES.LEFT
     TRANSPOSED: gl.constexpr = k_idx.shape[1] == 1
-    FIRST: gl.constexpr = has_first(LEFT, FEATURES.RIGHT, TRANSPOSED)
-    STOP: gl.constexpr = has_stop(LEFT, TRANSPOSED)
     FUNCTION: gl.constexpr = FEATURES.MASK_MOD is not None
+    # Of a function alone the compiler would make bits again: it joins whether it is a key
+    JOINED: gl.constexpr = FUNCTION and not (LEFT or FEATURES.RIGHT)
+    FIRST: gl.constexpr = has_first(LEFT, FEATURES.RIGHT, TRANSPOSED)
+    STOP: gl.constexpr = has_stop(LEFT, TRANSPOSED) and not JOINED
     seen = columns_seen(q_idx, k_idx, seq, LEFT, FEATURES.RIGHT, TRANSPOSED)
     operands = (s, q_idx if TRANSPOSED else k_idx)
     if FIRST:
@@ -50,7 +52,7 @@ def hide(s, q_idx, k_idx, seq, FEATURES: gl.constexpr):
         operands = operands + (seen.stop,)
     if FUNCTION:
         is_seen = function_allows(q_idx, k_idx, seq, FEATURES)
-        if not FIRST and not STOP:
+        if JOINED:
             is_seen = is_seen & (k_idx < seq.lengths.seqlen_k)
         operands = operands + (is_seen.to(gl.int32),)
     if len(operands) == 2:
