@@ -25,6 +25,7 @@ RANKS = [
     ["tuning"],
     ["tile"],
     ["reference"],
+    ["broadcasting"],
     ["checks", "qkv", "modifiers", "schema"],
     ["scalars"],
     ["problem", "sparse"],

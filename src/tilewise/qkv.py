@@ -123,18 +123,23 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
         if not (q.is_nested or k.is_nested or v.is_nested):
             return
     for name, x in zip(words, (q, k, v)):
-        if not isinstance(x, torch.Tensor):
-            raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
-        if x.is_nested:
-            raise ArgumentError(
-                f"{name} is a nested tensor: pass its sequences end to end, (total, nheads, "
-                "headdim), as values() of a jagged one has them, and where they begin as "
-                "cu_seqlens, to tilewise.attention"
-            )
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ArgumentError(
                 f"{name} has shape {tuple(x.shape)}: it must have 4 dimensions, {words.shape}"
             )
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """It is a tensor, and none of sequences of several lengths."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
+    if x.is_nested:
+        raise ArgumentError(
+            f"{name} is a nested tensor: pass its sequences end to end, (total, nheads, headdim), "
+            "as values() of a jagged one has them, and where they begin as cu_seqlens, to "
+            "tilewise.attention"
+        )
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:
