@@ -14,6 +14,7 @@ MODULES = (
         "tilewise.api",
         "tilewise.faces",
         "tilewise.sdpa",
+        "tilewise.flex",
         "tilewise.reference",
         "tilewise.testing.switch",
     ),

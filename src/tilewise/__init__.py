@@ -10,6 +10,7 @@ from .faces import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .flex import flex_attention
 from .reference import attention_reference, merge_states
 from .sdpa import scaled_dot_product_attention
 
@@ -26,6 +27,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flex_attention",
     "merge_states",
     "scaled_dot_product_attention",
 ]

@@ -16,6 +16,7 @@ from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_
 from .qkv import in_order, sizes_of
 from .scalars import Window, band, check_bounds, check_causal, check_flag, check_layout
 from .sparse.block_mask import BlockMask
+from .sparse.from_flex import block_mask_of
 
 Tensor = torch.Tensor
 
@@ -116,6 +117,7 @@ def attention(
         dropout_rng = draw_rng(q.device)
     sides = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
+    block_mask = block_mask_of(block_mask)
     modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
     extras = extras_of(

@@ -9,6 +9,7 @@ import torch
 from .api import call, is_long
 from .dropout import check_dropout, draw_rng
 from .errors import ArgumentError, Words
+from .flex import flex_attention as flex_attention
 from .problem import extras_of
 from .qkv import check_rank, in_order
 from .scalars import Window, band, check_bounds, check_flag

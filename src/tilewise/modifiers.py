@@ -51,11 +51,6 @@ def modifiers_of(
         return NO_MODIFIERS
     blocks, block = (), (0, 0)
     if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            raise ArgumentError(
-                f"block_mask is a {type(block_mask).__name__}: it must be a BlockMask of "
-                "tilewise.sparse (create_block_mask makes one, BlockMask.from_flex converts one)"
-            )
         if mask_mod is not None:
             raise ArgumentError(
                 "mask_mod and block_mask: a block mask brings its own predicate, so pass one of "

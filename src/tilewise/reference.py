@@ -31,6 +31,7 @@ from .problem import OPEN, Extras, Scalars
 from .qkv import check_tensors, in_order, sizes_of
 from .scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
 from .sparse.block_mask import BlockMask
+from .sparse.from_flex import block_mask_of
 
 Tensor = torch.Tensor
 
@@ -94,6 +95,7 @@ def attention_reference(
     check_extras(q, k, extras._replace(alibi_slopes=slopes))
     sides = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
+    block_mask = block_mask_of(block_mask)
     modifiers_of(mask_mod, score_mod, block_mask, sizes)
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
     numbers = *check_numbers(scale, softcap, q.shape[3], q.dtype), *sides, dropout_p

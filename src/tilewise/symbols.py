@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import expressions
 from .errors import ArgumentError
-from .expressions import BOOL, Node
+from .expressions import BOOL, FLOAT, INT, Node
 
 if TYPE_CHECKING:
     from .tracing import Tracer
@@ -35,6 +35,20 @@ class Symbol:
 
     def __repr__(self) -> str:
         return expressions.describe(self.node)
+
+    def new_ones(self, size, *, dtype=None) -> Symbol:
+        """The constant 1, or True, as `and_masks` of FlexAttention begins with."""
+        return self._new("new_ones", 1, size, dtype)
+
+    def new_zeros(self, size, *, dtype=None) -> Symbol:
+        """The constant 0, or False, as `or_masks` begins with."""
+        return self._new("new_zeros", 0, size, dtype)
+
+    def _new(self, name: str, value: int, size, dtype) -> Symbol:
+        if size != ():
+            raise no_meaning(self.tracer, f"`.{name}` of shape {size!r}", "the shape must be ()")
+        kind = self.kind if dtype is None else expressions.kind_of_dtype(dtype)
+        return self.tracer.lift({BOOL: bool, INT: int, FLOAT: float}[kind](value))
 
     def __getattr__(self, name: str):
         if name.startswith("__"):  # what Python itself looks for

@@ -7,13 +7,14 @@ A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may us
     where, minimum, maximum     of `tilewise.mods`, or torch's own
     doc[q_idx], doc[b, q_idx]   a captured tensor, one index for each of its dimensions
     n                           a captured number or 0-d tensor
+    b.new_ones((), dtype=...)   a constant, and new_zeros: FlexAttention's and_masks and or_masks
 
 A score function takes (score, b, h, q_idx, kv_idx), as its score_mod does, and may use / as well,
 and torch's exp, exp2, log, log2, sqrt, rsqrt, tanh and sigmoid.
 
 Nothing else: Python asks a symbol for its truth at `and`, `or`, `not`, `if` and a chained
 comparison, and a symbol has none. Trees are kept canonical in small ways: `a > b` is `b < a`, and
-x + 0 is x.
+x + 0, x & True and x | False are x.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ Tensor = torch.Tensor
 MAX_NODES = 400
 ZERO = Node(INT, (), 0)
 MIRRORED = {">": "<", ">=": "<="}
+NEUTRAL = {"&": Node(BOOL, (), True), "|": Node(BOOL, (), False)}
 
 
 class Dialect(NamedTuple):
@@ -141,6 +143,10 @@ class Tracer(TorchFunctionMode):
             return operands[0]
         if op == "+" and operands[0].node == ZERO and operands[1].kind == INT:
             return operands[1]
+        if op in NEUTRAL and BOOL == operands[0].kind == operands[1].kind:
+            for x, other in (operands, operands[::-1]):
+                if x.node == NEUTRAL[op]:
+                    return other
         if node.kind is None:
             said = " and ".join(f"{x!r} ({x.kind})" for x in operands)
             raise ArgumentError(

@@ -20,17 +20,7 @@ from ..expressions import INDICES
 from ..mods import Mask, Predicate
 from ..traced import check_sizes
 from .block_checks import check_lists, check_shape
-from .block_lists import (
-    FULL,
-    PARTIAL,
-    SKIPPED,
-    UNKNOWN,
-    BlockLists,
-    cut_at_ends,
-    kinds_of,
-    lists_of,
-    trimmed,
-)
+from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
 from .intervals import Blocks, bound
 
 Tensor = torch.Tensor
@@ -129,49 +119,9 @@ class BlockMask:
         Its lists are taken to say no less than its mask_mod; without one they are the mask. Its
         BLOCK_SIZE must be of multiples of 16.
         """
-        from torch.nn.attention import flex_attention
+        from .from_flex import converted
 
-        if not isinstance(block_mask, flex_attention.BlockMask):
-            raise ArgumentError(
-                f"block_mask is a {type(block_mask).__name__}: it must be a BlockMask of "
-                "torch.nn.attention.flex_attention"
-            )
-        counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-        if counts.ndim != 3:
-            raise ArgumentError(
-                f"block_mask.kv_num_blocks has shape {tuple(counts.shape)}: it must be (batch, "
-                "nheads, m_blocks)"
-            )
-        partial, full = BlockLists(counts, indices), block_mask.full_kv_num_blocks
-        if full is None:
-            full = BlockLists(torch.zeros_like(counts), indices[..., :0])
-        else:
-            full = BlockLists(full, block_mask.full_kv_indices)
-        # FlexAttention's mask of everything makes a tensor, which is no operator of ours
-        function = block_mask.mask_mod
-        everything = function is flex_attention.noop_mask
-        function = mods.mask((lambda b, h, q_idx, kv_idx: True) if everything else function)
-        shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
-        check_shape(shape, block)
-        partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape, block)
-        made = cls(function, shape, block, partial, full)
-        return made._as_listed() if everything else made
-
-    def _as_listed(self) -> BlockMask:
-        """The same with a mask that sees what the lists do, for those who ask no list."""
-        listed = self.kinds() != SKIPPED
-        if bool(listed.all()):
-            return self
-        (batch, nheads, seqlen_q, seqlen_k), (block_m, block_n) = self.shape, self.block
-        inside = torch.zeros_like(listed)  # neither end cuts the block
-        inside[:, :, : seqlen_q // block_m, : seqlen_k // block_n] = True
-
-        def sees(b, h, q_idx, kv_idx):
-            row, head = (b if batch > 1 else 0), (h if nheads > 1 else 0)
-            return listed[row, head, q_idx // block_m, kv_idx // block_n]
-
-        lists = lists_of(listed & ~inside), lists_of(listed & inside)
-        return BlockMask(mods.mask(sees), self.shape, self.block, *lists)
+        return converted(block_mask).made
 
 
 def create_block_mask(
