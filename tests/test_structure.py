@@ -25,7 +25,7 @@ RANKS = [
     ["tuning"],
     ["tile"],
     ["reference"],
-    ["broadcasting"],
+    ["broadcasting", "chunks"],
     ["checks", "qkv", "modifiers", "schema"],
     ["scalars"],
     ["problem", "sparse"],

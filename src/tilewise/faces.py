@@ -7,12 +7,13 @@ from __future__ import annotations
 import torch
 
 from .api import call, is_long
+from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .dropout import check_dropout, draw_rng
 from .errors import ArgumentError, Words
 from .flex import flex_attention as flex_attention
 from .problem import extras_of
 from .qkv import check_rank, in_order
-from .scalars import Window, band, check_bounds, check_flag
+from .scalars import Window, as_int, band, check_bounds, check_flag
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -35,6 +36,7 @@ def flash_attn_func(
     *,
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
 ):
@@ -49,19 +51,26 @@ def flash_attn_func(
     (batch, seqlen, nheads, headdim); causal is bottom-right; `window_size` counts both ends in, -1
     is no limit; GQA by head counts. Returns out; (out, lse) with `return_lse`; (out, lse, None)
     with `return_attn_probs` (flash-attn's third item is a dropout mask). A row that sees no key has
-    lse -inf (flash-attn 2: +inf). `dropout_p` draws from torch's generator. `num_splits` and
-    `pack_gqa` choose among equal results: 0 and None leave that to us. Raises ArgumentError, and
-    NotImplementedError for forced splits or packing.
+    lse -inf (flash-attn 2: +inf). `dropout_p` draws from torch's generator.
+
+    `attention_chunk`, flash-attn 3's: keys in chunks of so many, of which a query sees the one that
+    its diagonal lies in; 0 is one chunk of all. `window_size` may be a tensor of two, and numbers
+    may be numpy's. `num_splits` and `pack_gqa` are hints, which choose among equal results in
+    flash-attn: they are checked and change nothing here. Raises ArgumentError.
     """
-    _refuse("num_splits", num_splits, (0, 1), "split-KV decoding is not here yet: leave it 0")
-    _refuse("pack_gqa", pack_gqa, (None, False), "GQA packing is not here yet: leave it None")
+    _check_hints(num_splits, pack_gqa)
+    q, k, v = _ranked(q, k, v)
+    chunk = check_chunk(attention_chunk)
+    chunks = chunk_of_batch(chunk, q, k)
+    extras = alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q), *chunks.captured
     out, lse = call(
-        *_ranked(q, k, v),
-        extras=extras_of(alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q)),
+        *(q, k, v),
+        extras=extras_of(*extras),
         numbers=(softmax_scale, softcap),
-        window=("bottom_right", *band(window_size, _flag(causal), "window_size")),
+        window=_window(window_size, causal, chunk),
         deterministic=deterministic,
         dropout_p=dropout_p,
+        mods=chunks.mods,
         words=WORDS,
     )
     return _returned(out, lse, return_attn_probs, return_lse)
@@ -80,6 +89,9 @@ def flash_attn_qkvpacked_func(
     *,
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
 ):
     """`flash_attn_func` on q, k and v stacked in one tensor (batch, seqlen, 3, nheads, headdim),
     read in place.
@@ -101,7 +113,9 @@ def flash_attn_qkvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    return flash_attn_func(q, k, v, *flags, return_lse=return_lse, learnable_sink=learnable_sink)
+    newer = dict(return_lse=return_lse, learnable_sink=learnable_sink)
+    newer |= dict(attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa)
+    return flash_attn_func(q, k, v, *flags, **newer)
 
 
 def flash_attn_kvpacked_func(
@@ -118,6 +132,9 @@ def flash_attn_kvpacked_func(
     *,
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
 ):
     """`flash_attn_func` on k and v stacked in one tensor (batch, seqlen_k, 2, nheads_k, headdim),
     read in place.
@@ -140,7 +157,9 @@ def flash_attn_kvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    return flash_attn_func(q, k, v, *flags, return_lse=return_lse, learnable_sink=learnable_sink)
+    newer = dict(return_lse=return_lse, learnable_sink=learnable_sink)
+    newer |= dict(attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa)
+    return flash_attn_func(q, k, v, *flags, **newer)
 
 
 def flash_attn_varlen_func(
@@ -165,6 +184,9 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
 ):
     """flash-attn 2's `flash_attn_varlen_func`, argument for argument: sequences of any lengths,
     packed one behind the other.
@@ -186,15 +208,20 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
     check_bounds(max_seqlen_q, max_seqlen_k)
+    _check_hints(num_splits, pack_gqa)
     q, k, v = in_order(q, k, v, "bshd", True)
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    chunk = check_chunk(attention_chunk)
+    chunks = chunk_of_packed(chunk, lengths)
+    extras = alibi_slopes, learnable_sink, *lengths, None, _rng(dropout_p, q), *chunks.captured
     out, lse = call(
         *(q, k, v),
-        extras=extras_of(alibi_slopes, learnable_sink, *lengths, None, _rng(dropout_p, q)),
+        extras=extras_of(*extras),
         numbers=(softmax_scale, softcap),
-        window=("bottom_right", *band(window_size, _flag(causal), "window_size")),
+        window=_window(window_size, causal, chunk),
         deterministic=deterministic,
         dropout_p=dropout_p,
+        mods=chunks.mods,
         is_long=is_long(max_seqlen_q),
         words=WORDS,
     )
@@ -278,6 +305,16 @@ def _rng(dropout_p: float, q: Tensor) -> Tensor | None:
     return draw_rng(q.device) if check_dropout(dropout_p) else None
 
 
-def _refuse(name: str, value, served: tuple, reason: str) -> None:
-    if not any(value is x or (type(value) is int and value == x) for x in served):
-        raise NotImplementedError(f"{name}={value!r}: {reason}")
+def _window(window_size: Window, causal: bool, chunk: int) -> tuple[str, int, int]:
+    sides = band(window_size, _flag(causal), "window_size")
+    return "bottom_right", *chunk_band(chunk, sides)
+
+
+def _check_hints(num_splits: int, pack_gqa: bool | None) -> None:
+    splits = as_int(num_splits)
+    if splits is None or splits < 0:
+        raise ArgumentError(
+            f"num_splits={num_splits!r}: it must be an int, and 0 leaves the choice to us"
+        )
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa, " or None")

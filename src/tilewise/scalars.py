@@ -16,6 +16,7 @@ from .problem import OPEN
 Tensor = torch.Tensor
 REAL = numbers.Real, torch.SymFloat, torch.SymInt
 Window = tuple[int | None, int | None] | None
+INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 
 def check_numbers(
@@ -136,25 +137,36 @@ def check_window(window: Window, name: str) -> tuple[int, int]:
     """(left, right) with None and -1 as open sides."""
     if window is None:
         return OPEN, OPEN
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    pair = window
+    if isinstance(window, Tensor) or type(window).__module__ == "numpy":
+        pair = window.tolist()
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ArgumentError(
             f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no "
             "limit"
         )
-    sides = []
-    for side in window:
-        if side is not None and (
-            not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool)
-        ):
-            raise ArgumentError(
-                f"{name}={tuple(window)!r}: its sides must be ints, None or -1 for no limit"
-            )
-        if side is not None and side < OPEN:
-            raise ArgumentError(
-                f"{name}={tuple(window)!r}: a side must be at least 0, or None or -1 for no limit"
-            )
-        sides.append(OPEN if side is None else side)
+    sides = [OPEN if side is None else as_int(side) for side in pair]
+    if None in sides:
+        raise ArgumentError(
+            f"{name}={tuple(pair)!r}: its sides must be ints, None or -1 for no limit"
+        )
+    if sides[0] < OPEN or sides[1] < OPEN:
+        raise ArgumentError(
+            f"{name}={tuple(pair)!r}: a side must be at least 0, or None or -1 for no limit"
+        )
     return sides[0], sides[1]
+
+
+def as_int(value: Any) -> int | None:
+    """An integer, also of numpy or in a tensor of one, whose device is waited for; else None."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, Tensor):
+        is_one = value.numel() == 1 and value.dtype in INTEGERS
+        return value.item() if is_one else None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
 
 
 def check_bounds(*bounds: int | Tensor | None) -> None:

@@ -54,20 +54,6 @@ def test_attention_takes_features_by_keyword_alone():
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["q", "k", "v"]
 
 
-@pytest.mark.parametrize(
-    ("face", "unserved"),
-    [
-        (tilewise.flash_attn_func, {"num_splits": 4}),
-        (tilewise.flash_attn_func, {"pack_gqa": True}),
-    ],
-)
-def test_what_is_not_served_yet_is_refused_by_name(face, unserved):
-    q = torch.randn(1, 8, 8, 16)
-    (name,) = unserved
-    with pytest.raises(NotImplementedError, match=rf"{name}.*not here yet"):
-        face(q, q, q, **unserved)
-
-
 @pytest.mark.parametrize("name", TENSORS)
 def test_dropout_reaches_every_twin(name):
     tensors = {"q": (1, 8, 2, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)}
@@ -81,12 +67,6 @@ def test_dropout_reaches_every_twin(name):
     for wrong in (-0.1, 1.0):
         with pytest.raises(tilewise.ArgumentError, match=rf"dropout_p={wrong}"):
             getattr(tilewise, name)(*given, wrong)
-
-
-def test_the_values_that_leave_the_choice_to_us_are_served():
-    q = torch.randn(1, 8, 2, 16)
-    got = tilewise.flash_attn_func(q, q, q, num_splits=1, pack_gqa=False)
-    torch.testing.assert_close(got, tilewise.flash_attn_func(q, q, q), rtol=0, atol=0)
 
 
 def test_returns_as_flash_attn_does():
