@@ -15,6 +15,7 @@ MODULES = (
         "tilewise.faces",
         "tilewise.sdpa",
         "tilewise.flex",
+        "tilewise.bert_padding",
         "tilewise.reference",
         "tilewise.testing.switch",
     ),

@@ -16,7 +16,7 @@ OF_LIBRARY = [name for name in TREES if not name.startswith(("testing/", "bench/
 RANKS = [
     ["cli", "bench"],
     ["integrations", "ring"],
-    ["__init__", "faces", "sdpa", "flex"],
+    ["__init__", "faces", "sdpa", "flex", "bert_padding"],
     ["api"],
     ["ops"],
     ["learned"],

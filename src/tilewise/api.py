@@ -86,9 +86,9 @@ def attention(
     mask_mod: which keys a query sees, a predicate of (b, h, q_idx, kv_idx) made of plain operators
     (`tilewise.tracing` lists them), or a Mask of `tilewise.mods`; with `causal` and `window`, both
     must hold. It is asked for every pair. `block_mask`, of `tilewise.sparse.create_block_mask`,
-    holds a mask with the tiles that it hides, which then cost nothing; a band joins it as
-    `tilewise.mods.causal()` and not as an argument here. Positions count from 0 in each sequence.
-    Under torch.compile make masks before, and hand them in.
+    holds a mask with the tiles that it hides, which then cost nothing; it may be FlexAttention's
+    BlockMask. A band joins it as `tilewise.mods.causal()` and not as an argument here. Positions
+    count from 0 in each sequence. Under torch.compile make masks before, and hand them in.
     score_mod: a function of (score, b, h, q_idx, kv_idx), FlexAttention's, applied to the scaled
     (and capped) score, before ALiBi, bias and masks. Float tensors that it captures and that want
     gradients get them; under torch.compile make it before, with `tilewise.scores.score`.

@@ -75,7 +75,8 @@ def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
 
 def with_positive_scale(query: Tensor, scale: float | None, words: Words) -> tuple[Tensor, float]:
     """A query and a scale above 0 that give the scores of a scale below 0, or of 0."""
-    if type(scale) not in (int, float) or not -math.inf < scale <= 0:
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not -math.inf < scale <= 0:
         return query, scale
     warn_slow(f"{words.scale}={scale} is not positive, so {words.q} is copied at every call")
     return (-query, -scale) if scale else (query * 0, 1.0)
