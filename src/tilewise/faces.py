@@ -200,8 +200,8 @@ def flash_attn_varlen_func(
     q is (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim); cu_seqlens int32 (batch +
     1,), on the device of q, and never copied to the host. `max_seqlen_q` and `max_seqlen_k` may be
     left out. `seqused_q` and `seqused_k`, int32 (batch,): how many rows of a sequence are real.
-    Returns and errors are those of `flash_attn_func`, lse (nheads, total_q); `block_table` raises
-    NotImplementedError.
+    Newer arguments, returns and errors are those of `flash_attn_func`, lse (nheads, total_q);
+    `block_table` raises NotImplementedError.
     """
     if block_table is not None:
         raise NotImplementedError("block_table: a paged KV cache is not here yet; pass None")

@@ -54,10 +54,10 @@ def flex_attention(
     >>> tilewise.flex_attention(q, q, q, block_mask=blocks).shape
     torch.Size([1, 4, 256, 32])
 
-    `block_mask` is FlexAttention's own BlockMask or one of `tilewise.sparse`; `score_mod` and what
-    the mask is made of may be `tilewise.tracing`'s operators, `and_masks` and `or_masks` among
-    them. Fewer key heads than query heads need `enable_gqa=True`; key and value may have batch 1
-    beside a block mask. fp16, bf16, fp32 (fp64 on the CPU).
+    `block_mask` is FlexAttention's own BlockMask or one of `tilewise.sparse`. Its mask_mod and
+    `score_mod` are made of what `tilewise.tracing` lists; `and_masks` and `or_masks` join. Fewer
+    key heads than query heads need `enable_gqa=True`; key and value may have batch 1 beside a block
+    mask. fp16, bf16, fp32 (fp64 on the CPU).
 
     Returns out; (out, lse) with `return_lse`; (out, AuxOutput) with `return_aux`: lse is (batch,
     nheads, seqlen_q), the natural logarithm, fp32 (fp64 for fp64), differentiable, -inf where a row

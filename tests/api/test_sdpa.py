@@ -1,5 +1,6 @@
 """`scaled_dot_product_attention` takes what torch's takes, and refuses what it refuses."""
 
+import functools
 import re
 import sys
 import types
@@ -258,6 +259,9 @@ def test_odd_shapes_compile():
         tensors = qkv(*SHAPES[name])
         torch.testing.assert_close(again(*tensors), attend(*tensors))
     q, k, v = qkv((3, 2, 4, 8), (3, 2, 6, 8), (3, 2, 6, 8))
+    bias = causal_lower_right(4, 6)
+    again = torch.compile(functools.partial(sdpa, attn_mask=bias), backend="aot_eager")
+    torch.testing.assert_close(again(q, k, v), sdpa(q, k, v, bias))
     got = torch.func.vmap(attend, (0, None, None))(q, k, v)
     want = torch.stack([attend(x, k, v) for x in q])
     torch.testing.assert_close(got, want)
