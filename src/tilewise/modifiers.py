@@ -75,6 +75,27 @@ def modifiers_of(
     return Modifiers(names, (*blocks, *of_mask, *of_score))
 
 
+def modifiers_by(seen: Tensor) -> Modifiers:
+    """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
+    return Modifiers(Mods(mask=_reads(tuple(n > 1 for n in seen.shape))), (seen,))
+
+
+def _reads(along: tuple[bool, ...]) -> str:
+    """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
+    are not shared.
+    """
+    return _reading(along).key
+
+
+_reads._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
+
+
+@functools.cache
+def _reading(along: tuple[bool, ...]) -> mods.Mask:
+    x = torch.ones([1 + is_own for is_own in along], dtype=torch.bool, device="cpu")
+    return mods.mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
+
+
 def check_block_mask(
     block_mask: BlockMask | None, sizes: tuple[int, int, int, int], is_packed: bool, has_band: bool
 ) -> None:

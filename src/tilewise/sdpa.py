@@ -4,17 +4,14 @@ and its words in errors.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from .api import call
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .dropout import check_dropout, draw_rng
 from .errors import ArgumentError, Words
-from .modifiers import NO_MODIFIERS, Modifiers
-from .mods import Mask, mask
-from .problem import OPEN, Mods, extras_of
+from .modifiers import NO_MODIFIERS, Modifiers, modifiers_by
+from .problem import OPEN, extras_of
 from .scalars import check_flag
 
 Tensor = torch.Tensor
@@ -130,20 +127,4 @@ def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Mod
         return mask, NO_MODIFIERS
     if 0 in x.scores:
         return None, NO_MODIFIERS  # there is no pair to hide
-    return None, Modifiers(Mods(mask=_reads(tuple(n > 1 for n in mask.shape))), (mask,))
-
-
-def _reads(along: tuple[bool, ...]) -> str:
-    """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
-    are not shared.
-    """
-    return _reading(along).key
-
-
-_reads._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
-
-
-@functools.cache
-def _reading(along: tuple[bool, ...]) -> Mask:
-    x = torch.ones([1 + is_own for is_own in along], dtype=torch.bool, device="cpu")
-    return mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
+    return None, modifiers_by(mask)
