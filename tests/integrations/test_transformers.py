@@ -165,14 +165,6 @@ def test_gradients():
             torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_holes_in_the_mask_are_refused():
-    _, ours = pair(config_of("llama"))
-    mask = torch.ones(3, 12, dtype=torch.long)
-    mask[1, 5] = 0
-    with pytest.raises(NotImplementedError, match="row 1"):
-        ours(tokens(), attention_mask=mask)
-
-
 def test_dropout_is_drawn_in_training_alone():
     config = config_of("llama")
     config.attention_dropout = 0.5
@@ -181,18 +173,6 @@ def test_dropout_is_drawn_in_training_alone():
     assert torch.equal(ours(ids).logits, ours(ids).logits)
     ours.train()
     assert not torch.equal(ours(ids).logits, ours(ids).logits)
-
-
-def test_score_masks_and_weights_are_refused():
-    _, ours = pair(config_of("llama"))
-    with pytest.raises(NotImplementedError, match="mask of scores"):
-        ours(tokens(), attention_mask=torch.zeros(3, 1, 12, 12))
-    sizes = dict(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
-    _, t5 = pair(
-        transformers.T5Config(**sizes, dropout_rate=0.0), transformers.AutoModelForSeq2SeqLM
-    )
-    with pytest.raises(NotImplementedError, match="position_bias"):
-        t5(input_ids=tokens(), decoder_input_ids=tokens())
 
 
 def test_unknown_arguments_are_refused_by_name():

@@ -23,7 +23,7 @@ from integrations.test_transformers_packed import (  # noqa: E402
 )
 
 from tilewise import ArgumentError  # noqa: E402
-from tilewise.integrations.chunks import chunk_starts  # noqa: E402
+from tilewise.integrations.chunks import chunk_starts, kept_keys  # noqa: E402
 
 
 def llama4(chunk=4):
@@ -109,23 +109,13 @@ def test_chunks_and_lengths_that_disagree():
         )
 
 
-def test_holes_are_refused():
-    _, ours = pair(llama4())
-    mask = torch.ones(3, 12, dtype=torch.long)
-    mask[1, 5] = 0
-    with pytest.raises(NotImplementedError, match="row 1"):
-        ours(tokens(), attention_mask=mask)
-
-
-def test_other_masks_are_refused_for_what_they_are():
-    """Blocks of image tokens, which see each other both ways."""
-    from transformers.masking_utils import create_causal_mask
-
-    _, ours = pair(config_of("llama"))
-    blocks = torch.tensor([[-1, 0, 0, 0, -1]])
-    how = dict(inputs_embeds=torch.zeros(1, 5, 32), attention_mask=None, past_key_values=None)
-    with pytest.raises(NotImplementedError, match="neither causal nor a window nor chunks"):
-        create_causal_mask(ours.config, **how, block_sequence_ids=blocks)
+def test_padding_on_the_right_is_no_part_of_a_chunk():
+    length, stops = 10, [10, 5, 0]
+    _, starts = chunk_starts(4, torch.tensor([0, 2, 0]), (0, length), (0, length))
+    kept = kept_keys(starts, torch.tensor(stops), length).tolist()
+    for start, end, count in zip(starts, starts[1:], kept, strict=False):
+        keys = range(int(start), int(end))
+        assert count == sum(key % length < stops[key // length] for key in keys)
 
 
 @pytest.mark.parametrize("queries,keys", [((0, 9), (0, 9)), ((6, 3), (2, 10))])

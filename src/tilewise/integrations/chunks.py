@@ -65,6 +65,16 @@ def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Span) -> tupl
     return _flat(edges.clamp(min=0), count), _flat(k_edges, key_count)
 
 
+def kept_keys(starts: Tensor, stops: Tensor, length: int) -> Tensor:
+    """int32: how many keys of each chunk come before its row's padding on the right, which begins
+    at `stops` (batch,) of `length` keys.
+    """
+    row = torch.arange(stops.shape[0], device=stops.device)
+    stops = (stops + length * row).repeat_interleave((starts.numel() - 1) // stops.shape[0])
+    begins, ends = starts[:-1].long(), starts[1:].long()
+    return (torch.minimum(ends, stops) - begins).clamp(min=0).to(torch.int32)
+
+
 def _flat(edges: Tensor, length: int) -> Tensor:
     """Places in each row of `length`, as places in all rows side by side: (rows * n + 1,)."""
     rows = edges.shape[0]

@@ -6,42 +6,21 @@ that adds its mask by itself takes it for no mask: nothing hides the future from
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 
-from .chunks import chunk_of, chunk_starts, is_chunked, left_padding
-from .opaque import ANOTHER
-from .visible import Band, Predicate, Visible, band_of, packed_of, runs_of, simplest
+from ..errors import warn_slow
+from .asked import Asked
+from .chunks import Span, chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
+from .stored import KEYS, PAIRS, beside, pairs
+from .visible import HOLES, NO_KEYS, Band, Visible, band_of, packed_of, runs_of, simplest
 
 Tensor = torch.Tensor
 NOT_CHUNKED = (
     "the mask is not that of the model's chunks, as a compiled graph assumes: rows whose "
     "position_ids start anew are not served compiled with chunked attention"
 )
-OTHER_MASKS = (
-    "this model's mask is neither causal nor a window nor chunks nor packed sequences (blocks of "
-    "image tokens that see each other are none of these): " + ANOTHER
-)
-
-
-class Asked(NamedTuple):
-    """A mask that is neither plainly causal nor plainly all keys."""
-
-    predicate: Predicate
-    batch: int
-    lengths: tuple[int, int]  # of queries and keys
-    offsets: tuple[int | Tensor, int]  # the positions of the first ones
-    padding: Tensor | None  # bool (batch, positions)
-    local_size: int | None
-    device: torch.device | str
-    is_causal: bool
-    chunk: int | None
-
-    def is_whole(self) -> bool:
-        """Whether the queries are the keys, from the first position on, without padding."""
-        is_first = all(isinstance(start, int) and start == 0 for start in self.offsets)
-        return is_first and self.padding is None and self.lengths[0] == self.lengths[1]
 
 
 def visible_keys(
@@ -64,56 +43,51 @@ def visible_keys(
     if "cache_position" in kwargs:  # how transformers before 5.4 says it
         positions = kwargs["cache_position"]
         q_length, q_offset, device = positions.shape[0], positions[0], positions.device
-    if use_vmap:
-        raise NotImplementedError(f"this model adds a mask of its own: {ANOTHER}")
+    asked = Asked(
+        *(mask_function, batch_size, (q_length, kv_length), (q_offset, kv_offset)),
+        *(attention_mask, local_size, device),
+        is_causal="allow_is_bidirectional_skip" not in kwargs,  # a bidirectional mask's alone
+        chunk=chunk_of(kwargs.get("config"), local_size),
+        use_vmap=use_vmap,
+        # Over a compiled static cache: its length stays on the device, or each step compiles.
+        is_step=q_length == 1 and not allow_is_causal_skip,
+        cache_position=kwargs.get("cache_position"),
+    )
+    found = _found(asked)
+    if found is None:
+        warn_slow(PAIRS)
+        return pairs(asked)
+    return found if isinstance(found, Visible) else _padded(asked, found)
+
+
+def _found(asked: Asked) -> Visible | Band | None:
+    """What `asked.predicate` is; None if it is no band, no chunks and no packed sequences."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    lengths = (q_length, kv_length)
-    # A step over a compiled static cache: its length stays on the device, or each step compiles.
-    is_step = q_length == 1 and not allow_is_causal_skip
-    if is_step and attention_mask is None and mask_function is causal_mask_function:
-        used = _used(q_offset, q_length, kv_offset, batch_size, device)
-        return Visible((None, 0), None, lengths, used=used)
-    if mask_function is causal_mask_function:
-        band: Band = (None, 0)
-    elif mask_function is bidirectional_mask_function:
-        band = (None, None)
-    else:
-        chunk = chunk_of(kwargs.get("config"), local_size)
-        is_causal = "allow_is_bidirectional_skip" not in kwargs  # a bidirectional mask's alone
-        offsets, size = (q_offset, kv_offset), (local_size, device, is_causal, chunk)
-        found = _probed(Asked(mask_function, batch_size, lengths, offsets, attention_mask, *size))
-        if isinstance(found, Visible):
-            return found
-        band = found
-    q_start, end = int(q_offset), kv_offset + kv_length
-    # Slots of a static cache that are not written yet come after the last query.
-    stop = min(end, q_start + q_length) if band[1] == 0 else end
-    runs = runs_of(attention_mask, kv_offset, stop)
-    if runs is None and is_step and band[1] == 0:
-        used = _used(q_offset, q_length, kv_offset, batch_size, device)
-        return Visible(band, None, lengths, used=used)
-    if runs is None and stop < end:
-        runs = ((0, stop - kv_offset),) * batch_size
-    return simplest(band, q_start - kv_offset, lengths, runs, device)
+    if asked.use_vmap:  # it may take single numbers alone
+        return None
+    if asked.predicate is causal_mask_function:
+        return None, 0
+    if asked.predicate is bidirectional_mask_function:
+        return None, None
+    compiling = torch.compiler.is_compiling()
+    if asked.chunk is not None and (compiling or not asked.is_whole()):
+        is_one = asked.offsets[1] == 0 and asked.lengths[1] <= asked.chunk
+        if compiling and asked.padding is not None and not is_one:
+            return None
+        if _fits_chunks(asked):
+            return (None, 0) if is_one else _chunked(asked)
+    if compiling and (asked.is_union() or asked.is_on_device()):
+        return None
+    return _probed(asked)
 
 
-def _used(q_offset: int | Tensor, q_length: int, kv_offset: int, batch: int, device) -> Tensor:
-    """int32 (batch,): the keys of a static cache that are written once these queries' are."""
-    used = torch.as_tensor(q_offset + q_length - kv_offset, dtype=torch.int32, device=device)
-    return used.expand(batch)
-
-
-def _probed(asked: Asked) -> Visible | Band:
-    """The mask that `asked.predicate` is, found by probing it."""
-    is_whole, compiling = asked.is_whole(), torch.compiler.is_compiling()
-    if asked.chunk is not None and (compiling or not is_whole):
-        chunked = _chunked(asked)
-        if chunked is not None:
-            return chunked
+def _probed(asked: Asked) -> Visible | Band | None:
+    """What `asked.predicate` is, found by asking it about some pairs."""
+    is_whole = asked.is_whole()
     predicate, batch, (q_length, kv_length), *_ = asked
     rest = (asked.local_size, asked.device)
-    if is_whole and compiling and batch == 1:
+    if is_whole and torch.compiler.is_compiling() and batch == 1:
         return packed_of(predicate, batch, q_length, *rest, asked.is_causal)
     q_start, kv_offset = int(asked.offsets[0]), asked.offsets[1]
     stop = kv_offset + kv_length
@@ -121,31 +95,74 @@ def _probed(asked: Asked) -> Visible | Band:
         stop = min(stop, q_start + q_length)
     queries, keys = range(q_start, q_start + q_length), range(kv_offset, stop)
     band = band_of(predicate, queries, keys, batch, *rest, is_causal=asked.is_causal)
-    if band is not None:
+    if band is not None or not is_whole:
         return band
-    packed = None
-    if is_whole:
-        packed = packed_of(predicate, batch, q_length, *rest, chunk=asked.chunk)
-    if packed is None:
-        raise NotImplementedError(OTHER_MASKS)
-    return packed
+    return packed_of(predicate, batch, q_length, *rest, chunk=asked.chunk)
 
 
-def _chunked(asked: Asked) -> Visible | None:
-    """Chunks behind a cache or padding, and in a compiled graph; None if it is something else."""
-    (q_start, q_length), (kv_offset, kv_length) = zip(asked.offsets, asked.lengths, strict=True)
-    queries, keys = (q_start, q_length), (kv_offset, kv_length)
+def _padded(asked: Asked, band: Band) -> Visible:
+    """A band, and the padding."""
+    (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
+    if band == NO_KEYS:
+        none = torch.zeros(asked.batch, dtype=torch.int32, device=asked.device)
+        return Visible((None, None), None, asked.lengths, used=none)
+    is_step = asked.is_step and band[1] == 0
+    if is_step and asked.padding is None:
+        return Visible(band, None, asked.lengths, used=asked.used())
+    if torch.compiler.is_compiling():
+        if asked.padding is not None:
+            return beside(asked, band)
+        if asked.is_on_device():
+            return pairs(asked)
+    q_start, end = int(q_offset), kv_offset + kv_length
+    # Slots of a static cache that are not written yet come after the last query.
+    stop = min(end, q_start + q_length) if band[1] == 0 else end
+    runs = runs_of(asked.padding, kv_offset, stop)
+    if runs == HOLES:
+        warn_slow(KEYS)
+        return beside(asked, band)
+    if runs is None and is_step:
+        return Visible(band, None, asked.lengths, used=asked.used())
+    if runs is None and stop < end:
+        runs = ((0, stop - kv_offset),) * asked.batch
+    return simplest(band, q_start - kv_offset, asked.lengths, runs, asked.device)
+
+
+def _spans(asked: Asked) -> tuple[Span, Span]:
+    """Where queries and keys begin, and how many there are."""
+    queries, keys = zip(asked.offsets, asked.lengths, strict=True)
+    return queries, keys
+
+
+def _fits_chunks(asked: Asked) -> bool:
+    """Whether the predicate is that of the model's chunks; a compiled graph asserts it."""
     padding = left_padding(asked.padding, asked.batch, asked.device)
-    fits = is_chunked(asked.predicate, asked.chunk, padding, queries, keys)
+    fits = is_chunked(asked.predicate, asked.chunk, padding, *_spans(asked))
     if torch.compiler.is_compiling():
         torch._assert_async(fits, NOT_CHUNKED)
-    elif not fits:
-        return None
-    diagonal = runs = None
-    if asked.padding is not None and q_length > 1:
-        diagonal = int(q_start) - kv_offset
-        runs = runs_of(asked.padding, kv_offset, kv_offset + diagonal + q_length)
-    elif asked.padding is not None:  # refuses holes
-        runs_of(asked.padding, kv_offset, kv_offset + kv_length)
+        return True
+    return bool(fits)
+
+
+def _chunked(asked: Asked) -> Visible:
+    """Chunks behind a cache or padding, and in a compiled graph."""
+    queries, keys = _spans(asked)
+    padding = left_padding(asked.padding, asked.batch, asked.device)
     starts = chunk_starts(asked.chunk, padding, queries, keys)
-    return Visible((None, 0), diagonal, asked.lengths, runs=runs, starts=starts, chunk=asked.chunk)
+    chunked = Visible((None, 0), None, asked.lengths, starts=starts, chunk=asked.chunk)
+    if asked.padding is None:
+        return chunked
+    (kv_offset, kv_length), q_length = keys, asked.lengths[0]
+    diagonal = kv_length - 1 if q_length == 1 else int(asked.offsets[0]) - kv_offset
+    end = diagonal + q_length  # behind the last query's key
+    runs = runs_of(asked.padding, kv_offset, kv_offset + end)
+    if q_length == 1 and runs != HOLES:
+        return chunked
+    is_late = runs is not None and any(stop < end for _, stop in runs)
+    if runs == HOLES or (is_late and diagonal != 0):
+        warn_slow(KEYS)
+        return pairs(asked)
+    if is_late:
+        stops = torch.tensor([stop for _, stop in runs], device=asked.device)
+        chunked = dataclasses.replace(chunked, kept=kept_keys(starts[1], stops, kv_length))
+    return dataclasses.replace(chunked, diagonal=diagonal, runs=runs)

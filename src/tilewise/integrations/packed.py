@@ -17,13 +17,17 @@ import torch
 
 from ..errors import ArgumentError
 from .opaque import ANOTHER
-from .positions import UNTOLD, cut, starts_by_positions
-from .visible import Visible, starts_from
+from .positions import UNTOLD, cut, joined_of, starts_by_positions
+from .visible import Band, Visible, starts_from
 
 Tensor = torch.Tensor
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 # What comes beside them: nothing here needs the longest, and seq_idx numbers the same sequences.
 BESIDE = ("max_length_q", "max_length_k", "seq_idx")
+UNKNOWN = (
+    "the mask does not know of these sequences: position_ids tell it of them, without padding and "
+    f"a KV cache; {ANOTHER}"
+)
 DISAGREE = (
     "cu_seq_lens_q, cu_seq_lens_k and the mask (of position_ids that start anew) tell of different "
     "sequences: pass one of them, or the same in both"
@@ -50,11 +54,13 @@ def starts_of(
 
 def _told_by_lengths(
     visible: Visible | None, given: list[Tensor | None], q: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     for name, starts in zip(STARTS, given):
         if starts is None:
             raise ArgumentError(f"{' and '.join(STARTS)} come together: {name} is missing")
     _check_one_row(visible, q.shape[0])
+    if visible is not None and visible.mask is not None:
+        return _known_by_mask(visible, given)
     if visible is not None and visible.chunk is not None:
         return _chunked(visible, given)
     if visible is not None and visible.begins is not None:
@@ -85,6 +91,24 @@ def _check_one_row(visible: Visible | None, batch: int) -> None:
             "cu_seq_lens_q and an attention_mask with padding: leave the mask out, packed rows "
             "have none"
         )
+
+
+def _known_by_mask(visible: Visible, given: list[Tensor]) -> None:
+    """A stored mask hides the sequences from each other."""
+    seqlen, kv_length = visible.lengths
+    if seqlen != kv_length:
+        raise NotImplementedError(f"cu_seq_lens_q and keys of an earlier call: {UNKNOWN}")
+    for starts in given:
+        if any(starts is other for other in visible.agreed):
+            continue
+        begins = _begins_from(starts.to(visible.mask.device), seqlen)
+        is_known = ~(begins[1:] & joined_of(visible, 1)[0]).any()
+        if torch.compiler.is_compiling():
+            torch._assert_async(is_known, UNKNOWN)
+            continue
+        if not is_known:
+            raise NotImplementedError(f"cu_seq_lens_q: {UNKNOWN}")
+        visible.agreed.append(starts)
 
 
 def _chunked(visible: Visible, given: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -134,3 +158,18 @@ def _begins_from(starts: Tensor, seqlen: int) -> Tensor:
     """bool (seqlen,): the places that `starts` names."""
     told = torch.zeros(seqlen + 1, dtype=torch.bool, device=starts.device)
     return told.index_fill(0, starts.long().clamp(0, seqlen), True)[:seqlen]
+
+
+def apart(starts: tuple[Tensor, Tensor], band: Band, q: Tensor, k: Tensor) -> Visible:
+    """Packed rows as a stored mask: what is added to scores counts keys through the row."""
+    lengths = q.shape[1], k.shape[1]
+    is_shared = starts[0] is starts[1] or torch.equal(*starts)
+    if lengths[0] != lengths[1] or not is_shared:
+        raise NotImplementedError(
+            "position_bias and packed sequences whose keys are not their queries: pad the batch "
+            f"instead, or {ANOTHER}"
+        )
+    begins = torch.zeros(q.shape[0] * lengths[0] + 1, dtype=torch.long, device=q.device)
+    begins = begins.index_fill(0, starts[0].to(q.device).long(), 1)[:-1]
+    number = begins.cumsum(0).view(q.shape[0], 1, lengths[0])
+    return Visible(band, 0, lengths, mask=number[..., None] == number[:, :, None])

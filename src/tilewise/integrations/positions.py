@@ -42,16 +42,15 @@ def starts_by_positions(
         if ids is position_ids and version == _version(position_ids):
             return starts
     anew = (position_ids[:, 1:] == 0) | (position_ids[:, 1:] < position_ids[:, :-1])
-    real = None if visible is None else _real(visible, batch)
-    if real is not None:
-        real = real.to(anew.device)
-        anew = anew & real[:, 1:] & real[:, :-1]
+    joined = None if visible is None else joined_of(visible, batch)
+    if joined is not None:
+        anew = anew & joined.to(anew.device)
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch._assert_async(~anew.any(), UNTOLD)  # no value can be read
         return None
     starts = None
     if anew.any():
-        if real is not None or k.shape[1] != seqlen or (position_ids[:, 1:][anew] != 0).any():
+        if joined is not None or k.shape[1] != seqlen or (position_ids[:, 1:][anew] != 0).any():
             raise NotImplementedError(f"position_ids start anew within a row: {PACKING}")
         begins = torch.nn.functional.pad(anew, (1, 0), value=True).to(q.device)
         if visible is not None and visible.chunk is not None:
@@ -73,6 +72,25 @@ def cut(begins: Tensor, chunk: int) -> Tensor:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version  # inference tensors count none
+
+
+def joined_of(visible: Visible, batch: int) -> Tensor | None:
+    """bool (batch, queries - 1): whether a query and the one before it are real, and as far as the
+    mask knows of one sequence; None if all are.
+    """
+    if visible.mask is not None:
+        return _joined_by_mask(visible)
+    real = _real(visible, batch)
+    return None if real is None else real[:, 1:] & real[:, :-1]
+
+
+def _joined_by_mask(visible: Visible) -> Tensor:
+    """Whether a query sees its own key and the one before."""
+    mask, count = visible.mask, visible.lengths[0]
+    row = torch.arange(1, count, device=mask.device)
+    own = (row + visible.diagonal).clamp(1, visible.lengths[1] - 1)
+    row = row if mask.shape[2] > 1 else 0
+    return (mask[:, :, row, own] & mask[:, :, row, own - 1]).all(1)
 
 
 def _real(visible: Visible, batch: int) -> Tensor | None:

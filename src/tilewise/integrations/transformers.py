@@ -3,22 +3,24 @@
 Two functions are registered under one name. The mask function runs once per forward and says what
 each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
 the first, transformers builds no mask for a custom name, and padding is ignored in silence.
-Sequences packed in one row are served as packed ones: see `packed`. Whatever cannot be served
-exactly is refused with a reason; `check(model)` says beforehand which layers will reach tilewise.
+Sequences packed in one row are served as packed ones: see `packed`. Masks that are no band are
+stored and read: see `stored`. Whatever cannot be served exactly is refused with a reason;
+`check(model)` says beforehand which layers will reach tilewise.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..api import attention
-from ..errors import ArgumentError, warn_slow
+from ..errors import ArgumentError
+from .attend import Features, attend, attend_packed, attend_visible
 from .check import Checked, check_model
 from .masks import visible_keys
 from .opaque import ANOTHER
-from .packed import starts_of
+from .packed import apart, starts_of
 from .positions import PACKING
-from .visible import Band, Visible, runs_of, simplest
+from .stored import given, padded
+from .visible import Band, Visible
 
 Tensor = torch.Tensor
 
@@ -36,8 +38,11 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
+BESIDE_MASK = "beside a mask of four dimensions, which says all: leave one of them out"
 REASONS = {
     "cache": "paged caches are not served: generate with `generate`, not `generate_batch`",
+    "cu_seq_lens_k": BESIDE_MASK,
+    "cu_seq_lens_q": BESIDE_MASK,
     "head_mask": "head masks are not served: " + ANOTHER,
     "max_length_k": PACKING,
     "max_length_q": PACKING,
@@ -45,7 +50,6 @@ REASONS = {
         "attention weights are never stored (with 'sdpa' neither): load the model with "
         "attn_implementation='eager'"
     ),
-    "position_bias": "additive position biases are not served yet: " + ANOTHER,
     "seq_idx": PACKING,
 }
 
@@ -105,40 +109,45 @@ def attention_forward(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
-    _refuse_scores(attention_mask)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    visible = attention_mask
-    if isinstance(attention_mask, Visible):
-        _agree(attention_mask, q, k, sliding_window)
+    q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
+    bias, visible, starts = kwargs.pop("position_bias", None), attention_mask, None
+    band: Band = (None, None)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
+        visible = given(attention_mask, q, k)
+        if visible is None:
+            bias = attention_mask if bias is None else bias + attention_mask
     else:
-        band = _band(module, is_causal, sliding_window)
-        visible = None
-        if attention_mask is not None:  # 2D: a model that hands its padding down
-            runs = runs_of(attention_mask, 0, k.shape[1])
-            lengths = (q.shape[1], k.shape[1])
-            visible = simplest(band, lengths[1] - lengths[0], lengths, runs, q.device)
-    starts = starts_of(visible, kwargs, q, k)
-    _refuse(kwargs)
-    features = dict(scale=scaling, softcap=softcap, sinks=s_aux, deterministic=bool(deterministic))
-    features["dropout_p"] = dropout
-    if visible is not None:
-        band = visible.band
+        if isinstance(attention_mask, Visible):
+            _agree(attention_mask, q, k, sliding_window)
+            band = attention_mask.band
+        else:
+            band = _band(module, is_causal, sliding_window)
+            if attention_mask is not None:  # of a model that hands its padding down
+                visible = padded(attention_mask, band, q, k)
+        starts = starts_of(visible, kwargs, q, k)
+    refuse(kwargs)
+    features = Features(scaling, softcap, s_aux, dropout, bool(deterministic), _of_scores(bias, q))
+    if starts is not None and bias is not None:
+        visible, starts = apart(starts, band, q, k), None
     if starts is not None:
-        return _attend_packed(q, k, v, starts, band, features), None
+        kept = visible.kept if visible is not None and starts is visible.starts else None
+        return attend_packed(q, k, v, starts, band, features, kept), None
     if visible is not None:
-        return _attend_visible(q, k, v, visible, features), None
-    return _attend(q, k, v, band, features), None
+        return attend_visible(q, k, v, visible, features), None
+    return attend(q, k, v, band, features), None
 
 
-def _refuse_scores(mask: Tensor | Visible | None) -> None:
-    if isinstance(mask, Tensor) and mask.dim() != 2:
-        raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)}: a mask of scores is not served yet; "
-            f"pass the 2D padding mask, or {ANOTHER}"
-        )
+def _rows(x: Tensor) -> Tensor:
+    """With a last dimension in order: a convolution leaves it otherwise."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _refuse(kwargs: dict) -> None:
+def _of_scores(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """What is added to scores, in a dtype that attention takes."""
+    return bias if bias is None or bias.dtype in (q.dtype, torch.float32) else bias.float()
+
+
+def refuse(kwargs: dict) -> None:
     """What is handed down and not understood."""
     for name, value in kwargs.items():
         if value is None or value is False or name in HARMLESS:
@@ -168,45 +177,3 @@ def _agree(visible: Visible, q: Tensor, k: Tensor, sliding_window: int | None) -
             f"sliding_window={sliding_window} in a layer whose mask has a window of "
             f"{visible.band[0] + 1}: {ANOTHER}"
         )
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, band: Band, features: dict, align="bottom_right"):
-    causal = align if band[1] == 0 else False
-    return attention(q, k, v, causal=causal, window=band, **features)
-
-
-def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features: dict) -> Tensor:
-    """One call, or one a row where the rows' first keys differ."""
-    if visible.used is not None:
-        align = "bottom_right" if visible.diagonal is None else "top_left"
-        return _attend(
-            q, k, v, visible.band, {**features, "seqused_k": visible.used.to(q.device)}, align
-        )
-    if visible.runs is None:
-        return _attend(q, k, v, visible.band, features)
-    if len(set(visible.runs)) == 1:
-        return _attend_run(q, k, v, visible, visible.runs[0], features)
-    warn_slow(
-        "rows of this batch begin at different keys, so attention is called once a row: pad on "
-        "the right, or pack the rows into one, where that is too slow"
-    )
-    rows = [slice(row, row + 1) for row in range(q.shape[0])]
-    parts = zip(rows, visible.runs, strict=True)
-    return torch.cat([_attend_run(q[r], k[r], v[r], visible, run, features) for r, run in parts])
-
-
-def _attend_packed(q, k, v, starts: tuple[Tensor, Tensor], band: Band, features: dict) -> Tensor:
-    """The sequences of all rows, side by side."""
-    packed = {f"cu_seqlens_{side}": x.to(q.device) for side, x in zip("qk", starts)}
-    rows = [x.flatten(0, 1) for x in (q, k, v)]
-    return _attend(*rows, band, {**features, **packed}).unflatten(0, q.shape[:2])
-
-
-def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: dict) -> Tensor:
-    """Keys start..stop alone. Queries past the last of them are padding too, and give 0."""
-    start, stop = run
-    seqlen = q.shape[1]
-    if visible.band != (None, None):  # so that the last query stands at the last key
-        seqlen = max(min(seqlen, stop - visible.diagonal), 0)
-    out = _attend(q[:, :seqlen], k[:, start:stop], v[:, start:stop], visible.band, features)
-    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - seqlen))

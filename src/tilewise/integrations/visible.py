@@ -18,6 +18,9 @@ from .opaque import NoTensor
 Tensor = torch.Tensor
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Band = tuple[int | None, int | None]
+Runs = tuple[tuple[int, int], ...]
+NO_KEYS: Band = (-1, -1)  # a window of 0, which models that use none set
+HOLES: Runs = ()  # in the place of runs: the real keys of a row are no single one
 NOT_ASSUMED = (
     "the mask is neither causal nor the layer's window, as a compiled graph assumes: rows of a "
     "batch whose position_ids start anew, and masks of other kinds, are not served compiled"
@@ -29,14 +32,17 @@ class Visible(NoTensor):
     """Which keys each query sees. It takes a mask's place on its way through a model."""
 
     band: Band  # keys to the left and right of a query's own position; None: no limit
-    diagonal: int | None  # the first query's key; None: the last query's is the last used one
+    # The first query's key; None: the last query's is the last used one, or nothing depends on it.
+    diagonal: int | Tensor | None
     lengths: tuple[int, int]  # of the queries and the keys that the mask is made for
-    runs: tuple[tuple[int, int], ...] | None = None  # (start, stop) of each row's real keys
+    runs: Runs | None = None  # (start, stop) of each row's real keys
     used: Tensor | None = None  # or int32 (batch,), how many: those from the first on are real
     begins: Tensor | None = None  # of packed sequences: bool (batch, seqlen), where they begin
     # The same as numbers, int32, over all rows, and the end: by queries and by keys.
     starts: tuple[Tensor, Tensor] | None = None  # None in a compiled graph
+    kept: Tensor | None = None  # int32, how many of each one's keys, if they begin as its queries
     chunk: int | None = None  # sequences are cut in pieces of so many tokens
+    mask: Tensor | None = None  # bool, joins the band: (batch, 1, 1 or queries, keys)
     agreed: list[Tensor] = dataclasses.field(default_factory=list)  # `cu_seq_lens` that say so, too
     read: list[tuple] = dataclasses.field(default_factory=list)  # position ids, and what they say
     ndim = 4  # models ask a mask for it, and flatten or pad what has less
@@ -64,7 +70,7 @@ def band_of(
     candidates: list[Band] = [(None, 0), (None, None)]
     offsets = {0, keys.start - queries.start, keys.stop - 1 - queries.start}
     offsets |= {sign << power for power in range(len(keys).bit_length()) for sign in (1, -1)}
-    if local_size is not None:
+    if local_size:
         candidates += [(local_size - 1, 0), (local_size, local_size), (local_size - 1,) * 2]
         near = range(local_size - 1, local_size + 2)
         offsets |= {sign * size for size in near for sign in (1, -1)}
@@ -84,7 +90,14 @@ def band_of(
             expected = expected & (number[:, q_idx] == number[:, k_idx])[:, None]
         return ((seen == expected) | ~exists).all()
 
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if local_size == 0:
+        is_hidden = ~(seen & exists).any()
+        if compiling:
+            torch._assert_async(is_hidden, NOT_ASSUMED)
+        if compiling or is_hidden:
+            return NO_KEYS
+    if compiling:
         assumed: Band = (None if local_size is None else local_size - 1, 0)
         if not is_causal:
             assumed = (local_size, local_size)
@@ -131,10 +144,9 @@ def starts_from(begins: Tensor) -> Tensor:
     return torch.cat([begins.flatten().nonzero().flatten(), end]).to(torch.int32)
 
 
-def runs_of(padding: Tensor | None, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
-    """Each row's run of real keys among keys start..stop, from a 2D mask of ones; None if all are.
-
-    Raises NotImplementedError where a row's real keys are no single run.
+def runs_of(padding: Tensor | None, start: int, stop: int) -> Runs | None:
+    """Each row's run of real keys among keys start..stop, from a 2D mask of ones; None if all are,
+    HOLES where they are no single run in some row.
     """
     if padding is None:
         return None
@@ -146,13 +158,9 @@ def runs_of(padding: Tensor | None, start: int, stop: int) -> tuple[tuple[int, i
     last = real.shape[1] - real.flip(1).int().argmax(1)
     count = real.sum(1)
     runs = []
-    for row, (begin, end, keys) in enumerate(torch.stack([first, last, count], 1).tolist()):
+    for begin, end, keys in torch.stack([first, last, count], 1).tolist():
         if keys and end - begin != keys:
-            raise NotImplementedError(
-                f"attention_mask hides keys amid the real ones in row {row}: only padding at the "
-                "ends of a row is served; pad on the left to generate, or load the model with "
-                "attn_implementation='sdpa'"
-            )
+            return HOLES
         runs.append((begin, end) if keys else (0, 0))
     return None if all(run == (0, stop - start) for run in runs) else tuple(runs)
 
@@ -161,7 +169,7 @@ def simplest(
     band: Band,
     diagonal: int,
     lengths: tuple[int, int],
-    runs: tuple[tuple[int, int], ...] | None,
+    runs: Runs | None,
     device: torch.device | str,
 ) -> Visible:
     """Runs that start at the first key and differ become lengths: one call serves them."""

@@ -1,0 +1,564 @@
+"""Masks that are no band: holes, four dimensions, blocks of image tokens. Biases of positions."""
+
+import copy
+import dataclasses
+import itertools
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from integrations.test_transformers import (  # noqa: E402
+    DECODERS,
+    SIZES,
+    TOKENS,
+    config_of,
+    padded,
+    pair,
+    tokens,
+)
+from integrations.test_transformers_chunks import llama4  # noqa: E402
+from integrations.test_transformers_packed import (  # noqa: E402
+    LENGTHS,
+    alone,
+    packed,
+    starts_of,
+    told_by_lengths,
+    told_by_positions,
+)
+from integrations.test_transformers_refusals import models  # noqa: E402
+
+import tilewise  # noqa: E402
+from tilewise import attention  # noqa: E402
+from tilewise.integrations import transformers as integration  # noqa: E402
+from tilewise.integrations.visible import Visible  # noqa: E402
+
+SLOW = pytest.mark.slow
+CLOSE = dict(atol=1e-5, rtol=1e-5)
+
+
+def some(names, fast):
+    return [pytest.param(name, marks=() if name in fast else SLOW) for name in names]
+
+
+def holes():
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, 5] = 0
+    mask[2, :3] = mask[2, 6:8] = 0
+    return mask
+
+
+def labels_of(ids, mask):
+    """Of real tokens behind real ones: eager lets a padded query see the average of all keys."""
+    behind = torch.nn.functional.pad(mask[:, :-1] * mask[:, 1:], (1, 0))
+    return ids.masked_fill(behind == 0, -100)
+
+
+def gradients_agree(eager, ours, **batch):
+    for model in (eager, ours):
+        model.train()
+        model(**batch).loss.backward()
+    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def checkpoint(reentrant, *models):
+    if reentrant is not None:
+        for model in models:
+            with warnings.catch_warnings(action="ignore"):  # it has a new name in later versions
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def generated_agree(eager, ours, ids, cache="dynamic", **how):
+    how |= dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    expected = eager.generate(ids, **how)
+    if cache == "static":
+        how["cache_implementation"] = "static"
+    assert torch.equal(ours.generate(ids, **how), expected)
+
+
+def sdpa(eager, kind=transformers.AutoModelForCausalLM):
+    """The same weights: what eager is for all but rows that see no key, and masks of bools."""
+    model = kind.from_config(copy.deepcopy(eager.config), attn_implementation="sdpa").eval()
+    model.load_state_dict(eager.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("name", some([*DECODERS, "llama4"], ["llama", "gpt_oss", "llama4"]))
+def test_holes(name):
+    eager, ours = pair(llama4() if name == "llama4" else config_of(name))
+    ids, mask = tokens(), holes()
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask).logits
+        got = ours(ids, attention_mask=mask).logits
+    real = mask.bool()
+    torch.testing.assert_close(got[real], expected[real], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_holes_in_encoders(name):
+    eager, ours = pair(config_of(name), transformers.AutoModel)
+    ids, mask = tokens(), holes()
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask).last_hidden_state
+        got = ours(ids, attention_mask=mask).last_hidden_state
+    real = mask.bool()
+    torch.testing.assert_close(got[real], expected[real], **CLOSE)
+
+
+@pytest.mark.parametrize("reentrant", some([None, True, False], [None, True]))
+@pytest.mark.parametrize("name", some(["gpt_oss", "llama4", "mistral"], ["gpt_oss"]))
+def test_gradients_with_holes(name, reentrant):
+    eager, ours = pair(llama4() if name == "llama4" else config_of(name))
+    ids, mask = tokens(), holes()
+    checkpoint(reentrant, eager, ours)
+    gradients_agree(eager, ours, input_ids=ids, attention_mask=mask, labels=labels_of(ids, mask))
+
+
+@pytest.mark.parametrize("cache", some(["dynamic", "static"], ["static"]))
+@pytest.mark.parametrize("name", some(DECODERS, ["gemma2"]))
+def test_generates_behind_holes(name, cache):
+    generated_agree(*pair(config_of(name)), tokens(), cache, attention_mask=holes())
+
+
+WAYS = {
+    "greedy": {},
+    "beams": dict(num_beams=3),
+    "static": dict(cache="static"),
+    "parts": dict(prefill_chunk_size=5),
+}
+
+
+@pytest.mark.parametrize("way", some(WAYS, ["greedy", "beams"]))
+@pytest.mark.parametrize("name", some(["llama", "gpt2"], ["llama"]))
+def test_generates_from_prompts_padded_on_the_right(name, way):
+    """The mask grows ones behind the padding, and the first token follows a padded query."""
+    eager, ours = pair(config_of(name))
+    generated_agree(eager, ours, tokens(), attention_mask=padded("right"), **WAYS[way])
+
+
+def test_one_prompt_padded_on_both_sides():
+    eager, ours = pair(config_of("llama"))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0, 0]])
+    for rows in (mask, torch.cat([mask, mask.flip(1)])):
+        generated_agree(eager, ours, tokens(len(rows), 10), attention_mask=rows)
+
+
+@pytest.mark.parametrize("goes_on", some([False, True], [False]))
+@pytest.mark.parametrize("name", some(["mistral", "llama4", "gemma3"], ["mistral", "llama4"]))
+def test_queries_that_see_no_key(name, goes_on):
+    """Padding past a window or a chunk: every query, padded ones too, is as with sdpa."""
+    config = llama4() if name == "llama4" else config_of("mistral")
+    if name == "gemma3":
+        config = transformers.Gemma3TextConfig(**SIZES, **TOKENS, head_dim=8, sliding_window=5)
+    eager, ours = pair(config)
+    plain, ids, mask = sdpa(eager), tokens(), padded("right")
+    with torch.no_grad():
+        expected = plain(ids, attention_mask=mask).logits
+        torch.testing.assert_close(ours(ids, attention_mask=mask).logits, expected, **CLOSE)
+    if goes_on:
+        generated_agree(plain, ours, ids, attention_mask=mask)
+
+
+def test_a_prefix_before_padding():
+    """Prefix tuning: keys that were learned, then a prompt that is padded on the left."""
+    eager, ours = pair(config_of("llama"))
+    ids, mask = tokens(), padded("left")
+    learned = torch.randn(2, 2, 3, 2, 3, 8)  # layers, keys and values
+    mask = torch.cat([torch.ones(3, 3, dtype=torch.long), mask], 1)
+    logits = []
+    for model in (eager, ours):
+        cache = transformers.DynamicCache(config=model.config)
+        for layer, (k, v) in enumerate(learned):
+            cache.update(k, v, layer)
+        with torch.no_grad():
+            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    real = mask[:, 3:].bool()
+    torch.testing.assert_close(logits[1][real], logits[0][real], **CLOSE)
+
+
+def given(shape=(3, 1, 12, 12)):
+    seen = (torch.rand(shape) > 0.4) | torch.eye(shape[-1], dtype=torch.bool)
+    return seen & torch.ones(shape[-2:], dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 12, 12), (1, 4, 12, 12)])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_masks_of_four_dimensions(name, shape):
+    """They say all: a layer's window does not count, nor do position ids."""
+    eager, ours = pair(config_of(name))
+    ids, seen = tokens(), given(shape)
+    scores = torch.where(seen, torch.randn(shape), torch.finfo(torch.float32).min)
+    how = dict(position_ids=torch.arange(12)[None] % 5)
+    with torch.no_grad():
+        for model, mask in ((sdpa(eager), seen), (eager, scores)):
+            expected = model(ids, attention_mask=mask, **how).logits
+            torch.testing.assert_close(
+                ours(ids, attention_mask=mask, **how).logits, expected, **CLOSE
+            )
+
+
+def test_a_mask_of_scores_for_each_key():
+    """LayoutLM makes one of padding."""
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    eager, ours = pair(transformers.LayoutLMConfig(**sizes), transformers.AutoModel)
+    ids, mask = tokens(), padded("left")
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask).last_hidden_state
+        got = ours(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_masks_that_do_not_fit():
+    _, ours = pair(config_of("llama"))
+    for shape in ((3, 1, 12, 11), (3, 2, 12, 12)):
+        with pytest.raises(NotImplementedError, match="broadcast over"):
+            ours(tokens(), attention_mask=torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="pass bools"):
+        ours(tokens(), attention_mask=torch.ones(3, 1, 12, 12, dtype=torch.long))
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: beside a mask of four"):
+        ours(tokens(), attention_mask=given(), **told_by_lengths((12,)))
+
+
+BLOCKS = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1, -1, -1, -1, -1]])
+
+
+def with_blocks(config, **told):
+    """The mask of a row in which image tokens see each other."""
+    from transformers.masking_utils import create_causal_mask
+
+    how = dict(inputs_embeds=torch.zeros(1, 15, 32), block_sequence_ids=BLOCKS)
+    return create_causal_mask(config, **how, attention_mask=None, past_key_values=None, **told)
+
+
+@pytest.mark.parametrize("what", ["holes", "given", "blocks"])
+def test_it_is_said_once(what, monkeypatch):
+    monkeypatch.setattr(tilewise.errors, "_said", set())
+    _, ours = pair(config_of("llama"))
+    masks = dict(holes=holes(), given=given())
+    with torch.no_grad(), pytest.warns(tilewise.PerformanceWarning, match="attention") as said:
+        for _ in range(2):
+            if what == "blocks":
+                with_blocks(ours.config)
+            else:
+                ours(tokens(), attention_mask=masks[what])
+    assert len(said) == 1
+
+
+def test_keys_of_any_strides():
+    """Inkling's come from a convolution."""
+    q, k, v = torch.randn(3, 2, 2, 8, 6).transpose(-1, -2).unbind(0)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=True)
+    expected = attention(*(x.contiguous() for x in (q, k, v)), causal=True, layout="bhsd")
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_a_stored_mask_is_no_tensor():
+    """BLOOM would add it."""
+    _, ours = models("bloom")
+    with pytest.raises(NotImplementedError, match="computes with its attention mask itself"):
+        ours(tokens(), attention_mask=holes())
+
+
+# Blocks of image tokens, and prefixes
+
+VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+VISION |= dict(image_size=16, patch_size=4, vision_use_head=False)
+IMAGE = 60
+
+
+def models_of(name):
+    text = SIZES | TOKENS | dict(head_dim=8)
+    if name == "gemma3":
+        text |= dict(sliding_window=5, query_pre_attn_scalar=8)
+        text |= dict(layer_types=["sliding_attention", "full_attention"])
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=IMAGE
+        )
+    else:
+        vision = VISION | dict(model_type="siglip_vision_model", projection_dim=32)
+        config = transformers.PaliGemmaConfig(
+            text_config=text | dict(model_type="gemma"),
+            vision_config=vision,
+            image_token_index=IMAGE,
+            projection_dim=32,
+            hidden_size=32,
+        )
+    return pair(config, transformers.AutoModelForImageTextToText)
+
+
+def images(name, side=None):
+    """Two images in the second row of Gemma 3; one a row in PaliGemma, with a prefix behind it."""
+    ids = torch.randint(3, 59, (2, 24))
+    ids[:, 2:6] = ids[1, 9:13] = IMAGE
+    count = 3
+    if name == "paligemma":
+        ids[:, 2:18], count = IMAGE, 2
+    mask = torch.ones_like(ids)
+    if side == "left":
+        mask[0, :2] = 0
+    if side == "right":
+        mask[0, -2:] = 0
+    kinds = (ids == IMAGE).long()
+    if name == "paligemma":
+        kinds = (torch.arange(24) >= 20).long().expand(2, -1)
+    pixels = torch.randn(count, 3, 16, 16)
+    return dict(input_ids=ids, attention_mask=mask, pixel_values=pixels, token_type_ids=kinds)
+
+
+@pytest.mark.parametrize("side", some([None, "left", "right"], ["left"]))
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_blocks_of_image_tokens(name, side):
+    eager, ours = models_of(name)
+    batch = images(name, side)
+    if name == "paligemma":
+        del batch["token_type_ids"]
+    with torch.no_grad():
+        expected, got = eager(**batch).logits, ours(**batch).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[real], expected[real], **CLOSE)
+
+
+@SLOW
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_continues_what_has_images(name, side):
+    eager, ours = models_of(name)
+    batch = images(name, side)
+    ids = batch.pop("input_ids")
+    if name == "paligemma":
+        del batch["token_type_ids"]
+    for cache in ("dynamic", "static"):
+        generated_agree(eager, ours, ids, cache, **batch)
+
+
+@pytest.mark.parametrize("name", some(["gemma3", "paligemma"], ["paligemma"]))
+def test_gradients_with_images(name):
+    eager, ours = models_of(name)
+    batch = images(name)
+    ids = batch["input_ids"]
+    gradients_agree(eager, ours, **batch, labels=ids.masked_fill(ids == IMAGE, -100))
+
+
+def test_packed_rows_and_a_stored_mask():
+    """It knows of sequences, or who tells of them is told that it does not."""
+    _, ours = pair(config_of("llama"))
+    q, k, v = torch.randn(3, 1, 2, sum(LENGTHS), 8).unbind(0)
+
+    def out(mask, **told):
+        module = torch.nn.Module()
+        return integration.attention_forward(module, q, k, v, mask, **told)[0]
+
+    knows = with_blocks(ours.config, **told_by_positions())
+    assert knows.mask.shape == (1, 1, 15, 15)
+    expected = out(knows)
+    for told in (told_by_positions(), told_by_lengths(), told_by_lengths() | told_by_positions()):
+        torch.testing.assert_close(out(knows, **told), expected)
+    whole = with_blocks(ours.config)
+    with pytest.raises(NotImplementedError, match="position_ids start anew"):
+        out(whole, **told_by_positions())
+    with pytest.raises(NotImplementedError, match="does not know of these sequences"):
+        out(whole, **told_by_lengths())
+    with pytest.raises(NotImplementedError, match="does not know of these sequences"):
+        out(dataclasses.replace(knows, agreed=[]), **told_by_lengths((5, 2, 6, 2)))
+
+
+# Biases of positions
+
+T5 = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64, dropout_rate=0.0)
+T5 |= dict(relative_attention_num_buckets=8, relative_attention_max_distance=10)
+T5 |= dict(pad_token_id=0, decoder_start_token_id=0)
+SEQ2SEQ = ["t5", "mt5", "umt5"]
+
+
+def translators(name):
+    config = transformers.AutoConfig.for_model(name, **T5)
+    eager, ours = pair(config, transformers.AutoModelForSeq2SeqLM)
+    torch.manual_seed(1)
+    for weight in eager.parameters():
+        weight.data.add_(torch.randn_like(weight) * 0.05)
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.mark.parametrize("name", some(SEQ2SEQ, ["t5"]))
+def test_position_bias(name):
+    eager, ours = translators(name)
+    whole = torch.ones(3, 12, dtype=torch.long)
+    for mask in (whole, padded("left"), padded("right"), holes()):
+        batch = dict(input_ids=tokens(), attention_mask=mask, decoder_input_ids=tokens())
+        with torch.no_grad():
+            expected, got = eager(**batch).logits, ours(**batch).logits
+            torch.testing.assert_close(got, expected, **CLOSE)
+            batch["decoder_attention_mask"] = mask  # as if targets had padding
+            expected, got = eager(**batch).logits, ours(**batch).logits
+        real = mask.bool()
+        torch.testing.assert_close(got[real], expected[real], **CLOSE)
+
+
+@pytest.mark.parametrize("reentrant", some([None, True, False], [None, True]))
+@pytest.mark.parametrize("name", some(SEQ2SEQ, ["t5"]))
+def test_gradients_of_position_bias(name, reentrant):
+    eager, ours = translators(name)
+    checkpoint(reentrant, eager, ours)
+    ids = tokens()
+    gradients_agree(eager, ours, input_ids=ids, attention_mask=padded("right"), labels=ids.flip(1))
+    learned = [n for n, w in ours.named_parameters() if "relative" in n and w.grad.abs().max() > 0]
+    assert len(learned) == (4 if name == "umt5" else 2)
+
+
+@pytest.mark.parametrize("way", some(["greedy", "beams", "static"], ["static"]))
+@pytest.mark.parametrize("name", some(SEQ2SEQ, ["t5"]))
+def test_translates(name, way):
+    generated_agree(*translators(name), tokens(), attention_mask=padded("right"), **WAYS[way])
+
+
+def test_position_bias_of_packed_rows():
+    """Its keys are counted through the row."""
+    module = torch.nn.Module()
+    q, k, v = torch.randn(3, 1, 2, sum(LENGTHS), 8).unbind(0)
+    bias = torch.randn(1, 2, sum(LENGTHS), sum(LENGTHS), requires_grad=True)
+    how = dict(position_bias=bias, **told_by_lengths())
+    out, _ = integration.attention_forward(module, q, k, v, None, is_causal=True, **how)
+    (grad,) = torch.autograd.grad(out.square().sum(), bias)
+    expected, ends = [], starts_of().tolist()
+    for start, stop in itertools.pairwise(ends):
+        parts = (x[:, :, start:stop] for x in (q, k, v))
+        part = bias[:, :, start:stop, start:stop]
+        expected.append(attention(*parts, causal=True, bias=part, layout="bhsd").transpose(1, 2))
+    expected = torch.cat(expected, 1)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.square().sum(), bias)[0])
+    other = told_by_lengths() | dict(cu_seq_lens_k=starts_of((4, 3, 6, 2)))
+    with pytest.raises(NotImplementedError, match="whose keys are not their queries"):
+        integration.attention_forward(module, q, k, v, None, position_bias=bias, **other)
+
+
+# A window of 0
+
+
+def unused_window():
+    experts = dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    experts |= dict(num_experts=2, num_experts_per_tok=1)
+    return transformers.AutoConfig.for_model("qwen2_moe", **SIZES, **TOKENS, **experts)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes"])
+def test_a_window_of_0_that_no_layer_uses(padding):
+    eager, ours = pair(unused_window())
+    assert ours.config.sliding_window == 0
+    ids = tokens()
+    mask = {"none": None, "left": padded("left"), "holes": holes()}[padding]
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask).logits
+        got = ours(ids, attention_mask=mask).logits
+    real = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(got[real], expected[real], **CLOSE)
+
+
+def test_a_window_of_0_sees_nothing():
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    _, ours = pair(unused_window())
+    x = torch.zeros(2, 5, 32)
+    mask = create_sliding_window_causal_mask(
+        ours.config, inputs_embeds=x, attention_mask=None, past_key_values=None
+    )
+    assert isinstance(mask, Visible)
+    q, k, v = torch.randn(3, 2, 2, 5, 8).unbind(0)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, mask, sliding_window=0)
+    assert not out.any()
+
+
+# torch.compile, which reads no values
+
+
+COMPILED = {
+    "llama": (config_of("llama"), ["none", "left", "right", "holes"]),
+    "mistral": (config_of("mistral"), ["left", "holes"]),
+    "gpt_oss": (config_of("gpt_oss"), ["left"]),
+    "llama4": (llama4(), ["left", "holes"]),
+    "qwen2_moe": (unused_window(), ["none", "holes"]),
+}
+
+
+@SLOW
+@pytest.mark.parametrize("name,padding", [(n, p) for n, (_, ps) in COMPILED.items() for p in ps])
+def test_compiles_whole_with_padding(name, padding):
+    torch._dynamo.reset()
+    eager, ours = pair(COMPILED[name][0])
+    step = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ids, mask = tokens(), torch.ones(3, 12, dtype=torch.long)
+    if padding != "none":
+        mask = holes() if padding == "holes" else padded(padding)
+    gradients_agree(
+        *(eager, step),
+        input_ids=ids,
+        attention_mask=None if padding == "none" else mask,
+        labels=labels_of(ids, mask),
+        use_cache=False,
+    )
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiles_whole_over_a_static_cache(name):
+    """A prompt that is padded on the left, and steps, in one graph each."""
+    torch._dynamo.reset()
+    eager, ours = pair(config_of(name))
+    step = torch.compile(ours, fullgraph=True, backend="eager")
+    ids, mask = tokens(), padded("left")
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask).logits
+        parts = [
+            step(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+            for start, stop in ((0, 8), (8, 9), (9, 10), (10, 11), (11, 12))
+        ]
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], **CLOSE)
+
+
+@SLOW
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_position_bias_compiles_whole(side):
+    torch._dynamo.reset()
+    eager, ours = translators("t5")
+    step = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ids = tokens()
+    mask = None if side == "none" else padded(side)
+    gradients_agree(eager, step, input_ids=ids, attention_mask=mask, labels=ids.flip(1))
+
+
+@SLOW
+def test_blocks_of_image_tokens_compile_whole():
+    torch._dynamo.reset()
+    eager, ours = models_of("gemma3")
+    batch = images("gemma3")
+    step = torch.compile(ours, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(**batch).logits, eager(**batch).logits, **CLOSE)
+
+
+@SLOW
+def test_packed_rows_compile_beside_a_given_mask():
+    """Sequences of a row by a mask of four dimensions, as some stacks pass them."""
+    torch._dynamo.reset()
+    eager, ours = pair(config_of("llama"))
+    ids = tokens(1, sum(LENGTHS))
+    number = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    seen = (number[:, None] == number).tril()[None, None]
+    step = torch.compile(ours, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        expected = alone(eager, ids)
+        for model in (ours, step):
+            got = packed(model, ids, attention_mask=seen, **told_by_positions())
+            torch.testing.assert_close(got, expected, **CLOSE)
