@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 OWN = "it has an attention of its own and never asks for one by name"
+FAMILIES = f"{__package__}.families"  # classes that call tilewise without asking
 REASONS = {
     "tilewise": "it calls the attention that its config names",
     "refused": f"{OWN}, and its model makes the mask by that name: the forward is refused",
@@ -91,7 +92,7 @@ def _asks_registry(kind: type) -> bool:
 def _served_by(module: torch.nn.Module, above: list[torch.nn.Module]) -> str:
     from transformers import PreTrainedModel
 
-    if _asks_registry(type(module)):
+    if _asks_registry(type(module)) or type(module).__module__ == FAMILIES:
         return "tilewise"
     # A table of classes, a module without parameters: another may compute in its place.
     if "_attn_implementation" in _names(type(module)) or next(module.parameters(), None) is None:

@@ -70,6 +70,9 @@ def register(name: str = "tilewise") -> None:
         )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, visible_keys)
+    from .families import fill_tables
+
+    fill_tables(name)
 
 
 def is_registered(name: str = "tilewise") -> bool:

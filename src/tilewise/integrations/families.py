@@ -1,0 +1,165 @@
+"""Models that pick their attention from a table of their own classes, by the name of the attention.
+
+transformers' registry is not asked there, so that another name is a KeyError. Of Falcon, GPT-J,
+GPT-Neo and Data2VecVision the tables get a class that calls tilewise: their weights, another
+computation. Of the others they get one that says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+
+import torch
+from transformers.models.data2vec import modeling_data2vec_vision as data2vec
+from transformers.models.falcon import modeling_falcon as falcon
+from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
+from transformers.models.gptj import modeling_gptj as gptj
+
+from .opaque import ANOTHER
+from .transformers import attention_forward, refuse
+from .visible import Visible
+
+Tensor = torch.Tensor
+OTHERS = {  # modules, and what their tables are called before _ATTENTION_CLASSES
+    "bark.modeling_bark": "BARK",
+    "deepseek_ocr2.modeling_deepseek_ocr2": "DEEPSEEK_OCR2_SAM_VISION",
+    "git.modeling_git": "GIT_SELF",
+    "sam.modeling_sam": "SAM_VISION",
+    "sam_hq.modeling_sam_hq": "SAM_HQ_VISION",
+    "superglue.modeling_superglue": "SUPERGLUE_SELF",
+    "unlimited_ocr.modeling_unlimited_ocr": "UNLIMITED_OCR_SAM_VISION",
+}
+
+
+def fill_tables(name: str) -> None:
+    """Enters tilewise under this name in the tables of classes."""
+    falcon.FALCON_ATTENTION_CLASSES[name] = FalconAttention
+    gptj.GPTJ_ATTENTION_CLASSES[name] = GPTJAttention
+    gpt_neo.GPT_NEO_ATTENTION_CLASSES[name] = GPTNeoSelfAttention
+    data2vec.DATA2VEC_VISION_SELF_ATTENTION_CLASSES[name] = Data2VecVisionSelfAttention
+    for path, table in OTHERS.items():
+        try:
+            module = importlib.import_module(f"transformers.models.{path}")
+        except ImportError:  # another version of transformers
+            continue
+        getattr(module, f"{table}_ATTENTION_CLASSES", {})[name] = _refusing(path)
+
+
+def _refusing(path: str):
+    family = path.partition(".")[0]
+
+    def make(*args, **kwargs):
+        raise NotImplementedError(
+            f"{family}: this model picks its attention from a table of its own classes, and none "
+            f"of them calls tilewise: {ANOTHER} (for the part of a larger model by the name of its "
+            "config: attn_implementation={'': 'tilewise', 'vision_config': 'eager'})"
+        )
+
+    return make
+
+
+class FalconAttention(falcon.FalconAttention):
+    """Without ALiBi, which the model adds to the mask itself."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Tensor | Visible | None,
+        position_ids: Tensor | None = None,
+        layer_past=None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        if alibi is not None:
+            raise NotImplementedError(f"alibi: this model adds it to the mask itself; {ANOTHER}")
+        parts = self._split_heads(self.query_key_value(hidden_states))
+        q, k, v = (x.transpose(1, 2) for x in parts)
+        q, k = falcon.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        told = dict(position_ids=position_ids, output_attentions=output_attentions, **kwargs)
+        out, _ = attention_forward(self, q, k, v, attention_mask, **told)
+        return self.dense(out.flatten(2)), None
+
+
+class GPTJAttention(gptj.GPTJAttention):
+    """Its `forward`, with another product of q, k and v."""
+
+    def forward(self, *args, output_attentions: bool | None = False, **kwargs):
+        refuse(dict(output_attentions=output_attentions))
+        return super().forward(*args, **kwargs)
+
+    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
+        out, _ = attention_forward(
+            *(self, query, key, value, attention_mask),
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            scaling=1 / self.scale_attn,
+        )
+        return out.transpose(1, 2), None
+
+
+class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
+    """Its `forward`, with another product of q, k and v. Scores are not scaled, and each layer has
+    a band of its own, of which the mask need not know.
+    """
+
+    def forward(self, *args, output_attentions: bool = False, **kwargs):
+        refuse(dict(output_attentions=output_attentions))
+        return super().forward(*args, **kwargs)
+
+    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
+        is_local = self.attention_type == "local"
+        lengths = query.shape[2], key.shape[2]
+        own = Visible(
+            (self.config.window_size - 1 if is_local else None, 0), lengths[1] - lengths[0], lengths
+        )
+        bias = None
+        if isinstance(attention_mask, Visible):
+            own = dataclasses.replace(attention_mask, band=own.band)
+        elif attention_mask is not None and attention_mask.dtype == torch.bool:
+            own = dataclasses.replace(own, mask=attention_mask)
+        else:
+            bias = attention_mask
+        out, _ = attention_forward(
+            *(self, query, key, value, own),
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            scaling=1.0,
+            position_bias=bias,
+        )
+        return out.transpose(1, 2), None
+
+
+class Data2VecVisionSelfAttention(data2vec.Data2VecVisionSelfAttention):
+    """Its biases of relative positions are added to the scores."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        output_attentions: bool = False,
+        relative_position_bias: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        resolution: tuple[int, int] | None = None,
+    ) -> tuple[Tensor]:
+        split = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+        projected = (f(hidden_states) for f in (self.query, self.key, self.value))
+        q, k, v = (x.view(split).transpose(1, 2) for x in projected)
+        bias = relative_position_bias
+        if self.has_relative_position_bias:
+            window = tuple(side // self.config.patch_size for side in resolution)
+            size = hidden_states.shape[1]
+            own = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=size)
+            bias = own if bias is None else own + bias
+        out, _ = attention_forward(
+            *(self, q, k, v, None),
+            dropout=self.dropout.p if self.training else 0.0,
+            scaling=1 / math.sqrt(self.attention_head_size),
+            is_causal=False,
+            position_bias=bias,
+            output_attentions=output_attentions,
+        )
+        return (out.flatten(2),)
