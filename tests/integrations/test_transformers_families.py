@@ -15,6 +15,7 @@ from integrations.test_transformers_stored import (  # noqa: E402
     gradients_agree,
     holes,
     labels_of,
+    shaken,
     some,
 )
 
@@ -122,11 +123,7 @@ def test_biases_of_images(biases):
     """Gradients of the tables of biases, too; with larger images, which stretch them."""
     config = transformers.Data2VecVisionConfig(**VISION, **{name: True for name in biases})
     config.attention_probs_dropout_prob = config.hidden_dropout_prob = 0.0
-    eager, ours = pair(config, transformers.AutoModel)
-    torch.manual_seed(1)
-    for weight in eager.parameters():
-        weight.data.add_(torch.randn_like(weight) * 0.05)
-    ours.load_state_dict(eager.state_dict())
+    eager, ours = shaken(*pair(config, transformers.AutoModel))
     image, weights = torch.randn(2, 3, 16, 16), torch.randn(2, 17, 32)
     for model in (eager, ours):
         (model.train()(image).last_hidden_state * weights).sum().backward()
