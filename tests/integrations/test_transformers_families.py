@@ -42,7 +42,7 @@ def config_of(name):
     return config
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, ["falcon-grouped", "gptj", "gpt_neo"]))
 def test_logits(name):
     eager, ours = pair(config_of(name))
     ids, whole = tokens(), torch.ones(3, 12, dtype=torch.long)

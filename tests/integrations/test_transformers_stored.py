@@ -195,7 +195,7 @@ def given(shape=(3, 1, 12, 12)):
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 12, 12), (1, 4, 12, 12)])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", some(["llama", "mistral"], ["mistral"]))
 def test_masks_of_four_dimensions(name, shape):
     """They say all: a layer's window does not count, nor do position ids."""
     eager, ours = pair(config_of(name))
