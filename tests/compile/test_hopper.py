@@ -23,8 +23,8 @@ pytestmark = pytest.mark.compile
 # features there, some at 128, fewer than 200, and softcap at 64, 828.
 IS_MEASURED = triton.__version__.startswith("3.6.")
 ALIBI_SPILLS = 52
-# Headdim 256 spills six registers of a causal mask where one tile joins the next
-SPILLS = {256: 24} if IS_MEASURED else {64: 840, 128: 200, 256: 200}
+# Headdim 256 spills eight registers of a causal mask where one tile joins the next
+SPILLS = {256: 32} if IS_MEASURED else {64: 840, 128: 200, 256: 200}
 
 FEATURES = {
     "full": {},
@@ -116,7 +116,7 @@ def test_fp16():
 
 
 LENGTHS = {"full": {}, "causal": dict(causal=True), "used": dict(causal=True, used=True)}
-USED_SPILLS = 4  # at headdim 256: one number, once a tile
+USED_SPILLS = 4  # at headdim 256, and softcap's at 128: one number, once a tile
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -149,7 +149,8 @@ def packed_stats(headdim, batch=2, nheads_k=4, causal=False, used=False, **featu
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     plan, compiled, _ = compile_call(q, k, k, extras, scalars)
     assert plan.tile.PACK == (4 if batch > 100 else 1)
-    return checked_stats(plan, compiled, USED_SPILLS if used and headdim == 256 else 0)
+    spills_more = (used and headdim == 256) or (softcap and headdim == 128)
+    return checked_stats(plan, compiled, USED_SPILLS if spills_more else 0)
 
 
 @pytest.mark.slow
@@ -179,7 +180,7 @@ MODIFIED_SPILLS = {
     ("mask", 128): 24,
     ("blocks-documents", 128): 52,
     ("score", 128): 52,
-    ("bias-fp32", 128): 164,
+    ("bias-fp32", 128): 168,
     ("all", 128): 852,
     ("dropout", 128): 8,  # in packed sequences
     ("mask", 256): 60,
