@@ -1,15 +1,24 @@
-"""Masks that are no band: holes, four dimensions, blocks of image tokens. Biases of positions."""
+"""Masks that are no band: holes, four dimensions, windows of 0."""
 
-import copy
 import dataclasses
-import itertools
-import warnings
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from integrations.stored_models import (  # noqa: E402
+    CLOSE,
+    SLOW,
+    WAYS,
+    checkpoint,
+    generated_agree,
+    gradients_agree,
+    holes,
+    labels_of,
+    sdpa,
+    some,
+)
 from integrations.test_transformers import (  # noqa: E402
     DECODERS,
     SIZES,
@@ -24,7 +33,6 @@ from integrations.test_transformers_packed import (  # noqa: E402
     LENGTHS,
     alone,
     packed,
-    starts_of,
     told_by_lengths,
     told_by_positions,
 )
@@ -34,66 +42,6 @@ import tilewise  # noqa: E402
 from tilewise import attention  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
 from tilewise.integrations.visible import Visible  # noqa: E402
-
-SLOW = pytest.mark.slow
-CLOSE = dict(atol=1e-5, rtol=1e-5)
-
-
-def some(names, fast):
-    return [pytest.param(name, marks=() if name in fast else SLOW) for name in names]
-
-
-def holes():
-    mask = torch.ones(3, 12, dtype=torch.long)
-    mask[1, 5] = 0
-    mask[2, :3] = mask[2, 6:8] = 0
-    return mask
-
-
-def labels_of(ids, mask):
-    """Of real tokens behind real ones: eager lets a padded query see the average of all keys."""
-    behind = torch.nn.functional.pad(mask[:, :-1] * mask[:, 1:], (1, 0))
-    return ids.masked_fill(behind == 0, -100)
-
-
-def gradients_agree(eager, ours, **batch):
-    for model in (eager, ours):
-        model.train()
-        model(**batch).loss.backward()
-    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
-
-
-def shaken(eager, ours):
-    """Weights of which none is 0: some are born so."""
-    torch.manual_seed(1)
-    for weight in eager.parameters():
-        weight.data.add_(torch.randn_like(weight) * 0.05)
-    ours.load_state_dict(eager.state_dict())
-    return eager, ours
-
-
-def checkpoint(reentrant, *models):
-    if reentrant is not None:
-        for model in models:
-            with warnings.catch_warnings(action="ignore"):  # it has a new name in later versions
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-
-
-def generated_agree(eager, ours, ids, cache="dynamic", **how):
-    how |= dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
-    expected = eager.generate(ids, **how)
-    if cache == "static":
-        how["cache_implementation"] = "static"
-    assert torch.equal(ours.generate(ids, **how), expected)
-
-
-def sdpa(eager, kind=transformers.AutoModelForCausalLM):
-    """The same weights: what eager is for all but rows that see no key, and masks of bools."""
-    model = kind.from_config(copy.deepcopy(eager.config), attn_implementation="sdpa").eval()
-    model.load_state_dict(eager.state_dict())
-    return model
 
 
 @pytest.mark.parametrize("name", some([*DECODERS, "llama4"], ["llama", "gpt_oss", "llama4"]))
@@ -131,14 +79,6 @@ def test_gradients_with_holes(name, reentrant):
 @pytest.mark.parametrize("name", some(DECODERS, ["gemma2"]))
 def test_generates_behind_holes(name, cache):
     generated_agree(*pair(config_of(name)), tokens(), cache, attention_mask=holes())
-
-
-WAYS = {
-    "greedy": {},
-    "beams": dict(num_beams=3),
-    "static": dict(cache="static"),
-    "parts": dict(prefill_chunk_size=5),
-}
 
 
 @pytest.mark.parametrize("way", some(WAYS, ["greedy", "beams"]))
@@ -272,86 +212,6 @@ def test_a_stored_mask_is_no_tensor():
         ours(tokens(), attention_mask=holes())
 
 
-# Blocks of image tokens, and prefixes
-
-VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-VISION |= dict(image_size=16, patch_size=4, vision_use_head=False)
-IMAGE = 60
-
-
-def models_of(name):
-    text = SIZES | TOKENS | dict(head_dim=8)
-    if name == "gemma3":
-        text |= dict(sliding_window=5, query_pre_attn_scalar=8)
-        text |= dict(layer_types=["sliding_attention", "full_attention"])
-        config = transformers.Gemma3Config(
-            text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=IMAGE
-        )
-    else:
-        vision = VISION | dict(model_type="siglip_vision_model", projection_dim=32)
-        config = transformers.PaliGemmaConfig(
-            text_config=text | dict(model_type="gemma"),
-            vision_config=vision,
-            image_token_index=IMAGE,
-            projection_dim=32,
-            hidden_size=32,
-        )
-    return shaken(*pair(config, transformers.AutoModelForImageTextToText))
-
-
-def images(name, side=None):
-    """Two images in the second row of Gemma 3; one a row in PaliGemma, with a prefix behind it."""
-    ids = torch.randint(3, 59, (2, 24))
-    ids[:, 2:6] = ids[1, 9:13] = IMAGE
-    count = 3
-    if name == "paligemma":
-        ids[:, 2:18], count = IMAGE, 2
-    mask = torch.ones_like(ids)
-    if side == "left":
-        mask[0, :2] = 0
-    if side == "right":
-        mask[0, -2:] = 0
-    kinds = (ids == IMAGE).long()
-    if name == "paligemma":
-        kinds = (torch.arange(24) >= 20).long().expand(2, -1)
-    pixels = torch.randn(count, 3, 16, 16)
-    return dict(input_ids=ids, attention_mask=mask, pixel_values=pixels, token_type_ids=kinds)
-
-
-@pytest.mark.parametrize("side", some([None, "left", "right"], ["left"]))
-@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
-def test_blocks_of_image_tokens(name, side):
-    eager, ours = models_of(name)
-    batch = images(name, side)
-    if name == "paligemma":
-        del batch["token_type_ids"]
-    with torch.no_grad():
-        expected, got = eager(**batch).logits, ours(**batch).logits
-    real = batch["attention_mask"].bool()
-    torch.testing.assert_close(got[real], expected[real], **CLOSE)
-
-
-@SLOW
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
-def test_continues_what_has_images(name, side):
-    eager, ours = models_of(name)
-    batch = images(name, side)
-    ids = batch.pop("input_ids")
-    if name == "paligemma":
-        del batch["token_type_ids"]
-    for cache in ("dynamic", "static"):
-        generated_agree(eager, ours, ids, cache, **batch)
-
-
-@pytest.mark.parametrize("name", some(["gemma3", "paligemma"], ["paligemma"]))
-def test_gradients_with_images(name):
-    eager, ours = models_of(name)
-    batch = images(name)
-    ids = batch["input_ids"]
-    gradients_agree(eager, ours, **batch, labels=ids.masked_fill(ids == IMAGE, -100))
-
-
 def test_packed_rows_and_a_stored_mask():
     """It knows of sequences, or who tells of them is told that it does not."""
     _, ours = pair(config_of("llama"))
@@ -373,72 +233,6 @@ def test_packed_rows_and_a_stored_mask():
         out(whole, **told_by_lengths())
     with pytest.raises(NotImplementedError, match="does not know of these sequences"):
         out(dataclasses.replace(knows, agreed=[]), **told_by_lengths((5, 2, 6, 2)))
-
-
-# Biases of positions
-
-T5 = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64, dropout_rate=0.0)
-T5 |= dict(relative_attention_num_buckets=8, relative_attention_max_distance=10)
-T5 |= dict(pad_token_id=0, decoder_start_token_id=0)
-SEQ2SEQ = ["t5", "mt5", "umt5"]
-
-
-def translators(name):
-    config = transformers.AutoConfig.for_model(name, **T5)
-    return shaken(*pair(config, transformers.AutoModelForSeq2SeqLM))
-
-
-@pytest.mark.parametrize("name", some(SEQ2SEQ, ["t5"]))
-def test_position_bias(name):
-    eager, ours = translators(name)
-    whole = torch.ones(3, 12, dtype=torch.long)
-    for mask in (whole, padded("left"), padded("right"), holes()):
-        batch = dict(input_ids=tokens(), attention_mask=mask, decoder_input_ids=tokens())
-        with torch.no_grad():
-            expected, got = eager(**batch).logits, ours(**batch).logits
-            torch.testing.assert_close(got, expected, **CLOSE)
-            batch["decoder_attention_mask"] = mask  # as if targets had padding
-            expected, got = eager(**batch).logits, ours(**batch).logits
-        real = mask.bool()
-        torch.testing.assert_close(got[real], expected[real], **CLOSE)
-
-
-@pytest.mark.parametrize("reentrant", some([None, True, False], [None, True]))
-@pytest.mark.parametrize("name", some(SEQ2SEQ, ["t5"]))
-def test_gradients_of_position_bias(name, reentrant):
-    eager, ours = translators(name)
-    checkpoint(reentrant, eager, ours)
-    ids = tokens()
-    gradients_agree(eager, ours, input_ids=ids, attention_mask=padded("right"), labels=ids.flip(1))
-    learned = [n for n, w in ours.named_parameters() if "relative" in n and w.grad.abs().max() > 0]
-    assert len(learned) == (4 if name == "umt5" else 2)
-
-
-@pytest.mark.parametrize("way", some(["greedy", "beams", "static"], ["static"]))
-@pytest.mark.parametrize("name", some(SEQ2SEQ, ["t5"]))
-def test_translates(name, way):
-    generated_agree(*translators(name), tokens(), attention_mask=padded("right"), **WAYS[way])
-
-
-def test_position_bias_of_packed_rows():
-    """Its keys are counted through the row."""
-    module = torch.nn.Module()
-    q, k, v = torch.randn(3, 1, 2, sum(LENGTHS), 8).unbind(0)
-    bias = torch.randn(1, 2, sum(LENGTHS), sum(LENGTHS), requires_grad=True)
-    how = dict(position_bias=bias, **told_by_lengths())
-    out, _ = integration.attention_forward(module, q, k, v, None, is_causal=True, **how)
-    (grad,) = torch.autograd.grad(out.square().sum(), bias)
-    expected, ends = [], starts_of().tolist()
-    for start, stop in itertools.pairwise(ends):
-        parts = (x[:, :, start:stop] for x in (q, k, v))
-        part = bias[:, :, start:stop, start:stop]
-        expected.append(attention(*parts, causal=True, bias=part, layout="bhsd").transpose(1, 2))
-    expected = torch.cat(expected, 1)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(grad, torch.autograd.grad(expected.square().sum(), bias)[0])
-    other = told_by_lengths() | dict(cu_seq_lens_k=starts_of((4, 3, 6, 2)))
-    with pytest.raises(NotImplementedError, match="whose keys are not their queries"):
-        integration.attention_forward(module, q, k, v, None, position_bias=bias, **other)
 
 
 # A window of 0
@@ -529,28 +323,6 @@ def test_compiles_whole_over_a_static_cache(name):
         ]
     real = mask.bool()
     torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], **CLOSE)
-
-
-@SLOW
-@pytest.mark.parametrize("side", ["none", "right"])
-def test_position_bias_compiles_whole(side):
-    torch._dynamo.reset()
-    eager, ours = translators("t5")
-    step = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    ids = tokens()
-    mask = None if side == "none" else padded(side)
-    gradients_agree(eager, step, input_ids=ids, attention_mask=mask, labels=ids.flip(1))
-
-
-@SLOW
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-def test_blocks_of_image_tokens_compile_whole():
-    torch._dynamo.reset()
-    eager, ours = models_of("gemma3")
-    batch = images("gemma3")
-    step = torch.compile(ours, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        torch.testing.assert_close(step(**batch).logits, eager(**batch).logits, **CLOSE)
 
 
 @SLOW

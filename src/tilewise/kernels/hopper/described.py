@@ -16,10 +16,7 @@ BILLION = 2**30  # rows that a ragged descriptor has
 MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 # What the kernels' assembly means to the emulator
-_PARTS = bias.ASM, dropout.ASM, hide.ASM, rescale.ASM
-ASM = {"tanh.approx.f32 $0, $1;": torch.tanh}
-for _part in _PARTS:
-    ASM |= _part
+ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **bias.ASM, **dropout.ASM, **hide.ASM, **rescale.ASM}
 
 
 class Described(NamedTuple):
