@@ -2,8 +2,9 @@
 
 Left to itself the compiler selects an element once for each condition (documents under a causal
 mask: three comparisons and three selections), or it computes a tile's comparisons as bits of
-integers and takes them out again (headdim 64's causal backward: 519 instructions instead of 390). A
-comparison takes the predicate before it as an operand at no cost.
+integers and takes them out again: packed and causal at headdim 64, the masked branch of the
+backward has 574 instructions then, and 289 with this. A comparison takes the predicate before it
+as an operand at no cost.
 """
 
 import torch
