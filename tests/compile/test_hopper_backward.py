@@ -1,5 +1,7 @@
 """The Hopper backward compiles for sm_90: fits, has wgmma, keeps its registers."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -168,8 +170,16 @@ def test_one_packed_sequence(headdim):
     compiled_stats(headdim, sequences=1)
 
 
-@pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, 2))])
-@pytest.mark.parametrize("name", MODIFIED)
+FAST = {("document-blocks", 1), ("learned-bias", 1), ("dropout-causal", 1), ("derivative", 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        pytest.param(*at, marks=[] if at in FAST else [pytest.mark.slow])
+        for at in itertools.product(MODIFIED, range(3))
+    ],
+)
 def test_modifiers(name, at):
     features, most = MODIFIED[name]
     compiled_stats((64, 128, 256)[at], most=most[at], **features)
