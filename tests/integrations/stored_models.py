@@ -74,3 +74,8 @@ def sdpa(eager, kind=transformers.AutoModelForCausalLM):
     model = kind.from_config(copy.deepcopy(eager.config), attn_implementation="sdpa").eval()
     model.load_state_dict(eager.state_dict())
     return model
+
+
+def given(shape=(3, 1, 12, 12)):
+    seen = (torch.rand(shape) > 0.4) | torch.eye(shape[-1], dtype=torch.bool)
+    return seen & torch.ones(shape[-2:], dtype=torch.bool).tril()

@@ -5,8 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from integrations.test_transformers import TOKENS, padded, pair, tokens  # noqa: E402
-from integrations.test_transformers_stored import (  # noqa: E402
+from integrations.stored_models import (  # noqa: E402
     CLOSE,
     SLOW,
     checkpoint,
@@ -18,6 +17,7 @@ from integrations.test_transformers_stored import (  # noqa: E402
     shaken,
     some,
 )
+from integrations.test_transformers import TOKENS, padded, pair, tokens  # noqa: E402
 
 from tilewise.integrations import transformers as integration  # noqa: E402
 

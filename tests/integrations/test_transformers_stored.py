@@ -13,6 +13,7 @@ from integrations.stored_models import (  # noqa: E402
     WAYS,
     checkpoint,
     generated_agree,
+    given,
     gradients_agree,
     holes,
     labels_of,
@@ -127,11 +128,6 @@ def test_a_prefix_before_padding():
             logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
     real = mask[:, 3:].bool()
     torch.testing.assert_close(logits[1][real], logits[0][real], **CLOSE)
-
-
-def given(shape=(3, 1, 12, 12)):
-    seen = (torch.rand(shape) > 0.4) | torch.eye(shape[-1], dtype=torch.bool)
-    return seen & torch.ones(shape[-2:], dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 12, 12), (1, 4, 12, 12)])
