@@ -7,6 +7,8 @@ backward has 574 instructions then, and 289 with this. A comparison takes the pr
 as an operand at no cost.
 """
 
+import itertools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -82,10 +84,6 @@ def _select(has_first, has_stop, has_function):
     return select
 
 
-_WAYS = [
-    (first, stop, function)
-    for first, stop in ((False, False), (False, True), (True, False), (True, True))
-    for function in (False, True)
-]
+_WAYS = [way for way in itertools.product((False, True), repeat=3) if any(way)]
 # What this assembly means to the emulator
 ASM = {selection(*way): _select(*way) for way in _WAYS}
