@@ -14,7 +14,6 @@ from .bwd_labels import write_label
 from .bwd_listed import count_listed, listed_block, listed_blocks
 from .bwd_work import (
     RaggedWork,
-    close,
     close_packed,
     draw_late,
     find_tile,
@@ -26,7 +25,7 @@ from .bwd_work import (
 from .compat import tma_load
 from .copies import load_ragged
 from .pipeline import after, nth, start, wait_empty
-from .work import END, Work, is_partial
+from .work import END, Work, is_partial, set_back
 
 
 @gluon.jit
@@ -54,7 +53,7 @@ def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         # Not sooner: others may wait for what a tile adds
         tile = draw_late(call.queue, TILE.ORDERED)
-    close(call.queue, tile)
+    set_back(call.queue, tile, call.queue.tiles)
     send_end(rings.mail, mail, TILE)
 
 

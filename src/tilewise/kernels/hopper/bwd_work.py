@@ -18,7 +18,7 @@ from ...tile.types import Lengths, Sequence
 from ...tile.varlen import blocks_of, most_tiles, varlen_tile
 from .bwd_listed import listed_work
 from .pipeline import nth, wait_empty, wait_full
-from .work import Work, receive, send
+from .work import Work, receive, send, set_back
 
 ROWS = gl.constexpr(128)  # queries that one program of the kernels before and after takes
 RAGGED_WORDS = gl.constexpr(16)  # of a letter, of which 14 are written
@@ -135,23 +135,6 @@ def draw_late(queue, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def close(queue, drawn):
-    """After the loop, as in it the compiler (ptxas of CUDA 12.8) forgot to let the lanes of the
-    warp meet again: who drew the last number sets the counter back.
-    """
-    set_back(queue, drawn, queue.tiles)
-
-
-@gluon.jit
-def set_back(queue, drawn, tiles):
-    """Of so many tiles: each program that draws stops at its first number past them, and numbers
-    are given out one by one. So the last one is that of the programs' last.
-    """
-    if drawn == tiles + gl.num_programs(0) - 1:
-        gl.atomic_xchg(queue.counter, 0, sem="relaxed")
-
-
-@gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Which tile of packed sequences a number is, no smaller than the one that the hint is of."""
     starts, sizes = call.optionals.cu_seqlens_k, call.sizes
@@ -166,7 +149,7 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def close_packed(drawn, call, TILE: gl.constexpr):
-    """As `close`. `queue.tiles` is a bound there; but who has drawn a number past the last tile has
+    """`set_back`. `queue.tiles` is a bound there; but who has drawn a number past the last tile has
     been through all sequences, and his hint is of their last group.
     """
     starts, total, sequences = call.optionals.cu_seqlens_k, call.sizes.seqlen_k, call.sizes.packed

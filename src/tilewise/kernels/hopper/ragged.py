@@ -58,37 +58,6 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def ask_next(queue):
-    """Asks the counter for the next tile; `answer` waits for what it says.
-
-    One lane asks and keeps the reply. Triton hands that of a scalar atomic to all lanes at once,
-    and so does ptxas where all lanes have one address: both would wait here. So each has its own.
-    """
-    lane = gl.arange(0, 32, LANES)
-    return gl.atomic_add(queue.counter + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed")
-
-
-@gluon.jit
-def answer(drawn):
-    """The next tile's number: each program starts with its own index and draws from there."""
-    first = gl.arange(0, 32, LANES) == 0
-    return gl.sum(gl.where(first, drawn, 0), 0) + gl.num_programs(0)
-
-
-@gluon.jit
-def set_back(queue, tile, tiles):
-    """After the last tile: who drew the last number of all sets the counter back to 0.
-
-    A program draws once for every tile that it works on, and stops at the first number that is no
-    tile. So n tiles make n draws, of the numbers from `programs` to `programs + n - 1`. The last of
-    them is no tile, and who has it knows n, which the host does not: he has looked through all
-    sequences in vain. Without a tile nobody draws, and the counter is 0 already.
-    """
-    if tile == gl.num_programs(0) + tiles - 1:
-        gl.atomic_xchg(queue.counter, 0, sem="relaxed")
-
-
-@gluon.jit
 def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The key blocks of a tile: one, if only to find everything masked, where its queries are not
     used.

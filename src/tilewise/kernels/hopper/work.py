@@ -18,7 +18,7 @@ from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
 from .listed import listed_block, visited
 from .pipeline import wait_empty, wait_full
 
-END = gl.constexpr(-1)  # the tile number, and the start, that says: no more
+END = gl.constexpr(-1)  # the start that says: no more
 WORDS = gl.constexpr(8)  # of a letter
 
 
@@ -106,17 +106,21 @@ def needs_mask(work, i, n_block, FEATURES: gl.constexpr):
 
 @gluon.jit
 def draw(queue):
-    """The next tile number; each program starts with its own index and draws from there.
+    """The next tile number; each program starts with its own index and draws from there."""
+    return gl.atomic_add(queue.counter, 1, sem="relaxed") + gl.num_programs(0)
 
-    Every tile but the first of each program is drawn once, and every program draws one number too
-    many: `queue.tiles` draws in all. Who draws the last one sets the counter back for the next
+
+@gluon.jit
+def set_back(queue, tile, tiles):
+    """After the last tile: who drew the last number of all sets the counter back to 0, for the next
     launch.
+
+    A program draws once for every tile that it works on, and stops at the first number that is no
+    tile. So n tiles make n draws, of the numbers from `programs` to `programs + n - 1`. Not in the
+    loop: there the compiler (ptxas of CUDA 12.8) forgot to let the lanes of the warp meet again.
     """
-    drawn = gl.atomic_add(queue.counter, 1, sem="relaxed")
-    if drawn == queue.tiles - 1:
+    if tile == gl.num_programs(0) + tiles - 1:
         gl.atomic_xchg(queue.counter, 0, sem="relaxed")
-    tile = drawn + gl.num_programs(0)
-    return gl.where(tile < queue.tiles, tile, END)
 
 
 @gluon.jit
