@@ -154,3 +154,24 @@ def test_a_copy_outside_the_memory_says_where():
     x.base = x.base[:448].clone()
     with pytest.raises(IndexError, match=r"at \[448, 0\]: elements 28672 to 32767 .* has 28672"):
         emulate(hopper_kernels.copy_kernel)[launch.grid](*launch.args, **launch.constants)
+
+
+class Waiting:
+    """A partition that leaves as soon as it is woken, and is its own turn."""
+
+    def __init__(self, over):
+        self.over, self.turn = over, self
+
+    def locked(self):
+        return True
+
+    def release(self):
+        self.over.partitions.remove(self)
+
+
+def test_an_error_wakes_every_partition():
+    """Also those after one that has left before the next is woken."""
+    over = machine.Machine(seed=0, resident=1)
+    over.partitions = [Waiting(over) for _ in range(4)]
+    over.fail(HopperError("planted"))
+    assert not over.partitions

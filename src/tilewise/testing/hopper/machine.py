@@ -220,7 +220,8 @@ class Machine:
         """Keep the first error and wake everybody to stop."""
         if self.error is None:
             self.error = error
-            for partition in self.partitions:
+            # A copy, as each takes itself off the list once it is woken
+            for partition in list(self.partitions):
                 if partition.turn.locked():
                     partition.turn.release()
         self._over.set()
