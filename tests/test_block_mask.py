@@ -118,9 +118,9 @@ def test_intervals_settle_the_usual_masks(name, monkeypatch):
     """Only tiles on an edge of the mask are evaluated."""
     evaluated, settle = [], block_mask._settle
 
-    def counted(made, blocks, kinds):
+    def counted(made, blocks, kinds, *rest):
         evaluated.append(int((kinds == block_mask.UNKNOWN).sum()))
-        settle(made, blocks, kinds)
+        settle(made, blocks, kinds, *rest)
 
     monkeypatch.setattr(block_mask, "_settle", counted)
     ids = torch.arange(2048, dtype=torch.int32) // 500

@@ -32,8 +32,8 @@ SOFTCAP_SPILLS = 330
 # dropout those of a few random numbers at a time.
 MODIFIED = {
     # Listed numbers are held to the blocks there are: one more, where a program starts
-    "causal-blocks": (dict(mask="causal", is_by_blocks=True), (0, 4, 16)),
-    "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 16, 4)),
+    "causal-blocks": (dict(mask="causal", is_by_blocks=True), (0, 16, 16)),
+    "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 20, 4)),
     "mask": (dict(mask="packed"), (0, 16, 0)),
     "score": (dict(score="tilted"), (0, 0, 0)),
     "derivative": (dict(score="bent"), (0, 180, 0)),

@@ -12,6 +12,7 @@ from ..dropout import factor_of, threshold_of
 from ..modifiers import Parts, take_apart
 from ..problem import NO_EXTRAS, NO_MODS, Extras, Mods, Problem, Scalars
 from ..sparse.block_mask import BlockLists
+from ..sparse.ends import says_ends
 from ..tile.types import (
     Bias,
     Features,
@@ -30,6 +31,7 @@ Tensor = torch.Tensor
 @functools.lru_cache(maxsize=4096)
 def features_of(problem: Problem) -> Features:
     """The constexpr record that selects a kernel's code."""
+    has_ends = problem.mods.block != NO_MODS.block and says_ends(problem.mods.mask)
     return Features(
         HEADDIM=problem.headdim,
         HEADDIM_V=problem.headdim_v,
@@ -48,10 +50,11 @@ def features_of(problem: Problem) -> Features:
         DROPOUT=problem.has_dropout,
         MASK_M=problem.mods.block[0],
         MASK_N=problem.mods.block[1],
-        MASK_MOD=_function(problem.mods.mask),
+        MASK_MOD=None if has_ends else _function(problem.mods.mask),
         SCORE_MOD=_function(problem.mods.score),
         SCORE_DERIVATIVE=_function(problem.mods.derivative),
         PRECISION="ieee",
+        ENDS=has_ends,
     )
 
 

@@ -8,6 +8,7 @@ backward, are their transpose. The layout is FlexAttention's (Dong et al. 2024, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ from ..mods import Mask, Predicate
 from ..traced import check_sizes
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
+from .ends import MOST_ROWS, Ends, Found
 from .intervals import Blocks, bound
 
 Tensor = torch.Tensor
@@ -49,6 +51,7 @@ class BlockMask:
     full: BlockLists
     # (partial, full) of m_blocks, per n_block: what a backward walks
     transposed: tuple[BlockLists, BlockLists] | None = None
+    ends: Ends | None = None  # of rows and columns, where these are intervals
 
     def __post_init__(self) -> None:
         check_shape(self.shape, self.block)
@@ -75,6 +78,11 @@ class BlockMask:
     def grid(self) -> Shape:
         """batch, nheads, m_blocks, n_blocks."""
         return _grid(self.shape, self.block)
+
+    @functools.cached_property
+    def mask_of_ends(self) -> Mask | None:
+        """The same mask by the ends of its rows and columns, where these are intervals."""
+        return None if self.ends is None else self.ends.mask()
 
     def kinds(self) -> Tensor:
         """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
@@ -103,7 +111,8 @@ class BlockMask:
             for lists in (self.partial, self.full, *self.transposed)
         )
         mask = self.mask.to(device)
-        return BlockMask(mask, self.shape, self.block, partial, full, tuple(transposed))
+        ends = None if self.ends is None else Ends(*(x.to(device) for x in self.ends))
+        return BlockMask(mask, self.shape, self.block, partial, full, tuple(transposed), ends)
 
     def __repr__(self) -> str:
         partial, full = (int(lists.counts.sum()) for lists in (self.partial, self.full))
@@ -143,7 +152,9 @@ def create_block_mask(
     becomes 1.
 
     On a GPU the host waits once for each 2^20 blocks, to learn how many are unsettled, and twice
-    for each of the four lists, to learn how long it is: nothing waits when the mask is used.
+    for each of the four lists, to learn how long it is, and once to learn whether all rows and
+    columns are intervals: nothing waits when the mask is used. Of intervals kernels read the ends,
+    16 bytes for each query and key of a head (`ends`).
 
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
@@ -172,11 +183,14 @@ def create_block_mask(
     )
     shape = (batch, nheads, seqlen_q, seqlen_k)
     kinds = torch.empty(_grid(shape, block), dtype=torch.uint8, device=device)
+    is_small = batch * nheads * (seqlen_q + seqlen_k) <= MOST_ROWS
+    found = Found(shape, kinds.shape, block, device) if is_small and kinds.numel() else None
     with torch.no_grad():
         for slab in _slabs(kinds.shape, shape, block):
-            _classify(mask, shape, block, kinds, slab)
+            _classify(mask, shape, block, kinds, slab, found)
     partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
-    return BlockMask(mask, shape, tuple(block), partial, full)
+    ends = None if found is None else found.ends()
+    return BlockMask(mask, shape, tuple(block), partial, full, None, ends)
 
 
 def _grid(shape: Shape, block: tuple[int, int]) -> Shape:
@@ -206,9 +220,14 @@ def _positions(start: int, stop: int, size: int, seqlen: int, device: torch.devi
 
 
 def _classify(
-    mask: Mask, shape: Shape, block: tuple[int, int], kinds: Tensor, slab: tuple[range, ...]
+    mask: Mask,
+    shape: Shape,
+    block: tuple[int, int],
+    kinds: Tensor,
+    slab: tuple[range, ...],
+    rows: Found | None,
 ) -> None:
-    """Fills in the kinds of one slab."""
+    """Fills in the kinds of one slab, and what its rows and columns see."""
     batches, heads, m_blocks = slab
     device = kinds.device
     blocks = Blocks(
@@ -220,7 +239,9 @@ def _classify(
     lo, hi = bound(mask.expr, blocks, mask.tensors)
     part = kinds[tuple(slice(r.start, r.stop) for r in slab)]
     part.copy_(torch.where(lo, FULL, torch.where(hi, UNKNOWN, SKIPPED)).to(torch.uint8))
-    _settle(mask, blocks, part)
+    if rows is not None:
+        rows.add_full(slab, part == FULL)
+    _settle(mask, blocks, part, slab, rows)
     # A tile that runs past an end is masked there, so it is never full
     if shape[2] % block[0] and m_blocks.stop == kinds.shape[2]:
         part[:, :, -1].clamp_(max=PARTIAL)
@@ -228,7 +249,9 @@ def _classify(
         part[..., -1].clamp_(max=PARTIAL)
 
 
-def _settle(mask: Mask, blocks: Blocks, kinds: Tensor) -> None:
+def _settle(
+    mask: Mask, blocks: Blocks, kinds: Tensor, slab: tuple[range, ...], rows: Found | None
+) -> None:
     """Evaluates every pair of the tiles that intervals left open, some tiles at a time."""
     unknown = (kinds == UNKNOWN).nonzero()
     pairs = blocks.q_idx.shape[1] * blocks.k_idx.shape[1]
@@ -243,5 +266,8 @@ def _settle(mask: Mask, blocks: Blocks, kinds: Tensor) -> None:
             mask.tensors,
         )
         # A mask of few indices answers for more than one pair, or tile, at once
+        if rows is not None:
+            sizes = blocks.q_idx.shape[1], blocks.k_idx.shape[1]
+            rows.add_pairs(slab, at, found.expand(len(at), *sizes))
         found = found.expand(torch.broadcast_shapes(found.shape, (len(at), 1, 1))).flatten(1)
         kinds[b, h, m, n] = found.any(1).to(torch.uint8) + found.all(1).to(torch.uint8)

@@ -5,51 +5,66 @@ Query i sees key j where i + diagonal - left <= j <= i + diagonal + right and j 
 so an element takes one comparison for each end that there is.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
+
+from .ends import Interval, load_ends
 
 LAST = tl.constexpr(0x7FFFFFFF)  # past every column
 
 
-class Interval(NamedTuple):
-    """What each row sees of its columns: first <= column < stop."""
-
-    first: tl.tensor
-    stop: tl.tensor
-
-
 @triton.constexpr_function
-def has_first(left, right, is_transposed):
+def has_first(left, right, has_ends, is_transposed):
     """Whether a row's interval has a beginning: a query's with `left`, a key's with `right`."""
-    return right if is_transposed else left
+    return has_ends or (right if is_transposed else left)
 
 
 @triton.constexpr_function
-def has_stop(left, is_transposed):
+def has_stop(left, has_ends, is_transposed):
     """Whether it has an end: a query's always, as keys come to one; a key's with `left`."""
-    return left if is_transposed else True
+    return has_ends or left or not is_transposed
 
 
 @triton.jit
-def columns_seen(
-    q_idx, k_idx, seq, LEFT: tl.constexpr, RIGHT: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def columns_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The keys that a query sees, or TRANSPOSED the queries that see a key: none past the end."""
+    if FEATURES.ENDS:
+        return ends_seen(q_idx, k_idx, seq, TRANSPOSED)
+    else:
+        return band_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
+
+
+@triton.jit
+def band_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The same of a band."""
     diagonal, seqlen_k = seq.lengths.diagonal, seq.lengths.seqlen_k
     left, right = seq.numbers.left, seq.numbers.right
     if TRANSPOSED:
         is_key = k_idx < seqlen_k
         first = tl.where(is_key, k_idx - (diagonal + right), LAST)
         stop = k_idx - (diagonal - left - 1)
-        if not RIGHT:
+        if not FEATURES.RIGHT:
             stop = tl.where(is_key, stop, -LAST)
         return Interval(first, stop)
     else:
         first = q_idx + (diagonal - left)
-        stop = tl.minimum(q_idx + (diagonal + right + 1), seqlen_k) if RIGHT else seqlen_k
+        stop = tl.minimum(q_idx + (diagonal + right + 1), seqlen_k) if FEATURES.RIGHT else seqlen_k
         return Interval(first, stop)
+
+
+@triton.jit
+def ends_seen(q_idx, k_idx, seq, TRANSPOSED: tl.constexpr):
+    """`columns_seen` of a mask that keeps the ends of its rows and columns."""
+    first_key, stop_key, first_query, stop_query = seq.modifiers.mask_tensors
+    seqlen_k = seq.lengths.seqlen_k
+    if TRANSPOSED:
+        seen = load_ends(k_idx, seq.batch, seq.head, (first_query, stop_query))
+        first = tl.where(k_idx < seqlen_k, seen.first - seq.origin, LAST)
+        return Interval(first, seen.stop - seq.origin)
+    else:
+        seen = load_ends(q_idx, seq.batch, seq.head, (first_key, stop_key))
+        stop = tl.minimum(seen.stop - seq.origin, seqlen_k)
+        return Interval(seen.first - seq.origin, stop)
 
 
 @triton.jit
@@ -65,14 +80,15 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     tile.
     """
     TRANSPOSED: tl.constexpr = k_idx.shape[1] == 1
-    seen = columns_seen(q_idx, k_idx, seq, FEATURES.LEFT, FEATURES.RIGHT, TRANSPOSED)
+    LEFT: tl.constexpr = FEATURES.LEFT
+    seen = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
     column = q_idx if TRANSPOSED else k_idx
     keep = k_idx < seq.lengths.seqlen_k  # which the ends of a band know, too
-    if has_stop(FEATURES.LEFT, TRANSPOSED):
+    if has_stop(LEFT, FEATURES.ENDS, TRANSPOSED):
         keep = column < seen.stop
-    if has_first(FEATURES.LEFT, FEATURES.RIGHT, TRANSPOSED):
+    if has_first(LEFT, FEATURES.RIGHT, FEATURES.ENDS, TRANSPOSED):
         is_late = column >= seen.first
-        keep = keep & is_late if has_stop(FEATURES.LEFT, TRANSPOSED) else is_late
+        keep = keep & is_late if has_stop(LEFT, FEATURES.ENDS, TRANSPOSED) else is_late
     if FEATURES.MASK_MOD is not None:
         keep = keep & function_allows(q_idx, k_idx, seq, FEATURES)
     return tl.where(keep, s, float("-inf"))

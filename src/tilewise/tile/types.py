@@ -123,6 +123,7 @@ class Features(NamedTuple):
     SCORE_MOD: Any
     SCORE_DERIVATIVE: Any
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
+    ENDS: bool = False  # the mask is intervals of keys and of queries, and its tensors are the ends
 
 
 class Tile(NamedTuple):
@@ -206,6 +207,7 @@ class Sequence(NamedTuple):
     head: int = 0
     modifiers: Modifiers | int = 0
     stream: Any = 0  # of dropout's random numbers
+    origin: Any = 0  # the position from which the columns of a tile are counted
 
 
 class ListedBlocks(NamedTuple):

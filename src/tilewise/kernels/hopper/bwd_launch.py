@@ -269,16 +269,18 @@ def together(problem: Problem, q: Tensor) -> int:
 
     Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
     beside FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997, 1.002;
-    with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles wait
-    for each other, more: those of one head then start at different times (H200, headdim 64 to 256,
-    512 to 16Ki: within 5 % of the best number nearly everywhere, where 2 heads are up to 26 %
-    behind it, and 64 up to 50).
+    with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles
+    wait for each other as many as have 16Ki rows, at headdim 64 64Ki: neighbours of one head then
+    start at different times, and what they add to is still in the L2 cache (H200, back to back, of
+    the backward that waits for nobody: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with
+    two, 4Ki, 0.72, 0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95
+    with 16).
     """
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]
     row_bytes = (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4
     if problem.deterministic:
-        most = max(2, 16384 // rows)
+        most = max(1, (65536 if problem.headdim <= 64 else 16384) // rows)
     elif problem.is_causal:
         most = max(1, 16 * MEGABYTE // (rows * row_bytes))
     else:

@@ -306,7 +306,8 @@ def recompute(
     lengths = tile_lengths(work, call, FEATURES, TILE)
     q_start = block.m_block * TILE.BLOCK_M
     column = gl.arange(0, qk.shape[1], column_of(S_LAYOUT))[None, :]
-    if IS_POSITION or not TILE.RAGGED:
+    origin = 0
+    if IS_POSITION or not (TILE.RAGGED or FEATURES.ENDS):
         q_idx = q_start + column
     elif TILE.BLOCK_M == 128:
         # Queries by the key they stand on, which is one number a block: tall blocks have no
@@ -314,9 +315,10 @@ def recompute(
         q_idx = q_start + lengths.diagonal + column
         lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, 0)
     else:
+        origin = q_start + (column & 6)
         q_idx, lengths = from_block(column, q_start, lengths)
     slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
-    seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers)
+    seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers, origin=origin)
     k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
     minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
     scored = score_with(qk, bias, q_idx, k_idx, seq, FEATURES, TILE)
@@ -324,7 +326,7 @@ def recompute(
     if needs_mask(block, work, TILE):
         # With the shorter branch packed rows were up to 8 % faster, dense ones 1 to 6 % slower, in
         # two runs of three lengths: why is not known
-        if FEATURES.MASK_MOD is not None or TILE.RAGGED:
+        if FEATURES.MASK_MOD is not None or FEATURES.ENDS or TILE.RAGGED:
             p = hide(scored.s, q_idx, k_idx, seq, FEATURES)
         else:
             p = apply_mask(scored.s, q_idx, k_idx, seq, FEATURES)

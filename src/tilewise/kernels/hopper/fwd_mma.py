@@ -59,7 +59,9 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    MASKED: gl.constexpr = FEATURES.LEFT or FEATURES.RIGHT or FEATURES.MASK_MOD is not None
+    MASKED: gl.constexpr = (
+        FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
+    )
     UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT)
     # Asked for before the exponentials, the next step costs no wait after them; but where the ring
     # holds only two, it is not there that soon

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.mask import apply_mask, columns_seen, function_allows, has_first, has_stop
+from .rescale import in_place
 
 
 @gluon.constexpr_function
@@ -40,14 +41,14 @@ def registers(*tests):
 @gluon.jit
 def hide(s, q_idx, k_idx, seq, FEATURES: gl.constexpr):
     """`tile.mask.apply_mask`."""
-    LEFT: gl.constexpr = FEATURES.LEFT
     TRANSPOSED: gl.constexpr = k_idx.shape[1] == 1
     FUNCTION: gl.constexpr = FEATURES.MASK_MOD is not None
     # Of a function alone the compiler would make bits again: it joins whether it is a key
-    JOINED: gl.constexpr = FUNCTION and not (LEFT or FEATURES.RIGHT)
-    FIRST: gl.constexpr = has_first(LEFT, FEATURES.RIGHT, TRANSPOSED)
-    STOP: gl.constexpr = has_stop(LEFT, TRANSPOSED) and not JOINED
-    seen = columns_seen(q_idx, k_idx, seq, LEFT, FEATURES.RIGHT, TRANSPOSED)
+    JOINED: gl.constexpr = FUNCTION and not (FEATURES.LEFT or FEATURES.RIGHT)
+    LEFT: gl.constexpr = FEATURES.LEFT
+    FIRST: gl.constexpr = has_first(LEFT, FEATURES.RIGHT, FEATURES.ENDS, TRANSPOSED)
+    STOP: gl.constexpr = has_stop(LEFT, FEATURES.ENDS, TRANSPOSED) and not JOINED
+    seen = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
     operands = (s, q_idx if TRANSPOSED else k_idx)
     if FIRST:
         operands = operands + (seen.first,)
@@ -70,6 +71,47 @@ def hide(s, q_idx, k_idx, seq, FEATURES: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def selection_in_warp(n):
+    """n registers of an accumulator, of which the first two of every four are of the thread's first
+    row: -inf before the row's first column, and from its stop on. A warp of whose rows none begins,
+    or ends, within the tile branches over that half.
+    """
+    columns = [i // 4 * 8 + i % 2 for i in range(n)]
+    rows = [2 * n if i % 4 < 2 else 2 * n + 2 for i in range(n)]
+    lines = ["{ .reg .pred out, any;"]
+    for end, at, test, edge in (("FIRST", 0, "gt", 0), ("STOP", n, "le", columns[-1])):
+        one, other = f"${2 * n + at}, {edge}", f"${2 * n + at + 2}, {edge}"
+        lines.append(f"setp.{test}.s32 out, {one}; setp.{test}.or.s32 out, {other}, out;")
+        lines.append(f"vote.sync.any.pred any, out, 0xffffffff; @!any bra NO_{end};")
+        for i in range(n):
+            lines.append(f"setp.{test}.s32 out, ${rows[i] + at}, {columns[i]};")
+            lines.append(f"selp.f32 ${i}, 0fFF800000, ${i}, out;")
+        lines.append(f"NO_{end}:")
+    return " ".join([*lines, "}"])
+
+
+@gluon.jit
+def hide_outside(s, seen):
+    """Scores of an accumulator outside of its rows' intervals become -inf; columns are counted from
+    a thread's first one on.
+    """
+    n: gl.constexpr = s.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        selection_in_warp(n),
+        in_place(n, "rr"),
+        [s, seen.first, seen.stop],
+        dtype=gl.float32,
+        is_pure=False,  # a vote is of the whole warp
+        pack=n,
+    )
+
+
+def _hide_outside(s, first, stop):
+    column = torch.arange(s.shape[1]) & ~6  # without 2 t, which a thread's ends are less
+    return torch.where((column >= first) & (column < stop), s, -torch.inf)
+
+
 def _select(has_first, has_stop, has_function):
     def select(s, column, *tests):
         tests, seen = list(tests), torch.ones_like(s, dtype=torch.bool)
@@ -86,4 +128,7 @@ def _select(has_first, has_stop, has_function):
 
 _WAYS = [way for way in itertools.product((False, True), repeat=3) if any(way)]
 # What this assembly means to the emulator
-ASM = {selection(*way): _select(*way) for way in _WAYS}
+ASM = {
+    **{selection(*way): _select(*way) for way in _WAYS},
+    **{selection_in_warp(n): _hide_outside for n in (8, 16, 32, 64)},
+}

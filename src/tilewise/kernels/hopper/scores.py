@@ -10,13 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...tile.dropout import stream_of
+from ...tile.ends import Interval, load_ends
 from ...tile.score import load_slope, score_without_bias, unit
 from ...tile.softmax import running_max
 from ...tile.types import Lengths, Sequence
 from .bias import add_bias, load_bias
 from .dropout import drop_pairs
 from .epilogue import head_of_row, query_of_row
-from .hide import hide
+from .hide import hide, hide_outside
 from .layouts import accumulator, column_of
 from .ragged import lengths_in
 from .work import Work, needs_mask
@@ -29,6 +30,7 @@ class Rows(NamedTuple):
     rows: gl.tensor
     slope_log2: gl.tensor
     stream: tuple  # of dropout's random numbers
+    seen: Interval  # keys, of a mask that keeps such ends
 
 
 @gluon.jit
@@ -38,7 +40,11 @@ def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     stream = 0
     if FEATURES.DROPOUT:
         stream = stream_of(call.optionals.dropout_rng, work.batch, work.head)
-    return Rows(work, rows, slope_log2, stream)
+    seen = Interval(0, 0)
+    if FEATURES.ENDS:
+        q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
+        seen = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
+    return Rows(work, rows, slope_log2, stream, seen)
 
 
 @gluon.jit
@@ -92,7 +98,9 @@ def to_scores(
     HIDDEN: gl.constexpr = FEATURES.MASK_MOD is not None
     work = tile.work
     m_start = work.start
-    if BENT or HIDDEN:  # they may read memory at these positions, after the last tile, too
+    if (
+        BENT or HIDDEN or FEATURES.ENDS
+    ):  # they may read memory at these positions, after the last tile, too
         m_start = gl.maximum(m_start, 0)
     q_idx = query_of_row(m_start, tile.rows, TILE)[:, None]
     n_start = n_block * TILE.BLOCK_N
@@ -109,7 +117,12 @@ def to_scores(
     if not MASKED:
         m_i = running_max(s, m_i, scale)
     elif needs_mask(work, i, n_block, FEATURES):
-        s = hide(s, q_idx, k_idx, seq, FEATURES)
+        if FEATURES.ENDS:
+            first, stop = tile.seen.first[:, None], tile.seen.stop[:, None]
+            stop = gl.minimum(stop - seq.origin, seq.lengths.seqlen_k)
+            s = hide_outside(s, Interval(first - seq.origin, stop))
+        else:
+            s = hide(s, q_idx, k_idx, seq, FEATURES)
         m_i = running_max(s, m_i, scale)
     else:
         m_i = running_max(s, m_i, scale)
@@ -133,12 +146,22 @@ def keys_of(
     work = tile.work
     lengths = lengths_in(work, call, FEATURES)
     offs_n = gl.arange(0, TILE.BLOCK_N, column_of(accumulator(TILE.BLOCK_N)))
+    origin = 0
     if TRUE:
         k_idx = true_keys(offs_n[None, :], n_start)
     else:
+        origin = n_start + (offs_n[None, :] & 6)
         k_idx, lengths = from_block(offs_n[None, :], n_start, lengths)
-    numbers, modifiers = call.numbers, call.modifiers
-    return k_idx, Sequence(lengths, tile.slope_log2, numbers, work.batch, work.head, modifiers)
+    seq = Sequence(
+        lengths,
+        tile.slope_log2,
+        call.numbers,
+        work.batch,
+        work.head,
+        call.modifiers,
+        origin=origin,
+    )
+    return k_idx, seq
 
 
 @gluon.jit

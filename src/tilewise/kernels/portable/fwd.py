@@ -58,7 +58,9 @@ def attn_fwd_kernel(
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
     # Without a band the partial run is a ragged tail, if that: not worth starting a pipeline for
     # (headdim 256 keeps it: without, its full loop spills 32 bytes on sm_90)
-    HAS_MASK: tl.constexpr = FEATURES.LEFT or FEATURES.RIGHT or FEATURES.MASK_MOD is not None
+    HAS_MASK: tl.constexpr = (
+        FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
+    )
     TAIL_STAGES: tl.constexpr = None if HAS_MASK or BLOCK_D > 128 else 1
     for i in tl.range(count_partial(blocks, SPLIT), num_stages=TAIL_STAGES):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
