@@ -54,9 +54,9 @@ def register(ops) -> None:
     `ops` is torch.ops.tilewise.
     """
     formulas = {
-        ops.forward: forward_flops,
-        ops.backward: backward_flops,
-        ops.captured_grads: captured_flops,
+        ops.flash_attn_forward: forward_flops,
+        ops.flash_attn_backward: backward_flops,
+        ops.flash_attn_captured_grads: captured_flops,
     }
     for op, formula in formulas.items():
         flop_counter.register_flop_formula(op)(formula)

@@ -1,8 +1,8 @@
 """Gradients of what a score function captured: slopes, tables, temperatures that are learned.
 
-They are an operator of their own, `torch.ops.tilewise.captured_grads`, which recomputes the scores
-once more: who captures nothing that wants a gradient pays nothing for it. What a mask captured
-decides and is not added, so it has none.
+They are an operator of their own, `torch.ops.tilewise.flash_attn_captured_grads`, which recomputes
+the scores once more: who captures nothing that wants a gradient pays nothing for it. What a mask
+captured decides and is not added, so it has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .schema import CALL, GIVEN, LIBRARY, SAVED, Once, asked, asking, flat, no_d
 from .testing.switch import emulator_seed, use_interpreter
 
 Tensor = torch.Tensor
-LIBRARY.define(f"captured_grads({SAVED}, {CALL}, int[] wanted) -> Tensor[]")
+LIBRARY.define(f"flash_attn_captured_grads({SAVED}, {CALL}, int[] wanted) -> Tensor[]")
 
 
 def gradients(
@@ -54,7 +54,9 @@ class _CapturedGrads(Once):
     def forward(call, wanted, *tensors):
         given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
         return tuple(
-            torch.ops.tilewise.captured_grads(*given, *extras.arguments, *asking(call), wanted)
+            torch.ops.tilewise.flash_attn_captured_grads(
+                *given, *extras.arguments, *asking(call), wanted
+            )
         )
 
     @staticmethod
@@ -108,14 +110,18 @@ def _vmap(info, in_dims, *args):
 
     def differentiate(*tensors):
         given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
-        return tuple(torch.ops.tilewise.captured_grads(*given, *extras.arguments, *rest, wanted))
+        return tuple(
+            torch.ops.tilewise.flash_attn_captured_grads(*given, *extras.arguments, *rest, wanted)
+        )
 
     dims = flat(tuple(in_dims[:-1]), GIVEN)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
     return list(grads), list(out_dims)
 
 
-LIBRARY.impl("captured_grads", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::captured_grads", _fake, lib=LIBRARY)
-torch.library.register_autograd("tilewise::captured_grads", no_double_backward, lib=LIBRARY)
-torch.library.register_vmap("tilewise::captured_grads", _vmap, lib=LIBRARY)
+LIBRARY.impl("flash_attn_captured_grads", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_captured_grads", _fake, lib=LIBRARY)
+torch.library.register_autograd(
+    "tilewise::flash_attn_captured_grads", no_double_backward, lib=LIBRARY
+)
+torch.library.register_vmap("tilewise::flash_attn_captured_grads", _vmap, lib=LIBRARY)

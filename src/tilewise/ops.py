@@ -4,7 +4,8 @@ In eager mode with plain tensors a call goes straight to the backend (with autog
 `autograd.Function`), because the dispatcher costs more than a decode step can spare. Where somebody
 watches or rewrites the call (torch.compile, export, a dispatch mode such as FlopCounterMode or
 selective checkpointing, a tensor subclass such as FakeTensor or DTensor), it goes through
-`torch.ops.tilewise.forward` and `.backward`, whose schemas carry the Problem's fields as scalars.
+`torch.ops.tilewise.flash_attn_forward` and `.flash_attn_backward`, whose schemas carry the
+Problem's fields as scalars. Selective checkpointing by name looks for `flash_attn`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from .sharded import refuse_shards
 
 Tensor = torch.Tensor
 
-LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)")
-LIBRARY.define(f"backward({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(f"flash_attn_forward(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)")
+LIBRARY.define(f"flash_attn_backward({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
 # the call
@@ -55,7 +56,7 @@ def attention(
         return _Attention.apply(call, q, k, v, *extras.tensors)
     if watched:
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras.arguments, *asking(call))
+        return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *asking(call))
     if needs_grad(q, k, v, extras.sinks, extras.bias, *extras.captured):
         return _EagerAttention.apply(call, q, k, v, *extras.tensors)
     return _run_forward(call, q, k, v, extras)
@@ -183,7 +184,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(call, q, k, v, *tensors):
         _register_late()
-        return torch.ops.tilewise.forward(q, k, v, *extras_of(*tensors).arguments, *asking(call))
+        return torch.ops.tilewise.flash_attn_forward(
+            q, k, v, *extras_of(*tensors).arguments, *asking(call)
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -217,7 +220,7 @@ class _AttentionBackward(Once):
         given = dout, dlse, q, k, v, out, lse
         if is_watched(dout, dlse, q, k, v) or _is_transformed():
             _register_late()
-            return torch.ops.tilewise.backward(*given, *extras.arguments, *asking(call))
+            return torch.ops.tilewise.flash_attn_backward(*given, *extras.arguments, *asking(call))
         return _filled(_run_backward(call, *given, extras), q)
 
     @staticmethod
@@ -291,7 +294,7 @@ def _vmap_forward_op(info, in_dims, *args):
 
     def attend(*tensors):
         extras = extras_of(*tensors[INPUTS:])
-        return torch.ops.tilewise.forward(*tensors[:INPUTS], *extras.arguments, *rest)
+        return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *rest)
 
     counts_rows = "b" in mentions(mods_of(rest))
     return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
@@ -302,7 +305,7 @@ def _vmap_backward_op(info, in_dims, *args):
 
     def differentiate(*tensors):
         extras = extras_of(*tensors[GIVEN:])
-        return torch.ops.tilewise.backward(*tensors[:GIVEN], *extras.arguments, *rest)
+        return torch.ops.tilewise.flash_attn_backward(*tensors[:GIVEN], *extras.arguments, *rest)
 
     return batching.one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
 
@@ -329,23 +332,23 @@ def _autocast_rule(key: str):
     def forward(q, k, v, *rest):
         q, k, v = autocast(q, k, v)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return torch.ops.tilewise.forward(q, k, v, *rest)
+            return torch.ops.tilewise.flash_attn_forward(q, k, v, *rest)
 
-    LIBRARY.impl("forward", forward, key)
+    LIBRARY.impl("flash_attn_forward", forward, key)
 
 
-LIBRARY.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("flash_attn_forward", _forward_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("flash_attn_backward", _backward_kernel, "CompositeExplicitAutograd")
 _autocast_rule("AutocastCPU")
 _autocast_rule("AutocastCUDA")
-torch.library.register_fake("tilewise::forward", _forward_fake, lib=LIBRARY)
-torch.library.register_fake("tilewise::backward", _backward_fake, lib=LIBRARY)
+torch.library.register_fake("tilewise::flash_attn_forward", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("tilewise::flash_attn_backward", _backward_fake, lib=LIBRARY)
 torch.library.register_autograd(
-    "tilewise::forward", _op_backward, setup_context=_setup_context, lib=LIBRARY
+    "tilewise::flash_attn_forward", _op_backward, setup_context=_setup_context, lib=LIBRARY
 )
-torch.library.register_autograd("tilewise::backward", no_double_backward, lib=LIBRARY)
-torch.library.register_vmap("tilewise::forward", _vmap_forward_op, lib=LIBRARY)
-torch.library.register_vmap("tilewise::backward", _vmap_backward_op, lib=LIBRARY)
+torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backward, lib=LIBRARY)
+torch.library.register_vmap("tilewise::flash_attn_forward", _vmap_forward_op, lib=LIBRARY)
+torch.library.register_vmap("tilewise::flash_attn_backward", _vmap_backward_op, lib=LIBRARY)
 
 
 # registered when somebody has loaded what needs it

@@ -119,7 +119,7 @@ def test_a_copy_is_taken(saved):
 
 
 def arguments(mask=None, score=None, block_mask=None):
-    """Of torch.ops.tilewise.forward after q, k and v: the extras, and what follows them."""
+    """Of the forward operator after q, k and v: the extras, and what follows them."""
     made = modifiers_of(mask, score, block_mask, (1, 2, 16, 16))
     texts = [text_of(x) for x in made.mods[:3]]
     numbers = (0.3, 0.0, -1, -1, 0.0, "bottom_right", False)
@@ -132,7 +132,7 @@ def called(extras, rest, way="forward", wanted=(0,)):
     given = (q, q, q)
     if way != "forward":
         given = (q, None, *given, q, q[..., 0].transpose(1, 2).contiguous())
-    operator = getattr(torch.ops.tilewise, way)
+    operator = getattr(torch.ops.tilewise, f"flash_attn_{way}")
     return operator(*given, *extras, *rest, *([wanted] if way == "captured_grads" else []))
 
 

@@ -75,7 +75,7 @@ def test_gradients_through_the_operator():
     tensors = (*(None,) * 4, STARTS, STARTS, None, None, [])
     rest = (*tensors, 0.3, 0.0, -1, 0, 0.0, "bottom_right", False, "", "", "", [0, 0], False, False)
     rest = (*rest, None)
-    torch.library.opcheck(torch.ops.tilewise.forward.default, (q, k, v, *rest))
+    torch.library.opcheck(torch.ops.tilewise.flash_attn_forward.default, (q, k, v, *rest))
 
 
 def test_vmap_runs_packed_calls_one_by_one(monkeypatch):

@@ -34,8 +34,8 @@ def register() -> bool:
         from torch.distributed.tensor.experimental import register_sharding
     except ImportError:  # an experimental name may move; attention on plain tensors needs none
         return False
-    register_sharding(torch.ops.tilewise.forward.default)(_forward_rules)
-    register_sharding(torch.ops.tilewise.backward.default)(_backward_rules)
+    register_sharding(torch.ops.tilewise.flash_attn_forward.default)(_forward_rules)
+    register_sharding(torch.ops.tilewise.flash_attn_backward.default)(_backward_rules)
     _registered = True
     return True
 
