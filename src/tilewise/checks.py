@@ -47,7 +47,7 @@ def check(
     check_tensors(q, k, v, words)
     check_extras(q, k, extras, words)
     check_dropout(dropout_p)
-    if deterministic:
+    if deterministic and mods.score:
         check_order(take_apart(mods, extras.captured).score)
     scale, softcap = check_numbers(*numbers, q.shape[3], q.dtype, words)
     scalars = Scalars(scale, softcap, *window, float(dropout_p))

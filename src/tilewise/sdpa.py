@@ -54,7 +54,8 @@ def scaled_dot_product_attention(
 
     Nothing is copied but what kernels cannot read: a last dimension that is not contiguous, two or
     more batch dimensions of which one is broadcast, key and value heads that differ, query for a
-    scale of 0 or below. A PerformanceWarning says so. Raises ArgumentError, also for attn_mask with
+    scale of 0 or below. A PerformanceWarning says so. Gradients are the same bits in every run
+    where `torch.use_deterministic_algorithms` asks. Raises ArgumentError, also for attn_mask with
     is_causal (torch's CPU kernels take some of those).
     """
     is_causal = check_flag("is_causal", is_causal)
@@ -77,7 +78,7 @@ def scaled_dot_product_attention(
         extras=extras_of(*(None,) * 6, bias, rng, *modifiers.captured),
         numbers=(scale, None),
         window=window,
-        deterministic=False,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         dropout_p=dropout_p,
         mods=modifiers.mods,
         words=WORDS,

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import tilewise
-from tilewise import ArgumentError, errors
+from tilewise import ArgumentError, errors, ops
 from tilewise.testing.cases import Case, standards
 from tilewise.testing.inputs import Features, Inputs, Sizes
 from tilewise.testing.tolerance import judge
@@ -319,3 +319,21 @@ def budget(tensors, is_causal, attn_mask=None, dropout_p=0.0):
     runs = standards(Case("a sample", sizes, features), inputs)
     names = ("out", "dq", "dk", "dv", *(() if bias is None else ("dbias",)))
     return [[found[name] for found in runs] for name in names]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_deterministic_gradients_are_asked_for_as_torch_does(monkeypatch, asked):
+    found = []
+    real = ops.attention
+    monkeypatch.setattr(
+        ops, "attention", lambda c, *a: (found.append(c.problem.deterministic), real(c, *a))[1]
+    )
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked)
+    try:
+        sdpa(*qkv((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8)))
+        compiled = torch.compile(sdpa, backend="eager", fullgraph=True)
+        compiled(*qkv((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8)))
+    finally:
+        torch.use_deterministic_algorithms(was)
+    assert found and set(found) == {asked}
