@@ -11,6 +11,7 @@ from .faces import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .flex import flex_attention
+from .integrations.torch_sdpa import disable_sdpa, enable_sdpa
 from .reference import attention_reference, merge_states
 from .sdpa import scaled_dot_product_attention
 
@@ -21,6 +22,8 @@ __all__ = [
     "PerformanceWarning",
     "attention",
     "attention_reference",
+    "disable_sdpa",
+    "enable_sdpa",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -63,8 +63,13 @@ def attention(
 
 
 def _run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
-    """The call on a backend; what memory it comes in is known only here, not while tracing."""
+    """The call on a backend, where no sequences are shards."""
     refuse_shards()
+    return run_forward(call, q, k, v, extras)
+
+
+def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
+    """The call on a backend; what memory it comes in is known only here, not while tracing."""
     on_16_bytes = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     if call.forward is not None and on_16_bytes:
         return call.forward(q, k, v, extras)
@@ -152,7 +157,8 @@ def _backward(
     return dq, dk, dv, *of_extras.tensors
 
 
-def _run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> Grads:
+def run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> Grads:
+    """The gradients on a backend."""
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
     is_aligned = aligned(q) and aligned(k) and aligned(v)
@@ -221,7 +227,7 @@ class _AttentionBackward(Once):
         if is_watched(dout, dlse, q, k, v) or _is_transformed():
             _register_late()
             return torch.ops.tilewise.flash_attn_backward(*given, *extras.arguments, *asking(call))
-        return _filled(_run_backward(call, *given, extras), q)
+        return _filled(run_backward(call, *given, extras), q)
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
@@ -254,8 +260,15 @@ def _op_backward(ctx, dout, dlse):
 
 @functools.lru_cache(maxsize=4096)
 def _known_call(*asked) -> Call:
-    """One call for all that looks the same: what is compiled passes no door that would keep it."""
     return Call(*asked[:3])
+
+
+def known_call(call: tuple, tensors: tuple) -> Call:
+    """One call for all that looks the same: what is compiled passes no door that would keep it.
+    `call` is problem, scalars and backend; `tensors` are q, k, v and the extras'.
+    """
+    looks = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    return _known_call(*call, *looks, *[x.stride() for x in tensors[:INPUTS]])
 
 
 def _forward_kernel(*args):
@@ -264,9 +277,7 @@ def _forward_kernel(*args):
     call = problem, scalars, rest[-1]
     if is_watched(*tensors):
         return _run_forward(Call(*call), *tensors[:INPUTS], extras)
-    looks = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    known = _known_call(*call, *looks, *[x.stride() for x in tensors[:INPUTS]])
-    return _run_forward(known, *tensors[:INPUTS], extras)
+    return _run_forward(known_call(call, tensors), *tensors[:INPUTS], extras)
 
 
 def _backward_kernel(*args):
@@ -274,7 +285,7 @@ def _backward_kernel(*args):
     dout, dlse, q, k, v, out, lse, *others = tensors
     problem, extras, scalars = asked((q, k, v, *others), rest)
     call = Call(problem, scalars, rest[-1])
-    return _filled(_run_backward(call, dout, dlse, q, k, v, out, lse, extras), q)
+    return _filled(run_backward(call, dout, dlse, q, k, v, out, lse, extras), q)
 
 
 def _forward_fake(*args):

@@ -42,6 +42,19 @@ def test_portable_on_cpu_tensors_names_the_interpreter():
     )
 
 
+@pytest.mark.filterwarnings("ignore:enable_sdpa and torch.compile")
+def test_whose_torchs_own_attention_is():
+    import tilewise
+
+    def line():
+        return lines()["integrations", "torch"]
+
+    assert "scaled_dot_product_attention is torch's" in line()["value"]
+    assert "tilewise.enable_sdpa()" in line()["remedy"]
+    with tilewise.enable_sdpa():
+        assert "scaled_dot_product_attention is tilewise's" in line()["value"]
+
+
 def test_features_name_who_serves_them():
     """On CPU tensors the other backends serve nothing: why is said of the backend, once."""
     features = {name: x for (section, name), x in lines().items() if section.startswith("features")}

@@ -151,7 +151,7 @@ def tuning_table(measured: Path) -> str:
 
 def integrations() -> list[Line]:
     """Libraries that can call tilewise, and the call that tells them."""
-    lines = []
+    lines = [of_torch()]
     for package in PACKAGES:
         try:
             version = importlib.metadata.version(package)
@@ -167,6 +167,17 @@ def integrations() -> list[Line]:
                 Line("integrations", package, OK, f"{version}: {registered(package)}", call)
             )
     return lines
+
+
+def of_torch() -> Line:
+    """Whose torch's own attention is in this process."""
+    import torch
+
+    from ..integrations.torch_sdpa import is_enabled
+
+    active = "tilewise" if is_enabled() else torch.nn.attention.current_flash_attention_impl()
+    value = f"{torch.__version__}: F.scaled_dot_product_attention is {active or 'torch'}'s"
+    return Line("integrations", "torch", OK, value, "call tilewise.enable_sdpa()")
 
 
 def registered(package: str) -> str:

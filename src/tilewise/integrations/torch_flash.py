@@ -1,0 +1,236 @@
+"""torch's own flash attention operators, computed by tilewise: what its registry replaces.
+
+    _scaled_dot_product_flash_attention    (batch, nheads, seqlen, headdim), and its backward
+    _flash_attention_forward               (batch, seqlen, nheads, headdim), or packed sequences as
+                                           (total, nheads, headdim); and its backward
+
+torch's autograd stands above them, so nothing here is differentiated. What tilewise does not serve
+goes to the kernel that was there before, and is said once; where there was none, as on the CPU, the
+refusal is raised.
+
+Dropout is refused here: its mask means nothing to torch's kernel, which would have the backward of
+our forward where tilewise is no longer active by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import ops
+from ..checks import Checked, check
+from ..errors import ArgumentError, Words, warn_slow
+from ..problem import LONG, OPEN, Extras
+from ..schema import INPUTS
+
+Tensor = torch.Tensor
+WORDS = Words("query", "key", "value", shape="(batch, seqlen, nheads, headdim)")
+DENSE, PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
+OF_DENSE, OF_PACKED = f"{DENSE}_backward", "_flash_attention_backward"
+INTO = f"{PACKED}_no_dropout_inplace"  # since torch 2.12
+
+
+class Asked(NamedTuple):
+    """What `_flash_attention_forward` is given, in torch's order and names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    return_debug_mask: bool = False
+    scale: float | None = None
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    block_table: Tensor | None = None
+    num_splits: int | None = None  # a hint: it chooses among equal results
+
+
+class Saved(NamedTuple):
+    """What a backward is given before the numbers of its forward."""
+
+    dout: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def attend(asked: Asked) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    _refuse(asked)
+    q, k, v = _in_batch(asked.cum_seq_q is not None, *asked[:INPUTS])
+    problem, extras, scalars = _checked(asked, q, k, v)
+    call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
+    out, lse = ops.run_forward(call, q, k, v, extras)
+    if asked.cum_seq_q is not None:
+        return out.squeeze(0), lse.squeeze(0)
+    return out, lse
+
+
+def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    _refuse(asked)
+    is_packed = asked.cum_seq_q is not None
+    dout, q, k, v, out = _in_batch(is_packed, *saved[:5])
+    problem, extras, scalars = _checked(asked, q, k, v)
+    call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
+    lse = saved.lse.contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    lse = lse.unsqueeze(0) if is_packed else lse
+    grads = ops.run_backward(call, dout, None, q, k, v, out, lse, extras)
+    return tuple(x.squeeze(0) if is_packed else x for x in grads[:INPUTS])
+
+
+def _refuse(asked: Asked) -> None:
+    """What no kernel of ours computes."""
+    if asked.block_table is not None:
+        raise NotImplementedError("block_table: a paged KV cache is not here yet")
+    if asked.return_debug_mask:
+        raise NotImplementedError("return_debug_mask: a dropout mask is not stored")
+    if asked.dropout_p:
+        raise NotImplementedError(
+            "dropout_p: tilewise serves dropout in F.scaled_dot_product_attention, not below it"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in asked[:INPUTS]):
+        for name in ("alibi_slopes", "seqused_k"):  # torch's formula hands them to no backward
+            if getattr(asked, name) is not None:
+                raise NotImplementedError(f"{name} with a gradient: torch tells no backward of it")
+
+
+def _in_batch(is_packed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Packed tensors as a batch of 1; a last dimension that is not contiguous is copied."""
+    tensors = (x.unsqueeze(0) for x in tensors) if is_packed else tensors
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _checked(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Checked:
+    """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
+    left, right = (
+        OPEN if side is None or side < 0 else side
+        for side in (asked.window_size_left, asked.window_size_right)
+    )
+    lengths = dict(seqused_k=asked.seqused_k, alibi_slopes=asked.alibi_slopes)
+    lengths |= dict(cu_seqlens_q=asked.cum_seq_q, cu_seqlens_k=asked.cum_seq_k)
+    with torch.no_grad():
+        return check(
+            *(q, k, v),
+            extras=Extras(**lengths),
+            numbers=(asked.scale, None),
+            align="bottom_right",
+            window=(left, 0 if asked.is_causal else right),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            is_long=asked.cum_seq_q is not None and asked.max_q > LONG,
+            words=WORDS,
+        )
+
+
+# the operators, as torch calls them
+
+
+def _dense(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    sizes = query.shape[2], key.shape[2]
+    asked = Asked(*(q, k, v), None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale)
+    out, lse = attend(asked)
+    return _as_like(query, out.transpose(1, 2)), lse, None, None, *sizes, *_unused(query)
+
+
+def _dense_backward(*args, scale=None):
+    saved, (_, _, *sizes, dropout_p, is_causal, _, _) = Saved(*args[:6]), args[6:]
+    turned = Saved(*(x.transpose(1, 2) for x in saved[:5]), saved.lse)
+    flags = *sizes, dropout_p, is_causal, False, scale
+    grads = differentiate(turned, Asked(*turned[1:4], None, None, *flags))
+    return tuple(_as_like(x, grad.transpose(1, 2)) for x, grad in zip(saved[1:4], grads))
+
+
+def _packed(*args, **options):
+    asked = _asked(args, options)
+    out, lse = attend(asked)
+    return _as_like(asked.query, out), lse, *_unused(asked.query)
+
+
+def _packed_backward(*args, scale=None, window_size_left=None, window_size_right=None):
+    saved, (*lengths, dropout_p, is_causal, _, _) = Saved(*args[:6]), args[6:]
+    flags = *lengths, dropout_p, is_causal, False, scale, window_size_left, window_size_right
+    grads = differentiate(saved, Asked(*saved[1:4], *flags))
+    return tuple(_as_like(x, grad) for x, grad in zip(saved[1:4], grads))
+
+
+def _packed_into(out, *args, **options):
+    found, lse = attend(_asked(args, options))
+    out.copy_(found)
+    return lse
+
+
+def _asked(args: tuple, options: dict) -> Asked:
+    """What a torch newer than this file adds is refused, where it is set."""
+    newer = [name for name in options if name not in Asked._fields]
+    if any(options[name] is not None for name in newer):
+        raise NotImplementedError(f"{', '.join(newer)}: unknown to tilewise")
+    return Asked(*args, **{name: x for name, x in options.items() if name not in newer})
+
+
+def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last results of torch's forward: the state of its random numbers, one that nobody reads,
+    and the stored dropout mask.
+    """
+    state = query.new_zeros(2, dtype=torch.int64).view(torch.uint64)
+    return state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+
+
+def _as_like(x: Tensor, found: Tensor) -> Tensor:
+    """With the strides of `empty_like(x)`, as torch's graphs assert them."""
+    like = torch.empty_like(x)
+    return found if found.stride() == like.stride() else like.copy_(found)
+
+
+KERNELS: dict[str, Callable] = {
+    DENSE: _dense,
+    OF_DENSE: _dense_backward,
+    PACKED: _packed,
+    OF_PACKED: _packed_backward,
+    INTO: _packed_into,
+}
+
+
+def install(library: torch.library.Library, key: str) -> None:
+    """Our kernels of these operators at a dispatch key, each with what was there before."""
+    for name, kernel in KERNELS.items():
+        if hasattr(torch.ops.aten, name):
+            library.impl(name, _or_before(name, kernel, before(name, key)), key, with_keyset=True)
+
+
+def before(name: str, key: str) -> Any:
+    """The kernel that an operator has at a key, or None."""
+    name = f"aten::{name}"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        return None
+    return torch.library.get_kernel(name, key)
+
+
+def _or_before(name: str, kernel: Callable, earlier: Any) -> Callable:
+    """A kernel of ours, and the earlier one for what it refuses."""
+
+    def call(keyset, *args, **options):
+        try:
+            return kernel(*args, **options)
+        except (ArgumentError, NotImplementedError) as error:
+            if earlier is None:
+                raise
+            result = earlier.call_boxed(keyset, *args, **options)
+            warn_slow(f"torch's own kernel computes aten::{name}: {error}")
+            return result
+
+    return call

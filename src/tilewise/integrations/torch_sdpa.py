@@ -1,0 +1,264 @@
+"""`torch.nn.functional.scaled_dot_product_attention` by tilewise, for code that calls it: an
+implementation in torch's registry of flash attention (`torch.nn.attention`).
+
+While it is active, three things are other than in torch:
+
+- `aten::scaled_dot_product_attention`, where torch chooses among its kernels, is
+  `tilewise.scaled_dot_product_attention`: with masks, dropout and any dtype. On the CPU tilewise
+  calls torch's kernel in turn; that operator stays as it is.
+- The flash attention operators are ours (`torch_flash`), for who calls them by themselves:
+  `varlen_attn`, `context_parallel`, compiled programs.
+- The fast path of nn.TransformerEncoder and nn.MultiheadAttention, one operator that has its own
+  attention, is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import attention
+
+from .. import sdpa
+from ..errors import ArgumentError, PerformanceWarning, warn_slow
+from . import torch_flash
+
+Tensor = torch.Tensor
+NAME = "tilewise"
+DEVICES = ("CPU", "CUDA")
+SDPA = "scaled_dot_product_attention"
+FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+AGAIN = "torch.compiler.reset() has them compiled anew"
+
+
+def enable_sdpa() -> Enabled:
+    """`torch.nn.functional.scaled_dot_product_attention` is tilewise's from here on, or in a `with`
+    block, for CPU and CUDA tensors.
+
+    >>> import torch, tilewise
+    >>> import torch.nn.functional as F
+    >>> q = torch.randn(1, 4, 16, 32)
+    >>> with tilewise.enable_sdpa():
+    ...     out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    >>> torch.nn.attention.current_flash_attention_impl() is None
+    True
+
+    So are nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder, whose fast path
+    is off meanwhile, `torch.nn.attention.varlen`, inside `context_parallel` and what is compiled
+    meanwhile. Blocks may be nested; `disable_sdpa`, or the end of the outermost block, gives back
+    what was there before. It is the same as `activate_flash_attention_impl("tilewise")` of
+    `torch.nn.attention`, except that a block restores FA3 or FA4.
+
+    What tilewise refuses goes to torch's own kernel, with a PerformanceWarning that says why. So do
+    calls inside of `sdpa_kernel` without FLASH_ATTENTION, as they ask for it.
+    """
+    was_enabled, before = is_enabled(), attention.current_flash_attention_impl()
+    if not was_enabled:
+        attention.activate_flash_attention_impl(NAME)
+        _state["before"] = None if before == NAME else before
+    return Enabled(was_enabled)
+
+
+def disable_sdpa() -> None:
+    """Takes `enable_sdpa` back, however often it was called: torch's own kernels, or FA3 or FA4
+    where it was active before, serve again.
+
+    >>> import torch, tilewise
+    >>> _ = tilewise.enable_sdpa()
+    >>> tilewise.disable_sdpa()
+    >>> torch.nn.attention.current_flash_attention_impl() is None
+    True
+
+    Functions that were compiled meanwhile keep tilewise until `torch.compiler.reset()`.
+    """
+    if not is_enabled():
+        return
+    before = _state["before"]
+    _state["leaving"] = True
+    try:
+        attention.restore_flash_attention_impl()
+    finally:
+        _state["leaving"] = False
+    if before is not None:
+        attention.activate_flash_attention_impl(before)
+
+
+def is_enabled() -> bool:
+    """Whether tilewise is the active implementation."""
+    return _state["installed"] is not None
+
+
+class Enabled:
+    """What `enable_sdpa` returns: a context whose end takes it back."""
+
+    def __init__(self, was_enabled: bool) -> None:
+        self._was_enabled = was_enabled
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *raised) -> None:
+        if not self._was_enabled:
+            disable_sdpa()
+
+
+# What replaces torch's operators, what was active before it, and whether it leaves by itself
+_state: dict[str, Any] = {"installed": None, "before": None, "leaving": False}
+
+
+class _Installed:
+    """What torch's registry holds while tilewise is active."""
+
+    def __init__(self) -> None:
+        import torch.compiler.config as compiler
+
+        _say_compiled("functions compiled before keep torch's kernels")
+        self.fast_path, self.tag = torch.backends.mha.get_fastpath_enabled(), compiler.cache_key_tag
+        self.library = torch.library.Library("aten", "IMPL")
+        with _overriding():
+            for key in DEVICES:
+                torch_flash.install(self.library, key)
+                _announce_fast_paths(self.library, key)
+                for part in (key, f"Autograd{key}"):
+                    self.library.impl(SDPA, _attend, part)
+            self.library.impl(SDPA, _transformed, "FuncTorchVmapMode")
+        _forget_dispatch()
+        torch.backends.mha.set_fastpath_enabled(False)
+        # Caches of compiled programs know torch's call, and not who serves it
+        compiler.cache_key_tag = f"{self.tag}+{NAME}"
+        _state.update(installed=self, before=None)
+
+    def remove(self) -> None:
+        """Everything as it was; torch calls this, too, before it activates another. What is said
+        comes last, for a filter may make errors of warnings.
+        """
+        import torch.compiler.config as compiler
+
+        if _state["installed"] is not self:
+            return
+        _state["installed"] = None
+        self.library._destroy()
+        _forget_dispatch()
+        torch.backends.mha.set_fastpath_enabled(self.fast_path)
+        compiler.cache_key_tag = self.tag
+        _say_compiled("functions compiled with tilewise keep it")
+        if not _state["leaving"]:
+            warnings.warn(
+                "torch's registry of flash attention was restored, or was given another "
+                "implementation: scaled_dot_product_attention is no longer tilewise's; call "
+                "tilewise.enable_sdpa() again, after what activates the other",
+                PerformanceWarning,
+                stacklevel=3,
+            )
+
+
+attention.register_flash_attention_impl(NAME, register_fn=_Installed)
+
+
+# the operator
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's operator, computed by tilewise."""
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    options = dict(scale=scale, enable_gqa=enable_gqa)
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return _torchs(*given, **options)  # as sdpa_kernel asked
+    if _is_sharded(query):
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            return _torchs(*given, **options)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _transformed(*given, **options)
+    try:
+        return sdpa.scaled_dot_product_attention(*given, **options)
+    except (ArgumentError, NotImplementedError) as error:
+        reason = str(error)
+    out = _torchs(*given, **options)
+    warn_slow(f"torch's own kernel computes this scaled_dot_product_attention: {reason}")
+    return out
+
+
+def _transformed(*given, **options) -> Tensor:
+    """Inside of vmap, grad and other functorch transforms, which look below this operator."""
+    out = _torchs(*given, **options)
+    warn_slow(
+        "torch's own kernels compute scaled_dot_product_attention inside of torch.func's "
+        "transforms: call tilewise.scaled_dot_product_attention there"
+    )
+    return out
+
+
+def _torchs(*given, **options) -> Tensor:
+    """What torch does: choose among its kernels."""
+    return torch.ops.aten.scaled_dot_product_attention.default.decompose(*given, **options)
+
+
+def _is_sharded(query: Tensor) -> bool:
+    """Whether torch's context parallelism computes on this, which calls the flash operator for each
+    step of its ring.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(query, module.DTensor):
+        return False
+    handlers = getattr(module.DTensor._op_dispatcher, "_custom_op_handlers", {})
+    return getattr(torch.ops.aten, torch_flash.DENSE).default in handlers
+
+
+# the fast path
+
+
+def _announce_fast_paths(library: torch.library.Library, key: str) -> None:
+    """Who turns the fast path on again is told that its attention is torch's."""
+    for name in FAST_PATHS:
+        for part in (key, f"NestedTensor{key}"):
+            earlier = torch_flash.before(name, part)
+            if earlier is not None:
+                announced = functools.partial(_announced, earlier)
+                library.impl(name, announced, part, with_keyset=True)
+
+
+def _announced(earlier: Any, keyset: Any, *args, **options) -> Any:
+    warn_slow(
+        "the fast path of nn.TransformerEncoder and nn.MultiheadAttention in eval (aten::"
+        f"{' and aten::'.join(FAST_PATHS)}) has an attention of its own, which is torch's: call "
+        "torch.backends.mha.set_fastpath_enabled(False)"
+    )
+    return earlier.call_boxed(keyset, *args, **options)
+
+
+def _say_compiled(what: str) -> None:
+    """Dynamo does not know who serves torch's operators, and keeps what it has compiled."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    if counters.get("stats", {}).get("unique_graphs"):
+        warn_slow(f"enable_sdpa and torch.compile: {what}; {AGAIN}")
+
+
+def _forget_dispatch() -> None:
+    """torch's dispatcher in Python, which compilers trace by, keeps what it found for each key."""
+    for name in (SDPA, *FAST_PATHS, *torch_flash.KERNELS):
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            packet.default._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _overriding():
+    """torch says once a process that a kernel is replaced, which is what we are here for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        warnings.filterwarnings("ignore", "Overriding a previously registered kernel")
+        yield
