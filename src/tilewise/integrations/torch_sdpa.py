@@ -119,13 +119,11 @@ class _Installed:
         _say_compiled("functions compiled before keep torch's kernels")
         self.fast_path, self.tag = torch.backends.mha.get_fastpath_enabled(), compiler.cache_key_tag
         self.library = torch.library.Library("aten", "IMPL")
-        with _overriding():
-            for key in DEVICES:
-                torch_flash.install(self.library, key)
-                _announce_fast_paths(self.library, key)
-                for part in (key, f"Autograd{key}"):
-                    self.library.impl(SDPA, _attend, part)
-            self.library.impl(SDPA, _transformed, "FuncTorchVmapMode")
+        try:
+            _replace(self.library)
+        except RuntimeError:  # torch 2.11 refuses where somebody else has replaced a kernel
+            self.library._destroy()
+            raise
         _forget_dispatch()
         torch.backends.mha.set_fastpath_enabled(False)
         # Caches of compiled programs know torch's call, and not who serves it
@@ -157,6 +155,17 @@ class _Installed:
 
 
 attention.register_flash_attention_impl(NAME, register_fn=_Installed)
+
+
+def _replace(library: torch.library.Library) -> None:
+    """Puts all that is ours at its dispatch keys."""
+    with _overriding():
+        for key in DEVICES:
+            torch_flash.install(library, key)
+            _announce_fast_paths(library, key)
+            for part in (key, f"Autograd{key}"):
+                library.impl(SDPA, _attend, part)
+        library.impl(SDPA, _transformed, "FuncTorchVmapMode")
 
 
 # the operator
