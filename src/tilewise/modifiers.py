@@ -87,7 +87,7 @@ def mask_of(block_mask: BlockMask) -> mods.Mask:
 
 def modifiers_by(seen: Tensor) -> Modifiers:
     """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
-    return Modifiers(Mods(mask=_reads(tuple(n > 1 for n in seen.shape))), (seen,))
+    return Modifiers(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
 
 
 def _reads(along: tuple[bool, ...]) -> str:

@@ -186,6 +186,22 @@ def test_compiled(masked, backend, calls):
     torch.testing.assert_close(found, tuple(expected), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("masked", [mask, added])
+@pytest.mark.filterwarnings("ignore:enable_sdpa and torch.compile")
+def test_compiled_for_any_length(masked, calls):
+    torch.compiler.reset()
+    with tilewise.enable_sdpa():
+        attend = F.scaled_dot_product_attention
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+        for seqlen in (24, 40, 56):
+            tensors = square(seqlen=seqlen)
+            seen = masked(*tensors[:2])
+            expected = both(lambda *x, seen=seen: attend(*x, seen), *tensors)
+            found = both(lambda *x, seen=seen: compiled(*x, seen), *tensors)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert calls == [FORWARD, BACKWARD] * 6
+
+
 @pytest.mark.filterwarnings("ignore:enable_sdpa and torch.compile")
 def test_compiled_before_and_after(calls):
     """Each function keeps what it was compiled with, and is right throughout."""
