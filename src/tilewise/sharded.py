@@ -1,5 +1,6 @@
 """torch's `context_parallel`, inside which sequences are shards and torch replaces its own
-attention alone: any other would attend within its shard and say nothing.
+attention alone: any other would attend within its shard and say nothing. What torch's ring itself
+asks of us by `enable_sdpa` are steps over whole shards, and not refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def refuse_shards() -> None:
         raise NotImplementedError(
             "tilewise inside of torch's context_parallel: q, k and v are shards of sequences, "
             "and the keys of the other shards would be left out; inside call "
-            "torch.nn.functional.scaled_dot_product_attention, which torch replaces, and call "
-            "tilewise outside, on whole sequences (DTensors may be sharded by batch or heads)"
+            "torch.nn.functional.scaled_dot_product_attention, which torch replaces and "
+            "tilewise.enable_sdpa() has us compute, and call tilewise outside, on whole sequences "
+            "(DTensors may be sharded by batch or heads)"
         )

@@ -276,14 +276,16 @@ def test_who_asks_for_another_kernel_gets_it(calls):
     assert calls == [FORWARD]
 
 
-def test_what_is_refused_goes_to_torch_and_is_said():
-    """torch's CPU kernel takes a mask beside is_causal."""
+def test_what_is_refused_goes_to_torch_and_is_said(monkeypatch):
+    def refuses(*given, **options):
+        raise NotImplementedError("no such thing")
+
     q = square()[0].detach()
-    seen = torch.ones(24, 24, dtype=torch.bool)
-    expected = F.scaled_dot_product_attention(q, q, q, seen, is_causal=True)
+    expected = attend(q)
+    monkeypatch.setattr(torch_sdpa.sdpa, "scaled_dot_product_attention", refuses)
     with tilewise.enable_sdpa():
-        with pytest.warns(PerformanceWarning, match=r"torch's own kernel.*attn_mask and is_causal"):
-            found = F.scaled_dot_product_attention(q, q, q, seen, is_causal=True)
+        with pytest.warns(PerformanceWarning, match=r"torch's own kernel computes.*no such thing"):
+            found = attend(q)
     assert torch.equal(found, expected)
 
 

@@ -85,7 +85,6 @@ def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
     problem, extras, scalars = _checked(asked, q, k, v)
     call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
-    out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
     grads = ops.run_backward(call, dout, None, q, k, v, out, lse, extras)
     return tuple(x.squeeze(0) if is_packed else x for x in grads[:INPUTS])
@@ -186,8 +185,8 @@ def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The last results of torch's forward: the state of its random numbers, one that nobody reads,
     and the stored dropout mask.
     """
-    state = query.new_zeros(2, dtype=torch.int64).view(torch.uint64)
-    return state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+    state, unread = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return state, unread, query.new_empty(0)
 
 
 def _as_like(x: Tensor, found: Tensor) -> Tensor:
