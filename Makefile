@@ -4,7 +4,7 @@
 VENV ?= .venv
 JOBS ?= 2
 BASE_PYTHON ?= python3
-EXTRAS ?= cli,plot,hf,dev
+EXTRAS ?= cli,plot,hf,diffusers,dev
 
 # With a GPU, torch brings the Triton it was released with; without one, a pinned pair is enough.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)

@@ -58,6 +58,23 @@ def scaled_dot_product_attention(
     where `torch.use_deterministic_algorithms` asks. Raises ArgumentError, also for attn_mask with
     is_causal (torch's CPU kernels take some of those).
     """
+    flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    return with_lse(query, key, value, *flags)[0]
+
+
+def with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_dot_product_attention` and the log-sum-exp of each row, (batch, nheads, seqlen_q) of
+    the batch that dimensions before them make.
+    """
     is_causal = check_flag("is_causal", is_causal)
     has_gqa = check_flag("enable_gqa", enable_gqa)
     x = batched(query, key, value, has_gqa, WORDS)
@@ -73,7 +90,7 @@ def scaled_dot_product_attention(
     rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
     bias, modifiers = _masked_by(attn_mask, x)
     query, scale = with_positive_scale(x.query, scale, WORDS)
-    out, _ = call(
+    out, lse = call(
         *(query.transpose(1, 2), x.key.transpose(1, 2), x.value.transpose(1, 2)),
         extras=extras_of(*(None,) * 6, bias, rng, *modifiers.captured),
         numbers=(scale, None),
@@ -84,7 +101,7 @@ def scaled_dot_product_attention(
         words=WORDS,
     )
     out = out.transpose(1, 2)
-    return out if out.shape == x.out else out[..., : x.out[-1]].view(x.out)
+    return (out if out.shape == x.out else out[..., : x.out[-1]].view(x.out)), lse
 
 
 def alignment(attn_mask: Tensor | None, scores: tuple[int, ...]) -> str | None:
