@@ -49,6 +49,7 @@ COMMANDS = {
     "schedule": Entry(
         "tilewise.cli.schedule", "Draw which SM runs which tile of a ragged batch when."
     ),
+    "hub": Entry("tilewise.cli.hub", "What makes a kernel on Hugging Face's hub be tilewise."),
     "report": Entry("tilewise.cli.report", "Result rows as one page: HTML and Markdown."),
 }
 

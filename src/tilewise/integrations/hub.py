@@ -1,0 +1,37 @@
+"""tilewise as a hub kernel, for programs that take no line of Python.
+
+The `kernels` library loads attention from a folder of a certain layout. One such folder lies in
+this package, `FOLDER`, and LOCAL_KERNELS in the environment makes a name with a "/" stand for it:
+
+    export LOCAL_KERNELS=$(tilewise hub)
+    trl sft --attn_implementation tilewise/attention ...
+
+Nothing is fetched. transformers calls `flash_attn_func` and `flash_attn_varlen_func` of the folder
+as it calls flash attention's; `tilewise.integrations.transformers` serves more kinds of masks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..errors import ArgumentError
+
+NAME = "tilewise/attention"
+FOLDER = Path(__file__).parent / "hub_kernel"
+
+
+def local_kernels(*names: str) -> str:
+    """LOCAL_KERNELS as it is, but that `names`, or "tilewise/attention", stand for our folder.
+
+    >>> local_kernels("kernels-community/flash-attn2").endswith("hub_kernel")
+    True
+    """
+    names = names or (NAME,)
+    for name in names:
+        if not re.fullmatch(r"[^/:=@\s]+/[^/:=@\s]+", name):
+            raise ArgumentError(f"{name!r}: it must be owner/name, as kernels on the hub have")
+    given = os.environ.get("LOCAL_KERNELS", "").split(":")
+    others = [entry for entry in given if entry and entry.split("=")[0] not in names]
+    return ":".join([*others, *(f"{name}={FOLDER}" for name in names)])
