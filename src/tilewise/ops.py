@@ -235,6 +235,11 @@ class _AttentionBackward(Once):
         return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tensors)
 
 
+def gradients(call: Call, saved: tuple, extras: Extras) -> tuple[Tensor, ...]:
+    """Those of q, k and v, of dout, dlse, q, k, v, out and lse, which the caller has kept."""
+    return _AttentionBackward.forward(call, *saved, *extras.tensors)[:INPUTS]
+
+
 def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
     """The gradients as an operator returns them: empty where nobody asked."""
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)

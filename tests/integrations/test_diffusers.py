@@ -123,6 +123,7 @@ def test_outputs_and_gradients_are_those_of_torchs_attention(make, monkeypatch):
         torch.testing.assert_close(pairs[1][name], grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [flux, qwen_padded])
 def test_compiles_in_one_graph(make):
     _, ours, _, inputs = pair(make)

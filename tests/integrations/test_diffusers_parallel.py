@@ -74,6 +74,18 @@ def sharded(rank, ring, ulysses, mask):
     torch.testing.assert_close(grads, tuple(whole[2:]), atol=5e-6, rtol=1e-4)
 
 
+def under_autocast(rank, ring, ulysses):
+    """fp32 inputs are computed with in bf16, and get their gradients in fp32."""
+    inputs, dout, call, part = shards(rank, ring, ulysses)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call()
+    grads = torch.autograd.grad(out, inputs, dout.to(out.dtype))
+    whole = expected(None)
+    for found, wanted in zip((out, *grads), (whole[0], *whole[2:]), strict=True):
+        torch.testing.assert_close(found.float(), part(wanted), atol=4e-2, rtol=4e-2)
+    assert {x.dtype for x in grads} == {torch.float32}
+
+
 def refused(rank, ring, ulysses):
     _, _, call, part = shards(rank, ring, ulysses)
     mask = part(padding())
@@ -96,6 +108,7 @@ def everything(rank):
     ways = [(1, WORLD), (WORLD, 1)]
     for ring, ulysses in ways:
         sharded(rank, ring, ulysses, None)
+        under_autocast(rank, ring, ulysses)
         refused(rank, ring, ulysses)
     sharded(rank, 1, WORLD, padding())
     sharded(rank, 1, WORLD, torch.zeros(BATCH, SEQLEN).masked_fill(~padding(), -torch.inf))

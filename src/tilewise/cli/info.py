@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -15,8 +16,11 @@ import click
 from .machine import c_compiler, folder_size, gpu, python_headers, typical
 from .tables import NO, OK, console, table
 
-# Integrations that are registered by a call: package -> our module and the call.
-REGISTERED = {"transformers": "tilewise.integrations.transformers"}
+# Integrations that are registered by a call: package -> what then names tilewise.
+REGISTERED = {
+    "transformers": "attn_implementation='tilewise'",
+    "diffusers": "model.set_attention_backend('tilewise')",
+}
 PACKAGES = ("transformers", "diffusers", "vllm", "sglang")
 
 
@@ -158,11 +162,11 @@ def integrations() -> list[Line]:
         except importlib.metadata.PackageNotFoundError:
             lines.append(Line("integrations", package, "", "not installed"))
             continue
-        module = REGISTERED.get(package)
-        if module is None:
+        then = REGISTERED.get(package)
+        if then is None:
             lines.append(Line("integrations", package, NO, f"{version}: not served yet"))
         else:
-            call = f"call {module}.register(), then attn_implementation='tilewise'"
+            call = f"call tilewise.integrations.{package}.register(), then {then}"
             lines.append(
                 Line("integrations", package, OK, f"{version}: {registered(package)}", call)
             )
@@ -184,9 +188,8 @@ def registered(package: str) -> str:
     """Whether this process has told the library; importing it to ask would tell nothing new."""
     if package not in sys.modules:
         return "not registered (registering is up to each process)"
-    from ..integrations.transformers import is_registered
-
-    return "registered" if is_registered() else "not registered"
+    module = importlib.import_module(f"tilewise.integrations.{package}")
+    return "registered" if module.is_registered() else "not registered"
 
 
 def summary(lines: list[Line]) -> str:

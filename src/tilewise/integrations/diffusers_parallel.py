@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from .. import ops
 from ..checks import check
 from ..modifiers import NO_MODIFIERS, modifiers_by
-from ..ops import needs_grad
 from ..problem import OPEN, Call, extras_of
-from ..schema import asking
 from .diffusers import attend
 
 Tensor = torch.Tensor
@@ -41,7 +40,7 @@ def attend_shards(
         "attn_mask beside a ring, which passes on keys without their mask,": has_mask and is_ring,
         "attn_mask with a gradient": has_mask and mask.requires_grad,
         "dropout_p": dropout_p > 0,
-        "return_lse with gradients": return_lse and needs_grad(query, key, value),
+        "return_lse with gradients": return_lse and ops.needs_grad(query, key, value),
         "is_causal": is_causal,
         "enable_gqa": enable_gqa and query.shape[2] != key.shape[2],
     }
@@ -52,8 +51,8 @@ def attend_shards(
                 "without `parallel_config` and `enable_parallelism`"
             )
     flags = 0.0, False, scale, False, return_lse
-    ops = dict(forward_op=forward_op, backward_op=backward_op)
-    return run(query, key, value, mask, *flags, **ops, _parallel_config=config)
+    both = dict(forward_op=forward_op, backward_op=backward_op)
+    return run(query, key, value, mask, *flags, **both, _parallel_config=config)
 
 
 def forward_op(
@@ -71,6 +70,7 @@ def forward_op(
     _parallel_config=None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the keys at hand; a ring then joins such results."""
+    query, key, value = ops.autocast(query, key, value)  # what is saved is what is computed with
     out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _save_ctx:
         ctx.save_for_backward(query, key, value, out, lse, attn_mask)
@@ -111,17 +111,17 @@ def gradients(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator's backward; k and v may be a part of those that gave `out` and `lse`."""
+    """Those of query, key and value; k and v may be a part of those that gave `out` and `lse`."""
     is_bool = mask is not None and mask.dtype == torch.bool
     modifiers = modifiers_by(mask) if is_bool else NO_MODIFIERS
     extras = extras_of(*(None,) * 6, None if is_bool else mask, None, *modifiers.captured)
     band = dict(align="bottom_right", window=(OPEN, OPEN))
-    flags = dict(numbers=(scale, None), deterministic=False, mods=modifiers.mods)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    flags = dict(numbers=(scale, None), deterministic=deterministic, mods=modifiers.mods)
     checked = check(q, k, v, extras=extras, **band, **flags)
     call = Call(checked.problem, checked.scalars, None)
-    given = dout.contiguous(), None, q, k, v, out.contiguous(), lse.float().contiguous()
-    grads = torch.ops.tilewise.backward(*given, *extras.arguments, *asking(call))
-    return grads[:3]
+    dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
+    return ops.gradients(call, (dout, None, q, k, v, out, lse.contiguous()), extras)
 
 
 def _is_of_keys(mask: Tensor) -> bool:
