@@ -189,12 +189,31 @@ def test_an_untested_version_is_refused_by_name(monkeypatch):
     assert not integration.is_registered()
 
 
+def names_of(*values):
+    """The enum of a diffusers to come."""
+    return enum.StrEnum("AttentionBackendName", {x.upper(): x for x in values})
+
+
+def test_an_untested_version_may_be_tried(monkeypatch):
+    class Registry(dispatch._AttentionBackendRegistry):
+        _backends: dict = {}  # noqa: RUF012
+        _constraints: dict = {}  # noqa: RUF012
+        _supported_arg_names: dict = {}  # noqa: RUF012
+        _supports_context_parallel: set = set()  # noqa: RUF012
+
+    names = names_of("native")
+    monkeypatch.setattr(diffusers, "__version__", "0.99.1")
+    monkeypatch.setattr(dispatch, "_AttentionBackendRegistry", Registry)
+    monkeypatch.setattr(dispatch, "AttentionBackendName", names)
+    assert not integration.is_registered()
+    integration.register(untested=True)
+    assert integration.is_registered() and [x.value for x in names] == ["native", "tilewise"]
+    assert Registry._supports_context_parallel == {"tilewise"}
+
+
 @pytest.mark.parametrize("change", ["enum", "registry", "register", "name"])
 def test_a_table_that_changed_is_refused_by_name(change, monkeypatch):
     forget(monkeypatch)
-
-    class Names(enum.StrEnum):
-        NATIVE = "native"
 
     class Registry:
         _backends: dict = {}  # noqa: RUF012
@@ -202,16 +221,13 @@ def test_a_table_that_changed_is_refused_by_name(change, monkeypatch):
         def register(backend):
             raise AssertionError("it takes other arguments")
 
-    class Theirs(enum.StrEnum):
-        OTHER = "tilewise"
-
+    enums = {"enum": str, "register": names_of("native"), "name": names_of("tilewise")}
     if change == "registry":
         monkeypatch.delattr(dispatch, "_AttentionBackendRegistry")
     else:
-        names = {"enum": str, "register": Names, "name": Theirs}[change]
-        monkeypatch.setattr(dispatch, "AttentionBackendName", names)
+        monkeypatch.setattr(dispatch, "AttentionBackendName", enums[change])
     if change == "register":
         monkeypatch.setattr(dispatch, "_AttentionBackendRegistry", Registry)
     with pytest.raises(NotImplementedError, match="its table of backends is not the one of"):
         integration.register()
-    assert not integration.is_registered() and "TILEWISE" not in Names.__members__
+    assert not integration.is_registered() and [*enums["register"]] == ["native"]

@@ -94,7 +94,7 @@ def attention_forward(
     flags = dropout_p, is_causal, scale, enable_gqa
     if getattr(_parallel_config, "context_parallel_config", None) is None:
         out, lse = attend(query, key, value, mask, *flags)
-        return (out, lse) if return_lse else out
+        return (out, by_query(lse)) if return_lse else out
     from .diffusers_parallel import attend_shards
 
     return attend_shards(query, key, value, mask, *flags, return_lse, _parallel_config)
@@ -103,9 +103,14 @@ def attention_forward(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *flags
 ) -> tuple[Tensor, Tensor]:
-    """One call, of out and lse."""
+    """One call: out, and lse as (batch, nheads, seqlen)."""
     out, lse = with_lse(*(x.transpose(1, 2) for x in (query, key, value)), mask, *flags)
-    return out.transpose(1, 2), lse.transpose(1, 2).contiguous()
+    return out.transpose(1, 2), lse
+
+
+def by_query(lse: Tensor) -> Tensor:
+    """lse as diffusers has it, (batch, seqlen, nheads)."""
+    return lse.transpose(1, 2).contiguous()
 
 
 def over_heads(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

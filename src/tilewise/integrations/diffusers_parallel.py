@@ -13,7 +13,7 @@ from .. import ops
 from ..checks import check
 from ..modifiers import NO_MODIFIERS, modifiers_by
 from ..problem import OPEN, Call, extras_of
-from .diffusers import attend
+from .diffusers import attend, by_query
 
 Tensor = torch.Tensor
 
@@ -72,6 +72,7 @@ def forward_op(
     """Attention to the keys at hand; a ring then joins such results."""
     query, key, value = ops.autocast(query, key, value)  # what is saved is what is computed with
     out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    lse = by_query(lse)
     if _save_ctx:
         ctx.save_for_backward(query, key, value, out, lse, attn_mask)
         ctx.scale = scale
