@@ -104,7 +104,8 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *flags
 ) -> tuple[Tensor, Tensor]:
     """One call: out, and lse as (batch, nheads, seqlen)."""
-    out, lse = with_lse(*(x.transpose(1, 2) for x in (query, key, value)), mask, *flags)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = with_lse(q, k, v, mask, *flags)
     return out.transpose(1, 2), lse
 
 

@@ -37,7 +37,8 @@ def attend_shards(
     is_ring = config.context_parallel_config.ring_degree > 1
     asked = {
         "attn_mask that differs by query or head": has_mask and not _is_of_keys(mask),
-        "attn_mask beside a ring, which passes on keys without their mask,": has_mask and is_ring,
+        "attn_mask beside a ring, which passes keys on without it (Ulysses takes it),": has_mask
+        and is_ring,
         "attn_mask with a gradient": has_mask and mask.requires_grad,
         "dropout_p": dropout_p > 0,
         "return_lse with gradients": return_lse and ops.needs_grad(query, key, value),
@@ -89,7 +90,7 @@ def backward_op(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     **kwargs,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of query, key and value; a ring passes the keys at hand, and out and lse of all."""
     ring_degree = ctx._parallel_config.context_parallel_config.ring_degree
     if ring_degree > 1 and lse is None:
@@ -111,15 +112,21 @@ def gradients(
     lse: Tensor,
     mask: Tensor | None,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Those of query, key and value; k and v may be a part of those that gave `out` and `lse`."""
-    is_bool = mask is not None and mask.dtype == torch.bool
-    modifiers = modifiers_by(mask) if is_bool else NO_MODIFIERS
-    extras = extras_of(*(None,) * 6, None if is_bool else mask, None, *modifiers.captured)
-    band = dict(align="bottom_right", window=(OPEN, OPEN))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    flags = dict(numbers=(scale, None), deterministic=deterministic, mods=modifiers.mods)
-    checked = check(q, k, v, extras=extras, **band, **flags)
+    bias, modifiers = mask, NO_MODIFIERS
+    if mask is not None and mask.dtype == torch.bool:
+        bias, modifiers = None, modifiers_by(mask)
+    extras = extras_of(*(None,) * 6, bias, None, *modifiers.captured)
+    checked = check(
+        *(q, k, v),
+        extras=extras,
+        numbers=(scale, None),
+        align="bottom_right",
+        window=(OPEN, OPEN),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        mods=modifiers.mods,
+    )
     call = Call(checked.problem, checked.scalars, None)
     dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
     return ops.gradients(call, (dout, None, q, k, v, out, lse.contiguous()), extras)
