@@ -2,8 +2,9 @@
 reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, and
-`forward` and `backward`. One that can save work for calls of one shape has `prepare(problem,
-scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
+`forward` and `backward`. One that `NEEDS_ALIGNMENT` says by `why_copied(problem)` why it copies
+what is not aligned, or None where it refuses that. One that can save work for calls of one shape
+has `prepare(problem, scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
 Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info`
 shows them.
 """
@@ -18,8 +19,11 @@ from typing import NamedTuple
 import torch
 
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
-from .problem import Problem
+from .kernels.arguments import aligned, packed_in
+from .problem import Extras, Problem
 from .testing.switch import cpu_stand_ins
+
+Tensor = torch.Tensor
 
 # In the order of preference. A module is imported when it is first asked, so that a machine without
 # Triton never needs it.
@@ -30,9 +34,17 @@ BACKENDS = {
 }
 
 
+# By count: copying a key takes as long as the Hopper kernels save, beside the portable ones, with
+# some 350 queries that see it; causal masks hide half of them, and short calls wait for launches
+MANY = 1024
 UNALIGNED = Avoidable(
     "rows, heads and batches of q, k and v must start at multiples of 16 bytes, and none be "
     "expanded, for the copy engine: q.contiguous() does that"
+)
+
+FEW = Slower(
+    f"it would copy q, k and v, which takes longer than it saves where fewer than {MANY} queries "
+    "share a key, or keys a query"
 )
 
 
@@ -53,20 +65,37 @@ def ask(
     problem: Problem,
     device: torch.device,
     is_aligned: bool = True,
+    has_many: bool = True,
 ) -> str | None:
     """None if backend `name` serves the problem on `device`, else its reason."""
     try:
         module = load(name)
         reason = module.supports(problem, device)
-        if (
-            (reason is None or isinstance(reason, Slower))
-            and module.NEEDS_ALIGNMENT
-            and not is_aligned
-        ):
-            reason = UNALIGNED
+        is_served = reason is None or isinstance(reason, Slower)
+        if is_served and not is_aligned and module.NEEDS_ALIGNMENT:
+            if not module.why_copied(problem):
+                return UNALIGNED
+            if not has_many:
+                return FEW
         return reason
     except ImportError as error:
         return f"cannot be imported ({error}); install it with `pip install triton`"
+
+
+def choose_for(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str | None
+) -> ModuleType:
+    """The backend of a call, by what its tensors look like in memory, too."""
+    is_aligned = aligned(q) and aligned(k) and aligned(v)
+    return choose(problem, q.device, backend, is_aligned, has_many(problem, q, k, extras))
+
+
+def has_many(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> bool:
+    """Whether queries and keys meet so many of each other that copies of them are worth their time;
+    packed sequences in the mean.
+    """
+    sequences = max(1, packed_in(extras))
+    return min(q.shape[1] * problem.group, k.shape[1]) >= MANY * sequences
 
 
 def choose(
@@ -74,6 +103,7 @@ def choose(
     device: torch.device,
     backend: str | None = None,
     is_aligned: bool = True,
+    has_many: bool = True,
 ) -> ModuleType:
     """The first backend that serves `problem` on `device`, or the one forced by name.
 
@@ -81,7 +111,7 @@ def choose(
     an unknown name.
     """
     check_backend(backend)
-    return _choose(problem, device, backend, is_aligned, cpu_stand_ins())
+    return _choose(problem, device, backend, is_aligned, has_many, cpu_stand_ins())
 
 
 def check_backend(backend: str | None) -> None:
@@ -99,17 +129,21 @@ def _choose(
     device: torch.device,
     backend: str | None,
     is_aligned: bool,
+    has_many: bool,
     _stand_ins: tuple[bool, bool],
 ) -> ModuleType:
     names = list(BACKENDS) if backend is None else [backend]
     refusals = []
     for name in names:
-        reason = ask(name, problem, device, is_aligned)
+        reason = ask(name, problem, device, is_aligned, has_many)
         if reason is None or (isinstance(reason, Slower) and name == backend):
             for refusal in refusals:
                 if isinstance(refusal.reason, Avoidable):
                     warn_slow(f"the {refusal.backend} kernels do not serve this: {refusal.reason}")
-            return load(name)
+            module = load(name)
+            if backend is None and not is_aligned and module.NEEDS_ALIGNMENT:
+                warn_slow(f"the {name} kernels serve copies: {module.why_copied(problem)}")
+            return module
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
     raise NotImplementedError(f"no backend serves this attention on {device}:\n{lines}")

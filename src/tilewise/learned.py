@@ -15,7 +15,6 @@ import torch
 from . import batching, dispatch
 from .derivative import by_loads
 from .errors import ArgumentError
-from .kernels.arguments import aligned
 from .modifiers import take_apart
 from .problem import Call, Extras, extras_of
 from .schema import CALL, GIVEN, LIBRARY, SAVED, Once, asked, asking, flat, no_double_backward
@@ -71,8 +70,7 @@ def _kernel(*args):
     given, (q, k, v) = tensors[:GIVEN], tensors[2:5]
     problem, extras, scalars = asked((q, k, v, *tensors[GIVEN:]), rest)
     _check_wanted(problem.mods.score, wanted)
-    is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(problem, q.device, rest[-1], is_aligned)
+    chosen = dispatch.choose_for(problem, q, k, v, extras, rest[-1])
     emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
     # dS is one tile's on every GPU: there is no kernel for Hopper alone
     module = chosen if chosen.NAME == "cpu" else dispatch.load("portable")

@@ -17,7 +17,6 @@ import torch
 from torch.autograd import forward_ad
 
 from . import batching, dispatch, learned
-from .kernels.arguments import aligned
 from .kernels.outputs import empty_grads, empty_out
 from .modifiers import mentions
 from .problem import OPTIONAL, Call, Extras, Grads, extras_of
@@ -76,8 +75,7 @@ def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
     problem = call.problem
     if q.is_meta:
         return empty_out(problem, q)
-    is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(problem, q.device, call.backend, is_aligned)
+    chosen = dispatch.choose_for(problem, q, k, v, extras, call.backend)
     if on_16_bytes and q.is_cuda and hasattr(chosen, "prepare"):
         call.forward = chosen.prepare(problem, call.scalars, q, k, v)
         return call.forward(q, k, v, extras)
@@ -161,8 +159,7 @@ def run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> G
     """The gradients on a backend."""
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
-    is_aligned = aligned(q) and aligned(k) and aligned(v)
-    chosen = dispatch.choose(call.problem, q.device, call.backend, is_aligned)
+    chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
     return chosen.backward(call.problem, dout, dlse, q, k, v, out, lse, extras, call.scalars)
 
 

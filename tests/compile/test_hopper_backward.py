@@ -7,11 +7,12 @@ import torch
 import triton
 
 from tilewise import mods
-from tilewise.kernels.arguments import numbers_of, optionals_of, sizes_of, strided
+from tilewise.kernels.arguments import aligned, numbers_of, optionals_of, sizes_of, strided
 from tilewise.kernels.bwd_delta import Accumulated, bwd_delta_kernel
 from tilewise.kernels.hopper import bwd_launch
 from tilewise.kernels.hopper.bwd_pairs import target_of
 from tilewise.kernels.hopper.described import checked
+from tilewise.kernels.hopper.padded import empty_rows, with_padded_rows
 from tilewise.kernels.outputs import empty_grads
 from tilewise.modifiers import modifiers_of
 from tilewise.problem import Extras, Scalars, describe
@@ -94,7 +95,8 @@ def launch_of(
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1, dropout)
     flags = "bottom_right", deterministic, names, learned
     problem = describe(q, k, v, extras, scalars, *flags)
-    grads = empty_grads(problem, q, k, v, extras)
+    grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
+    q, k, v, out = (x if aligned(x) else empty_rows(x, *x.shape) for x in (q, k, v, out))
     plan, _ = bwd_launch.plan_for(problem, scalars, q, k, biases, grads.dbias)
     groups = optionals_of(extras, names), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     blocks = bwd_launch.padded_blocks(problem, groups[1])
@@ -224,7 +226,9 @@ def test_used_keys(headdim, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headdims", [(72, 72), (192, 128), (64, 256), (40, 40)], ids=str)
+@pytest.mark.parametrize(
+    "headdims", [(72, 72), (192, 128), (64, 256), (40, 40), (100, 33)], ids=str
+)
 def test_padded_headdims(headdims):
     compiled_stats(*headdims)
 

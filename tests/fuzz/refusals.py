@@ -18,15 +18,14 @@ def may_refuse(case: Case, q: Tensor, k: Tensor, v: Tensor) -> bool:
     if look.learned and look.deterministic and case.lane.device != "cpu":
         return True
     if backend == "portable":
-        return widest > 256 or look.dtype == "float64"
+        return widest > 512 or look.dtype == "float64"
+    is_copied = look.headdim % 8 != 0 or look.headdim_v % 8 != 0
     if backend == "hopper":
         return (
             look.dtype not in ("float16", "bfloat16")
             or widest > 256
-            or look.headdim % 8 != 0
-            or look.headdim_v % 8 != 0
             or (look.block is not None and (look.deterministic or not _fits(look.block, widest)))
-            or not all(_is_on_16_bytes(x) for x in (q, k, v))
+            or not (is_copied or all(_is_on_16_bytes(x) for x in (q, k, v)))
         )
     return False
 

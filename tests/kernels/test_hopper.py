@@ -8,7 +8,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import tilewise
 from tilewise import dispatch
-from tilewise.errors import Avoidable, PerformanceWarning, Slower
+from tilewise.errors import PerformanceWarning, Slower
 from tilewise.kernels import hopper
 from tilewise.kernels.hopper import described, launch
 from tilewise.problem import Extras, Scalars, describe
@@ -53,8 +53,9 @@ def test_refuses_with_a_reason():
     with use_emulator():
         assert hopper.supports(problem_of(), CPU) is None
         assert "float32" in hopper.supports(problem_of(dtype=torch.float32), CPU)
-        reason = hopper.supports(problem_of(headdim_v=20), CPU)
-        assert isinstance(reason, Avoidable) and "headdim_v 20" in reason
+        assert hopper.supports(problem_of(headdim_v=100), CPU) is None
+        assert "headdim_v 100" in hopper.why_copied(problem_of(headdim_v=100))
+        assert hopper.why_copied(problem_of()) is None
         assert "256" in hopper.supports(problem_of(headdim_v=264), CPU)
         padded = Extras(seqused_k=torch.ones(1, dtype=torch.int32))
         assert hopper.supports(problem_of(extras=padded), CPU) is None

@@ -36,6 +36,15 @@ def relaunch(compiled: Any, programs: int, index: int, *args: Any) -> None:
     compiled.run(programs, 1, 1, *before, *args)
 
 
+def class_of(x: Tensor | int | None) -> Any:
+    """What Triton compiles for, of an argument: all values of a class are served by one kernel."""
+    if x is None:
+        return None
+    if isinstance(x, int):
+        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
+    return x.dtype, x.data_ptr() % ALIGNMENT == 0
+
+
 # what tensors look like
 
 

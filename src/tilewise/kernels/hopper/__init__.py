@@ -22,7 +22,7 @@ MAX_HEADDIM = 256
 TILE_M = 128  # queries of a tile that takes a block mask
 DTYPES = (torch.float16, torch.bfloat16)
 
-__all__ = ["NAME", "backward", "forward", "prepare", "supports"]
+__all__ = ["NAME", "backward", "forward", "prepare", "supports", "why_copied"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -40,8 +40,6 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
         if headdim > MAX_HEADDIM:
             return f"{name} {headdim} is over {MAX_HEADDIM}, the widest tile that fits"
-        if headdim % 8:
-            return Avoidable(f"{name} {headdim} is no multiple of 8, 16 bytes: pad it with zeros")
     if problem.mods.block != (0, 0):
         rows, keys = problem.mods.block
         multiple = 128 if max(problem.headdim, problem.headdim_v) <= 128 else 64
@@ -61,6 +59,17 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
     if max(problem.headdim, problem.headdim_v) <= 32:
         return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")
+    return None
+
+
+def why_copied(problem: Problem) -> str | None:
+    """Why q, k and v that are not aligned are copied; None where they are refused."""
+    for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
+        if headdim % 8:
+            return (
+                f"{name} {headdim} is no multiple of 8, 16 bytes, so that q, k, v and out are "
+                "copied: pad it with zeros, or let rows, heads and batches start at multiples of 8"
+            )
     return None
 
 

@@ -19,7 +19,6 @@ from ...testing.switch import emulator_seed
 from ...tile.seqlen import padded_row
 from ...tile.types import Features, KeyPipeline, Numbers, Queue, Sizes, Tile
 from ..arguments import (
-    aligned,
     bias_of,
     features_of,
     numbers_of,
@@ -57,6 +56,7 @@ from .described import (
     of_backward,
     ragged_steps,
 )
+from .padded import copy_back, in_padded_rows, is_padded, with_padded_rows
 
 Tensor = torch.Tensor
 ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
@@ -153,15 +153,18 @@ def backward(
         if grads.dsinks is not None:
             grads.dsinks.zero_()
         return grads
-    if dout.stride(-1) != 1 or not aligned(dout):  # such as the expanded gradient of a sum
-        dout = dout.contiguous()
+    dout = in_padded_rows(dout)  # such as the expanded gradient of a sum
+    if is_padded(problem):
+        q, k, v = map(in_padded_rows, (q, k, v))
     dlse = None if dlse is None else dlse.contiguous()
     given = Given(dout, dlse, q, k, v, out, lse)
     addresses, look = full_look_of((*given, *extras.tensors))
     look = problem, scalars, look
-    if not launch_again(look, addresses, given, grads, extras.bias):
+    written = with_padded_rows(grads) if is_padded(problem) else grads
+    if not launch_again(look, addresses, given, written, extras.bias):
         with on_device(q.device):
-            launch_first(look, given, grads, extras)
+            launch_first(look, given, written, extras)
+    copy_back(written, grads)
     return grads
 
 

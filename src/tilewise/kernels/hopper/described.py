@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
 from . import bias, dropout, hide, rescale
+from .padded import copy_in_padded_rows
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
@@ -77,7 +78,7 @@ def in_steps(x: Tensor) -> Tensor:
     """x, or a copy of it where its batches are not a whole number of heads apart."""
     batch, _, heads, _ = x.shape
     fits = batch == 1 or heads == 1 or x.stride(0) % x.stride(2) == 0
-    return x if fits else x.contiguous()
+    return x if fits else copy_in_padded_rows(x)
 
 
 def descriptors(

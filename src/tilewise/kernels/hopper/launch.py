@@ -23,9 +23,9 @@ from ...tuning.config import SHARED_MEMORY, Key
 from ...tuning.select import architecture, select
 from ..arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ..building import first_launch
-from ..outputs import empty_out
 from ..relaunch import (
     Pattern,
+    class_of,
     extras_apart,
     is_watched,
     look_of,
@@ -45,6 +45,7 @@ from .described import (
     ragged_steps,
 )
 from .fwd import hopper_fwd_kernel
+from .padded import PaddedLaunch, empty_out, empty_rows, is_padded
 
 Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
@@ -70,13 +71,18 @@ class Plan(NamedTuple):
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse`; allocates nothing else but the tile counter, once a stream."""
+    """`out` and `lse`; allocates nothing else but the tile counter, once a stream, and copies of
+    rows that are no whole number of 16 bytes.
+    """
     return prepare(problem, scalars, q, k, v)(q, k, v, extras)
 
 
-def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+def prepare(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor
+) -> Launch | PaddedLaunch:
     """The launch for tensors of these shapes, strides and dtypes."""
-    return Launch(problem, scalars)
+    launch = Launch(problem, scalars)
+    return PaddedLaunch(launch) if is_padded(problem) else launch
 
 
 class Kept(NamedTuple):
@@ -155,7 +161,7 @@ class Launch:
                 _lse_of_nothing(lse, extras.sinks)
                 return
             # Rows that are not used get no sink: the kernel knows them, and reads none of this
-            k, v = (x.new_empty(1, 1, *x.shape[2:]) for x in (k, v))
+            k, v = (empty_rows(x, 1, 1, *x.shape[2:]) for x in (k, v))
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
         extras = extras_apart(extras)
@@ -362,18 +368,9 @@ def specialization(args: tuple) -> tuple[Any, ...]:
     """
     queue, optionals, sizes, numbers, further = args[5:10]
     return (
-        *map(_class_of, (*queue[1:], *sizes, numbers.left, numbers.right, *further)),
-        *map(_class_of, leaves(optionals)),
+        *map(class_of, (*queue[1:], *sizes, numbers.left, numbers.right, *further)),
+        *map(class_of, leaves(optionals)),
     )
-
-
-def _class_of(x: Tensor | int | None) -> Any:
-    """All values of a class are served by one kernel."""
-    if x is None:
-        return None
-    if isinstance(x, int):
-        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
-    return x.dtype, x.data_ptr() % 16 == 0
 
 
 def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tuple[Any, int]:

@@ -1,0 +1,172 @@
+"""Head dims that are no multiple of 8, by the Hopper kernels: what is copied, when, and that no
+padding is read or left in what comes back.
+"""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import dispatch, errors
+from tilewise.errors import PerformanceWarning, Slower
+from tilewise.kernels import hopper
+from tilewise.kernels.arguments import aligned
+from tilewise.kernels.hopper import copy_rows, padded
+from tilewise.problem import NO_EXTRAS, Extras, Scalars, describe
+from tilewise.testing import use_emulator
+from tilewise.testing.cases import Case, run_case
+from tilewise.testing.inputs import Features, Sizes
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+
+VARIANTS = {
+    "causal": Case("a", Sizes(2, 150, 170, 4, 2, 100), Features(causal=True, lse_grad=True)),
+    "odd": Case("b", Sizes(1, 130, 140, 2, 1, 65, 33), Features(softcap=3.0, sinks=True)),
+    "shared": Case("c", Sizes(2, 9, 300, 8, 2, 36), Features(causal=True)),
+    "wide": Case("d", Sizes(1, 100, 140, 2, 2, 201, 255), Features(window=(30, 10))),
+    "used": Case("e", Sizes(2, 90, 130, 2, 2, 100), Features(seqused_k=(0, 77), layout="bhsd")),
+    "sliced": Case("f", Sizes(2, 90, 130, 2, 2, 72, 100), Features(memory="sliced")),
+    "expanded": Case("g", Sizes(2, 90, 130, 2, 2, 100), Features(memory="expanded")),
+    "dropped": Case("h", Sizes(1, 150, 140, 2, 1, 100), Features(dropout=0.2, bias="hqk")),
+}
+
+
+def problem_of(headdim, headdim_v=0, seqlen_q=8, seqlen_k=8, nheads_k=2):
+    q = torch.empty(1, seqlen_q, 2, headdim, dtype=BF16)
+    k = torch.empty(1, seqlen_k, nheads_k, headdim, dtype=BF16)
+    v = torch.empty(1, seqlen_k, nheads_k, headdim_v or headdim, dtype=BF16)
+    problem = describe(q, k, v, NO_EXTRAS, Scalars(1.0), "bottom_right", False)
+    return problem, q, k, v
+
+
+def gradients(q, k, v, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = tilewise.attention(*leaves, **options)
+    return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_within_the_budget(name):
+    records = run_case(VARIANTS[name], "hopper", "cpu", BF16)
+    failures = [str(record) for record in records if not record.verdict.ok]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_zeros_in_the_padding_change_no_bit(deterministic):
+    """The kernels compute the same of a head that the caller padded."""
+    q, k, v = (torch.randn(1, 130, 2, 100, dtype=BF16) for _ in "qkv")
+    wide = [torch.nn.functional.pad(x, (0, 4)) for x in (q, k, v)]
+    options = dict(causal=True, scale=0.1, backend="hopper", deterministic=deterministic)
+    with use_emulator():
+        found, expected = gradients(q, k, v, **options), gradients(*wide, **options)
+    for mine, theirs in zip(found, expected):
+        assert torch.equal(mine, theirs[..., :100]) and mine.is_contiguous()
+
+
+def test_the_scale_is_that_of_the_true_headdim():
+    q, k, v = (torch.randn(1, 40, 1, 36, dtype=BF16) for _ in "qkv")
+    with use_emulator():
+        found = tilewise.attention(q, k, v, backend="hopper")
+        assert torch.equal(found, tilewise.attention(q, k, v, scale=36**-0.5, backend="hopper"))
+
+
+def test_rows_that_are_padded_already_are_read_where_they_lie(monkeypatch):
+    """What lies between them is NaN, and nobody reads it."""
+    memory = [torch.full((2, 70, 2, 104), torch.nan, dtype=BF16) for _ in "qkv"]
+    q, k, v = (x[..., :100].normal_() for x in memory)
+    real, copied = padded.copy_rows, []
+    monkeypatch.setattr(
+        padded, "copy_rows", lambda x, *rest: copied.append(x.data_ptr()) or real(x, *rest)
+    )
+    with use_emulator():
+        found = gradients(q, k, v, backend="hopper")
+        assert not {x.data_ptr() for x in (q, k, v)} & set(copied)
+        assert len(copied) == 4, "out, the gradient that comes in, and dK and dV"
+        expected = gradients(*(x.contiguous() for x in (q, k, v)), backend="hopper")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_copies_are_said_once(monkeypatch):
+    monkeypatch.setattr(errors, "_said", set())
+    q = torch.randn(1, 1024, 1, 36, dtype=BF16)
+    problem, *_ = problem_of(36)
+    with use_emulator():
+        with pytest.warns(PerformanceWarning, match="headdim 36 is no multiple of 8") as said:
+            for _ in range(2):
+                dispatch._choose.cache_clear()
+                assert dispatch.choose_for(problem, q, q, q, NO_EXTRAS, None).NAME == "hopper"
+        assert len(said) == 1
+
+
+@pytest.mark.filterwarnings("ignore::tilewise.PerformanceWarning")
+def test_few_queries_or_keys_are_not_worth_a_copy():
+    def asked(*lengths, packed=0, **sizes):
+        problem, q, k, v = problem_of(36, 0, *lengths, **sizes)
+        starts = torch.zeros(packed + 1, dtype=torch.int32) if packed else None
+        return problem, q, k, v, Extras(cu_seqlens_q=starts)
+
+    def chosen(*given):
+        return dispatch.choose_for(*given, None).NAME
+
+    with use_emulator():
+        assert chosen(*asked(1024, 1024)) == chosen(*asked(512, 4096, nheads_k=1)) == "hopper"
+        for given in (asked(1, 4096), asked(4096, 1000), asked(4096, 4096, packed=5)):
+            assert chosen(*given) == "cpu"
+            assert dispatch.choose_for(*given, "hopper") is hopper
+        assert isinstance(dispatch.ask("hopper", problem_of(36)[0], CPU, False, False), Slower)
+        assert chosen(*problem_of(40), NO_EXTRAS) == "hopper", "nothing to copy"
+
+
+@pytest.mark.parametrize("headdims", [(100, 100), (40, 33), (33, 40)])
+def test_no_keys_and_no_queries(headdims):
+    d, e = headdims
+    q, k, v = (torch.randn(1, *n, dtype=BF16) for n in ((5, 2, d), (0, 2, d), (0, 2, e)))
+    o = torch.randn(1, 5, 2, e, dtype=BF16)
+    with use_emulator():
+        for given in ((q, k, v), (k, q, o)):
+            out, *grads = gradients(*given, backend="hopper")
+            assert all(x.eq(0).all() for x in (out, *grads))
+
+
+@pytest.mark.parametrize("columns", [1, 33, 36, 100])
+@pytest.mark.parametrize("memory", ["dense", "heads-first", "sliced", "one"])
+def test_copied_rows(memory, columns):
+    shape = (1, 1, 1) if memory == "one" else (2, 37, 3)
+    x = torch.randn(*shape, columns + 7, dtype=BF16)[..., :columns]
+    if memory != "sliced":
+        x = x.contiguous()
+    if memory == "heads-first":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    copy = padded.copy_in_padded_rows(x)
+    assert torch.equal(copy, x) and aligned(copy)
+    back = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
+    copy_rows.copy_rows(copy, back, columns)
+    assert torch.equal(back, x)
+
+
+def test_units():
+    x = torch.empty(2, 5, 3, 100, dtype=BF16)
+    assert copy_rows.unit_of(x) == 4 and copy_rows.unit_of(x[..., :99]) == 4
+    assert copy_rows.unit_of(x[:, :, :1]) == 4 and copy_rows.unit_of(x[:1, :1, :1]) == 8
+    assert copy_rows.unit_of(torch.empty(2, 5, 3, 33)) == 1
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("headdims", [(100, 100), (33, 65), (250, 72)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_by_default_on_hopper(headdims, causal):
+    """Without a name the call goes to these kernels, again and again, in any memory."""
+    torch.manual_seed(0)
+    d, e = headdims
+    sizes = (2048, 4, d), (2100, 2, d), (2100, 2, e)
+    for _ in range(3):
+        q, k, v = (torch.randn(2, *n, device="cuda", dtype=BF16) for n in sizes)
+        found = gradients(q, k, v, causal=causal)
+        for backend in ("hopper", "portable"):
+            for mine, theirs in zip(found, gradients(q, k, v, causal=causal, backend=backend)):
+                torch.testing.assert_close(mine, theirs, atol=0.05, rtol=0.05)
+        assert torch.equal(found[0], tilewise.attention(q, k, v, causal=causal, backend="hopper"))
