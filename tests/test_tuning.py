@@ -159,7 +159,9 @@ def test_every_row_that_is_shipped_or_tried_can_be_kept(folder):
         for bits in (16, 32):
             key = KEY._replace(kernel=kernel, bits=bits)
             rows += [(key, config) for config in candidates(kernel, bits)]
-            for block_d in (16, 32, 64, 128, 256):
+            wide = key._replace(block_d=512)
+            rows += [(wide, config) for config in candidates(kernel, bits, 512)]
+            for block_d in (16, 32, 64, 128, 256, 512):
                 for arch in ("sm80", "sm90", "gfx942", "unknown"):
                     key = Key(arch, kernel, block_d, bits, False, True)
                     rows.append((key, default(key)))

@@ -169,8 +169,8 @@ def test_a_forced_backend_gives_its_own_reason_alone():
     assert "portable: " in str(refusal.value)
     assert "use_interpreter()" in str(refusal.value)
     assert "\n  cpu: " not in str(refusal.value)
-    wide = bshd(headdim=257)
-    with use_interpreter(), pytest.raises(NotImplementedError, match="headdim 257 is over 256"):
+    wide = bshd(headdim=513)
+    with use_interpreter(), pytest.raises(NotImplementedError, match="headdim 513 is over 512"):
         tilewise.attention(wide, wide, wide, backend="portable")
 
 

@@ -32,7 +32,7 @@ def test_the_cpu_is_explained():
 
 
 def test_nothing_serves_it():
-    done = invoke("--headdim", "512", "--gpu", "a100")
+    done = invoke("--headdim", "513", "--gpu", "a100")
     assert done.exit_code == 0 and "nothing serves this call." in done.output
 
 

@@ -82,6 +82,6 @@ def config_of(plan, target):
 def compiled_stats(plan, target, config=None):
     """What the compiler made of a launch: registers, spills, shared memory, instructions."""
     config = config or config_of(plan, target)
-    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config))
+    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
     return stats(build(plan.kernel, *plan.args, on=target, **constants, **options))

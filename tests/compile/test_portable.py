@@ -53,10 +53,15 @@ LISTS_SPILLS = 40
 # A bias comes in registers, a tile of it, and the random bytes of dropout are made there
 BIAS_SPILLS = 600
 
+# Headdim 512: dK and dV with a bias, dropout and a captured table on sm_80 the most, 260
+WIDE = 320 if IS_MEASURED else 640
+
 
 def allowed_spills(plan, target):
     headdim = plan.problem.headdim
     more = PACKED_SPILLS if plan.problem.is_packed else 0
+    if headdim > 256:
+        return WIDE
     if headdim & (headdim - 1):
         return PADDED if IS_MEASURED else PADDED + more
     more += MASK_SPILLS if plan.problem.mods.mask else 0
@@ -71,13 +76,16 @@ def check(plan, target):
     problem = plan.problem
     is_16_bit = problem.dtype.itemsize == 2
     assert found["smem"] <= SMEM_LIMIT[target], found
-    if is_16_bit and max(problem.headdim, problem.headdim_v) <= 128:
+    widest = max(problem.headdim, problem.headdim_v)
+    if is_16_bit and (widest <= 128 or widest > 256):
         spills = found["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]
         assert spills <= allowed_spills(plan, target), found
     if plan.name == "bwd_delta":
         return found
     if is_16_bit or target.startswith("gfx"):
-        assert found[MATMUL.get(target, "HMMA")] > 0, found
+        # Tiles of 32 rows, which wide heads leave room for, are too low for wgmma and tcgen05
+        units = "HMMA", MATMUL.get(target, "HMMA") if target.startswith("sm") else "MFMA"
+        assert sum(found.get(unit, 0) for unit in units[widest <= 256 :]) > 0, found
         # A tile of a bias comes between the two products
         assert not found.get("wgmma_serialized") or problem.has_bias, found
     else:
@@ -147,10 +155,32 @@ def test_a_head_that_is_no_multiple_of_16(target, variant, most):
     assert found["spill_stores"] <= most, found
 
 
+SLOW_BUT_SM89 = [
+    "sm89",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in TARGETS if x != "sm89"),
+]
+
+
+@pytest.mark.parametrize("target", SLOW_BUT_SM89)
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias"])
+def test_headdim_512(target, kernel):
+    """With what takes the most shared memory: a tile of a bias and of a captured table."""
+    plan = plans_of(512, BF16, score="table", **BIAS)[kernel]
+    check(plan, target)
+
+
+@pytest.mark.parametrize("kernel", ["bwd_dkdv", "bwd_dq"])
+@pytest.mark.parametrize("target", ["sm89", pytest.param("gfx942", marks=pytest.mark.slow)])
+def test_headdim_512_of_fp32(target, kernel):
+    """Four tiles of its rows, 128 KiB, are more than there is: S and dP are summed in chunks."""
+    plan = plans_of(512, FP32, causal=True)[kernel]
+    assert check(plan, target)["smem"] < 4 * 16 * 512 * 4
+
+
 def _everything_else():
     variants_of = {BF16: tuple(VARIANTS), FP32: ("causal",)}
     for target in TARGETS:
-        for headdim in (64, 128, 256, 72):
+        for headdim in (64, 128, 256, 512, 72):
             for dtype, variants in variants_of.items():
                 for variant in variants:
                     for kernel in KERNELS:

@@ -48,13 +48,13 @@ _EMULATED = dict(_SMALL, longest=260)
 _GPU = dict(device="cuda", longest=700, most_heads=8, most_batch=3)
 _HOPPER = dict(tanh_off=2**-10, **_GPU)
 _PORTABLE = ("float32", *HALF)
-_WIDE = (128, 160, 192, 255, 256)
+_WIDE = (128, 160, 192, 255, 256, 512)
 _USUAL = (8, 40, 64, 64, 64, 72, 96, 128, 128, 128, 192, 256)
 LANES = {
     lane.name: lane
     for lane in (
-        Lane("cpu", "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE, 512), 300, 8, 3, lse_off=2**-13),
-        Lane(None, "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE, 512), 300, 8, 3, lse_off=2**-13),
+        Lane("cpu", "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE), 300, 8, 3, lse_off=2**-13),
+        Lane(None, "cpu", (*_PORTABLE, "float64"), (*ODD, *_WIDE), 300, 8, 3, lse_off=2**-13),
         Lane("portable", dtypes=_PORTABLE, headdims=(*ODD, 128), refused=0.1, **_SMALL),
         Lane("hopper", dtypes=HALF, headdims=(*OF_WGMMA, 65, 256), refused=0.3, **_EMULATED),
         Lane("hopper", dtypes=HALF, headdims=_USUAL, looks=30, refused=0.3, **_HOPPER),

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tilewise import PerformanceWarning, attention, attention_reference
+from tilewise.testing.cases import Case, run_case
+from tilewise.testing.inputs import Features, Sizes
 from tilewise.testing.tolerance import assert_within
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import override
@@ -311,3 +313,14 @@ def test_another_gpu():
     with torch.cuda.device(0):
         found = both(*there)
     assert_equal([x.to("cuda:0") for x in found], both(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("headdim", [257, 320, 512])
+@pytest.mark.parametrize("causal", [False, True])
+def test_wide_heads(headdim, causal, dtype):
+    """Over many tiles; the matrix has their features."""
+    case = Case("wide", Sizes(1, 700, 900, 4, 2, headdim), Features(causal=causal))
+    records = run_case(case, "portable", "cuda", dtype)
+    failures = [str(record) for record in records if not record.verdict.ok]
+    assert not failures, "\n".join(failures)

@@ -19,10 +19,10 @@ def test_a_narrow_v_tile_is_as_wide_as_k(headdims):
 
 
 def test_head_dims_are_padded_to_powers_of_two():
-    for headdim, headdim_v in itertools.product((1, 16, 17, 64, 100, 129, 256), repeat=2):
+    for headdim, headdim_v in itertools.product((1, 16, 17, 64, 100, 129, 256, 300), repeat=2):
         block_d, block_dv = padded_headdims(problem_of(headdim, headdim_v))
-        assert block_d in (16, 32, 64, 128, 256) and headdim <= block_d < max(2 * headdim, 17)
-        assert block_dv in (16, 32, 64, 128, 256) and headdim_v <= block_dv
+        assert block_d in (16, 32, 64, 128, 256, 512) and headdim <= block_d < max(2 * headdim, 17)
+        assert block_dv in (16, 32, 64, 128, 256, 512) and headdim_v <= block_dv
     assert padded_headdims(problem_of(192, 128)) == (256, 128)
     assert padded_headdims(problem_of(128, 64)) == (128, 64)
     assert padded_headdims(problem_of(16, 256)) == (16, 256)

@@ -30,7 +30,7 @@ _FEATURES = {
 HEADDIMS = tuple(
     Case(f"{name}-d{d}-v{e}", Sizes(2, 43, 50, 2, 1, d, e), features)
     for d, e in ((1, 1), (8, 8), (33, 33), (72, 72), (80, 40), (96, 96), (160, 160), (192, 128))
-    + ((256, 256),)
+    + ((256, 256), (100, 100), (512, 512))
     for name, features in _FEATURES.items()
 )
 ALL = CASES + HEADDIMS + PACKED

@@ -16,6 +16,7 @@ from tilewise.sparse import create_block_mask
 from tilewise.testing import use_interpreter
 from tilewise.testing.cases import CASES, Case, run_case
 from tilewise.testing.inputs import Features, Sizes, make_inputs
+from tilewise.testing.packed import PackedCase
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import override
 
@@ -75,6 +76,43 @@ def test_every_tile_shape_is_right(shape, case, tiles):
     assert [tiles[kernel][:2] for kernel in ("fwd", "bwd_dkdv", "bwd_dq")] == [shape] * 3
     failures = [str(record) for record in records if not record.verdict.ok]
     assert not failures, "\n".join(failures)
+
+
+IN_CHUNKS = {
+    "everything": Case(
+        "everything",
+        Sizes(2, 40, 50, 2, 1, 300, 70),
+        EVERYTHING._replace(
+            seqused_k=(47, 0), bias="hqk", dropout=0.1, score="table", learned=True
+        ),
+    ),
+    "blocks": Case(
+        "blocks", Sizes(1, 40, 70, 2, 1, 512, 512), Features(mask="causal", blocks=(16, 32))
+    ),
+    "packed": PackedCase("packed", (9, 20), (20, 30), Features(True), Sizes(headdim=300), 3),
+}
+
+
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_heads_in_chunks(name, tiles, monkeypatch):
+    """As GPUs with little shared memory read wide heads of fp32 in the backward."""
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm89")
+    records = run_case(IN_CHUNKS[name], backend="portable")
+    assert [tiles[kernel].CHUNK for kernel in ("bwd_dkdv", "bwd_dq", "fwd")] == [128, 128, 0]
+    assert name != "everything" or tiles["bwd_captured"].CHUNK == 128
+    failures = [str(record) for record in records if not record.verdict.ok]
+    assert not failures, "\n".join(failures)
+
+
+def test_a_tile_of_16_keys_draws_what_others_draw(monkeypatch):
+    """Where wide heads leave room for no more."""
+    inputs = make_inputs(Sizes(1, 40, 70, 2, 2, 300), Features(), torch.float32)
+    how = dict(dropout_p=0.3, dropout_rng=torch.tensor([1, 2]))
+    with everywhere(16, 32, 4, 1):
+        expected = results(inputs, **how)
+    with everywhere(16, 16, 4, 1):
+        for mine, theirs in zip(results(inputs, **how), expected):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -281,7 +319,7 @@ def test_refusals_say_why():
     assert portable.supports(problem, gpu) is None
     with use_interpreter():
         assert portable.supports(problem, cpu) is None
-        assert "257" in portable.supports(problem._replace(headdim_v=257), cpu)
+        assert "513" in portable.supports(problem._replace(headdim_v=513), cpu)
         assert "float64" in portable.supports(problem._replace(dtype=torch.float64), cpu)
     assert "mps" in portable.supports(problem, torch.device("mps"))
 

@@ -112,7 +112,7 @@ def build_plan(plan, config, target: str) -> Any:
     from ..kernels.arguments import features_of
     from ..testing import build
 
-    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config))
+    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
     return build(plan.kernel, *plan.args, on=target, **constants, **options)
 
@@ -121,7 +121,7 @@ def _portable(call: Call, target: str, direction: str) -> list[Launch]:
     found = []
     for plan in portable_plans(call, direction):
         config = config_on(plan, target)
-        tile = plan.tile(config)
+        tile = plan.tile(config, target)
         build = functools.partial(build_plan, plan, config, target)
         numbers = config.num_stages, plan.programs(tile), False
         name = f"attn_{plan.name}_kernel"
@@ -132,10 +132,11 @@ def _portable(call: Call, target: str, direction: str) -> list[Launch]:
 def _hopper_forward(call: Call) -> Launch:
     from ..kernels.hopper import launch
     from ..kernels.hopper.described import checked
-    from ..kernels.outputs import empty_out
+    from ..kernels.hopper.padded import empty_out
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
+    q, k, v = _in_padded_rows(q, k, v)
     if problem.has_seqused_k and not problem.is_packed:
         k, v = launch.in_steps(k), launch.in_steps(v)
     plan = launch.plan_for(problem, q, extras)
@@ -156,11 +157,13 @@ def _hopper_backward(call: Call) -> Launch:
     from ..kernels.hopper import bwd_launch
     from ..kernels.hopper.bwd_pairs import target_of
     from ..kernels.hopper.described import checked
-    from ..kernels.outputs import empty_grads, empty_out
+    from ..kernels.hopper.padded import empty_out, with_padded_rows
+    from ..kernels.outputs import empty_grads
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
-    grads = empty_grads(problem, q, k, v, extras)
+    grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
+    q, k, v = _in_padded_rows(q, k, v)
     plan, ds = bwd_launch.plan_for(problem, scalars, q, k, extras.bias, grads.dbias)
     groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     dout, lse = empty_out(problem, q)
@@ -180,6 +183,14 @@ def _hopper_backward(call: Call) -> Launch:
     name = "hopper_bwd_wide_kernel" if is_wide else "hopper_bwd_kernel"
     slots = 2  # for blocks of queries
     return Launch(name, *_sides(plan.tile), slots, args[12].tiles, True, building)
+
+
+def _in_padded_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Memory as the kernel reads it: copies, where rows are no whole number of 16 bytes."""
+    from ..kernels.arguments import aligned
+    from ..kernels.hopper.padded import empty_rows
+
+    return [x if aligned(x) else empty_rows(x, *x.shape) for x in tensors]
 
 
 def _sides(tile) -> tuple[int, int, int]:

@@ -128,7 +128,7 @@ class Bench(click.Command):
     help="Any list: 512,1k,2k,4k,8k,16k.",
 )
 @click.option(
-    "--headdim", type=IntList(), default="64,128", show_default=True, help="Any up to 256."
+    "--headdim", type=IntList(), default="64,128", show_default=True, help="Any up to 512."
 )
 @causal_option
 @score_options

@@ -46,7 +46,7 @@ class TileList(click.ParamType):
 @click.option("--kernel", type=click.Choice(["fwd", "bwd_dkdv", "bwd_dq"]), default="fwd")
 @click.option("--pass", "direction", type=click.Choice(["fwd", "bwd"]), help="bwd: bwd_dkdv.")
 @click.option("--seqlen", type=OneInt(), default="4k", show_default=True)
-@click.option("--headdim", type=click.IntRange(1, 256), default=128, show_default=True)
+@click.option("--headdim", type=click.IntRange(1, 512), default=128, show_default=True)
 @click.option("--causal", is_flag=True)
 @click.option("--dtype", type=click.Choice(list(DTYPES)[:3]), default="bf16", show_default=True)
 @click.option("--on", "target", help="Compile for sm80, sm89, sm90, ...; the GPU here, or sm90.")

@@ -54,6 +54,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
         "headdim 100": dict(headdim=100, headdim_v=100),
         "headdim 256": dict(headdim=256, headdim_v=256),
         "headdim 512": dict(headdim=512, headdim_v=512),
+        "headdim 513": dict(headdim=513, headdim_v=513),
         "headdim_v other than headdim": dict(headdim=192, headdim_v=128),
     }
     return {"plain": plain} | {name: plain._replace(**fields) for name, fields in asked.items()}

@@ -15,7 +15,7 @@ from ..tile.bounds import key_blocks
 from ..tile.seqlen import modifiers_of, sequence_of
 from ..tile.softmax import lse_to_log2
 from .bwd_step import recompute
-from .io import load_once, load_stats, row_stats
+from .io import load_once, load_stats, multiply_rows, open_rows, row_stats
 
 
 class Sharing(NamedTuple):
@@ -64,18 +64,28 @@ def add_scores(
     DV: tl.constexpr = FEATURES.HEADDIM_V
     head_k = seq.head // FEATURES.GROUP
     seqlen_q, seqlen_k, _ = seq.lengths
-    q_tile = load_once(q, seq.batch, seq.head, m_start, seqlen_q, BLOCK_M, D, TILE.BLOCK_D)
-    do = load_once(dout, seq.batch, seq.head, m_start, seqlen_q, BLOCK_M, DV, TILE.BLOCK_DV)
-    k_tile = load_once(k, seq.batch, head_k, n_start, seqlen_k, BLOCK_N, D, TILE.BLOCK_D)
-    v_tile = load_once(v, seq.batch, head_k, n_start, seqlen_k, BLOCK_N, DV, TILE.BLOCK_DV)
     q_idx = m_start + tl.arange(0, BLOCK_M)
     lse_row = row_stats(stats[0], seq.batch, seq.head, sizes)
     delta_row = row_stats(stats[1], seq.batch, seq.head, sizes)
     lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
     delta = load_stats(delta_row, q_idx, seq.lengths, 0.0, True)
     lse, delta = lse_to_log2(lse)[:, None], delta[:, None]
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    dp = tl.dot(do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
+    PRECISION: tl.constexpr = FEATURES.PRECISION
+    if TILE.CHUNK > 0:
+        q_rows = open_rows(q, seq.batch, seq.head, seqlen_q, BLOCK_M, D, TILE.BLOCK_D, False)
+        do_rows = open_rows(dout, seq.batch, seq.head, seqlen_q, BLOCK_M, DV, TILE.BLOCK_DV, False)
+        k_rows = open_rows(k, seq.batch, head_k, seqlen_k, BLOCK_N, D, TILE.BLOCK_D, False)
+        v_rows = open_rows(v, seq.batch, head_k, seqlen_k, BLOCK_N, DV, TILE.BLOCK_DV, False)
+        at = m_start, n_start
+        qk = multiply_rows(q_rows, k_rows, *at, BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION)
+        dp = multiply_rows(do_rows, v_rows, *at, BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION)
+    else:
+        q_tile = load_once(q, seq.batch, seq.head, m_start, seqlen_q, BLOCK_M, D, TILE.BLOCK_D)
+        do = load_once(dout, seq.batch, seq.head, m_start, seqlen_q, BLOCK_M, DV, TILE.BLOCK_DV)
+        k_tile = load_once(k, seq.batch, head_k, n_start, seqlen_k, BLOCK_N, D, TILE.BLOCK_D)
+        v_tile = load_once(v, seq.batch, head_k, n_start, seqlen_k, BLOCK_N, DV, TILE.BLOCK_DV)
+        qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
     tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, True, False)
     return acc + tile.ds
 

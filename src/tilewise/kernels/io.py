@@ -100,6 +100,40 @@ def load_rows(
 
 
 @triton.jit
+def multiply_rows(
+    a,
+    b,
+    a_start,
+    b_start,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A B^T of rows of two heads, opened as pointers, CHUNK columns at a time: (A_ROWS, B_ROWS).
+
+    The loop is one of the GPU: unrolled, what does not change from tile to tile would be read
+    before all of them, and kept in shared memory.
+    """
+    product = tl.zeros([A_ROWS, B_ROWS], tl.float32)
+    for column in range(0, D, CHUNK):
+        of_a = load_columns(a, a_start, column, A_ROWS, D, CHUNK)
+        of_b = load_columns(b, b_start, column, B_ROWS, D, CHUNK)
+        product = tl.dot(of_a, tl.trans(of_b), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def load_columns(source, start, column, ROWS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Columns column .. column + CHUNK of ROWS rows; zeros past either end."""
+    rows, columns = start + tl.arange(0, ROWS), column + tl.arange(0, CHUNK)
+    ptrs = source.ptr + (rows.to(tl.int64)[:, None] * source.stride + columns[None, :])
+    exists = (rows < source.limit)[:, None] & (columns < D)[None, :]
+    return tl.load(ptrs, mask=exists, other=0.0)
+
+
+@triton.jit
 def load_once(
     x, batch, head, start, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):

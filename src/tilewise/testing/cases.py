@@ -92,8 +92,11 @@ CASES: tuple[Case, ...] = (
     _case("some-rows-masked", _SQUARE, causal=True, seqused_k=(0, 37), lse_grad=True),
     # Head dims: the smallest, odd ones, between powers of two, the widest, two in one call.
     *(_case(f"d{d}", _headdims(d), causal=True) for d in (1, 3, 8, 17, 40, 80, 96, 128, 192, 256)),
+    *(_case(f"d{d}", _headdims(d), causal=True) for d in (100, 257, 512)),
     *(_case(f"d{d}-v{e}", _headdims(d, e)) for d, e in ((64, 32), (32, 64), (17, 5), (192, 128))),
     _case("d40-v72-causal", _headdims(40, 72), causal=True, lse_grad=True),
+    _case("d64-v100-sliced", _headdims(64, 100), memory="sliced", lse_grad=True),
+    _case("d512-v64", _headdims(512, 64), window=(40, 3)),
     # Heads that share keys.
     _case("gqa", _WIDE, causal=True),
     _case("gqa-3", dict(_SQUARE, nheads=6, nheads_k=2), causal=True, lse_grad=True),
@@ -164,20 +167,29 @@ CASES: tuple[Case, ...] = (
     # Dropout.
     _case("dropout", _WIDE, dropout=0.1, lse_grad=True),
     _case("dropout-causal", _TALL, dropout=0.5, causal=True, sinks=True),
-    _case(
-        "everything-more",
-        _WIDE,
-        window=(120, 60),
-        softcap=3.0,
-        alibi="batch",
-        sinks=True,
-        bias="hqk",
-        mask="by-head",
-        score="table",
-        learned=True,
-        dropout=0.2,
-        lse_grad=True,
+    *(
+        _case(
+            f"everything-more{name}",
+            _WIDE | headdims,
+            window=(120, 60),
+            softcap=3.0,
+            alibi="batch",
+            sinks=True,
+            bias="hqk",
+            mask="by-head",
+            score="table",
+            learned=True,
+            dropout=0.2,
+            lse_grad=True,
+        )
+        for name, headdims in (
+            ("", {}),
+            ("-d100-v65", dict(headdim=100, headdim_v=65)),
+            ("-d320-v512", dict(headdim=320, headdim_v=512)),
+        )
     ),
+    _case("blocks-d100", dict(_WIDE, headdim=100), mask="causal", blocks=(128, 128), bias="bhqk"),
+    _case("blocks-d512", dict(_WIDE, headdim=512), mask="documents", blocks=(64, 64), dropout=0.1),
     # Memory.
     _case("layout-bhsd", _WIDE, layout="bhsd", memory="transposed", causal=True),
     _case("layout-bhsd-dense", _WIDE, layout="bhsd", lse_grad=True),

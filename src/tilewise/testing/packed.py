@@ -114,4 +114,8 @@ PACKED = (
     PackedCase(
         "packed-padded-heads", (50, 20), (70, 20), Features(), Sizes(1, 1, 1, 3, 3, 24, 40), 3
     ),
+    PackedCase(
+        "packed-d100", (50, 0, 20), (70, 9, 20), Features(True), Sizes(1, 1, 1, 2, 1, 100, 65), 3
+    ),
+    PackedCase("packed-d512", (30, 20), (40, 20), Features(True), Sizes(1, 1, 1, 2, 1, 512)),
 )

@@ -136,6 +136,7 @@ class Tile(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     DESCRIPTORS: bool  # read through tensor descriptors instead of pointers
+    CHUNK: int = 0  # columns of a head that S and dP are summed over at a time; 0: all at once
 
 
 class Queue(NamedTuple):

@@ -36,9 +36,11 @@ class Found(NamedTuple):
     ms_before: float
 
 
-def candidates(kernel: str, bits: int) -> Iterator[Config]:
+def candidates(kernel: str, bits: int, block_d: int = 128) -> Iterator[Config]:
     """The configurations worth a try; what does not fit the GPU drops out when it is built."""
     blocks = [(64, 64), (64, 128), (128, 64), (128, 128)] if bits == 16 else [(32, 32), (64, 32)]
+    if block_d > 256:
+        blocks = [(16, 16), (16, 32), (32, 16), (32, 32), (64, 16), (64, 32)]
     if kernel == "bwd_dkdv":
         blocks = [(n, m) for m, n in blocks]
     for (m, n), warps, stages, descriptors in itertools.product(
@@ -52,7 +54,8 @@ def search(work: Workload, device: torch.device) -> Iterator[Found]:
     """The fastest configuration of each kernel for a workload, one kernel after the other."""
     for plan in plans(work, device):
         before = plan.config()
-        configs = list(dict.fromkeys([before, *candidates(plan.name, work.dtype.itemsize * 8)]))
+        bits, block_d = work.dtype.itemsize * 8, plan.key().block_d
+        configs = list(dict.fromkeys([before, *candidates(plan.name, bits, block_d)]))
         times = measure(plan, configs)
         best = min(times, key=times.__getitem__)
         yield Found(plan.key(), best, times[best], times[before])

@@ -64,6 +64,8 @@ def default(key: Key) -> Config:
         return Config(64, 64, 4, 1)
     if key.kernel == "bwd_delta":
         return Config(max(16, 8192 // key.block_d), 16, 4, 1)
+    if key.block_d > 256:
+        return _widest(key)
     m, n, warps, stages = _forward_tile(key)
     if key.kernel != "fwd":
         m, stages = min(m, 64 if key.kernel == "bwd_dq" else 32), min(stages, 2)
@@ -76,8 +78,41 @@ def default(key: Key) -> Config:
     return Config(m, n, warps, stages)
 
 
+def _widest(key: Key) -> Config:
+    """The same for 512 columns: as many scores as still spill next to nothing."""
+    if key.bits == 32:
+        return Config(16, 16, 4 if key.arch.startswith("gfx") else 8, 1)
+    if key.arch.startswith("gfx"):
+        tiles = {"fwd": (32, 32), "bwd_dq": (32, 16), "bwd_dkdv": (16, 32)}
+        return Config(*tiles[key.kernel], 4, 1)
+    if key.kernel == "bwd_dkdv":  # loads in flight take less shared memory than those that are not
+        return Config(16, 32, 8, 2)
+    if not _is_roomy(key):
+        return Config(32, 32, 8, 1) if key.kernel == "fwd" else Config(32, 16, 8, 2)
+    return Config(64 if key.kernel == "fwd" else 32, 32, 8, 2)
+
+
+def columns_at_once(key: Key, holds_none: bool) -> int:
+    """How many columns of a head the backward's S and dP are summed over at a time; 0: all. Few
+    where the rows that they are of, four tiles of them, have no room, or where the kernel holds
+    none of them from one tile to the next.
+    """
+    is_wide = key.kernel in ("bwd_dq", "bwd_dkdv") and key.block_d > 256
+    return 128 if is_wide and (holds_none or (key.bits == 32 and has_little_room(key))) else 0
+
+
+def has_little_room(key: Key) -> bool:
+    """Whether the backward's tiles of wide heads barely fit the shared memory of a GPU."""
+    is_wide = key.kernel in ("bwd_dq", "bwd_dkdv") and key.block_d > 256
+    return is_wide and key.arch != "interpreter" and not _is_roomy(key)
+
+
+def _is_roomy(key: Key) -> bool:
+    return SHARED_MEMORY.get(key.arch, 0) >= ROOMY
+
+
 def _forward_tile(key: Key) -> tuple[int, int, int, int]:
-    is_roomy = SHARED_MEMORY.get(key.arch, 0) >= ROOMY
+    is_roomy = _is_roomy(key)
     if key.bits == 32:  # exact fp32 has no tensor cores: operands pass through registers, too
         if key.block_d <= 64:
             return 64, 32, 8, 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NAME = "portable"
 NEEDS_ALIGNMENT = False
-MAX_HEADDIM = 256
+MAX_HEADDIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 __all__ = ["NAME", "backward", "captured_grads", "forward", "prepare", "supports"]

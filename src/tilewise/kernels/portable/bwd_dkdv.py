@@ -25,6 +25,7 @@ from ..io import (
     load_once,
     load_rows,
     load_stats,
+    multiply_rows,
     open_rows,
     row_stats,
     store_rows,
@@ -62,22 +63,30 @@ def add_query_tile(
 ):
     """One tile of queries into dK and dV."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
     q_idx = m_start + tl.arange(0, BLOCK_M)
     q_tile = load_rows(rows.q, m_start, BLOCK_M, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
     do_tile = load_rows(rows.do, m_start, BLOCK_M, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # S^T = K Q^T, dP^T = V dO^T: (BLOCK_N, BLOCK_M)
-    qk = tl.dot(k, tl.trans(q_tile), input_precision=FEATURES.PRECISION)
-    dp = tl.dot(v, tl.trans(do_tile), input_precision=FEATURES.PRECISION)
+    PRECISION: tl.constexpr = FEATURES.PRECISION
+    if TILE.CHUNK > 0:
+        qk = multiply_rows(k, rows.q, n_start, m_start, BLOCK_N, BLOCK_M, D, TILE.CHUNK, PRECISION)
+        dp = multiply_rows(
+            v, rows.do, n_start, m_start, BLOCK_N, BLOCK_M, DV, TILE.CHUNK, PRECISION
+        )
+    else:
+        qk = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
     # rows past the end count as rows that saw nothing
     lse = load_stats(rows.lse, q_idx, seq.lengths, float("-inf"), MASKED)
     delta = load_stats(rows.delta, q_idx, seq.lengths, 0.0, MASKED)
     lse, delta = lse_to_log2(lse)[None, :], delta[None, :]
     tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, True)
     # dV += P^T dO, dK += dS^T Q
-    dv = tl.dot(tile.p.to(do_tile.dtype), do_tile, grads.dv, input_precision=FEATURES.PRECISION)
-    dk = tl.dot(tile.dqk.to(q_tile.dtype), q_tile, grads.dk, input_precision=FEATURES.PRECISION)
+    dv = tl.dot(tile.p.to(do_tile.dtype), do_tile, grads.dv, input_precision=PRECISION)
+    dk = tl.dot(tile.dqk.to(q_tile.dtype), q_tile, grads.dk, input_precision=PRECISION)
     return KeyGrads(dk, dv)
 
 
@@ -116,8 +125,13 @@ def attn_bwd_dkdv_kernel(
     dk, dv = from_row(dk, place.first_k), from_row(dv, place.first_k)
     seqlen_q = lengths.seqlen_q
 
-    k_tile = load_once(k, batch, head_k, n_start, lengths.seqlen_k, BLOCK_N, D, BLOCK_D)
-    v_tile = load_once(v, batch, head_k, n_start, lengths.seqlen_k, BLOCK_N, DV, BLOCK_DV)
+    seqlen_k = lengths.seqlen_k
+    if TILE.CHUNK > 0:
+        k_tile = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, False)
+        v_tile = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, False)
+    else:
+        k_tile = load_once(k, batch, head_k, n_start, seqlen_k, BLOCK_N, D, BLOCK_D)
+        v_tile = load_once(v, batch, head_k, n_start, seqlen_k, BLOCK_N, DV, BLOCK_DV)
     grads = KeyGrads(
         tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     )
@@ -146,7 +160,7 @@ def attn_bwd_dkdv_kernel(
             )
 
     # keys past seqused_k exist in memory and get gradient 0
-    is_key = (n_start + tl.arange(0, BLOCK_N) < lengths.seqlen_k)[:, None]
+    is_key = (n_start + tl.arange(0, BLOCK_N) < seqlen_k)[:, None]
     dk_tile = tl.where(is_key, grads.dk * numbers.scale, 0.0)
     dv_tile = tl.where(is_key, grads.dv * numbers.dropout_factor, 0.0)
     store_rows(dk, batch, head_k, dk_tile, n_start, place.rows_k, BLOCK_N, D, BLOCK_D)

@@ -15,12 +15,13 @@ import triton
 
 from ...derivative import by_loads
 from ...expressions import Node, intern, nodes_of
-from ...modifiers import reads_tiles, take_apart
+from ...modifiers import take_apart
 from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
 from ...testing.switch import interpreter_is_on
 from ...tile.types import Strided, Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, is_overridden, select
+from ...tuning.tables import columns_at_once
 from ..arguments import (
     bias_of,
     features_of,
@@ -47,6 +48,7 @@ from .bwd_captured import Load, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fwd import attn_fwd_kernel
+from .room import with_room
 
 Tensor = torch.Tensor
 
@@ -76,37 +78,27 @@ class Plan(NamedTuple):
         return Key(arch, name, widest, bits, problem.is_causal, is_short)
 
     def config(self) -> Config:
-        """What the tables say, cut where more of what is walked has no room.
+        """What the tables say, cut where there is no room for more."""
+        key = self.key()
+        return with_room(select(key, self.read[0].device), key, self.problem, self.side)
 
-        Numbers of a whole tile of scores lie in shared memory, a tile a stage: Triton's pipeliner
-        puts them there. Rows of a head that is no multiple of 16 come through registers, since
-        Triton knows strides only by 16: 64 of them spill 11,990 bytes on sm80 beside a block
-        mask, and 32 of them none. Who forces a tile gets it.
+    def tile(self, config: Config, arch: str = "") -> Tile:
+        """The tile shape; descriptors only where every tensor read allows them. `arch`: on another
+        GPU.
         """
-        key, problem = self.key(), self.problem
-        config = select(key, self.read[0].device)
-        walked = "BLOCK_N" if self.side == "BLOCK_M" else "BLOCK_M"
-        room, stages = getattr(config, walked), config.num_stages
-        if problem.has_bias or reads_tiles(problem.mods):
-            # Two stages of headdim 256 take more than sm100 has, dQ 238,592 bytes, and Triton 3.6
-            # makes no LLVM code of the forward's for gfx942
-            is_one = key.block_d > 128 and key.arch in ("sm100", "gfx942")
-            room, stages = min(64, room), min(1 if is_one else 2, stages)
-        is_padded = problem.headdim % 16 or problem.headdim_v % 16
-        if is_padded and not is_overridden():
-            room = min(32, room)
-        return config._replace(**{walked: room}, num_stages=stages)
-
-    def tile(self, config: Config) -> Tile:
-        """The tile shape; descriptors only where every tensor read allows them."""
+        key = self.key()
+        key = key._replace(arch=arch or key.arch)
         descriptors = config.descriptors and all(map(fits_descriptor, self.read))
         block_m, block_n = config.BLOCK_M, config.BLOCK_N
-        if self.problem.has_dropout:  # its random numbers come for 32 keys at a time
-            block_n = max(block_n, 32)
+        chunk = columns_at_once(key, self.name == "bwd_dbias")
+        if self.problem.has_dropout and key.block_d <= 256:
+            block_n = max(block_n, 32)  # its random numbers come for 32 keys at a time
         if self.problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
             rows, keys = self.problem.mods.block
             block_m, block_n = math.gcd(block_m, rows), math.gcd(block_n, keys)
-        return Tile(block_m, block_n, *padded_headdims(self.problem), descriptors)
+        return Tile(
+            block_m, block_n, *padded_headdims(self.problem), descriptors and not chunk, chunk
+        )
 
     def programs(self, tile: Tile) -> int:
         """How many programs cover the problem."""

@@ -11,7 +11,15 @@ from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ...tile.types import Place, Sequence
 from ..bwd_step import recompute
-from ..io import from_row, load_once, load_rows, load_stats, open_rows, row_stats
+from ..io import (
+    from_row,
+    load_once,
+    load_rows,
+    load_stats,
+    multiply_rows,
+    open_rows,
+    row_stats,
+)
 
 
 class Queries(NamedTuple):
@@ -20,8 +28,8 @@ class Queries(NamedTuple):
     place: Place
     seq: Sequence
     m_start: tl.tensor
-    q: tl.tensor  # (BLOCK_M, BLOCK_D)
-    do: tl.tensor  # (BLOCK_M, BLOCK_DV)
+    q: Any  # (BLOCK_M, BLOCK_D); opened, where they are read in chunks
+    do: Any  # (BLOCK_M, BLOCK_DV)
     lse: tl.tensor  # (BLOCK_M,), base 2
     other: tl.tensor  # (BLOCK_M,), of the second of the stats
     k: Any  # opened
@@ -73,8 +81,12 @@ def open_queries(
     head_k = head // FEATURES.GROUP
     k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
     v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
-    q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
-    do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    if TILE.CHUNK > 0:
+        q_tile = open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, False)
+        do = open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, False)
+    else:
+        q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
+        do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     lse_row = row_stats(stats[0], batch, head, sizes) + place.first_q
     other_row = row_stats(stats[1], batch, head, sizes) + place.first_q
     lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
@@ -89,10 +101,16 @@ def meet(x, delta, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: 
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
     k_tile = load_rows(x.k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
-    v_tile = load_rows(x.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
-    qk = tl.dot(x.q, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    dp = tl.dot(x.do, tl.trans(v_tile), input_precision=FEATURES.PRECISION)
+    PRECISION: tl.constexpr = FEATURES.PRECISION
+    if TILE.CHUNK > 0:
+        at = x.m_start, n_start
+        qk = multiply_rows(x.q, x.k, *at, TILE.BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION)
+        dp = multiply_rows(x.do, x.v, *at, TILE.BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION)
+    else:
+        v_tile = load_rows(x.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
+        qk = tl.dot(x.q, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(x.do, tl.trans(v_tile), input_precision=PRECISION)
     lse, delta = x.lse[:, None], delta[:, None]
     tile = recompute(qk, dp, lse, delta, x.m_start, n_start, x.seq, FEATURES, TILE, MASKED, False)
     return Met(k_tile, qk, tile.ds, tile.dqk)
