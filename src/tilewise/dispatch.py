@@ -82,6 +82,12 @@ def ask(
         return f"cannot be imported ({error}); install it with `pip install triton`"
 
 
+def why_copied(name: str, problem: Problem, is_aligned: bool) -> str:
+    """Why a backend that serves a problem copies what it reads, or "" if it does not."""
+    module = load(name)
+    return module.why_copied(problem) if module.NEEDS_ALIGNMENT and not is_aligned else ""
+
+
 def choose_for(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str | None
 ) -> ModuleType:
@@ -140,10 +146,9 @@ def _choose(
             for refusal in refusals:
                 if isinstance(refusal.reason, Avoidable):
                     warn_slow(f"the {refusal.backend} kernels do not serve this: {refusal.reason}")
-            module = load(name)
-            if backend is None and not is_aligned and module.NEEDS_ALIGNMENT:
-                warn_slow(f"the {name} kernels serve copies: {module.why_copied(problem)}")
-            return module
+            if backend is None and (why := why_copied(name, problem, is_aligned)):
+                warn_slow(f"the {name} kernels serve copies: {why}")
+            return load(name)
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
     raise NotImplementedError(f"no backend serves this attention on {device}:\n{lines}")

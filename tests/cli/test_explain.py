@@ -31,6 +31,14 @@ def test_the_cpu_is_explained():
     assert "on this CPU" in done.output and "torch's fused kernel, in one piece" in done.output
 
 
+def test_copies_are_told():
+    """Of rows that the copy engine cannot read; where they are few, another backend serves."""
+    asked = "--no-compile", "--json", "--gpu", "h100", "--headdim", "100", "--seqlen"
+    long, short = (json.loads(invoke(*asked, n).stdout) for n in ("4096", "512"))
+    assert long["backend"] == "hopper" and "no multiple of 8" in long["answers"][0]["reason"]
+    assert short["backend"] == "portable" and short["answers"][0]["kind"] == "slower"
+
+
 def test_nothing_serves_it():
     done = invoke("--headdim", "513", "--gpu", "a100")
     assert done.exit_code == 0 and "nothing serves this call." in done.output

@@ -16,6 +16,7 @@ import torch
 from .. import dispatch
 from ..errors import Avoidable, Slower
 from ..flops import visible_pairs
+from ..kernels.arguments import aligned
 from ..kernels.cpu import flash, tiles
 from ..kernels.cpu.dense import make_dense
 from ..problem import OPEN
@@ -126,11 +127,14 @@ def answers_of(call: Call, target: str) -> list[Answer]:
     """Each backend's, in the order in which they are asked."""
     device = torch.device("cpu" if target == CPU else "cuda")
     found = []
+    problem, q, k, v, extras, _ = call
+    memory = all(map(aligned, (q, k, v))), dispatch.has_many(problem, q, k, extras)
     with standing_in(target):
         for name in dispatch.BACKENDS:
-            reason = dispatch.ask(name, call.problem, device)
+            reason = dispatch.ask(name, problem, device, *memory)
+            told = str(reason or dispatch.why_copied(name, problem, memory[0]))
             kinds = {type(None): "serves", Slower: "slower", Avoidable: "avoidable"}
-            found.append(Answer(name, str(reason or ""), kinds.get(type(reason), "refuses")))
+            found.append(Answer(name, told, kinds.get(type(reason), "refuses")))
     return found
 
 
