@@ -94,11 +94,13 @@ def _widest(key: Key) -> Config:
 
 def columns_at_once(key: Key, holds_none: bool) -> int:
     """How many columns of a head the backward's S and dP are summed over at a time; 0: all. Few
-    where the rows that they are of, four tiles of them, have no room, or where the kernel holds
-    none of them from one tile to the next.
+    where the rows that they are of, four tiles of them, have no room in shared memory or, on
+    gfx950, in registers (281 spilled), or where the kernel holds none of them from one tile to the
+    next.
     """
     is_wide = key.kernel in ("bwd_dq", "bwd_dkdv") and key.block_d > 256
-    return 128 if is_wide and (holds_none or (key.bits == 32 and has_little_room(key))) else 0
+    is_short_of_room = has_little_room(key) or key.arch.startswith("gfx")
+    return 128 if is_wide and (holds_none or (key.bits == 32 and is_short_of_room)) else 0
 
 
 def has_little_room(key: Key) -> bool:
