@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 import tilewise  # noqa: E402
 from tilewise import ArgumentError  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
+from tilewise.integrations.visible import Visible  # noqa: E402
 
 SIZES = dict(
     vocab_size=64,
@@ -180,6 +181,24 @@ def test_unknown_arguments_are_refused_by_name():
     x = torch.randn(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match="block_indices"):
         integration.attention_forward(module, x, x, x, None, block_indices=torch.zeros(1))
+
+
+def test_which_logits_are_kept_says_nothing_of_attention():
+    x = torch.randn(1, 2, 4, 8)
+    expected, _ = integration.attention_forward(torch.nn.Module(), x, x, x, None)
+    got, _ = integration.attention_forward(torch.nn.Module(), x, x, x, None, logits_to_keep=1)
+    assert torch.equal(got, expected)
+
+
+def test_windows_of_a_layer_and_its_mask():
+    """On both sides a window counts the keys of one side; else it counts the query's own, too."""
+    x, module = torch.randn(1, 2, 9, 8), torch.nn.Module()
+    for band in ((4, 4), (3, 0)):
+        mask = Visible(band, 0, (9, 9))
+        got, _ = integration.attention_forward(module, x, x, x, mask, sliding_window=4)
+        assert torch.equal(got, tilewise.attention(*[x.transpose(1, 2)] * 3, window=band))
+        with pytest.raises(NotImplementedError, match="whose mask has a window of"):
+            integration.attention_forward(module, x, x, x, mask, sliding_window=3)
 
 
 def test_names_that_transformers_would_look_up_elsewhere():

@@ -29,6 +29,7 @@ HARMLESS = {
     "cache_position",
     "encoder_hidden_states",
     "layer_idx",
+    "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -175,8 +176,11 @@ def _agree(visible: Visible, q: Tensor, k: Tensor, sliding_window: int | None) -
             f"a layer attends from {lengths[0]} queries to {lengths[1]} keys, and its mask is made "
             f"for {visible.lengths[0]} and {visible.lengths[1]}: {ANOTHER}"
         )
-    if sliding_window is not None and visible.band[0] not in (None, sliding_window - 1):
+    left, right = visible.band
+    if sliding_window is None or left in (None, sliding_window - 1):
+        return
+    if right == 0 or left != sliding_window:  # on both sides it counts the keys of one
         raise NotImplementedError(
             f"sliding_window={sliding_window} in a layer whose mask has a window of "
-            f"{visible.band[0] + 1}: {ANOTHER}"
+            f"{left + 1}: {ANOTHER}"
         )
