@@ -1,0 +1,171 @@
+"""docs/migration.md: arguments of our faces, read from their signatures, beside those of others.
+
+    PYTHONPATH=src python docs/extensions/migration.py
+
+What a signature does not say is in the tables of words here; a test holds both together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import tilewise
+
+PAGE = Path(__file__).resolve().parents[1] / "migration.md"
+TEXT = Path(__file__).with_suffix(".md")
+NONE = "–"
+
+
+class Word(NamedTuple):
+    """An argument of `tilewise.attention` that does the same, and what else is to be known."""
+
+    attention: str
+    remark: str = ""
+
+
+# flash-attn 3's own order; what is here alone no face of ours takes.
+FLASH_3 = (
+    *("q", "k", "v", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale"),
+    *("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic"),
+    *("sm_margin", "return_attn_probs"),
+)
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+FLASH_3_VARLEN = (*FLASH_3[:3], *LENGTHS, "seqused_q", "seqused_k", *FLASH_3[3:])
+ABSENT = {
+    "qv": "a second query for MLA: not here",
+    "q_descale": "fp8: not here",
+    "k_descale": "fp8: not here",
+    "v_descale": "fp8: not here",
+    "sm_margin": "leave it out: it changes no result",
+}
+
+FLASH = {
+    "q": Word("q", "(batch, seqlen, nheads, headdim), packed (total, nheads, headdim)"),
+    "k": Word("k"),
+    "v": Word("v", "its headdim may be another"),
+    "cu_seqlens_q": Word("cu_seqlens_q"),
+    "cu_seqlens_k": Word("cu_seqlens_k"),
+    "max_seqlen_q": Word("max_seqlen_q", "may be left out"),
+    "max_seqlen_k": Word("max_seqlen_k", "may be left out"),
+    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256; FA3 has none"),
+    "softmax_scale": Word("scale"),
+    "causal": Word("causal", "bottom-right in all"),
+    "window_size": Word("window", "-1 is no limit; `window` takes None, too"),
+    "softcap": Word("softcap", "0 is none; `attention` takes None"),
+    "alibi_slopes": Word("alibi_slopes", "FA3 has none"),
+    "deterministic": Word("deterministic"),
+    "return_attn_probs": Word(
+        "return_lse", "gives (out, lse, None), as FA2 without probabilities; FA3 gives (out, lse)"
+    ),
+    "block_table": Word("", "refused: pages are not here yet"),
+    "return_lse": Word("return_lse", "gives (out, lse); -inf where no key is seen, in FA2 +inf"),
+    "learnable_sink": Word("sinks"),
+    "seqused_q": Word("seqused_q"),
+    "seqused_k": Word("seqused_k"),
+    "attention_chunk": Word("mask_mod", "such a mask, written out"),
+    "num_splits": Word("", "a hint that changes nothing"),
+    "pack_gqa": Word("", "a hint that changes nothing"),
+}
+SDPA = {
+    "query": Word("q", '(..., nheads, seqlen, headdim) is `layout="bhsd"`'),
+    "key": Word("k"),
+    "value": Word("v"),
+    "attn_mask": Word(
+        "mask_mod or bias", "numbers are a `bias`; bools are a `mask_mod` that reads them"
+    ),
+    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
+    "is_causal": Word("causal", 'torch\'s is `causal="top_left"`'),
+    "scale": Word("scale"),
+    "enable_gqa": Word("", "head counts say it"),
+}
+FLEX = {
+    "query": Word("q", '(batch, nheads, seqlen, headdim) is `layout="bhsd"`'),
+    "key": Word("k"),
+    "value": Word("v"),
+    "score_mod": Word("score_mod", "applied to the scaled score, as there"),
+    "block_mask": Word("block_mask", "torch's own, too; converted once"),
+    "scale": Word("scale"),
+    "enable_gqa": Word("", "head counts say it"),
+    "return_lse": Word("return_lse"),
+    "kernel_options": Word("", "ignored: they tune torch's kernels"),
+    "return_aux": Word("return_lse", "`AuxRequest(lse=True)`; `max_scores` is refused"),
+}
+
+
+def parameters(face: Callable) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(face).parameters)
+
+
+def place(name: str, names: tuple[str, ...]) -> str:
+    return str(names.index(name) + 1) if name in names else NONE
+
+
+def positional(face: Callable) -> tuple[str, ...]:
+    found = parameters(face).items()
+    return tuple(name for name, one in found if one.kind is one.POSITIONAL_OR_KEYWORD)
+
+
+def default(one: inspect.Parameter) -> str:
+    return "" if one.default is one.empty else f"`{one.default!r}`"
+
+
+def told(word: Word) -> str:
+    return " or ".join(f"`{name}`" for name in word.attention.split(" or ") if name) or NONE
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def flash_table(face: Callable, flash_3: tuple[str, ...]) -> str:
+    """Where each argument stands in all three; flash-attn 2's places are those of our face."""
+    ours, flash_2 = parameters(face), positional(face)
+    head = ["argument", "default", "place in flash-attn 2, and here", "in FA3"]
+    head += ["in `attention`", ""]
+    rows = [
+        [
+            *(f"`{name}`", default(one), place(name, flash_2) if name in flash_2 else "by name"),
+            *(place(name, flash_3), told(FLASH[name]), FLASH[name].remark),
+        ]
+        for name, one in ours.items()
+    ]
+    for name in flash_3:
+        if name not in ours:
+            rows.append([f"`{name}`", "", NONE, place(name, flash_3), NONE, ABSENT[name]])
+    return table(head, rows)
+
+
+def torch_table(face: Callable, words: dict[str, Word]) -> str:
+    head = ["argument", "default", "in `attention`", ""]
+    rows = [
+        [f"`{name}`", default(one), told(words[name]), words[name].remark]
+        for name, one in parameters(face).items()
+    ]
+    return table(head, rows)
+
+
+def packed_faces() -> str:
+    """The relatives, which take the same behind their tensors."""
+    known = ("flash_attn_func", "flash_attn_varlen_func")
+    names = [n for n in tilewise.__all__ if n.startswith("flash_attn") and n not in known]
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def page() -> str:
+    """The whole page."""
+    return TEXT.read_text("utf-8").format(
+        flash=flash_table(tilewise.flash_attn_func, FLASH_3),
+        varlen=flash_table(tilewise.flash_attn_varlen_func, FLASH_3_VARLEN),
+        packed=packed_faces(),
+        sdpa=torch_table(tilewise.scaled_dot_product_attention, SDPA),
+        flex=torch_table(tilewise.flex_attention, FLEX),
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    print(PAGE)
