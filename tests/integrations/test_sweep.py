@@ -32,6 +32,9 @@ SAMPLE = (  # each for a reason of its own
 )
 
 
+TASKS = pytest.mark.parametrize("task", ["causal", "masked", "encoder-decoder", "vision"])
+
+
 @pytest.fixture(autouse=True)
 def as_in_the_sweep():
     integration.register()
@@ -73,7 +76,7 @@ def test_a_sample(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["causal", "masked", "encoder-decoder", "vision"])
+@TASKS
 def test_every_class(task):
     run.warm()
     for name, subject in subjects().items():
@@ -101,6 +104,27 @@ def test_the_sweep_sees(name, monkeypatch):
     assert row["cells"]["gradients"]["outcome"] == WRONG
     if name != "half of a gradient":
         assert set(outcomes(row)) == {WRONG}
+
+
+@pytest.mark.slow
+@TASKS
+def test_the_sweep_sees_it_in_every_class(task, monkeypatch):
+    """A scale that is wrong by a tenth."""
+
+    def scaled(q, k, v, scale=None, **how):
+        return right(q, k, v, scale=1.1 * (scale or q.shape[-1] ** -0.5), **how)
+
+    def called(q, k, v, numbers, **how):
+        scale, softcap = numbers
+        return raw(q, k, v, numbers=(1.1 * (scale or q.shape[-1] ** -0.5), softcap), **how)
+
+    right, raw = attend.attention, attend.call
+    run.warm()
+    monkeypatch.setattr(attend, "attention", scaled)
+    monkeypatch.setattr(attend, "call", called)
+    for name, row in ROWS.items():
+        if row["task"] == task and row.get("cells", {}).get("full", {}).get("outcome") == EQUAL:
+            assert outcomes(run.apart(subjects()[name], ["full"])) == [WRONG], name
 
 
 def test_a_bare_error_is_seen(monkeypatch):

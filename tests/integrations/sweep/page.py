@@ -28,6 +28,11 @@ def page(rows: list[dict]) -> str:
         close_gradients=CLOSE_GRADIENTS,
         worst=worst(rows, of_gradients=False),
         worst_gradient=worst(rows, of_gradients=True),
+        rounding=", ".join(
+            f"`{row['name']}`"
+            for row in rows
+            if any("rounding" in cell for cell in row.get("cells", {}).values())
+        ),
         lengths=", ".join(map(str, REAL[:-1])) + f" and {REAL[-1]}",
         new=NEW_TOKENS,
     )
@@ -46,7 +51,11 @@ def worst(rows: list[dict], of_gradients: bool) -> float:
     """The largest error of cells that are equal."""
     cells = [(name, cell) for row in rows for name, cell in row.get("cells", {}).items()]
     return max(
-        (c["error"] for name, c in cells if c["outcome"] == EQUAL and is_of(name, of_gradients)),
+        (
+            c["error"]
+            for name, c in cells
+            if c["outcome"] == EQUAL and "rounding" not in c and is_of(name, of_gradients)
+        ),
         default=0.0,
     )
 

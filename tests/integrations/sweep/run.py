@@ -9,6 +9,7 @@ import resource
 import signal
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ import tilewise
 from tilewise.errors import ArgumentError
 from tilewise.integrations.transformers import check
 
-from .cells import CLOSE, CLOSE_GRADIENTS, TASKS, NotTheirsError, Pair, compare, pair_of
+from .cells import TASKS, NotTheirsError, Pair, compare, pair_of
 from .changes import CHANGES
 from .outcomes import BARE, EQUAL, NONE, OWN, REFUSED, THEIRS, WRONG
 from .shrink import shrunk
@@ -29,8 +30,9 @@ SECONDS, BYTES, PARAMETERS = 30, 10 << 30, 80_000_000
 LONGEST = 400  # characters of a reason
 
 
-def row_of(subject: Subject) -> dict:
-    """Its outcomes by cell, or why it was not built."""
+def row_of(subject: Subject, asked: Sequence[str] | None = None) -> dict:
+    """Its outcomes by cell, of those that are asked for, or why it was not built."""
+    names = asked or TASKS[subject.task]
     row = dict(subject._asdict(), transformers=transformers.__version__)
     warnings.simplefilter("ignore")
     try:
@@ -43,10 +45,11 @@ def row_of(subject: Subject) -> dict:
         pair = pair_of(subject, config, eager_of, ours_of)
     except Exception as error:
         made = outcome_of(error)
-        return row | dict(cells={cell: made for cell in TASKS[subject.task]})
-    cells = {cell: cell_of(pair, cell) for cell in TASKS[subject.task]}
-    if cells["full"]["outcome"] == THEIRS:  # as tiny, or without a sound, or with a text
-        return row | dict(not_built=f"eager: {cells['full']['reason']}")
+        return row | dict(cells={cell: made for cell in names})
+    cells = {cell: cell_of(pair, cell) for cell in names}
+    full = cells.get("full", {})
+    if full.get("outcome") == THEIRS:  # as tiny, or without a sound, or with a text
+        return row | dict(not_built=f"eager: {full['reason']}")
     return row | dict(cells=cells)
 
 
@@ -65,16 +68,20 @@ def makers(subject: Subject):
 
 def cell_of(pair: Pair, cell: str) -> dict:
     try:
-        error, calls = compare(pair, cell)
+        found = compare(pair, cell)
     except NotTheirsError as theirs:
         return dict(outcome=THEIRS, reason=cut(str(theirs)))
     except Exception as error:
         return outcome_of(error)
-    error = float(f"{error:.1e}")
-    if not error <= (CLOSE_GRADIENTS if cell == "gradients" else CLOSE):
-        return dict(outcome=WRONG, error=error, calls=calls)
-    outcome = EQUAL if calls else OWN if check(pair.ours).layers else NONE
-    return dict(outcome=outcome, error=error, calls=calls)
+    row = {
+        name: float(f"{x:.1e}") if isinstance(x, float) else x
+        for name, x in found._asdict().items()
+        if x is not None
+    }
+    if not found.is_equal(cell):
+        return dict(outcome=WRONG) | row
+    outcome = EQUAL if found.calls else OWN if check(pair.ours).layers else NONE
+    return dict(outcome=outcome) | row
 
 
 def outcome_of(error: Exception) -> dict:
@@ -92,12 +99,12 @@ def cut(text: str) -> str:
     return " ".join(text.split())[:LONGEST]
 
 
-def apart(subject: Subject) -> dict:
+def apart(subject: Subject, asked: Sequence[str] | None = None) -> dict:
     """`row_of` in a fork of this process, which has imported what all need."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if not pid:
-        _child(subject, sender)
+        _child(subject, asked, sender)
     sender.close()
     try:
         row = json.loads(receiver.recv())
@@ -108,12 +115,12 @@ def apart(subject: Subject) -> dict:
     return row
 
 
-def _child(subject: Subject, sender) -> None:
+def _child(subject: Subject, asked: Sequence[str] | None, sender) -> None:
     """Never returns."""
     try:
         signal.alarm(SECONDS)
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-        sender.send(json.dumps(row_of(subject)))
+        sender.send(json.dumps(row_of(subject, asked)))
     finally:
         os._exit(0)
 
