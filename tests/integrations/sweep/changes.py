@@ -32,9 +32,7 @@ CHANGES: dict[str, dict] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=1),
-    "mobilebert": dict(
-        true_hidden_size=32, intra_bottleneck_size=32, normalization_type="layer_norm"
-    ),
+    "mobilebert": dict(true_hidden_size=32, intra_bottleneck_size=32, initializer_range=0.1),
     "mobilevitv2": dict(image_size=64),
     "musicgen_decoder": dict(num_codebooks=1),
     "musicgen_melody_decoder": dict(num_codebooks=1),
