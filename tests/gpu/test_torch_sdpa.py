@@ -208,6 +208,7 @@ def test_cuda_graphs(calls):
 def test_who_asks_for_another_kernel_gets_it(calls):
     q = square(**LARGE)[0].detach()
     backend = attention.SDPBackend
+    torch.compiler.reset()  # of what other tests compiled a warning would tell
     with warnings.catch_warnings(), tilewise.enable_sdpa():
         warnings.simplefilter("error", PerformanceWarning)
         for asked in (backend.MATH, backend.EFFICIENT_ATTENTION):
@@ -221,7 +222,7 @@ def test_who_asks_for_another_kernel_gets_it(calls):
 
 REFUSED = {
     "float64": dict(dtype=torch.float64, device="cuda"),
-    "256": dict(headdim=320, **MADE),  # headdim, at most
+    "512": dict(headdim=640, **MADE),  # headdim, at most
 }
 
 
@@ -246,7 +247,8 @@ def test_the_flash_operator_refuses_dropout_to_torchs():
     expected = both(run, *tensors)
     with tilewise.enable_sdpa(), pytest.warns(PerformanceWarning, match="dropout_p"):
         found = both(run, *tensors)
-    assert_equal(found, expected)
+    assert_equal(found[:1], expected[:1])
+    assert_near(found[1:], expected[1:])  # torch's gradients are sums in any order
 
 
 def test_forward_and_backward_of_different_kernels():

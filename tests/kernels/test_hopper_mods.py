@@ -85,7 +85,8 @@ def test_matrix(case, device):
     try:
         check(given.q, given.k, given.v, **options)
     except NotImplementedError as refusal:
-        assert case.features.blocks and case.features.blocks[0] < 128, refusal
+        is_small = case.features.blocks and case.features.blocks[0] < 128
+        assert is_small or case.sizes.headdim > 256, refusal
         pytest.skip(str(refusal))
 
 

@@ -156,6 +156,7 @@ def test_units():
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.filterwarnings("ignore:the hopper kernels serve copies")
 @pytest.mark.parametrize("headdims", [(100, 100), (33, 65), (250, 72)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_by_default_on_hopper(headdims, causal):
