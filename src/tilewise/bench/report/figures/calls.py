@@ -20,7 +20,8 @@ from ..page import length, times
 from ..sections import SHORT
 
 NONE = "–"
-KINDS = {"dense", "features", "packed"}
+KINDS = {"dense", "features", "packed", "other"}
+CLASSIC = 64, 128, 256  # headdims
 SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
 PORTABLE, TRITON = "portable", "Triton-"
 ASIDE = {PORTABLE, FLUSHED}  # words that say what of a shape is meant, and not which shape
@@ -40,7 +41,11 @@ def words_of(shape: Shape, suite: str = "adhoc") -> frozenset[str]:
 
 
 def is_classic(shape: Shape) -> bool:
-    """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048."""
+    """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048, and
+    headdim 64, 128 or 256.
+    """
+    if shape.headdim not in CLASSIC:
+        return False
     plain = square(shape.direction, shape.seqlen_q, shape.headdim, shape.causal, dtype=shape.dtype)
     return shape[:SIZES] == plain[:SIZES]
 
