@@ -16,7 +16,6 @@ from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
 from .problem import NO_MODS, Extras, Mods
 from .sparse.block_checks import check_block, check_form
 from .sparse.block_mask import BlockLists, BlockMask
-from .sparse.ends import says_ends
 from .traced import check_lengths, check_sizes
 
 Tensor = torch.Tensor
@@ -57,7 +56,7 @@ def modifiers_of(
                 "mask_mod and block_mask: a block mask brings its own predicate, so pass one of "
                 "them; join predicates with & before the block mask is made"
             )
-        mask_mod, block = mask_of(block_mask), block_mask.block
+        mask_mod, block = block_mask.asked, block_mask.block
         by_queries, by_keys = (block_mask.partial, block_mask.full), block_mask.transposed
         blocks = tuple(x for lists in (*by_queries, *by_keys) for x in lists)
     mask = None if mask_mod is None else mods.mask(mask_mod)
@@ -74,15 +73,6 @@ def modifiers_of(
     of_mask = () if mask is None else mask.tensors
     of_score = () if score is None else score.tensors
     return Modifiers(names, (*blocks, *of_mask, *of_score))
-
-
-def mask_of(block_mask: BlockMask) -> mods.Mask:
-    """The mask that kernels are given: that of its ends, where it has some."""
-    if block_mask.mask_of_ends is not None:
-        return block_mask.mask_of_ends
-    if says_ends(block_mask.mask.key):  # but nobody has found that its rows are intervals
-        return block_mask.mask & (lambda b, h, q_idx, kv_idx: q_idx >= 0)
-    return block_mask.mask
 
 
 def modifiers_by(seen: Tensor) -> Modifiers:

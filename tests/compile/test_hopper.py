@@ -123,7 +123,7 @@ def test_fp16():
 
 
 LENGTHS = {"full": {}, "causal": dict(causal=True), "used": dict(causal=True, used=True)}
-USED_SPILLS = 4  # at headdim 256, and softcap's at 128: one number, once a tile
+USED_SPILLS = 4  # at headdims 64 and 256, and softcap's at 128: one number, once a tile
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -156,7 +156,7 @@ def packed_stats(headdim, batch=2, nheads_k=4, causal=False, used=False, **featu
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     plan, compiled, _ = compile_call(q, k, k, extras, scalars)
     assert plan.tile.PACK == (4 if batch > 100 else 1)
-    spills_more = (used and headdim == 256) or (softcap and headdim == 128)
+    spills_more = (used and headdim != 128) or (softcap and headdim == 128)
     return checked_stats(plan, compiled, USED_SPILLS if spills_more else 0)
 
 

@@ -118,6 +118,8 @@ def test_figures_need_a_kernel_from_build():
 def test_copies_of_parted_lanes(meeting, apart):
     sass = f"""
         BSSY B0, `({meeting}) ;
+        UTMALDG.4D [UR8], [UR12] ;
+   @P2  BRA `(.L_x_1) ;
         ATOMG.E.ADD.STRONG.GPU PT, R3, desc[UR14][R2.64], R5 ;
 .L_x_1:
         BSYNC B0 ;

@@ -8,7 +8,6 @@ backward, are their transpose. The layout is FlexAttention's (Dong et al. 2024, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -22,7 +21,7 @@ from ..mods import Mask, Predicate
 from ..traced import check_sizes
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
-from .ends import MOST_ROWS, Ends, Found
+from .ends import MOST_ROWS, Ends, Found, says_ends
 from .intervals import Blocks, bound
 
 Tensor = torch.Tensor
@@ -52,9 +51,11 @@ class BlockMask:
     # (partial, full) of m_blocks, per n_block: what a backward walks
     transposed: tuple[BlockLists, BlockLists] | None = None
     ends: Ends | None = None  # of rows and columns, where these are intervals
+    asked: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
 
     def __post_init__(self) -> None:
         check_shape(self.shape, self.block)
+        object.__setattr__(self, "asked", _asked(self.mask, self.ends))
         self._check_lists(self.partial, self.full, "by queries")
         if self.transposed is None:
             kinds = self.kinds().transpose(2, 3)
@@ -78,11 +79,6 @@ class BlockMask:
     def grid(self) -> Shape:
         """batch, nheads, m_blocks, n_blocks."""
         return _grid(self.shape, self.block)
-
-    @functools.cached_property
-    def mask_of_ends(self) -> Mask | None:
-        """The same mask by the ends of its rows and columns, where these are intervals."""
-        return None if self.ends is None else self.ends.mask()
 
     def kinds(self) -> Tensor:
         """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
@@ -191,6 +187,15 @@ def create_block_mask(
     partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
     ends = None if found is None else found.ends()
     return BlockMask(mask, shape, tuple(block), partial, full, None, ends)
+
+
+def _asked(mask: Mask, ends: Ends | None) -> Mask:
+    """The mask that kernels are given: that of its ends, where it has some."""
+    if ends is not None:
+        return ends.mask()
+    if says_ends(mask.key):  # but nobody has found that its rows are intervals
+        return mask & (lambda b, h, q_idx, kv_idx: q_idx >= 0)
+    return mask
 
 
 def _grid(shape: Shape, block: tuple[int, int]) -> Shape:

@@ -160,11 +160,14 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _copies_apart(sass: str) -> int:
-    """TMA loads between a BSSY, where lanes part, and the place where they meet again."""
+    """TMA loads between the first branch behind a BSSY, where lanes may part, and the place where
+    they meet again.
+    """
     apart = 0
-    for parting in re.finditer(r"\bBSSY\b.*?`\((\.\w+)\)", sass):
-        meeting = sass.index(f"\n{parting[1]}:")
-        apart += sass[parting.end() : meeting].count("UTMALDG")
+    for named in re.finditer(r"\bBSSY\b.*?`\((\.\w+)\)", sass):
+        meeting = sass.index(f"\n{named[1]}:")
+        _, branch, parted = sass[named.end() : meeting].partition("BRA")
+        apart += parted.count("UTMALDG") if branch else 0
     return apart
 
 

@@ -24,7 +24,7 @@ from .ragged import (
     place_in,
     send_tile,
 )
-from .work import END, Call, draw, key_block, key_head, set_back
+from .work import END, LANES, Call, draw, drawn_tile, key_block, key_head, set_back
 
 
 class Sources(NamedTuple):
@@ -108,13 +108,12 @@ def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.c
         load(rings.q[i], q_at, sources.q, [batch, head_k, m_start, member, 0], q_shape)
     q_at = after(q_at, TILE.Q_STAGES)
     last = work.last - work.first
-    tile = gl.to_tensor(0)
+    drawn = gl.zeros([32], gl.int32, LANES)
     for i in range(last + 1):
         # The answer takes a microsecond, which the full ring hides. A number drawn sooner would
         # fall to a program with a long tile still before it, and another would wait for that at
         # the end (headdim 256 causal, 16Ki: 0.97 of FlashAttention-3)
-        if i == last:
-            tile = draw(call.queue)
+        drawn = draw(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
         load_step(rings.steps, steps_at, sources, block, True, before, has_before)
@@ -123,7 +122,7 @@ def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.c
         bias_at = after(bias_at, 1)
         before = block
         has_before = True
-    return Progress(mail, q_at, steps_at, bias_at, before, has_before), tile
+    return Progress(mail, q_at, steps_at, bias_at, before, has_before), drawn_tile(drawn)
 
 
 @gluon.jit

@@ -17,9 +17,8 @@ from ...tile.types import Lengths, Sequence
 from ...tile.varlen import varlen_tile
 from .listed import visited
 from .pipeline import wait_empty, wait_full
-from .work import Work, open_tile, receive, send
+from .work import LANES, Work, open_tile, receive, send
 
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
 LONG = gl.constexpr(16)  # words of a letter that says lengths, too
 
 

@@ -20,6 +20,7 @@ from .pipeline import wait_empty, wait_full
 
 END = gl.constexpr(-1)  # the start that says: no more
 WORDS = gl.constexpr(8)  # of a letter
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
 
 
 class Call(NamedTuple):
@@ -105,9 +106,23 @@ def needs_mask(work, i, n_block, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def draw(queue):
-    """The next tile number; each program starts with its own index and draws from there."""
-    return gl.atomic_add(queue.counter, 1, sem="relaxed") + gl.num_programs(0)
+def draw(queue, pred):
+    """Asks the counter for a number, where `pred`; `drawn_tile` waits for the answer.
+
+    One lane asks and keeps the reply. Triton hands that of a scalar atomic to all lanes at once,
+    and so does ptxas where all lanes have one address: both would wait here. So each has its own.
+    And no branch: behind one ptxas let the lanes part (`copies_apart`).
+    """
+    lane = gl.arange(0, 32, LANES)
+    mask = (lane == 0) & pred
+    return gl.atomic_add(queue.counter + lane, lane * 0 + 1, mask=mask, sem="relaxed")
+
+
+@gluon.jit
+def drawn_tile(drawn):
+    """The tile's number: each program starts with its own index and draws from there."""
+    first = gl.arange(0, 32, LANES) == 0
+    return gl.sum(gl.where(first, drawn, 0), 0) + gl.num_programs(0)
 
 
 @gluon.jit
