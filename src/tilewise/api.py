@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from . import dispatch, ops
+from . import cache_ops, dispatch, ops
 from .checks import check, check_scores, has_values
 from .dropout import check_dropout, draw_rng
 from .errors import OURS, Words
+from .kv_cache import Cached, check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .modifiers import check_block_mask, modifiers_of
 from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from .qkv import in_order, sizes_of
@@ -48,6 +49,9 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    page_table: Tensor | None = None,
+    split_size: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the score
     matrix.
@@ -96,6 +100,16 @@ def attention(
     rest grows to make up for it. `dropout_rng`, int64 (2,), seed and offset on the device of q,
     pins which; else they are drawn from torch's generator.
     deterministic: the same bits in every backward. backend: the name of one to force.
+    page_table: int32 (batch, pages); k and v are then a pool of pages, (num_pages, page_size,
+    nheads_k, headdim), and key j of sequence b is row j % page_size of page page_table[b, j //
+    page_size]. `seqused_k` counts the keys of each sequence, those of its queries included, which
+    are its last ones; positions of masks count from its first key. Packed queries, `cu_seqlens_q`
+    alone, are any number for each sequence, beside pages or a cache (batch, seqlen_k, nheads_k,
+    headdim); those past its end are not written. What is not in use may hold anything.
+    split_size: keys are summed in pieces of so many, counted from key 0, and the pieces folded from
+    left to right, so that a row's bits depend on the row alone: see the page on the cache. `out`:
+    written in place and returned. With any of the three there is no gradient, dropout, bias,
+    block_mask and score_mod.
 
     Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
     each row's scores: natural log, fp32, (batch, nheads, seqlen_q), packed (nheads, total_q),
@@ -109,6 +123,18 @@ def attention(
     check_layout(layout)
     check_dropout(dropout_p)
     return_lse = check_flag("return_lse", return_lse)
+    is_asked = split_size is not None or out is not None
+    if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
+        others = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
+        refuse_beside_cache(others, backend)
+        cached = check_cached(
+            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
+            (alibi_slopes, sinks, mask_mod),
+            (causal, scale, window, softcap, split_size),
+            layout,
+        )
+        out, lse = attend_cached(cached, out, layout)
+        return (out, lse) if return_lse else out
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)
     q, k, v = in_order(q, k, v, layout, is_packed)
@@ -140,6 +166,17 @@ def attention(
     elif layout == "bhsd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
+    """A checked call with a cache, without a gradient; `out` as it was given."""
+    named = zip(("q", "k", "v", "sinks"), (cached.q, cached.k, cached.v, cached.extras.sinks))
+    slopes = cached.extras.alibi_slopes
+    check_no_grad(*named, ("alibi_slopes", slopes), ("out", out))
+    if out is None:
+        out, lse = cache_ops.attention(cached)
+        return out.transpose(1, 2) if layout == "bhsd" else out, lse
+    return out, cache_ops.attention(cached, check_out(out, cached, layout))[1]
 
 
 def is_long(max_seqlen_q: int | Tensor | None) -> bool:

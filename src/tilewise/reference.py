@@ -26,7 +26,9 @@ from . import mods, predicates, scores
 from .checks import check_extras
 from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError
+from .kv_cache import Cached, check_cached, is_cached, lse_by_query, lse_shape
 from .modifiers import check_block_mask, modifiers_of
+from .paging import batch_of, gather, lengths_of, queries_of
 from .problem import OPEN, Extras, Scalars
 from .qkv import check_tensors, in_order, sizes_of
 from .scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
@@ -61,6 +63,7 @@ def attention_reference(
     return_lse: bool = False,
     upcast: bool = True,
     first: tuple[int, int, int] = (0, 0, 0),
+    page_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tilewise.attention` in plain torch, with the scores in memory and natural autograd.
 
@@ -78,8 +81,19 @@ def attention_reference(
     precision gives, and so the error that a kernel is allowed.
     `first` is the (batch, head, query) of a larger call that q begins with: masks, score functions
     and dropout count from it, so that a call too large to store is computed part by part. A band
-    and ALiBi know only the q and k they are given.
+    and ALiBi know only the q and k they are given. Of a cache the keys are gathered, sequence by
+    sequence, and pieces change nothing.
     """
+    if is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
+        cached = check_cached(
+            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
+            (alibi_slopes, sinks, mask_mod),
+            (causal, scale, window, softcap, None),
+            layout,
+        )
+        out, lse = _attend_cached(cached, mask_mod, upcast)
+        out = out.transpose(1, 2) if layout == "bhsd" else out
+        return (out, lse) if return_lse else out
     align = check_causal(causal)
     check_layout(layout)
     return_lse = check_flag("return_lse", return_lse)
@@ -120,6 +134,29 @@ class _Asked(NamedTuple):
     score_mod: Callable | None
     upcast: bool
     first: tuple[int, int, int]  # batch (of packed ones, sequence), head and query
+
+
+def _attend_cached(
+    cached: Cached, mask_mod: Callable | None, upcast: bool
+) -> tuple[Tensor, Tensor]:
+    """Sequences beside a cache, one by one, from the position of their first query on."""
+    q, extras, table = cached.q, cached.extras, cached.page_table
+    cu_seqlens_q = extras.cu_seqlens_q
+    out = q.new_zeros(*q.shape[:-1], cached.v.shape[3])
+    lse = q.new_zeros(lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    lengths = lengths_of(cached.k, table, extras.seqused_k, batch_of(q, cu_seqlens_q))
+    rows = zip(lengths, *(queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse))))
+    for b, (length, queries, out_rows, lse_rows) in enumerate(rows):
+        k, v = (gather(x, table, b, 0, length).unsqueeze(0) for x in (cached.k, cached.v))
+        slopes = extras.alibi_slopes
+        slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + 1]
+        first = b, 0, length - queries.shape[0]
+        own = Extras(slopes, extras.sinks)
+        asked = _Asked("bottom_right", own, cached.scalars, mask_mod, None, upcast, first)
+        inputs = (x.transpose(1, 2) for x in (queries.unsqueeze(0), k, v))
+        parts = _attend(*inputs, asked)
+        out_rows.copy_(parts[0][0].transpose(0, 1)), lse_rows.copy_(parts[1][0].T)
+    return out, lse
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> tuple[Tensor, Tensor]:

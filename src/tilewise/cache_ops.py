@@ -1,0 +1,114 @@
+"""The operators of calls with a cache, and the way a call takes to them: plain eager calls go
+straight to the backend, as in `ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kv_cache import Cached, lse_shape
+from .modifiers import check_captured
+from .ops import is_watched
+from .problem import Extras, Mods, Scalars
+from .schema import LIBRARY
+from .serialize import MASK, name_of, text_of
+from .sharded import refuse_shards
+
+Tensor = torch.Tensor
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor[]? captured"
+)
+NUMBERS = "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod"
+LIBRARY.define(f"flash_attn_cache({TENSORS}, {NUMBERS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"flash_attn_cache_out({TENSORS}, {NUMBERS}, *, Tensor(a!) out) -> Tensor")
+
+
+def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a checked call; `out` is written where it is given."""
+    tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
+    if not is_watched(*tensors):
+        return _run(cached, out)
+    if out is None:
+        return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
+    return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
+
+
+def _arguments(cached: Cached) -> tuple:
+    extras, scalars = cached.extras, cached.scalars
+    return (
+        *(cached.q, cached.k, cached.v, cached.page_table, extras.seqused_k, extras.cu_seqlens_q),
+        *(extras.alibi_slopes, extras.sinks, list(extras.captured) or None),
+        *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
+        *(cached.split_size, text_of(cached.mask)),
+    )
+
+
+def _cached(*args) -> Cached:
+    """The inverse of `_arguments`."""
+    q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args
+    *numbers, split_size, mask = numbers
+    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=tuple(captured or ()))
+    name = name_of(mask, MASK)
+    if name:
+        starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
+        rank4 = q if q.dim() == 4 else q.unsqueeze(0)
+        check_captured(Mods(name), rank4, k, extras._replace(cu_seqlens_q=starts))
+    return Cached(q, k, v, page_table, extras, Scalars(*numbers), split_size, name)
+
+
+def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+
+
+def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    refuse_shards()
+    fresh, lse = _empty(cached, out)
+    if cached.q.is_meta:
+        return fresh, lse
+    if cached.q.device.type != "cpu":
+        raise NotImplementedError(
+            f"a cache on {cached.q.device}: the kernels that read one compute on the CPU alone"
+        )
+    from .kernels.cpu import cache  # the backend is imported when it is asked
+
+    cache.forward(cached, fresh, lse)
+    return fresh, lse
+
+
+def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q = cached.q
+    if out is None:
+        out = q.new_empty(*q.shape[:-1], cached.v.shape[3])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(lse_shape(q), dtype=dtype)
+
+
+def _kernel(*args):
+    return _run(_cached(*args), None)
+
+
+def _out_kernel(*args, out):
+    return _run(_cached(*args), out)[1]
+
+
+def _fake(*args):
+    return _empty(_cached(*args), None)
+
+
+def _out_fake(*args, out):
+    return _empty(_cached(*args), out)[1]
+
+
+LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("flash_attn_cache_out", _out_kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_cache", _fake, lib=LIBRARY)
+torch.library.register_fake("tilewise::flash_attn_cache_out", _out_fake, lib=LIBRARY)
+
+
+def no_gradient(ctx, *grads):
+    """The derivative, refused."""
+    raise NotImplementedError("attention with a cache has no gradient")
+
+
+torch.library.register_autograd("tilewise::flash_attn_cache", no_gradient, lib=LIBRARY)

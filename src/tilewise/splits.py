@@ -1,0 +1,73 @@
+"""Split-KV: keys are summed in pieces, and the pieces folded from left to right.
+
+Piece i holds keys [i * split_size, (i + 1) * split_size), counted from key 0. Of a row and a piece
+
+    m = max_j S_j,   l = sum_j exp(S_j - m),   O = sum_j exp(S_j - m) V_j
+
+are computed without a look at other pieces, in fp32 (fp64 for fp64), and two neighbours are folded
+to
+
+    m = max(m1, m2),   l = exp(m1 - m) l1 + exp(m2 - m) l2,   O likewise
+
+A piece without a key is m = -inf, l = 0, O = 0 and changes no bit, so that a row's bits do not
+depend on who computes which piece, nor on pieces that a window hides. The row is O / l at the end.
+
+FlashDecoding (Dao et al. 2023) splits so; that the size of a piece is fixed, and not their number,
+is what makes the result independent of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class State(NamedTuple):
+    """What is known of rows after some keys: maximum, sum, and unnormalised output."""
+
+    m_i: Tensor  # (..., rows, 1)
+    l_i: Tensor  # (..., rows, 1)
+    acc_o: Tensor  # (..., rows, headdim_v)
+
+
+def default_split_size(group: int) -> int:
+    """The keys of a piece where nobody says, by query heads for each key head. More rows write more
+    partial results, so their pieces are longer: a partial row is at most 1.6 % of what is read.
+    """
+    return 512 if group <= 4 else 1024 if group <= 8 else 2048
+
+
+def pieces(first: int, last: int, split_size: int) -> range:
+    """The numbers of the pieces that keys [first, last) lie in."""
+    return range(first // split_size, -(-last // split_size)) if first < last else range(0)
+
+
+def empty_state(like: Tensor) -> State:
+    """Rows that have seen no key; `like` is their output."""
+    m_i = like.new_full((*like.shape[:-1], 1), -math.inf)
+    return State(m_i, torch.zeros_like(m_i), torch.zeros_like(like))
+
+
+def fold(left: State, right: State) -> State:
+    """Two states over neighbouring keys as one."""
+    m_i = torch.maximum(left.m_i, right.m_i)
+    shift = m_i.masked_fill(m_i == -math.inf, 0)  # neither has seen a key
+    alpha, beta = torch.exp(left.m_i - shift), torch.exp(right.m_i - shift)
+    l_i = left.l_i * alpha + right.l_i * beta
+    return State(m_i, l_i, left.acc_o * alpha + right.acc_o * beta)
+
+
+def finish(state: State, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` (..., rows) of rows that have seen all their keys. A sink, (..., rows, 1), is
+    one more key without a value.
+    """
+    if sinks is not None:
+        sink = State(sinks, (sinks > -math.inf).to(sinks.dtype), torch.zeros_like(state.acc_o))
+        state = fold(state, sink)
+    is_empty = state.l_i == 0
+    lse = (state.m_i + state.l_i.log()).masked_fill(is_empty, -math.inf)
+    return state.acc_o / state.l_i.masked_fill(is_empty, 1), lse.squeeze(-1)
