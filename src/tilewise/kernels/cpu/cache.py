@@ -26,7 +26,7 @@ from ... import predicates
 from ...evaluation import evaluate
 from ...expressions import named
 from ...kv_cache import Cached, lse_by_query
-from ...paging import batch_of, gather, lengths_of, queries_of
+from ...paging import batch_of, lengths_of, queries_of
 from ...splits import State, empty_state, finish, fold, pieces
 
 Tensor = torch.Tensor
@@ -126,10 +126,10 @@ def _attend(sequence: Sequence, tiles: list[Tile]) -> list[State]:
     likes = [tile.q.new_zeros(*tile.q.shape[:2], headdim_v) for tile in tiles]
     totals = [empty_state(like) for like in likes]
     size = sequence.cached.split_size
-    workspace: dict[str, Tensor] = {}
+    workspace = Workspace(likes[0].dtype)
     for piece in pieces(sequence.first, sequence.length, size):
         states: list[State | None] = [None] * len(tiles)
-        for block in _blocks(sequence, piece * size, (piece + 1) * size, workspace, likes[0].dtype):
+        for block in _blocks(sequence, piece * size, (piece + 1) * size, workspace):
             for i, tile in enumerate(tiles):
                 if _sees(sequence, tile, block):
                     state = empty_state(likes[i]) if states[i] is None else states[i]
@@ -140,9 +140,30 @@ def _attend(sequence: Sequence, tiles: list[Tile]) -> list[State]:
     return totals
 
 
-def _blocks(
-    sequence: Sequence, start: int, stop: int, workspace: dict[str, Tensor], dtype: torch.dtype
-) -> Iterator[Block]:
+class Workspace:
+    """Memory of blocks, kept from one to the next: fresh pages cost more than a softmax."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype  # of blocks
+        self.blocks: dict[str, Tensor] = {}
+        self.stage: Tensor | None = None
+
+    def block(self, name: str, x: Tensor, n: int) -> Tensor:
+        """(nheads_k, n, ...), memory of its own for each shape."""
+        key = f"{name}{n}"
+        if key not in self.blocks:
+            self.blocks[key] = x.new_empty(x.shape[2], n, x.shape[3], dtype=self.dtype)
+        return self.blocks[key]
+
+    def staged(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Memory of this shape in the dtype of x."""
+        numel = math.prod(shape)
+        if self.stage is None or self.stage.numel() < numel:
+            self.stage = x.new_empty(numel)
+        return self.stage[:numel].view(shape)
+
+
+def _blocks(sequence: Sequence, start: int, stop: int, workspace: Workspace) -> Iterator[Block]:
     """The blocks of a piece, keys [start, stop), that hold keys."""
     cached = sequence.cached
     for a in range(start, stop, BLOCK_N):
@@ -152,29 +173,44 @@ def _blocks(
             continue
         loaded = []
         for name, x in (("k", cached.k), ("v", cached.v)):
-            name = f"{name}{n}"  # memory of its own for each shape
-            if name not in workspace:
-                workspace[name] = x.new_empty(x.shape[2], n, x.shape[3], dtype=dtype)
-            target = workspace[name]
+            target = workspace.block(name, x, n)
             if last - first < n:
                 target.zero_()
-            _load(target[:, first - a : last - a], x, sequence, first, last)
+            _load(target[:, first - a : last - a], x, sequence, first, last, workspace)
             loaded.append(target)
         yield Block(a, *loaded)
 
 
-def _load(target: Tensor, x: Tensor, sequence: Sequence, first: int, last: int) -> None:
+def _load(
+    target: Tensor, x: Tensor, sequence: Sequence, first: int, last: int, workspace: Workspace
+) -> None:
     """Keys or values [first, last) to (nheads_k, last - first, ...)."""
     table, page_size = sequence.cached.page_table, x.shape[1]
-    if table is None or page_size < BLOCK_N:
-        rows = gather(x, table, sequence.row, first, last)
+    if table is None:
+        _copy(target, x[sequence.row, first:last], workspace)
+        return
+    start, stop = first // page_size, (last - 1) // page_size + 1
+    pages = table[sequence.row, start:stop].clamp(0, x.shape[0] - 1)
+    if page_size < BLOCK_N:
+        found = workspace.staged(x, (stop - start, *x.shape[1:]))
+        rows = torch.index_select(x, 0, pages, out=found).flatten(0, 1)
+        rows = rows[first - start * page_size : last - start * page_size]
         target.copy_(rows.transpose(0, 1))
         return
-    for page in range(first // page_size, (last - 1) // page_size + 1):  # two at most
+    for page, number in enumerate(pages.tolist(), start):  # two at most
         a, b = max(first, page * page_size), min(last, (page + 1) * page_size)
-        number = min(max(int(table[sequence.row, page]), 0), x.shape[0] - 1)
         rows = x[number, a - page * page_size : b - page * page_size]
-        target[:, a - first : b - first].copy_(rows.transpose(0, 1))
+        _copy(target[:, a - first : b - first], rows, workspace)
+
+
+def _copy(target: Tensor, rows: Tensor, workspace: Workspace) -> None:
+    """(n, nheads_k, headdim) to (nheads_k, n, headdim). Where the heads of a row are neighbours it
+    is read in the order of memory first: head by head took 5.8 ms for 3.6, of 8Ki rows of 8 heads
+    in fp32 (AMD EPYC, one thread, 2026-11-22).
+    """
+    if rows.stride(0) > rows.stride(1):
+        rows = workspace.staged(rows, rows.shape).copy_(rows)
+    target.copy_(rows.transpose(0, 1))
 
 
 def _sees(sequence: Sequence, tile: Tile, block: Block) -> bool:
@@ -190,7 +226,7 @@ def _step(sequence: Sequence, tile: Tile, block: Block, state: State) -> State:
     s = torch.bmm(tile.q, block.k.transpose(1, 2))
     _modify(s, sequence, tile, block)
     m_i = torch.maximum(state.m_i, s.amax(-1, keepdim=True))
-    shift = m_i.masked_fill(m_i == -math.inf, 0)  # the row has seen no key yet
+    shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row has seen no key yet
     p = s.sub_(shift).exp_()
     alpha = torch.exp(state.m_i - shift)
     l_i = state.l_i * alpha + p.sum(-1, keepdim=True)
@@ -204,13 +240,16 @@ def _modify(s: Tensor, sequence: Sequence, tile: Tile, block: Block) -> None:
         s.div_(scalars.softcap).tanh_().mul_(scalars.softcap)
     s = s.unflatten(1, (-1, sequence.tokens))
     stop = block.start + s.shape[3]
+    sides = _sides(sequence, tile, block.start, stop)
+    if sequence.slopes is None and not cached.mask and not any(sides):
+        return
     q_idx = _positions(tile.start, tile.start + sequence.tokens).unsqueeze(1)
     k_idx = _positions(block.start, stop)
     if sequence.slopes is not None:
         s.addcmul_(sequence.slopes, (q_idx - k_idx).abs().to(s.dtype), value=-1)
-    hidden = _hidden(sequence, tile, q_idx, k_idx, block.start, stop)
-    if hidden is not None:
-        s.masked_fill_(hidden, -math.inf)
+    for is_partial, seen in zip(sides, (_in_use, _within_left, _within_right)):
+        if is_partial:
+            s.masked_fill_(~seen(sequence, q_idx, k_idx), -math.inf)
     if cached.mask:
         nheads_k, group = s.shape[:2]
         h = _positions(0, nheads_k * group).view(nheads_k, group, 1, 1)
@@ -219,26 +258,26 @@ def _modify(s: Tensor, sequence: Sequence, tile: Tile, block: Block) -> None:
         s.masked_fill_(~seen, -math.inf)
 
 
-def _hidden(
-    sequence: Sequence, tile: Tile, q_idx: Tensor, k_idx: Tensor, start: int, stop: int
-) -> Tensor | None:
-    """Which pairs of a tile and keys [start, stop) are hidden by length and band; None for none."""
+def _sides(sequence: Sequence, tile: Tile, start: int, stop: int) -> tuple[bool, bool, bool]:
+    """Whether keys [start, stop) are not all in use, and which sides of the band cut a tile."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
-    parts = []
-    if stop > sequence.length:
-        parts.append(~predicates.is_key(k_idx, sequence.length))
-    if left >= 0 and start < tile.start + sequence.tokens - 1 - left:
-        parts.append(~predicates.within_left(q_idx, k_idx, 0, left))
-    if start < sequence.first:
-        parts.append(k_idx < sequence.first)
-    if right >= 0 and stop - 1 > tile.start + right:
-        parts.append(~predicates.within_right(q_idx, k_idx, 0, right))
-    if not parts:
-        return None
-    hidden = parts[0]
-    for part in parts[1:]:
-        hidden = hidden | part
-    return hidden
+    return (
+        start < sequence.first or stop > sequence.length,
+        left >= 0 and start < tile.start + sequence.tokens - 1 - left,
+        right >= 0 and stop - 1 > tile.start + right,
+    )
+
+
+def _in_use(sequence: Sequence, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    return predicates.is_key(k_idx, sequence.length) & (k_idx >= sequence.first)
+
+
+def _within_left(sequence: Sequence, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    return predicates.within_left(q_idx, k_idx, 0, sequence.cached.scalars.left)
+
+
+def _within_right(sequence: Sequence, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    return predicates.within_right(q_idx, k_idx, 0, sequence.cached.scalars.right)
 
 
 def _positions(start: int, stop: int) -> Tensor:
