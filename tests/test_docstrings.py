@@ -16,6 +16,7 @@ MODULES = (
         "tilewise.sdpa",
         "tilewise.flex",
         "tilewise.bert_padding",
+        "tilewise.cache",
         "tilewise.reference",
         "tilewise.testing.switch",
     ),

@@ -1,5 +1,6 @@
 """Exact attention for PyTorch, computed tile by tile, every kernel written in Python."""
 
+from . import cache as cache
 from .api import attention
 from .errors import ArgumentError, PerformanceWarning
 from .faces import (

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import torch
 
+from .append_checks import Append
 from .kv_cache import Cached, lse_shape
 from .modifiers import check_captured
 from .ops import is_watched
 from .problem import Extras, Mods, Scalars
+from .rotary import Rotary
 from .schema import LIBRARY
 from .serialize import MASK, name_of, text_of
 from .sharded import refuse_shards
@@ -22,6 +24,11 @@ TENSORS = (
 NUMBERS = "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod"
 LIBRARY.define(f"flash_attn_cache({TENSORS}, {NUMBERS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"flash_attn_cache_out({TENSORS}, {NUMBERS}, *, Tensor(a!) out) -> Tensor")
+LIBRARY.define(
+    "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
+    "Tensor? sin, bool interleaved) -> ()"
+)
 
 
 def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -61,19 +68,48 @@ def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
 
 
+def append(asked: Append) -> None:
+    """New keys and values, checked, into a cache."""
+    rotary = asked.rotary or Rotary(None, None)
+    tensors = *asked[:-1], *rotary[:2]
+    if is_watched(*tensors):
+        torch.ops.tilewise.flash_attn_cache_append(*tensors, rotary.interleaved)
+    else:
+        _run_append(asked)
+
+
+def _run_append(asked: Append) -> None:
+    refuse_shards()
+    if asked.k.is_meta:
+        return
+    _refuse_other_devices(asked.k.device)
+    from .kernels.cpu.append import append
+
+    append(asked)
+
+
+def _append_kernel(*args):
+    *tensors, cos, sin, interleaved = args
+    _run_append(Append(*tensors, None if cos is None else Rotary(cos, sin, interleaved)))
+
+
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     refuse_shards()
     fresh, lse = _empty(cached, out)
     if cached.q.is_meta:
         return fresh, lse
-    if cached.q.device.type != "cpu":
-        raise NotImplementedError(
-            f"a cache on {cached.q.device}: the kernels that read one compute on the CPU alone"
-        )
+    _refuse_other_devices(cached.q.device)
     from .kernels.cpu import cache  # the backend is imported when it is asked
 
     cache.forward(cached, fresh, lse)
     return fresh, lse
+
+
+def _refuse_other_devices(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise NotImplementedError(
+            f"a cache on {device}: the kernels that read and write one compute on the CPU alone"
+        )
 
 
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,6 +138,8 @@ def _out_fake(*args, out):
 
 LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")
 LIBRARY.impl("flash_attn_cache_out", _out_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("flash_attn_cache_append", _append_kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_cache_append", lambda *args: None, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_cache", _fake, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_cache_out", _out_fake, lib=LIBRARY)
 

@@ -153,7 +153,7 @@ def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extr
         check_tensor(name, x)
         if x.dim() != dims or (name == "cu_seqlens_q" and x.shape[0] == 0):
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
-        _check_kind(name, x, q, (torch.int32,))
+        check_kind(name, x, q, (torch.int32,))
     batch = batch_of(q, cu_seqlens_q)
     source = "q" if cu_seqlens_q is None else "cu_seqlens_q"
     rows = k if page_table is None else page_table
@@ -164,28 +164,32 @@ def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extr
                 f"sequences: its first dimension must be {batch}"
             )
     if cu_seqlens_q is not None and knows_values(cu_seqlens_q):
-        _check_starts(cu_seqlens_q, q.shape[0])
+        check_starts(cu_seqlens_q, q.shape[0])
     if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
         if knows_values(seqused_k):
             check_reach(k, page_table, seqused_k)
 
 
-def _check_kind(name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_kind(
+    name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...], of: str = "q"
+) -> None:
+    """One of some dtypes, on the device of `of`."""
     if x.dtype not in dtypes:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
     if x.device != q.device:
         raise ArgumentError(
-            f"{name} is on {x.device} and q is on {q.device}: move them to one device"
+            f"{name} is on {x.device} and {of} is on {q.device}: move them to one device"
         )
 
 
-def _check_starts(starts: Tensor, total: int) -> None:
+def check_starts(starts: Tensor, total: int, what: str = "queries") -> None:
+    """Where packed sequences begin; rows past the last may be there."""
     found = starts.tolist()
     if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
         raise ArgumentError(
             f"cu_seqlens_q={found}: it must begin with 0, never decrease, and end with at most the "
-            f"number of packed queries, {total}"
+            f"number of packed {what}, {total}"
         )
 
 
@@ -227,7 +231,7 @@ def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:
                     f"{name} has shape {tuple(x.shape)}: with q of {nheads} heads and {batch} "
                     f"sequences it must be {' or '.join(map(str, shapes))}"
                 )
-            _check_kind(name, x, q, dtypes)
+            check_kind(name, x, q, dtypes)
     for x in extras.captured:
         if x.device != q.device:
             raise ArgumentError(
