@@ -17,6 +17,7 @@ MODULES = (
         "tilewise.flex",
         "tilewise.bert_padding",
         "tilewise.cache",
+        "tilewise.kv_cache",
         "tilewise.reference",
         "tilewise.testing.switch",
     ),

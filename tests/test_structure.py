@@ -16,7 +16,7 @@ OF_LIBRARY = [name for name in TREES if not name.startswith(("testing/", "bench/
 RANKS = [
     ["cli", "bench"],
     ["integrations", "ring"],
-    ["__init__", "faces", "sdpa", "flex", "bert_padding"],
+    ["__init__", "faces", "sdpa", "flex", "bert_padding", "kv_cache"],
     ["api", "cache"],
     ["cache_ops"],
     ["ops"],
@@ -27,7 +27,7 @@ RANKS = [
     ["tile"],
     ["reference"],
     ["broadcasting", "chunks", "append_checks"],
-    ["kv_cache"],
+    ["cache_checks"],
     ["checks", "qkv", "modifiers", "schema"],
     ["scalars"],
     ["problem", "sparse"],
@@ -172,6 +172,7 @@ WIDE = {
     "api.py": {"attention"},
     "faces.py": {"flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"}
     | {"flash_attn_varlen_func"},
+    "kv_cache.py": {"flash_attn_with_kvcache"},
     "reference.py": {"attention_reference"},
     "ops.py": {"forward"},  # an autograd.Function's: every input is a parameter
     # Triton takes descriptors as arguments of their own, not in groups

@@ -13,6 +13,7 @@ from .faces import (
 )
 from .flex import flex_attention
 from .integrations.torch_sdpa import disable_sdpa, enable_sdpa
+from .kv_cache import flash_attn_combine, flash_attn_with_kvcache
 from .reference import attention_reference, merge_states
 from .sdpa import scaled_dot_product_attention
 
@@ -25,12 +26,14 @@ __all__ = [
     "attention_reference",
     "disable_sdpa",
     "enable_sdpa",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "flex_attention",
     "merge_states",
     "scaled_dot_product_attention",

@@ -8,10 +8,17 @@ from collections.abc import Callable
 import torch
 
 from . import cache_ops, dispatch, ops
+from .cache_checks import (
+    Cached,
+    check_cached,
+    check_no_grad,
+    check_out,
+    is_cached,
+    refuse_beside_cache,
+)
 from .checks import check, check_scores, has_values
 from .dropout import check_dropout, draw_rng
 from .errors import OURS, Words
-from .kv_cache import Cached, check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .modifiers import check_block_mask, modifiers_of
 from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from .qkv import in_order, sizes_of

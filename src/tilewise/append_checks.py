@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from .cache_checks import check_kind, check_reach, check_starts
 from .checks import knows_values
 from .errors import ArgumentError
-from .kv_cache import check_kind, check_reach, check_starts
 from .qkv import DTYPES, check_tensor
 from .rotary import Rotary
 

@@ -20,8 +20,8 @@ import torch
 
 from . import cache_ops
 from .append_checks import Append, check_append, check_places
+from .cache_checks import check_no_grad
 from .checks import knows_values
-from .kv_cache import check_no_grad
 from .rotary import Rotary as Rotary
 
 Tensor = torch.Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from .append_checks import Append
-from .kv_cache import Cached, lse_shape
+from .cache_checks import Cached, lse_shape
 from .modifiers import check_captured
 from .ops import is_watched
 from .problem import Extras, Mods, Scalars

@@ -11,6 +11,7 @@ from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .dropout import check_dropout, draw_rng
 from .errors import ArgumentError, Words
 from .flex import flex_attention as flex_attention
+from .kv_cache import varlen_of_pages
 from .problem import extras_of
 from .qkv import check_rank, in_order
 from .scalars import Window, as_int, band, check_bounds, check_flag
@@ -201,16 +202,20 @@ def flash_attn_varlen_func(
     1,), on the device of q, and never copied to the host. `max_seqlen_q` and `max_seqlen_k` may be
     left out. `seqused_q` and `seqused_k`, int32 (batch,): how many rows of a sequence are real.
     Newer arguments, returns and errors are those of `flash_attn_func`, lse (nheads, total_q);
-    `block_table` raises NotImplementedError.
+    with `block_table`, int32 (batch, pages), k and v are pages (num_pages, page_size, nheads_k,
+    headdim), and there is no gradient.
     """
-    if block_table is not None:
-        raise NotImplementedError("block_table: a paged KV cache is not here yet; pass None")
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
-    q, k, v = in_order(q, k, v, "bshd", True)
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    if block_table is not None:
+        learned, numbers = (alibi_slopes, learnable_sink), (_flag(causal), softmax_scale)
+        numbers, others = (*numbers, window_size, softcap), (attention_chunk, dropout_p)
+        found = varlen_of_pages(q, k, v, block_table, lengths, learned, numbers, others)
+        return _returned(*found, return_attn_probs, return_lse)
+    q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_packed(chunk, lengths)
     extras = alibi_slopes, learnable_sink, *lengths, None, _rng(dropout_p, q), *chunks.captured

@@ -1,293 +1,273 @@
-"""The door of calls with a cache: arguments as users write them become a `Cached`, or an
-ArgumentError that names the culprit.
-"""
+"""flash-attn's functions for a KV cache as drop-in faces of `attention` and `cache.append`."""
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import splits
-from .checks import knows_values
+from . import cache, splits
+from .api import attend_cached
+from .append_checks import check_tables
+from .cache_checks import check_cached, check_kind, refuse_beside_cache
+from .chunks import check_chunk, chunk_band
 from .errors import ArgumentError
-from .modifiers import modifiers_of
-from .paging import batch_of, capacity
-from .problem import Extras, Scalars
-from .qkv import DTYPES, check_tensor, check_tensors
-from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
+from .mods import chunked
+from .paging import batch_of
+from .qkv import check_tensor
+from .rotary import Rotary, rotate
+from .scalars import Window, as_int, band, check_flag
 
 Tensor = torch.Tensor
 
 
-class Cached(NamedTuple):
-    """A call with a cache that has passed the door."""
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    qv: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: Any = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
+):
+    """flash-attn 2's `flash_attn_with_kvcache`, argument for argument, with flash-attn 3's newer
+    ones keyword-only after it.
 
-    q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
-    k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, ...)
-    v: Tensor
-    page_table: Tensor | None  # (batch, pages), int32
-    extras: Extras
-    scalars: Scalars
-    split_size: int
-    mask: str = ""  # the name of the mask's tree
+    >>> import torch, tilewise
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 32).unbind(0)  # one new token for each of 2 sequences
+    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32).unbind(0)
+    >>> seqlens = torch.tensor([20, 3], dtype=torch.int32)  # before the new ones
+    >>> tilewise.flash_attn_with_kvcache(
+    ...     q, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True
+    ... ).shape
+    torch.Size([2, 1, 4, 32])
 
+    k and v, if given, are appended in place at `cache_seqlens`, an int or int32 (batch,): the
+    length of each sequence before them (None: the cache is full). `block_table` and `page_table`
+    are one: int32 (batch, pages) of a cache (num_pages, page_size, nheads_k, headdim), any
+    page_size. `cache_batch_idx`: which row of the cache is whose; `cache_leftpad`: at which row a
+    sequence begins. Neither goes with pages. Packed: `cu_seqlens_q`, and `cu_seqlens_k_new` of k
+    and v.
 
-def is_cached(
-    k: Tensor, page_table: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> bool:
-    """Whether k and v are a cache: pages, or rows of a batch beside packed queries."""
-    if page_table is not None:
-        return True
-    if cu_seqlens_q is None or cu_seqlens_k is not None:
-        return False
-    return isinstance(k, Tensor) and k.dim() == 4
+    `rotary_cos` and `rotary_sin`, (positions, rotary_dim / 2), turn k by its positions, `cache_
+    seqlens` (or `rotary_seqlens`) and on, and q likewise with causal or a window, else all of q by
+    the first. They need k.
 
-
-NOT_SERVED = {
-    "seqused_q": "let cu_seqlens_q say how many queries each sequence has",
-    "cu_seqlens_k": "pass k and v as (batch, seqlen_k, nheads_k, headdim) or as pages, and their "
-    "lengths as seqused_k",
-    "bias": "pass a mask_mod or alibi_slopes",
-    "block_mask": "pass its mask as mask_mod",
-    "score_mod": "pass softcap or alibi_slopes",
-    "dropout_p": "leave it out",
-}
-
-
-def refuse_beside_cache(others: tuple, backend: str | None) -> None:
-    """What a call with a cache does not take, in the order of NOT_SERVED: each None, or refused."""
-    for (name, remedy), value in zip(NOT_SERVED.items(), others):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} with a cache, split_size or out is not served: {remedy}"
-            )
-    if backend not in (None, "cpu"):
+    `num_splits`, `max_seqlen_q`, `scheduler_metadata`, `pack_gqa` and `sm_margin` change nothing:
+    pieces are as `split_size=None` of `tilewise.attention` has them, and no call plans. qv and
+    descales raise NotImplementedError, as does what requires grad. Returns out, or (out, lse) with
+    `return_softmax_lse`, lse (batch, nheads, seqlen_q) or (nheads, total_q); a row without keys has
+    lse -inf.
+    """
+    for name, x in dict(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    ).items():
+        if x is not None:
+            raise NotImplementedError(f"{name}: neither MLA nor fp8 caches are served: pass None")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    table = _one_table(page_table, block_table)
+    rows = cache_batch_idx, cache_leftpad
+    if table is not None and any(x is not None for x in rows):
         raise NotImplementedError(
-            f"backend={backend!r} with a cache: the kernels that read one are those of 'cpu'"
+            "cache_batch_idx and cache_leftpad with a page table: the table says where each "
+            "sequence lies"
         )
+    batch = batch_of(q, cu_seqlens_q)
+    before = _lengths(cache_seqlens, batch, k_cache, table)
+    causal = check_flag("causal", causal)
+    if rotary_cos is not None:
+        rotary = Rotary(
+            rotary_cos, rotary_sin, check_flag("rotary_interleaved", rotary_interleaved)
+        )
+        base = before if rotary_seqlens is None else rotary_seqlens
+        is_one = not causal and band(window_size, causal, "window_size") == (-1, -1)
+        q, k = _rotated(q, k, rotary, base, (cu_seqlens_q, cu_seqlens_k_new), is_one)
+    used = before
+    place = table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
+    if k is not None:
+        used = before + _new_lengths(k, cu_seqlens_k_new)
+        where = dict(seqused_k=used, page_table=place, cu_seqlens_q=cu_seqlens_k_new)
+        cache.append(k_cache, v_cache, k, v, **where)
+    if cache_leftpad is not None:
+        k_cache, v_cache, place = _without_padding(k_cache, v_cache, *rows, batch)
+        used = used - cache_leftpad
+    chunk = check_chunk(attention_chunk)
+    window = chunk_band(chunk, band(window_size, causal, "window_size"))
+    cached = check_cached(
+        *(q, k_cache, v_cache, place, (used, cu_seqlens_q)),
+        (alibi_slopes, learnable_sink, chunked(chunk) if chunk else None),
+        (causal, softmax_scale, window, softcap, None),
+        "bshd",
+    )
+    found, lse = attend_cached(cached, out, "bshd")
+    return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
-def check_cached(
+def _one_table(page_table: Tensor | None, block_table: Tensor | None) -> Tensor | None:
+    if page_table is not None and block_table is not None:
+        raise ArgumentError("page_table and block_table are two names of one table: pass one")
+    return block_table if page_table is None else page_table
+
+
+def _lengths(
+    cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor, table: Tensor | None
+) -> Tensor:
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() == 1:
+        check_kind("cache_seqlens", cache_seqlens, k_cache, (torch.int32,), "k_cache")
+        return cache_seqlens
+    length = cache_seqlens
+    if length is None:
+        length = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    length = as_int(length)
+    if length is None:
+        raise ArgumentError(
+            f"cache_seqlens={cache_seqlens!r}: it must be an int, int32 of shape (batch,), or None"
+        )
+    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+
+
+def _new_lengths(k: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
+    check_tensor("k", k)
+    return k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+
+
+def _rotated(
+    q: Tensor,
+    k: Tensor | None,
+    rotary: Rotary,
+    base: Tensor,
+    starts: tuple[Tensor | None, Tensor | None],
+    is_one: bool,
+) -> tuple[Tensor, Tensor]:
+    """q and k, turned; with `is_one` all of a sequence's queries stand at its first position."""
+    if k is None or rotary.sin is None:
+        missing = "k" if k is None else "rotary_sin"
+        raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
+    check_tables(rotary, q, "q")
+    of_q, of_k = (_positions(x, base, cu) for x, cu in zip((q, k), starts))
+    if is_one:
+        of_q = of_q[0], torch.zeros_like(of_q[1])
+    return rotate(q, rotary, sum(of_q)), rotate(k, rotary, sum(of_k))
+
+
+def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the sequence of each row begins, and the row in it."""
+    if cu_seqlens is None:
+        row = torch.arange(x.shape[1], device=x.device)
+        return base.long().unsqueeze(1), row.expand(x.shape[0], -1)
+    row = torch.arange(x.shape[0], device=x.device)
+    last = max(cu_seqlens.shape[0] - 2, 0)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True).clamp(max=last)
+    return base.long()[sequence], row - cu_seqlens.long()[sequence]
+
+
+def _without_padding(
+    k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, leftpad: Tensor, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache as pages of one row, of which a sequence has those from its padding on."""
+    seqlen = k_cache.shape[1]
+    if rows is None:
+        rows = torch.arange(batch, dtype=torch.int32, device=k_cache.device)
+    positions = torch.arange(seqlen, dtype=torch.int32, device=k_cache.device)
+    table = (rows * seqlen + leftpad).unsqueeze(1) + positions
+    return *(x.flatten(0, 1).unsqueeze(1) for x in (k_cache, v_cache)), table
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """flash-attn 3's `flash_attn_combine`: results over disjoint keys as one, (out, lse).
+
+    >>> import torch, tilewise
+    >>> out, lse = torch.randn(3, 2, 5, 4, 32), torch.randn(3, 2, 5, 4)  # 3 splits
+    >>> out, lse = tilewise.flash_attn_combine(out, lse)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 5, 4, 32]), torch.Size([2, 5, 4]))
+
+    out_partial (splits, batch, seqlen, nheads, headdim_v), or packed (splits, total, nheads,
+    headdim_v), lse_partial the same without the last dimension, natural log. They are folded from
+    the first split to the last, in fp32 (fp64 for fp64). `out` is written in place; else its dtype
+    is `out_dtype`, by default that of out_partial.
+    """
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        check_tensor(name, x)
+    if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
+        raise ArgumentError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial "
+            f"{tuple(lse_partial.shape)}: they must be (splits, batch, seqlen, nheads, headdim_v), "
+            "or (splits, total, nheads, headdim_v), and the same without headdim_v"
+        )
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ArgumentError(
+            f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
+        )
+    exact = torch.promote_types(out_partial.dtype, torch.float32)
+    acc_o, m_i = out_partial.to(exact), lse_partial.to(exact).unsqueeze(-1)
+    has_keys = m_i > -torch.inf
+    acc_o = acc_o.masked_fill(~has_keys, 0)  # a split without keys may hold anything
+    state = splits.empty_state(acc_o.new_zeros(acc_o.shape[1:]))
+    for part in zip(m_i, has_keys.to(exact), acc_o):
+        state = splits.fold(state, splits.State(*part))
+    found, lse = splits.finish(state)
+    if out is not None:
+        return out.copy_(found), lse
+    return found.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+
+
+def varlen_of_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    page_table: Tensor | None,
-    lengths: tuple[Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None, Callable | None],
-    numbers: tuple[bool | str, float | None, Window, float | None, int | None],
-    layout: str,
-) -> Cached:
-    """`lengths` are seqused_k and cu_seqlens_q; `learned` alibi_slopes, sinks and mask_mod;
-    `numbers` causal, scale, window, softcap and split_size.
+    block_table: Tensor,
+    lengths: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+    learned: tuple[Tensor | None, Tensor | None],
+    numbers: tuple[bool, float | None, Window, float],
+    others: tuple[int, float],
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_varlen_func` over pages. `lengths` are seqused_k and _q and cu_seqlens_q and _k;
+    `others` attention_chunk and dropout_p.
     """
-    seqused_k, cu_seqlens_q = lengths
-    slopes, sinks, mask_mod = learned
-    causal, scale, window, softcap, split_size = numbers
-    q, k, v = _in_order(q, k, v, cu_seqlens_q, layout)
-    _check_shapes(q, k, v, cu_seqlens_q)
-    if check_causal(causal) != "bottom_right":
-        raise ArgumentError(
-            f"causal={causal!r} with a cache: queries are the last ones of their sequence, so it "
-            "must be False, True or 'bottom_right'"
-        )
-    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q)
-    _check_lengths(q, k, page_table, extras)
-    batch = batch_of(q, cu_seqlens_q)
-    modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
-    extras = extras._replace(captured=modifiers.captured)
-    _check_learned(q, batch, extras)
-    sides = band(window, causal is not False)
-    scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
-    size = check_split_size(split_size, q.shape[-2] // k.shape[2])
-    return Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
-
-
-def _in_order(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, layout: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_layout(layout)
-    is_packed = cu_seqlens_q is not None
-    if is_packed and layout != "bshd":
-        raise ArgumentError(
-            f"layout={layout!r}: packed queries are (total_q, nheads, headdim), so leave it out"
-        )
-    for name, x, dims in (("q", q, 3 if is_packed else 4), ("k", k, 4), ("v", v, 4)):
-        check_tensor(name, x)
-        if x.dim() != dims:
-            shape = "(total_q, nheads, headdim)" if dims == 3 else "of 4 dimensions"
-            raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}: with a cache"
-                f"{' and cu_seqlens_q' if is_packed else ''} it must be {shape}"
-            )
-    return (q, k, v) if layout == "bshd" else tuple(x.transpose(1, 2) for x in (q, k, v))
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
-    """As `check_tensors` asks, but for the batch: pages belong to nobody."""
-    if k.shape[0] != v.shape[0]:
-        raise ArgumentError(
-            f"k has {k.shape[0]} pages or rows and v has {v.shape[0]}: they must be equal"
-        )
-    q = q.unsqueeze(0) if cu_seqlens_q is not None else q
-    check_tensors(q[:1].expand(k.shape[0], -1, -1, -1) if q.shape[0] else _rows(q, k), k, v)
-
-
-def _rows(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(k.shape[0], *q.shape[1:])
-
-
-def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
-    """Shapes of page table and lengths, and their values where those may be looked at."""
-    cu_seqlens_q, seqused_k = extras.cu_seqlens_q, extras.seqused_k
-    for name, x, dims, shape in (
-        ("page_table", page_table, 2, "(batch, pages)"),
-        ("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)"),
-        ("seqused_k", seqused_k, 1, "(batch,)"),
-    ):
-        if x is None:
-            continue
-        check_tensor(name, x)
-        if x.dim() != dims or (name == "cu_seqlens_q" and x.shape[0] == 0):
-            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
-        check_kind(name, x, q, (torch.int32,))
-    batch = batch_of(q, cu_seqlens_q)
-    source = "q" if cu_seqlens_q is None else "cu_seqlens_q"
-    rows = k if page_table is None else page_table
-    for name, x in (("k" if page_table is None else "page_table", rows), ("seqused_k", seqused_k)):
-        if x is not None and x.shape[0] != batch:
-            raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)} and {source} says that there are {batch} "
-                f"sequences: its first dimension must be {batch}"
-            )
-    if cu_seqlens_q is not None and knows_values(cu_seqlens_q):
-        check_starts(cu_seqlens_q, q.shape[0])
-    if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
-        if knows_values(seqused_k):
-            check_reach(k, page_table, seqused_k)
-
-
-def check_kind(
-    name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...], of: str = "q"
-) -> None:
-    """One of some dtypes, on the device of `of`."""
-    if x.dtype not in dtypes:
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
-    if x.device != q.device:
-        raise ArgumentError(
-            f"{name} is on {x.device} and {of} is on {q.device}: move them to one device"
-        )
-
-
-def check_starts(starts: Tensor, total: int, what: str = "queries") -> None:
-    """Where packed sequences begin; rows past the last may be there."""
-    found = starts.tolist()
-    if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
-        raise ArgumentError(
-            f"cu_seqlens_q={found}: it must begin with 0, never decrease, and end with at most the "
-            f"number of packed {what}, {total}"
-        )
-
-
-def check_reach(k: Tensor, page_table: Tensor | None, seqused_k: Tensor) -> None:
-    """Every key that is in use has a place, in a page that is there."""
-    room, lengths = capacity(k, page_table), seqused_k.tolist()
-    if any(n < 0 or n > room for n in lengths):
-        place = f"k has {room} rows a sequence"
-        if page_table is not None:
-            place = (
-                f"page_table has {page_table.shape[1]} entries of pages of {k.shape[1]}, room for "
-                f"{room} keys"
-            )
-        raise ArgumentError(
-            f"seqused_k={lengths}: it must be at least 0, and {place}: widen it, or shorten the "
-            "sequences"
-        )
-    if page_table is None:
-        return
-    for row, n in enumerate(lengths):
-        used = page_table[row, : -(-n // k.shape[1])].tolist()
-        if any(page < 0 or page >= k.shape[0] for page in used):
-            raise ArgumentError(
-                f"page_table[{row}] begins with {used}, pages of {n} keys in use: each must be at "
-                f"least 0 and below the number of pages, {k.shape[0]}"
-            )
-
-
-def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:
-    slopes, sinks, nheads = extras.alibi_slopes, extras.sinks, q.shape[-2]
-    for name, x, shapes, dtypes in (
-        ("alibi_slopes", slopes, [(nheads,), (batch, nheads)], (torch.float32,)),
-        ("sinks", sinks, [(nheads,)], DTYPES),
-    ):
-        if x is not None:
-            check_tensor(name, x)
-            if tuple(x.shape) not in shapes:
-                raise ArgumentError(
-                    f"{name} has shape {tuple(x.shape)}: with q of {nheads} heads and {batch} "
-                    f"sequences it must be {' or '.join(map(str, shapes))}"
-                )
-            check_kind(name, x, q, dtypes)
-    for x in extras.captured:
-        if x.device != q.device:
-            raise ArgumentError(
-                f"mask_mod has a tensor on {x.device} and q is on {q.device}: move them to one "
-                "device (Mask.to)"
-            )
-
-
-def check_split_size(split_size: Any, group: int) -> int:
-    """The keys of a piece."""
-    if split_size is None:
-        return splits.default_split_size(group)
-    size = as_int(split_size)
-    if size is None or size < 1:
-        raise ArgumentError(
-            f"split_size={split_size!r}: it must be an int of at least 1, or None for the default"
-        )
-    return size
-
-
-def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
-    """`out` in the order of q."""
-    check_tensor("out", out)
-    shape = (*cached.q.shape[:-1], cached.v.shape[3])
-    ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
-    if tuple(ordered.shape) != tuple(shape):
-        asked = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
-        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(asked)}")
-    if out.dtype != cached.q.dtype or out.device != cached.q.device:
-        raise ArgumentError(
-            f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
-            f"{cached.q.device}, as q"
-        )
-    if out.stride(-1) != 1 and out.shape[-1] != 1:
-        raise ArgumentError(
-            f"out has stride {out.stride(-1)} in its last dimension: it must be contiguous"
-        )
-    return ordered
-
-
-def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
-    """No gradient is asked for."""
-    for name, x in tensors:
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name}.requires_grad: a cache is written in place, step by step, so that what a "
-                "gradient would need is gone; call under torch.no_grad(), detach() it, or train "
-                "with k and v as they are, without page_table, split_size and out"
-            )
-
-
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    """(batch, nheads, seqlen_q), packed (nheads, total_q)."""
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-
-def lse_by_query(lse: Tensor) -> Tensor:
-    """The view (batch, seqlen_q, nheads), packed (total_q, nheads)."""
-    return lse.transpose(-1, -2)
+    used_k, used_q, starts_q, starts_k = lengths
+    causal, scale, window_size, softcap = numbers
+    chunk = check_chunk(others[0])
+    refuse_beside_cache((used_q, None, None, None, None, others[1] or None), None)
+    window = chunk_band(chunk, band(window_size, causal, "window_size"))
+    cached = check_cached(
+        *(q, k, v, block_table, (starts_k.diff() if used_k is None else used_k, starts_q)),
+        (*learned, chunked(chunk) if chunk else None),
+        (causal, scale, window, softcap, None),
+        "bshd",
+    )
+    return attend_cached(cached, None, "bshd")

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from . import mods, predicates, scores
+from .cache_checks import Cached, check_cached, is_cached, lse_by_query, lse_shape
 from .checks import check_extras
 from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError
-from .kv_cache import Cached, check_cached, is_cached, lse_by_query, lse_shape
 from .modifiers import check_block_mask, modifiers_of
 from .paging import batch_of, gather, lengths_of, queries_of
 from .problem import OPEN, Extras, Scalars

@@ -141,12 +141,6 @@ def test_seqused_q_asks_for_packed_sequences():
         tilewise.attention(q, q, q, seqused_q=int32(3, 5))
 
 
-def test_a_paged_cache_is_refused_by_name():
-    q, k, v = packed()
-    with pytest.raises(NotImplementedError, match="block_table"):
-        tilewise.flash_attn_varlen_func(q, k, v, STARTS, STARTS, block_table=STARTS)
-
-
 def test_values_on_a_gpu_are_looked_at_only_if_asked(monkeypatch):
     elsewhere = torch.zeros(3, dtype=INT32, device="meta")
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 
 from ... import predicates
+from ...cache_checks import Cached, lse_by_query
 from ...evaluation import evaluate
 from ...expressions import named
-from ...kv_cache import Cached, lse_by_query
 from ...paging import batch_of, lengths_of, queries_of
 from ...splits import State, empty_state, finish, fold, pieces
 
