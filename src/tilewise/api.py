@@ -140,7 +140,7 @@ def attention(
             (causal, scale, window, softcap, split_size),
             layout,
         )
-        out, lse = attend_cached(cached, out, layout)
+        out, lse = attend_cached(cached._replace(backend=backend), out, layout)
         return (out, lse) if return_lse else out
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)

@@ -16,7 +16,7 @@ from .checks import knows_values
 from .errors import ArgumentError
 from .modifiers import modifiers_of
 from .paging import batch_of, capacity
-from .problem import Extras, Scalars
+from .problem import Extras, Mods, Problem, Scalars, describe
 from .qkv import DTYPES, check_tensor, check_tensors
 from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
 
@@ -34,6 +34,14 @@ class Cached(NamedTuple):
     scalars: Scalars
     split_size: int
     mask: str = ""  # the name of the mask's tree
+    backend: str | None = None  # the name of one to force
+
+    @property
+    def problem(self) -> Problem:
+        """What selects code."""
+        q = self.q if self.q.dim() == 4 else self.q.unsqueeze(0)
+        flags = "bottom_right", False, Mods(self.mask)
+        return describe(q, self.k, self.v, self.extras, self.scalars, *flags)
 
 
 def is_cached(
@@ -65,9 +73,9 @@ def refuse_beside_cache(others: tuple, backend: str | None) -> None:
             raise NotImplementedError(
                 f"{name} with a cache, split_size or out is not served: {remedy}"
             )
-    if backend not in (None, "cpu"):
+    if backend not in (None, "cpu", "portable"):
         raise NotImplementedError(
-            f"backend={backend!r} with a cache: the kernels that read one are those of 'cpu'"
+            f"backend={backend!r} with a cache: the kernels that read one are 'portable' and 'cpu'"
         )
 
 

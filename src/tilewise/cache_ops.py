@@ -4,8 +4,12 @@ straight to the backend, as in `ops`.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import torch
 
+from . import dispatch
 from .append_checks import Append
 from .cache_checks import Cached, lse_shape
 from .modifiers import check_captured
@@ -15,13 +19,17 @@ from .rotary import Rotary
 from .schema import LIBRARY
 from .serialize import MASK, name_of, text_of
 from .sharded import refuse_shards
+from .testing.switch import interpreter_is_on
 
 Tensor = torch.Tensor
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor[]? captured"
 )
-NUMBERS = "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod"
+NUMBERS = (
+    "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod, "
+    "str? backend"
+)
 LIBRARY.define(f"flash_attn_cache({TENSORS}, {NUMBERS}) -> (Tensor, Tensor)")
 LIBRARY.define(f"flash_attn_cache_out({TENSORS}, {NUMBERS}, *, Tensor(a!) out) -> Tensor")
 LIBRARY.define(
@@ -47,21 +55,21 @@ def _arguments(cached: Cached) -> tuple:
         *(cached.q, cached.k, cached.v, cached.page_table, extras.seqused_k, extras.cu_seqlens_q),
         *(extras.alibi_slopes, extras.sinks, list(extras.captured) or None),
         *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
-        *(cached.split_size, text_of(cached.mask)),
+        *(cached.split_size, text_of(cached.mask), cached.backend),
     )
 
 
 def _cached(*args) -> Cached:
     """The inverse of `_arguments`."""
     q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args
-    *numbers, split_size, mask = numbers
+    *numbers, split_size, mask, backend = numbers
     extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=tuple(captured or ()))
     name = name_of(mask, MASK)
     if name:
         starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
         rank4 = q if q.dim() == 4 else q.unsqueeze(0)
         check_captured(Mods(name), rank4, k, extras._replace(cu_seqlens_q=starts))
-    return Cached(q, k, v, page_table, extras, Scalars(*numbers), split_size, name)
+    return Cached(q, k, v, page_table, extras, Scalars(*numbers), split_size, name, backend)
 
 
 def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
@@ -82,10 +90,12 @@ def _run_append(asked: Append) -> None:
     refuse_shards()
     if asked.k.is_meta:
         return
-    _refuse_other_devices(asked.k.device)
-    from .kernels.cpu.append import append
-
-    append(asked)
+    device = asked.k.device
+    if device.type != "cpu" or interpreter_is_on():
+        name = "tilewise.kernels.portable.append_launch"
+    else:
+        name = "tilewise.kernels.cpu.append"
+    importlib.import_module(name).append(asked)
 
 
 def _append_kernel(*args):
@@ -98,18 +108,27 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     fresh, lse = _empty(cached, out)
     if cached.q.is_meta:
         return fresh, lse
-    _refuse_other_devices(cached.q.device)
-    from .kernels.cpu import cache  # the backend is imported when it is asked
-
-    cache.forward(cached, fresh, lse)
+    _backend_of(cached).forward(cached, fresh, lse)
     return fresh, lse
 
 
-def _refuse_other_devices(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise NotImplementedError(
-            f"a cache on {device}: the kernels that read and write one compute on the CPU alone"
-        )
+# In the order of preference; imported when they are asked
+BACKENDS = {
+    "portable": "tilewise.kernels.portable.decode_launch",
+    "cpu": "tilewise.kernels.cpu.cache",
+}
+
+
+def _backend_of(cached: Cached) -> ModuleType:
+    """The first that serves the call; NotImplementedError with every reason where none does."""
+    problem, device, reasons = cached.problem, cached.q.device, []
+    for name in BACKENDS if cached.backend is None else (cached.backend,):
+        reason = dispatch.ask(name, problem, device)
+        if reason is None:
+            return importlib.import_module(BACKENDS[name])
+        reasons.append(f"  {name}: {reason}")
+    lines = "\n".join(reasons)
+    raise NotImplementedError(f"no backend serves attention beside a cache on {device}:\n{lines}")
 
 
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:

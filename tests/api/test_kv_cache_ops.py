@@ -18,7 +18,7 @@ def arguments(packed=True, page_size=8, **features):
     q = torch.cat(s.q) if packed else torch.stack(s.q)
     given = dict.fromkeys(("alibi_slopes", "sinks", "captured")) | features
     tensors = q, k, v, table, s.lengths, s.starts if packed else None, *given.values()
-    return *tensors, 0.25, 0.0, -1, 0, 16, ""
+    return *tensors, 0.25, 0.0, -1, 0, 16, "", None
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -48,6 +48,7 @@ def decode(q, k, v, table, used, starts):
 
 def test_one_graph_serves_any_lengths():
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
     q, k, v, table, used, starts, *_ = arguments()
     calls = torch._dynamo.utils.counters["stats"]

@@ -1,0 +1,48 @@
+"""Host side of `cache.append`: one launch, whatever the lengths."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...append_checks import Append
+from .append import NewKeys, Widths, cache_append_kernel
+from .decode_launch import SplitPlan, cache_of, run, strided_of
+
+Tensor = torch.Tensor
+
+
+def append(asked: Append) -> None:
+    """Writes k and v to the caches; positions turn k first."""
+    if asked.k_cache.numel() and asked.k.numel():
+        run(plan_of(asked), asked.k.device)
+
+
+def plan_of(asked: Append) -> SplitPlan:
+    """A program for each new key."""
+    k, v, rotary = asked.k, asked.v, asked.rotary
+    total = k.shape[:-2].numel()
+    used, starts = (_contiguous(x) for x in (asked.seqused_k, asked.cu_seqlens_q))
+    if k.dim() == 3 and starts is None:  # keys by slots alone
+        used = None
+    batch = k.shape[0] if starts is None else starts.shape[0] - 1
+    cos, sin = (None, None) if rotary is None else map(_contiguous, rotary[:2])
+    half = 0 if cos is None else cos.shape[1]
+    positions = 0 if cos is None else cos.shape[0]
+    if half * positions == 0:  # nothing is turned
+        cos, sin, half = None, None, 0
+    new = NewKeys(
+        *(strided_of(k), strided_of(v), used, starts, _contiguous(asked.slots)),
+        *(batch, k.shape[-3], cos, sin, positions),
+    )
+    nheads_k, headdim, headdim_v = *k.shape[-2:], v.shape[-1]
+    sizes = nheads_k, headdim, headdim_v
+    is_interleaved = rotary is not None and bool(rotary.interleaved)
+    padded = (triton.next_power_of_2(n) for n in sizes)
+    widths = Widths(*sizes, *padded, half, is_interleaved)
+    cache = cache_of(asked.k_cache, asked.v_cache, asked.page_table)
+    return SplitPlan(cache_append_kernel, total, (new, cache, total), dict(WIDTHS=widths))
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()

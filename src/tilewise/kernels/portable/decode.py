@@ -1,0 +1,262 @@
+"""Attention beside a cache: FlashDecoding in two launches.
+
+The first has a program for each (sequence, tile of queries, key head, piece of split_size keys),
+which walks the piece in tiles of BLOCK_N keys and writes what it has, unnormalised. The second
+folds the pieces of a tile from left to right. Where there is one piece, or no room for what lies
+between, one launch walks all pieces of a tile and folds as it goes: the same sums.
+
+A tile has whole groups of query heads, row r being token r // GROUP and head r % GROUP, so that
+keys are read once for all of a group.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...tile.bounds import clamp
+from ...tile.mask import columns_seen, function_allows
+from ...tile.schedule import find_query_tile
+from ...tile.score import load_slope, score, unit
+from ...tile.seqlen import modifiers_of, rows_of
+from ...tile.softmax import finish, load_sink, online_step
+from ...tile.splits import SeenKeys, SplitState, fold, keys_seen
+from ...tile.types import Lengths, Sequence, Strided
+
+
+class Cache(NamedTuple):
+    """Keys and values by page: of a cache without a table, a page is a sequence."""
+
+    k: Strided  # (pages, page_size, nheads_k, headdim)
+    v: Strided
+    page_table: Any  # int32, or None
+    table_stride: int
+    pages: int  # of a sequence
+    num_pages: int
+    page_size: int
+
+
+class Partials(NamedTuple):
+    """States of pieces, fp32, by (piece, row), where row is query * nheads + head; or None."""
+
+    acc_o: Any  # (pieces, rows, headdim_v)
+    m_i: Any
+    l_i: Any
+    rows: int
+
+
+class Rows(NamedTuple):
+    """A tile of queries."""
+
+    seq: Sequence  # `head` and `slope_log2` are (BLOCK_M, 1)
+    query: tl.tensor  # (BLOCK_M,), in its tensor: of all sequences
+    is_query: tl.tensor  # (BLOCK_M,)
+    position: tl.tensor  # (BLOCK_M,), from the sequence's first key on
+    head: tl.tensor  # (BLOCK_M,)
+    batch_q: tl.tensor  # the row of the batch; 0 where queries are packed
+    head_k: tl.tensor
+    keys: SeenKeys
+
+
+@triton.jit
+def attn_split_kernel(
+    q, cache, partials, out, lse, pieces, optionals, sizes, numbers, split_size,
+    FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    TOKENS: tl.constexpr = BLOCK_M // FEATURES.GROUP
+    IN_ONE: tl.constexpr = partials.acc_o is None
+    tile, lane = tl.program_id(0) // pieces, tl.arange(0, 32)
+    m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:  # the grid has programs enough for any lengths
+            return
+    rows = open_rows(
+        m_block, head_k, batch, cache, optionals, sizes, numbers, split_size, FEATURES, TILE
+    )
+    if IN_ONE:
+        first, stop = rows.keys.piece, rows.keys.stop
+    else:
+        first = tl.program_id(0) % pieces
+        stop = first + 1
+        if (first < rows.keys.piece) | (first >= rows.keys.stop):
+            return
+    q_tile = load_queries(q, rows, FEATURES, TILE)
+    state = no_keys(BLOCK_M, BLOCK_DV)
+    for piece in range(first, stop):
+        state = fold(
+            state, walk(q_tile, rows, cache, piece * split_size, split_size, FEATURES, TILE)
+        )
+    if IN_ONE:
+        store(out, lse, state, rows, optionals, sizes, FEATURES, TILE)
+    else:
+        offsets, mask = partial_rows(partials, rows, first, sizes, FEATURES)
+        columns = tl.arange(0, BLOCK_DV)
+        tl.store(partials.m_i + offsets, state.m_i, mask=mask)
+        tl.store(partials.l_i + offsets, state.l_i, mask=mask)
+        at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
+        inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+        tl.store(at, state.acc_o, mask=inside)
+
+
+@triton.jit
+def attn_fold_kernel(
+    cache, partials, out, lse, optionals, sizes, numbers, split_size,
+    FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    TOKENS: tl.constexpr = BLOCK_M // FEATURES.GROUP
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:
+            return
+    rows = open_rows(
+        m_block, head_k, batch, cache, optionals, sizes, numbers, split_size, FEATURES, TILE
+    )
+    state = no_keys(BLOCK_M, BLOCK_DV)
+    columns = tl.arange(0, BLOCK_DV)
+    for piece in range(rows.keys.piece, rows.keys.stop):
+        offsets, mask = partial_rows(partials, rows, piece, sizes, FEATURES)
+        m_i = tl.load(partials.m_i + offsets, mask=mask, other=float("-inf"))
+        l_i = tl.load(partials.l_i + offsets, mask=mask, other=0.0)
+        at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
+        inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+        acc_o = tl.load(at, mask=inside, other=0.0)
+        state = fold(state, SplitState(acc_o, m_i, l_i))
+    store(out, lse, state, rows, optionals, sizes, FEATURES, TILE)
+
+
+@triton.jit
+def no_keys(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The state before the first key."""
+    return SplitState(
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+
+
+@triton.jit
+def open_rows(
+    m_block, head_k, batch, cache, optionals, sizes, numbers, split_size,
+    FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one key head, and the keys that they see."""
+    GROUP: tl.constexpr = FEATURES.GROUP
+    TOKENS: tl.constexpr = TILE.BLOCK_M // GROUP
+    first_q, seqlen_q, batch_q = batch * 0, sizes.seqlen_q, batch
+    if FEATURES.PACKED:
+        first_q, seqlen_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
+        batch_q = batch * 0
+    seqlen_k = sizes.seqlen_k
+    if FEATURES.SEQUSED_K:
+        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, sizes.seqlen_k)
+    diagonal = seqlen_k - seqlen_q
+    row = tl.arange(0, TILE.BLOCK_M)
+    token, head = row // GROUP, head_k * GROUP + row % GROUP
+    start = m_block * TOKENS
+    is_query = (token < TOKENS) & (start + token < seqlen_q)
+    last = diagonal + tl.minimum(start + TOKENS, seqlen_q) - 1
+    keys = keys_seen(diagonal + start, last, seqlen_k, numbers, split_size, FEATURES)
+    slope = load_slope(optionals, batch, head[:, None], FEATURES)
+    lengths = Lengths(seqlen_q, seqlen_k, 0)  # positions are the diagonal's
+    seq = Sequence(lengths, slope, numbers, batch, head[:, None], modifiers_of(optionals), 0)
+    position = diagonal + start + token
+    return Rows(seq, first_q + start + token, is_query, position, head, batch_q, head_k, keys)
+
+
+@triton.jit
+def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
+    """(BLOCK_M, BLOCK_D), zeros where there is no query."""
+    columns = tl.arange(0, TILE.BLOCK_D)
+    at = q.ptr + rows.batch_q.to(tl.int64) * q.batch
+    at = at + rows.query.to(tl.int64)[:, None] * q.row + rows.seq.head.to(tl.int64) * q.head
+    inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM)[None, :]
+    return tl.load(at + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def walk(q_tile, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
+    """The piece of keys [start, start + split_size)."""
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    state = no_keys(TILE.BLOCK_M, TILE.BLOCK_DV)
+    stop = tl.minimum(start + split_size, rows.keys.last)
+    # Blocks count from the beginning of the piece, also where a window hides some
+    first = start + tl.maximum(rows.keys.first - start, 0) // BLOCK_N * BLOCK_N
+    for n_start in range(first, stop, BLOCK_N):
+        state = attend(state, q_tile, rows, cache, n_start, stop, FEATURES, TILE)
+    return state
+
+
+@triton.jit
+def attend(state, q_tile, rows, cache, n_start, stop, FEATURES: tl.constexpr, TILE: tl.constexpr):
+    """A tile of keys, none from `stop` on, into the state."""
+    k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
+    is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
+    page, row = find_rows(rows.seq.batch, k_idx, is_used, cache)
+    k_tile = load_keys(cache.k, page, row, is_used, rows, FEATURES.HEADDIM, TILE.BLOCK_D)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
+    q_idx, k_idx = rows.position[:, None], k_idx[None, :]
+    s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
+    seen = columns_seen(q_idx, k_idx, rows.seq, FEATURES.LEFT, FEATURES.RIGHT, False)
+    keep = is_used[None, :] & (k_idx < seen.stop)
+    if FEATURES.LEFT:
+        keep = keep & (k_idx >= seen.first)
+    if FEATURES.MASK_MOD is not None:
+        # Queries before the first key have no position that a mask may read by
+        keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, rows.seq, FEATURES)
+    s = tl.where(keep, s, float("-inf"))
+    step = online_step(s, state.m_i, state.l_i, unit(rows.seq, FEATURES), True)
+    v_tile = load_keys(cache.v, page, row, is_used, rows, FEATURES.HEADDIM_V, TILE.BLOCK_DV)
+    acc_o = state.acc_o * step.alpha[:, None]
+    acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
+    return SplitState(acc_o, step.m_i, step.l_i)
+
+
+@triton.jit
+def find_rows(batch, k_idx, is_used, cache):
+    """The page of each key, which is there whatever the table says, and the row in it."""
+    if cache.page_table is None:
+        return batch.to(tl.int64) + k_idx * 0, k_idx
+    else:
+        entry = batch.to(tl.int64) * cache.table_stride + k_idx // cache.page_size
+        page = tl.load(cache.page_table + entry, mask=is_used, other=0)
+        page = clamp(page, 0, cache.num_pages - 1).to(tl.int64)
+        return page, k_idx % cache.page_size
+
+
+@triton.jit
+def load_keys(x, page, row, is_used, rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(BLOCK_N, BLOCK_D) of keys or values; zeros, and nothing read, where a key is not in use."""
+    columns = tl.arange(0, BLOCK_D)
+    at = page * x.batch + row.to(tl.int64) * x.row + rows.head_k.to(tl.int64) * x.head
+    inside = is_used[:, None] & (columns < D)[None, :]
+    return tl.load(x.ptr + at[:, None] + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def partial_rows(partials, rows, piece, sizes, FEATURES: tl.constexpr):
+    """Where the rows of a piece lie among the partials, and which there are."""
+    nheads = sizes.nheads * FEATURES.GROUP  # sizes count key heads
+    query = rows.batch_q.to(tl.int64) * sizes.seqlen_q + rows.query
+    row = query * nheads + rows.head
+    return tl.cast(piece, tl.int64) * partials.rows + row, rows.is_query
+
+
+@triton.jit
+def store(out, lse, state, rows, optionals, sizes, FEATURES: tl.constexpr, TILE: tl.constexpr):
+    """Normalises, and writes the rows that are queries."""
+    head = rows.head
+    finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
+    acc_o = state.acc_o * finished.rescale[:, None]
+    columns = tl.arange(0, TILE.BLOCK_DV)
+    at = out.ptr + rows.batch_q.to(tl.int64) * out.batch
+    at = at + rows.query.to(tl.int64)[:, None] * out.row + head.to(tl.int64)[:, None] * out.head
+    inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    tl.store(at + columns[None, :], acc_o.to(out.ptr.dtype.element_ty), mask=inside)
+    nheads = sizes.nheads * FEATURES.GROUP
+    at = (rows.batch_q.to(tl.int64) * nheads + head) * sizes.seqlen_q + rows.query
+    tl.store(lse + at, finished.lse, mask=rows.is_query)

@@ -1,0 +1,49 @@
+"""Split-KV on tiles: the pieces that queries see, and how two neighbours are folded; the arithmetic
+is that of `tilewise.splits`, in base 2.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class SplitState(NamedTuple):
+    """Rows on their way over the keys: unnormalised output, maximum and sum."""
+
+    acc_o: tl.tensor  # (BLOCK_M, BLOCK_DV)
+    m_i: tl.tensor  # (BLOCK_M,), base 2
+    l_i: tl.tensor
+
+
+class SeenKeys(NamedTuple):
+    """Keys [first, last) are seen by some query of a tile; they lie in pieces [piece, stop)."""
+
+    first: tl.tensor
+    last: tl.tensor
+    piece: tl.tensor
+    stop: tl.tensor
+
+
+@triton.jit
+def fold(left, right):
+    """Two states over neighbouring keys as one. A state without a key changes no bit."""
+    m_i = tl.maximum(left.m_i, right.m_i)
+    m_ref = tl.where(m_i == float("-inf"), 0.0, m_i)
+    alpha, beta = tl.exp2(left.m_i - m_ref), tl.exp2(right.m_i - m_ref)
+    l_i = left.l_i * alpha + right.l_i * beta
+    acc_o = left.acc_o * alpha[:, None] + right.acc_o * beta[:, None]
+    return SplitState(acc_o, m_i, l_i)
+
+
+@triton.jit
+def keys_seen(q_first, q_last, seqlen_k, numbers, split_size, FEATURES: tl.constexpr):
+    """What queries at positions [q_first, q_last] see of a sequence."""
+    first, last = seqlen_k * 0, seqlen_k
+    if FEATURES.LEFT:
+        first = tl.maximum(q_first - numbers.left, 0)
+    if FEATURES.RIGHT:
+        last = tl.minimum(q_last + numbers.right + 1, seqlen_k)
+    last = tl.maximum(last, first)
+    stop = tl.where(first < last, tl.cdiv(last, split_size), first // split_size)
+    return SeenKeys(first, last, first // split_size, stop)

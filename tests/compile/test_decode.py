@@ -1,0 +1,80 @@
+"""The kernels of a cache compile for every target: they fit, spill little, use the matrix units."""
+
+import pytest
+import torch
+
+from tilewise.cache import Append, Rotary
+from tilewise.cache_checks import check_cached
+from tilewise.kernels.portable import append_launch, decode_launch
+from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
+
+pytestmark = pytest.mark.compile
+
+SPILLS = 64  # bytes a thread on NVIDIA, registers on AMD
+INT32, BF16 = torch.int32, torch.bfloat16
+VARIANTS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "everything": dict(causal=True, window=(300, 0), softcap=30.0, alibi=True, sinks=True),
+    "mask": dict(mask=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 7 != h),
+}
+
+
+def plans_of(headdim, is_paged, workspace=2**30, causal=False, window=None, softcap=None, **has):
+    batch, room, heads, heads_k = 3, 4096, 8, 2
+    q = torch.empty(5, heads, headdim, dtype=BF16)
+    shape = (999, 16) if is_paged else (batch, room)
+    k, v = (torch.empty(*shape, heads_k, headdim, dtype=BF16) for _ in "kv")
+    table = torch.empty(batch, room // 16, dtype=INT32) if is_paged else None
+    used, starts = torch.ones(batch, dtype=INT32), torch.tensor([0, 1, 4, 5], dtype=INT32)
+    learned = (
+        torch.ones(heads) if has.get("alibi") else None,
+        torch.ones(heads) if has.get("sinks") else None,
+        has.get("mask"),
+    )
+    numbers = causal, None, window, softcap, None
+    cached = check_cached(q, k, v, table, (used, starts), learned, numbers, "bshd")
+    out, lse = torch.empty_like(q), torch.empty(heads, 5)
+    return decode_launch.plans_of(cached, out, lse, workspace)
+
+
+def check(plan, target, has_products):
+    options = dict(num_warps=decode_launch.NUM_WARPS, num_stages=decode_launch.NUM_STAGES)
+    found = stats(build(plan.kernel, *plan.args, on=target, **plan.constants, **options))
+    assert found["smem"] <= SMEM_LIMIT[target], found
+    assert found["vgpr_spill_count" if "gfx" in target else "spill_stores"] <= SPILLS, found
+    if has_products:
+        assert found["MFMA" if "gfx" in target else "HMMA"] > 0, found
+
+
+def cases():
+    for target in TARGETS:
+        for headdim in (64, 128, 256):
+            for name in VARIANTS:
+                is_fast = target == "sm90" and headdim == 128 and name in ("causal", "mask")
+                marks = () if is_fast else pytest.mark.slow
+                yield pytest.param(target, headdim, name, marks=marks)
+
+
+@pytest.mark.parametrize("target, headdim, name", list(cases()))
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
+    splits, fold = plans_of(headdim, is_paged, **VARIANTS[name])
+    (alone,) = plans_of(headdim, is_paged, 0, **VARIANTS[name])
+    for plan in (splits, fold, alone):
+        check(plan, target, plan is not fold)
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(x, marks=() if x == "sm90" else pytest.mark.slow) for x in TARGETS]
+)
+@pytest.mark.parametrize("slots", [False, True])
+def test_appending_compiles(target, slots):
+    k_cache, v_cache = torch.empty(2, 99, 16, 2, 128, dtype=BF16).unbind(0)
+    k, v = torch.empty(2, 5, 2, 128, dtype=BF16).unbind(0)
+    where = torch.empty(5, dtype=torch.int64) if slots else None
+    rotary = Rotary(*torch.empty(2, 999, 64).unbind(0), interleaved=False)
+    table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
+    starts = torch.tensor([0, 1, 4, 5], dtype=INT32)
+    asked = Append(k_cache, v_cache, k, v, table, used, starts, where, rotary)
+    check(append_launch.plan_of(asked), target, False)
