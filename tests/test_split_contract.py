@@ -1,8 +1,9 @@
 """The bitwise contract of split-KV: a row's bits are those of its query, its keys and split_size.
 
 Clauses: C0 one run is the next; C1 neither batch mates nor order nor where pages lie and how large
-they are; C2 whole prefill, chunks, verification of a few and decoding one by one; C4 pages that
-sequences share. All on lengths of three pieces and more: shorter ones have nothing to fold.
+they are; C2 whole prefill, chunks, verification of a few and decoding one by one; C3 the forward
+of training; C4 pages that sequences share. All on lengths of three pieces and more: shorter ones
+have nothing to fold.
 """
 
 import pytest
@@ -104,6 +105,46 @@ def test_c2_a_whole_prefill_token_by_token():
     for i in range(4 * SPLIT):
         part = type(s)([s.q[0][i : i + 1]], [s.k[0][: i + 1]], [s.v[0][: i + 1]])
         assert_equal(run(part, 8, causal=True), (out[i : i + 1], lse[:, i : i + 1]))
+
+
+TRAINED = ("plain", "causal", "window", "softcap", "alibi", "sinks")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_c3_the_training_forward(name):
+    """Decoding has the bits that a gradient was computed with, and that is the formula's."""
+    s = sequences([3 * SPLIT + 7] * 2, [3 * SPLIT + 7] * 2, (2, 1), (16, 24))
+    options = dict(FEATURES[name]) | dict(causal=True)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].clone().requires_grad_()
+    q, k, v = (torch.stack(x).requires_grad_() for x in s)
+    out, lse = tilewise.attention(q, k, v, split_size=SPLIT, return_lse=True, **options)
+    with torch.no_grad():
+        for n in (3 * SPLIT, 3 * SPLIT + 7):
+            last = [x[n - 1 : n] for x in s.q]
+            part = type(s)(last, *([x[:n] for x in y] for y in s[1:]))
+            found = run(part, 16, **options)
+            assert torch.equal(found[0], out[:, n - 1])
+            assert torch.equal(found[1].T, lse[:, :, n - 1])
+    inputs = [q, k, v, *(x for x in [options.get("sinks")] if x is not None)]
+    weights, of_lse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out * weights).sum() + (lse * of_lse).sum(), inputs)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    if len(exact) == 4:
+        options["sinks"] = exact[3]
+    out, lse = tilewise.attention_reference(*exact[:3], return_lse=True, **options)
+    loss = (out * weights.double()).sum() + (lse * of_lse.double()).sum()
+    for mine, oracle in zip(grads, torch.autograd.grad(loss, exact)):
+        torch.testing.assert_close(mine.double(), oracle, atol=2e-5, rtol=2e-5)
+
+
+def test_c3_what_is_not_served_says_so():
+    q, k = torch.randn(1, 3, 2, 16, requires_grad=True), torch.randn(1, 5, 2, 16)
+    with pytest.raises(NotImplementedError, match="mask_mod with split_size and a gradient"):
+        tilewise.attention(q, k, k, split_size=4, mask_mod=lambda b, h, i, j: i >= j)
+    compiled = torch.compile(tilewise.attention, backend="eager")
+    with pytest.raises(Exception, match="split_size with a gradient under a compiler"):
+        compiled(q, k, k, split_size=4)
 
 
 @contract

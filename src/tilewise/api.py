@@ -115,8 +115,8 @@ def attention(
     headdim); those past its end are not written. What is not in use may hold anything.
     split_size: keys are summed in pieces of so many, counted from key 0, and the pieces folded from
     left to right, so that a row's bits depend on the row alone: see the page on the cache. `out`:
-    written in place and returned. With any of the three there is no gradient, dropout, bias,
-    block_mask and score_mod.
+    written in place and returned. With any of the three there is no dropout, bias, block_mask and
+    score_mod, and but for split_size alone no gradient.
 
     Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
     each row's scores: natural log, fp32, (batch, nheads, seqlen_q), packed (nheads, total_q),
@@ -140,7 +140,13 @@ def attention(
             (causal, scale, window, softcap, split_size),
             layout,
         )
-        out, lse = attend_cached(cached._replace(backend=backend), out, layout)
+        cached = cached._replace(backend=backend)
+        is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
+        if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
+            out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
+            out = out.transpose(1, 2) if layout == "bhsd" else out
+        else:
+            out, lse = attend_cached(cached, out, layout)
         return (out, lse) if return_lse else out
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)

@@ -287,7 +287,7 @@ def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
             raise NotImplementedError(
                 f"{name}.requires_grad: a cache is written in place, step by step, so that what a "
                 "gradient would need is gone; call under torch.no_grad(), detach() it, or train "
-                "with k and v as they are, without page_table, split_size and out"
+                "with k and v as they are, without page_table and out"
             )
 
 

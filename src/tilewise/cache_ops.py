@@ -9,12 +9,12 @@ from types import ModuleType
 
 import torch
 
-from . import dispatch
+from . import dispatch, ops
 from .append_checks import Append
 from .cache_checks import Cached, lse_shape
 from .modifiers import check_captured
 from .ops import is_watched
-from .problem import Extras, Mods, Scalars
+from .problem import Call, Extras, Mods, Scalars
 from .rotary import Rotary
 from .schema import LIBRARY
 from .serialize import MASK, name_of, text_of
@@ -47,6 +47,27 @@ def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor
     if out is None:
         return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
     return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
+
+
+def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a checked call without pages, differentiable: a forward in pieces, and the
+    backward of any other call, which takes nothing but its `out` and `lse`.
+    """
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (cached.q, cached.k, cached.v))
+    if cached.mask and (cached.extras.seqused_k is not None or q.shape[1] != k.shape[1]):
+        raise NotImplementedError(
+            "mask_mod with split_size and a gradient: positions count from the first key here and "
+            "from the first query in the backward; pass as many queries as keys"
+        )
+    if is_watched(q, k, v, *cached.extras.tensors):
+        raise NotImplementedError(
+            "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
+            "subclass is not served: call it eagerly, or leave out split_size"
+        )
+    problem = cached.problem._replace(deterministic=deterministic)
+    call = Call(problem, cached.scalars, cached.backend)
+    call.forward = lambda q, k, v, extras: _run(cached._replace(q=q, k=k, v=v), None)
+    return ops.attention(call, q, k, v, cached.extras, False)
 
 
 def _arguments(cached: Cached) -> tuple:
