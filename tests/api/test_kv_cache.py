@@ -7,6 +7,7 @@ import torch
 from caches import INT32, contiguous, paged, sequences
 
 import tilewise
+from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
 QUERIES, LENGTHS = [1, 3, 0, 7], [130, 64, 5, 300]
@@ -316,3 +317,32 @@ def test_gradients_are_refused_with_the_reason(name):
         tilewise.attention(**arguments, **lengths)
     with torch.no_grad():
         tilewise.attention(**arguments, **lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+def test_a_pool_of_more_than_2_to_the_31_elements(backend):
+    """Only its last pages are in use, and only they are ever touched."""
+    page_size, headdim = 16, 64
+    num_pages = 2**31 // (page_size * headdim) + 8
+    s = sequences([1, 2], [40, 20], (2, 1), (headdim, headdim), torch.float16)
+    k, v, table = paged(s, page_size, fill=0.0)
+    pools = [torch.empty(num_pages, page_size, 1, headdim, dtype=torch.float16) for _ in "kv"]
+    offset = num_pages - len(k)
+    for pool, x in zip(pools, (k, v)):
+        assert pool.numel() > 2**31
+        pool[offset:] = x
+    options = dict(seqused_k=s.lengths, cu_seqlens_q=s.starts, split_size=16, backend=backend)
+    in_use = (table >= 0) & (table < len(k))
+    moved = torch.where(in_use, table + offset, table)
+    with use_interpreter():
+        expected = tilewise.attention(torch.cat(s.q), k, v, page_table=table, **options)
+        found = tilewise.attention(torch.cat(s.q), *pools, page_table=moved, **options)
+        assert torch.equal(found, expected)
+        new = torch.ones(2, 1, 1, headdim, dtype=torch.float16)
+        where = dict(page_table=moved, seqused_k=s.lengths)
+        tilewise.cache.append(*pools, new, 2 * new, **where)
+    for row, n in enumerate(s.lengths.tolist()):
+        page = moved[row, (n - 1) // page_size]
+        assert (pools[0][page, (n - 1) % page_size] == 1).all()
+        assert (pools[1][page, (n - 1) % page_size] == 2).all()
