@@ -70,12 +70,13 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
     lengths = lengths_of(cached.k, cached.page_table, cached.extras.seqused_k, batch)
     if cached.k.shape[0] == 0:
         lengths = [0] * batch
+    workspace = Workspace(lse.dtype)
     of_rows = (queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse)))
     for row, (length, queries, outs, lses) in enumerate(zip(lengths, *of_rows)):
         if queries.shape[0]:
             sequence = _sequence(cached, row, length, queries.shape[0], lse.dtype)
             tiles = list(_tiles(sequence, queries, lse.dtype))
-            for tile, state in zip(tiles, _attend(sequence, tiles)):
+            for tile, state in zip(tiles, _attend(sequence, tiles, workspace)):
                 _store(sequence, tile, state, outs, lses)
 
 
@@ -120,13 +121,12 @@ def _store(sequence: Sequence, tile: Tile, state: State, outs: Tensor, lses: Ten
         target[a - first : b - first].unflatten(1, found.shape[1:3]).copy_(found)
 
 
-def _attend(sequence: Sequence, tiles: list[Tile]) -> list[State]:
+def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list[State]:
     """The states of tiles after all keys."""
     headdim_v = sequence.cached.v.shape[3]
     likes = [tile.q.new_zeros(*tile.q.shape[:2], headdim_v) for tile in tiles]
     totals = [empty_state(like) for like in likes]
     size = sequence.cached.split_size
-    workspace = Workspace(likes[0].dtype)
     for piece in pieces(sequence.first, sequence.length, size):
         states: list[State | None] = [None] * len(tiles)
         for block in _blocks(sequence, piece * size, (piece + 1) * size, workspace):
