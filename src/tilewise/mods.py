@@ -44,6 +44,7 @@ __all__ = [
     "score",
     "sliding_window",
     "softcapped",
+    "tree",
     "where",
 ]
 
@@ -226,6 +227,37 @@ def dilated(stride: int) -> Mask:
     _check_int("stride", stride, 1)
     # abs: kernels then need no care for what % gives below 0
     return mask(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) % stride == 0)
+
+
+def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
+    """Drafted tokens that are verified at once: the queries of a sequence are its last keys, and
+    bit j of a query's int64 `ancestors` says whether it sees draft j of its sequence (itself, too,
+    if it should). All keys before the drafts are seen. Up to 64 drafts a sequence.
+
+    >>> ancestors = torch.tensor([0b001, 0b011, 0b101])  # two children of the first draft
+    >>> starts, used = torch.tensor([0, 3]).int(), torch.tensor([5]).int()
+    >>> q_idx, kv_idx = torch.arange(2, 5)[:, None], torch.arange(5)
+    >>> tree(ancestors, used, starts)(0, 0, q_idx, kv_idx).int()
+    tensor([[1, 1, 1, 0, 0],
+            [1, 1, 1, 1, 0],
+            [1, 1, 1, 0, 1]], dtype=torch.int32)
+
+    For `tilewise.attention` beside a cache, with its `seqused_k` and `cu_seqlens_q`, int32 (batch,)
+    and (batch + 1,); `ancestors` is (total_q,). Nothing is read on the host.
+    """
+    _check_tensor("ancestors", ancestors, (1,), "(total_q,)")
+    _check_tensor("seqused_k", seqused_k, (1,), "(batch,)")
+    _check_tensor("cu_seqlens_q", cu_seqlens_q, (1,), "(batch + 1,)")
+    if ancestors.dtype != torch.int64:
+        raise ArgumentError(f"ancestors.dtype is {ancestors.dtype}: it must be int64")
+    starts, first = cu_seqlens_q[:-1], seqused_k - cu_seqlens_q.diff()
+
+    def predicate(b, h, q_idx, kv_idx):
+        draft = kv_idx - first[b]
+        seen = ancestors[starts[b] + q_idx - first[b]] >> maximum(draft, 0)
+        return (draft < 0) | ((seen & 1) == 1)
+
+    return mask(predicate)
 
 
 def _operand(op: str, other: Predicate) -> Mask:

@@ -7,6 +7,7 @@ import torch
 from caches import INT32, contiguous, paged, sequences
 
 import tilewise
+from tilewise import mods
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
@@ -346,3 +347,46 @@ def test_a_pool_of_more_than_2_to_the_31_elements(backend):
         page = moved[row, (n - 1) // page_size]
         assert (pools[0][page, (n - 1) % page_size] == 1).all()
         assert (pools[1][page, (n - 1) % page_size] == 2).all()
+
+
+def ancestors_of(parents):
+    """Bits of each draft's ancestors and its own, from the draft that it follows; -1 for none."""
+    found = []
+    for i, parent in enumerate(parents):
+        found.append(1 << i | (found[parent] if parent >= 0 else 0))
+    return found
+
+
+def test_a_tree_of_drafts():
+    """Each draft sees what is before all of them, and its own ancestors."""
+    trees = [[-1, 0, 0, 1, 2, 2], [-1], [-1, -1, 1]]
+    s = sequences([len(x) for x in trees], [130, 40, 3])
+    ancestors = torch.tensor([bits for x in trees for bits in ancestors_of(x)])
+    k, v, table = paged(s, 8)
+    at = dict(page_table=table, seqused_k=s.lengths, cu_seqlens_q=s.starts, split_size=32)
+    mask = mods.tree(ancestors, s.lengths, s.starts)
+    out, lse = tilewise.attention(torch.cat(s.q), k, v, mask_mod=mask, return_lse=True, **at)
+    rows = iter(range(10))
+    for i, parents in enumerate(trees):
+        before = len(s.k[i]) - len(parents)
+        for j, bits in enumerate(ancestors_of(parents)):
+            seen = [*range(before), *(before + x for x in range(len(parents)) if bits >> x & 1)]
+            alone, own = tilewise.attention_reference(
+                s.q[i][None, j : j + 1], s.k[i][None, seen], s.v[i][None, seen], return_lse=True
+            )
+            row = next(rows)
+            torch.testing.assert_close(out[row], alone[0, 0], atol=2e-6, rtol=2e-5)
+            torch.testing.assert_close(lse[:, row], own[0, :, 0], atol=2e-6, rtol=2e-5)
+    with use_interpreter():
+        found = tilewise.attention(torch.cat(s.q), k, v, mask_mod=mask, backend="portable", **at)
+    torch.testing.assert_close(found, out, atol=2e-6, rtol=2e-5)
+
+
+def test_a_chain_of_drafts_has_the_bits_of_causal():
+    s = sequences([5, 64], [130, 100])
+    chains = [(1 << i + 1) - 1 if i < 63 else -1 for n in (5, 64) for i in range(n)]
+    mask = mods.tree(torch.tensor(chains), s.lengths, s.starts)
+    for x, y in zip(run(s, mask_mod=mask), run(s, causal=True)):
+        assert torch.equal(x, y)
+    with pytest.raises(tilewise.ArgumentError, match="ancestors.dtype is torch.int32.*int64"):
+        mods.tree(torch.tensor(chains[:5]).int(), s.lengths, s.starts)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilewise import mods
 from tilewise.cache import Append, Rotary
 from tilewise.cache_checks import check_cached
 from tilewise.kernels.portable import append_launch, decode_launch
@@ -12,11 +13,14 @@ pytestmark = pytest.mark.compile
 
 SPILLS = 64  # bytes a thread on NVIDIA, registers on AMD
 INT32, BF16 = torch.int32, torch.bfloat16
+STARTS = torch.tensor([0, 1, 4, 5], dtype=INT32)
+TREE = mods.tree(torch.ones(5, dtype=torch.int64), torch.ones(3, dtype=INT32), STARTS)
 VARIANTS = {
     "plain": {},
     "causal": dict(causal=True),
     "everything": dict(causal=True, window=(300, 0), softcap=30.0, alibi=True, sinks=True),
     "mask": dict(mask=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 7 != h),
+    "tree": dict(mask=TREE),
 }
 
 
@@ -26,7 +30,7 @@ def plans_of(headdim, is_paged, workspace=2**30, causal=False, window=None, soft
     shape = (999, 16) if is_paged else (batch, room)
     k, v = (torch.empty(*shape, heads_k, headdim, dtype=BF16) for _ in "kv")
     table = torch.empty(batch, room // 16, dtype=INT32) if is_paged else None
-    used, starts = torch.ones(batch, dtype=INT32), torch.tensor([0, 1, 4, 5], dtype=INT32)
+    used, starts = torch.ones(batch, dtype=INT32), STARTS
     learned = (
         torch.ones(heads) if has.get("alibi") else None,
         torch.ones(heads) if has.get("sinks") else None,
@@ -51,7 +55,7 @@ def cases():
     for target in TARGETS:
         for headdim in (64, 128, 256):
             for name in VARIANTS:
-                is_fast = target == "sm90" and headdim == 128 and name in ("causal", "mask")
+                is_fast = target == "sm90" and headdim == 128 and name in ("causal", "tree")
                 marks = () if is_fast else pytest.mark.slow
                 yield pytest.param(target, headdim, name, marks=marks)
 
@@ -75,6 +79,5 @@ def test_appending_compiles(target, slots):
     where = torch.empty(5, dtype=torch.int64) if slots else None
     rotary = Rotary(*torch.empty(2, 999, 64).unbind(0), interleaved=False)
     table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
-    starts = torch.tensor([0, 1, 4, 5], dtype=INT32)
-    asked = Append(k_cache, v_cache, k, v, table, used, starts, where, rotary)
+    asked = Append(k_cache, v_cache, k, v, table, used, STARTS, where, rotary)
     check(append_launch.plan_of(asked), target, False)
