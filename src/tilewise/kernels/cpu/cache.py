@@ -125,7 +125,7 @@ def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list
     """The states of tiles after all keys."""
     headdim_v = sequence.cached.v.shape[3]
     likes = [tile.q.new_zeros(*tile.q.shape[:2], headdim_v) for tile in tiles]
-    totals = [empty_state(like) for like in likes]
+    totals: list[State | None] = [None] * len(tiles)
     size = sequence.cached.split_size
     for piece in pieces(sequence.first, sequence.length, size):
         states: list[State | None] = [None] * len(tiles)
@@ -136,8 +136,9 @@ def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list
                     states[i] = _step(sequence, tile, block, state)
         for i, state in enumerate(states):
             if state is not None:
-                totals[i] = fold(totals[i], state)
-    return totals
+                total = totals[i]
+                totals[i] = state if total is None else fold(total, state)
+    return [empty_state(like) if x is None else x for x, like in zip(totals, likes)]
 
 
 class Workspace:
