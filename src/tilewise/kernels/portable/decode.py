@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import clamp
-from ...tile.mask import columns_seen, function_allows
+from ...tile.mask import function_allows
 from ...tile.schedule import find_query_tile
 from ...tile.score import load_slope, score, unit
 from ...tile.seqlen import modifiers_of, rows_of
@@ -201,10 +201,11 @@ def attend(state, q_tile, rows, cache, n_start, stop, FEATURES: tl.constexpr, TI
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     q_idx, k_idx = rows.position[:, None], k_idx[None, :]
     s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
-    seen = columns_seen(q_idx, k_idx, rows.seq, FEATURES.LEFT, FEATURES.RIGHT, False)
-    keep = is_used[None, :] & (k_idx < seen.stop)
+    keep = is_used[None, :]
     if FEATURES.LEFT:
-        keep = keep & (k_idx >= seen.first)
+        keep = keep & (k_idx >= q_idx - rows.seq.numbers.left)
+    if FEATURES.RIGHT:
+        keep = keep & (k_idx <= q_idx + rows.seq.numbers.right)
     if FEATURES.MASK_MOD is not None:
         # Queries before the first key have no position that a mask may read by
         keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, rows.seq, FEATURES)
