@@ -60,7 +60,7 @@ FLASH = {
     "return_attn_probs": Word(
         "return_lse", "gives (out, lse, None), as FA2 without probabilities; FA3 gives (out, lse)"
     ),
-    "block_table": Word("", "refused: pages are not here yet"),
+    "block_table": Word("page_table", "any page size; lengths are `seqused_k`; no gradient"),
     "return_lse": Word("return_lse", "gives (out, lse); -inf where no key is seen, in FA2 +inf"),
     "learnable_sink": Word("sinks"),
     "seqused_q": Word("seqused_q"),
@@ -152,6 +152,7 @@ def packed_faces() -> str:
     """The relatives, which take the same behind their tensors."""
     known = ("flash_attn_func", "flash_attn_varlen_func")
     names = [n for n in tilewise.__all__ if n.startswith("flash_attn") and n not in known]
+    names = [n for n in names if "packed" in n]
     return ", ".join(f"`{name}`" for name in names)
 
 
