@@ -148,7 +148,7 @@ def compiled_stats(*headdims, most=None, **features):
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plain(headdim, causal):
     compiled_stats(headdim, causal=causal)
 
@@ -157,7 +157,9 @@ def test_turns():
     compiled_stats(128, causal=True, deterministic=True)
 
 
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "headdim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))]
+)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_sequences(headdim, causal):
     """The loop is that of a batch, and no registers go to what ragged lengths need."""

@@ -124,7 +124,9 @@ def test_packed(target, kernel):
     check(plans_of(128, BF16, **PACKED)[kernel], target)
 
 
-@pytest.mark.parametrize("variant", ["mask", "blocks", "bias"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param("mask", marks=pytest.mark.slow), "blocks", "bias"]
+)
 @pytest.mark.parametrize("target", [pytest.param("sm80", marks=pytest.mark.slow), "sm90"])
 def test_modified(target, variant):
     for plan in plans_of(64, BF16, **VARIANTS[variant]).values():
