@@ -55,7 +55,7 @@ def cases():
     for target in TARGETS:
         for headdim in (64, 128, 256):
             for name in VARIANTS:
-                is_fast = target == "sm90" and headdim == 128 and name in ("causal", "tree")
+                is_fast = target == "sm90" and headdim == 128 and name == "tree"
                 marks = () if is_fast else pytest.mark.slow
                 yield pytest.param(target, headdim, name, marks=marks)
 

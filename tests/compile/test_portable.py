@@ -113,7 +113,14 @@ def test_measured_rows(key):
     assert (found["UTMALDG"] > 0) == TABLE[key].descriptors
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm90"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(x, marks=[] if x in ("sm80", "sm100", "gfx942") else [pytest.mark.slow])
+        for x in TARGETS
+        if x != "sm90"
+    ],
+)
 def test_one_kernel_a_target(target):
     check(plans_of(64, BF16, **EVERYTHING)["fwd"], target)
 
@@ -125,7 +132,7 @@ def test_packed(target, kernel):
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param("mask", marks=pytest.mark.slow), "blocks", "bias"]
+    "variant", ["blocks", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mask", "bias"))]
 )
 @pytest.mark.parametrize("target", [pytest.param("sm80", marks=pytest.mark.slow), "sm90"])
 def test_modified(target, variant):
@@ -134,7 +141,9 @@ def test_modified(target, variant):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("target", ["sm80", "sm90", pytest.param("gfx942", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target", ["sm90", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm80", "gfx942"))]
+)
 def test_a_learned_table(target, packed):
     check(plans_of(128, BF16, score="table", packed=packed)["bwd_captured"], target)
 

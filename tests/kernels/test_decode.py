@@ -115,7 +115,9 @@ def test_a_batch_of_queries():
     assert torch.equal(lse.transpose(0, 1).flatten(1), packed_lse)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "alibi"])
+@pytest.mark.parametrize(
+    "name", ["causal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("window", "alibi"))]
+)
 def test_the_contract_among_one_to_eight_queries(name):
     """C0, C1 and C2: neither mates nor order nor pages nor how many queries are verified at once
     change a bit; on lengths of three pieces and more.
