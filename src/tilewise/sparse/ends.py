@@ -43,14 +43,12 @@ class Side:
         )
         self.first = torch.full(rows, seqlen, dtype=torch.int32, device=device)
 
-    def add_full(self, at: tuple[slice, ...], full: Tensor, size: int) -> None:
-        """Blocks `full` (..., rows, others), of which all pairs are seen."""
-        starts = torch.arange(full.shape[-1], device=full.device) * size
+    def add_full(self, at: tuple[slice, ...], full: Tensor, starts: Tensor, size: int) -> None:
+        """Blocks `full` (..., rows, others), of which all pairs are seen; the other side's begin at
+        `starts`.
+        """
         stops = (starts + size).clamp_(max=self.seqlen)
         count = torch.where(full, stops - starts, 0).sum(-1)
-        self._join(at, count, full, starts, stops)
-
-    def _join(self, at, count: Tensor, full: Tensor, starts: Tensor, stops: Tensor) -> None:
         first = torch.where(full, starts, self.seqlen).amin(-1)
         stop = torch.where(full, stops, 0).amax(-1)
         self.count[at] += count[..., None].int()
@@ -98,13 +96,11 @@ class Found:
     def add_full(self, slab: tuple[range, ...], full: Tensor) -> None:
         """Blocks (batch, nheads, m_blocks, n_blocks) of a slab that are known to be full."""
         batches, heads, m_blocks = (slice(r.start, r.stop) for r in slab)
-        self.queries.add_full((batches, heads, m_blocks), full, self.block[1])
-        start = m_blocks.start * self.block[0]
-        m_starts = torch.arange(full.shape[2], device=full.device) * self.block[0] + start
-        m_stops = (m_starts + self.block[0]).clamp_(max=self.shape[2])
-        across = full.transpose(2, 3)
-        count = torch.where(across, m_stops - m_starts, 0).sum(-1)
-        self.keys._join((batches, heads), count, across, m_starts, m_stops)
+        block_m, block_n = self.block
+        m_starts = torch.arange(m_blocks.start, m_blocks.stop, device=full.device) * block_m
+        n_starts = torch.arange(full.shape[3], device=full.device) * block_n
+        self.queries.add_full((batches, heads, m_blocks), full, n_starts, block_n)
+        self.keys.add_full((batches, heads), full.transpose(2, 3), m_starts, block_m)
 
     def add_pairs(self, slab: tuple[range, ...], at: Tensor, seen: Tensor) -> None:
         """Pairs of blocks `at`, each (b, h, m, n) within the slab."""
