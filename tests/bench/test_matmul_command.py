@@ -103,3 +103,10 @@ def test_no_gpu_is_said_before_anything_else(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert invoke("--device", "cuda").exit_code == 3
+
+
+def test_a_sustained_run_has_a_row_of_both_ways(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    done = invoke(*QUICK, "--sizes", "32", "--sustained", "--save", str(file))
+    assert done.exit_code == 0, done.output
+    assert [len(row.sustained_ms) for row in load(file)] == [8, 8]

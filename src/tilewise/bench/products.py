@@ -19,9 +19,10 @@ import torch
 from ..testing import tolerance
 from .check import Verdict
 from .row import Row, append, stamp
-from .run import Outcome
+from .run import Outcome, timed
+from .sustained import Plan, Times, measure, plan_for
 from .table import table_of
-from .timer import CallFailed, Spread, clock_for, ratio, time_interleaved
+from .timer import CallFailed, Spread, clock_for
 
 Tensor = torch.Tensor
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -147,17 +148,20 @@ def run_products(
     round_ms: float = 30.0,
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
+    sustained: bool = False,
 ) -> list[Outcome]:
-    """Times our product in each configuration (None: the chosen one) beside torch's, in turns.
+    """Times our product in each configuration (None: the chosen one) beside torch's, in turns,
+    `sustained` also under load.
 
     Rows are appended to `save` as each product ends.
     """
     common = stamp(SUITE, device)
     versions = f"torch {common['torch']}, triton {common['triton']}"
     show(f"{common['device']}, {versions}, {rounds} rounds in turns")
+    plan = plan_for(device, rounds) if sustained else None
     outcomes = []
     for product in products:
-        done = run_product(product, configs, common, device, rounds, round_ms)
+        done = run_product(product, configs, common, device, rounds, round_ms, plan)
         if save is not None:
             append(save, [outcome.row for outcome in done if outcome.row is not None])
         for line in table_of(product, done):
@@ -173,6 +177,7 @@ def run_product(
     device: str,
     rounds: int,
     round_ms: float,
+    plan: Plan | None,
 ) -> list[Outcome]:
     """One product by everybody: check, then time."""
     kind = KINDS[product.kind]
@@ -183,16 +188,16 @@ def run_product(
     clock, times = clock_for(device), None
     while times is None:  # again without the one that raised
         try:
-            times = time_interleaved(calls, clock=clock, rounds=rounds, round_ms=round_ms)
+            times = measure(calls, clock, rounds, round_ms, plan)
         except CallFailed as failed:
             del calls[failed.name]
             tried[failed.name] = refused(product, failed.name, failed.error)
-    baseline = next(iter(times.values()), None)
+    first = next(iter(times.values()), None)
     outcomes = []
     for name, one in tried.items():
         if isinstance(one, Ready):
             row = make_row(product, name, times[name], one.verdict, common)
-            one = Outcome(product, name, row, ratio(baseline, times[name]))
+            one = timed(product, row, times[name], first)
         outcomes.append(one)
     return outcomes
 
@@ -228,11 +233,9 @@ def refused(product: Product, name: str, error: Exception) -> Outcome:
     return Outcome(product, name, None, refused=f"{type(error).__name__}: {first[:200]}")
 
 
-def make_row(
-    product: Product, name: str, times: list[float], verdict: Verdict, common: dict
-) -> Row:
+def make_row(product: Product, name: str, times: Times, verdict: Verdict, common: dict) -> Row:
     """A product's row."""
-    spread = Spread.of(times)
+    spread = Spread.of(times.flushed)
     return Row(
         **common,
         shape=product._asdict(),
@@ -240,7 +243,8 @@ def make_row(
         median_ms=spread.median,
         p20_ms=spread.p20,
         p80_ms=spread.p80,
-        rounds_ms=times,
+        rounds_ms=times.flushed,
+        sustained_ms=times.sustained,
         tflops=product.flops / spread.median * 1e-9,
         max_error=verdict.max_error,
         bound=verdict.bound,

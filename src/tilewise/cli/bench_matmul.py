@@ -37,6 +37,9 @@ from .options import Exit, IntList, NameList, default_device, need_gpu
     type=NameList(),
     help="Of our kernel, by name, or all; without it the one that serves the dtype.",
 )
+@click.option(
+    "--sustained", is_flag=True, help="Also back to back, as `tilewise bench --sustained`."
+)
 @run_options
 def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     """Time our matrix product beside torch's, which on a GPU is cuBLAS.
