@@ -92,6 +92,7 @@ BEHIND = {
     "io": ".bench_io",
     "speedup": ".bench_speedup",
     "blocks": ".bench_blocks",
+    "decode": ".bench_decode",
     "host": ".bench_host",
     "cold": ".bench_cold",
 }
@@ -167,8 +168,9 @@ def bench(directions, suite, device, ours, against, **options) -> None:
 
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
     have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and the tour's
-    matrix product beside cuBLAS, tilewise bench matmul --help. Experiments: bench memory, bench io,
-    bench speedup, bench blocks, bench host, bench cold.
+    matrix product beside cuBLAS, tilewise bench matmul --help, and steps of decoding beside a
+    cache, tilewise bench decode --help. Experiments: bench memory, bench io, bench speedup, bench
+    blocks, bench host, bench cold.
     """
     device = device or default_device()
     need_gpu(device)

@@ -13,7 +13,7 @@ from .page import Code, Heading, Section, Table, plural
 SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 SAVE = "--save rows.jsonl"
 ROWS = "rows.jsonl"
-EXPERIMENTS = ("matmul", "memory", "io", "speedup", "blocks", "host", "cold")
+EXPERIMENTS = ("decode", "matmul", "memory", "io", "speedup", "blocks", "host", "cold")
 
 
 def environments(evidence: Evidence) -> Section:

@@ -1,0 +1,268 @@
+"""Times steps of decoding: each is held to fp64, then all of a case take turns.
+
+On a GPU a step is the replay of a CUDA graph, as a server runs it. Its bytes come from memory and
+not from the L2 cache: a graph holds one call for each of several caches, which together are larger
+(`rotate`), or one call, and the L2 cache is flushed before it (`flush`). The flush leaves lines
+behind that have to be written back while the call reads. On a CPU a step is a plain call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..reference import attention_reference
+from ..testing import tolerance
+from .bandwidth import bandwidth
+from .caches import Cache, Decode, by_head, make_cache, make_queries, paged
+from .check import Verdict
+from .decode_table import lines_of
+from .decoders import Absent, Decoder
+from .host import HostClock
+from .row import Row, append, stamp
+from .run import Outcome
+from .timer import CallFailed, Clock, CudaClock, Spread, cpu_clock, time_interleaved
+
+Tensor = torch.Tensor
+COLD = ("rotate", "flush")
+WARM_UP = 3  # calls before a capture: they compile, and allocate what is kept
+
+
+class Plan(NamedTuple):
+    """How a run is timed."""
+
+    device: str
+    rounds: int
+    round_ms: float
+    cold: str = COLD[0]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def copies(self, of: Decode) -> int:
+        """How many caches take turns in a call."""
+        return of.copies if self.on_gpu and self.cold == "rotate" else 1
+
+    def clock(self, copies: int) -> Clock:
+        """Milliseconds of one step, where a call is `copies` of them."""
+        flush = {} if self.cold == "flush" else {"flush_bytes": 0}
+        clock = CudaClock(self.device, **flush) if self.on_gpu else cpu_clock
+        return lambda call, calls: [ms / copies for ms in clock(call, calls)]
+
+
+class Ready(NamedTuple):
+    """A step whose results are right, what is timed, and one eager call."""
+
+    call: Callable[[], object]
+    eager: Callable[[], Tensor]
+    verdict: Verdict
+
+
+class Truth(NamedTuple):
+    """The rows of a sequence in fp64 and as plain torch gives them in the inputs' precision."""
+
+    row: int
+    exact: Tensor
+    plain: Tensor
+
+
+class Stage:
+    """The inputs that the steps of a case share: all have one batch, lengths, heads and dtype."""
+
+    def __init__(self, of: Decode, plan: Plan) -> None:
+        self.of, self.plan = of, plan
+        self.first = make_cache(of, plan.device)
+        self.queries: dict[int, Tensor] = {}
+        self.expected: dict[int, list[Truth]] = {}
+        self.caches: dict[tuple[int, bool], list[Cache]] = {}
+
+    def cached(self, page_size: int, is_by_head: bool) -> list[Cache]:
+        """The caches that take turns."""
+        key = page_size, is_by_head
+        if key not in self.caches:
+            cache = paged(self.first, page_size) if page_size else self.first
+            cache = by_head(cache) if is_by_head else cache
+            more = self.plan.copies(self.of) - 1
+            self.caches[key] = [cache, *(cache.copy() for _ in range(more))]
+        return self.caches[key]
+
+    def asked(self, seqlen_q: int) -> tuple[Tensor, list[Truth]]:
+        """Queries, and what is to come of them."""
+        if seqlen_q not in self.queries:
+            q = make_queries(self.of._replace(seqlen_q=seqlen_q), self.plan.device)
+            self.queries[seqlen_q] = q
+            self.expected[seqlen_q] = truth(self.of, q, self.first)
+        return self.queries[seqlen_q], self.expected[seqlen_q]
+
+
+def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
+    """Of the first, the last, the longest and the shortest sequence."""
+    lengths = of.sequences
+    ends = max(lengths), min(lengths)
+    found = []
+    for row in sorted({0, of.batch - 1, *map(lengths.index, ends)}):
+        one = q[row : row + 1], *(x[row : row + 1, : lengths[row]] for x in cache[:2])
+        exact = attention_reference(*(x.double() for x in one), causal=True)
+        found.append(Truth(row, exact, attention_reference(*one, causal=True, upcast=False)))
+    return found
+
+
+def judge(outs: Iterable[Tensor], expected: list[Truth], is_ours: bool) -> Verdict:
+    """Every result beside the truth. Peers are not held to our bound on the mean error."""
+    verdicts = []
+    for out in outs:
+        for row, exact, plain in expected:
+            held = tolerance.judge(out[row : row + 1], exact, plain)
+            passes = held.ok if is_ours else held.max_error <= held.max_bound
+            verdicts.append(Verdict(f"out: {held}", held.max_error, held.max_bound, passes))
+    failed = [verdict for verdict in verdicts if not verdict.passes]
+    return max(failed or verdicts, key=lambda one: one.max_error / (one.bound or 1))
+
+
+class Replayed:
+    """A CUDA graph of several calls."""
+
+    def __init__(self, calls: Sequence[Callable[[], Tensor]]) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                calls[0]()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outs = [call() for call in calls]
+
+    def __call__(self) -> list[Tensor]:
+        self.graph.replay()
+        return self.outs
+
+
+def ready(of: Decode, who: Decoder, stage: Stage) -> Ready | Outcome:
+    """A step once it has been asked and checked, or why it is not timed."""
+    try:
+        attend = who.prepare(of, stage.plan.device)
+        q, expected = stage.asked(of.seqlen_q)
+        calls = [
+            without_grad(attend, q, cache) for cache in stage.cached(of.page_size, who.by_head)
+        ]
+        timed = Replayed(calls) if stage.plan.on_gpu else lambda: [call() for call in calls]
+        verdict = judge(timed(), expected, who.is_ours)
+    except Absent as absent:
+        return Outcome(of, who.name, None, refused=str(absent))
+    except Exception as error:  # whatever a peer raises is its reason
+        return Outcome(of, who.name, None, refused=_reason(error))
+    if not verdict.passes:
+        return Outcome(of, who.name, None, wrong=verdict.what)
+    return Ready(timed, calls[0], verdict)
+
+
+def without_grad(attend, q: Tensor, cache: Cache) -> Callable[[], Tensor]:
+    """The call, where no gradient is wanted."""
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return attend(q, cache)
+
+    return call
+
+
+def run_decode(
+    cases: Iterable[Sequence[Decode]],
+    decoders: Sequence[Decoder],
+    *,
+    device: str = "cpu",
+    rounds: int = 5,
+    round_ms: float = 30.0,
+    cold: str = COLD[0],
+    save: str | Path | None = None,
+    show: Callable[[str], None] = print,
+) -> list[list[Outcome]]:
+    """Checks and times the steps of each case, which differ in queries and pages alone. Rows are
+    appended to `save` as each case ends.
+    """
+    plan, common = Plan(device, rounds, round_ms, cold), stamp("decode", device)
+    rates = bandwidth(device, rounds, round_ms)
+    versions = f"torch {common['torch']}, triton {common['triton']}"
+    measured = ", ".join(f"{name} {rate:,.0f} GB/s" for name, rate in rates.items())
+    show(f"{common['device']}, {versions}, {rounds} rounds in turns, {measured}")
+    if not plan.on_gpu:
+        show("a CPU: plain calls, host time among it, and a small cache stays in the CPU's own")
+    done = []
+    for steps in cases:
+        outcomes = run_case(list(steps), decoders, plan, common, max(rates.values()))
+        if save is not None:
+            append(save, [outcome.row for outcome in outcomes if outcome.row is not None])
+        for line in lines_of(outcomes, plan.copies(steps[0])):
+            show(line)
+        done.append(outcomes)
+    return done
+
+
+def run_case(
+    steps: list[Decode], decoders: Sequence[Decoder], plan: Plan, common: dict, rate: float
+) -> list[Outcome]:
+    """All steps by everybody, in turns; `rate` are the gigabytes a second that memory gave."""
+    if plan.on_gpu:
+        torch.cuda.empty_cache()
+    stage = Stage(steps[0]._replace(page_size=0), plan)
+    tried = {}
+    for who in decoders:
+        own = steps if who.has_pages else [of._replace(page_size=0) for of in steps]
+        for of in dict.fromkeys(own):
+            tried[of, who.name] = ready(of, who, stage)
+    times = in_turns(tried, "call", plan.clock(plan.copies(steps[0])), plan)
+    host = in_turns(tried, "eager", HostClock(plan.device), plan) if plan.on_gpu else {}
+    outcomes = []
+    for (of, name), one in tried.items():
+        if isinstance(one, Ready):
+            row = make_row(of, name, times[of, name], one.verdict, common, rate)
+            extra = {**row.extra, "cold": plan.cold if plan.on_gpu else "none"}
+            if (of, name) in host:
+                extra["host_us"] = Spread.of(host[of, name]).median * 1e3
+            one = Outcome(of, name, dataclasses.replace(row, extra=extra))
+        outcomes.append(one)
+    return outcomes
+
+
+def in_turns(tried: dict, what: str, clock: Clock, plan: Plan) -> dict:
+    """Milliseconds by round of each that is ready; who raises is so no longer."""
+    while True:
+        calls = {key: getattr(one, what) for key, one in tried.items() if isinstance(one, Ready)}
+        try:
+            timing = dict(clock=clock, rounds=plan.rounds, round_ms=plan.round_ms)
+            return time_interleaved(calls, **timing)
+        except CallFailed as failed:
+            of, name = failed.name
+            tried[failed.name] = Outcome(of, name, None, refused=_reason(failed.error))
+
+
+def make_row(
+    of: Decode, name: str, times: list[float], verdict: Verdict, common: dict, rate: float
+) -> Row:
+    """A step's row."""
+    spread = Spread.of(times)
+    moved = of.kv_bytes / spread.median * 1e-6
+    return Row(
+        **common,
+        shape=of._asdict(),
+        provider=name,
+        median_ms=spread.median,
+        p20_ms=spread.p20,
+        p80_ms=spread.p80,
+        rounds_ms=times,
+        tflops=of.flops / spread.median * 1e-9,
+        max_error=verdict.max_error,
+        bound=verdict.bound,
+        extra={"kv_bytes": of.kv_bytes, "gb_per_s": moved, "of_measured": moved / rate},
+    )
+
+
+def _reason(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"

@@ -1,0 +1,119 @@
+"""The command `tilewise bench decode`: a step of decoding beside its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import click
+
+from .bench import run_options
+from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
+from .packed_options import HeadList, LengthSets
+
+GPU = dict(batch=(32, 1), seqlens=(8192,), heads=((32, 8, 128),), dtype="bf16")
+CPU = dict(GPU, batch=(1,), dtype="fp32")
+QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
+
+
+@click.command()
+@click.option("--batch", type=IntList(), help="Sequences.  [default: 32,1; on a CPU 1]")
+@click.option("--seqlens", type=IntList(), help="Keys of each.  [default: 8k]")
+@click.option(
+    "--lengths",
+    type=LengthSets(),
+    help="Ragged batches instead: sets as of `bench varlen`, or the keys of each, 160,300.",
+)
+@click.option(
+    "--pages",
+    type=IntList(0),
+    default="0,16",
+    show_default=True,
+    help="Keys of a page; 0 is a cache without pages.",
+)
+@click.option(
+    "--queries", type=IntList(), default="1,8", show_default=True, help="The last of a sequence."
+)
+@click.option(
+    "--heads",
+    type=HeadList(),
+    help="Query heads, : key heads where these are fewer, x headdim.  [default: 32:8x128]",
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
+@click.option("--quick", is_flag=True, help="2 sequences of 512 keys, 4:2 heads of 32, fp32.")
+@click.option(
+    "--provider", "ours", default="tilewise", show_default=True, help="Or tilewise:portable."
+)
+@click.option(
+    "--against",
+    type=NameList(),
+    default="sdpa,fa3",
+    show_default=True,
+    help="Of sdpa, cudnn, fa3, flex.",
+)
+@click.option(
+    "--cold",
+    type=click.Choice(["rotate", "flush"]),
+    default="rotate",
+    show_default=True,
+    help="How a GPU's L2 cache is kept cold: caches that take turns, or a flush before each call.",
+)
+@run_options
+def decode(quick, device, ours, against, lengths, pages, queries, as_json, **options) -> None:
+    """Time a step of decoding: the last queries of each sequence beside its cache.
+
+    On a GPU a step is the replay of a CUDA graph, and no byte of a cache is in the L2 cache; host
+    us are those of an eager call. GB/s counts keys and values alone, share is that of what a copy
+    or a sum of a large tensor reached in the same run. Pages lie in no order. All steps of a batch
+    take turns, and each result is held to fp64 before it is timed.
+
+    sdpa is torch's function, its backend as torch chooses it, with a cache of its own layout: it
+    and flex (FlexAttention, compiled) know neither pages nor lengths. fa3 is FlashAttention-3's
+    forward with a cache, found as `tilewise bench` finds it; it chooses its splits.
+    """
+    device = device or default_device()
+    need_gpu(device)
+    from ..bench.decode import run_decode
+    from ..bench.decode_table import summary
+    from ..bench.decoders import decoder
+    from ..bench.run import warn
+
+    usual = QUICK if quick else GPU if device.startswith("cuda") else CPU
+    asked = {name: options.pop(name) or value for name, value in usual.items()}
+    try:
+        chosen = [decoder(name) for name in dict.fromkeys((ours, *against))]
+        cases = cases_of(asked, lengths, pages, queries)
+    except (KeyError, ValueError) as error:
+        raise click.UsageError(str(error.args[0])) from error
+    show = warn if as_json else click.echo
+    done = run_decode(cases, chosen, device=device, show=show, **options)
+    outcomes = [outcome for each in done for outcome in each]
+    if as_json:
+        for outcome in outcomes:
+            if outcome.row is not None:
+                click.echo(json.dumps(dataclasses.asdict(outcome.row)))
+    show("\n" + "\n".join(summary(done)))
+    if any(outcome.wrong for outcome in outcomes if outcome.provider == chosen[0].name):
+        raise SystemExit(Exit.FAILED)
+
+
+def cases_of(asked: dict, lengths, pages, queries) -> list[list]:
+    """The steps that take turns: a list for each batch and head."""
+    from ..bench.caches import decode
+
+    plain = itertools.product(asked["batch"], asked["seqlens"], [""])
+    batches = [(0, 0, name) for name in lengths] if lengths else list(plain)
+    return [
+        [
+            decode(
+                *(batch, seqlen, heads),
+                **dict(lengths=name, queries=number, page_size=page_size),
+                dtype=DTYPES[asked["dtype"]],
+            )
+            for number in queries
+            for page_size in pages
+        ]
+        for heads in asked["heads"]
+        for batch, seqlen, name in batches
+    ]
