@@ -7,6 +7,7 @@ something else at the next call, so it is traced again, or known to read the sam
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -53,8 +54,15 @@ def block_mask_of(block_mask: Any) -> BlockMask | None:
 
 
 def converted(block_mask: Any) -> Converted:
-    """A block mask of FlexAttention and ours."""
+    """A block mask of FlexAttention and ours. A compiler that gave up before goes on with each
+    function that is called, and warns of what it cannot trace in this one.
+    """
     _check_kind(block_mask)
+    dynamo = sys.modules.get("torch._dynamo")
+    return (_converted_of if dynamo is None else dynamo.disable(_converted_of))(block_mask)
+
+
+def _converted_of(block_mask: Any) -> Converted:
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     if counts.ndim != 3:
         raise ArgumentError(
