@@ -24,6 +24,7 @@ from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_
 from .qkv import in_order, sizes_of
 from .scalars import Window, band, check_bounds, check_causal, check_flag, check_layout
 from .sparse.block_mask import BlockMask
+from .sparse.documents import Documents
 from .sparse.from_flex import block_mask_of
 
 Tensor = torch.Tensor
@@ -159,6 +160,12 @@ def attention(
     block_mask = block_mask_of(block_mask)
     modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
+    positions = *lengths, alibi_slopes, bias, mask_mod, score_mod, dropout_p or None
+    if documents := documents_in(block_mask, q, k, v, positions):
+        options = dict(scale=scale, softcap=softcap, sinks=sinks, deterministic=deterministic)
+        out, lse = attend_documents(documents, q, k, v, backend=backend, **options)
+        out = out.transpose(1, 2) if layout == "bhsd" else out
+        return (out, lse) if return_lse else out
     extras = extras_of(
         *(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None),
         *modifiers.captured,
@@ -179,6 +186,34 @@ def attention(
     elif layout == "bhsd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def documents_in(
+    block_mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, positions: tuple
+) -> Documents | None:
+    """The packed sequences that a mask says q, k and v are, where nothing else asks where a query
+    or a key is, and where a view of them is packed.
+    """
+    documents = None if block_mask is None else block_mask.documents
+    batch, tokens = q.shape[:2]
+    if documents is None or documents.batch != batch or any(x is not None for x in positions):
+        return None
+    is_view = all(batch == 1 or x.stride(0) == tokens * x.stride(1) for x in (q, k, v))
+    return documents if is_view else None
+
+
+def attend_documents(
+    documents: Documents, q: Tensor, k: Tensor, v: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    """Attention within each document, (batch, seqlen, nheads, headdim), and its lse."""
+    options |= dict(causal=documents.causal, return_lse=True)
+    if len(documents.cu_seqlens) == q.shape[0] + 1:  # one document a sequence
+        return attention(q, k, v, **options)
+    lengths = documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = attention(*packed, **dict(zip(names, lengths)), **options)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from ..mods import Mask, Predicate
 from ..traced import check_sizes
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
+from .documents import Documents, documents_of
 from .ends import MOST_ROWS, Ends, Found, says_ends
 from .intervals import Blocks, bound
 
@@ -51,6 +52,7 @@ class BlockMask:
     # (partial, full) of m_blocks, per n_block: what a backward walks
     transposed: tuple[BlockLists, BlockLists] | None = None
     ends: Ends | None = None  # of rows and columns, where these are intervals
+    documents: Documents | None = None  # where it is a mask of documents
     asked: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
 
     def __post_init__(self) -> None:
@@ -108,7 +110,9 @@ class BlockMask:
         )
         mask = self.mask.to(device)
         ends = None if self.ends is None else Ends(*(x.to(device) for x in self.ends))
-        return BlockMask(mask, self.shape, self.block, partial, full, tuple(transposed), ends)
+        documents = None if self.documents is None else self.documents.to(device)
+        lists = partial, full, tuple(transposed)
+        return BlockMask(mask, self.shape, self.block, *lists, ends, documents)
 
     def __repr__(self) -> str:
         partial, full = (int(lists.counts.sum()) for lists in (self.partial, self.full))
@@ -148,9 +152,11 @@ def create_block_mask(
     becomes 1.
 
     On a GPU the host waits once for each 2^20 blocks, to learn how many are unsettled, and twice
-    for each of the four lists, to learn how long it is, and once to learn whether all rows and
-    columns are intervals: nothing waits when the mask is used. Of intervals kernels read the ends,
-    16 bytes for each query and key of a head (`ends`).
+    for each of the four lists, to learn how long it is, and three times to learn whether all rows
+    and columns are intervals, and of documents: nothing waits when the mask is used. Of intervals
+    kernels read the ends, 16 bytes for each query and key of a head (`ends`). A mask of documents
+    (`documents`) is served by the kernels for packed sequences, where nothing but it asks for
+    positions.
 
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
@@ -174,19 +180,20 @@ def create_block_mask(
     check_shape(shape, block)
     check_sizes(mask, *shape)
     device = mask.device(device)
-    batch, nheads = (
+    rows, nheads = (
         n if mask.depends_on(i) else min(n, 1) for n, i in ((batch, "b"), (nheads, "h"))
     )
-    shape = (batch, nheads, seqlen_q, seqlen_k)
+    shape = (rows, nheads, seqlen_q, seqlen_k)
     kinds = torch.empty(_grid(shape, block), dtype=torch.uint8, device=device)
-    is_small = batch * nheads * (seqlen_q + seqlen_k) <= MOST_ROWS
+    is_small = rows * nheads * (seqlen_q + seqlen_k) <= MOST_ROWS
     found = Found(shape, kinds.shape, block, device) if is_small and kinds.numel() else None
     with torch.no_grad():
         for slab in _slabs(kinds.shape, shape, block):
             _classify(mask, shape, block, kinds, slab, found)
     partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
     ends = None if found is None else found.ends()
-    return BlockMask(mask, shape, tuple(block), partial, full, None, ends)
+    documents = documents_of(ends, batch)
+    return BlockMask(mask, shape, tuple(block), partial, full, None, ends, documents)
 
 
 def _asked(mask: Mask, ends: Ends | None) -> Mask:
