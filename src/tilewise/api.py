@@ -158,14 +158,16 @@ def attention(
     sides = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
     block_mask = block_mask_of(block_mask)
-    modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
     positions = *lengths, alibi_slopes, bias, mask_mod, score_mod, dropout_p or None
-    if documents := documents_in(block_mask, q, k, v, positions):
-        options = dict(scale=scale, softcap=softcap, sinks=sinks, deterministic=deterministic)
-        out, lse = attend_documents(documents, q, k, v, backend=backend, **options)
-        out = out.transpose(1, 2) if layout == "bhsd" else out
-        return (out, lse) if return_lse else out
+    documents = documents_in(block_mask, q, k, v, positions)
+    if documents is not None:
+        batch, block_mask, sides = q.shape[0], None, band(None, documents.causal)
+        if documents.are_many:
+            q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+            lengths = None, None, documents.cu_seqlens, documents.cu_seqlens
+            max_seqlen_q = documents.longest
+    modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
     extras = extras_of(
         *(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None),
         *modifiers.captured,
@@ -179,11 +181,14 @@ def attention(
         backend=backend,
         dropout_p=dropout_p,
         mods=modifiers.mods,
-        is_long=is_packed and is_long(max_seqlen_q),
+        is_long=lengths[2] is not None and is_long(max_seqlen_q),
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
-    elif layout == "bhsd":
+    elif documents is not None and documents.are_many:
+        out = out[0].unflatten(0, (batch, -1))
+        lse = lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
+    if layout == "bhsd" and not is_packed:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
@@ -200,20 +205,6 @@ def documents_in(
         return None
     is_view = all(batch == 1 or x.stride(0) == tokens * x.stride(1) for x in (q, k, v))
     return documents if is_view else None
-
-
-def attend_documents(
-    documents: Documents, q: Tensor, k: Tensor, v: Tensor, **options
-) -> tuple[Tensor, Tensor]:
-    """Attention within each document, (batch, seqlen, nheads, headdim), and its lse."""
-    options |= dict(causal=documents.causal, return_lse=True)
-    if len(documents.cu_seqlens) == q.shape[0] + 1:  # one document a sequence
-        return attention(q, k, v, **options)
-    lengths = documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest
-    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    packed = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = attention(*packed, **dict(zip(names, lengths)), **options)
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:

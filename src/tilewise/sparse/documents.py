@@ -25,6 +25,11 @@ class Documents(NamedTuple):
     longest: int
     causal: bool
 
+    @property
+    def are_many(self) -> bool:
+        """Whether there are more documents than sequences."""
+        return len(self.cu_seqlens) - 1 > self.batch
+
     def to(self, device: torch.device | str) -> Documents:
         """The same on another device."""
         return self._replace(cu_seqlens=self.cu_seqlens.to(device))
