@@ -164,7 +164,8 @@ def attention(
     if documents is not None:
         batch, block_mask, sides = q.shape[0], None, band(None, documents.causal)
         if documents.are_many:
-            q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+            if batch > 1:
+                q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
             lengths = None, None, documents.cu_seqlens, documents.cu_seqlens
             max_seqlen_q = documents.longest
     modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
@@ -185,7 +186,7 @@ def attention(
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
-    elif documents is not None and documents.are_many:
+    elif documents is not None and documents.are_many and batch > 1:
         out = out[0].unflatten(0, (batch, -1))
         lse = lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
     if layout == "bhsd" and not is_packed:
