@@ -1,11 +1,11 @@
 """Which (query, key) pairs dropout keeps: a function of where a pair is, and of nothing else.
 
-A random byte belongs to each (seed, offset, batch, head, query, key). It comes from Philox4x32
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a function of a counter and a
-key, twice:
+A random byte belongs to each (seed, offset, batch, head, query, key). Philox4x32 (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3") makes four words of all but the pair, once a
+head, and a cheaper function makes four of these and of where the pair is, once in 16 pairs:
 
-    a0..a3 = philox((batch, head, offset low, offset high), (seed low, seed high))    once a head
-    w0..w3 = philox((key_group, query_group, a2, a3), (a0, a1))              once in 16 pairs
+    a0..a3 = philox((batch, head, offset low, offset high), (seed low, seed high))
+    w0..w3 = mix(mix(x0..x3))    where x_i = a_i + key_group STEPS_K_i + query_group STEPS_Q_i
 
 and the byte of a pair is byte `byte_of` of word `word_of`. A pair is kept where its byte is at
 least `threshold`, so probabilities have steps of 1/256; what is kept is multiplied by `factor_of`.
@@ -25,9 +25,14 @@ from .errors import ArgumentError
 
 Tensor = torch.Tensor
 
-ROUNDS = 7  # the fewest that pass BigCrush, says the paper
+ROUNDS = 7  # of Philox: the fewest that pass BigCrush, says the paper
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+MIXES = 2
+# Bits of the square roots of 2, 3, 5 and 7, and of 11, 13, 17 and 19; the last made odd
+STEPS_K = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B)
+STEPS_Q = (0x510E527F, 0x9B05688D, 0x1F83D9AB, 0x5BE0CD19)
 _WORD = 0xFFFFFFFF
 
 
@@ -62,12 +67,12 @@ _QUERIES, _KEYS = _Side(16, 8), _Side(32, 4)
 
 
 class Stream(NamedTuple):
-    """The random numbers of one head of one sequence: half a counter and the key to Philox."""
+    """The random numbers of one head of one sequence: where its groups' words start."""
 
-    key0: Tensor
-    key1: Tensor
-    counter2: Tensor
-    counter3: Tensor
+    a0: Tensor
+    a1: Tensor
+    a2: Tensor
+    a3: Tensor
 
 
 def keep(
@@ -86,7 +91,7 @@ def keep(
             [ True, False, False,  True]])
 
     rng is `draw_rng`'s int64 pair; indices are integers or integer tensors on its device. Each pair
-    costs a Philox of its own: `keep_tile` is for rectangles.
+    costs a group's words: `keep_tile` is for rectangles.
     """
     q_idx, k_idx = q_idx.long(), k_idx.long()
     stream = stream_of(rng, batch, head)
@@ -114,7 +119,7 @@ def keep_tile(
     >>> keep_tile(torch.tensor([3, 0]), 0, torch.arange(8), 0, 0, 100, 50, 26).shape
     torch.Size([8, 100, 50])
 
-    One Philox serves 16 pairs. Starts may be anywhere; multiples of 16 and 32 waste nothing.
+    One group serves 16 pairs. Starts may be anywhere; multiples of 16 and 32 waste nothing.
     """
     batch, head = (x[..., None, None] if isinstance(x, Tensor) else x for x in (batch, head))
     group_q = _groups(q_start, rows, _QUERIES, rng.device)[:, None]
@@ -136,15 +141,31 @@ def stream_of(rng: Tensor, batch: Tensor | int, head: Tensor | int) -> Stream:
     """The random numbers of a head."""
     seed, offset = rng.unbind()
     batch, head = (x.long() & _WORD if isinstance(x, Tensor) else x for x in (batch, head))
-    a0, a1, a2, a3 = philox((batch, head, *_halves(offset)), _halves(seed))
-    return Stream(a0, a1, a2, a3)
+    return Stream(*philox((batch, head, *_halves(offset)), _halves(seed)))
 
 
 def group_words(stream: Stream, group_q: Tensor, group_k: Tensor) -> tuple[Tensor, ...]:
     """The four words of each group."""
     # A mask that changes nothing: Inductor (torch 2.13) multiplies an `arange` in 32 bits
-    counter = (group_k & _WORD, group_q & _WORD, stream.counter2, stream.counter3)
-    return philox(counter, (stream.key0, stream.key1))
+    group_q, group_k = group_q & _WORD, group_k & _WORD
+    steps = zip(stream, STEPS_Q, STEPS_K)
+    words = (_fma(group_k, step_k, _fma(group_q, step_q, a)) for a, step_q, step_k in steps)
+    for _ in range(MIXES):
+        words = mix(*words)
+    return tuple(words)
+
+
+def mix(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Four words to four, each 32 bits in an int64, one to one: a round of multiplications of pcg4d
+    (Jarzynski and Olano 2020, "Hash functions for GPU rendering"), on words whose bytes are turned
+    round. Products carry bits up alone, so the upper ones, which depend on most, come down before.
+    """
+    x, y, z, w = (_reversed(word) for word in (x, y, z, w))
+    x = _fma(y, w, x)
+    y = _fma(z, x, y)
+    z = _fma(x, y, z)
+    w = _fma(y, z, w)
+    return x, y, z, w
 
 
 def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple:
@@ -222,6 +243,17 @@ def _product(x: Tensor | int, multiplier: int) -> tuple:
     """Low and high 32 bits of a product of 32-bit words, by way of x (multiplier - 2^32)."""
     low, high = _halves(x * (multiplier - 2**32))
     return low, (high + x) & _WORD
+
+
+def _fma(x: Tensor, y: Tensor | int, z: Tensor) -> Tensor:
+    """Low 32 bits of x y + z, of 32-bit words. As a signed number y leaves room for the sum."""
+    return (x * ((y ^ 2**31) - 2**31) + z) & _WORD
+
+
+def _reversed(x: Tensor) -> Tensor:
+    """A 32-bit word, its bytes in the opposite order."""
+    x = (x >> 16) | (x << 16)
+    return ((x >> 8) & 0x00FF00FF) | ((x & 0x00FF00FF) << 8)
 
 
 def _groups(start: int, length: int, side: _Side, device: torch.device) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 
 Tensor = torch.Tensor
 LOW = 0xFFFFFFFF
+STEPS_K = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B)
+STEPS_Q = (0x510E527F, 0x9B05688D, 0x1F83D9AB, 0x5BE0CD19)
 
 
 def kept(rng: Tensor, batch: int, heads: Tensor, queries: Tensor, keys: Tensor, p: float) -> Tensor:
@@ -18,9 +20,9 @@ def kept(rng: Tensor, batch: int, heads: Tensor, queries: Tensor, keys: Tensor, 
     a0, a1, a2, a3 = philox(counter, (_word(h, seed), _word(h, seed >> 32)))
     i, j = queries.view(1, -1, 1), keys.view(1, 1, -1)
     key_group, query_group = (j // 32) * 4 + (j % 8) // 2, (i // 16) * 8 + i % 8
-    words = torch.stack(
-        torch.broadcast_tensors(*philox((key_group, query_group, a2, a3), (a0, a1)))
-    )
+    steps = zip((a0, a1, a2, a3), STEPS_K, STEPS_Q)
+    words = [a + key_group * by_k + query_group * by_q & LOW for a, by_k, by_q in steps]
+    words = torch.stack(mix(*mix(*words)))
     which = ((j // 8) % 4).expand(words.shape[1:])
     word = words.gather(0, which.unsqueeze(0)).squeeze(0)
     byte = (word >> (8 * (((i // 8) % 2) * 2 + j % 2))) & 0xFF
@@ -44,7 +46,17 @@ def philox(counter: tuple, key: tuple, rounds: int = 7) -> tuple:
     return x0, x1, x2, x3
 
 
-def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+def mix(*words: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of four words turned round, and each multiplied into another."""
+    x, y, z, w = (sum((x >> 8 * i & 0xFF) << 24 - 8 * i for i in range(4)) for x in words)
+    x = x + _product(y, w)[1] & LOW
+    y = y + _product(z, x)[1] & LOW
+    z = z + _product(x, y)[1] & LOW
+    w = w + _product(y, z)[1] & LOW
+    return x, y, z, w
+
+
+def _product(x: Tensor, factor: Tensor | int) -> tuple[Tensor, Tensor]:
     """The high and the low word of a product, by halves of x, so that nothing leaves an int64."""
     low = (x & 0xFFFF) * factor
     rest = (low >> 16) + (x >> 16) * factor

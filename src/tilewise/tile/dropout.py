@@ -23,6 +23,9 @@ MULTIPLIER_0 = tl.constexpr(dropout.MULTIPLIERS[0])
 MULTIPLIER_1 = tl.constexpr(dropout.MULTIPLIERS[1])
 KEY_STEP_0 = tl.constexpr(dropout.KEY_STEPS[0])
 KEY_STEP_1 = tl.constexpr(dropout.KEY_STEPS[1])
+MIXES = tl.constexpr(dropout.MIXES)
+STEPS_K = tl.constexpr(dropout.STEPS_K)
+STEPS_Q = tl.constexpr(dropout.STEPS_Q)
 
 
 class Draw(NamedTuple):
@@ -62,14 +65,47 @@ def draw(stream, m_start, n_start, offs_m, offs_n):
     """The random word of each pair, and where in it the pair's byte is."""
     group_q = (query_group(m_start) + query_group(offs_m)).to(tl.uint32)
     group_k = (key_group(n_start) + key_group(offs_n)).to(tl.uint32)
-    w0, w1, w2, w3 = philox(
-        group_k, group_q, stream.counter2, stream.counter3, stream.key0, stream.key1, ROUNDS
-    )
+    w0, w1, w2, w3 = group_words(stream, group_q, group_k)
     at = word_of(offs_n)
     if offs_n.shape[0] * offs_n.shape[1] < 32:  # a tile of a group's first keys, or its last
         at = word_of(n_start % 32 + offs_n)
     word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
     return Draw(word, byte_of(offs_m, offs_n))
+
+
+@triton.jit
+def group_words(stream, group_q, group_k):
+    """The four words of each group."""
+    x = fma(group_k, STEPS_K[0], fma(group_q, STEPS_Q[0], stream.a0))
+    y = fma(group_k, STEPS_K[1], fma(group_q, STEPS_Q[1], stream.a1))
+    z = fma(group_k, STEPS_K[2], fma(group_q, STEPS_Q[2], stream.a2))
+    w = fma(group_k, STEPS_K[3], fma(group_q, STEPS_Q[3], stream.a3))
+    for _ in tl.static_range(MIXES):
+        x, y, z, w = mix(x, y, z, w)
+    return x, y, z, w
+
+
+@triton.jit
+def mix(x, y, z, w):
+    """Four words to four: bytes turned round, and pcg4d's multiplications."""
+    x, y, z, w = reverse(x), reverse(y), reverse(z), reverse(w)
+    x = fma(y, w, x)
+    y = fma(z, x, y)
+    z = fma(x, y, z)
+    w = fma(y, z, w)
+    return x, y, z, w
+
+
+@triton.jit
+def fma(x, y, z):
+    """Low 32 bits of x y + z; the compiler multiplies no more than these."""
+    return low(x.to(tl.int64) * y + z)
+
+
+@triton.jit
+def reverse(x):
+    """The bytes of a word in the opposite order: one instruction."""
+    return (x << 24) | ((x & 0xFF00) << 8) | ((x >> 8) & 0xFF00) | (x >> 24)
 
 
 @triton.jit

@@ -10,10 +10,8 @@ the last round.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.dropout import key_group, query_group
-from . import philox
+from ...tile.dropout import group_words, key_group, query_group
 from .layouts import column_of, half_groups, quads, row_of
-from .philox import half_group
 
 # Four bytes at a time. The sum says in bit 7 how the lower seven bits compare; of that and the
 # byte's own bit 7 it takes either, where the threshold's is 0, or both. The optimiser would make a
@@ -64,7 +62,8 @@ def draw_word(stream, m_start, n_start, threshold):
 def compared(stream, m_start, r, group_k, is_upper, threshold):
     """Bits 7 and 6 of each byte say whether the pairs of half a group are kept."""
     group_q = (query_group(m_start) + r).to(gl.uint32)
-    first, second = half_group(stream, group_q, group_k, is_upper)
+    w0, w1, w2, w3 = group_words(stream, group_q, group_k)
+    first, second = gl.where(is_upper, w2, w0), gl.where(is_upper, w3, w1)
     return merged(at_least(first, threshold), at_least(second, threshold), 0x80808080, 1)
 
 
@@ -90,4 +89,4 @@ def _at_least(bytes, lower, either):
 
 
 # What this assembly means to the emulator
-ASM = {**philox.ASM, _AT_LEAST: _at_least}
+ASM = {_AT_LEAST: _at_least}

@@ -10,10 +10,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile.dropout import byte_of, key_group, query_group, word_of
-from . import philox
+from ...tile.dropout import byte_of, group_words, key_group, query_group, word_of
 from .layouts import column_of, pairs_of, row_of
-from .philox import group_words
 
 
 @gluon.constexpr_function
@@ -91,7 +89,6 @@ def _select(dtype):
 
 # What this assembly means to the emulator
 ASM = {
-    **philox.ASM,
     selection("bf16"): _select(torch.bfloat16),
     selection("f16"): _select(torch.float16),
 }
