@@ -30,7 +30,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 MIXES = 2
-# Bits of the square roots of 2, 3, 5 and 7, and of 11, 13, 17 and 19; the last made odd
+# Fractions of the square roots of 2, 3, 5 and 7, and of 11, 13, 17 and 19, made odd
 STEPS_K = (0x6A09E667, 0xBB67AE85, 0x3C6EF373, 0xA54FF53B)
 STEPS_Q = (0x510E527F, 0x9B05688D, 0x1F83D9AB, 0x5BE0CD19)
 _WORD = 0xFFFFFFFF

@@ -151,36 +151,26 @@ def test_emulator(transposed, how, n):
             assert out.equal((expected.T if transposed else expected).float())
 
 
-MULTIPLIERS = [n - wrap for n in (0xD2511F53, 0xCD9E8D57) for wrap in (0, 2**32)]
-
-
-def multiplications(transposed, how, n):
-    """How often a thread multiplies by Philox's constants, as LLVM leaves it to ptxas."""
+def drawn_groups(transposed, how, n):
+    """Of how many groups a thread computes the words: bytes change places eight times in each."""
     at, rng = Where(2, 3, 160, 320), torch.empty(2, dtype=torch.int64)
     compiled = build(hopper_kernel, torch.empty(64, n), rng, at, 26, n, transposed, how)
     ptx = compiled.asm["ptx"]
     # A thread asks its neighbour once in 64 queries, not by way of shared memory
     assert ptx.count("shfl") == (n // 64 if how == "select" else 0)
     assert compiled.metadata.shared == 0 and "bar.sync" not in ptx
-    in_assembly = r"mul\.wide\.u32 %rd\d+, %r\d+, %r\d+;"
-    return len(re.findall(rf"{in_assembly}|mul\..*, (?:{'|'.join(map(str, MULTIPLIERS))});", ptx))
-
-
-STAGE_1 = 14  # two a round
+    return len(re.findall(r"prmt\.b32\s+%r\d+, %r\d+, 0, (?:0x123U?|291);", ptx)) / 8
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("n", [64, 128])
-def test_elements_share_philox(n):
+def test_elements_share_words(n):
     """A thread has n / 2 elements: 16 of each group with queries down, 4 with keys down, and there
     it asks its neighbour for half of them.
     """
-    assert multiplications(False, "none", n) == 0
-    forward = multiplications(False, "drop_pairs", n) - STAGE_1
-    groups = n // 32
-    # The first rounds are partly one row's or one column's, the last is halved with keys down
-    assert 10 * groups < forward <= 14 * groups
-    assert 8 * 2 * groups < multiplications(True, "select", n) - STAGE_1 <= 11 * 2 * groups
+    assert drawn_groups(False, "none", n) == 0
+    assert drawn_groups(False, "drop_pairs", n) == drawn_groups(False, "kept", n) == n / 32
+    assert drawn_groups(True, "select", n) == n / 16
 
 
 @pytest.mark.compile

@@ -3,8 +3,8 @@
 Keys lie down in S^T: a thread has four pairs of each group of 16, two threads of a warp need the
 same groups, of keys c and c + 1, c even. Each draws half of the groups for both and
 compares four bytes at a time with the threshold. Bits say what it found, and one shuffle exchanges
-half of them. Two warps need the same groups as well, but other words of them: each computes half of
-the last round.
+half of them. Two warps need the same groups as well, but other words of them: each computes all
+four, of which the last two depend on the first, and takes two.
 """
 
 from triton.experimental import gluon
@@ -60,7 +60,7 @@ def draw_word(stream, m_start, n_start, threshold):
 
 @gluon.jit
 def compared(stream, m_start, r, group_k, is_upper, threshold):
-    """Bits 7 and 6 of each byte say whether the pairs of half a group are kept."""
+    """Bits 7 and 6 of each byte say whether the pairs of half a group are kept: of two words."""
     group_q = (query_group(m_start) + r).to(gl.uint32)
     w0, w1, w2, w3 = group_words(stream, group_q, group_k)
     first, second = gl.where(is_upper, w2, w0), gl.where(is_upper, w3, w1)
