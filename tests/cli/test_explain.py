@@ -94,3 +94,47 @@ def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
 def test_wrong_usage_is_named(options, message):
     done = invoke("--no-compile", *options.split())
     assert done.exit_code == 2 and message in done.output, done.output
+
+
+def test_a_step_of_decoding():
+    asked = "--cache", "--no-compile", "--gpu", "h200", "--heads", "32", "--kv-heads", "8"
+    done = invoke(*asked, "--batch", "32", "--page-size", "16", width=140)
+    assert done.exit_code == 0, done.output
+    for text in (
+        "decode B32 S8192 H32:8 D128 bfloat16, 1 query, pages of 16, on h200 (sm90)",
+        "attn_split_kernel",
+        "16 of the longest sequence, 512 in the batch",
+        "16,384 of 520 bytes, 8.5 MB, for 16 pieces a sequence",
+        "1,073.7 MB",
+        "portable serves it. Limit: memory, with 3.94 FLOPs a byte",
+    ):
+        assert text in done.output, done.output
+    found = json.loads(invoke(*asked, "--json", "--seqlen", "8", "--split-size", "1024").stdout)
+    assert found["shape"]["seqlen_q"] == 8 and found["pieces"]["of_longest"] == 8
+    assert [one["kernel"] for one in found["launches"]] == ["attn_split_kernel", "attn_fold_kernel"]
+
+
+def test_a_step_on_the_cpu_and_its_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "roof.png"
+    asked = "--cache", "--on", "cpu", "--dtype", "fp32", "--lengths", "160,300", "--png", str(file)
+    done = invoke(*asked)
+    assert done.exit_code == 0, done.output
+    assert "160,300 B2 S<=300" in done.output and "folded as they come" in done.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--page-size 16", "--cache"),
+        ("--cache --alibi", "no other feature"),
+        ("--cache --pass bwd", "forward"),
+        ("--cache --headdim-v 64", "one headdim"),
+        ("--cache --heads 16 --kv-heads 3", "multiple"),
+        ("--cache --lengths 4,5 --seqlen 8", "8 queries"),
+    ],
+)
+def test_wrong_usage_beside_a_cache_is_named(options, message):
+    done = invoke("--no-compile", *options.split())
+    assert done.exit_code == 2 and message in done.output, done.output

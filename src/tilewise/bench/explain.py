@@ -113,7 +113,7 @@ def explain(
         chosen = ""
     launches = []
     for launch in launches_of(call, chosen, target, PASSES[shape.direction]):
-        built, failed = _compile(launch, target) if with_compiler else (None, "not asked")
+        built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
         launch = launch._replace(tiles=launch.tiles * shape.batch // few.batch)
         launches.append(Launched(launch, built, failed, waves(launch, built, card)))
     how = way_of_cpu(shape, deterministic) if chosen == "cpu" else ""
@@ -150,7 +150,7 @@ def standing_in(target: str) -> Iterator[None]:
         hopper._is_hopper = real
 
 
-def _compile(launch: Launch, target: str) -> tuple[Built | None, str]:
+def built_by(launch: Launch, target: str) -> tuple[Built | None, str]:
     try:
         return built_of(launch.build(), target), ""
     except Exception as error:  # whatever the compiler raises is why there are no figures

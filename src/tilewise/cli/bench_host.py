@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .bench import providers_of
-from .explain import plain
+from .explain_tables import plain
 from .options import DTYPES, Exit, NameList, OneInt, default_device, need_gpu
 from .packed_options import HeadList
 from .rows import output_options, print_rows, round_options

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 
 import click
 
 from .bench import together
+from .explain_tables import LAUNCH, launch_column, launches_record, plain, said
 from .options import DTYPES, OneInt
 from .packed_options import DIRECTIONS
 from .picture import png_option, roofline
 from .tables import NO, OK, console, digits, table
 
 SCORES = ("window", "softcap", "alibi", "sinks")
+FEATURES = (*SCORES, "modifier", "deterministic")
 call_options = together(
     click.option("--pass", "direction", type=click.Choice(DIRECTIONS), default="fwd"),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
-    click.option("--seqlen", type=OneInt(), default="4k", show_default=True),
+    click.option("--seqlen", type=OneInt(), help="4k; with --cache 1."),
     click.option("--seqlen-k", type=OneInt(), help="Keys, where they are not as many."),
     click.option("--heads", type=click.IntRange(1), default=16, show_default=True),
     click.option("--kv-heads", type=click.IntRange(1), help="Where they are fewer (GQA)."),
@@ -36,29 +40,63 @@ feature_options = together(
 )
 
 
+cache_options = together(
+    click.option("--cache", "has_cache", is_flag=True, help="A step of decoding beside a cache."),
+    click.option("--page-size", type=click.IntRange(0), help="Keys of its pages; 0: none."),
+    click.option("--split-size", type=click.IntRange(1), help="Keys of a piece."),
+)
+
+
 @click.command()
 @call_options
 @feature_options
+@cache_options
 @click.option("--backend", help="Force one.")
 @click.option("--on", "target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950 or cpu.")
 @click.option("--gpu", help="A card by name, for its SMs and its roof: h200, h100, a100, ...")
 @click.option("--compile/--no-compile", "with_compiler", default=True, help="Seconds a kernel.")
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 @png_option
-def explain(backend, target, gpu, with_compiler, as_json, png, **options) -> None:
+def explain(
+    backend, target, gpu, with_compiler, as_json, png, has_cache, page_size, split_size, **options
+) -> None:
     """Who serves a call and why; kernel, tile, registers, waves, FLOPs, bytes, roofline.
 
     Nothing runs on a GPU: backends answer as they would on the one that --on or --gpu names, and
     kernels are compiled for it here. Left out, it is the GPU of this machine, or an H200.
-    """
-    from ..bench.explain import CPU
-    from ..bench.explain import explain as explained
 
+    --cache is a causal step of --seqlen queries (1) beside --seqlen-k keys (8k) of each sequence,
+    or as many as --lengths says: its pieces, the slots that hold their sums, and bytes.
+    """
     target, card = machine_of(target, gpu)
-    deterministic = options.pop("deterministic")
-    shape = shape_of(**options)
+    if not has_cache and (page_size is not None or split_size is not None):
+        raise click.UsageError("--page-size and --split-size are of a cache: --cache")
+    with in_words():
+        if has_cache:
+            from ..bench.explain_cache import explain_cache
+            from . import explain_cache as page
+
+            of = page.step_of(options, page_size, FEATURES)
+            found = explain_cache(of, target, card, split_size, backend, with_compiler)
+        else:
+            from ..bench.explain import explain as explained
+
+            page, deterministic = sys.modules[__name__], options.pop("deterministic")
+            shape = shape_of(**options)
+            found = explained(shape, target, card, backend, deterministic, with_compiler)
+    if as_json:
+        click.echo(json.dumps(page.as_record(found), indent=1))
+    else:
+        page.show(console(), found)
+    if png and found.backend:
+        roofline(png, *page.picture_of(found))
+
+
+@contextlib.contextmanager
+def in_words():
+    """What cannot be explained, as a message."""
     try:
-        found = explained(shape, target, card, backend, deterministic, with_compiler)
+        yield
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except ImportError as error:
@@ -67,15 +105,14 @@ def explain(backend, target, gpu, with_compiler, as_json, png, **options) -> Non
         if "allocate" not in str(error):
             raise
         raise click.ClickException(f"no room for tensors of this shape: {error}") from error
-    if as_json:
-        click.echo(json.dumps(as_record(found), indent=1))
-    else:
-        show(console(), found)
-    if png and found.backend:
-        title = f"{shape} on {found.card.name if target != CPU else 'this CPU'}"
-        moved, flops = found.work.moved, found.work.flops
-        points = {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
-        roofline(png, title, found.work.roof, points)
+
+
+def picture_of(found) -> tuple:
+    """Title, roof and points of its picture."""
+    title = f"{found.shape} on {found.card.name if found.card else 'this CPU'}"
+    moved, flops = found.work.moved, found.work.flops
+    points = {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
+    return title, found.work.roof, points
 
 
 def machine_of(target: str | None, gpu: str | None):
@@ -108,7 +145,7 @@ def shape_of(
     from ..bench.modifiers import NAMES
     from ..bench.shapes import Shape
 
-    kv_heads, headdim_v = kv_heads or heads, headdim_v or headdim
+    kv_heads, headdim_v, seqlen = kv_heads or heads, headdim_v or headdim, seqlen or 4096
     lengths, modifier = options["lengths"] or "", options["modifier"]
     if heads % kv_heads:
         raise click.UsageError("--heads is a multiple of --kv-heads")
@@ -154,38 +191,6 @@ def show(screen, found) -> None:
     screen.print(verdict(found))
 
 
-def said(answer, chosen: str, is_forced: bool) -> str:
-    """An answer in words; the chosen one is named."""
-    if answer.backend == chosen:
-        why = "forced" if is_forced else "the first that serves"
-        return f"chosen: {why}{f' ({answer.reason})' if answer.reason else ''}"
-    return answer.reason or "would serve, and comes later"
-
-
-def launch_column(one) -> list[str]:
-    """What LAUNCH asks of a launch."""
-    launch, built = one.launch, one.built
-    needs = ["-"] * 5
-    if built is not None:
-        fits = "-"
-        if built.occupancy is not None:
-            share = f"{100 * built.occupancy.share:.0f} % of its warps"
-            fits = f"{built.occupancy.programs}, {share}; no more {built.occupancy.limit}"
-        spills = f"{built.spills} bytes a thread" if built.spills else "none"
-        needs = [built.warps, built.registers, spills, f"{built.shared_memory:,} bytes", fits]
-    spread = f"{one.waves.waves:.2f} of {one.waves.at_once}"
-    busy = f"{100 * one.waves.tail:.0f} % of the SMs, over all waves"
-    tile = f"{launch.block_m} queries x {launch.block_n} keys"
-    programs = "one an SM, tile after tile" if launch.is_persistent else "one a tile"
-    return [tile, launch.stages, *needs, f"{launch.tiles:,}", programs, spread, busy]
-
-
-LAUNCH = (
-    *("tile", "slots for tiles in flight", "warps", "registers a thread", "spilled"),
-    *("shared memory", "programs on an SM", "tiles", "programs", "waves", "busy"),
-)
-
-
 def work_rows(found) -> list[tuple[str, str]]:
     """FLOPs, bytes, intensity and the roof."""
     work, roof = found.work, found.work.roof
@@ -217,21 +222,9 @@ def verdict(found) -> str:
     )
 
 
-def plain(value: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else digits(value)
-
-
 def as_record(found) -> dict:
     """The explanation as JSON takes it."""
     work = found.work
-    launches = []
-    for one in found.launches:
-        built = one.built._asdict() if one.built else None
-        if built and one.built.occupancy:
-            built["occupancy"] = one.built.occupancy._asdict()
-        plain = {k: v for k, v in one.launch._asdict().items() if k != "build"}
-        launches.append({**plain, "built": built, "failed": one.failed, **one.waves._asdict()})
     sums = dict(intensity=work.intensity, side=work.side, least_ms=work.least_ms)
     fields = {**work._asdict(), "moved": work.moved._asdict(), "roof": work.roof._asdict(), **sums}
     return {
@@ -240,7 +233,7 @@ def as_record(found) -> dict:
         "card": found.card.name if found.card else None,
         "backend": found.backend,
         "answers": [answer._asdict() for answer in found.answers],
-        "launches": launches,
+        "launches": launches_record(found.launches),
         "how": found.how,
         "work": fields,
     }

@@ -1,0 +1,119 @@
+"""What `tilewise explain --cache` prints: who serves a step of decoding, its pieces and bytes."""
+
+from __future__ import annotations
+
+import click
+
+from .explain_tables import LAUNCH, launch_column, launches_record, plain, said
+from .options import DTYPES
+from .tables import NO, OK, digits, table
+
+
+def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
+    """The step that the options ask for: its queries are `--seqlen`, 1 if nobody says."""
+    from ..bench.caches import decode
+
+    if any(options[name] for name in features) or options["direction"] != "fwd":
+        raise click.UsageError("--cache is a forward, and goes with no other feature here")
+    if options["headdim_v"] not in (None, options["headdim"]):
+        raise click.UsageError("--cache has one headdim here")
+    heads = options["heads"], options["kv_heads"] or options["heads"], options["headdim"]
+    if heads[0] % heads[1]:
+        raise click.UsageError("--heads is a multiple of --kv-heads")
+    more = dict(lengths=options["lengths"] or "", queries=options["seqlen"] or 1)
+    more |= dict(page_size=page_size or 0, dtype=DTYPES[options["dtype"]])
+    try:
+        return decode(options["batch"], options["seqlen_k"] or 8192, heads, **more)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def show(screen, found) -> None:
+    """Tables: who serves, in which launches, pieces and bytes."""
+    where = f"{found.card.name} ({found.target})" if found.card else "this CPU"
+    of = found.of
+    queries = "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
+    pages = f"pages of {of.page_size}" if of.page_size else "no pages"
+    screen.print(f"{of}, {queries}, {pages}, on {where}")
+    rows = [
+        (x.backend, OK if x.kind == "serves" else NO, said(x, found.backend, found.forced))
+        for x in found.answers
+    ]
+    screen.print(table(["backend", "", ""], rows))
+    if not found.backend:
+        screen.print("nothing serves this call.")
+        return
+    if found.launches:
+        columns = [launch_column(one) for one in found.launches]
+        for number, (column, one) in enumerate(zip(columns, found.launches)):
+            beside = "all pieces" if number else f"{one.launch.block_n} keys"
+            column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
+        kernels = [one.launch.kernel for one in found.launches]
+        screen.print(table(["launch", *kernels], zip(LAUNCH, *columns)))
+        for failed in {x.failed for x in found.launches if x.failed}:
+            screen.print(f"the compiler's part is missing: {failed}")
+    screen.print(table(["pieces", ""], piece_rows(found)))
+    screen.print(table(["work", ""], work_rows(found)))
+    screen.print(verdict(found))
+
+
+def piece_rows(found) -> list[tuple[str, str]]:
+    """How keys are cut, and where what is known of the pieces lies."""
+    cut = found.pieces
+    total = f"{cut.of_longest} of the longest sequence, {cut.total:,} in the batch"
+    rows = [("split_size", f"{cut.split_size:,} keys, part of the arithmetic"), ("pieces", total)]
+    if not found.launches:
+        return [*rows, ("slots", "none: folded as they come")]
+    if not cut.slots:
+        return [*rows, ("slots", "none: a program walks all pieces of its rows")]
+    size = f"{cut.slots:,} of {cut.slot_bytes} bytes, {cut.workspace / 1e6:,.1f} MB"
+    where = f"for {cut.room} pieces a sequence, as the cache has room for"
+    return [*rows, ("slots", f"{size}, {where}"), ("programs without a piece", f"{cut.idle:,}")]
+
+
+def work_rows(found) -> list[tuple[str, str]]:
+    """Bytes, FLOPs and the roof."""
+    moved, roof = found.moved, found.roof
+    share = f"{moved.partials / 1e6:,.2f} MB, {100 * moved.partials / moved.kv:.1f} % of those"
+    return [
+        ("bytes of keys and values", f"{moved.kv / 1e6:,.1f} MB"),
+        ("of states between the launches", share),
+        ("of queries, out, LSE and table", f"{moved.others / 1e6:,.2f} MB"),
+        ("FLOPs", f"{found.of.flops / 1e9:,.3g} G, {plain(found.intensity)} a byte"),
+        ("roof", f"{plain(roof.tflops)} TFLOP/s, {digits(roof.bandwidth)} TB/s"),
+        ("", roof.source),
+    ]
+
+
+def verdict(found) -> str:
+    """One sentence."""
+    is_memory = found.intensity < found.roof.ridge
+    limit, sign = ("memory", "under") if is_memory else ("arithmetic", "at least")
+    return (
+        f"{found.backend} serves it. Limit: {limit}, with {plain(found.intensity)} FLOPs a byte, "
+        f"{sign} the {plain(found.roof.ridge)} of the ridge; "
+        f"{plain(found.least_ms * 1e3)} us at the roof."
+    )
+
+
+def picture_of(found) -> tuple:
+    """Title, roof and points of its picture."""
+    title = f"{found.of} on {found.card.name if found.card else 'this CPU'}"
+    return title, found.roof, {"this step": found.intensity}
+
+
+def as_record(found) -> dict:
+    """The explanation as JSON takes it."""
+    return {
+        "shape": found.of._asdict(),
+        "target": found.target,
+        "card": found.card.name if found.card else None,
+        "backend": found.backend,
+        "answers": [answer._asdict() for answer in found.answers],
+        "launches": launches_record(found.launches),
+        "pieces": {**found.pieces._asdict(), "workspace": found.pieces.workspace},
+        "moved": {**found.moved._asdict(), "total": found.moved.total},
+        "roof": found.roof._asdict(),
+        "intensity": found.intensity,
+        "least_ms": found.least_ms,
+    }

@@ -1,0 +1,83 @@
+"""What `explain --cache` finds: pieces, slots, programs and bytes, with no GPU."""
+
+import pytest
+
+from tilewise.bench.caches import decode
+from tilewise.bench.cards import card_for
+from tilewise.bench.explain_cache import cached_of, explain_cache
+from tilewise.kernels.cpu import cache as cpu_cache
+from tilewise.splits import pieces
+
+LLAMA = 32, 8, 128
+
+
+def explained(of, target="sm90", **options):
+    pytest.importorskip("triton")
+    card = None if target == "cpu" else card_for(target)
+    return explain_cache(of, target, card, with_compiler=False, **options)
+
+
+def test_pieces_slots_and_programs_of_a_batch():
+    found = explained(decode(32, 8192, LLAMA))
+    assert found.backend == "portable"
+    cut = found.pieces
+    assert (cut.split_size, cut.of_longest, cut.total, cut.room) == (512, 16, 512, 16)
+    assert cut.slots == 16 * 32 * 32 and cut.slot_bytes == 130 * 4 and cut.idle == 0
+    splits, fold = found.launches
+    assert splits.launch.kernel == "attn_split_kernel" and splits.launch.tiles == 32 * 8 * 16
+    assert fold.launch.kernel == "attn_fold_kernel" and fold.launch.tiles == 32 * 8
+    assert found.moved.kv == 2 * 32 * 8192 * 8 * 128 * 2
+    assert found.moved.partials == 2 * cut.workspace
+    assert found.intensity < 4.0 < found.roof.ridge
+    assert found.least_ms == pytest.approx(found.moved.total / found.roof.bandwidth / 1e9)
+
+
+def test_slots_are_as_the_plan_allocates_them():
+    from tilewise.bench.explain_cache import portable_plans
+
+    for of in (decode(3, 5000, LLAMA, queries=5), decode(0, 0, (4, 2, 64), lengths="700,9000,3")):
+        cached = cached_of(of, 256)
+        partials = portable_plans(cached)[0].args[2]
+        cut = explained(of, split_size=256).pieces
+        numbers = [x.numel() for x in partials[:3]]
+        assert sum(numbers) * 4 == cut.workspace and numbers[1] == cut.slots
+
+
+def test_a_ragged_batch_has_programs_without_a_piece():
+    of = decode(0, 0, (4, 2, 64), lengths="700,9000,3")
+    found = explained(of, split_size=256)
+    each = [len(pieces(0, n, 256)) for n in (700, 9000, 3)]
+    assert found.pieces.total == sum(each) and found.pieces.of_longest == each[1]
+    assert found.launches[0].launch.tiles == 3 * 2 * each[1]
+    assert found.pieces.idle == 2 * (3 * each[1] - sum(each))
+
+
+def test_one_piece_and_too_many_need_no_slots():
+    short = explained(decode(4, 300, LLAMA))
+    assert len(short.launches) == 1 and short.pieces.slots == 0 and short.moved.partials == 0
+    long = explained(decode(64, 1 << 15, LLAMA, queries=8), split_size=64)
+    assert len(long.launches) == 1 and long.pieces.slots == 0
+
+
+def test_pages_are_counted_among_the_bytes():
+    plain, paged = (explained(decode(2, 1000, LLAMA, page_size=n)).moved for n in (0, 16))
+    assert paged.others - plain.others == 2 * 63 * 4 and paged.kv == plain.kv
+
+
+def test_the_cpu_is_explained():
+    found = explained(decode(1, 1000, (4, 2, 32), dtype="float32"), "cpu")
+    assert found.backend == "cpu" and found.launches == [] and found.pieces.slots == 0
+    assert cpu_cache.BLOCK_N <= found.pieces.split_size
+
+
+def test_nothing_serves_what_no_kernel_reads():
+    found = explained(decode(1, 1000, (2, 2, 1024)))
+    assert found.backend == "" and {x.kind for x in found.answers} == {"refuses"}
+
+
+@pytest.mark.compile
+def test_the_compiler_is_asked():
+    pytest.importorskip("triton")
+    of = decode(2, 3000, (8, 2, 64), page_size=16)
+    for one in explain_cache(of, "sm90", card_for("sm90")).launches:
+        assert not one.failed and one.built.registers > 16
