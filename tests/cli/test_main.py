@@ -46,7 +46,7 @@ def test_unknown_commands_and_options_are_usage_errors():
     assert invoke("bench", "--suite", "nothing").exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["bench", "verify", "demo"])
+@pytest.mark.parametrize("command", ["bench", "verify", "demo", "generate"])
 def test_exit_code_3_without_a_gpu(command, monkeypatch):
     import torch
 

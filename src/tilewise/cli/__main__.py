@@ -33,6 +33,9 @@ COMMANDS = {
     "demo": Entry(
         "tilewise.cli.demo", "A real model computes with tilewise, beside standard attention."
     ),
+    "generate": Entry(
+        "tilewise.cli.generate", "A Llama served from a paged cache, with continuous batching."
+    ),
     "verify": Entry("tilewise.cli.verify", "Hold every feature to fp64 on this machine."),
     "mask": Entry("tilewise.cli.mask", "Draw a mask by tiles: full, partial or skipped."),
     "bench": Entry("tilewise.cli.bench", "Time attention beside its peers, correctness first."),
