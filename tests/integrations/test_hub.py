@@ -12,7 +12,7 @@ from tilewise import ArgumentError
 from tilewise.integrations import hub
 
 AS_FLASH = "kernels-community/flash-attn2"
-FUNCTIONS = ["flash_attn_func", "flash_attn_varlen_func"]
+FUNCTIONS = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_the_library_loads_the_folder(local):
     of_folder = kernels.get_local_kernel(hub.FOLDER)
     loaded = [of_folder, *(kernels.get_kernel(x, version=1) for x in (hub.NAME, AS_FLASH))]
     for module in loaded:
-        assert module.flash_attn_func is tilewise.flash_attn_func
-        assert module.flash_attn_varlen_func is tilewise.flash_attn_varlen_func
+        for name in FUNCTIONS:
+            assert getattr(module, name) is getattr(tilewise, name)
 
 
 SIZES = dict(

@@ -6,8 +6,8 @@ this package, `FOLDER`, and LOCAL_KERNELS in the environment makes a name with a
     export LOCAL_KERNELS=$(tilewise hub)
     trl sft --attn_implementation tilewise/attention ...
 
-Nothing is fetched. transformers calls `flash_attn_func` and `flash_attn_varlen_func` of the folder
-as it calls flash attention's; `tilewise.integrations.transformers` serves more kinds of masks.
+Nothing is fetched. transformers calls the functions of the folder as it calls flash attention's, of
+a cache in pages, too; `tilewise.integrations.transformers` serves more kinds of masks.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ HARMLESS = {
 }
 BESIDE_MASK = "beside a mask of four dimensions, which says all: leave one of them out"
 REASONS = {
-    "cache": "paged caches are not served: generate with `generate`, not `generate_batch`",
+    "cache": (
+        "`generate_batch` computes with flash attention's functions, for which this model has no "
+        "place: generate with `generate`"
+    ),
     "cu_seq_lens_k": BESIDE_MASK,
     "cu_seq_lens_q": BESIDE_MASK,
     "head_mask": "head masks are not served: " + ANOTHER,
@@ -71,9 +74,11 @@ def register(name: str = "tilewise") -> None:
         )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, visible_keys)
+    from . import continuous
     from .families import fill_tables
 
     fill_tables(name)
+    continuous.register(name)
 
 
 def is_registered(name: str = "tilewise") -> bool:
