@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from caches import paged, sequences
 from integrations.torch_calls import both, inputs, packed, square
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -94,6 +95,26 @@ def test_used_keys():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.skipif("block_table" not in ARGUMENTS, reason="torch 2.13 and later")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages(page_size, window):
+    s = sequences([3, 0, 1, 9], [40, 17, 5, 33])
+    k, v, table = paged(s, page_size)
+    q, longest = torch.cat(s.q), 9
+    options = dict(seqused_k=s.lengths, window_size=window, enable_gqa=True)
+    shape = s.starts, None, longest, 40
+    found = varlen_attn(q, k, v, *shape, **options, block_table=table)
+    ends = [None if side < 0 else side for side in window]
+    starts_k = torch.tensor([0, 40, 57, 62, 95], dtype=torch.int32)
+    starts = dict(cu_seqlens_q=s.starts, cu_seqlens_k=starts_k)
+    expected = tilewise.attention(q, torch.cat(s.k), torch.cat(s.v), window=ends, **starts)
+    torch.testing.assert_close(found, expected)
+    into = torch.empty_like(q)
+    varlen.varlen_attn_out(into, q, k, v, *shape, **options, block_table=table)
+    assert torch.equal(into, found)
+
+
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="torch 2.12 and later")
 def test_into_a_tensor_of_the_callers():
     q, k, v = (x.detach() for x in tokens(dtype=torch.float32))
@@ -105,7 +126,10 @@ def test_into_a_tensor_of_the_callers():
 NAMES = [x.name for x in aten._flash_attention_forward.default._schema.arguments]
 REFUSED = {
     "dropout_p": dict(dropout_p=0.1),
-    "block_table": dict(block_table=torch.zeros(3, 1, dtype=torch.int32)),
+    "block_table without seqused_k": dict(block_table=torch.zeros(3, 1, dtype=torch.int32)),
+    "seqused_k with a gradient": dict(
+        block_table=torch.zeros(3, 1, dtype=torch.int32), seqused_k=STARTS.diff()
+    ),
     "return_debug_mask": dict(return_debug_mask=True),
     "alibi_slopes with a gradient": dict(alibi_slopes=torch.ones(4)),
 }

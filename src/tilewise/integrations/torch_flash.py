@@ -22,6 +22,7 @@ import torch
 from .. import ops
 from ..checks import Checked, check
 from ..errors import ArgumentError, Words, warn_slow
+from ..kv_cache import varlen_of_pages
 from ..problem import LONG, OPEN, Extras
 from ..schema import INPUTS
 
@@ -68,6 +69,8 @@ class Saved(NamedTuple):
 def attend(asked: Asked) -> tuple[Tensor, Tensor]:
     """out and lse."""
     _refuse(asked)
+    if asked.block_table is not None:
+        return _attend_pages(asked)
     q, k, v = _in_batch(asked.cum_seq_q is not None, *asked[:INPUTS])
     problem, extras, scalars = _checked(asked, q, k, v)
     call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
@@ -75,6 +78,20 @@ def attend(asked: Asked) -> tuple[Tensor, Tensor]:
     if asked.cum_seq_q is not None:
         return out.squeeze(0), lse.squeeze(0)
     return out, lse
+
+
+def _attend_pages(asked: Asked) -> tuple[Tensor, Tensor]:
+    """Over pages: `seqused_k` says how many keys each sequence has."""
+    window = asked.window_size_left, asked.window_size_right
+    with torch.no_grad():
+        return varlen_of_pages(
+            *_rows(*asked[:INPUTS]),
+            asked.block_table,
+            (asked.seqused_k, None, asked.cum_seq_q, None),
+            (asked.alibi_slopes, None),
+            (asked.is_causal, asked.scale, window, 0.0),
+            (0, 0.0),
+        )
 
 
 def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,8 +109,10 @@ def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
 
 def _refuse(asked: Asked) -> None:
     """What no kernel of ours computes."""
-    if asked.block_table is not None:
-        raise NotImplementedError("block_table: a paged KV cache is not here yet")
+    if asked.block_table is not None and asked.seqused_k is None:
+        raise NotImplementedError(
+            "block_table without seqused_k: pages do not say how full they are"
+        )
     if asked.return_debug_mask:
         raise NotImplementedError("return_debug_mask: a dropout mask is not stored")
     if asked.dropout_p:
@@ -101,14 +120,22 @@ def _refuse(asked: Asked) -> None:
             "dropout_p: tilewise serves dropout in F.scaled_dot_product_attention, not below it"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in asked[:INPUTS]):
-        for name in ("alibi_slopes", "seqused_k"):  # torch's formula hands them to no backward
+        for name in (
+            "alibi_slopes",
+            "seqused_k",
+            "block_table",
+        ):  # torch's formula hands them to no backward
             if getattr(asked, name) is not None:
                 raise NotImplementedError(f"{name} with a gradient: torch tells no backward of it")
 
 
 def _in_batch(is_packed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Packed tensors as a batch of 1; a last dimension that is not contiguous is copied."""
-    tensors = (x.unsqueeze(0) for x in tensors) if is_packed else tensors
+    return _rows(*(x.unsqueeze(0) for x in tensors)) if is_packed else _rows(*tensors)
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """With a last dimension that is contiguous."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
