@@ -251,7 +251,7 @@ def varlen_of_pages(
     k: Tensor,
     v: Tensor,
     block_table: Tensor,
-    lengths: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     learned: tuple[Tensor | None, Tensor | None],
     numbers: tuple[bool, float | None, Window, float],
     others: tuple[int, float],

@@ -82,11 +82,11 @@ def attend(asked: Asked) -> tuple[Tensor, Tensor]:
 
 def _attend_pages(asked: Asked) -> tuple[Tensor, Tensor]:
     """Over pages: `seqused_k` says how many keys each sequence has."""
+    q, k, v = _rows(*asked[:INPUTS])
     window = asked.window_size_left, asked.window_size_right
     with torch.no_grad():
         return varlen_of_pages(
-            *_rows(*asked[:INPUTS]),
-            asked.block_table,
+            *(q, k, v, asked.block_table),
             (asked.seqused_k, None, asked.cum_seq_q, None),
             (asked.alibi_slopes, None),
             (asked.is_causal, asked.scale, window, 0.0),
