@@ -213,3 +213,28 @@ def test_one_warp_needs_no_shared_memory(batch_size, nheads):
     found = stats(build(warp_kernel, *args, on="sm90", BLOCK=128, num_warps=1))
     assert found["smem"] == 0
     assert (found["spill_stores"], found["spill_loads"]) == (0, 0)
+
+
+@triton.jit
+def turns_kernel(out, cu_seqlens, total, batch_size, nheads, together, BLOCK: tl.constexpr):
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    sequences = cu_seqlens, total, batch_size
+    found = varlen_tile(tile, Hint(0, 0), lane, *sequences, nheads, BLOCK, 1, False, together)
+    write(out + 5 * tile, found)
+
+
+def test_heads_of_long_sequences_take_turns():
+    """Of 3, 16 and 40 blocks, 5 heads: 50 blocks at once are 3 heads of the second."""
+    lengths, nheads = [70, 512, 1280], 5
+    tiles = upper_bound(lengths, nheads, 32)
+    out = torch.full((tiles, 5), -7, dtype=torch.int32)
+    interpret(turns_kernel)[(tiles,)](
+        out, cumulative(lengths), sum(lengths), len(lengths), nheads, 50, BLOCK=32
+    )
+    found = [(batch, head, block) for is_tile, batch, head, block, _ in out.tolist() if is_tile]
+    expected = []
+    for batch, (blocks, width) in enumerate([(3, 1), (16, 3), (40, 1)]):
+        for first in range(0, nheads, width):
+            heads = range(first, min(first + width, nheads))
+            expected += [(batch, head, block) for block in range(blocks) for head in heads]
+    assert found == expected

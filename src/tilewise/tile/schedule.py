@@ -8,7 +8,7 @@ the tail.
 import triton
 import triton.language as tl
 
-from .varlen import Hint, varlen_tile
+from .varlen import Hint, in_turns, varlen_tile
 
 
 @triton.jit
@@ -73,11 +73,8 @@ def key_tile_in_group(tile, queue, seqlen_k, BLOCK_N: tl.constexpr):
 @triton.jit
 def _in_group(tile, queue, blocks):
     """Tile number -> (which of its head's blocks, head, batch), the heads of a group in turns."""
-    group = tile // (queue.together * blocks)
-    rest = tile - group * (queue.together * blocks)
-    width = tl.minimum(queue.together, queue.heads - group * queue.together)
-    head = group * queue.together + rest % width
-    return rest // width, head % queue.nheads, head // queue.nheads
+    rank, head = in_turns(tile, blocks, queue.heads, queue.together)
+    return rank, head % queue.nheads, head // queue.nheads
 
 
 @triton.jit

@@ -146,7 +146,7 @@ class Queue(NamedTuple):
     tiles: int
     nheads: int  # of one sequence; key heads where their query heads share a tile
     heads: int  # of the whole batch
-    together: int  # heads in a group: their tiles are mixed
+    together: int  # heads in a group: their tiles are mixed; packed, backward: blocks of such heads
 
 
 class Pipeline(NamedTuple):

@@ -23,6 +23,8 @@ import triton.language as tl
 from .seqlen import rows_of
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
+# Blocks: heads of sequences of 4 lost 6 % by turns (H200, headdim 64, backward), of 32 won 1 %
+TURNS_FROM = tl.constexpr(16)
 
 
 class Hint(NamedTuple):
@@ -58,6 +60,7 @@ def varlen_tile(
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr = 1,
     LONGEST_FIRST: tl.constexpr = False,
+    together=None,
 ):
     """Tile number -> VarlenTile, of sequences that have `total` rows together; `lane` is 0 .. 31 in
     the caller's layout.
@@ -68,6 +71,9 @@ def varlen_tile(
 
     LONGEST_FIRST reverses the blocks of a head, of which the last see the most keys under a causal
     mask. An empty sequence has no tile.
+
+    Heads of a long sequence whose blocks are at most `together` take turns, so that equal blocks
+    of several heads are neighbours.
     """
     times = nheads * NUM_SPLITS
     first = hint.batch - GROUP
@@ -93,12 +99,26 @@ def varlen_tile(
     within = tl.where(is_tile, tile - start, 0)
     m_blocks = tl.maximum(m_blocks, 1)  # 0 where there is no tile
     split_idx = within % NUM_SPLITS
-    m_block = within // NUM_SPLITS % m_blocks
+    if together is None:
+        m_block = within // NUM_SPLITS % m_blocks
+        head = within // NUM_SPLITS // m_blocks
+    else:
+        width = tl.where(m_blocks >= TURNS_FROM, tl.maximum(together // m_blocks, 1), 1)
+        m_block, head = in_turns(within // NUM_SPLITS, m_blocks, nheads, width)
     if LONGEST_FIRST:
         m_block = m_blocks - 1 - m_block
-    head = within // NUM_SPLITS // m_blocks
     batch = tl.where(is_tile, first + place, batch_size)
     return VarlenTile(m_block, head, batch, split_idx, is_tile, Hint(first, before), after)
+
+
+@triton.jit
+def in_turns(tile, blocks, heads, width):
+    """Tile number -> (block, head), where the heads of each `width` take turns."""
+    group = tile // (width * blocks)
+    rest = tile - group * (width * blocks)
+    first = group * width
+    width = tl.minimum(width, heads - first)
+    return rest // width, first + rest % width
 
 
 @triton.jit

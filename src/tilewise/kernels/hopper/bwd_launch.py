@@ -60,7 +60,7 @@ from .padded import copy_back, in_padded_rows, is_padded, with_padded_rows
 
 Tensor = torch.Tensor
 ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
-MEGABYTE = 1 << 20
+AT_ONCE = 16 << 20  # bytes of queries that programs under a causal mask are at: `together`
 TINY = 1e-30  # a scale under this is no divisor
 
 
@@ -243,7 +243,9 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
     heads, counter = batch * nheads_k, counter_of(q.device)
     if problem.is_packed:
         n_blocks = seqlen_k // plan.tile.BLOCK_N + sizes.packed
-        return Queue(counter, heads * n_blocks, nheads_k, heads, 1)
+        blocks = AT_ONCE // (plan.tile.BLOCK_N * problem.group * bytes_of_row(problem, q))
+        mixed = blocks if problem.is_causal and not problem.deterministic else 0
+        return Queue(counter, heads * n_blocks, nheads_k, heads, mixed)
     n_blocks = triton.cdiv(seqlen_k, plan.tile.BLOCK_N)
     return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
@@ -281,14 +283,18 @@ def together(problem: Problem, q: Tensor) -> int:
     """
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]
-    row_bytes = (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4
     if problem.deterministic:
         most = max(1, (65536 if problem.headdim <= 64 else 16384) // rows)
     elif problem.is_causal:
-        most = max(1, 16 * MEGABYTE // (rows * row_bytes))
+        most = max(1, AT_ONCE // (rows * bytes_of_row(problem, q)))
     else:
         most = 1
     return triton.cdiv(heads, triton.cdiv(heads, most))
+
+
+def bytes_of_row(problem: Problem, q: Tensor) -> int:
+    """Of a query, with its dO and its dQ in fp32."""
+    return (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4
 
 
 def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched | None:

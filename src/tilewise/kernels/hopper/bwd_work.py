@@ -142,7 +142,7 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     TURNED: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of turns
     found = varlen_tile(
         *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
-        *(TILE.BLOCK_N, 1, TURNED),
+        *(TILE.BLOCK_N, 1, TURNED, call.queue.together),
     )
     return Drawn(tile, found.m_block, found.head, found.batch, found.hint)
 
