@@ -168,9 +168,9 @@ def test_neighbours_are_independent(threshold):
     assert len(set(found.values())) > len(found) // 2
 
 
-@pytest.mark.parametrize("mixes", [0, 1])
-def test_a_weak_generator_is_seen(monkeypatch, mixes):
-    monkeypatch.setattr(dropout, "MIXES", mixes)
+def test_a_weak_generator_is_seen(monkeypatch):
+    """Words of one round it takes `test_dropout_words.py` to see."""
+    monkeypatch.setattr(dropout, "MIXES", 0)
     assert max(value for _, value in surprises(128)) > MOST
 
 

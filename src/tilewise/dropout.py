@@ -87,8 +87,8 @@ def keep(
 
     >>> rng = torch.tensor([3, 0])
     >>> keep(rng, 0, 0, torch.arange(2)[:, None], torch.arange(4)[None, :], threshold_of(0.5))
-    tensor([[False,  True, False, False],
-            [ True, False, False,  True]])
+    tensor([[ True,  True,  True, False],
+            [False,  True, False, False]])
 
     rng is `draw_rng`'s int64 pair; indices are integers or integer tensors on its device. Each pair
     costs a group's words: `keep_tile` is for rectangles.
