@@ -234,3 +234,31 @@ def test_pieces_count_from_key_0(first, last, found):
 
 def test_pieces_grow_with_the_rows_that_they_write():
     assert [splits.default_split_size(group) for group in (1, 4, 8, 9)] == [512, 512, 1024, 2048]
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "mask"])
+@pytest.mark.parametrize("page_size", [None, 3])
+def test_blocks_of_a_piece_are_the_same_for_all_lengths(monkeypatch, name, page_size):
+    """Of wide caches a piece has several blocks, and of long pieces several spans."""
+    from tilewise.kernels.cpu import cache_blocks
+
+    sizes = dict(SPAN=16, BLOCK_ELEMENTS=0, LEAST_N=8)
+    for what, value in sizes.items():
+        monkeypatch.setattr(cache_blocks, what, value)
+    s = sequences([7, 1, 5], [4 * SPLIT + 5, 3 * SPLIT, 5 * SPLIT + 1], (2, 1), (16, 24))
+    options = dict(causal=True) | FEATURES[name]
+    out, lse = run(s, page_size, **options)
+    exact = tilewise.attention_reference(
+        *(torch.cat(s.q), contiguous(s.k), contiguous(s.v)),
+        **dict(seqused_k=s.lengths, cu_seqlens_q=s.starts, return_lse=True, **options),
+    )
+    for mine, theirs in zip((out, lse), exact):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for b, start in enumerate(s.starts[:-1].tolist()):
+        begin = len(s.k[b]) - len(s.q[b])
+        for i in range(len(s.q[b])):
+            stop = begin + i + 1
+            part = type(s)([s.q[b][i : i + 1]], [s.k[b][:stop]], [s.v[b][:stop]])
+            row = start + i
+            found = run(part, 2, **options)
+            assert_equal(found, (out[row : row + 1], lse[:, row : row + 1]))

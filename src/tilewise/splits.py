@@ -55,7 +55,7 @@ def empty_state(like: Tensor) -> State:
 def fold(left: State, right: State) -> State:
     """Two states over neighbouring keys as one."""
     m_i = torch.maximum(left.m_i, right.m_i)
-    shift = m_i.masked_fill(m_i == -math.inf, 0)  # neither has seen a key
+    shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: neither has seen a key
     alpha, beta = torch.exp(left.m_i - shift), torch.exp(right.m_i - shift)
     l_i = left.l_i * alpha + right.l_i * beta
     return State(m_i, l_i, left.acc_o * alpha + right.acc_o * beta)

@@ -1,6 +1,7 @@
 """A cache: features against the formula, what is promised of unused memory, what is refused."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -390,3 +391,18 @@ def test_a_chain_of_drafts_has_the_bits_of_causal():
         assert torch.equal(x, y)
     with pytest.raises(tilewise.ArgumentError, match="ancestors.dtype is torch.int32.*int64"):
         mods.tree(torch.tensor(chains[:5]).int(), s.lengths, s.starts)
+
+
+def test_memory_that_outlives_a_call_may_be_of_inference_mode():
+    """The CPU keeps a block's memory in each thread; here the thread's first call makes it."""
+    s = sequences([1], [300], (4, 2), (8, 8), torch.bfloat16)
+    found = []
+
+    def calls():
+        with torch.inference_mode():
+            found.append(run(s, 16))
+        found.append(run(s, 16))
+
+    thread = threading.Thread(target=calls)
+    thread.start(), thread.join()
+    assert len(found) == 2 and all(map(torch.equal, *found))

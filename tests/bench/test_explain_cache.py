@@ -5,7 +5,6 @@ import pytest
 from tilewise.bench.caches import decode
 from tilewise.bench.cards import card_for
 from tilewise.bench.explain_cache import cached_of, explain_cache
-from tilewise.kernels.cpu import cache as cpu_cache
 from tilewise.splits import pieces
 
 LLAMA = 32, 8, 128
@@ -67,7 +66,7 @@ def test_pages_are_counted_among_the_bytes():
 def test_the_cpu_is_explained():
     found = explained(decode(1, 1000, (4, 2, 32), dtype="float32"), "cpu")
     assert found.backend == "cpu" and found.launches == [] and found.pieces.slots == 0
-    assert cpu_cache.BLOCK_N <= found.pieces.split_size
+    assert found.pieces.split_size == 512 and found.moved.partials == 0
 
 
 def test_nothing_serves_what_no_kernel_reads():

@@ -1,13 +1,14 @@
 """Attention beside a cache on the CPU: exact, and the bits of a row are the row's own.
 
 Every product has one shape for a problem, whatever the lengths: a tile of queries, those at
-positions [i * TOKENS, (i + 1) * TOKENS), beside a block of keys, those from the beginning of a
-piece on. A tile that is not full has rows of zeros, a block has keys of zeros that no row sees, and
-both are copied to memory of their own. So a query lies in the same row of the same product whether
-it is decoded alone, verified with others or part of a prefill, and BLAS has nothing to choose from.
+positions [i * TOKENS, (i + 1) * TOKENS), beside a block of keys, blocks being counted from the
+beginning of a piece. A tile that is not full has rows of zeros, a block has keys that no row sees,
+and both are copied to memory of their own. So a query lies in the same row of the same product
+whether it is decoded alone, verified with others or part of a prefill, and BLAS has nothing to
+choose from.
 
-    for each piece, for each of its blocks:      keys and values gathered once, in fp32
-        for each tile of queries that sees it:   S = Q K^T, online softmax, O += P V
+    for each piece, for each span of its blocks, for each tile of queries that sees it:
+        S = Q K^T, block by block;   softmax;   O += P V, block by block
     fold the pieces from left to right (`splits`)
 
 Four tokens are the fewest rows that AVX2 and AVX-512 multiply well: a decode step of one query is
@@ -28,9 +29,9 @@ from ...evaluation import evaluate
 from ...expressions import named
 from ...paging import batch_of, lengths_of, queries_of
 from ...splits import State, empty_state, finish, fold, pieces
+from .cache_blocks import Workspace, blocks_of, load
 
 Tensor = torch.Tensor
-BLOCK_N = 256
 TOKENS = 4
 ROWS = 16  # of a tile, unless one token has more
 
@@ -46,6 +47,8 @@ class Sequence(NamedTuple):
     tokens: int  # of a tile
     slopes: Tensor | None  # (nheads_k, group, 1, 1)
     sinks: Tensor | None  # (nheads_k, rows, 1)
+    n: int  # keys of a block
+    count: int  # blocks of a span
 
 
 class Tile(NamedTuple):
@@ -53,14 +56,6 @@ class Tile(NamedTuple):
 
     start: int
     q: Tensor  # (nheads_k, rows, headdim), scaled
-
-
-class Block(NamedTuple):
-    """Keys [start, start + n) in fp32 (fp64 for fp64), zeros where there is no key."""
-
-    start: int
-    k: Tensor  # (nheads_k, n, headdim)
-    v: Tensor
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
@@ -93,7 +88,8 @@ def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Se
     if sinks is not None:
         sinks = sinks.to(dtype).view(nheads_k, group, 1).expand(-1, -1, tokens)
         sinks = sinks.reshape(nheads_k, group * tokens, 1)
-    return Sequence(cached, row, length, first, diagonal, tokens, slopes, sinks)
+    blocks = blocks_of(cached)
+    return Sequence(cached, row, length, first, diagonal, tokens, slopes, sinks, *blocks)
 
 
 def _tiles(sequence: Sequence, queries: Tensor, dtype: torch.dtype) -> Iterator[Tile]:
@@ -123,161 +119,158 @@ def _store(sequence: Sequence, tile: Tile, state: State, outs: Tensor, lses: Ten
 
 def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list[State]:
     """The states of tiles after all keys."""
-    headdim_v = sequence.cached.v.shape[3]
-    likes = [tile.q.new_zeros(*tile.q.shape[:2], headdim_v) for tile in tiles]
     totals: list[State | None] = [None] * len(tiles)
     size = sequence.cached.split_size
     for piece in pieces(sequence.first, sequence.length, size):
         states: list[State | None] = [None] * len(tiles)
-        for block in _blocks(sequence, piece * size, (piece + 1) * size, workspace):
+        for span in _spans(sequence, piece * size, workspace, len(tiles) > 1):
             for i, tile in enumerate(tiles):
-                if _sees(sequence, tile, block):
-                    state = empty_state(likes[i]) if states[i] is None else states[i]
-                    states[i] = _step(sequence, tile, block, state)
+                if _sees(sequence, tile, span.start, span.stop):
+                    states[i] = _step(sequence, tile, span, states[i])
         for i, state in enumerate(states):
             if state is not None:
                 total = totals[i]
                 totals[i] = state if total is None else fold(total, state)
-    return [empty_state(like) if x is None else x for x, like in zip(totals, likes)]
+    return [
+        empty_state(tile.q.new_zeros(*tile.q.shape[:2], sequence.cached.v.shape[3]))
+        if total is None
+        else total
+        for tile, total in zip(tiles, totals)
+    ]
 
 
-class Workspace:
-    """Memory of blocks, kept from one to the next: fresh pages cost more than a softmax."""
+class Span:
+    """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded when they are asked for.
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype  # of blocks
-        self.blocks: dict[str, Tensor] = {}
-        self.stage: Tensor | None = None
-
-    def block(self, name: str, x: Tensor, n: int) -> Tensor:
-        """(nheads_k, n, ...), memory of its own for each shape."""
-        key = f"{name}{n}"
-        if key not in self.blocks:
-            self.blocks[key] = x.new_empty(x.shape[2], n, x.shape[3], dtype=self.dtype)
-        return self.blocks[key]
-
-    def staged(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Memory of this shape in the dtype of x."""
-        numel = math.prod(shape)
-        if self.stage is None or self.stage.numel() < numel:
-            self.stage = x.new_empty(numel)
-        return self.stage[:numel].view(shape)
-
-
-def _blocks(sequence: Sequence, start: int, stop: int, workspace: Workspace) -> Iterator[Block]:
-    """The blocks of a piece, keys [start, stop), that hold keys."""
-    cached = sequence.cached
-    for a in range(start, stop, BLOCK_N):
-        n = min(BLOCK_N, stop - a)
-        first, last = max(a, sequence.first), min(a + n, sequence.length)
-        if first >= last:
-            continue
-        loaded = []
-        for name, x in (("k", cached.k), ("v", cached.v)):
-            target = workspace.block(name, x, n)
-            if last - first < n:
-                target.zero_()
-            _load(target[:, first - a : last - a], x, sequence, first, last, workspace)
-            loaded.append(target)
-        yield Block(a, *loaded)
-
-
-def _load(
-    target: Tensor, x: Tensor, sequence: Sequence, first: int, last: int, workspace: Workspace
-) -> None:
-    """Keys or values [first, last) to (nheads_k, last - first, ...)."""
-    table, page_size = sequence.cached.page_table, x.shape[1]
-    if table is None:
-        _copy(target, x[sequence.row, first:last], workspace)
-        return
-    start, stop = first // page_size, (last - 1) // page_size + 1
-    pages = table[sequence.row, start:stop].clamp(0, x.shape[0] - 1)
-    if page_size < BLOCK_N:
-        found = workspace.staged(x, (stop - start, *x.shape[1:]))
-        rows = torch.index_select(x, 0, pages, out=found).flatten(0, 1)
-        rows = rows[first - start * page_size : last - start * page_size]
-        target.copy_(rows.transpose(0, 1))
-        return
-    for page, number in enumerate(pages.tolist(), start):  # two at most
-        a, b = max(first, page * page_size), min(last, (page + 1) * page_size)
-        rows = x[number, a - page * page_size : b - page * page_size]
-        _copy(target[:, a - first : b - first], rows, workspace)
-
-
-def _copy(target: Tensor, rows: Tensor, workspace: Workspace) -> None:
-    """(n, nheads_k, headdim) to (nheads_k, n, headdim). Where the heads of a row are neighbours it
-    is read in the order of memory first: head by head took 5.8 ms for 3.6, of 8Ki rows of 8 heads
-    in fp32 (AMD EPYC, one thread, 2026-11-22).
+    Where one tile asks, blocks take turns in memory that a core's cache holds; where several ask,
+    all blocks stay.
     """
-    if rows.stride(0) > rows.stride(1):
-        rows = workspace.staged(rows, rows.shape).copy_(rows)
-    target.copy_(rows.transpose(0, 1))
+
+    def __init__(
+        self, sequence: Sequence, start: int, stop: int, workspace: Workspace, stays: bool
+    ):
+        self.sequence, self.workspace, self.stays = sequence, workspace, stays
+        self.start, self.stop = start, stop
+        self.n, self.count = sequence.n, sequence.count
+        self.loaded: set[tuple[str, int]] = set()
+
+    def ends(self, number: int) -> tuple[int, int]:
+        """Which keys of a block are in use: none where the second is not above the first."""
+        start = self.start + number * self.n
+        stop = min(start + self.n, self.stop, self.sequence.length)
+        return max(start, self.sequence.first), stop
+
+    def factor(self, name: str, number: int) -> Tensor:
+        """Keys ("k") or values ("v") of a block; values are zeros where there is none."""
+        cached = self.sequence.cached
+        x = cached.k if name == "k" else cached.v
+        rows, factor = self.workspace.block(name, number if self.stays else -1, x, self.n)
+        if (name, number) not in self.loaded:
+            first, last = self.ends(number)
+            if last - first < self.n:
+                start = self.start + number * self.n
+                if name == "v":  # scores of keys that are not there are masked, whatever they are
+                    rows[: first - start].zero_(), rows[last - start :].zero_()
+                rows = rows[first - start : last - start]
+            table = None if cached.page_table is None else cached.page_table[self.sequence.row]
+            load(rows, x, (self.sequence.row, table), first, last)
+            if self.stays:
+                self.loaded.add((name, number))
+        return factor
 
 
-def _sees(sequence: Sequence, tile: Tile, block: Block) -> bool:
-    """Whether some query of a tile may see some key of a block."""
+def _spans(sequence: Sequence, start: int, workspace: Workspace, stays: bool) -> Iterator[Span]:
+    """The spans of a piece that hold keys."""
+    stop = start + sequence.cached.split_size
+    width = sequence.n * sequence.count
+    for a in range(start, stop, width):
+        b = min(a + width, stop)
+        if max(a, sequence.first) < min(b, sequence.length):
+            yield Span(sequence, a, b, workspace, stays)
+
+
+def _sees(sequence: Sequence, tile: Tile, start: int, stop: int) -> bool:
+    """Whether some query of a tile may see some key of [start, stop)."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
-    last, stop = tile.start + sequence.tokens - 1, block.start + block.k.shape[1]
+    last = tile.start + sequence.tokens - 1
     is_left = left >= 0 and stop <= max(tile.start, sequence.diagonal) - left
-    return not is_left and not (right >= 0 and block.start > last + right)
+    return not is_left and not (right >= 0 and start > last + right)
 
 
-def _step(sequence: Sequence, tile: Tile, block: Block, state: State) -> State:
-    """A block of keys into the state of a tile."""
-    s = torch.bmm(tile.q, block.k.transpose(1, 2))
-    _modify(s, sequence, tile, block)
-    m_i = torch.maximum(state.m_i, s.amax(-1, keepdim=True))
+def _step(sequence: Sequence, tile: Tile, span: Span, state: State | None) -> State:
+    """A span of keys into the state of a tile, None before the first of a piece."""
+    nheads_k, rows = tile.q.shape[:2]
+    s = tile.q.new_empty(span.count, nheads_k, rows, span.n)
+    blocks, seen = s.unbind(0), []
+    for number, scores in enumerate(blocks):
+        first, last = span.ends(number)
+        if first < last and _sees(sequence, tile, first, last):
+            torch.bmm(tile.q, span.factor("k", number), out=scores)
+            seen.append(number)
+        else:
+            scores.zero_()  # masked
+    _modify(s, sequence, tile, span)
+    m_i = s.amax((0, 3)).unsqueeze(-1)
+    m_i = m_i if state is None else torch.maximum(state.m_i, m_i)
     shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row has seen no key yet
-    p = s.sub_(shift).exp_()
-    alpha = torch.exp(state.m_i - shift)
-    l_i = state.l_i * alpha + p.sum(-1, keepdim=True)
-    return State(m_i, l_i, (state.acc_o * alpha).baddbmm_(p, block.v))
+    s.sub_(shift).exp_()
+    l_i = s.sum((0, 3)).unsqueeze(-1)
+    if state is None:
+        acc_o = s.new_zeros(nheads_k, rows, sequence.cached.v.shape[3])
+    else:
+        alpha = torch.exp(state.m_i - shift)
+        l_i, acc_o = l_i.add_(state.l_i * alpha), state.acc_o * alpha
+    for number in seen:
+        acc_o.baddbmm_(blocks[number], span.factor("v", number))
+    return State(m_i, l_i, acc_o)
 
 
-def _modify(s: Tensor, sequence: Sequence, tile: Tile, block: Block) -> None:
-    """Softcap, ALiBi and masks, on scaled scores in place."""
+def _modify(s: Tensor, sequence: Sequence, tile: Tile, span: Span) -> None:
+    """Softcap, ALiBi and masks, on scaled scores (count, nheads_k, rows, n) in place."""
     cached, scalars = sequence.cached, sequence.cached.scalars
     if scalars.softcap:
         s.div_(scalars.softcap).tanh_().mul_(scalars.softcap)
-    s = s.unflatten(1, (-1, sequence.tokens))
-    stop = block.start + s.shape[3]
-    sides = _sides(sequence, tile, block.start, stop)
+    sides = _sides(sequence, tile, span)
     if sequence.slopes is None and not cached.mask and not any(sides):
         return
+    s = s.unflatten(2, (-1, sequence.tokens))
     q_idx = _positions(tile.start, tile.start + sequence.tokens).unsqueeze(1)
-    k_idx = _positions(block.start, stop)
+    k_idx = _positions(span.start, span.start + span.count * span.n)
+    k_idx = k_idx.view(span.count, 1, 1, 1, span.n)
     if sequence.slopes is not None:
         s.addcmul_(sequence.slopes, (q_idx - k_idx).abs().to(s.dtype), value=-1)
     for is_partial, seen in zip(sides, (_in_use, _within_left, _within_right)):
         if is_partial:
-            s.masked_fill_(~seen(sequence, q_idx, k_idx), -math.inf)
+            s.masked_fill_(~seen(sequence, span, q_idx, k_idx), -math.inf)
     if cached.mask:
-        nheads_k, group = s.shape[:2]
+        nheads_k, group = s.shape[1:3]
         h = _positions(0, nheads_k * group).view(nheads_k, group, 1, 1)
         b = torch.tensor(sequence.row, device="cpu")
         seen = evaluate(named(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
         s.masked_fill_(~seen, -math.inf)
 
 
-def _sides(sequence: Sequence, tile: Tile, start: int, stop: int) -> tuple[bool, bool, bool]:
-    """Whether keys [start, stop) are not all in use, and which sides of the band cut a tile."""
+def _sides(sequence: Sequence, tile: Tile, span: Span) -> tuple[bool, bool, bool]:
+    """Whether the keys of a span are not all in use, and which sides of the band cut a tile."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
+    stop = span.start + span.count * span.n
     return (
-        start < sequence.first or stop > sequence.length,
-        left >= 0 and start < tile.start + sequence.tokens - 1 - left,
+        span.start < sequence.first or stop > min(span.stop, sequence.length),
+        left >= 0 and span.start < tile.start + sequence.tokens - 1 - left,
         right >= 0 and stop - 1 > tile.start + right,
     )
 
 
-def _in_use(sequence: Sequence, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-    return predicates.is_key(k_idx, sequence.length) & (k_idx >= sequence.first)
+def _in_use(sequence: Sequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    stop = min(span.stop, sequence.length)
+    return predicates.is_key(k_idx, stop) & (k_idx >= sequence.first)
 
 
-def _within_left(sequence: Sequence, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+def _within_left(sequence: Sequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     return predicates.within_left(q_idx, k_idx, 0, sequence.cached.scalars.left)
 
 
-def _within_right(sequence: Sequence, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+def _within_right(sequence: Sequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     return predicates.within_right(q_idx, k_idx, 0, sequence.cached.scalars.right)
 
 
