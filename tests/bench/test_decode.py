@@ -86,6 +86,7 @@ def test_all_steps_of_a_case_are_right_and_take_turns(tmp_path):
     assert "a CPU: plain calls" in text and "read 20 GB/s" in text
     assert "not here: it is for CUDA GPUs" in text
     lines = "\n".join(decode_table.summary([outcomes]))
+    assert "aim" not in lines
     for what in ("contiguous / page 4, 1 query", "1 query / 3, page 4", "6 rows timed, 0 wrong"):
         assert what in lines
 
@@ -152,6 +153,7 @@ def test_figures_say_what_is_aimed_at():
     assert found["sdpa / tilewise, 1 query, contiguous"] == (pytest.approx(2), None)
     assert found["fa3 / tilewise, 1 query, page 16"] == (pytest.approx(21 / 12), None)
     assert found["host: sdpa / tilewise, 1 query, contiguous"] == (pytest.approx(19 / 15), 1.25)
+    assert "aim 0.85" in "\n".join(decode_table.summary([outcomes]))
     line = decode_table.lines_of(outcomes, 8)[2]
     assert "8 caches in turns" in decode_table.lines_of(outcomes, 8)[0]
     assert line.split()[:3] == ["tilewise", "1", "-"] and "0.76" in line
