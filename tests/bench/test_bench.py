@@ -248,6 +248,17 @@ def test_the_triton_of_a_row_is_the_one_imported(tmp_path, monkeypatch):
     assert triton_version() == "99.1"
 
 
+def test_torchs_fused_kernels_of_wide_heads():
+    """The efficient one alone takes headdims over 256."""
+    asked = {name: PROVIDERS[name].refuse for name in ("flash", "cudnn", "efficient")}
+    wide, narrow = (square("fwd", 64, d, True, dtype="bfloat16") for d in (512, 256))
+    found = {name: refuse(wide, "cuda") for name, refuse in asked.items()}
+    assert found.pop("efficient") is None
+    assert all("up to 256, not 512" in reason for reason in found.values())
+    assert not any(refuse(narrow, "cuda") for refuse in asked.values())
+    assert asked["flash"](wide, "cpu") is None
+
+
 def test_standard_attention_refuses_what_does_not_fit():
     shape = square("fwd", 1 << 20, 64, False, tokens=1 << 20)
     assert "GiB" in PROVIDERS["standard"].refuse(shape, "cpu")

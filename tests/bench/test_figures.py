@@ -10,6 +10,7 @@ from made_rows import row
 
 from tilewise.bench.report import collect, figures
 from tilewise.bench.report.figures.__main__ import committed, pages
+from tilewise.bench.shapes import square
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (figures.README, figures.CHINESE, figures.DOCS)
@@ -100,6 +101,24 @@ def test_pages_say_which_times_they_have():
     for rows, said in ((loaded(2.0, 2.5), "sustained"), ([row(), row("fa3", 1.5)], "flushed")):
         assert f"medians of {said} times" in figures.page(figures.README, collect(rows))
     assert "（持续负载）" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
+
+
+def test_odd_and_wide_headdims_have_a_table():
+    rows = []
+    for headdim, ms in ((100, 1.0), (104, 0.8), (512, 4.0)):
+        for i, direction in enumerate(("fwd", "bwd")):
+            shape = square(direction, 2048, headdim, False)
+            of = dict(shape=shape._asdict(), run=f"{headdim} {direction}")
+            tflops = shape.flops / ms / 1e9
+            rows.append(row(ms=ms, **of, tflops=tflops))
+            rows.append(row("efficient", ms * (1.5 + i), **of, tflops=tflops / (1.5 + i)))
+    found = figures.page(figures.DOCS, collect(rows)).splitlines()
+    for headdim in (100, 104, 512):
+        rates = [f"{x.tflops:.0f}" for x in rows[::2] if x.shape["headdim"] == headdim]
+        (line,) = (line for line in found if line.startswith(f"| D{headdim} |"))
+        assert line.split(" | ")[1] == " / ".join(rates) and "– / –" in line
+    (line,) = (line for line in found if line.startswith("| D512 over"))
+    assert line.split(" | ")[1] == "1.50 / 2.50"
 
 
 def test_a_ratio_is_of_the_newest_run_in_which_both_ran():

@@ -94,6 +94,9 @@ def _sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
     ]
 
 
+NARROW = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION  # of torch's on CUDA
+
+
 def _sdpa(name: str, backend: SDPBackend) -> Provider:
     def refuse(shape: Shape, device: str) -> str | None:
         if (reason := features.refuse(shape)) is not None:
@@ -103,6 +106,9 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
             return "torch has it for CUDA tensors only"
         if backend is SDPBackend.FLASH_ATTENTION and on_gpu and shape.dtype == "float32":
             return "torch's flash kernel on CUDA takes float16 and bfloat16"
+        widest = max(shape.headdim, shape.headdim_v)
+        if on_gpu and widest > 256 and backend in NARROW:
+            return f"it takes headdims up to 256, not {widest}: efficient serves them"
         if shape.causal and shape.seqlen_q != shape.seqlen_k:
             return "its causal mask is top-left, which differs where the lengths differ"
         if backend is SDPBackend.EFFICIENT_ATTENTION and shape.nheads != shape.nheads_k:
