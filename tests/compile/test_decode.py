@@ -1,5 +1,7 @@
 """The kernels of a cache compile for every target: they fit, spill little, use the matrix units."""
 
+import re
+
 import pytest
 import torch
 
@@ -24,9 +26,11 @@ VARIANTS = {
 }
 
 
-def plans_of(headdim, is_paged, workspace=2**30, causal=False, window=None, softcap=None, **has):
+def plans_of(
+    headdim, is_paged, workspace=2**30, causal=False, window=None, softcap=None, rows=5, **has
+):
     batch, room, heads, heads_k = 3, 4096, 8, 2
-    q = torch.empty(5, heads, headdim, dtype=BF16)
+    q = torch.empty(rows, heads, headdim, dtype=BF16)
     shape = (999, 16) if is_paged else (batch, room)
     k, v = (torch.empty(*shape, heads_k, headdim, dtype=BF16) for _ in "kv")
     table = torch.empty(batch, room // 16, dtype=INT32) if is_paged else None
@@ -38,13 +42,12 @@ def plans_of(headdim, is_paged, workspace=2**30, causal=False, window=None, soft
     )
     numbers = causal, None, window, softcap, None
     cached = check_cached(q, k, v, table, (used, starts), learned, numbers, "bshd")
-    out, lse = torch.empty_like(q), torch.empty(heads, 5)
+    out, lse = torch.empty_like(q), torch.empty(heads, rows)
     return decode_launch.plans_of(cached, out, lse, workspace)
 
 
 def check(plan, target, has_products):
-    options = dict(num_warps=decode_launch.NUM_WARPS, num_stages=decode_launch.NUM_STAGES)
-    found = stats(build(plan.kernel, *plan.args, on=target, **plan.constants, **options))
+    found = stats(build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options))
     assert found["smem"] <= SMEM_LIMIT[target], found
     assert found["vgpr_spill_count" if "gfx" in target else "spill_stores"] <= SPILLS, found
     if has_products:
@@ -67,6 +70,35 @@ def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
     (alone,) = plans_of(headdim, is_paged, 0, **VARIANTS[name])
     for plan in (splits, fold, alone):
         check(plan, target, plan is not fold)
+
+
+@pytest.mark.parametrize("target, headdim, name", list(cases()))
+@pytest.mark.parametrize("row_tiles", [2, 4])
+def test_tiles_that_share_keys_compile(target, headdim, name, row_tiles):
+    split, _ = plans_of(headdim, True, rows=3 * 4 * row_tiles, **VARIANTS[name])
+    assert split.constants["ROW_TILES"] == min(row_tiles, 4 if headdim < 256 else 2)
+    check(split, target, True)
+
+
+def layouts_of(compiled):
+    """How the two products of each tile lie, in the order of the program."""
+    text = compiled.asm["ttgir"]
+    named = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
+    kinds = [
+        re.findall(r"#\w+", line.split(":")[-1]) for line in text.split("\n") if "tt.dot " in line
+    ]
+    return [[named[x] for x in kind if x in named] for kind in kinds]
+
+
+@pytest.mark.parametrize("headdim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_tiles_that_share_keys_lie_as_one_alone(headdim):
+    found = {}
+    for n in (1, 2, 4):
+        split, _ = plans_of(headdim, True, rows=3 * 4 * n, causal=True)
+        built = build(split.kernel, *split.args, on="sm90", **split.constants, **split.options)
+        found[n] = layouts_of(built)
+    assert len(found[1]) == 2
+    assert found[2] == found[1] * 2 and found[4] == found[1] * 4
 
 
 @pytest.mark.parametrize(

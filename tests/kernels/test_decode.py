@@ -12,6 +12,7 @@ import tilewise
 from tilewise import cache
 from tilewise.cache_checks import check_cached
 from tilewise.kernels.portable import decode_launch
+from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
@@ -87,21 +88,81 @@ def test_any_piece(split_size):
 def test_one_launch_gives_the_bits_of_two(name):
     """Whether what lies between two launches has room decides nothing."""
     s = sequences(QUERIES, LENGTHS)
-    options = dict(causal=False, window=None, softcap=None, scale=None) | FEATURES[name]
-    k, v, table = paged(s, 16)
-    numbers = *(options[x] for x in ("causal", "scale", "window", "softcap")), 64
-    learned = None, options.get("sinks"), None
-    lengths = s.lengths, s.starts
-    cached = check_cached(torch.cat(s.q), k, v, table, lengths, learned, numbers, "bshd")
     found = []
     for workspace in (0, 2**30):
-        out, lse = torch.full((10, 4, 16), 7.0), torch.full((4, 10), 7.0)
-        plans = decode_launch.plans_of(cached, out, lse, workspace)
+        plans, written = plans_of(s, 64, workspace, **FEATURES[name])
         assert len(plans) == (2 if workspace else 1)
         for plan in plans:
-            decode_launch.run(plan, out.device)
-        found.append((out, lse))
+            decode_launch.run(plan, s.q[0].device)
+        found.append(written)
     assert_equal(*found)
+
+
+def plans_of(s, split_size, workspace, **options):
+    """Launches for packed sequences in pages of 16, and where they write."""
+    options = dict(causal=False, window=None, softcap=None, scale=None) | options
+    k, v, table = paged(s, 16)
+    numbers = *(options[x] for x in ("causal", "scale", "window", "softcap")), split_size
+    learned = options.get("alibi_slopes"), options.get("sinks"), options.get("mask_mod")
+    lengths = s.lengths, s.starts
+    q = torch.cat(s.q)
+    cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
+    out = q.new_full((*q.shape[:2], v.shape[3]), 7.0)
+    lse = torch.full(out.shape[1::-1], 7.0)
+    return decode_launch.plans_of(cached, out, lse, workspace), (out, lse)
+
+
+@pytest.mark.parametrize("row_tiles", [2, 4])
+@pytest.mark.parametrize(
+    "name, workspace",
+    [
+        ("causal", 2**30),
+        ("window", 0),
+        *(pytest.param(x, 2**30, marks=pytest.mark.slow) for x in FEATURES),
+    ],
+)
+def test_tiles_that_share_keys_have_the_bits_of_one_alone(name, workspace, row_tiles, monkeypatch):
+    """Whichever tile of a block a row is in, and whatever the others see."""
+    s = sequences([8, 1, 40, 3], [130, 96, 107, 5], (8, 2))
+    options = FEATURES[name]
+    if name in ("alibi", "sinks"):
+        options = {**options, **{k: x.repeat(2) for k, x in options.items() if k != "causal"}}
+    found = []
+    for n in (1, row_tiles):
+        monkeypatch.setattr(decode_launch, "row_tiles_of", lambda *_, n=n: n)
+        plans, written = plans_of(s, 32, workspace, **options)
+        assert plans[0].constants["ROW_TILES"] == n
+        for plan in plans:
+            decode_launch.run(plan, s.q[0].device)
+        found.append(written)
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_pieces_that_are_loaded_at_once_are_folded_one_by_one(at_once):
+    s = sequences([2, 1], [130, 20])
+    found = []
+    for n in (8, at_once):
+        (split, fold), written = plans_of(s, 16, 2**30, causal=True)
+        decode_launch.run(split, s.q[0].device)
+        fold.constants["AT_ONCE"] = n
+        decode_launch.run(fold, s.q[0].device)
+        found.append(written)
+    assert_equal(*found)
+
+
+def test_a_choice_goes_by_the_queries():
+    problem = describe(
+        *(torch.empty(1, 1, n, 128) for n in (32, 8, 8)),
+        Extras(),
+        Scalars(1.0),
+        "bottom_right",
+        False,
+    )
+    problem = problem._replace(dtype=torch.bfloat16)
+    choices = {n: decode_launch.choice_of(problem, n) for n in (0, 1, 4, 5, 8, 9, 10**5)}
+    assert [x.row_tiles for x in choices.values()] == [1, 1, 1, 2, 2, 4, 4]
+    assert len({x.tile for x in choices.values()}) == 1
 
 
 def test_a_batch_of_queries():

@@ -1,12 +1,14 @@
 """Attention beside a cache: FlashDecoding in two launches.
 
-The first has a program for each (sequence, tile of queries, key head, piece of split_size keys),
+The first has a program for each (sequence, block of queries, key head, piece of split_size keys),
 which walks the piece in tiles of BLOCK_N keys and writes what it has, unnormalised. The second
 folds the pieces of a tile from left to right. Where there is one piece, or no room for what lies
-between, one launch walks all pieces of a tile and folds as it goes: the same sums.
+between, one launch walks all pieces of a block and folds as it goes: the same sums.
 
 A tile has whole groups of query heads, row r being token r // GROUP and head r % GROUP, so that
-keys are read once for all of a group.
+keys are read once for all of a group. A block is ROW_TILES tiles, one after the other in the
+sequence, which share each tile of keys as it is read. A row has the same products whichever of a
+block's tiles it is in, and however many these are.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +48,7 @@ class Partials(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tile of queries."""
+    """A tile of queries, one of a block."""
 
     seq: Sequence  # `head` and `slope_log2` are (BLOCK_M, 1)
     query: tl.tensor  # (BLOCK_M,), in its tensor: of all sequences
@@ -55,25 +57,24 @@ class Rows(NamedTuple):
     head: tl.tensor  # (BLOCK_M,)
     batch_q: tl.tensor  # the row of the batch; 0 where queries are packed
     head_k: tl.tensor
-    keys: SeenKeys
+    keys: SeenKeys  # by the whole block
 
 
 @triton.jit
 def attn_split_kernel(
     q, cache, partials, out, lse, pieces, optionals, sizes, numbers, split_size,
-    FEATURES: tl.constexpr, TILE: tl.constexpr,
+    FEATURES: tl.constexpr, TILE: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
-    TOKENS: tl.constexpr = BLOCK_M // FEATURES.GROUP
     IN_ONE: tl.constexpr = partials.acc_o is None
+    TOKENS: tl.constexpr = TILE.BLOCK_M // FEATURES.GROUP * ROW_TILES
     tile, lane = tl.program_id(0) // pieces, tl.arange(0, 32)
     m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
     if FEATURES.PACKED:
         if batch >= sizes.packed:  # the grid has programs enough for any lengths
             return
+    at = m_block * TOKENS, head_k, batch
     rows = open_rows(
-        m_block, head_k, batch, cache, optionals, sizes, numbers, split_size, FEATURES, TILE
+        at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, TILE.BLOCK_M
     )
     if IN_ONE:
         first, stop = rows.keys.piece, rows.keys.stop
@@ -82,71 +83,92 @@ def attn_split_kernel(
         stop = first + 1
         if (first < rows.keys.piece) | (first >= rows.keys.stop):
             return
-    q_tile = load_queries(q, rows, FEATURES, TILE)
-    state = no_keys(BLOCK_M, BLOCK_DV)
+    q_tiles = ()
+    for i in tl.static_range(ROW_TILES):
+        q_tiles = q_tiles + (load_queries(q, row_tile(rows, i, FEATURES), FEATURES, TILE),)
+    states = no_keys_in(ROW_TILES, TILE)
     for piece in range(first, stop):
-        state = fold(
-            state, walk(q_tile, rows, cache, piece * split_size, split_size, FEATURES, TILE)
-        )
-    if IN_ONE:
-        store(out, lse, state, rows, optionals, sizes, FEATURES, TILE)
-    else:
-        offsets, mask = partial_rows(partials, rows, first, sizes, FEATURES)
-        columns = tl.arange(0, BLOCK_DV)
-        tl.store(partials.m_i + offsets, state.m_i, mask=mask)
-        tl.store(partials.l_i + offsets, state.l_i, mask=mask)
-        at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
-        inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-        tl.store(at, state.acc_o, mask=inside)
+        found = walk(q_tiles, rows, cache, piece * split_size, split_size, FEATURES, TILE)
+        states = fold_each(states, found)
+    for i in tl.static_range(ROW_TILES):
+        state, these = state_in(states, i), row_tile(rows, i, FEATURES)
+        if IN_ONE:
+            store(out, lse, state, these, optionals, sizes, 0, FEATURES, TILE.BLOCK_DV)
+        else:
+            store_partial(partials, state, these, first, sizes, FEATURES, TILE.BLOCK_DV)
 
 
 @triton.jit
 def attn_fold_kernel(
     cache, partials, out, lse, optionals, sizes, numbers, split_size,
-    FEATURES: tl.constexpr, TILE: tl.constexpr,
+    FEATURES: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    PARTS: tl.constexpr = TILE.BLOCK_DV // COLUMNS
     TOKENS: tl.constexpr = BLOCK_M // FEATURES.GROUP
-    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    tile, lane = tl.program_id(0) // PARTS, tl.arange(0, 32)
     m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
     if FEATURES.PACKED:
         if batch >= sizes.packed:
             return
-    rows = open_rows(
-        m_block, head_k, batch, cache, optionals, sizes, numbers, split_size, FEATURES, TILE
-    )
-    state = no_keys(BLOCK_M, BLOCK_DV)
-    columns = tl.arange(0, BLOCK_DV)
-    for piece in range(rows.keys.piece, rows.keys.stop):
-        offsets, mask = partial_rows(partials, rows, piece, sizes, FEATURES)
-        m_i = tl.load(partials.m_i + offsets, mask=mask, other=float("-inf"))
-        l_i = tl.load(partials.l_i + offsets, mask=mask, other=0.0)
-        at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
-        inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-        acc_o = tl.load(at, mask=inside, other=0.0)
-        state = fold(state, SplitState(acc_o, m_i, l_i))
-    store(out, lse, state, rows, optionals, sizes, FEATURES, TILE)
+    at = m_block * TOKENS, head_k, batch
+    rows = open_rows(at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, BLOCK_M)
+    column = tl.program_id(0) % PARTS * COLUMNS
+    state = no_keys(BLOCK_M, COLUMNS)
+    for piece in range(rows.keys.piece, rows.keys.stop, AT_ONCE):
+        # One after the other, each would wait for memory
+        found = ()
+        for i in tl.static_range(AT_ONCE):
+            part = load_partial(partials, rows, piece + i, column, sizes, FEATURES, COLUMNS)
+            found = found + (part,)
+        for i in tl.static_range(AT_ONCE):
+            state = fold(state, state_in(found, i))
+    store(out, lse, state, rows, optionals, sizes, column, FEATURES, COLUMNS)
 
 
 @triton.jit
-def no_keys(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+def no_keys(BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
     """The state before the first key."""
     return SplitState(
-        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        tl.zeros([BLOCK_M, COLUMNS], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
 
 
 @triton.jit
+def no_keys_in(ROW_TILES: tl.constexpr, TILE: tl.constexpr):
+    """That of each tile of a block."""
+    states = ()
+    for _ in tl.static_range(ROW_TILES):
+        states = states + (no_keys(TILE.BLOCK_M, TILE.BLOCK_DV),)
+    return states
+
+
+@triton.jit
+def fold_each(left, right):
+    """The states of each tile over neighbouring keys as one."""
+    states = ()
+    for i in tl.static_range(len(left)):
+        states = states + (fold(state_in(left, i), state_in(right, i)),)
+    return states
+
+
+@triton.jit
+def state_in(states, i: tl.constexpr):
+    """The i-th; in a loop Triton (3.6) forgets the names of what is in tuples of tuples."""
+    acc_o, m_i, l_i = states[i]
+    return SplitState(acc_o, m_i, l_i)
+
+
+@triton.jit
 def open_rows(
-    m_block, head_k, batch, cache, optionals, sizes, numbers, split_size,
-    FEATURES: tl.constexpr, TILE: tl.constexpr,
+    at, TOKENS: tl.constexpr, cache, optionals, sizes, numbers, split_size,
+    FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one key head, and the keys that they see."""
+    """The first tile of a block of TOKENS queries of one key head, and the keys that they see."""
     GROUP: tl.constexpr = FEATURES.GROUP
-    TOKENS: tl.constexpr = TILE.BLOCK_M // GROUP
+    start, head_k, batch = at
     first_q, seqlen_q, batch_q = batch * 0, sizes.seqlen_q, batch
     if FEATURES.PACKED:
         first_q, seqlen_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
@@ -155,10 +177,9 @@ def open_rows(
     if FEATURES.SEQUSED_K:
         seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, sizes.seqlen_k)
     diagonal = seqlen_k - seqlen_q
-    row = tl.arange(0, TILE.BLOCK_M)
+    row = tl.arange(0, BLOCK_M)
     token, head = row // GROUP, head_k * GROUP + row % GROUP
-    start = m_block * TOKENS
-    is_query = (token < TOKENS) & (start + token < seqlen_q)
+    is_query = (token < BLOCK_M // GROUP) & (start + token < seqlen_q)
     last = diagonal + tl.minimum(start + TOKENS, seqlen_q) - 1
     keys = keys_seen(diagonal + start, last, seqlen_k, numbers, split_size, FEATURES)
     slope = load_slope(optionals, batch, head[:, None], FEATURES)
@@ -166,6 +187,21 @@ def open_rows(
     seq = Sequence(lengths, slope, numbers, batch, head[:, None], modifiers_of(optionals), 0)
     position = diagonal + start + token
     return Rows(seq, first_q + start + token, is_query, position, head, batch_q, head_k, keys)
+
+
+@triton.jit
+def row_tile(rows, i: tl.constexpr, FEATURES: tl.constexpr):
+    """The i-th tile of a block, from its first."""
+    BLOCK_M: tl.constexpr = rows.query.shape[0]
+    TOKENS: tl.constexpr = BLOCK_M // FEATURES.GROUP
+    position = rows.position + i * TOKENS
+    is_query = (tl.arange(0, BLOCK_M) // FEATURES.GROUP < TOKENS) & (
+        position < rows.seq.lengths.seqlen_k
+    )
+    query = rows.query + i * TOKENS
+    return Rows(
+        rows.seq, query, is_query, position, rows.head, rows.batch_q, rows.head_k, rows.keys
+    )
 
 
 @triton.jit
@@ -179,29 +215,39 @@ def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def walk(q_tile, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
-    """The piece of keys [start, start + split_size)."""
+def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
+    """The piece of keys [start, start + split_size), for each tile of queries."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    state = no_keys(TILE.BLOCK_M, TILE.BLOCK_DV)
+    states = no_keys_in(len(q_tiles), TILE)
     stop = tl.minimum(start + split_size, rows.keys.last)
     # Blocks count from the beginning of the piece, also where a window hides some
     first = start + tl.maximum(rows.keys.first - start, 0) // BLOCK_N * BLOCK_N
     for n_start in range(first, stop, BLOCK_N):
-        state = attend(state, q_tile, rows, cache, n_start, stop, FEATURES, TILE)
-    return state
+        k_idx = n_start + tl.arange(0, BLOCK_N)
+        is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
+        page, row = find_rows(rows.seq.batch, k_idx, is_used, cache)
+        k_tile = load_keys(cache.k, page, row, is_used, rows, FEATURES.HEADDIM, TILE.BLOCK_D)
+        v_tile = load_keys(cache.v, page, row, is_used, rows, FEATURES.HEADDIM_V, TILE.BLOCK_DV)
+        keys = k_idx[None, :], is_used[None, :]
+        found = ()
+        for i in tl.static_range(len(q_tiles)):
+            these = row_tile(rows, i, FEATURES)
+            state = state_in(states, i)
+            state = attend(state, q_tiles[i], k_tile, v_tile, these, keys, FEATURES)
+            found = found + (state,)
+        states = found
+    return states
 
 
 @triton.jit
-def attend(state, q_tile, rows, cache, n_start, stop, FEATURES: tl.constexpr, TILE: tl.constexpr):
-    """A tile of keys, none from `stop` on, into the state."""
-    k_idx = n_start + tl.arange(0, TILE.BLOCK_N)
-    is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
-    page, row = find_rows(rows.seq.batch, k_idx, is_used, cache)
-    k_tile = load_keys(cache.k, page, row, is_used, rows, FEATURES.HEADDIM, TILE.BLOCK_D)
+def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
+    """A tile of keys into the state of a tile of queries; `keys` are positions, and which are in
+    use.
+    """
+    k_idx, keep = keys
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    q_idx, k_idx = rows.position[:, None], k_idx[None, :]
+    q_idx = rows.position[:, None]
     s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
-    keep = is_used[None, :]
     if FEATURES.LEFT:
         keep = keep & (k_idx >= q_idx - rows.seq.numbers.left)
     if FEATURES.RIGHT:
@@ -211,7 +257,6 @@ def attend(state, q_tile, rows, cache, n_start, stop, FEATURES: tl.constexpr, TI
         keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, rows.seq, FEATURES)
     s = tl.where(keep, s, float("-inf"))
     step = online_step(s, state.m_i, state.l_i, unit(rows.seq, FEATURES), True)
-    v_tile = load_keys(cache.v, page, row, is_used, rows, FEATURES.HEADDIM_V, TILE.BLOCK_DV)
     acc_o = state.acc_o * step.alpha[:, None]
     acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
     return SplitState(acc_o, step.m_i, step.l_i)
@@ -239,25 +284,57 @@ def load_keys(x, page, row, is_used, rows, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
-def partial_rows(partials, rows, piece, sizes, FEATURES: tl.constexpr):
-    """Where the rows of a piece lie among the partials, and which there are."""
-    nheads = sizes.nheads * FEATURES.GROUP  # sizes count key heads
-    query = rows.batch_q.to(tl.int64) * sizes.seqlen_q + rows.query
-    row = query * nheads + rows.head
-    return tl.cast(piece, tl.int64) * partials.rows + row, rows.is_query
+def store_partial(
+    partials, state, rows, piece, sizes, FEATURES: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """What a tile of queries has of a piece."""
+    offsets = partial_rows(partials, rows, piece, sizes, FEATURES)
+    columns = tl.arange(0, BLOCK_DV)
+    tl.store(partials.m_i + offsets, state.m_i, mask=rows.is_query)
+    tl.store(partials.l_i + offsets, state.l_i, mask=rows.is_query)
+    at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
+    inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    tl.store(at, state.acc_o, mask=inside)
 
 
 @triton.jit
-def store(out, lse, state, rows, optionals, sizes, FEATURES: tl.constexpr, TILE: tl.constexpr):
-    """Normalises, and writes the rows that are queries."""
+def load_partial(
+    partials, rows, piece, column, sizes, FEATURES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The state of a piece, COLUMNS of its output; that of no keys past the last piece."""
+    offsets = partial_rows(partials, rows, piece, sizes, FEATURES)
+    mask = rows.is_query & (piece < rows.keys.stop)
+    columns = column + tl.arange(0, COLUMNS)
+    at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
+    inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    acc_o = tl.load(at, mask=inside, other=0.0)
+    m_i = tl.load(partials.m_i + offsets, mask=mask, other=float("-inf"))
+    l_i = tl.load(partials.l_i + offsets, mask=mask, other=0.0)
+    return SplitState(acc_o, m_i, l_i)
+
+
+@triton.jit
+def partial_rows(partials, rows, piece, sizes, FEATURES: tl.constexpr):
+    """Where the rows of a piece lie among the partials."""
+    nheads = sizes.nheads * FEATURES.GROUP  # sizes count key heads
+    query = rows.batch_q.to(tl.int64) * sizes.seqlen_q + rows.query
+    return tl.cast(piece, tl.int64) * partials.rows + query * nheads + rows.head
+
+
+@triton.jit
+def store(
+    out, lse, state, rows, optionals, sizes, column,
+    FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Normalises, and writes COLUMNS of the rows that are queries; of the first, lse too."""
     head = rows.head
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     acc_o = state.acc_o * finished.rescale[:, None]
-    columns = tl.arange(0, TILE.BLOCK_DV)
+    columns = column + tl.arange(0, COLUMNS)
     at = out.ptr + rows.batch_q.to(tl.int64) * out.batch
     at = at + rows.query.to(tl.int64)[:, None] * out.row + head.to(tl.int64)[:, None] * out.head
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     tl.store(at + columns[None, :], acc_o.to(out.ptr.dtype.element_ty), mask=inside)
     nheads = sizes.nheads * FEATURES.GROUP
     at = (rows.batch_q.to(tl.int64) * nheads + head) * sizes.seqlen_q + rows.query
-    tl.store(lse + at, finished.lse, mask=rows.is_query)
+    tl.store(lse + at, finished.lse, mask=rows.is_query & (column == 0))

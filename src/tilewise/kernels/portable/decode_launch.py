@@ -19,7 +19,19 @@ from .launch import on_device, padded_headdims
 
 Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
-NUM_WARPS, NUM_STAGES = 4, 2
+WARPS, STAGES = 4, 2
+ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
+
+
+class Choice(NamedTuple):
+    """How a problem is computed. Of it, a row's bits depend on the tile and the warps alone."""
+
+    tile: Tile
+    warps: int
+    stages: int
+    row_tiles: int  # tiles of queries that share each tile of keys: 1, 2 or 4
+    columns: int  # of the output that a program of the fold has
+    at_once: int  # pieces that it loads before it folds the first
 
 
 class SplitPlan(NamedTuple):
@@ -29,6 +41,31 @@ class SplitPlan(NamedTuple):
     programs: int
     args: tuple
     constants: dict
+    warps: int = WARPS
+    stages: int = STAGES
+
+    @property
+    def options(self) -> dict:
+        """How it is compiled."""
+        return dict(num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
+
+
+def choice_of(problem: Problem, queries: int = 1) -> Choice:
+    """For sequences of about so many queries."""
+    tile = tile_of(problem)
+    columns = min(tile.BLOCK_DV, 32)
+    at_once = min(8, max(1, 2**14 // (tile.BLOCK_M * columns)))
+    row_tiles = row_tiles_of(problem, tile, queries)
+    return Choice(tile, WARPS, STAGES, row_tiles, columns, at_once)
+
+
+def row_tiles_of(problem: Problem, tile: Tile, queries: int) -> int:
+    """As many as the queries fill, and as have room in registers: products in fp32 leave none."""
+    if problem.dtype.itemsize == 4:
+        return 1
+    asked = triton.cdiv(queries, tile.BLOCK_M // problem.group)
+    one = tile.BLOCK_M * (tile.BLOCK_D + tile.BLOCK_DV)
+    return max(n for n in (1, 2, 4) if n == 1 or (n < 2 * asked and n * one <= ROOM))
 
 
 def tile_of(problem: Problem) -> Tile:
@@ -51,7 +88,6 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
 def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> list:
     """One launch or two, by how many pieces there may be and whether their states have room."""
     problem = cached.problem
-    tile, features = tile_of(problem), features_of(problem)
     q, k, extras = cached.q, cached.k, cached.extras
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if k.shape[0] == 0:
@@ -64,21 +100,30 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     left, right = (min(side, reach) for side in cached.scalars[2:4])
     numbers = numbers._replace(left=left, right=right)
     shared = optionals_of(extras, problem.mods), sizes, numbers, min(cached.split_size, 2**30)
-    tokens = tile.BLOCK_M // problem.group
-    tiles = (triton.cdiv(rows, tokens) + sizes.packed) * problem.nheads_k
-    tiles *= 1 if is_packed else batch
+    # How many queries each packed sequence has, only the device knows
+    choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
+    tokens = choice.tile.BLOCK_M // problem.group
+    tiles, blocks = (
+        (triton.cdiv(rows, n) + sizes.packed) * problem.nheads_k * (1 if is_packed else batch)
+        for n in (tokens, tokens * choice.row_tiles)
+    )
     pieces = triton.cdiv(room, cached.split_size)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= 1 or need > workspace
     partials = Partials(None, None, None, 0) if in_one else _partials(cached, pieces, all_rows)
     tensors = cache_of(cached.k, cached.v, cached.page_table), partials, strided_of(out), lse
-    constants = dict(FEATURES=features, TILE=tile)
-    programs = tiles if in_one else tiles * pieces
-    args = strided_of(q), *tensors, 1 if in_one else pieces, *shared
-    plans = [SplitPlan(attn_split_kernel, programs, args, constants)]
+    pieces = 1 if in_one else pieces
+    args = strided_of(q), *tensors, pieces, *shared
+    common = dict(FEATURES=features_of(problem), TILE=choice.tile)
+    constants = common | dict(ROW_TILES=choice.row_tiles)
+    pipeline = choice.warps, choice.stages
+    plans = [SplitPlan(attn_split_kernel, blocks * pieces, args, constants, *pipeline)]
     if not in_one:
-        plans.append(SplitPlan(attn_fold_kernel, tiles, (*tensors, *shared), constants))
+        constants = common | dict(COLUMNS=choice.columns, AT_ONCE=choice.at_once)
+        programs = tiles * (choice.tile.BLOCK_DV // choice.columns)
+        args = *tensors, *shared
+        plans.append(SplitPlan(attn_fold_kernel, programs, args, constants))
     return plans
 
 
@@ -115,5 +160,5 @@ def run(plan: SplitPlan, device: torch.device) -> None:
             plan.programs,
             *plan.args,
             **plan.constants,
-            **dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=True),
+            **plan.options,
         )
