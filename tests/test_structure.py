@@ -18,7 +18,7 @@ RANKS = [
     ["integrations", "ring"],
     ["__init__", "faces", "sdpa", "flex", "bert_padding", "kv_cache"],
     ["api", "cache"],
-    ["cache_ops"],
+    ["cache_ops", "cache_steps"],
     ["ops"],
     ["learned"],
     ["dispatch", "batching", "flops", "sharded"],

@@ -35,6 +35,7 @@ class Cached(NamedTuple):
     split_size: int
     mask: str = ""  # the name of the mask's tree
     backend: str | None = None  # the name of one to force
+    look: Any = None  # what it is kept under, or None
 
     @property
     def problem(self) -> Problem:

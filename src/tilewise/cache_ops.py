@@ -12,6 +12,7 @@ import torch
 from . import dispatch, ops
 from .append_checks import Append
 from .cache_checks import Cached, lse_shape
+from .cache_steps import keep
 from .modifiers import check_captured
 from .ops import is_watched
 from .problem import Call, Extras, Mods, Scalars
@@ -129,7 +130,8 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     fresh, lse = _empty(cached, out)
     if cached.q.is_meta:
         return fresh, lse
-    _backend_of(cached).forward(cached, fresh, lse)
+    step = _backend_of(cached).forward(cached, fresh, lse)
+    keep(cached.look, step)
     return fresh, lse
 
 

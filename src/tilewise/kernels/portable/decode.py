@@ -45,6 +45,7 @@ class Partials(NamedTuple):
     m_i: Any
     l_i: Any
     rows: int
+    pieces: int  # a launch has programs for; 1 where a program walks all
 
 
 class Rows(NamedTuple):
@@ -62,12 +63,12 @@ class Rows(NamedTuple):
 
 @triton.jit
 def attn_split_kernel(
-    q, cache, partials, out, lse, pieces, optionals, sizes, numbers, split_size,
+    q, cache, partials, out, lse, optionals, sizes, numbers, split_size,
     FEATURES: tl.constexpr, TILE: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     IN_ONE: tl.constexpr = partials.acc_o is None
     TOKENS: tl.constexpr = TILE.BLOCK_M // FEATURES.GROUP * ROW_TILES
-    tile, lane = tl.program_id(0) // pieces, tl.arange(0, 32)
+    tile, lane = tl.program_id(0) // partials.pieces, tl.arange(0, 32)
     m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
     if FEATURES.PACKED:
         if batch >= sizes.packed:  # the grid has programs enough for any lengths
@@ -79,7 +80,7 @@ def attn_split_kernel(
     if IN_ONE:
         first, stop = rows.keys.piece, rows.keys.stop
     else:
-        first = tl.program_id(0) % pieces
+        first = tl.program_id(0) % partials.pieces
         stop = first + 1
         if (first < rows.keys.piece) | (first >= rows.keys.stop):
             return

@@ -14,7 +14,9 @@ from ...testing.switch import interpreter_is_on
 from ...tile.types import Sizes, Strided, Tile
 from ..arguments import features_of, numbers_of, optionals_of
 from ..building import first_launch
+from ..relaunch import apart, extras_apart
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
+from .decode_again import Step, step_of
 from .launch import on_device, padded_headdims
 
 Tensor = torch.Tensor
@@ -77,12 +79,24 @@ def tile_of(problem: Problem) -> Tile:
     return Tile(max(16, triton.next_power_of_2(problem.group)), block_n, block_d, block_dv, False)
 
 
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
-    """Writes `out` and `lse` of all queries that belong to a sequence."""
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
+    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
+    again, where the call has a look.
+    """
     if not out.numel():
-        return
-    for plan in plans_of(cached, out, lse):
-        run(plan, cached.q.device)
+        return None
+    if cached.look is not None:
+        cached, out = told_apart(cached), out.detach()
+    plans = plans_of(cached, out, lse)
+    compiled = [run(plan, cached.q.device) for plan in plans]
+    return None if cached.look is None else step_of(cached, out, lse, plans, compiled)
+
+
+def told_apart(cached: Cached) -> Cached:
+    """The same memory as tensors of which no two are one object."""
+    q, k, v, table = apart(cached[:4])
+    extras = extras_apart(cached.extras)
+    return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras)
 
 
 def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> list:
@@ -111,10 +125,10 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= 1 or need > workspace
-    partials = Partials(None, None, None, 0) if in_one else _partials(cached, pieces, all_rows)
-    tensors = cache_of(cached.k, cached.v, cached.page_table), partials, strided_of(out), lse
     pieces = 1 if in_one else pieces
-    args = strided_of(q), *tensors, pieces, *shared
+    partials = Partials(None, None, None, 0, 1) if in_one else _partials(cached, pieces, all_rows)
+    tensors = cache_of(cached.k, cached.v, cached.page_table), partials, strided_of(out), lse
+    args = strided_of(q), *tensors, *shared
     common = dict(FEATURES=features_of(problem), TILE=choice.tile)
     constants = common | dict(ROW_TILES=choice.row_tiles)
     pipeline = choice.warps, choice.stages
@@ -130,7 +144,7 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
 def _partials(cached: Cached, pieces: int, rows: int) -> Partials:
     found = cached.q.new_empty(pieces * rows * (cached.v.shape[3] + 2), dtype=torch.float32)
     acc_o, m_i, l_i = found.split([pieces * rows * n for n in (cached.v.shape[3], 1, 1)])
-    return Partials(acc_o, m_i, l_i, rows)
+    return Partials(acc_o, m_i, l_i, rows, pieces)
 
 
 def cache_of(k: Tensor, v: Tensor, table: Tensor | None) -> Cache:
@@ -145,17 +159,17 @@ def strided_of(x: Tensor) -> Strided:
     return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
 
 
-def run(plan: SplitPlan, device: torch.device) -> None:
-    """Launches; on CPU tensors in the interpreter."""
+def run(plan: SplitPlan, device: torch.device) -> Any:
+    """Launches, and returns the compiled kernel; on CPU tensors in the interpreter, without one."""
     if plan.programs == 0:
-        return
+        return None
     if device.type == "cpu" and interpreter_is_on():
         from ...testing.interpreter import interpret
 
         interpret(plan.kernel)[(plan.programs,)](*plan.args, **plan.constants)
-        return
+        return None
     with on_device(device):
-        first_launch(
+        return first_launch(
             plan.kernel,
             plan.programs,
             *plan.args,
