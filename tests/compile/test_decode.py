@@ -27,12 +27,13 @@ VARIANTS = {
 
 
 def plans_of(
-    headdim, is_paged, workspace=2**30, causal=False, window=None, softcap=None, rows=5, **has
-):
+    headdim, is_paged, workspace=2**30, causal=False, window=None, softcap=None, rows=5,
+    dtype=BF16, **has
+):  # fmt: skip
     batch, room, heads, heads_k = 3, 4096, 8, 2
-    q = torch.empty(rows, heads, headdim, dtype=BF16)
+    q = torch.empty(rows, heads, headdim, dtype=dtype)
     shape = (999, 16) if is_paged else (batch, room)
-    k, v = (torch.empty(*shape, heads_k, headdim, dtype=BF16) for _ in "kv")
+    k, v = (torch.empty(*shape, heads_k, headdim, dtype=dtype) for _ in "kv")
     table = torch.empty(batch, room // 16, dtype=INT32) if is_paged else None
     used, starts = torch.ones(batch, dtype=INT32), STARTS
     learned = (
@@ -99,6 +100,20 @@ def test_tiles_that_share_keys_lie_as_one_alone(headdim):
         found[n] = layouts_of(built)
     assert len(found[1]) == 2
     assert found[2] == found[1] * 2 and found[4] == found[1] * 4
+
+
+@pytest.mark.parametrize("headdim", [pytest.param(64, marks=pytest.mark.slow), 128, 256])
+def test_sums_in_fp32_are_short(headdim):
+    """No product adds to the one before, and none has more than 32 terms."""
+    split, _ = plans_of(headdim, True, causal=True, dtype=torch.float32)
+    built = build(split.kernel, *split.args, on="sm90", **split.constants, **split.options)
+    assert stats(built)["spill_stores"] <= 256
+    dots = re.findall(r"tt\.dot (.*)$", built.asm["ttgir"], re.MULTILINE)
+    assert len(dots) == 2
+    for dot in dots:
+        operands, kinds = dot.split(" : ")
+        assert operands.split(",")[2].strip().startswith("%cst")
+        assert int(re.search(r"x(\d+)xf32", kinds)[1]) <= 32
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,35 @@ def test_neither_mates_nor_the_number_of_queries_change_a_bit(name):
         assert_equal(run(part, 64, **options), (out[i : i + 1], lse[:, i : i + 1]))
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_tiles_that_share_keys_have_the_bits_of_one_alone(headdim):
+    """1 to 40 queries a sequence are 1, 2 or 4 tiles a program."""
+    s = sequences([40], [1700], (8, 2), (headdim, headdim), torch.bfloat16)
+    options = dict(causal=True, split_size=512)
+    out, lse = run(s, **options)
+    for a, b in ((0, 8), (8, 16), (36, 40), (5, 6)):
+        n = 1660 + b
+        part = type(s)([s.q[0][a:b]], [s.k[0][:n]], [s.v[0][:n]])
+        assert_equal(run(part, **options), (out[a:b], lse[:, a:b]))
+
+
+def test_a_step_that_is_known_has_the_bits_of_the_first():
+    from tilewise import cache_steps
+
+    s = sequences([1, 1], [3000, 1700], (8, 2), (128, 128), torch.bfloat16)
+    k, v, table = (x.cuda() for x in paged(s, 16))
+    q, used = torch.stack(s.q).cuda(), s.lengths.cuda()
+    at = dict(page_table=table, seqused_k=used)
+    for x in (q, torch.randn_like(q)):
+        cache_steps._steps.clear()
+        first = tilewise.attention(x, k, v, **at)
+        assert len(cache_steps._steps) == 1
+        assert torch.equal(tilewise.attention(x.clone(), k, v, **at), first)
+        other = tilewise.attention(2 * x, k, v, **at)
+        cache_steps._steps.clear()
+        assert torch.equal(tilewise.attention(2 * x, k, v, **at), other)
+
+
 def test_one_launch_gives_the_bits_of_two(monkeypatch):
     from tilewise.kernels.portable import decode_launch
 

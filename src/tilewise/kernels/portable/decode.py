@@ -207,12 +207,10 @@ def row_tile(rows, i: tl.constexpr, FEATURES: tl.constexpr):
 
 @triton.jit
 def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
-    """(BLOCK_M, BLOCK_D), zeros where there is no query."""
-    columns = tl.arange(0, TILE.BLOCK_D)
+    """(BLOCK_M, BLOCK_D), or its chunks; zeros where there is no query."""
     at = q.ptr + rows.batch_q.to(tl.int64) * q.batch
-    at = at + rows.query.to(tl.int64)[:, None] * q.row + rows.seq.head.to(tl.int64) * q.head
-    inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM)[None, :]
-    return tl.load(at + columns[None, :], mask=inside, other=0.0)
+    at = at + rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
+    return load_chunks(at, rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
 
 
 @triton.jit
@@ -227,8 +225,9 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
         k_idx = n_start + tl.arange(0, BLOCK_N)
         is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
         page, row = find_rows(rows.seq.batch, k_idx, is_used, cache)
-        k_tile = load_keys(cache.k, page, row, is_used, rows, FEATURES.HEADDIM, TILE.BLOCK_D)
-        v_tile = load_keys(cache.v, page, row, is_used, rows, FEATURES.HEADDIM_V, TILE.BLOCK_DV)
+        k_rows, v_rows = find_keys(cache.k, page, row, rows), find_keys(cache.v, page, row, rows)
+        k_tile = load_chunks(k_rows, is_used, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
+        v_tile = load_chunks(v_rows, is_used, FEATURES.HEADDIM_V, TILE.BLOCK_DV, 0)
         keys = k_idx[None, :], is_used[None, :]
         found = ()
         for i in tl.static_range(len(q_tiles)):
@@ -246,7 +245,7 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
     use.
     """
     k_idx, keep = keys
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
+    qk = multiply(q_tile, k_tile, FEATURES)
     q_idx = rows.position[:, None]
     s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
     if FEATURES.LEFT:
@@ -258,8 +257,12 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
         keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, rows.seq, FEATURES)
     s = tl.where(keep, s, float("-inf"))
     step = online_step(s, state.m_i, state.l_i, unit(rows.seq, FEATURES), True)
-    acc_o = state.acc_o * step.alpha[:, None]
-    acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
+    if len(q_tile.shape) == 3:
+        acc_o = tl.dot(step.p, v_tile, input_precision=FEATURES.PRECISION)
+        acc_o = tl.fma(state.acc_o, step.alpha[:, None], acc_o)
+    else:
+        acc_o = state.acc_o * step.alpha[:, None]
+        acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
     return SplitState(acc_o, step.m_i, step.l_i)
 
 
@@ -276,12 +279,35 @@ def find_rows(batch, k_idx, is_used, cache):
 
 
 @triton.jit
-def load_keys(x, page, row, is_used, rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(BLOCK_N, BLOCK_D) of keys or values; zeros, and nothing read, where a key is not in use."""
-    columns = tl.arange(0, BLOCK_D)
-    at = page * x.batch + row.to(tl.int64) * x.row + rows.head_k.to(tl.int64) * x.head
-    inside = is_used[:, None] & (columns < D)[None, :]
-    return tl.load(x.ptr + at[:, None] + columns[None, :], mask=inside, other=0.0)
+def find_keys(x, page, row, rows):
+    """Where keys or values begin."""
+    return x.ptr + page * x.batch + row.to(tl.int64) * x.row + rows.head_k.to(tl.int64) * x.head
+
+
+@triton.jit
+def load_chunks(at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """(rows, BLOCK_D), or in chunks of columns (BLOCK_D // CHUNK, rows, CHUNK); zeros, and nothing
+    read, where `mask` is False.
+    """
+    if CHUNK == 0:
+        columns = tl.arange(0, BLOCK_D)
+        inside = mask[:, None] & (columns < D)[None, :]
+        return tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
+    else:
+        chunk = tl.arange(0, BLOCK_D // CHUNK)[:, None, None]
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+        inside = mask[None, :, None] & (columns < D)
+        return tl.load(at[None, :, None] + columns, mask=inside, other=0.0)
+
+
+@triton.jit
+def multiply(q_tile, k_tile, FEATURES: tl.constexpr):
+    """S = Q K^T; each chunk has a sum of its own."""
+    if len(q_tile.shape) == 2:
+        return tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
+    else:
+        k_tile = tl.permute(k_tile, (0, 2, 1))
+        return tl.sum(tl.dot(q_tile, k_tile, input_precision=FEATURES.PRECISION), 0)
 
 
 @triton.jit

@@ -58,7 +58,9 @@ def choice_of(problem: Problem, queries: int = 1) -> Choice:
     columns = min(tile.BLOCK_DV, 32)
     at_once = min(8, max(1, 2**14 // (tile.BLOCK_M * columns)))
     row_tiles = row_tiles_of(problem, tile, queries)
-    return Choice(tile, WARPS, STAGES, row_tiles, columns, at_once)
+    is_wide = tile.CHUNK > 0 and max(tile.BLOCK_D, tile.BLOCK_DV) > 256
+    stages = 1 if is_wide else STAGES  # more have no room in the shared memory of some GPUs
+    return Choice(tile, WARPS, stages, row_tiles, columns, at_once)
 
 
 def row_tiles_of(problem: Problem, tile: Tile, queries: int) -> int:
@@ -73,10 +75,13 @@ def row_tiles_of(problem: Problem, tile: Tile, queries: int) -> int:
 def tile_of(problem: Problem) -> Tile:
     """One tile for a problem, whatever its lengths: a row's bits depend on it."""
     block_d, block_dv = padded_headdims(problem)
+    block_m = max(16, triton.next_power_of_2(problem.group))
     block_n = 64 if max(block_d, block_dv) <= 128 else 32
     if problem.dtype.itemsize == 4:
-        block_n //= 2
-    return Tile(max(16, triton.next_power_of_2(problem.group)), block_n, block_d, block_dv, False)
+        # Products in fp32 are sums term by term: the error of a short one is smaller
+        chunk = min(32, block_d) if block_m * block_d <= 2**14 else 0
+        return Tile(block_m, block_n // 2, block_d, block_dv, False, chunk)
+    return Tile(block_m, block_n, block_d, block_dv, False)
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
