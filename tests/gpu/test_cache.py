@@ -1,10 +1,9 @@
 """A cache on a GPU: the formula, the contract, and one graph for any lengths, without a wait."""
 
-import warnings
-
 import pytest
 import torch
 from caches import INT32, contiguous, paged, sequences
+from waits import nothing_waits
 
 import tilewise
 from tilewise import cache
@@ -121,14 +120,8 @@ def test_one_graph_serves_any_lengths_and_nothing_waits():
         tilewise.attention(q, k_cache, v_cache, causal=True, out=out, **where)
 
     step()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's: that the mode is a prototype
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
