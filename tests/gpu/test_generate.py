@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-import torch
 from integrations.test_transformers import pair
 from integrations.test_transformers_continuous import (
     alone,
@@ -15,7 +14,7 @@ from integrations.test_transformers_continuous import (
 from waits import nothing_waits
 
 pytest.importorskip("rich")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from tilewise.cli import generate as command
 from tilewise.cli.generate import workload
@@ -52,6 +51,8 @@ def test_nothing_waits_in_a_step():
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("use_cuda_graph", [False, True])
 def test_transformers_continuous_batching(name, use_cuda_graph, calls):  # noqa: F811
+    import transformers
+
     config = transformers.ContinuousBatchingConfig
     if "page_size" not in inspect.signature(config).parameters:
         pytest.skip(f"transformers {transformers.__version__} does not take a page's size")
