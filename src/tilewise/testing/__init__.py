@@ -35,25 +35,25 @@ __all__ = [
 ]
 
 _HOME = {
-    "SMEM_LIMIT": "offline",
-    "TARGETS": "offline",
-    "build": "offline",
-    "emulate": "hopper",
-    "emulator_seed": "switch",
-    "interpret": "interpreter",
-    "interpreter_is_on": "switch",
-    "interpreting": "interpreter",
-    "repair": "interpreter_repair",
-    "stats": "offline",
-    "use_emulator": "switch",
-    "use_interpreter": "switch",
+    "SMEM_LIMIT": "tilewise.testing.offline",
+    "TARGETS": "tilewise.testing.offline",
+    "build": "tilewise.testing.offline",
+    "emulate": "tilewise.testing.hopper",
+    "emulator_seed": "tilewise.testing.switch",
+    "interpret": "tilewise.testing.interpreter",
+    "interpreter_is_on": "tilewise.testing.switch",
+    "interpreting": "tilewise.testing.interpreter",
+    "repair": "tilewise.testing.interpreter_repair",
+    "stats": "tilewise.testing.offline",
+    "use_emulator": "tilewise.testing.switch",
+    "use_interpreter": "tilewise.testing.switch",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
