@@ -29,7 +29,7 @@ RANKS = [
     ["broadcasting", "chunks", "append_checks"],
     ["cache_checks"],
     ["checks", "qkv", "modifiers", "schema"],
-    ["scalars"],
+    ["scalars", "cached"],
     ["problem", "sparse"],
     ["mods", "scores"],
     ["kept"],

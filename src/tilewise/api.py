@@ -9,7 +9,6 @@ import torch
 
 from . import cache_ops, dispatch, ops
 from .cache_checks import (
-    Cached,
     check_cached,
     check_no_grad,
     check_out,
@@ -17,6 +16,7 @@ from .cache_checks import (
     refuse_beside_cache,
 )
 from .cache_steps import again, look_of
+from .cached import Cached
 from .checks import check, check_scores, has_values
 from .dropout import check_dropout, draw_rng
 from .errors import OURS, Words

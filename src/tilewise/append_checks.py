@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .cache_checks import check_kind, check_reach, check_starts
+from .cached import Append
 from .checks import knows_values
 from .errors import ArgumentError
 from .qkv import DTYPES, check_tensor
 from .rotary import Rotary
 
 Tensor = torch.Tensor
-
-
-class Append(NamedTuple):
-    """What is appended to what."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor
-    v: Tensor
-    page_table: Tensor | None
-    seqused_k: Tensor | None
-    cu_seqlens_q: Tensor | None
-    slots: Tensor | None
-    rotary: Rotary | None
 
 
 def check_append(asked: Append) -> None:

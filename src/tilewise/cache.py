@@ -19,9 +19,9 @@ import os
 import torch
 
 from . import cache_ops
-from .append_checks import Append as Append
 from .append_checks import check_append, check_places
 from .cache_checks import check_no_grad
+from .cached import Append as Append
 from .checks import knows_values
 from .rotary import Rotary as Rotary
 

@@ -7,42 +7,21 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from . import splits
+from .cached import Cached
 from .checks import knows_values
 from .errors import ArgumentError
 from .modifiers import modifiers_of
 from .paging import batch_of, capacity
-from .problem import Extras, Mods, Problem, Scalars, describe
+from .problem import Extras, Scalars
 from .qkv import DTYPES, check_tensor, check_tensors
 from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
 
 Tensor = torch.Tensor
-
-
-class Cached(NamedTuple):
-    """A call with a cache that has passed the door."""
-
-    q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
-    k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, ...)
-    v: Tensor
-    page_table: Tensor | None  # (batch, pages), int32
-    extras: Extras
-    scalars: Scalars
-    split_size: int
-    mask: str = ""  # the name of the mask's tree
-    backend: str | None = None  # the name of one to force
-    look: Any = None  # what it is kept under, or None
-
-    @property
-    def problem(self) -> Problem:
-        """What selects code."""
-        q = self.q if self.q.dim() == 4 else self.q.unsqueeze(0)
-        flags = "bottom_right", False, Mods(self.mask)
-        return describe(q, self.k, self.v, self.extras, self.scalars, *flags)
 
 
 def is_cached(
@@ -290,13 +269,3 @@ def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
                 "gradient would need is gone; call under torch.no_grad(), detach() it, or train "
                 "with k and v as they are, without page_table and out"
             )
-
-
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    """(batch, nheads, seqlen_q), packed (nheads, total_q)."""
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-
-def lse_by_query(lse: Tensor) -> Tensor:
-    """The view (batch, seqlen_q, nheads), packed (total_q, nheads)."""
-    return lse.transpose(-1, -2)

@@ -10,9 +10,8 @@ from types import ModuleType
 import torch
 
 from . import dispatch, ops
-from .append_checks import Append
-from .cache_checks import Cached, lse_shape
 from .cache_steps import keep
+from .cached import Append, Cached, lse_shape
 from .modifiers import check_captured
 from .ops import is_watched
 from .problem import Call, Extras, Mods, Scalars

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 
 from . import mods, predicates, scores
-from .cache_checks import Cached, check_cached, is_cached, lse_by_query, lse_shape
+from .cache_checks import check_cached, is_cached
+from .cached import Cached, lse_by_query, lse_shape
 from .checks import check_extras
 from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError

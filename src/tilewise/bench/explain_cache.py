@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from .. import cache_ops, dispatch
-from ..cache_checks import Cached, check_cached, lse_shape
+from ..cache_checks import check_cached
+from ..cached import Cached, lse_shape
 from ..paging import capacity
 from ..splits import pieces
 from .caches import INT32, Decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...append_checks import Append
+from ...cached import Append
 from ...rotary import rotate
 
 Tensor = torch.Tensor

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ... import predicates
-from ...cache_checks import Cached, lse_by_query
+from ...cached import Cached, lse_by_query
 from ...evaluation import evaluate
 from ...expressions import named
 from ...paging import batch_of, lengths_of, queries_of

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...cache_checks import Cached
+from ...cached import Cached
 
 Tensor = torch.Tensor
 SPAN = 512  # keys of one softmax, unless a piece has fewer

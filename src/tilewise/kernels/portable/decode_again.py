@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...cache_checks import Cached
+from ...cached import Cached
 from ..relaunch import Again, is_watched, pattern_of
 
 Tensor = torch.Tensor

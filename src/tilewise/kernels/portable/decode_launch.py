@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...cache_checks import Cached
+from ...cached import Cached
 from ...paging import batch_of, capacity
 from ...problem import Problem
 from ...testing.switch import interpreter_is_on
