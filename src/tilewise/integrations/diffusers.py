@@ -12,7 +12,7 @@ import sys
 import torch
 
 from ..errors import ArgumentError
-from ..sdpa import with_lse
+from .diffusers_call import attend, by_query
 
 Tensor = torch.Tensor
 
@@ -98,20 +98,6 @@ def attention_forward(
     from .diffusers_parallel import attend_shards
 
     return attend_shards(query, key, value, mask, *flags, return_lse, _parallel_config)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *flags
-) -> tuple[Tensor, Tensor]:
-    """One call: out, and lse as (batch, nheads, seqlen)."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = with_lse(q, k, v, mask, *flags)
-    return out.transpose(1, 2), lse
-
-
-def by_query(lse: Tensor) -> Tensor:
-    """lse as diffusers has it, (batch, seqlen, nheads)."""
-    return lse.transpose(1, 2).contiguous()
 
 
 def over_heads(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from .. import ops
 from ..checks import check
 from ..modifiers import NO_MODIFIERS, modifiers_by
 from ..problem import OPEN, Call, extras_of
-from .diffusers import attend, by_query
+from .diffusers_call import attend, by_query
 
 Tensor = torch.Tensor
 

@@ -17,8 +17,8 @@ from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 from transformers.models.gptj import modeling_gptj as gptj
 
+from .forward import attention_forward, refuse
 from .opaque import ANOTHER
-from .transformers import attention_forward, refuse
 from .visible import Visible
 
 Tensor = torch.Tensor

@@ -1,0 +1,138 @@
+"""The attention function, which transformers calls in each layer: what it hands down becomes a call
+of ours, or a refusal with a reason.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .attend import Features, attend, attend_packed, attend_visible
+from .opaque import ANOTHER
+from .packed import apart, starts_of
+from .positions import PACKING
+from .stored import given, padded
+from .visible import Band, Visible
+
+Tensor = torch.Tensor
+
+# Keyword arguments that models hand down and that say nothing about attention.
+HARMLESS = {
+    "cache_position",
+    "encoder_hidden_states",
+    "layer_idx",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",  # read for packed sequences
+    "return_dict",
+    "use_cache",
+}
+BESIDE_MASK = "beside a mask of four dimensions, which says all: leave one of them out"
+REASONS = {
+    "cache": (
+        "`generate_batch` computes with flash attention's functions, for which this model has no "
+        "place: generate with `generate`"
+    ),
+    "cu_seq_lens_k": BESIDE_MASK,
+    "cu_seq_lens_q": BESIDE_MASK,
+    "head_mask": "head masks are not served: " + ANOTHER,
+    "max_length_k": PACKING,
+    "max_length_q": PACKING,
+    "output_attentions": (
+        "attention weights are never stored (with 'sdpa' neither): load the model with "
+        "attn_implementation='eager'"
+    ),
+    "seq_idx": PACKING,
+}
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Visible | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    deterministic: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
+    q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
+    bias, visible, starts = kwargs.pop("position_bias", None), attention_mask, None
+    band: Band = (None, None)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
+        visible = given(attention_mask, q, k)
+        if visible is None:
+            bias = attention_mask if bias is None else bias + attention_mask
+    else:
+        if isinstance(attention_mask, Visible):
+            _agree(attention_mask, q, k, sliding_window)
+            band = attention_mask.band
+        else:
+            band = _band(module, is_causal, sliding_window)
+            if attention_mask is not None:  # of a model that hands its padding down
+                visible = padded(attention_mask, band, q, k)
+        starts = starts_of(visible, kwargs, q, k)
+    refuse(kwargs)
+    features = Features(scaling, softcap, s_aux, dropout, bool(deterministic), _of_scores(bias, q))
+    if starts is not None and bias is not None:
+        visible, starts = apart(starts, band, q, k), None
+    if starts is not None:
+        kept = visible.kept if visible is not None and starts is visible.starts else None
+        return attend_packed(q, k, v, starts, band, features, kept), None
+    if visible is not None:
+        return attend_visible(q, k, v, visible, features), None
+    return attend(q, k, v, band, features), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With a last dimension in order: a convolution leaves it otherwise."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _of_scores(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """What is added to scores, in a dtype that attention takes."""
+    return bias if bias is None or bias.dtype in (q.dtype, torch.float32) else bias.float()
+
+
+def refuse(kwargs: dict) -> None:
+    """What is handed down and not understood."""
+    for name, value in kwargs.items():
+        if value is None or value is False or name in HARMLESS:
+            continue
+        reason = REASONS.get(name, f"it is unknown here, so it is not ignored; {ANOTHER}")
+        raise NotImplementedError(f"{name}: {reason}")
+
+
+def _band(module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None) -> Band:
+    """The model's own flags: a sliding window of W counts the query's own key."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    left = None if sliding_window is None else sliding_window - 1
+    return left, 0 if is_causal else left
+
+
+def _agree(visible: Visible, q: Tensor, k: Tensor, sliding_window: int | None) -> None:
+    """The mask decides; a layer with other keys, or a narrower window, than its mask is refused."""
+    lengths = (q.shape[1], k.shape[1])
+    if lengths != visible.lengths:
+        raise NotImplementedError(
+            f"a layer attends from {lengths[0]} queries to {lengths[1]} keys, and its mask is made "
+            f"for {visible.lengths[0]} and {visible.lengths[1]}: {ANOTHER}"
+        )
+    left, right = visible.band
+    if sliding_window is None or left in (None, sliding_window - 1):
+        return
+    if right == 0 or left != sliding_window:  # on both sides it counts the keys of one
+        raise NotImplementedError(
+            f"sliding_window={sliding_window} in a layer whose mask has a window of "
+            f"{left + 1}: {ANOTHER}"
+        )
