@@ -31,7 +31,7 @@ from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..bwd_delta import Accumulated, bwd_delta_kernel
 from ..outputs import empty_grads
 from ..relaunch import apart, extras_apart, full_look_of
-from . import bwd_dropout, bwd_work
+from . import assembly, bwd_dropout, bwd_work
 from .bias_memory import has_tiles
 from .bwd import hopper_bwd_kernel
 from .bwd_dq import hopper_bwd_dq_kernel
@@ -49,7 +49,6 @@ from .bwd_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way
 from .bwd_wide import hopper_bwd_wide_kernel
 from .counters import counter_of, processors
 from .described import (
-    ASM,
     ELEMENTS,
     checked,
     in_steps,
@@ -262,7 +261,7 @@ def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pai
         from ...testing.hopper import emulate
 
         programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-        asm = ASM | bwd_dropout.ASM
+        asm = assembly.ASM | bwd_dropout.ASM
         emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
         return None
     programs = min(queue.tiles, processors(q.device))

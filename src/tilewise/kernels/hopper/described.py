@@ -9,15 +9,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
-from . import bias, dropout, hide, rescale
 from .padded import copy_in_padded_rows
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
 MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-# What the kernels' assembly means to the emulator
-ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **bias.ASM, **dropout.ASM, **hide.ASM, **rescale.ASM}
 
 
 class Described(NamedTuple):

@@ -32,11 +32,11 @@ from ..relaunch import (
     pattern_of,
     relaunch,
 )
+from . import assembly, dropout
 from .bias_memory import bias_step, has_tiles, in_pairs
 from .compat import Direct, direct
 from .counters import counter, counter_of, processors
 from .described import (
-    ASM,
     ELEMENTS,
     checked,
     descriptors,
@@ -173,7 +173,8 @@ class Launch:
             from ...testing.hopper import emulate
 
             programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=ASM)[(programs,)]
+            asm = assembly.ASM | dropout.ASM
+            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
             kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
             return
         programs = min(queue.tiles, processors(q.device))
