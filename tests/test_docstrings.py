@@ -21,7 +21,7 @@ MODULES = (
         "tilewise.reference",
         "tilewise.testing.switch",
     ),
-    *("tilewise.mods", "tilewise.scores", "tilewise.traced", "tilewise.derivative"),
+    *("tilewise.masks", "tilewise.scores", "tilewise.traced", "tilewise.derivative"),
     *("tilewise.dropout", "tilewise.sparse.block_mask"),
 )
 

@@ -24,9 +24,8 @@ from .modifiers import check_block_mask, modifiers_of
 from .problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from .qkv import in_order, sizes_of
 from .scalars import Window, band, check_bounds, check_causal, check_flag, check_layout
-from .sparse.block_mask import BlockMask
+from .sparse.block_mask import BlockMask, block_mask_of
 from .sparse.documents import Documents
-from .sparse.from_flex import block_mask_of
 
 Tensor = torch.Tensor
 

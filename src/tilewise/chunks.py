@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .errors import ArgumentError
+from .masks import Mask, chunked, mask
 from .modifiers import NO_MODIFIERS, Modifiers
-from .mods import Mask, chunked, mask
 from .problem import OPEN, Mods
 from .scalars import as_int
 

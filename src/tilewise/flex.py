@@ -16,8 +16,7 @@ from .problem import OPEN, extras_of
 from .qkv import check_rank
 from .scalars import check_flag
 from .scores import ScoreFunction
-from .sparse.block_mask import BlockMask
-from .sparse.from_flex import block_mask_of
+from .sparse.block_mask import BlockMask, block_mask_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest

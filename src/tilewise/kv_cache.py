@@ -12,7 +12,7 @@ from .append_checks import check_tables
 from .cache_checks import check_cached, check_kind, refuse_beside_cache
 from .chunks import check_chunk, chunk_band
 from .errors import ArgumentError
-from .mods import chunked
+from .masks import chunked
 from .paging import batch_of
 from .qkv import check_tensor
 from .rotary import Rotary, rotate

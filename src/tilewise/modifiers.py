@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import mods, scores
+from . import masks, scores
 from .errors import ArgumentError
 from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
 from .problem import NO_MODS, Extras, Mods
@@ -59,7 +59,7 @@ def modifiers_of(
         mask_mod, block = block_mask.asked, block_mask.block
         by_queries, by_keys = (block_mask.partial, block_mask.full), block_mask.transposed
         blocks = tuple(x for lists in (*by_queries, *by_keys) for x in lists)
-    mask = None if mask_mod is None else mods.mask(mask_mod)
+    mask = None if mask_mod is None else masks.mask(mask_mod)
     score = None if score_mod is None else scores.score(score_mod)
     for function in (mask, score):
         if function is not None:
@@ -91,9 +91,9 @@ _reads._dynamo_marked_constant = True  # a compiler takes the name, and traces n
 
 
 @functools.cache
-def _reading(along: tuple[bool, ...]) -> mods.Mask:
+def _reading(along: tuple[bool, ...]) -> masks.Mask:
     x = torch.ones([1 + is_own for is_own in along], dtype=torch.bool, device="cpu")
-    return mods.mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
+    return masks.mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
 
 
 def check_block_mask(

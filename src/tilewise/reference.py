@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import mods, predicates, scores
+from . import masks, predicates, scores
 from .cache_checks import check_cached, is_cached
 from .cached import Cached, lse_by_query, lse_shape
 from .checks import check_extras
@@ -33,8 +33,7 @@ from .paging import batch_of, gather, lengths_of, queries_of
 from .problem import OPEN, Extras, Scalars
 from .qkv import check_tensors, in_order, sizes_of
 from .scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
-from .sparse.block_mask import BlockMask
-from .sparse.from_flex import block_mask_of
+from .sparse.block_mask import BlockMask, block_mask_of
 
 Tensor = torch.Tensor
 
@@ -225,7 +224,7 @@ def _attend(
         s = s + extras.bias.to(exact)
     visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
     if asked.mask_mod is not None:
-        visible = visible & mods.mask(asked.mask_mod)(*at)
+        visible = visible & masks.mask(asked.mask_mod)(*at)
     p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
     if extras.dropout_rng is not None:
         threshold = threshold_of(scalars.dropout_p)

@@ -269,7 +269,7 @@ def test_a_block_mask_of_torchs_is_one_of_ours(attend):
 def test_lists_are_converted_once(monkeypatch):
     made = []
     convert = from_flex.converted
-    monkeypatch.setattr(from_flex, "converted", lambda x: made.append(x) or convert(x))
+    monkeypatch.setattr(from_flex, "converted", lambda *x: made.append(x) or convert(*x))
     tensors = qkv()
     limit = torch.tensor(20)
     blocks = blocks_of(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx >= limit))

@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from .. import mods
+from .. import masks
 from ..errors import ArgumentError
 from ..evaluation import evaluate
 from ..expressions import INDICES
-from ..mods import Mask, Predicate
+from ..masks import Mask, Predicate
 from ..traced import check_sizes
+from . import from_flex
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
 from .documents import Documents, documents_of
@@ -128,9 +130,14 @@ class BlockMask:
         Its lists are taken to say no less than its mask_mod; without one they are the mask. Its
         BLOCK_SIZE must be of multiples of 16.
         """
-        from .from_flex import converted
+        return from_flex.converted(block_mask, cls).made
 
-        return converted(block_mask).made
+
+def block_mask_of(block_mask: Any) -> BlockMask | None:
+    """A block mask as callers pass it, ours or FlexAttention's."""
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    return from_flex.converted_once(block_mask, BlockMask)
 
 
 def create_block_mask(
@@ -175,7 +182,7 @@ def create_block_mask(
     ... )
     BlockMask((1, 1, 1024, 1024), block=(128, 128), 0 partial, 16 full, 75.0% skipped)
     """
-    mask = mods.mask(mask)
+    mask = masks.mask(mask)
     shape = (batch, nheads, seqlen_q, seqlen_k)
     check_shape(shape, block)
     check_sizes(mask, *shape)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..mods import Mask
+from ..masks import Mask
 from ..tracing import MASK, trace
 
 Tensor = torch.Tensor

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .. import mods
+from .. import masks
 from ..errors import ArgumentError
 from ..expressions import BOOL, Node
-from ..mods import Mask
+from ..masks import Mask
 from .block_checks import check_shape
 from .block_lists import SKIPPED, BlockLists, cut_at_ends, lists_of, trimmed
-from .block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from .block_mask import BlockMask
 
 Tensor = torch.Tensor
 EVERYTHING = Node(BOOL, (), True)
@@ -37,10 +39,8 @@ class Converted(NamedTuple):
 _converted: weakref.WeakKeyDictionary[Any, Converted] = weakref.WeakKeyDictionary()
 
 
-def block_mask_of(block_mask: Any) -> BlockMask | None:
-    """A block mask as callers pass it, ours or FlexAttention's."""
-    if block_mask is None or isinstance(block_mask, BlockMask):
-        return block_mask
+def converted_once(block_mask: Any, ours: type[BlockMask]) -> BlockMask:
+    """`converted`, or what it gave before where nothing was written to since."""
     if torch.compiler.is_compiling():
         raise ArgumentError(
             f"block_mask is a {type(block_mask).__name__}, which no compiler follows: make it a "
@@ -49,20 +49,20 @@ def block_mask_of(block_mask: Any) -> BlockMask | None:
     _check_kind(block_mask)
     known = _converted.get(block_mask)
     if known is None or not _is_as_it_was(block_mask, known):
-        known = _converted[block_mask] = converted(block_mask)
+        known = _converted[block_mask] = converted(block_mask, ours)
     return known.made
 
 
-def converted(block_mask: Any) -> Converted:
-    """A block mask of FlexAttention and ours. A compiler that gave up before goes on with each
-    function that is called, and warns of what it cannot trace in this one.
+def converted(block_mask: Any, ours: type[BlockMask]) -> Converted:
+    """A block mask of FlexAttention and one of our class. A compiler that gave up before goes on
+    with each function that is called, and warns of what it cannot trace in this one.
     """
     _check_kind(block_mask)
     dynamo = sys.modules.get("torch._dynamo")
-    return (_converted_of if dynamo is None else dynamo.disable(_converted_of))(block_mask)
+    return (_converted_of if dynamo is None else dynamo.disable(_converted_of))(block_mask, ours)
 
 
-def _converted_of(block_mask: Any) -> Converted:
+def _converted_of(block_mask: Any, ours: type[BlockMask]) -> Converted:
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     if counts.ndim != 3:
         raise ArgumentError(
@@ -78,7 +78,7 @@ def _converted_of(block_mask: Any) -> Converted:
     shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
     check_shape(shape, block)
     partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape, block)
-    made = BlockMask(mask, shape, block, partial, full)
+    made = ours(mask, shape, block, partial, full)
     if mask.expr is EVERYTHING:
         made = _as_listed(made)
     return Converted(*_state(block_mask), mask, made)
@@ -102,7 +102,7 @@ def _mask_of(block_mask: Any) -> Mask:
     from torch.nn.attention import flex_attention
 
     everything = block_mask.mask_mod is flex_attention.noop_mask
-    return mods.mask((lambda b, h, q_idx, kv_idx: True) if everything else block_mask.mask_mod)
+    return masks.mask((lambda b, h, q_idx, kv_idx: True) if everything else block_mask.mask_mod)
 
 
 def _state(block_mask: Any) -> tuple[tuple[Tensor | None, ...], tuple[int, ...] | None]:
@@ -138,4 +138,4 @@ def _as_listed(block_mask: BlockMask) -> BlockMask:
         return listed[row, head, q_idx // block_m, kv_idx // block_n]
 
     lists = lists_of(listed & ~inside), lists_of(listed & inside)
-    return BlockMask(mods.mask(sees), block_mask.shape, block_mask.block, *lists)
+    return type(block_mask)(masks.mask(sees), block_mask.shape, block_mask.block, *lists)
