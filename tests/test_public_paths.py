@@ -3,7 +3,10 @@ in.
 """
 
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -77,3 +80,11 @@ def test_public_modules_are_found_and_say_what_they_are(name):
     found = {f"tilewise.{module.name}" for module in pkgutil.iter_modules(tilewise.__path__)}
     assert name in found
     assert load(name).__doc__
+
+
+def test_import_tilewise_brings_the_public_modules():
+    """Code that says `tilewise.sparse.create_block_mask` imports nothing but tilewise."""
+    modules = "cache errors faces integrations mods reference scores sparse testing".split()
+    code = f"import tilewise\nfor x in {modules}: getattr(tilewise, x).__doc__"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)

@@ -1,6 +1,7 @@
 """Exact attention for PyTorch, computed tile by tile, every kernel written in Python."""
 
 from . import cache as cache
+from . import mods as mods
 from .api import attention
 from .errors import ArgumentError, PerformanceWarning
 from .faces import (
