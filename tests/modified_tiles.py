@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.generated import captured_of, function_of
 from tilewise.mods import Mask, evaluate
+from tilewise.mods.codegen import captured_of, function_of
 from tilewise.testing import emulate, interpret
 
 ROWS, COLUMNS = 16, 32

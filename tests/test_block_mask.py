@@ -14,8 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tilewise import ArgumentError
-from tilewise.mods import causal, chunked, dilated, document, mask, prefix_lm, sliding_window
-from tilewise.sparse import BlockLists, BlockMask, block_mask, create_block_mask
+from tilewise.mods import (
+    block_mask,
+    causal,
+    chunked,
+    dilated,
+    document,
+    mask,
+    prefix_lm,
+    sliding_window,
+)
+from tilewise.sparse import BlockLists, BlockMask, create_block_mask
 from tilewise.testing import use_interpreter
 
 DOC = (torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.02).cumsum(0).int()

@@ -9,12 +9,11 @@ import random_scores as scores
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, derivative, modifiers, serialize
-from tilewise.expressions import FLOAT, OPERATORS, SCORE, Node, steps
-from tilewise.kernels import generated
-from tilewise.mods import alibi, causal, score, softcapped
+from tilewise import ArgumentError
+from tilewise.mods import alibi, causal, codegen, derivative, flatten, score, serialize, softcapped
+from tilewise.mods.expressions import FLOAT, OPERATORS, SCORE, Node, steps
+from tilewise.mods.trace import MAX_NODES
 from tilewise.problem import Mods
-from tilewise.tracing import MAX_NODES
 
 BIAS = torch.linspace(0.5, 2, 5)
 # One for each operator that gives floats, with the score on each side.
@@ -158,12 +157,12 @@ def test_work_grows_with_distinct_steps():
     start = time.perf_counter()
     made = nested(64)
     names = Mods(score=made.key, derivative=made.derivative.key)
-    assert modifiers.mentions(names) >= {"abs", "where"} and not modifiers.reads_tiles(names)
-    assert modifiers.count_tensors(names.derivative) == 0
+    assert flatten.mentions(names) >= {"abs", "where"} and not flatten.reads_tiles(names)
+    assert flatten.count_tensors(names.derivative) == 0
     text = serialize.text_of(names.derivative)
     assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is made.derivative.expr
     assert len(repr(made.derivative)) < 2000 and hash(made.derivative.expr)
-    lines = [generated.text_of(nested(n).derivative.expr).count("\n") for n in (16, 32, 64)]
+    lines = [codegen.text_of(nested(n).derivative.expr).count("\n") for n in (16, 32, 64)]
     assert lines[2] - lines[1] == 2 * (lines[1] - lines[0])
     x = torch.linspace(-3, 3, 5, dtype=torch.float64)
     check(made, x + 0.1, 0, 0, 0, 0)

@@ -11,18 +11,24 @@ import tilewise
 FUNCTIONS = [name for name in tilewise.__all__ if inspect.isfunction(getattr(tilewise, name))]
 MODULES = (
     *(
-        "tilewise.api",
-        "tilewise.faces",
-        "tilewise.sdpa",
-        "tilewise.flex",
-        "tilewise.bert_padding",
+        "tilewise.frontend.attention",
+        "tilewise.frontend.flash_attn",
+        "tilewise.frontend.sdpa",
+        "tilewise.frontend.flex",
+        "tilewise.frontend.bert_padding",
         "tilewise.cache",
-        "tilewise.kv_cache",
+        "tilewise.frontend.append",
+        "tilewise.frontend.kv_cache",
         "tilewise.reference",
-        "tilewise.testing.switch",
+        "tilewise.emulator.switch",
     ),
-    *("tilewise.masks", "tilewise.scores", "tilewise.traced", "tilewise.derivative"),
-    *("tilewise.dropout", "tilewise.sparse.block_mask"),
+    *(
+        "tilewise.mods.masks",
+        "tilewise.mods.scores",
+        "tilewise.mods.function",
+        "tilewise.mods.derivative",
+    ),
+    *("tilewise.tile.random_bytes", "tilewise.mods.block_mask"),
 )
 
 

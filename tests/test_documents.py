@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import api, mods
+from tilewise import mods
+from tilewise.frontend import attention as api
 from tilewise.sparse import create_block_mask
 from tilewise.testing.tolerance import assert_within
 

@@ -4,9 +4,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tilewise import dropout
-from tilewise.dropout import check_dropout, draw_rng, factor_of, keep, keep_tile, threshold_of
 from tilewise.errors import ArgumentError
+from tilewise.tile import random_bytes
+from tilewise.tile.random_bytes import (
+    check_dropout,
+    draw_rng,
+    factor_of,
+    keep,
+    keep_tile,
+    threshold_of,
+)
 
 RNG = torch.tensor([0x0123_4567_89AB_CDEF, -2])
 
@@ -59,7 +66,7 @@ KNOWN = """
 def test_known_answers(line):
     rounds, *words = line.split()
     words = [torch.tensor(int(word, 16)) for word in words]
-    found = dropout.philox(tuple(words[:4]), tuple(words[4:6]), rounds=int(rounds))
+    found = random_bytes.philox(tuple(words[:4]), tuple(words[4:6]), rounds=int(rounds))
     assert torch.stack(found).equal(torch.stack(words[6:]))
 
 
@@ -170,7 +177,7 @@ def test_neighbours_are_independent(threshold):
 
 def test_a_weak_generator_is_seen(monkeypatch):
     """Words of one round it takes `test_dropout_words.py` to see."""
-    monkeypatch.setattr(dropout, "MIXES", 0)
+    monkeypatch.setattr(random_bytes, "MIXES", 0)
     assert max(value for _, value in surprises(128)) > MOST
 
 

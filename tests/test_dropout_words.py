@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilewise import dropout
-from tilewise.dropout import Stream, group_words, stream_of
+from tilewise.tile import random_bytes
+from tilewise.tile.random_bytes import Stream, group_words, stream_of
 
 RNG = torch.tensor([3, 4])
 ZEROS = Stream(*[torch.tensor(0)] * 4)
@@ -63,6 +63,6 @@ def test_bytes_are_uniform():
 
 @pytest.mark.parametrize("mixes", [0, 1])
 def test_weak_words_are_seen(monkeypatch, mixes):
-    monkeypatch.setattr(dropout, "MIXES", mixes)
+    monkeypatch.setattr(random_bytes, "MIXES", mixes)
     assert avalanche(stream_of(RNG, 0, 0)) > 10
     assert max(map(unevenness, differences())) > 10

@@ -7,9 +7,9 @@ import random_masks as masks
 import torch
 from hypothesis import given, settings
 
-from tilewise.expressions import OPERATORS
-from tilewise.sparse import intervals
-from tilewise.sparse.intervals import Blocks, Interval, bound
+from tilewise.mods import intervals
+from tilewise.mods.expressions import OPERATORS
+from tilewise.mods.intervals import Blocks, Interval, bound
 
 
 @given(text=masks.predicates())

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import kept, mods, scores
+from tilewise import mods, scores
+from tilewise.mods import trace_cache
 
 LIMIT = 5
 
@@ -38,9 +39,9 @@ def test_a_captured_number_tells():
 def test_numbers_that_are_only_equal_tell(values):
     shift = values[0]
     score = lambda score, b, h, q_idx, kv_idx: score / (kv_idx + 1) + shift  # noqa: E731
-    first = kept.reads_of(score)
+    first = trace_cache.reads_of(score)
     shift = values[1]
-    assert kept.reads_of(score) != first
+    assert trace_cache.reads_of(score) != first
 
 
 def test_a_global_number_tells(monkeypatch):
@@ -94,7 +95,7 @@ def test_what_cannot_be_seen_is_traced_each_time():
     assert mods.mask(mask).key != first.key
 
     mask = lambda b, h, q_idx, kv_idx: kv_idx < (lambda: Settings.width)()  # noqa: E731
-    assert kept.reads_of(mask) is None
+    assert trace_cache.reads_of(mask) is None
 
 
 def test_nothing_keeps_a_function_alive():
@@ -103,10 +104,10 @@ def test_nothing_keeps_a_function_alive():
         mods.mask(lambda b, h, q_idx, kv_idx: table[h] < kv_idx)
 
     gc.collect()
-    before = len(kept._kept)
+    before = len(trace_cache._kept)
     traced()
     gc.collect()
-    assert len(kept._kept) == before
+    assert len(trace_cache._kept) == before
 
 
 def test_what_was_computed_from_a_tensor_is_not_kept():

@@ -6,7 +6,8 @@ import operator
 import pytest
 import torch
 
-from tilewise import bytecode, kept, mods, scores, tracing
+from tilewise import mods
+from tilewise.mods import bytecode, scores, trace, trace_cache
 
 LIMIT = 3
 
@@ -78,10 +79,10 @@ def test_common_functions_are_traced_once(make, function, monkeypatch):
     def refuse(*_):
         raise AssertionError("traced, or its bytecode read, again")
 
-    monkeypatch.setattr(tracing, "trace", refuse)
+    monkeypatch.setattr(trace, "trace", refuse)
     monkeypatch.setattr(mods, "trace", refuse)
     monkeypatch.setattr(scores, "trace", refuse)
-    monkeypatch.setattr(kept, "reads_in", refuse)
+    monkeypatch.setattr(trace_cache, "reads_in", refuse)
     assert all(make(function) is first for _ in range(3))
 
 

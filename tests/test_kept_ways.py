@@ -12,7 +12,8 @@ import types
 import pytest
 import torch
 
-from tilewise import mods, tracing
+from tilewise import mods
+from tilewise.mods import trace
 
 LIMIT = 3
 users = types.ModuleType("settings")
@@ -366,4 +367,4 @@ def test_what_is_read_is_read_again(way, monkeypatch, tmp_path):
 
 
 def tracing_anew(function):
-    return mods.Mask(*tracing.trace(function, tracing.MASK))
+    return mods.Mask(*trace.trace(function, trace.MASK))

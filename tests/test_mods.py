@@ -8,13 +8,14 @@ import random_masks as masks
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, attention, expressions
+from tilewise import ArgumentError, attention
 from tilewise.mods import (
     causal,
     chunked,
     dilated,
     document,
     evaluate,
+    expressions,
     mask,
     maximum,
     minimum,

@@ -8,18 +8,19 @@ import random_scores as scores
 import torch
 from hypothesis import given, settings
 
-from tilewise import ArgumentError, expressions
+from tilewise import ArgumentError
 from tilewise.mods import (
     alibi,
     causal,
     document,
     evaluate,
+    expressions,
     mask,
     relative_bias,
     score,
     softcapped,
 )
-from tilewise.traced import check_sizes
+from tilewise.mods.function import check_sizes
 
 NHEADS, S = 3, 6
 Q, K = torch.arange(S)[:, None], torch.arange(S)

@@ -12,10 +12,10 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from tilewise import ArgumentError, expressions, mods, scores, serialize
-from tilewise.expressions import Node
-from tilewise.mods import causal, dilated, document, mask, where
-from tilewise.serialize import MASK, MAX_STEPS, SCORE_FUNCTION, name_of, text_of, tree_of_text
+from tilewise import ArgumentError, mods, scores
+from tilewise.mods import causal, dilated, document, expressions, mask, serialize, where
+from tilewise.mods.expressions import Node
+from tilewise.mods.serialize import MASK, MAX_STEPS, SCORE_FUNCTION, name_of, text_of, tree_of_text
 
 DOC = torch.tensor([0, 0, 1, 1, 1, 3, 3, 2, 2, 2, 2, 5], dtype=torch.int32)
 TABLE = torch.linspace(-1, 1, 24).view(2, 12)

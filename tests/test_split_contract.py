@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise
-from tilewise import splits
+from tilewise.tile import split_kv
 
 SPLIT = 32
 FEATURES = {
@@ -196,12 +196,12 @@ def state(rows=5, headdim=4, dtype=torch.float32):
     s, v = torch.randn(rows, 7, dtype=dtype) * 4, torch.randn(7, headdim, dtype=dtype)
     m = s.amax(1, keepdim=True)
     p = torch.exp(s - m)
-    return splits.State(m, p.sum(1, keepdim=True), p @ v), (s, v)
+    return split_kv.State(m, p.sum(1, keepdim=True), p @ v), (s, v)
 
 
 def test_folding_is_the_softmax_over_both():
     (left, (s1, v1)), (right, (s2, v2)) = state(dtype=torch.float64), state(dtype=torch.float64)
-    out, lse = splits.finish(splits.fold(left, right))
+    out, lse = split_kv.finish(split_kv.fold(left, right))
     s = torch.cat([s1, s2], 1)
     torch.testing.assert_close(out, torch.softmax(s, 1) @ torch.cat([v1, v2]))
     torch.testing.assert_close(lse, torch.logsumexp(s, 1))
@@ -209,31 +209,33 @@ def test_folding_is_the_softmax_over_both():
 
 def test_a_piece_without_keys_changes_no_bit():
     some, _ = state()
-    empty = splits.empty_state(some.acc_o)
-    assert_equal(splits.fold(some, empty), some)
-    assert_equal(splits.fold(empty, some), some)
-    out, lse = splits.finish(splits.fold(empty, empty))
+    empty = split_kv.empty_state(some.acc_o)
+    assert_equal(split_kv.fold(some, empty), some)
+    assert_equal(split_kv.fold(empty, some), some)
+    out, lse = split_kv.finish(split_kv.fold(empty, empty))
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 def test_a_sink_is_a_key_without_a_value():
     some, (s, v) = state(dtype=torch.float64)
     sinks = torch.tensor([0.3, -torch.inf, 50.0, -2.0, 1.0], dtype=torch.float64).view(5, 1)
-    out, lse = splits.finish(some, sinks)
+    out, lse = split_kv.finish(some, sinks)
     p = torch.softmax(torch.cat([s, sinks], 1), 1)
     torch.testing.assert_close(out, p[:, :-1] @ v)
     torch.testing.assert_close(lse, torch.logsumexp(torch.cat([s, sinks], 1), 1))
-    assert torch.equal(splits.finish(splits.empty_state(some.acc_o), sinks)[1], sinks.squeeze(1))
+    assert torch.equal(
+        split_kv.finish(split_kv.empty_state(some.acc_o), sinks)[1], sinks.squeeze(1)
+    )
 
 
 @pytest.mark.parametrize("first, last, found", [(0, 0, []), (0, 1, [0]), (0, 64, [0, 1])])
 def test_pieces_count_from_key_0(first, last, found):
-    assert list(splits.pieces(first, last, SPLIT)) == found
-    assert list(splits.pieces(SPLIT + 1, 3 * SPLIT + 1, SPLIT)) == [1, 2, 3]
+    assert list(split_kv.pieces(first, last, SPLIT)) == found
+    assert list(split_kv.pieces(SPLIT + 1, 3 * SPLIT + 1, SPLIT)) == [1, 2, 3]
 
 
 def test_pieces_grow_with_the_rows_that_they_write():
-    assert [splits.default_split_size(group) for group in (1, 4, 8, 9)] == [512, 512, 1024, 2048]
+    assert [split_kv.default_split_size(group) for group in (1, 4, 8, 9)] == [512, 512, 1024, 2048]
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "mask"])

@@ -3,140 +3,104 @@
 import ast
 from pathlib import Path
 
+import import_graph
 import pytest
+from import_graph import files, rooms
 
 import tilewise
 
 ROOT = Path(tilewise.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
-OF_LIBRARY = [name for name in TREES if not name.startswith(("testing/", "bench/", "cli/"))]
+OF_LIBRARY = [x for x in TREES if not x.startswith(("testing/", "emulator/", "bench/", "cli/"))]
 
-# From the outside in; a room imports from its own rank or a later one.
+# From the outside in: a room imports from later ranks alone.
 RANKS = [
-    ["cli", "bench"],
-    ["integrations", "ring"],
-    ["__init__", "faces", "sdpa", "flex", "bert_padding", "kv_cache"],
-    ["api", "cache"],
-    ["cache_ops", "cache_steps"],
+    ["cli"],
+    ["bench"],
+    ["testing"],
+    ["__init__"],
+    ["faces", "cache", "scores", "sparse", "bert_padding", "integrations", "reference"],
+    ["frontend"],
     ["ops"],
-    ["learned"],
-    ["dispatch", "batching", "flops", "sharded"],
+    ["dispatch"],
     ["kernels"],
-    ["tuning"],
-    ["tile"],
-    ["reference"],
-    ["broadcasting", "chunks", "append_checks"],
-    ["cache_checks"],
-    ["checks", "qkv", "modifiers", "schema"],
-    ["scalars", "cached"],
-    ["problem", "sparse"],
     ["mods"],
-    ["masks", "scores"],
-    ["kept"],
-    ["traced"],
-    ["tracing", "symbols", "derivative", "serialize"],
-    ["evaluation"],
-    ["predicates", "expressions", "dropout", "paging", "splits", "rotary"],
-    ["integers"],
-    ["errors", "testing", "bytecode"],
+    ["tile", "tuning", "emulator", "problem"],
+    ["errors"],
 ]
-RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
-# What lies against the grain, and why.
-AGAINST = {
-    ("ops", "integrations"): "late, when torch has loaded DTensor: it registers the rules of ops",
-    ("tuning", "kernels"): "search launches one configuration after the other",
-    ("testing", "reference"): "the matrix of cases is judged by it",
-    ("testing", "sparse"): "the matrix has masks",
-    ("testing", "mods"): "the matrix has masks",
-    ("testing", "__init__"): "the matrix of cases calls the public functions",
+RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
+# Of a folder the rooms, the floors and the arrows: `python tests/import_graph.py` counts.
+COUNTS = {
+    "": (21, 12, 90),
+    "kernels": (5, 2, 3),
+    "kernels/hopper": (18, 6, 40),
 }
 
 
-def room_of(name: str) -> str:
-    return name.split("/")[0].removesuffix(".py")
-
-
-def imports(name: str) -> set[str]:
-    """The modules of ours that a file imports, as paths from the package, at any depth."""
-    package = name.removesuffix(".py").split("/")[:-1]
-    found = set()
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Import):
-            found |= {
-                alias.name.removeprefix("tilewise").strip(".").replace(".", "/") or "__init__"
-                for alias in node.names
-                if alias.name.split(".")[0] == "tilewise"
-            }
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = package[: len(package) - node.level + 1]
-            elif (node.module or "").split(".")[0] == "tilewise":
-                base, node.module = [], (node.module or "").partition(".")[2]
-            else:
-                continue
-            base = base + (node.module.split(".") if node.module else [])
-            if base:
-                found.add("/".join(base))
-            for alias in node.names:
-                target = "/".join([*base, alias.name])
-                if f"{target}.py" in FILES or f"{target}/__init__.py" in FILES:
-                    found.add(target)
-                elif not base:
-                    found.add("__init__")
-    return found
-
-
 def test_every_file_is_read():
-    assert {"api.py", "tile/mask.py", "kernels/portable/fwd.py"} <= FILES.keys()
-    assert "problem" in imports("api.py")
-    assert "kernels/outputs" in imports("kernels/portable/launch.py")
+    assert {"frontend/attention", "tile/mask", "kernels/portable/fwd"} <= files().keys()
+    assert "problem" in files()["frontend/attention"]
+    assert "kernels/common/outputs" in files()["kernels/portable/launch"]
+    assert "ops/flops" in files()["ops/attention"]  # inside of a function
+    assert "mods/trace" not in files()["mods/symbols"]  # for types alone
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if name != "__init__.py"])
-def test_imports_point_inwards(name):
-    room = room_of(name)
-    assert room in RANK, f"{room} has no rank yet"
-    for target in imports(name):
-        other = room_of(target)
-        if other == room or (room, other) in AGAINST:
-            continue
-        assert RANK[room] <= RANK[other], f"{name} imports {target}"
+def test_imports_point_inwards():
+    assert len(RANKS) <= 12
+    assert rooms().keys() == RANK.keys()
+    up = [
+        f"{name} imports {other}"
+        for name, others in files().items()
+        for other in others
+        if (mine := name.split("/")[0]) != (its := other.split("/")[0]) and RANK[mine] >= RANK[its]
+    ]
+    assert not up
 
 
-def test_every_exception_is_needed():
-    pairs = {(room_of(name), room_of(target)) for name in TREES for target in imports(name)}
-    assert AGAINST.keys() <= pairs
+@pytest.mark.parametrize("folder", import_graph.folders())
+def test_rooms_have_no_circle(folder):
+    import_graph.in_order(rooms(folder))
 
 
-SHARED_BY_BACKENDS = (
-    *("arguments", "building", "bwd_dbias", "bwd_delta", "bwd_step", "generated", "io", "outputs"),
-    *("relaunch", "widths"),
-)
+def test_files_have_no_circle():
+    import_graph.in_order(files())
+
+
+@pytest.mark.parametrize("folder", COUNTS)
+def test_a_change_of_the_layout_shows(folder):
+    assert import_graph.counts(folder) == COUNTS[folder]
 
 
 def test_backends_never_import_each_other():
-    for name in TREES:
-        if name.startswith("kernels/") and name.count("/") > 1:
-            mine = name.split("/")[1]
-            others = {x.split("/")[1] for x in imports(name) if x.startswith("kernels/")}
-            assert others <= {mine, *SHARED_BY_BACKENDS}, name
+    inside = rooms("kernels")
+    assert all(inside[backend] <= {"common"} for backend in ("cpu", "portable", "hopper"))
+    assert not inside["common"]
+
+
+def test_hoppers_forward_and_backward_share_what_lies_beside_them():
+    inside = rooms("kernels/hopper")
+    assert "bwd" not in inside["fwd"] and "fwd" not in inside["bwd"]
+    assert all(not others & {"fwd", "bwd"} for room, others in inside.items() if room != "__init__")
+
+
+def test_the_emulator_knows_nothing_of_the_library():
+    assert not rooms()["emulator"]
 
 
 def test_triton_is_imported_where_kernels_are():
     """The rest imports without it."""
+    where = (
+        *("kernels/portable/", "kernels/hopper/", "kernels/common/relaunch", "kernels/common/io"),
+        *("kernels/common/building", "kernels/common/bwd_", "mods/codegen.py", "tile/"),
+        *("emulator/", "testing/", "bench/tune.py", "bench/matmul.py"),
+    )
     for name, tree in TREES.items():
         at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         modules = {a.name for n in at_import if isinstance(n, ast.Import) for a in n.names}
         modules |= {n.module or "" for n in at_import if isinstance(n, ast.ImportFrom)}
         if any(module.split(".")[0] == "triton" for module in modules):
-            rooms = (
-                *("kernels/portable/", "kernels/hopper/", "kernels/relaunch", "kernels/io"),
-                "kernels/building",
-                *("kernels/bwd_", "kernels/generated", "tile/", "testing/", "tuning/search"),
-                "bench/matmul.py",
-            )
-            assert name.startswith(rooms), name
+            assert name.startswith(where), name
 
 
 # Each loads numbers of a sequence or a head: a length, a slope, a sink.
@@ -162,34 +126,36 @@ def test_tile_functions_create_no_tensor(name):
         assert not calls & {"load", "make_block_ptr", "make_tensor_descriptor"}
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_files_are_short_and_open_with_their_idea(name):
-    assert len(FILES[name].read_text().splitlines()) < 400
-    assert ast.get_docstring(TREES[name]), "a module opens with a docstring"
+def test_files_are_short():
+    assert not [name for name, path in FILES.items() if len(path.read_text().splitlines()) >= 400]
+
+
+def test_files_open_with_their_idea():
+    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
 
 
 # Signatures that another library or a kernel's launch dictates.
 WIDE = {
-    "api.py": {"attention"},
-    "faces.py": {"flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"}
-    | {"flash_attn_varlen_func"},
-    "kv_cache.py": {"flash_attn_with_kvcache"},
+    "frontend/attention.py": {"attention"},
+    "frontend/flash_attn.py": {"flash_attn_func", "flash_attn_varlen_func"}
+    | {"flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"},
+    "frontend/kv_cache.py": {"flash_attn_with_kvcache"},
     "reference.py": {"attention_reference"},
-    "ops.py": {"forward"},  # an autograd.Function's: every input is a parameter
+    "ops/attention.py": {"forward"},  # an autograd.Function's: every input is a parameter
     # Triton takes descriptors as arguments of their own, not in groups
-    "kernels/hopper/fwd.py": {"hopper_fwd_kernel"},
-    "kernels/hopper/bwd.py": {"hopper_bwd_kernel"},
-    "kernels/hopper/bwd_wide.py": {"hopper_bwd_wide_kernel"},
+    "kernels/hopper/fwd/kernel.py": {"hopper_fwd_kernel"},
+    "kernels/hopper/bwd/kernel.py": {"hopper_bwd_kernel"},
+    "kernels/hopper/bwd/kernel_wide.py": {"hopper_bwd_wide_kernel"},
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_functions_take_twelve_parameters_at_most(name):
-    for node in functions(TREES[name]):
-        a = node.args
-        count = len(a.posonlyargs + a.args + a.kwonlyargs)
-        if node.name not in WIDE.get(name, ()):
-            assert count <= 12, f"{node.name} takes {count}"
+def test_functions_take_twelve_parameters_at_most():
+    for name, tree in TREES.items():
+        for node in functions(tree):
+            a = node.args
+            count = len(a.posonlyargs + a.args + a.kwonlyargs)
+            if node.name not in WIDE.get(name, ()):
+                assert count <= 12, f"{name}: {node.name} takes {count}"
 
 
 def functions(tree: ast.AST) -> list:
@@ -197,11 +163,11 @@ def functions(tree: ast.AST) -> list:
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
-@pytest.mark.parametrize("name", OF_LIBRARY)
-def test_users_meet_no_assert(name):
+def test_users_meet_no_assert():
     """Wrong input is an ArgumentError with a remedy, and -O takes no check away."""
-    for node in ast.walk(TREES[name]):
-        assert not isinstance(node, ast.Assert), f"{name}:{node.lineno}"
+    for name in OF_LIBRARY:
+        for node in ast.walk(TREES[name]):
+            assert not isinstance(node, ast.Assert), f"{name}:{node.lineno}"
 
 
 @pytest.mark.parametrize("public", [x for x in tilewise.__all__ if x[0].islower()])
@@ -214,5 +180,4 @@ def test_no_print_in_the_library():
     for name in OF_LIBRARY:
         calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call)]
         printed = [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
-        if name != "tuning/search.py":  # it prints rows ready to paste
-            assert not printed, f"{name}:{printed}"
+        assert not printed, f"{name}:{printed}"

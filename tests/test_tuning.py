@@ -152,7 +152,7 @@ def test_where_there_is_no_file_there_are_no_rows(folder, monkeypatch, cache):
 
 
 def test_every_row_that_is_shipped_or_tried_can_be_kept(folder):
-    from tilewise.tuning.search import candidates
+    from tilewise.bench.tune import candidates
 
     rows = list(TABLE.items())
     for kernel in store.PORTABLE:
@@ -173,7 +173,7 @@ def test_every_row_that_is_shipped_or_tried_can_be_kept(folder):
 
 
 def test_tune_says_where_nothing_can_be_written(folder, monkeypatch):
-    from tilewise.tuning import search
+    from tilewise.bench import tune as search
 
     (folder / "a file").write_text("")
     monkeypatch.setenv("TILEWISE_CACHE", str(folder / "a file"))

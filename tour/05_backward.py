@@ -203,7 +203,7 @@ check("the lesson's kernel", lambda causal: lesson_backward(*inputs, causal), *i
 # keys as the forward does and recomputes S and dP a second time. So there are seven matmuls a tile
 # in place of five. Nobody adds to memory that another one adds to: no atomics, no fp32 copy of dQ,
 # and, as floating point sums depend on their order, the same bits in every run. The library's
-# Hopper kernels (`tilewise/kernels/hopper/bwd_*.py`) do it the other way, with five.
+# Hopper kernels (`tilewise/kernels/hopper/bwd/*.py`) do it the other way, with five.
 #
 # You call neither: the forward keeps q, k, v, out and lse for autograd, whose backward runs them.
 

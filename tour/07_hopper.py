@@ -298,7 +298,7 @@ for name, step in STEPS.items():
 # The library's own kernel is step 5 and what remains: programs that stay on their SM and draw tiles
 # from a counter, the last P V of a tile beside the first S of the next, one pair of barriers for K
 # and V together, O written by the copy engine, masks where they are needed. Its files are
-# `tilewise/kernels/hopper/fwd*.py`; `docs/design/hopper.md` says what each of these was worth.
+# `tilewise/kernels/hopper/fwd/*.py`; `docs/design/hopper.md` says what each of these was worth.
 
 
 # %%

@@ -441,7 +441,7 @@ print(f"times: {figures.machine}")
 # **2.** *How long should a piece be?* What a piece leaves behind for one query head is D + 2
 # numbers of fp32, written once and read once. Beside the keys and values of the piece in bf16, what
 # share is that, for a group of G heads? Is it at most 1.62 % in the sizes that the library chooses
-# (`tilewise.splits.default_split_size`)?
+# (`tilewise.tile.split_kv.default_split_size`)?
 #
 # <details><summary>Solution</summary>
 #
@@ -449,7 +449,7 @@ print(f"times: {figures.machine}")
 # large D that is the share 2 · G / n: n of about 125 · G makes it 1.6 %.
 #
 # ```python
-# from tilewise.splits import default_split_size
+# from tilewise.tile.split_kv import default_split_size
 #
 #
 # def share(n, group, headdim=128):

@@ -1,8 +1,13 @@
 """Exact attention for PyTorch, computed tile by tile, every kernel written in Python."""
 
+import importlib
+from types import ModuleType
+
 from . import cache as cache
+from . import faces as faces
 from . import mods as mods
-from .api import attention
+from . import scores as scores
+from . import sparse as sparse
 from .errors import ArgumentError, PerformanceWarning
 from .faces import (
     flash_attn_func,
@@ -12,11 +17,12 @@ from .faces import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .flex import flex_attention
+from .frontend.attention import attention
+from .frontend.flex import flex_attention
+from .frontend.kv_cache import flash_attn_combine, flash_attn_with_kvcache
+from .frontend.sdpa import scaled_dot_product_attention
 from .integrations.torch_sdpa import disable_sdpa, enable_sdpa
-from .kv_cache import flash_attn_combine, flash_attn_with_kvcache
 from .reference import attention_reference, merge_states
-from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
@@ -39,3 +45,9 @@ __all__ = [
     "merge_states",
     "scaled_dot_product_attention",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "testing":  # imported when it is asked for
+        return importlib.import_module("tilewise.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
+from .emulator.switch import cpu_stand_ins
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
-from .kernels.arguments import aligned, packed_in
+from .kernels.common.arguments import aligned, packed_in
 from .problem import Extras, Problem
-from .testing.switch import cpu_stand_ins
 
 Tensor = torch.Tensor
 

@@ -25,8 +25,8 @@ OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 
 class Mods(NamedTuple):
-    """Functions of scores and positions, by the names under which `expressions.named` knows their
-    trees; "" is none.
+    """Functions of scores and positions, by the names under which `mods.expressions.named` knows
+    their trees; "" is none.
     """
 
     mask: str = ""

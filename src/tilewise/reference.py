@@ -22,18 +22,19 @@ from typing import NamedTuple
 
 import torch
 
-from . import masks, predicates, scores
-from .cache_checks import check_cached, is_cached
-from .cached import Cached, lse_by_query, lse_shape
-from .checks import check_extras
-from .dropout import check_dropout, draw_rng, factor_of, keep, threshold_of
 from .errors import ArgumentError
-from .modifiers import check_block_mask, modifiers_of
-from .paging import batch_of, gather, lengths_of, queries_of
+from .frontend.cache_checks import check_cached, is_cached
+from .frontend.checks import check_extras
+from .frontend.qkv import check_tensors, in_order, sizes_of
+from .frontend.scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
+from .kernels.common.cached import Cached, lse_by_query, lse_shape
+from .mods import masks, scores
+from .mods.block_mask import BlockMask, block_mask_of
+from .mods.flatten import check_block_mask, modifiers_of
 from .problem import OPEN, Extras, Scalars
-from .qkv import check_tensors, in_order, sizes_of
-from .scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
-from .sparse.block_mask import BlockMask, block_mask_of
+from .tile import predicates
+from .tile.paging import batch_of, gather, lengths_of, queries_of
+from .tile.random_bytes import check_dropout, draw_rng, factor_of, keep, threshold_of
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ from caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import cache
-from tilewise.rotary import rotate
+from tilewise.tile.rotary import rotate
 
 OP = torch.ops.tilewise.flash_attn_cache_append.default
 NEW, LENGTHS = [3, 0, 1, 20], [21, 5, 1, 40]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tilewise import ArgumentError, api, attention, attention_reference
+from tilewise import ArgumentError, attention, attention_reference
+from tilewise.frontend import attention as api
 
 
 @pytest.fixture(autouse=True)

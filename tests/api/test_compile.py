@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilewise
-from tilewise import expressions
+from tilewise.mods import expressions
 from tilewise.testing import use_interpreter
 
 EVERY = {

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilewise
 from tilewise import ArgumentError
-from tilewise.scalars import check_window
+from tilewise.frontend.scalars import check_window
 
 STARTS_Q = torch.tensor([0, 5, 5, 18], dtype=torch.int32)
 STARTS_K = torch.tensor([0, 9, 12, 23], dtype=torch.int32)

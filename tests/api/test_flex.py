@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest, and_masks, or_masks
 
 import tilewise
 from tilewise import ArgumentError, errors, mods
-from tilewise.sparse import BlockMask, create_block_mask, from_flex
+from tilewise.mods import from_flex
+from tilewise.sparse import BlockMask, create_block_mask
 from tilewise.testing.tolerance import assert_within
 
 pytestmark = [

@@ -8,7 +8,7 @@ import torch
 from caches import INT32, contiguous, paged, sequences
 
 import tilewise
-from tilewise.rotary import Rotary, rotate
+from tilewise.tile.rotary import Rotary, rotate
 
 BATCH, ROOM, HEADS, HEADS_K, HEADDIM = 3, 80, 6, 3, 16
 BEFORE = torch.tensor([31, 0, 64], dtype=INT32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise import ArgumentError, attention
-from tilewise.checks import LARGEST_SCORE, check_scores
+from tilewise.frontend.checks import LARGEST_SCORE, check_scores
 
 
 def rows(size, seqlen=8, dtype=torch.float32, device="cpu"):

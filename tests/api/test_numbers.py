@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import ArgumentError, api
+from tilewise import ArgumentError
+from tilewise.frontend import attention as api
 from tilewise.testing import use_emulator, use_interpreter
 from tilewise.testing.tolerance import assert_within
 

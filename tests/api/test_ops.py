@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
-from tilewise.flops import visible_pairs
+from tilewise.ops.flops import visible_pairs
 
 FORWARD = torch.ops.tilewise.flash_attn_forward.default
 BACKWARD = torch.ops.tilewise.flash_attn_backward.default

@@ -13,9 +13,9 @@ import torch
 
 import tilewise
 from tilewise import ArgumentError, mods, scores
-from tilewise.modifiers import modifiers_of
+from tilewise.mods.flatten import modifiers_of
+from tilewise.mods.serialize import text_of
 from tilewise.problem import Extras
-from tilewise.serialize import text_of
 from tilewise.testing import use_interpreter
 
 DOC = torch.tensor([0] * 7 + [1] * 9, dtype=torch.int32)

@@ -13,7 +13,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import tilewise
-from tilewise import ArgumentError, errors, ops
+from tilewise import ArgumentError, errors
+from tilewise.ops import attention as ops
 from tilewise.testing.cases import Case, standards
 from tilewise.testing.inputs import Features, Inputs, Sizes
 from tilewise.testing.tolerance import judge

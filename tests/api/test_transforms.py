@@ -7,7 +7,7 @@ from torch.autograd.functional import jacobian
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import tilewise
-from tilewise import ops
+from tilewise.ops import attention as ops
 
 SIZE, BATCH, SEQLEN = 3, 2, 7
 

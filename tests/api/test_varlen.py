@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tilewise import dispatch, errors
-from tilewise.checks import knows_values
+from tilewise.frontend.checks import knows_values
 from tilewise.testing import use_interpreter
 
 INT32 = torch.int32

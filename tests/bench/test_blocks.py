@@ -5,14 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tilewise.bench import blocks, load
-from tilewise.bench.blocks import (
-    Candidate,
-    compile_all,
-    configs,
-    name_of,
-    plan_of,
-    time_all,
-)
+from tilewise.bench.blocks import Candidate, compile_all, configs, name_of, plan_of, time_all
 from tilewise.bench.providers import Provider
 from tilewise.bench.shapes import square
 from tilewise.testing import use_interpreter

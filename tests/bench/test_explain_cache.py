@@ -5,7 +5,7 @@ import pytest
 from tilewise.bench.caches import decode
 from tilewise.bench.cards import card_for
 from tilewise.bench.explain_cache import cached_of, explain_cache
-from tilewise.splits import pieces
+from tilewise.tile.split_kv import pieces
 
 LLAMA = 32, 8, 128
 

@@ -12,14 +12,7 @@ from tilewise.bench import append, load, run_suite
 from tilewise.bench.providers import Provider, standard_attention
 from tilewise.bench.row import validate
 from tilewise.bench.shapes import square
-from tilewise.bench.sustained import (
-    LEAST_ROUNDS,
-    Plan,
-    cpu_span,
-    measure,
-    plan_for,
-    time_sustained,
-)
+from tilewise.bench.sustained import LEAST_ROUNDS, Plan, cpu_span, measure, plan_for, time_sustained
 from tilewise.bench.timer import CallFailed, ratio
 from tilewise.bench.ways import FLUSHED, SUSTAINED, rate_of, ratio_of, way_of
 

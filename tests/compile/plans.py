@@ -5,9 +5,9 @@ from unittest import mock
 import torch
 
 from tilewise import mods, scores
-from tilewise.kernels.arguments import features_of
+from tilewise.kernels.common.arguments import features_of
 from tilewise.kernels.portable import launch
-from tilewise.modifiers import modifiers_of
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import build, stats

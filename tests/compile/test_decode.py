@@ -7,7 +7,7 @@ import torch
 
 from tilewise import mods
 from tilewise.cache import Append, Rotary
-from tilewise.cache_checks import check_cached
+from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 

@@ -8,11 +8,11 @@ import torch
 import triton
 
 from tilewise import mods, scores
-from tilewise.kernels.arguments import aligned
-from tilewise.kernels.hopper import launch
-from tilewise.kernels.hopper.described import checked
+from tilewise.kernels.common.arguments import aligned
+from tilewise.kernels.hopper.descriptors import checked
+from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.hopper.padded import empty_out, empty_rows
-from tilewise.modifiers import modifiers_of
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import NO_MODS, Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import SMEM_LIMIT, build, stats

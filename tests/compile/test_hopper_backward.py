@@ -7,14 +7,14 @@ import torch
 import triton
 
 from tilewise import mods
-from tilewise.kernels.arguments import aligned, numbers_of, optionals_of, sizes_of, strided
-from tilewise.kernels.bwd_delta import Accumulated, bwd_delta_kernel
-from tilewise.kernels.hopper import bwd_launch
-from tilewise.kernels.hopper.bwd_pairs import target_of
-from tilewise.kernels.hopper.described import checked
+from tilewise.kernels.common.arguments import aligned, numbers_of, optionals_of, sizes_of, strided
+from tilewise.kernels.common.bwd_delta import Accumulated, bwd_delta_kernel
+from tilewise.kernels.common.outputs import empty_grads
+from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.kernels.hopper.bwd.bias_pairs import target_of
+from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.padded import empty_rows, with_padded_rows
-from tilewise.kernels.outputs import empty_grads
-from tilewise.modifiers import modifiers_of
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import SMEM_LIMIT, build, stats

@@ -77,7 +77,7 @@ def test_tiles_that_share_keys_have_the_bits_of_one_alone(headdim):
 
 
 def test_a_step_that_is_known_has_the_bits_of_the_first():
-    from tilewise import cache_steps
+    from tilewise.ops import known_steps as cache_steps
 
     s = sequences([1, 1], [3000, 1700], (8, 2), (128, 128), torch.bfloat16)
     k, v, table = (x.cuda() for x in paged(s, 16))

@@ -5,8 +5,9 @@ replay drop the same pairs.
 import pytest
 import torch
 
-from tilewise import api, attention
-from tilewise.dropout import draw_rng
+from tilewise import attention
+from tilewise.frontend import attention as api
+from tilewise.tile.random_bytes import draw_rng
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from hostile_masks import HOSTILE
 from modified_tiles import arguments, expected_of, triton_kernel
 
 from tilewise import attention, mods
-from tilewise.kernels.generated import captured_of
+from tilewise.mods.codegen import captured_of
 from tilewise.sparse import create_block_mask
 
 pytestmark = pytest.mark.gpu

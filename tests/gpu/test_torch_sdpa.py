@@ -13,7 +13,8 @@ from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise
-from tilewise import PerformanceWarning, errors, ops
+from tilewise import PerformanceWarning, errors
+from tilewise.ops import attention as ops
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,11 +12,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilewise import mods
-from tilewise.kernels.hopper import bwd_launch as hopper_backward
-from tilewise.kernels.hopper import launch as hopper
-from tilewise.kernels.hopper.counters import counter_of
+from tilewise.kernels.hopper.bwd import launch as hopper_backward
+from tilewise.kernels.hopper.fwd import launch as hopper
+from tilewise.kernels.hopper.tile_counter import counter_of
 from tilewise.kernels.portable import launch as portable
-from tilewise.modifiers import modifiers_of
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
 

@@ -24,29 +24,29 @@ from torch.distributed.tensor import (  # noqa: E402
     distribute_tensor,
 )
 
-from tilewise.integrations import dtensor  # noqa: E402
+from tilewise.ops import sharding  # noqa: E402
 
 WORLD = 2
 BATCH, SEQLEN_Q, SEQLEN_K, NHEADS, HEADDIM = 4, 24, 40, 8, 16
 
 
 def test_registers_once_and_says_so():
-    assert dtensor.register() is True
-    assert dtensor.register() is True
+    assert sharding.register() is True
+    assert sharding.register() is True
 
 
 def test_without_distributed_nothing_is_registered(monkeypatch):
-    monkeypatch.setattr(dtensor, "_registered", False)
+    monkeypatch.setattr(sharding, "_registered", False)
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    assert dtensor.register() is False
+    assert sharding.register() is False
 
 
 def test_a_moved_experimental_api_is_no_error(monkeypatch):
     import torch.distributed.tensor.experimental as experimental
 
-    monkeypatch.setattr(dtensor, "_registered", False)
+    monkeypatch.setattr(sharding, "_registered", False)
     monkeypatch.delattr(experimental, "register_sharding")
-    assert dtensor.register() is False
+    assert sharding.register() is False
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_moved_experimental_api_is_no_error(monkeypatch):
     ],
 )
 def test_heads_are_cut_between_groups(nheads, nheads_k, mesh, whole):
-    assert dtensor._groups_stay_whole(nheads, nheads_k, mesh) is whole
+    assert sharding._groups_stay_whole(nheads, nheads_k, mesh) is whole
 
 
 def _run(*jobs) -> None:

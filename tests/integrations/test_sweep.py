@@ -15,8 +15,8 @@ from integrations.sweep.rows import load, outcomes  # noqa: E402
 from integrations.sweep.shrink import shrunk  # noqa: E402
 from integrations.sweep.subjects import Subject, subjects  # noqa: E402
 
-from tilewise.integrations import attend  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
+from tilewise.integrations.transformers import attend  # noqa: E402
 
 ROWS = load()
 SAMPLE = (  # each for a reason of its own

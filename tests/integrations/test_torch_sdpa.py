@@ -18,8 +18,9 @@ from torch.utils.checkpoint import (
 )
 
 import tilewise
-from tilewise import PerformanceWarning, errors, ops
+from tilewise import PerformanceWarning, errors
 from tilewise.integrations import torch_flash, torch_sdpa
+from tilewise.ops import attention as ops
 
 OPERATORS = [torch_sdpa.SDPA, *torch_sdpa.FAST_PATHS, *torch_flash.KERNELS]
 

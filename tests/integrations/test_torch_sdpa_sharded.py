@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise
-from tilewise import ops
+from tilewise.ops import attention as ops
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available() or not dist.is_gloo_available():

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 import tilewise  # noqa: E402
 from tilewise import ArgumentError  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
-from tilewise.integrations.visible import Visible  # noqa: E402
+from tilewise.integrations.transformers.visible import Visible  # noqa: E402
 
 SIZES = dict(
     vocab_size=64,

@@ -23,7 +23,7 @@ from integrations.test_transformers_packed import (  # noqa: E402
 )
 
 from tilewise import ArgumentError  # noqa: E402
-from tilewise.integrations.chunks import chunk_starts, kept_keys  # noqa: E402
+from tilewise.integrations.transformers.chunks import chunk_starts, kept_keys  # noqa: E402
 
 
 def llama4(chunk=4):

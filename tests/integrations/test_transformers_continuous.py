@@ -13,8 +13,8 @@ from transformers import ContinuousBatchingConfig  # noqa: E402
 from transformers import modeling_flash_attention_utils as flash  # noqa: E402
 from transformers.generation.continuous_batching import initialization  # noqa: E402
 
-from tilewise.integrations import continuous  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
+from tilewise.integrations.transformers import continuous  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not hasattr(flash, "_flash_with_kvcache_fn"), reason="needs transformers 5.23's interface"

@@ -157,7 +157,7 @@ def test_packed_rows_and_other_keys_are_refused():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_position_ids_are_read_once_a_forward(monkeypatch, mode):
-    from tilewise.integrations import positions as module
+    from tilewise.integrations.transformers import positions as module
 
     made, real = [], module.starts_from
     monkeypatch.setattr(module, "starts_from", lambda begins: made.append(1) or real(begins))
@@ -236,7 +236,7 @@ def test_positions_and_lengths_must_agree(other):
 
 
 def test_they_are_compared_once_a_forward(monkeypatch):
-    from tilewise.integrations import packed as module
+    from tilewise.integrations.transformers import packed as module
 
     compared, real = [], module._are_those_of
     monkeypatch.setattr(module, "_are_those_of", lambda *asked: compared.append(1) or real(*asked))

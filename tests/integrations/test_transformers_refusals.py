@@ -19,8 +19,8 @@ from integrations.test_transformers import (  # noqa: E402
 )
 
 from tilewise.integrations import transformers as integration  # noqa: E402
-from tilewise.integrations.opaque import MaskError  # noqa: E402
-from tilewise.integrations.visible import Visible  # noqa: E402
+from tilewise.integrations.transformers.opaque import MaskError  # noqa: E402
+from tilewise.integrations.transformers.visible import Visible  # noqa: E402
 
 WAY_OUT = "attn_implementation='sdpa' or 'eager'"
 HEADS = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | TOKENS

@@ -42,7 +42,7 @@ from integrations.test_transformers_refusals import models  # noqa: E402
 import tilewise  # noqa: E402
 from tilewise import attention  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
-from tilewise.integrations.visible import Visible  # noqa: E402
+from tilewise.integrations.transformers.visible import Visible  # noqa: E402
 
 
 @pytest.mark.parametrize("name", some([*DECODERS, "llama4"], ["llama", "gpt_oss", "llama4"]))

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tilewise.kernels import building
+from tilewise.kernels.common import building
 from tilewise.kernels.portable import launch
 from tilewise.problem import NO_EXTRAS, OPEN, Scalars, describe
 

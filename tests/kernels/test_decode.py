@@ -10,7 +10,7 @@ from caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import cache
-from tilewise.cache_checks import check_cached
+from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.portable import decode_launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_interpreter

@@ -13,9 +13,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
 import tilewise
-from tilewise import cache_steps, dispatch
+from tilewise import dispatch
 from tilewise.errors import ArgumentError
 from tilewise.kernels.portable import decode_again, decode_launch
+from tilewise.ops import known_steps as cache_steps
 
 BF16, INT32 = torch.bfloat16, torch.int32
 

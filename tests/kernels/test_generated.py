@@ -26,10 +26,19 @@ from modified_tiles import (
     triton_kernel,
 )
 
-from tilewise.expressions import OPERATORS, steps
-from tilewise.kernels import generated
-from tilewise.kernels.generated import function_of
-from tilewise.mods import Mask, alibi, causal, document, mask, maximum, score, sliding_window
+from tilewise.mods import (
+    Mask,
+    alibi,
+    causal,
+    codegen,
+    document,
+    mask,
+    maximum,
+    score,
+    sliding_window,
+)
+from tilewise.mods.codegen import function_of
+from tilewise.mods.expressions import OPERATORS, steps
 from tilewise.testing import build
 
 DOC = torch.arange(64, dtype=torch.int32) // 7
@@ -210,7 +219,7 @@ def test_kernels_are_compiled_once_for_equal_functions():
     first, again, other = compiled(capped(20.0)), compiled(capped(20.0)), compiled(capped(21.0))
     assert first is again and first is not other
     assert first.hash != other.hash  # the name on disk
-    generated.function_of.cache_clear()
+    codegen.function_of.cache_clear()
     triton_kernel.device_caches.clear()
     assert compiled(capped(20.0)).hash == first.hash
 
@@ -221,7 +230,7 @@ def test_source_is_there_as_long_as_the_function():
     file = function.fn.__code__.co_filename
     assert "0.123456789" in inspect.getsource(function.fn) and file in linecache.cache
     assert inspect.getsource(function.fn).startswith("def score_mod_")
-    generated.function_of.cache_clear()
+    codegen.function_of.cache_clear()
     # Where newer releases keep every function
     kept = getattr(triton.runtime.jit, "_triton_jit_function_registry", {})
     kept.pop(f"{function.module}:{function.__name__}", None)

@@ -10,7 +10,8 @@ import tilewise
 from tilewise import dispatch
 from tilewise.errors import PerformanceWarning, Slower
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper import described, launch
+from tilewise.kernels.hopper import descriptors
+from tilewise.kernels.hopper.fwd import launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, run_case
@@ -32,8 +33,8 @@ def problem_of(q=(1, 8, 2, 64), k=(1, 8, 2, 64), headdim_v=64, dtype=BF16, extra
 def test_described_has_all_that_a_descriptor_has():
     """The launcher of this Triton may read any of it."""
     theirs = {x.name: x.default for x in dataclasses.fields(TensorDescriptor)}
-    defaults = described.Described._field_defaults
-    assert theirs.keys() <= set(described.Described._fields)
+    defaults = descriptors.Described._field_defaults
+    assert theirs.keys() <= set(descriptors.Described._fields)
     assert all(theirs[name] == default for name, default in defaults.items() if name in theirs)
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import api, ops
-from tilewise.kernels.hopper import bwd_kept, compat
+from tilewise.frontend import attention as api
+from tilewise.kernels.hopper import compat
+from tilewise.kernels.hopper.bwd import relaunch as bwd_kept
+from tilewise.ops import attention as ops
 from tilewise.sparse import create_block_mask
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import judge

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.kernels.hopper import bwd_launch
+from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, run_case

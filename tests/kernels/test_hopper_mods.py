@@ -7,8 +7,8 @@ import tilewise
 from tilewise import mods
 from tilewise.errors import Avoidable
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper import launch
-from tilewise.modifiers import modifiers_of
+from tilewise.kernels.hopper.fwd import launch
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Mods, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import use_emulator
@@ -259,10 +259,12 @@ def kept_of(q, k, dropout_p, device):
     """Which pairs dropout keeps."""
     nheads, seqlen_k = q.shape[2], k.shape[1]
     rng = RNG.to(device)
-    threshold = tilewise.dropout.threshold_of(dropout_p)
+    threshold = tilewise.tile.random_bytes.threshold_of(dropout_p)
     heads = torch.arange(nheads, device=device)
     batch = torch.arange(q.shape[0], device=device)[:, None]
-    return tilewise.dropout.keep_tile(rng, batch, heads, 0, 0, q.shape[1], seqlen_k, threshold)
+    return tilewise.tile.random_bytes.keep_tile(
+        rng, batch, heads, 0, 0, q.shape[1], seqlen_k, threshold
+    )
 
 
 @on_devices

@@ -10,9 +10,10 @@ import torch
 
 from tilewise.errors import Avoidable
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper import bwd_launch, bwd_pairs
 from tilewise.kernels.hopper.bias_memory import has_tiles
-from tilewise.modifiers import modifiers_of
+from tilewise.kernels.hopper.bwd import bias_pairs as bwd_pairs
+from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Problem, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, standards

@@ -9,7 +9,7 @@ import tilewise
 from tilewise import dispatch, errors
 from tilewise.errors import PerformanceWarning, Slower
 from tilewise.kernels import hopper
-from tilewise.kernels.arguments import aligned
+from tilewise.kernels.common.arguments import aligned
 from tilewise.kernels.hopper import copy_rows, padded
 from tilewise.problem import NO_EXTRAS, Extras, Scalars, describe
 from tilewise.testing import use_emulator

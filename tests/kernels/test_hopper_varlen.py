@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.kernels.hopper import described, launch
+from tilewise.kernels.hopper import descriptors
+from tilewise.kernels.hopper.fwd import launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case
@@ -159,7 +160,7 @@ def test_a_launch_without_tiles(monkeypatch):
     counter = one_counter(monkeypatch)
     q, starts = torch.randn(70, 1, 64, dtype=BF16), torch.zeros(3, dtype=torch.int32)
     problem_of = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    monkeypatch.setattr(tilewise.checks, "knows_values", lambda x: False)
+    monkeypatch.setattr(tilewise.frontend.checks, "knows_values", lambda x: False)
     with use_emulator(), torch.no_grad():
         tilewise.attention(q, q, q, backend="hopper", **problem_of)
     assert counter.item() == 0
@@ -215,8 +216,8 @@ def test_nothing_leaks_between_sequences(name):
 def test_rows_of_a_ragged_descriptor(rows):
     """Every row of every sequence lies where it should, and the next one is none."""
     x = torch.empty(2, rows, 3, 64, dtype=BF16)
-    ragged = described.ragged_by_head(x, [1, 1, 1, 64, 64], None)
-    billion, around = described.BILLION, 2**64 // x.itemsize
+    ragged = descriptors.ragged_by_head(x, [1, 1, 1, 64, 64], None)
+    billion, around = descriptors.BILLION, 2**64 // x.itemsize
     for first in range(rows + 1):
         for length in range(rows - first + 1):
             stop, at = first + length, billion - length

@@ -13,15 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.kernels.hopper import bwd_launch
-from tilewise.kernels.hopper.copies import load_ragged, store_ragged
-from tilewise.kernels.hopper.described import ELEMENTS, checked, ragged_by_head
+from tilewise.emulator.hopper import emulate
+from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.kernels.hopper.descriptors import ELEMENTS, checked, ragged_by_head
 from tilewise.kernels.hopper.layouts import shared
+from tilewise.kernels.hopper.tma import load_ragged, store_ragged
 from tilewise.kernels.portable import launch as portable
 from tilewise.problem import Extras, Problem, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, standards
-from tilewise.testing.hopper import emulate
 from tilewise.testing.inputs import Features, Inputs, Sizes, guarded, make_inputs, poisoned
 from tilewise.testing.packed import PackedCase
 from tilewise.testing.tolerance import judge

@@ -11,10 +11,10 @@ from modified_tiles import arguments, check, emulated, gluon_kernel, interpreted
 
 import tilewise
 from tilewise import ArgumentError, mods
-from tilewise.expressions import INT, OPERATORS, Node, steps
-from tilewise.kernels.generated import text_of
-from tilewise.kernels.widths import BITS_32, are_long, ranges_of
 from tilewise.mods import causal, document, mask, score
+from tilewise.mods.codegen import text_of
+from tilewise.mods.expressions import INT, OPERATORS, Node, steps
+from tilewise.mods.widths import BITS_32, are_long, ranges_of
 from tilewise.sparse import create_block_mask
 from tilewise.testing import build, use_emulator, use_interpreter
 

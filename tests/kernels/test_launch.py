@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import ops, schema
 from tilewise.kernels.portable.launch import padded_headdims
+from tilewise.ops import attention as ops
+from tilewise.ops import schema
 from tilewise.problem import Call, Extras, Scalars, describe
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tilewise import attention
 from tilewise.kernels import portable
-from tilewise.kernels.arguments import fits_descriptor
+from tilewise.kernels.common.arguments import fits_descriptor
 from tilewise.kernels.portable import launch
 from tilewise.problem import Extras, Grads, Scalars, describe
 from tilewise.sparse import create_block_mask

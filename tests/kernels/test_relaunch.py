@@ -9,12 +9,14 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import jit
 
-from tilewise.kernels import relaunch
-from tilewise.kernels.hopper import bwd_kept, bwd_launch, launch
-from tilewise.kernels.hopper.described import Described
+from tilewise.kernels.common import relaunch
+from tilewise.kernels.common.relaunch import apart, full_look_of, look_of, pattern_of
+from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.kernels.hopper.bwd import relaunch as bwd_kept
+from tilewise.kernels.hopper.descriptors import Described
+from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.portable import launch as portable
-from tilewise.kernels.relaunch import apart, full_look_of, look_of, pattern_of
-from tilewise.modifiers import modifiers_of
+from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
 

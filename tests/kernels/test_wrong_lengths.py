@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tilewise.kernels.hopper import bwd_launch as hopper_backward
-from tilewise.kernels.hopper import launch as hopper
+from tilewise.kernels.hopper.bwd import launch as hopper_backward
+from tilewise.kernels.hopper.fwd import launch as hopper
 from tilewise.kernels.portable import launch as portable
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator, use_interpreter

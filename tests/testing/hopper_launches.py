@@ -5,7 +5,7 @@ from tile.records import NOTHING, features, tile_of
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.arguments import numbers_of
+from tilewise.kernels.common.arguments import numbers_of
 from tilewise.problem import Scalars
 from tilewise.tile.types import Sizes
 

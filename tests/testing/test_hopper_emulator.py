@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import tilewise.testing.hopper
+from tilewise.emulator.hopper import emulate
 from tilewise.testing import build, stats
-from tilewise.testing.hopper import emulate
 from tilewise.tile import bounds, softmax
 
 pytestmark = pytest.mark.emulator

@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.testing.hopper import Deadlock, HopperError, emulate, machine
+from tilewise.emulator.hopper import emulate, machine
+from tilewise.testing.hopper import Deadlock, HopperError
 
 pytestmark = pytest.mark.emulator
 

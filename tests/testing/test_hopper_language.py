@@ -9,8 +9,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.emulator.hopper import emulate
 from tilewise.testing import interpret
-from tilewise.testing.hopper import emulate
 
 pytestmark = pytest.mark.emulator
 
@@ -221,7 +221,7 @@ def test_masked_lanes():
 
 
 def test_no_operator_is_forgotten():
-    from tilewise.testing.hopper.values import Value
+    from tilewise.emulator.hopper.values import Value
 
     one = Value(1, tl.int32)
     for name in "add sub mul truediv floordiv mod and_ or_ xor lshift rshift lt ne".split():

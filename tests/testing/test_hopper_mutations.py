@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from testing import hopper_kernels, hopper_launches
 
-from tilewise.testing.hopper import HopperError, emulate
+from tilewise.emulator.hopper import emulate
+from tilewise.testing.hopper import HopperError
 
 pytestmark = pytest.mark.emulator
 

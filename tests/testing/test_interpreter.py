@@ -12,15 +12,14 @@ import triton
 import triton.language as tl
 from testing.jitted import Flags, Operands, Strided, fresh, tile_pointers, update
 
+from tilewise.emulator import switch
+from tilewise.emulator.triton import interpreter, repair
 from tilewise.testing import (
     build,
     interpret,
-    interpreter,
     interpreter_is_on,
-    interpreter_repair,
     interpreting,
     offline,
-    switch,
     use_interpreter,
 )
 
@@ -150,7 +149,7 @@ def test_random_bits_are_philox():
     assert out.view(torch.uint32)[0].item() == 0x6627E8D5
 
 
-@pytest.mark.parametrize("module", [interpreter, interpreter_repair, offline, switch])
+@pytest.mark.parametrize("module", [interpreter, repair, offline, switch])
 def test_the_examples_in_docstrings_run(module):
     found = doctest.testmod(module)
     assert found.attempted and not found.failed

@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.kernels.arguments import numbers_of
+from tilewise.kernels.common.arguments import numbers_of
 from tilewise.problem import Scalars
 from tilewise.tile.types import Features, Lengths, Optionals, Sequence, Tile
 

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tile.records import features, sequence, tile_of
 
-from tilewise.predicates import within_left, within_right
 from tilewise.testing import interpret
 from tilewise.tile.bounds import count_partial, key_blocks, partial_block, query_blocks
+from tilewise.tile.predicates import within_left, within_right
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Kernels keep the pairs that `tilewise.dropout` says, bit for bit, and share their work."""
+"""Kernels keep the pairs that `tilewise.tile.random_bytes` says, bit for bit, and share their
+work.
+"""
 
 import re
 from typing import NamedTuple
@@ -11,14 +13,15 @@ from test_dropout import KNOWN
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.dropout import keep_tile
-from tilewise.kernels.hopper import bwd_dropout, dropout
-from tilewise.kernels.hopper.bwd_drawn import draw_kept
-from tilewise.kernels.hopper.bwd_dropout import select
-from tilewise.kernels.hopper.dropout import drop_pairs, from_pairs
+from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
+from tilewise.kernels.hopper.bwd.dropout import select
+from tilewise.kernels.hopper.bwd.dropout_bits import draw_kept
+from tilewise.kernels.hopper.fwd import dropout
+from tilewise.kernels.hopper.fwd.dropout import drop_pairs, from_pairs
 from tilewise.kernels.hopper.layouts import accumulator, column_of, row_of
 from tilewise.testing import build, emulate, interpret
 from tilewise.tile.dropout import kept, philox, stream_of
+from tilewise.tile.random_bytes import keep_tile
 
 RNGS = [(0, 0), (1, 2), (-1, -1), (0x0123_4567_89AB_CDEF, -(2**63))]
 STARTS = [(0, 0), (16, 32), (4096, 96), (2**31 - 256, 2**31 - 256)]

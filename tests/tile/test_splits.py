@@ -1,5 +1,5 @@
-"""Pieces on tiles: the fold is that of `tilewise.splits`, and no piece that a query sees is left
-out.
+"""Pieces on tiles: the fold is that of `tilewise.tile.split_kv`, and no piece that a query sees is
+left out.
 """
 
 import math
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from tile.records import features
 
-from tilewise import splits
 from tilewise.testing import interpret
+from tilewise.tile import split_kv
 from tilewise.tile.splits import SplitState, fold, keys_seen
 from tilewise.tile.types import Numbers
 
@@ -47,10 +47,10 @@ def test_the_fold_is_that_of_torch(pieces):
     l_i = torch.rand(pieces, ROWS) + 0.5
     for i, row in ((0, 0), (0, 1), (pieces - 1, 1)):  # a piece without a key, a row without any
         m_i[i, row], l_i[i, row], acc_o[i, row] = -math.inf, 0, 0
-    state = splits.empty_state(acc_o[0].double())
+    state = split_kv.empty_state(acc_o[0].double())
     for parts in zip(m_i.double() * LN_2, l_i.double(), acc_o.double()):
         m, total, acc = parts
-        state = splits.fold(state, splits.State(m.unsqueeze(1), total.unsqueeze(1), acc))
+        state = split_kv.fold(state, split_kv.State(m.unsqueeze(1), total.unsqueeze(1), acc))
     acc, m, total = folded(acc_o, m_i, l_i)
     torch.testing.assert_close(acc.double(), state.acc_o, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(m.double() * LN_2, state.m_i.squeeze(1), atol=1e-5, rtol=1e-6)
@@ -96,4 +96,4 @@ def test_keys_and_pieces_that_are_seen(left, right, split_size):
             assert (a, b) == (min(seen), max(seen) + 1) if seen else a <= b
             assert all(piece <= j // split_size < stop for j in seen)
             if seen:
-                assert range(piece, stop) == splits.pieces(a, b, split_size)
+                assert range(piece, stop) == split_kv.pieces(a, b, split_size)

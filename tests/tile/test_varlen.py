@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.emulator.hopper import emulate
 from tilewise.testing import build, interpret, stats
-from tilewise.testing.hopper import emulate
 from tilewise.testing.schedule import tiles
 from tilewise.tile.varlen import Hint, varlen_tile
 

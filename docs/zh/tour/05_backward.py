@@ -198,7 +198,7 @@ check("the lesson's kernel", lambda causal: lesson_backward(*inputs, causal), *i
 # 是上面的内核去掉最后一次矩阵乘。`bwd_dq` 让每个程序负责一个查询块，像前向那样遍历键，把 S 和 dP
 # 再算一遍。所以每个分块有七次矩阵乘，而不是五次。任何两个程序都不会往同一处累加：没有原子操作，没有
 # dQ 的 fp32 副本；浮点求和的结果取决于次序，而这里次序固定，所以每次运行的结果逐位相同。本库的
-# Hopper 内核（`tilewise/kernels/hopper/bwd_*.py`）是另一种做法，五次。
+# Hopper 内核（`tilewise/kernels/hopper/bwd/*.py`）是另一种做法，五次。
 #
 # 这两个内核你都不必自己调用：前向为 autograd 留下 q、k、v、out 和 lse，反向时由 autograd 运行它们。
 

@@ -291,7 +291,7 @@ for name, step in STEPS.items():
 #
 # 本库自己的内核是第 5 步加上余下的几件事：程序留在自己的 SM 上，从计数器领取分块；
 # 一个分块的最后一次 P V 与下一个分块的第一次 S 同时进行；K 和 V 合用一对 barrier；O
-# 由拷贝引擎写出；只在需要的地方用掩码。它的文件是 `tilewise/kernels/hopper/fwd*.py`；
+# 由拷贝引擎写出；只在需要的地方用掩码。它的文件是 `tilewise/kernels/hopper/fwd/*.py`；
 # `docs/design/hopper.md` 说明了其中每一件的价值。
 
 

@@ -429,7 +429,8 @@ print(f"times: {figures.machine}")
 #
 # **2. 一个片段该有多长？** 一个片段为一个查询头留下 D + 2 个 fp32 数，写一次，读一次。与这个片段的
 # bf16 键和值相比，一组有 G 个头时，
-# 它占多大比例？用本库选择的大小（`tilewise.splits.default_split_size`），它是否不超过 1.62 %？
+# 它占多大比例？用本库选择的大小（`tilewise.tile.split_kv.default_split_size`），它是否不超过 1.62
+# %？
 #
 # <details><summary>答案</summary>
 #
@@ -437,7 +438,7 @@ print(f"times: {figures.machine}")
 # · G / n：n 约为 125 · G 时是 1.6 %。
 #
 # ```python
-# from tilewise.splits import default_split_size
+# from tilewise.tile.split_kv import default_split_size
 #
 #
 # def share(n, group, headdim=128):

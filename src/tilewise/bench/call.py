@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..modifiers import modifiers_of
+from ..frontend.scalars import band
+from ..mods.flatten import modifiers_of
 from ..problem import LONG, Extras, Problem, Scalars, describe
-from ..scalars import band
 from . import features, modifiers
 from .shapes import Shape
 

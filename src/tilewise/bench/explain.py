@@ -15,10 +15,10 @@ import torch
 
 from .. import dispatch
 from ..errors import Avoidable, Slower
-from ..flops import visible_pairs
-from ..kernels.arguments import aligned
+from ..kernels.common.arguments import aligned
 from ..kernels.cpu import flash, tiles
 from ..kernels.cpu.dense import make_dense
+from ..ops.flops import visible_pairs
 from ..problem import OPEN
 from .call import Call, call_of
 from .cards import Card, Roof, cpu_roof

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from .. import cache_ops, dispatch
-from ..cache_checks import check_cached
-from ..cached import Cached, lse_shape
-from ..paging import capacity
-from ..splits import pieces
+from .. import dispatch
+from ..frontend.cache_checks import check_cached
+from ..kernels.common.cached import Cached, lse_shape
+from ..ops import kv_cache as cache_ops
+from ..tile.paging import capacity
+from ..tile.split_kv import pieces
 from .caches import INT32, Decode
 from .cards import Card, Roof, cpu_roof
 from .explain import Answer, Launched, built_by, standing_in

@@ -86,7 +86,7 @@ def waves(launch: Launch, built: Built | None, card: Card) -> Waves:
 
 def portable_plans(call: Call, direction: str) -> list:
     """The portable backend's plans, without what only a launch needs."""
-    from ..kernels.outputs import empty_grads, empty_out
+    from ..kernels.common.outputs import empty_grads, empty_out
     from ..kernels.portable import launch
 
     problem, q, k, v, extras, scalars = call
@@ -109,7 +109,7 @@ def config_on(plan, target: str):
 
 def build_plan(plan, config, target: str) -> Any:
     """A plan compiled offline in a configuration."""
-    from ..kernels.arguments import features_of
+    from ..kernels.common.arguments import features_of
     from ..testing import build
 
     constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
@@ -130,8 +130,8 @@ def _portable(call: Call, target: str, direction: str) -> list[Launch]:
 
 
 def _hopper_forward(call: Call) -> Launch:
-    from ..kernels.hopper import launch
-    from ..kernels.hopper.described import checked
+    from ..kernels.hopper.descriptors import checked
+    from ..kernels.hopper.fwd import launch
     from ..kernels.hopper.padded import empty_out
     from ..testing import build
 
@@ -152,13 +152,13 @@ def _hopper_forward(call: Call) -> Launch:
 
 
 def _hopper_backward(call: Call) -> Launch:
-    from ..kernels.arguments import numbers_of, optionals_of, sizes_of
-    from ..kernels.bwd_delta import Accumulated
-    from ..kernels.hopper import bwd_launch
-    from ..kernels.hopper.bwd_pairs import target_of
-    from ..kernels.hopper.described import checked
+    from ..kernels.common.arguments import numbers_of, optionals_of, sizes_of
+    from ..kernels.common.bwd_delta import Accumulated
+    from ..kernels.common.outputs import empty_grads
+    from ..kernels.hopper.bwd import launch as bwd_launch
+    from ..kernels.hopper.bwd.bias_pairs import target_of
+    from ..kernels.hopper.descriptors import checked
     from ..kernels.hopper.padded import empty_out, with_padded_rows
-    from ..kernels.outputs import empty_grads
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
@@ -187,7 +187,7 @@ def _hopper_backward(call: Call) -> Launch:
 
 def _in_padded_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Memory as the kernel reads it: copies, where rows are no whole number of 16 bytes."""
-    from ..kernels.arguments import aligned
+    from ..kernels.common.arguments import aligned
     from ..kernels.hopper.padded import empty_rows
 
     return [x if aligned(x) else empty_rows(x, *x.shape) for x in tensors]

@@ -49,9 +49,9 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         if backend is None:
             return None
         from .. import dispatch
-        from ..modifiers import modifiers_of
+        from ..frontend.scalars import band
+        from ..mods.flatten import modifiers_of
         from ..problem import Extras, Scalars, describe
-        from ..scalars import band
 
         if backend not in dispatch.BACKENDS:
             return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"

@@ -31,7 +31,7 @@ def tune(headdim: str, dtype: str, seqlen: int, dry_run: bool, as_json: bool) ->
     if not torch.cuda.is_available():
         click.echo("tilewise tune: no CUDA or ROCm GPU here, so there is nothing to time", err=True)
         sys.exit(3)
-    from ..tuning.search import Workload, search
+    from ..bench.tune import Workload, search
     from ..tuning.select import remember
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import ops
-from ..checks import Checked, check
 from ..errors import ArgumentError, Words, warn_slow
-from ..kv_cache import varlen_of_pages
+from ..frontend.checks import Checked, check
+from ..frontend.kv_cache import varlen_of_pages
+from ..ops import attention as ops
+from ..ops.schema import INPUTS
 from ..problem import LONG, OPEN, Extras
-from ..schema import INPUTS
 
 Tensor = torch.Tensor
 WORDS = Words("query", "key", "value", shape="(batch, seqlen, nheads, headdim)")

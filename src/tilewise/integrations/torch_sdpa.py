@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.nn import attention
 
-from .. import sdpa
 from ..errors import ArgumentError, PerformanceWarning, warn_slow
+from ..frontend import sdpa
 from . import torch_flash
 
 Tensor = torch.Tensor

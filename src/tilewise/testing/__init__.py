@@ -13,11 +13,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .hopper import emulate
-    from .interpreter import interpret, interpreting
-    from .interpreter_repair import repair
+    from ..emulator.hopper import emulate
+    from ..emulator.switch import emulator_seed, interpreter_is_on, use_emulator, use_interpreter
+    from ..emulator.triton.interpreter import interpret, interpreting
+    from ..emulator.triton.repair import repair
     from .offline import SMEM_LIMIT, TARGETS, build, stats
-    from .switch import emulator_seed, interpreter_is_on, use_emulator, use_interpreter
 
 __all__ = [
     "SMEM_LIMIT",
@@ -39,14 +39,14 @@ _HOME = {
     "TARGETS": "tilewise.testing.offline",
     "build": "tilewise.testing.offline",
     "emulate": "tilewise.testing.hopper",
-    "emulator_seed": "tilewise.testing.switch",
-    "interpret": "tilewise.testing.interpreter",
-    "interpreter_is_on": "tilewise.testing.switch",
-    "interpreting": "tilewise.testing.interpreter",
-    "repair": "tilewise.testing.interpreter_repair",
+    "emulator_seed": "tilewise.emulator.switch",
+    "interpret": "tilewise.emulator.triton.interpreter",
+    "interpreter_is_on": "tilewise.emulator.switch",
+    "interpreting": "tilewise.emulator.triton.interpreter",
+    "repair": "tilewise.emulator.triton.repair",
     "stats": "tilewise.testing.offline",
-    "use_emulator": "tilewise.testing.switch",
-    "use_interpreter": "tilewise.testing.switch",
+    "use_emulator": "tilewise.emulator.switch",
+    "use_interpreter": "tilewise.emulator.switch",
 }
 
 

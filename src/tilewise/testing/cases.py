@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..emulator.switch import use_emulator, use_interpreter
 from ..reference import attention_reference
 from .inputs import Features, Inputs, Sizes, make_inputs, poisoned
 from .modified import modifiers
-from .switch import use_emulator, use_interpreter
 from .tolerance import Verdict, judge
 
 Tensor = torch.Tensor

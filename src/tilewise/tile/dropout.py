@@ -1,4 +1,4 @@
-"""Which pairs of a tile dropout keeps: the map of `tilewise.dropout`, for kernels.
+"""Which pairs of a tile dropout keeps: the map of `tilewise.tile.random_bytes`, for kernels.
 
 Every element asks for the words of its group. Elements of one group that lie in one thread ask the
 same question, and the compiler computes it once: in wgmma's accumulator layout, queries down, a
@@ -10,22 +10,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .. import dropout
-from ..dropout import Stream
+from . import random_bytes
+from .random_bytes import Stream
 
-query_group = triton.jit(dropout.query_group)
-key_group = triton.jit(dropout.key_group)
-word_of = triton.jit(dropout.word_of)
-byte_of = triton.jit(dropout.byte_of)
+query_group = triton.jit(random_bytes.query_group)
+key_group = triton.jit(random_bytes.key_group)
+word_of = triton.jit(random_bytes.word_of)
+byte_of = triton.jit(random_bytes.byte_of)
 
-ROUNDS = tl.constexpr(dropout.ROUNDS)
-MULTIPLIER_0 = tl.constexpr(dropout.MULTIPLIERS[0])
-MULTIPLIER_1 = tl.constexpr(dropout.MULTIPLIERS[1])
-KEY_STEP_0 = tl.constexpr(dropout.KEY_STEPS[0])
-KEY_STEP_1 = tl.constexpr(dropout.KEY_STEPS[1])
-MIXES = tl.constexpr(dropout.MIXES)
-STEPS_K = tl.constexpr(dropout.STEPS_K)
-STEPS_Q = tl.constexpr(dropout.STEPS_Q)
+ROUNDS = tl.constexpr(random_bytes.ROUNDS)
+MULTIPLIER_0 = tl.constexpr(random_bytes.MULTIPLIERS[0])
+MULTIPLIER_1 = tl.constexpr(random_bytes.MULTIPLIERS[1])
+KEY_STEP_0 = tl.constexpr(random_bytes.KEY_STEPS[0])
+KEY_STEP_1 = tl.constexpr(random_bytes.KEY_STEPS[1])
+MIXES = tl.constexpr(random_bytes.MIXES)
+STEPS_K = tl.constexpr(random_bytes.STEPS_K)
+STEPS_Q = tl.constexpr(random_bytes.STEPS_Q)
 
 
 class Draw(NamedTuple):

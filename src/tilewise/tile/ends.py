@@ -1,4 +1,4 @@
-"""The ends of a mask whose rows are intervals, where they are kept in memory (`sparse.ends`)."""
+"""The ends of a mask whose rows are intervals, where they are kept in memory (`mods.ends`)."""
 
 from typing import NamedTuple
 

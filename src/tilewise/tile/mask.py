@@ -1,8 +1,8 @@
 """The mask of a tile of scores: a band, as an interval of columns for each row, and a function.
 
 Query i sees key j where i + diagonal - left <= j <= i + diagonal + right and j < seqlen_k
-(`tilewise.predicates`). Both ends are numbers a row, whichever of a tile's sides the queries are:
-so an element takes one comparison for each end that there is.
+(`tilewise.tile.predicates`). Both ends are numbers a row, whichever of a tile's sides the queries
+are: so an element takes one comparison for each end that there is.
 """
 
 import triton

@@ -1,5 +1,5 @@
 """Split-KV on tiles: the pieces that queries see, and how two neighbours are folded; the arithmetic
-is that of `tilewise.splits`, in base 2.
+is that of `tilewise.tile.split_kv`, in base 2.
 """
 
 from typing import NamedTuple

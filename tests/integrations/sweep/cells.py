@@ -227,7 +227,7 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @contextmanager
 def counted() -> Iterator[list]:
     """Counts calls of tilewise's attention."""
-    from tilewise.integrations import attend
+    from tilewise.integrations.transformers import attend
 
     calls: list = []
     kept = attend.attention, attend.call

@@ -8,19 +8,7 @@ from typing import NamedTuple
 
 from ..roofline import Peak
 from .page import length, number
-from .svg import (
-    Axis,
-    Box,
-    drawing,
-    line,
-    mark,
-    path,
-    round_ticks,
-    spaced,
-    style_of,
-    swatch,
-    text,
-)
+from .svg import Axis, Box, drawing, line, mark, path, round_ticks, spaced, style_of, swatch, text
 
 SMALL = (420, 264)
 DOT = 3.2

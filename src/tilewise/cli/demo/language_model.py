@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...api import attention
 from ...bench.providers import standard_attention
+from ...frontend.attention import attention
 from ..tables import mark, table
 from . import texts
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...api import attention
 from ...bench.providers import free_memory, standard_attention
 from ...bench.timer import clock_for
+from ...frontend.attention import attention
 from ...testing.tolerance import judge
 from ..tables import mark, table
 from .encoder import Layer

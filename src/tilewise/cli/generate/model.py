@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from ... import cache
-from ...api import attention
-from ...rotary import Rotary, rotate
+from ...frontend.attention import attention
+from ...tile.rotary import Rotary, rotate
 from .batch import Batch
 
 Tensor = torch.Tensor

@@ -10,10 +10,10 @@ import functools
 
 import torch
 
-from ...derivative import by_loads
-from ...modifiers import take_apart
+from ...mods.derivative import by_loads
+from ...mods.flatten import take_apart
 from ...problem import Extras, Grads, Problem, Scalars
-from ..outputs import empty_grads, empty_out
+from ..common.outputs import empty_grads, empty_out
 from . import blockwise, flash, packed
 from .dense import Target, make_dense
 

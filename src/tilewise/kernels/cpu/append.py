@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...cached import Append
-from ...rotary import rotate
+from ...tile.rotary import rotate
+from ..common.cached import Append
 
 Tensor = torch.Tensor
 

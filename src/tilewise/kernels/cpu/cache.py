@@ -9,7 +9,7 @@ choose from.
 
     for each piece, for each span of its blocks, for each tile of queries that sees it:
         S = Q K^T, block by block;   softmax;   O += P V, block by block
-    fold the pieces from left to right (`splits`)
+    fold the pieces from left to right (`tile.split_kv`)
 
 Four tokens are the fewest rows that AVX2 and AVX-512 multiply well: a decode step of one query is
 bound by memory, and rows of zeros are then free.
@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import torch
 
-from ... import predicates
-from ...cached import Cached, lse_by_query
-from ...evaluation import evaluate
-from ...expressions import named
-from ...paging import batch_of, lengths_of, queries_of
-from ...splits import State, empty_state, finish, fold, pieces
+from ...mods.evaluation import evaluate
+from ...mods.expressions import named
+from ...tile import predicates
+from ...tile.paging import batch_of, lengths_of, queries_of
+from ...tile.split_kv import State, empty_state, finish, fold, pieces
+from ..common.cached import Cached, lse_by_query
 from .cache_blocks import Workspace, blocks_of, load
 
 Tensor = torch.Tensor

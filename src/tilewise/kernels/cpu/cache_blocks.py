@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...cached import Cached
+from ..common.cached import Cached
 
 Tensor = torch.Tensor
 SPAN = 512  # keys of one softmax, unless a piece has fewer

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...expressions import Node
-from ...modifiers import take_apart
+from ...mods.expressions import Node
+from ...mods.flatten import take_apart
 from ...problem import NO_MODS, OPEN, Extras, Mods, Problem, Scalars
 
 Tensor = torch.Tensor

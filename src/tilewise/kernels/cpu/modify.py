@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from ... import dropout
-from ...evaluation import evaluate
-from ...expressions import named
+from ...mods.evaluation import evaluate
+from ...mods.expressions import named
+from ...tile import random_bytes
 from .dense import Dense, Rows
 from .tiles import Chunk, positions
 
@@ -118,12 +118,12 @@ def kept(dense: Dense, place: Place) -> tuple[Tensor, float] | None:
     more = dense.more
     if more.rng is None:
         return None
-    threshold = dropout.threshold_of(more.dropout_p)
+    threshold = random_bytes.threshold_of(more.dropout_p)
     b, h = place.b[..., 0, 0], place.h[..., 0, 0]
     start = int(place.q_idx[0]), int(place.k_idx[0])
     sizes = len(place.q_idx), len(place.k_idx)
-    keep = dropout.keep_tile(more.rng, b, h, *start, *sizes, threshold)
-    return keep.flatten(0, 1).flatten(1, 2), dropout.factor_of(threshold)
+    keep = random_bytes.keep_tile(more.rng, b, h, *start, *sizes, threshold)
+    return keep.flatten(0, 1).flatten(1, 2), random_bytes.factor_of(threshold)
 
 
 def drop(p: Tensor, dense: Dense, place: Place) -> Tensor:

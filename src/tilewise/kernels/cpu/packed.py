@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...problem import Extras, Grads, Problem, Scalars
-from ..outputs import empty_grads, empty_out
+from ..common.outputs import empty_grads, empty_out
 
 Tensor = torch.Tensor
 

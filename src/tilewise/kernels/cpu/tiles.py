@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import predicates
+from ...tile import predicates
 from .dense import Dense, Rows
 
 Tensor = torch.Tensor

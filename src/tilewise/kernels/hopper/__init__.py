@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...emulator.switch import emulator_seed
 from ...errors import Avoidable, Slower
 from ...problem import Problem
-from ...testing.switch import emulator_seed
 
 if TYPE_CHECKING:
-    from .bwd_launch import backward
-    from .launch import forward, prepare
+    from .bwd.launch import backward
+    from .fwd.launch import forward, prepare
 
 NAME = "hopper"
 NEEDS_ALIGNMENT = True
@@ -51,11 +51,11 @@ def supports(problem: Problem, device: torch.device) -> str | None:
         if problem.deterministic:
             return Avoidable("the gradients of a block mask are added in no fixed order there")
     # Without Triton the ImportError is the reason
-    from ..building import INTERPRETED, is_interpreted
+    from ..common.building import INTERPRETED, is_interpreted
 
     if device.type != "cpu" and is_interpreted():
         return INTERPRETED
-    from . import launch  # noqa: F401
+    from .fwd import launch  # noqa: F401
 
     if max(problem.headdim, problem.headdim_v) <= 32:
         return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")
@@ -81,7 +81,8 @@ def __getattr__(name: str) -> Any:
     """What the launches have, and with them Triton: a CPU call that asks us needs none of it."""
     if name not in ("backward", "forward", "prepare"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import bwd_launch, launch
+    from .bwd import launch as bwd_launch
+    from .fwd import launch
 
     globals()[name] = getattr(bwd_launch if name == "backward" else launch, name)
     return globals()[name]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...problem import Extras
-from ..arguments import aligned
+from ..common.arguments import aligned
 
 Tensor = torch.Tensor
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from ...tile.types import Strided
-from ..building import first_launch
-from ..relaunch import class_of, is_watched, relaunch
+from ..common.building import first_launch
+from ..common.relaunch import class_of, is_watched, relaunch
 
 UNIT = 8  # elements of 16 bits in 16 bytes
 ELEMENTS = 8192  # of a program
@@ -70,7 +70,7 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, width: int) -> None:
     if programs == 0:
         return
     if source.device.type == "cpu":
-        from ...testing.interpreter import interpret
+        from ...emulator.triton.interpreter import interpret
 
         interpret(copy_rows_kernel)[(programs,)](*args, COPY=copy)
         return

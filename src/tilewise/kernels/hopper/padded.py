@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from ...problem import Extras, Grads, Problem
-from .. import outputs
-from ..arguments import aligned
+from ..common import outputs
+from ..common.arguments import aligned
 from .copy_rows import UNIT, copy_rows
 
 Tensor = torch.Tensor

@@ -1,5 +1,5 @@
 """What a program works on: a tile of queries, handed out by a counter, and its blocks of keys. What
-a program of the backward works on is in bwd_work.py.
+a program of the backward works on is in bwd/work_tile.py.
 
 The load warp draws tile numbers, works out what they stand for and puts that into a mailbox, a ring
 of a few numbers a slot, which all matmul warpgroups read. So everybody walks the same list of
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
 from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
-from .listed import listed_block, visited
+from .block_list import listed_block, visited
 from .pipeline import wait_empty, wait_full
 
 END = gl.constexpr(-1)  # the start that says: no more

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...emulator.switch import interpreter_is_on
 from ...problem import Problem
-from ...testing.switch import interpreter_is_on
 
 if TYPE_CHECKING:
     from .launch import backward, captured_grads, forward, prepare
@@ -36,7 +36,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     if widest > MAX_HEADDIM:
         return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"
     # Without Triton the ImportError is the reason
-    from ..building import INTERPRETED, is_interpreted
+    from ..common.building import INTERPRETED, is_interpreted
 
     if device.type != "cpu" and is_interpreted():
         return INTERPRETED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...cached import Append
+from ..common.cached import Append
 from .append import NewKeys, Widths, cache_append_kernel
 from .decode_launch import SplitPlan, cache_of, run, strided_of
 

@@ -19,8 +19,8 @@ from ...tile.bounds import count_full, count_partial, full_block, partial_block,
 from ...tile.schedule import find_key_tile
 from ...tile.seqlen import lengths_of, modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
-from ..bwd_step import recompute
-from ..io import (
+from ..common.bwd_step import recompute
+from ..common.io import (
     from_row,
     load_once,
     load_rows,

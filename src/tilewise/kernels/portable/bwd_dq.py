@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
-from ..io import from_row, store_rows
+from ..common.io import from_row, store_rows
 from .queries import meet, open_queries
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...cached import Cached
-from ..relaunch import Again, is_watched, pattern_of
+from ..common.cached import Cached
+from ..common.relaunch import Again, is_watched, pattern_of
 
 Tensor = torch.Tensor
 

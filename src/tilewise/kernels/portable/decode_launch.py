@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...cached import Cached
-from ...paging import batch_of, capacity
+from ...emulator.switch import interpreter_is_on
 from ...problem import Problem
-from ...testing.switch import interpreter_is_on
+from ...tile.paging import batch_of, capacity
 from ...tile.types import Sizes, Strided, Tile
-from ..arguments import features_of, numbers_of, optionals_of
-from ..building import first_launch
-from ..relaunch import apart, extras_apart
+from ..common.arguments import features_of, numbers_of, optionals_of
+from ..common.building import first_launch
+from ..common.cached import Cached
+from ..common.relaunch import apart, extras_apart
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .decode_again import Step, step_of
 from .launch import on_device, padded_headdims
@@ -169,7 +169,7 @@ def run(plan: SplitPlan, device: torch.device) -> Any:
     if plan.programs == 0:
         return None
     if device.type == "cpu" and interpreter_is_on():
-        from ...testing.interpreter import interpret
+        from ...emulator.triton.interpreter import interpret
 
         interpret(plan.kernel)[(plan.programs,)](*plan.args, **plan.constants)
         return None

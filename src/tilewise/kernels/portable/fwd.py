@@ -13,7 +13,7 @@ from ...tile.bounds import count_full, count_partial, full_block, key_blocks, pa
 from ...tile.schedule import find_query_tile
 from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import finish, load_sink
-from ..io import from_row, load_once, open_rows, row_stats, store_rows
+from ..common.io import from_row, load_once, open_rows, row_stats, store_rows
 from .step import RowState, attend
 
 

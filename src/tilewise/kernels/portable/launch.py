@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...derivative import by_loads
-from ...expressions import Node, intern, nodes_of
-from ...modifiers import take_apart
+from ...emulator.switch import interpreter_is_on
+from ...mods.codegen import captured_of, function_of, place_function_of
+from ...mods.derivative import by_loads
+from ...mods.expressions import Node, intern, nodes_of
+from ...mods.flatten import take_apart
 from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
-from ...testing.switch import interpreter_is_on
 from ...tile.types import Strided, Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, is_overridden, select
 from ...tuning.tables import columns_at_once
-from ..arguments import (
+from ..common.arguments import (
     bias_of,
     features_of,
     fits_descriptor,
@@ -31,19 +32,11 @@ from ..arguments import (
     sizes_of,
     strided,
 )
-from ..building import first_launch
-from ..bwd_dbias import attn_bwd_dbias_kernel, sharing_of
-from ..bwd_delta import bwd_delta_kernel
-from ..generated import captured_of, function_of, place_function_of
-from ..outputs import empty_grads, empty_out
-from ..relaunch import (
-    Pattern,
-    extras_apart,
-    is_watched,
-    look_of,
-    pattern_of,
-    relaunch,
-)
+from ..common.building import first_launch
+from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
+from ..common.bwd_delta import bwd_delta_kernel
+from ..common.outputs import empty_grads, empty_out
+from ..common.relaunch import Pattern, extras_apart, is_watched, look_of, pattern_of, relaunch
 from .bwd_captured import Load, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
@@ -357,7 +350,7 @@ def run(plan: Plan) -> Any:
     if programs == 0:
         return None
     if interpreter_is_on() and device.type == "cpu":
-        from ...testing.interpreter import interpret
+        from ...emulator.triton.interpreter import interpret
 
         interpret(plan.kernel)[(programs,)](*plan.args, FEATURES=features, TILE=tile)
         return None

@@ -10,8 +10,8 @@ import triton.language as tl
 from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ...tile.types import Place, Sequence
-from ..bwd_step import recompute
-from ..io import (
+from ..common.bwd_step import recompute
+from ..common.io import (
     from_row,
     load_once,
     load_rows,

@@ -4,7 +4,7 @@ keeps there.
 
 from __future__ import annotations
 
-from ...modifiers import reads_tiles
+from ...mods.flatten import reads_tiles
 from ...problem import Problem
 from ...tuning.config import Config, Key
 from ...tuning.select import is_overridden

@@ -1,5 +1,5 @@
 """What happens between one tile of queries and one tile of keys: the forward update. The backward's
-recomputation is in kernels/bwd_step.py.
+recomputation is in kernels/common/bwd_step.py.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from ...tile.dropout import kept
 from ...tile.mask import apply_mask
 from ...tile.score import score, unit
 from ...tile.softmax import online_step
-from ..io import load_rows
+from ..common.io import load_rows
 
 
 class RowState(NamedTuple):

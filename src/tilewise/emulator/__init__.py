@@ -1,0 +1,1 @@
+"""Kernels without a GPU: Triton's in its interpreter, Hopper's in an emulator."""

@@ -1,0 +1,1 @@
+"""Triton's interpreter, with every address checked."""

@@ -1,0 +1,200 @@
+"""query, key and value whose leading dimensions broadcast, as torch's `matmul` has them, become a
+batch of heads; what a kernel cannot read in place is copied, and said.
+
+    (..., nheads, seqlen, headdim)  ->  (batch, nheads, seqlen, headdim)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentError, Words, warn_slow
+from .qkv import check_tensor
+
+Tensor = torch.Tensor
+Shape = tuple[int, ...]
+
+
+class Batched(NamedTuple):
+    """query, key and value of rank 4, with the shapes that they stand for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Shape  # (..., seqlen_q, seqlen_k): what a mask broadcasts over
+    out: Shape  # (..., seqlen_q, headdim_v)
+
+
+def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: Words) -> Batched:
+    """The three as a batch of heads. With `enable_gqa` query heads share key heads; without it the
+    heads broadcast like any dimension before the last two.
+    """
+    if _is_batched(query, key, value, enable_gqa):
+        batch, nheads, seqlen_q, _ = query.shape
+        _, _, seqlen_k, headdim_v = value.shape
+        scores, out = (batch, nheads, seqlen_q, seqlen_k), (batch, nheads, seqlen_q, headdim_v)
+        return Batched(query, key, value, scores, out)
+    tensors = query, key, value
+    for name, x in zip(words, tensors):
+        check_tensor(name, x)
+    shapes = [tuple(x.shape) for x in tensors]
+    _check_shapes(shapes, enable_gqa, words)
+    before = [shape[:-2] for shape in shapes]
+    if enable_gqa:  # key heads count as those that they serve
+        before[1:] = [(*dims[:-1], before[0][-1]) for dims in before[1:]]
+    of_scores = _broadcast(*before[:2])
+    of_out = None if of_scores is None else _broadcast(of_scores, before[2])
+    if of_scores is None or of_out is None:
+        raise ArgumentError(
+            f"the dimensions of {_said(shapes, words)} before the last two do not broadcast: make "
+            "them equal, or 1"
+        )
+    heads = _heads(shapes, of_out)
+    x = [_readable(x, name) for x, name in zip(tensors, words)]
+    x = [_placed(x, of_out[:-1], n, name) for x, n, name in zip(x, heads, words)]
+    if heads[0] == 0:  # heads of nothing are a batch of nothing
+        x = [part.flatten(0, 1).unsqueeze(1) for part in x]
+    scores = *of_scores, shapes[0][-2], shapes[1][-2]
+    return Batched(*x, scores, (*of_out, shapes[0][-2], shapes[2][-1]))
+
+
+def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
+    """A mask that broadcasts over the scores behind this result, as one of rank 4."""
+    x = mask[(None,) * (max(len(out), 4) - mask.dim())]
+    batch, count = out[:-3], max(len(out) - 3, 1)
+    if out[-3:-2] == (0,):  # heads of nothing are a batch of nothing
+        return x.expand(*x.shape[:count], 0, *x.shape[-2:]).flatten(0, count).unsqueeze(1)
+    if any(n != 1 for n in x.shape[:count]):
+        x = x.expand(*(batch or (1,)), *x.shape[count:])
+    return _merged(x, count, name)
+
+
+def with_positive_scale(query: Tensor, scale: float | None, words: Words) -> tuple[Tensor, float]:
+    """A query and a scale above 0 that give the scores of a scale below 0, or of 0."""
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not -math.inf < scale <= 0:
+        return query, scale
+    warn_slow(f"{words.scale}={scale} is not positive, so {words.q} is copied at every call")
+    return (-query, -scale) if scale else (query * 0, 1.0)
+
+
+def _is_batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether they are a batch of heads as they are: asked first, and in one go, of every call."""
+    if not type(query) is type(key) is type(value) is Tensor:
+        return False
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    if query.is_nested or key.is_nested or value.is_nested:
+        return False
+    batch, nheads, _, headdim = query.shape
+    batch_k, nheads_k, seqlen_k, headdim_k = key.shape
+    batch_v, nheads_v, seqlen_v, headdim_v = value.shape
+    return (
+        batch == batch_k == batch_v
+        and seqlen_k == seqlen_v
+        and nheads_k == nheads_v != 0 != nheads
+        and (nheads == nheads_k or (enable_gqa and nheads % nheads_k == 0))
+        and headdim == headdim_k != 0 != headdim_v
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    )
+
+
+def _readable(x: Tensor, name: str) -> Tensor:
+    """The tensor with a last dimension that is contiguous, and not empty."""
+    if x.shape[-1] == 0:
+        return torch.nn.functional.pad(x, (0, 1))
+    if x.shape[-1] == 1 or x.stride(-1) == 1:
+        return x
+    warn_slow(
+        f"{name} has stride {x.stride(-1)} in its last dimension and is copied at every call: "
+        "store it with that dimension contiguous"
+    )
+    return x.contiguous()
+
+
+def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
+    """Ranks, lengths, head dims, and heads that are shared."""
+    (q, k, v), of_q, of_k, of_v = shapes, *words[:3]
+    least, dims = (3, "(..., nheads, ") if enable_gqa else (2, "(..., ")
+    for name, shape in zip(words, shapes):
+        if len(shape) < least:
+            also = " with enable_gqa=True" if enable_gqa else ""
+            raise ArgumentError(
+                f"{name} has shape {shape}: it must have at least {least} dimensions{also}, "
+                f"{dims}seqlen, headdim)"
+            )
+    wrong = ""
+    if k[-2] != v[-2]:
+        wrong = f"{of_k} has seqlen {k[-2]} and {of_v} has seqlen {v[-2]}: they must be equal"
+    elif q[-1] != k[-1]:
+        wrong = f"{of_q} has headdim {q[-1]} and {of_k} has headdim {k[-1]}: they must be equal"
+    elif enable_gqa:
+        for name, shape in ((of_v, v), (of_k, k)):
+            if shape[-3] == 0 or q[-3] % shape[-3]:
+                wrong = (
+                    f"{of_q} has {q[-3]} heads and {name} has {shape[-3]}: the heads of {of_q} "
+                    f"must be a multiple of those of {name} (GQA)"
+                )
+    elif len(q) > 2 and len(k) > 2 and q[-3] != k[-3] and 1 not in (q[-3], k[-3]):
+        wrong = (
+            f"{of_q} has {q[-3]} heads and {of_k} has {k[-3]}: pass enable_gqa=True to share key "
+            "heads"
+        )
+    if wrong:
+        what, remedy = wrong.split(": ")
+        raise ArgumentError(f"{what} ({_said(shapes, words)}): {remedy}")
+
+
+def _said(shapes: list[Shape], words: Words) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in zip(words, shapes))
+
+
+def _broadcast(x: Shape, y: Shape) -> Shape | None:
+    """The shape that two broadcast to, or None."""
+    rank = max(len(x), len(y))
+    x, y = ((1,) * (rank - len(dims)) + dims for dims in (x, y))
+    if any(n != m and n != 1 and m != 1 for n, m in zip(x, y)):
+        return None
+    return tuple(m if n == 1 else n for n, m in zip(x, y))
+
+
+def _heads(shapes: list[Shape], of_out: Shape) -> tuple[int, int, int]:
+    """How many heads query, key and value are given: those of the result, but fewer key heads,
+    where key and value have as many, are shared in place.
+    """
+    nheads = of_out[-1] if of_out else 1
+    of_k, of_v = (shape[-3] if len(shape) > 2 else 1 for shape in shapes[1:])
+    shared = of_k if of_k == of_v and nheads else nheads
+    return nheads, shared, shared
+
+
+def _placed(x: Tensor, batch: Shape, nheads: int, name: str) -> Tensor:
+    """One of the three as (batch, nheads, seqlen, headdim)."""
+    x = x.unsqueeze(0) if x.dim() == 2 else x
+    if x.shape[-3] not in (1, nheads):
+        warn_slow(
+            f"{name} has {x.shape[-3]} heads, which key and value do not share, and is repeated to "
+            f"{nheads} at every call: give key and value as many heads"
+        )
+        x = x.repeat_interleave(nheads // x.shape[-3], -3)
+    shape = (*batch, nheads, *x.shape[-2:])
+    x = x if tuple(x.shape) == shape else x.expand(shape)
+    return x.unsqueeze(0) if not batch else _merged(x, len(batch), name)
+
+
+def _merged(x: Tensor, count: int, name: str) -> Tensor:
+    """The first `count` dimensions as one."""
+    if count == 1:
+        return x
+    dims = [(n, stride) for n, stride in zip(x.shape[:count], x.stride()) if n != 1]
+    is_view = all(a == m * b for (_, a), (m, b) in itertools.pairwise(dims))
+    if not is_view and x.numel():
+        warn_slow(
+            f"{name} has {count} dimensions that do not lie as one in memory, and is copied at "
+            "every call: pass it contiguous, of its full shape"
+        )
+    return x.flatten(0, count - 1)

@@ -1,0 +1,271 @@
+"""The door of calls with a cache: arguments as users write them become a `Cached`, or an
+ArgumentError that names the culprit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..kernels.common.cached import Cached
+from ..mods.flatten import modifiers_of
+from ..problem import Extras, Scalars
+from ..tile import split_kv
+from ..tile.paging import batch_of, capacity
+from .checks import knows_values
+from .qkv import DTYPES, check_tensor, check_tensors
+from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
+
+Tensor = torch.Tensor
+
+
+def is_cached(
+    k: Tensor, page_table: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> bool:
+    """Whether k and v are a cache: pages, or rows of a batch beside packed queries."""
+    if page_table is not None:
+        return True
+    if cu_seqlens_q is None or cu_seqlens_k is not None:
+        return False
+    return isinstance(k, Tensor) and k.dim() == 4
+
+
+NOT_SERVED = {
+    "seqused_q": "let cu_seqlens_q say how many queries each sequence has",
+    "cu_seqlens_k": "pass k and v as (batch, seqlen_k, nheads_k, headdim) or as pages, and their "
+    "lengths as seqused_k",
+    "bias": "pass a mask_mod or alibi_slopes",
+    "block_mask": "pass its mask as mask_mod",
+    "score_mod": "pass softcap or alibi_slopes",
+    "dropout_p": "leave it out",
+}
+
+
+def refuse_beside_cache(others: tuple, backend: str | None) -> None:
+    """What a call with a cache does not take, in the order of NOT_SERVED: each None, or refused."""
+    for (name, remedy), value in zip(NOT_SERVED.items(), others):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} with a cache, split_size or out is not served: {remedy}"
+            )
+    if backend not in (None, "cpu", "portable"):
+        raise NotImplementedError(
+            f"backend={backend!r} with a cache: the kernels that read one are 'portable' and 'cpu'"
+        )
+
+
+def check_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor | None,
+    lengths: tuple[Tensor | None, Tensor | None],
+    learned: tuple[Tensor | None, Tensor | None, Callable | None],
+    numbers: tuple[bool | str, float | None, Window, float | None, int | None],
+    layout: str,
+) -> Cached:
+    """`lengths` are seqused_k and cu_seqlens_q; `learned` alibi_slopes, sinks and mask_mod;
+    `numbers` causal, scale, window, softcap and split_size.
+    """
+    seqused_k, cu_seqlens_q = lengths
+    slopes, sinks, mask_mod = learned
+    causal, scale, window, softcap, split_size = numbers
+    q, k, v = _in_order(q, k, v, cu_seqlens_q, layout)
+    _check_shapes(q, k, v, cu_seqlens_q)
+    if check_causal(causal) != "bottom_right":
+        raise ArgumentError(
+            f"causal={causal!r} with a cache: queries are the last ones of their sequence, so it "
+            "must be False, True or 'bottom_right'"
+        )
+    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q)
+    _check_lengths(q, k, page_table, extras)
+    batch = batch_of(q, cu_seqlens_q)
+    modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
+    extras = extras._replace(captured=modifiers.captured)
+    _check_learned(q, batch, extras)
+    sides = band(window, causal is not False)
+    scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
+    size = check_split_size(split_size, q.shape[-2] // k.shape[2])
+    return Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
+
+
+def _in_order(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_layout(layout)
+    is_packed = cu_seqlens_q is not None
+    if is_packed and layout != "bshd":
+        raise ArgumentError(
+            f"layout={layout!r}: packed queries are (total_q, nheads, headdim), so leave it out"
+        )
+    for name, x, dims in (("q", q, 3 if is_packed else 4), ("k", k, 4), ("v", v, 4)):
+        check_tensor(name, x)
+        if x.dim() != dims:
+            shape = "(total_q, nheads, headdim)" if dims == 3 else "of 4 dimensions"
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}: with a cache"
+                f"{' and cu_seqlens_q' if is_packed else ''} it must be {shape}"
+            )
+    return (q, k, v) if layout == "bshd" else tuple(x.transpose(1, 2) for x in (q, k, v))
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+    """As `check_tensors` asks, but for the batch: pages belong to nobody."""
+    if k.shape[0] != v.shape[0]:
+        raise ArgumentError(
+            f"k has {k.shape[0]} pages or rows and v has {v.shape[0]}: they must be equal"
+        )
+    q = q.unsqueeze(0) if cu_seqlens_q is not None else q
+    check_tensors(q[:1].expand(k.shape[0], -1, -1, -1) if q.shape[0] else _rows(q, k), k, v)
+
+
+def _rows(q: Tensor, k: Tensor) -> Tensor:
+    return q.new_empty(k.shape[0], *q.shape[1:])
+
+
+def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
+    """Shapes of page table and lengths, and their values where those may be looked at."""
+    cu_seqlens_q, seqused_k = extras.cu_seqlens_q, extras.seqused_k
+    for name, x, dims, shape in (
+        ("page_table", page_table, 2, "(batch, pages)"),
+        ("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)"),
+        ("seqused_k", seqused_k, 1, "(batch,)"),
+    ):
+        if x is None:
+            continue
+        check_tensor(name, x)
+        if x.dim() != dims or (name == "cu_seqlens_q" and x.shape[0] == 0):
+            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
+        check_kind(name, x, q, (torch.int32,))
+    batch = batch_of(q, cu_seqlens_q)
+    source = "q" if cu_seqlens_q is None else "cu_seqlens_q"
+    rows = k if page_table is None else page_table
+    for name, x in (("k" if page_table is None else "page_table", rows), ("seqused_k", seqused_k)):
+        if x is not None and x.shape[0] != batch:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)} and {source} says that there are {batch} "
+                f"sequences: its first dimension must be {batch}"
+            )
+    if cu_seqlens_q is not None and knows_values(cu_seqlens_q):
+        check_starts(cu_seqlens_q, q.shape[0])
+    if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
+        if knows_values(seqused_k):
+            check_reach(k, page_table, seqused_k)
+
+
+def check_kind(
+    name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...], of: str = "q"
+) -> None:
+    """One of some dtypes, on the device of `of`."""
+    if x.dtype not in dtypes:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
+    if x.device != q.device:
+        raise ArgumentError(
+            f"{name} is on {x.device} and {of} is on {q.device}: move them to one device"
+        )
+
+
+def check_starts(starts: Tensor, total: int, what: str = "queries") -> None:
+    """Where packed sequences begin; rows past the last may be there."""
+    found = starts.tolist()
+    if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
+        raise ArgumentError(
+            f"cu_seqlens_q={found}: it must begin with 0, never decrease, and end with at most the "
+            f"number of packed {what}, {total}"
+        )
+
+
+def check_reach(k: Tensor, page_table: Tensor | None, seqused_k: Tensor) -> None:
+    """Every key that is in use has a place, in a page that is there."""
+    room, lengths = capacity(k, page_table), seqused_k.tolist()
+    if any(n < 0 or n > room for n in lengths):
+        place = f"k has {room} rows a sequence"
+        if page_table is not None:
+            place = (
+                f"page_table has {page_table.shape[1]} entries of pages of {k.shape[1]}, room for "
+                f"{room} keys"
+            )
+        raise ArgumentError(
+            f"seqused_k={lengths}: it must be at least 0, and {place}: widen it, or shorten the "
+            "sequences"
+        )
+    if page_table is None:
+        return
+    for row, n in enumerate(lengths):
+        used = page_table[row, : -(-n // k.shape[1])].tolist()
+        if any(page < 0 or page >= k.shape[0] for page in used):
+            raise ArgumentError(
+                f"page_table[{row}] begins with {used}, pages of {n} keys in use: each must be at "
+                f"least 0 and below the number of pages, {k.shape[0]}"
+            )
+
+
+def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:
+    slopes, sinks, nheads = extras.alibi_slopes, extras.sinks, q.shape[-2]
+    for name, x, shapes, dtypes in (
+        ("alibi_slopes", slopes, [(nheads,), (batch, nheads)], (torch.float32,)),
+        ("sinks", sinks, [(nheads,)], DTYPES),
+    ):
+        if x is not None:
+            check_tensor(name, x)
+            if tuple(x.shape) not in shapes:
+                raise ArgumentError(
+                    f"{name} has shape {tuple(x.shape)}: with q of {nheads} heads and {batch} "
+                    f"sequences it must be {' or '.join(map(str, shapes))}"
+                )
+            check_kind(name, x, q, dtypes)
+    for x in extras.captured:
+        if x.device != q.device:
+            raise ArgumentError(
+                f"mask_mod has a tensor on {x.device} and q is on {q.device}: move them to one "
+                "device (Mask.to)"
+            )
+
+
+def check_split_size(split_size: Any, group: int) -> int:
+    """The keys of a piece."""
+    if split_size is None:
+        return split_kv.default_split_size(group)
+    size = as_int(split_size)
+    if size is None or size < 1:
+        raise ArgumentError(
+            f"split_size={split_size!r}: it must be an int of at least 1, or None for the default"
+        )
+    return size
+
+
+def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
+    """`out` in the order of q."""
+    check_tensor("out", out)
+    shape = (*cached.q.shape[:-1], cached.v.shape[3])
+    ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
+    if tuple(ordered.shape) != tuple(shape):
+        asked = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
+        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(asked)}")
+    if out.dtype != cached.q.dtype or out.device != cached.q.device:
+        raise ArgumentError(
+            f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
+            f"{cached.q.device}, as q"
+        )
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        raise ArgumentError(
+            f"out has stride {out.stride(-1)} in its last dimension: it must be contiguous"
+        )
+    return ordered
+
+
+def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
+    """No gradient is asked for."""
+    for name, x in tensors:
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name}.requires_grad: a cache is written in place, step by step, so that what a "
+                "gradient would need is gone; call under torch.no_grad(), detach() it, or train "
+                "with k and v as they are, without page_table and out"
+            )

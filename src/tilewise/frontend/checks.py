@@ -1,0 +1,232 @@
+"""The door: arguments as users write them become (Problem, Extras, Scalars), or an ArgumentError
+that names the culprit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import NamedTuple
+
+import torch
+
+from ..errors import OURS, ArgumentError, Words
+from ..mods.flatten import take_apart
+from ..problem import NO_MODS, OPTIONAL, Extras, Mods, Problem, Scalars, describe
+from ..tile.random_bytes import check_dropout
+from .qkv import DTYPES, check_tensors
+from .scalars import check_numbers
+
+Tensor = torch.Tensor
+
+
+class Checked(NamedTuple):
+    """A call that has passed the door."""
+
+    problem: Problem
+    extras: Extras
+    scalars: Scalars
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    extras: Extras,
+    numbers: tuple[float | None, float | None],
+    align: str,
+    window: tuple[int, int],
+    deterministic: bool,
+    dropout_p: float = 0,
+    mods: Mods = NO_MODS,
+    is_long: bool = False,
+    words: Words = OURS,
+) -> Checked:
+    """Checks tensors in (batch, seqlen, nheads, headdim) order."""
+    check_tensors(q, k, v, words)
+    check_extras(q, k, extras, words)
+    check_dropout(dropout_p)
+    if deterministic and mods.score:
+        check_order(take_apart(mods, extras.captured).score)
+    scale, softcap = check_numbers(*numbers, q.shape[3], q.dtype, words)
+    scalars = Scalars(scale, softcap, *window, float(dropout_p))
+    has_bias_grad = extras.bias is not None and extras.bias.requires_grad
+    flags = align, deterministic, mods, has_bias_grad, is_long
+    problem = describe(q, k, v, extras, scalars, *flags)
+    return Checked(problem, extras, scalars)
+
+
+def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
+    """Shapes, dtypes and devices of the optional tensors."""
+    nheads = q.shape[2]
+    slopes, sinks = extras.alibi_slopes, extras.sinks
+    for name, x in zip(Extras._fields[:OPTIONAL], extras):
+        if x is not None and not isinstance(x, torch.Tensor):
+            name = words._asdict().get(name, name)
+            raise ArgumentError(
+                f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
+            )
+    batch = check_packing(q, k, extras)
+    if slopes is not None:
+        _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
+        if slopes.requires_grad:
+            raise NotImplementedError(
+                "alibi_slopes.requires_grad: alibi_slopes have no gradient; pass "
+                "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
+            )
+    if sinks is not None:
+        _check_extra(words.sinks, sinks, q, [(nheads,)], DTYPES)
+    if extras.bias is not None:
+        check_bias(q, k, extras, words)
+    if extras.dropout_rng is not None:
+        _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
+    for x in extras.captured:
+        if x.device != q.device:
+            raise ArgumentError(
+                f"{words.captured} on {x.device} and {words.q} is on {q.device}: "
+                "move them to one device (Mask.to, BlockMask.to)"
+            )
+    for name in ("seqused_q", "seqused_k"):
+        if (used := getattr(extras, name)) is not None:
+            _check_extra(name, used, q, [(batch,)], (torch.int32,))
+            if knows_values(used):
+                starts = getattr(extras, name.replace("seqused", "cu_seqlens"))
+                room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
+                if bool(((used < 0) | (used > room)).any()):
+                    raise ArgumentError(
+                        f"{name}={used.tolist()}: it must be at least 0 and at most what the "
+                        f"sequences have room for, {room.tolist()}"
+                    )
+
+
+def check_order(captured: tuple[Tensor, ...]) -> None:
+    """Nothing that a score function captured wants a gradient, which has no fixed order."""
+    for x in captured:
+        if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
+            raise NotImplementedError(
+                "deterministic=True, and a score function captured a tensor of shape "
+                f"{tuple(x.shape)} that requires a gradient: that is added in any order, so pass "
+                "the tensor as bias, whose gradient is deterministic, or detach() it"
+            )
+
+
+def check_bias(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
+    """A bias that broadcasts over the scores of sequences that are rows of a batch."""
+    bias = extras.bias
+    scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    if extras.cu_seqlens_q is not None:
+        raise ArgumentError(
+            "bias is for sequences in a batch, and these are packed: pass a score_mod that reads "
+            "its tensor by position"
+        )
+    if bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores)):
+        raise ArgumentError(
+            f"bias has shape {tuple(bias.shape)}: it must broadcast over the scores, (batch, "
+            f"nheads, seqlen_q, seqlen_k) = {scores}, with each dimension its own or 1"
+        )
+    if bias.dtype not in (q.dtype, torch.float32):
+        dtypes = _either([str(x).removeprefix("torch.") for x in (q.dtype, torch.float32)])
+        raise ArgumentError(
+            f"{words.bias}.dtype is {bias.dtype}: it must be {words.bias_is_also}{dtypes}"
+        )
+    if bias.device != q.device:
+        raise ArgumentError(
+            f"{words.bias} is on {bias.device} and {words.q} is on {q.device}: move them to one "
+            "device"
+        )
+
+
+def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:
+    """cu_seqlens of packed q and k, which come as a batch of 1; the number of sequences."""
+    cu_q, cu_k = extras.cu_seqlens_q, extras.cu_seqlens_k
+    if cu_q is None and cu_k is None:
+        if extras.seqused_q is not None:
+            raise ArgumentError("seqused_q is for packed sequences: pass cu_seqlens_q, too")
+        return q.shape[0]
+    if cu_q is None or cu_k is None:
+        missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
+        raise ArgumentError(f"{missing} is missing: packed sequences need both")
+    for name, x, total in (("cu_seqlens_q", cu_q, q.shape[1]), ("cu_seqlens_k", cu_k, k.shape[1])):
+        if x.dim() != 1 or x.shape[0] < 1 or x.shape != cu_q.shape:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}: cu_seqlens_q and cu_seqlens_k must both be "
+                "(batch + 1,)"
+            )
+        _check_extra(name, x, q, [tuple(x.shape)], (torch.int32,))
+        if knows_values(x):
+            _check_starts(name, x, total)
+    return cu_q.shape[0] - 1
+
+
+def _check_starts(name: str, starts: Tensor, total: int) -> None:
+    found = starts.tolist()
+    if found[0] != 0 or found[-1] != total or any(a > b for a, b in itertools.pairwise(found)):
+        raise ArgumentError(
+            f"{name}={found}: it must begin with 0, never decrease, and end with the number of "
+            f"packed rows, {total}"
+        )
+
+
+def has_values(extras: Extras) -> bool:
+    """Whether lengths are among the tensors whose values the checks look at."""
+    lengths = extras.seqused_k, extras.seqused_q, extras.cu_seqlens_q, extras.cu_seqlens_k
+    return any(x is not None and knows_values(x) for x in lengths)
+
+
+def knows_values(x: Tensor) -> bool:
+    """Whether a tensor's values may be looked at: on the CPU, and on a GPU, where that waits for
+    it, if TILEWISE_CHECK=1 asks. Never while traced.
+    """
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
+
+
+# Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
+# the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
+# 128 at 2^32, where it leaves fp32
+LARGEST_SCORE = 2.0**27
+
+
+def check_scores(
+    q: Tensor, k: Tensor, scale: float, softcap: float = 0.0, words: Words = OURS
+) -> None:
+    """The norms of q and k, or a softcap, allow no score past LARGEST_SCORE: on a GPU it
+    would give NaN. Waits for the device, so it is asked with TILEWISE_CHECK=1 alone.
+    """
+    if q.numel() == 0 or k.numel() == 0 or 0 < softcap <= LARGEST_SCORE:
+        return
+    norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax().item() for x in (q, k)]
+    if scale * norms[0] * norms[1] > LARGEST_SCORE:
+        raise ArgumentError(
+            f"rows of {words.q} have norms of up to {norms[0]:.3g}, those of {words.k} up to "
+            f"{norms[1]:.3g}, and {words.scale} is {scale:.3g}: scores may reach "
+            f"{scale * norms[0] * norms[1]:.3g}, and on a GPU one past 2^27 may give NaN; scale "
+            f"{words.q} down"
+        )
+
+
+def _check_extra(
+    name: str, x: Tensor, q: Tensor, shapes: list[tuple], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tuple(x.shape) not in shapes:
+        raise ArgumentError(
+            f"{name} has shape {tuple(x.shape)}: with q of {q.shape[2]} heads and batch "
+            f"{q.shape[0]} it must be {_either(shapes)}"
+        )
+    if x.dtype not in dtypes:
+        raise ArgumentError(
+            f"{name}.dtype is {x.dtype}: it must be "
+            f"{_either([str(d).removeprefix('torch.') for d in dtypes])}"
+        )
+    if x.device != q.device:
+        raise ArgumentError(
+            f"{name} is on {x.device} and q is on {q.device}: move them to one device"
+        )
+
+
+def _either(choices: list) -> str:
+    return " or ".join(dict.fromkeys(map(str, choices)))

@@ -1,0 +1,89 @@
+"""FlashAttention-3's `attention_chunk`: a query sees the chunk of keys that its diagonal lies in.
+
+    (q_idx + seqlen_k - seqlen_q) // chunk == k_idx // chunk
+
+A band that spans one chunk on either side joins it, so that kernels skip what lies further away.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..mods.flatten import NO_MODIFIERS, Modifiers
+from ..mods.masks import Mask, chunked, mask
+from ..problem import OPEN, Mods
+from .scalars import as_int
+
+Tensor = torch.Tensor
+Lengths = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+
+
+def check_chunk(chunk: Any) -> int:
+    """The length of a chunk, 0 for none."""
+    size = as_int(chunk)
+    if size is None or size < 0:
+        raise ArgumentError(
+            f"attention_chunk={chunk!r}: it must be an int, how many keys a chunk has, or 0 for "
+            "one chunk of all"
+        )
+    return size
+
+
+def chunk_band(chunk: int, sides: tuple[int, int]) -> tuple[int, int]:
+    """A band, which no chunk reaches beyond."""
+    if not chunk:
+        return sides
+    left, right = (chunk - 1 if side == OPEN else min(side, chunk - 1) for side in sides)
+    return left, right
+
+
+def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> Modifiers:
+    """The mask of chunks for (batch, seqlen, nheads, headdim)."""
+    if not chunk or q.shape[1] == k.shape[1]:
+        return _modifiers(chunk, None)
+    diagonal = q.new_full((q.shape[0],), k.shape[1] - q.shape[1], dtype=torch.int32)
+    return _modifiers(chunk, diagonal)
+
+
+def chunk_of_packed(chunk: int, lengths: Lengths) -> Modifiers:
+    """The mask of chunks for packed sequences, of seqused_k and _q and of cu_seqlens_q and _k; it
+    stays on the device. What is wrong with those is for their own checks to say.
+    """
+    used_k, used_q, starts_q, starts_k = lengths
+    if not chunk or (starts_q is starts_k and used_q is used_k):
+        return _modifiers(chunk, None)
+    there = [x for x in lengths if x is not None]
+    if any(not isinstance(x, Tensor) or x.dim() != 1 for x in there):
+        return NO_MODIFIERS
+    of_k = starts_k.diff() if used_k is None else used_k
+    of_q = starts_q.diff() if used_q is None else used_q
+    if of_k.shape != of_q.shape or of_k.device != of_q.device:
+        return NO_MODIFIERS
+    return _modifiers(chunk, of_k - of_q)
+
+
+def _modifiers(chunk: int, diagonal: Tensor | None) -> Modifiers:
+    """`diagonal` is the key that query 0 of each sequence stands on, where that is not 0."""
+    if not chunk:
+        return NO_MODIFIERS
+    captured = () if diagonal is None else (diagonal,)
+    return Modifiers(Mods(mask=_name(chunk, diagonal is not None)), captured)
+
+
+def _name(chunk: int, is_shifted: bool) -> str:
+    return _mask(chunk, is_shifted).key
+
+
+_name._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
+
+
+@functools.lru_cache(maxsize=64)
+def _mask(chunk: int, is_shifted: bool) -> Mask:
+    if not is_shifted:
+        return chunked(chunk)
+    diagonal = torch.zeros(1, dtype=torch.int32, device="cpu")
+    return mask(lambda b, h, q_idx, kv_idx: (q_idx + diagonal[b]) // chunk == kv_idx // chunk)

@@ -1,0 +1,127 @@
+"""torch's `flex_attention` as a drop-in face: its arguments, its order of dimensions and its words
+in errors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ArgumentError, Words
+from ..mods.block_mask import BlockMask, block_mask_of
+from ..mods.flatten import check_block_mask, modifiers_of
+from ..mods.scores import ScoreFunction
+from ..problem import OPEN, extras_of
+from .attention import call
+from .broadcasting import batched, with_positive_scale
+from .qkv import check_rank
+from .scalars import check_flag
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+Tensor = torch.Tensor
+WORDS = Words(
+    *("query", "key", "value"),
+    captured="score_mod or block_mask has a tensor",
+    shape="(batch, nheads, seqlen, headdim)",
+    is_heads_first=True,
+)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+):
+    """`torch.nn.attention.flex_attention.flex_attention`: (batch, nheads, seqlen, headdim), a score
+    function and a block mask, without a compiler.
+
+    >>> import torch, tilewise
+    >>> from tilewise.sparse import create_block_mask
+    >>> q = torch.randn(1, 4, 256, 32)
+    >>> blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 1, 1, 256, 256)
+    >>> tilewise.flex_attention(q, q, q, block_mask=blocks).shape
+    torch.Size([1, 4, 256, 32])
+
+    `block_mask` is FlexAttention's own BlockMask or one of `tilewise.sparse`. Its mask_mod and
+    `score_mod` are made of what `tilewise.mods.trace` lists; `and_masks` and `or_masks` join. Fewer
+    key heads than query heads need `enable_gqa=True`; key and value may have batch 1 beside a block
+    mask. fp16, bf16, fp32 (fp64 on the CPU).
+
+    Returns out; (out, lse) with `return_lse`; (out, AuxOutput) with `return_aux`: lse is (batch,
+    nheads, seqlen_q), the natural logarithm, fp32 (fp64 for fp64), differentiable, -inf where a row
+    sees no key. `kernel_options` tune torch's kernels and change no result, so they are ignored.
+    Raises ArgumentError, and NotImplementedError for `max_scores`, which no kernel stores.
+    """
+    check_rank(query, key, value, WORDS)
+    has_gqa = check_flag("enable_gqa", enable_gqa)
+    return_lse = _check_returns(return_lse, return_aux)
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise ArgumentError(
+            f"kernel_options is a {type(kernel_options).__name__}: it must be a dict or None"
+        )
+    _check_sharing(query, key, has_gqa, block_mask is not None)
+    x = batched(query, key, value, has_gqa, WORDS)
+    block_mask = block_mask_of(block_mask)
+    modifiers = modifiers_of(None, score_mod, block_mask, x.scores)
+    check_block_mask(block_mask, x.scores, False, False)
+    query, scale = with_positive_scale(x.query, scale, WORDS)
+    out, lse = call(
+        *(t.transpose(1, 2) for t in (query, x.key, x.value)),
+        extras=extras_of(*(None,) * 8, *modifiers.captured),
+        numbers=(scale, None),
+        window=("bottom_right", OPEN, OPEN),
+        deterministic=False,
+        mods=modifiers.mods,
+        words=WORDS,
+    )
+    out = out.transpose(1, 2)[..., : x.out[-1]]
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    return out, AuxOutput(lse=lse if return_aux.lse else None)
+
+
+def _check_returns(return_lse: bool, return_aux: AuxRequest | None) -> bool:
+    """What is asked for beside out."""
+    return_lse = check_flag("return_lse", return_lse)
+    if return_aux is None:
+        return return_lse
+    if not hasattr(return_aux, "lse") or not hasattr(return_aux, "max_scores"):
+        raise ArgumentError(
+            f"return_aux is a {type(return_aux).__name__}: it must be an AuxRequest of "
+            "torch.nn.attention.flex_attention, or None"
+        )
+    if return_lse:
+        raise ArgumentError("return_lse and return_aux: pass return_aux=AuxRequest(lse=True) alone")
+    if return_aux.max_scores:
+        raise NotImplementedError(
+            "return_aux.max_scores: kernels keep the log-sum-exp of a row and not its maximum; ask "
+            "for lse, which is at least as large, or for neither"
+        )
+    return return_lse
+
+
+def _check_sharing(query: Tensor, key: Tensor, has_gqa: bool, is_masked: bool) -> None:
+    """Heads and batches of keys that serve several of queries."""
+    if query.shape[1] != key.shape[1] and not has_gqa:
+        raise ArgumentError(
+            f"query has {query.shape[1]} heads and key has {key.shape[1]}: pass enable_gqa=True to "
+            "share key heads"
+        )
+    if query.shape[0] != key.shape[0] and not (is_masked and key.shape[0] == 1):
+        raise ArgumentError(
+            f"query has batch {query.shape[0]} and key has batch {key.shape[0]}: they must be "
+            "equal, or, beside a block_mask, key and value of batch 1"
+        )

@@ -1,0 +1,274 @@
+"""flash-attn's functions for a KV cache as drop-in faces of `attention` and `cache.append`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..mods.masks import chunked
+from ..tile import split_kv
+from ..tile.paging import batch_of
+from ..tile.rotary import Rotary, rotate
+from . import append as cache
+from .append_checks import check_tables
+from .attention import attend_cached
+from .cache_checks import check_cached, check_kind, refuse_beside_cache
+from .chunks import check_chunk, chunk_band
+from .qkv import check_tensor
+from .scalars import Window, as_int, band, check_flag
+
+Tensor = torch.Tensor
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    qv: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: Any = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
+):
+    """flash-attn 2's `flash_attn_with_kvcache`, argument for argument, with flash-attn 3's newer
+    ones keyword-only after it.
+
+    >>> import torch, tilewise
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 32).unbind(0)  # one new token for each of 2 sequences
+    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32).unbind(0)
+    >>> seqlens = torch.tensor([20, 3], dtype=torch.int32)  # before the new ones
+    >>> tilewise.flash_attn_with_kvcache(
+    ...     q, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True
+    ... ).shape
+    torch.Size([2, 1, 4, 32])
+
+    k and v, if given, are appended in place at `cache_seqlens`, an int or int32 (batch,): the
+    length of each sequence before them (None: the cache is full). `block_table` and `page_table`
+    are one: int32 (batch, pages) of a cache (num_pages, page_size, nheads_k, headdim), any
+    page_size. `cache_batch_idx`: which row of the cache is whose; `cache_leftpad`: at which row a
+    sequence begins. Neither goes with pages. Packed: `cu_seqlens_q`, and `cu_seqlens_k_new` of k
+    and v.
+
+    `rotary_cos` and `rotary_sin`, (positions, rotary_dim / 2), turn k by its positions, `cache_
+    seqlens` (or `rotary_seqlens`) and on, and q likewise with causal or a window, else all of q by
+    the first. They need k.
+
+    `num_splits`, `max_seqlen_q`, `scheduler_metadata`, `pack_gqa` and `sm_margin` change nothing:
+    pieces are as `split_size=None` of `tilewise.attention` has them, and no call plans. qv and
+    descales raise NotImplementedError, as does what requires grad. Returns out, or (out, lse) with
+    `return_softmax_lse`, lse (batch, nheads, seqlen_q) or (nheads, total_q); a row without keys has
+    lse -inf.
+    """
+    for name, x in dict(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    ).items():
+        if x is not None:
+            raise NotImplementedError(f"{name}: neither MLA nor fp8 caches are served: pass None")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    table = _one_table(page_table, block_table)
+    rows = cache_batch_idx, cache_leftpad
+    if table is not None and any(x is not None for x in rows):
+        raise NotImplementedError(
+            "cache_batch_idx and cache_leftpad with a page table: the table says where each "
+            "sequence lies"
+        )
+    batch = batch_of(q, cu_seqlens_q)
+    before = _lengths(cache_seqlens, batch, k_cache, table)
+    causal = check_flag("causal", causal)
+    if rotary_cos is not None:
+        rotary = Rotary(
+            rotary_cos, rotary_sin, check_flag("rotary_interleaved", rotary_interleaved)
+        )
+        base = before if rotary_seqlens is None else rotary_seqlens
+        is_one = not causal and band(window_size, causal, "window_size") == (-1, -1)
+        q, k = _rotated(q, k, rotary, base, (cu_seqlens_q, cu_seqlens_k_new), is_one)
+    used = before
+    place = table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
+    if k is not None:
+        used = before + _new_lengths(k, cu_seqlens_k_new)
+        where = dict(seqused_k=used, page_table=place, cu_seqlens_q=cu_seqlens_k_new)
+        cache.append(k_cache, v_cache, k, v, **where)
+    if cache_leftpad is not None:
+        k_cache, v_cache, place = _without_padding(k_cache, v_cache, *rows, batch)
+        used = used - cache_leftpad
+    chunk = check_chunk(attention_chunk)
+    window = chunk_band(chunk, band(window_size, causal, "window_size"))
+    cached = check_cached(
+        *(q, k_cache, v_cache, place, (used, cu_seqlens_q)),
+        (alibi_slopes, learnable_sink, chunked(chunk) if chunk else None),
+        (causal, softmax_scale, window, softcap, None),
+        "bshd",
+    )
+    found, lse = attend_cached(cached, out, "bshd")
+    return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
+
+
+def _one_table(page_table: Tensor | None, block_table: Tensor | None) -> Tensor | None:
+    if page_table is not None and block_table is not None:
+        raise ArgumentError("page_table and block_table are two names of one table: pass one")
+    return block_table if page_table is None else page_table
+
+
+def _lengths(
+    cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor, table: Tensor | None
+) -> Tensor:
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() == 1:
+        check_kind("cache_seqlens", cache_seqlens, k_cache, (torch.int32,), "k_cache")
+        return cache_seqlens
+    length = cache_seqlens
+    if length is None:
+        length = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    length = as_int(length)
+    if length is None:
+        raise ArgumentError(
+            f"cache_seqlens={cache_seqlens!r}: it must be an int, int32 of shape (batch,), or None"
+        )
+    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+
+
+def _new_lengths(k: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
+    check_tensor("k", k)
+    return k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+
+
+def _rotated(
+    q: Tensor,
+    k: Tensor | None,
+    rotary: Rotary,
+    base: Tensor,
+    starts: tuple[Tensor | None, Tensor | None],
+    is_one: bool,
+) -> tuple[Tensor, Tensor]:
+    """q and k, turned; with `is_one` all of a sequence's queries stand at its first position."""
+    if k is None or rotary.sin is None:
+        missing = "k" if k is None else "rotary_sin"
+        raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
+    check_tables(rotary, q, "q")
+    of_q, of_k = (_positions(x, base, cu) for x, cu in zip((q, k), starts))
+    if is_one:
+        of_q = of_q[0], torch.zeros_like(of_q[1])
+    return rotate(q, rotary, sum(of_q)), rotate(k, rotary, sum(of_k))
+
+
+def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the sequence of each row begins, and the row in it."""
+    if cu_seqlens is None:
+        row = torch.arange(x.shape[1], device=x.device)
+        return base.long().unsqueeze(1), row.expand(x.shape[0], -1)
+    row = torch.arange(x.shape[0], device=x.device)
+    last = max(cu_seqlens.shape[0] - 2, 0)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True).clamp(max=last)
+    return base.long()[sequence], row - cu_seqlens.long()[sequence]
+
+
+def _without_padding(
+    k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, leftpad: Tensor, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache as pages of one row, of which a sequence has those from its padding on."""
+    seqlen = k_cache.shape[1]
+    if rows is None:
+        rows = torch.arange(batch, dtype=torch.int32, device=k_cache.device)
+    positions = torch.arange(seqlen, dtype=torch.int32, device=k_cache.device)
+    table = (rows * seqlen + leftpad).unsqueeze(1) + positions
+    return *(x.flatten(0, 1).unsqueeze(1) for x in (k_cache, v_cache)), table
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """flash-attn 3's `flash_attn_combine`: results over disjoint keys as one, (out, lse).
+
+    >>> import torch, tilewise
+    >>> out, lse = torch.randn(3, 2, 5, 4, 32), torch.randn(3, 2, 5, 4)  # 3 splits
+    >>> out, lse = tilewise.flash_attn_combine(out, lse)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 5, 4, 32]), torch.Size([2, 5, 4]))
+
+    out_partial (splits, batch, seqlen, nheads, headdim_v), or packed (splits, total, nheads,
+    headdim_v), lse_partial the same without the last dimension, natural log. They are folded from
+    the first split to the last, in fp32 (fp64 for fp64). `out` is written in place; else its dtype
+    is `out_dtype`, by default that of out_partial.
+    """
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        check_tensor(name, x)
+    if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
+        raise ArgumentError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial "
+            f"{tuple(lse_partial.shape)}: they must be (splits, batch, seqlen, nheads, headdim_v), "
+            "or (splits, total, nheads, headdim_v), and the same without headdim_v"
+        )
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ArgumentError(
+            f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
+        )
+    exact = torch.promote_types(out_partial.dtype, torch.float32)
+    acc_o, m_i = out_partial.to(exact), lse_partial.to(exact).unsqueeze(-1)
+    has_keys = m_i > -torch.inf
+    acc_o = acc_o.masked_fill(~has_keys, 0)  # a split without keys may hold anything
+    state = split_kv.empty_state(acc_o.new_zeros(acc_o.shape[1:]))
+    for part in zip(m_i, has_keys.to(exact), acc_o):
+        state = split_kv.fold(state, split_kv.State(*part))
+    found, lse = split_kv.finish(state)
+    if out is not None:
+        return out.copy_(found), lse
+    return found.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+
+
+def varlen_of_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    learned: tuple[Tensor | None, Tensor | None],
+    numbers: tuple[bool, float | None, Window, float],
+    others: tuple[int, float],
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_varlen_func` over pages. `lengths` are seqused_k and _q and cu_seqlens_q and _k;
+    `others` attention_chunk and dropout_p.
+    """
+    used_k, used_q, starts_q, starts_k = lengths
+    causal, scale, window_size, softcap = numbers
+    chunk = check_chunk(others[0])
+    refuse_beside_cache((used_q, None, None, None, None, others[1] or None), None)
+    window = chunk_band(chunk, band(window_size, causal, "window_size"))
+    cached = check_cached(
+        *(q, k, v, block_table, (starts_k.diff() if used_k is None else used_k, starts_q)),
+        (*learned, chunked(chunk) if chunk else None),
+        (causal, scale, window, softcap, None),
+        "bshd",
+    )
+    return attend_cached(cached, None, "bshd")

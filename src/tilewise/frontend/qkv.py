@@ -1,0 +1,149 @@
+"""What the door looks at first: whether q, k and v are tensors of one kind, in which order their
+dimensions come, and whether their shapes fit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import OURS, ArgumentError, Words
+
+Tensor = torch.Tensor
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
+    """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
+    nheads, headdim) order.
+    """
+    if _fits(q, k, v):
+        return
+    shapes = _shapes(q, k, v, words)
+    for name, x in ((words.k, k), (words.v, v)):
+        if x.dtype != q.dtype:
+            raise ArgumentError(
+                f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: cast them to "
+                "one dtype"
+            )
+        if x.device != q.device:
+            raise ArgumentError(
+                f"{name} is on {x.device} and {words.q} is on {q.device}: move them to one device"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ArgumentError(
+                f"{name} has batch {x.shape[0]} and {words.q} has batch {q.shape[0]} ({shapes}): "
+                "they must be equal"
+            )
+    if q.dtype not in DTYPES:
+        raise ArgumentError(
+            f"{words.q}.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) "
+            f"float64, so cast {', '.join(words[:2])} and {words.v}"
+        )
+    for what, dim, (name1, x1), (name2, x2) in (
+        ("seqlen", 1, (words.k, k), (words.v, v)),
+        ("heads", 2, (words.k, k), (words.v, v)),
+        ("headdim", 3, (words.q, q), (words.k, k)),
+    ):
+        sizes = [f"{what} {x.shape[dim]}" for x in (x1, x2)]
+        if what == "heads":
+            sizes = [f"{x1.shape[dim]} heads", f"{x2.shape[dim]}"]
+        if x1.shape[dim] != x2.shape[dim]:
+            raise ArgumentError(
+                f"{name1} has {sizes[0]} and {name2} has {sizes[1]} ({shapes}): they must be equal"
+            )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
+        raise ArgumentError(
+            f"{words.q} has {q.shape[2]} heads and {words.k} has {k.shape[2]}: the heads of "
+            f"{words.q} must be a multiple of those of {words.k} (GQA)"
+        )
+    for name, x in ((words.q, q), (words.k, k), (words.v, v)):
+        if x.shape[3] == 0:
+            raise ArgumentError(f"{name} has headdim 0 ({shapes}): headdim must be at least 1")
+        if x.stride(3) != 1 and x.shape[3] != 1:
+            raise ArgumentError(
+                f"{name} has stride {x.stride(3)} in its last dimension: it must be contiguous, so "
+                f"call {name}.contiguous()"
+            )
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """What `check_tensors` asks, in one go: one by one it costs a short call 5 us more."""
+    batch, _, nheads, headdim = q.shape
+    batch_k, seqlen_k, nheads_k, headdim_k = k.shape
+    batch_v, seqlen_v, nheads_v, headdim_v = v.shape
+    return (
+        k.dtype == v.dtype == q.dtype in DTYPES
+        and k.device == v.device == q.device
+        and batch == batch_k == batch_v
+        and seqlen_k == seqlen_v
+        and nheads_k == nheads_v != 0 != nheads
+        and nheads % nheads_k == 0
+        and headdim == headdim_k != 0 != headdim_v
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    )
+
+
+def in_order(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, is_packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, seqlen, nheads, headdim); packed ones, which come as (total, nheads,
+    headdim), as a batch of 1.
+    """
+    if is_packed:
+        if layout != "bshd":
+            raise ArgumentError(
+                f"layout={layout!r}: packed sequences are (total, nheads, headdim), so leave it out"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 3:
+                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ArgumentError(
+                    f"{name} has shape {shape}: with cu_seqlens it must be packed, (total, nheads, "
+                    "headdim)"
+                )
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    check_rank(q, k, v)
+    return tuple(x.transpose(1, 2) for x in (q, k, v)) if layout == "bhsd" else (q, k, v)
+
+
+def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
+    """batch, nheads, seqlen_q and seqlen_k of ordered tensors; lengths are 0 where they are packed,
+    as only the device knows them.
+    """
+    if cu_seqlens is None:
+        return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    batch = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() else 0
+    return batch, q.shape[2], 0, 0
+
+
+def check_rank(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
+    """q, k and v are tensors of rank 4 (asked before anything is transposed)."""
+    is_plain = type(q) is type(k) is type(v) is torch.Tensor
+    if is_plain and q.ndim == k.ndim == v.ndim == 4:
+        if not (q.is_nested or k.is_nested or v.is_nested):
+            return
+    for name, x in zip(words, (q, k, v)):
+        check_tensor(name, x)
+        if x.dim() != 4:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}: it must have 4 dimensions, {words.shape}"
+            )
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """It is a tensor, and none of sequences of several lengths."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
+    if x.is_nested:
+        raise ArgumentError(
+            f"{name} is a nested tensor: pass its sequences end to end, (total, nheads, headdim), "
+            "as values() of a jagged one has them, and where they begin as cu_seqlens, to "
+            "tilewise.attention"
+        )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:
+    order = (0, 2, 1, 3) if words.is_heads_first else range(4)
+    said = [f"{name} {tuple(x.shape[i] for i in order)}" for name, x in zip(words, (q, k, v))]
+    dims = [("batch", "seqlen", "nheads", "headdim")[i] for i in order]
+    return f"({', '.join(dims)}): {', '.join(said)}"

@@ -1,0 +1,183 @@
+"""The numbers of a call: scale, softcap, window and bounds as users write them become what
+`Scalars` holds, or an ArgumentError that names the culprit.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from ..errors import OURS, ArgumentError, Words
+from ..problem import OPEN
+
+Tensor = torch.Tensor
+REAL = numbers.Real, torch.SymFloat, torch.SymInt
+Window = tuple[int | None, int | None] | None
+INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
+
+
+def check_numbers(
+    scale: float | None,
+    softcap: float | None,
+    headdim: int,
+    dtype: torch.dtype,
+    words: Words = OURS,
+) -> tuple[float, float]:
+    """The softmax scale, 1 / sqrt(headdim) unless given, and the softcap, 0 for none; for scores of
+    q in this dtype.
+    """
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = headdim**-0.5 if scale is None else check_scale(scale, words)
+    cap = 0.0 if softcap is None else check_softcap(softcap)
+    if scale is not None:
+        _check_range(words.scale, factor, exact, f"multiply {words.q} instead")
+    if cap:
+        _check_range("softcap", cap, exact, "leave out one that is so large")
+        # One of few digits, or 0, moves a score by no more than a part of the cap
+        few = torch.finfo(exact).tiny if cap > 1e20 else 0.0
+        name = f"{words.scale}={factor} / softcap"
+        _check_range(name, factor / cap, exact, "bring them closer", few)
+    return factor, cap
+
+
+def check_scale(scale: float, words: Words = OURS) -> float:
+    """A positive number."""
+    remedy = f"scale {words.q}, or let a score_mod capture what is learned"
+    number = check_number(words.scale, scale, remedy)
+    if not (number > 0 and number < math.inf):
+        raise ArgumentError(
+            f"{words.scale}={scale}: it must be positive and finite; to flip the sign of the "
+            f"scores negate {words.q}"
+        )
+    return number
+
+
+def check_softcap(softcap: float) -> float:
+    """A positive number, or 0 for none."""
+    number = check_number("softcap", softcap, "let a score_mod capture what is learned")
+    if not (number >= 0 and number < math.inf):
+        raise ArgumentError(f"softcap={softcap}: it must be positive, or 0 or None for none")
+    return number
+
+
+def check_number(name: str, value: Any, remedy: str) -> float:
+    """What is a number or counts as one; not what would be learned, as it gets no gradient."""
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.numel() != 1:
+            raise ArgumentError(
+                f"{name} is a tensor of shape {tuple(value.shape)} with requires_grad "
+                f"{value.requires_grad}: it must be a number, without a gradient; {remedy}"
+            )
+        if value.is_complex():
+            raise ArgumentError(f"{name} is a {value.dtype} tensor: it must be a real number")
+    elif isinstance(value, bool) or not isinstance(value, REAL):
+        raise ArgumentError(f"{name}={value!r}: it must be a number")
+    try:
+        return float(value)
+    except OverflowError:  # an int past all floats
+        return math.inf if value > 0 else -math.inf
+
+
+def _check_range(
+    name: str, number: float, exact: torch.dtype, remedy: str, least: float | None = None
+) -> None:
+    """A number that is neither 0 nor inf where kernels have it in `exact`, also times log2(e)."""
+    limits = torch.finfo(exact)
+    # A compiler takes a global float for a variable
+    least = limits.tiny * limits.eps if least is None else least  # the smallest of all
+    most = limits.max / 1.4426950408889634
+    if not (number >= least and number <= most):
+        raise ArgumentError(
+            f"{name}={number}: scores are computed in {exact}, so it must lie between {least:.3g} "
+            f"and {most:.3g}; {remedy}"
+        )
+
+
+def check_flag(name: str, value: Any, remark: str = "") -> bool:
+    """A bool, or what equals one: 0, 1 and numpy's."""
+    if value is True or value is False:
+        return value
+    is_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not is_numpy and (not isinstance(value, int) or value not in (0, 1)):
+        raise ArgumentError(f"{name}={value!r}: it must be False or True{remark}")
+    return bool(value)
+
+
+def check_causal(causal: bool | str) -> str:
+    """Where the diagonal ends. `causal is not False` says whether the band is closed."""
+    if causal is True or causal is False:
+        return "bottom_right"
+    if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
+        return causal
+    raise ArgumentError(
+        f"causal={causal!r}: it must be False, True, 'bottom_right' (what True means) or 'top_left'"
+    )
+
+
+def check_layout(layout: str) -> None:
+    """The order of dimensions."""
+    if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
+        raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
+
+
+def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, int]:
+    """A window and a causal flag as (left, right), -1 for an open side. Causal closes the right
+    side at 0.
+    """
+    left, right = check_window(window, name)
+    if is_causal:
+        right = 0
+    return left, right
+
+
+def check_window(window: Window, name: str) -> tuple[int, int]:
+    """(left, right) with None and -1 as open sides."""
+    if window is None:
+        return OPEN, OPEN
+    pair = window
+    if isinstance(window, Tensor) or type(window).__module__ == "numpy":
+        pair = window.tolist()
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ArgumentError(
+            f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no "
+            "limit"
+        )
+    sides = [OPEN if side is None else as_int(side) for side in pair]
+    if None in sides:
+        raise ArgumentError(
+            f"{name}={tuple(pair)!r}: its sides must be ints, None or -1 for no limit"
+        )
+    if sides[0] < OPEN or sides[1] < OPEN:
+        raise ArgumentError(
+            f"{name}={tuple(pair)!r}: a side must be at least 0, or None or -1 for no limit"
+        )
+    return sides[0], sides[1]
+
+
+def as_int(value: Any) -> int | None:
+    """An integer, also of numpy or in a tensor of one, whose device is waited for; else None."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, Tensor):
+        is_one = value.numel() == 1 and value.dtype in INTEGERS
+        return value.item() if is_one else None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
+
+
+def check_bounds(*bounds: int | Tensor | None) -> None:
+    """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
+    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
+        if bound is None or (type(bound) is int and bound >= 0):
+            continue
+        is_tensor = isinstance(bound, Tensor)  # its number is on its device, and not waited for
+        if is_tensor and bound.numel() == 1 and not (bound.dtype.is_floating_point):
+            continue
+        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < 0:
+            raise ArgumentError(
+                f"{name}={bound!r}: it must be an int, at least 0, or None to leave it out"
+            )

@@ -1,0 +1,148 @@
+"""torch's `scaled_dot_product_attention` as a drop-in face: its arguments, its order of dimensions
+and its words in errors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ArgumentError, Words
+from ..mods.flatten import NO_MODIFIERS, Modifiers, modifiers_by
+from ..problem import OPEN, extras_of
+from ..tile.random_bytes import check_dropout, draw_rng
+from .attention import call
+from .broadcasting import Batched, batched, over_scores, with_positive_scale
+from .scalars import check_flag
+
+Tensor = torch.Tensor
+WORDS = Words(
+    *("query", "key", "value"),
+    bias="attn_mask",
+    bias_is_also="bool or ",
+    captured="attn_mask is",
+    shape="(batch, nheads, seqlen, headdim)",
+    is_heads_first=True,
+)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: (..., nheads, seqlen, headdim), causal
+    top-left.
+
+    >>> import torch, tilewise
+    >>> q = torch.randn(1, 4, 16, 32)
+    >>> ours = tilewise.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> torch.allclose(ours, theirs, atol=1e-5)
+    True
+
+    Shapes are torch's: 2 dimensions or more, of which those before the last two broadcast. Fewer
+    key heads than query heads (but not one) need `enable_gqa=True`. fp16, bf16, fp32 (fp64 on the
+    CPU). `attn_mask` broadcasts over (..., nheads, seqlen_q, seqlen_k): bools say which keys are
+    seen, numbers, in the dtype of query or fp32, are added to the scores, with a gradient; a
+    `torch.nn.attention.bias.CausalBias` is a causal mask. A row that sees no key gives 0.
+
+    Nothing is copied but what kernels cannot read: a last dimension that is not contiguous, two or
+    more batch dimensions of which one is broadcast, key and value heads that differ, query for a
+    scale of 0 or below. A PerformanceWarning says so. Gradients are the same bits in every run
+    where `torch.use_deterministic_algorithms` asks. Raises ArgumentError, also for attn_mask with
+    is_causal (torch's CPU kernels take some of those).
+    """
+    flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    return with_lse(query, key, value, *flags)[0]
+
+
+def with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_dot_product_attention` and the log-sum-exp of each row, (batch, nheads, seqlen_q) of
+    the batch that dimensions before them make.
+    """
+    is_causal = check_flag("is_causal", is_causal)
+    has_gqa = check_flag("enable_gqa", enable_gqa)
+    x = batched(query, key, value, has_gqa, WORDS)
+    if attn_mask is not None and is_causal:
+        raise ArgumentError(
+            "attn_mask and is_causal: torch takes one of them, and so do we; the mask can say both"
+        )
+    window = ("top_left", OPEN, 0) if is_causal else ("bottom_right", OPEN, OPEN)
+    if attn_mask is not None and (align := alignment(attn_mask, x.scores)) is not None:
+        attn_mask, window = None, (align, OPEN, 0)
+    if type(dropout_p) in (int, float) and dropout_p == 1:  # nothing is kept
+        dropout_p, x = 0.0, x._replace(value=x.value * 0)
+    rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
+    bias, modifiers = _masked_by(attn_mask, x)
+    query, scale = with_positive_scale(x.query, scale, WORDS)
+    out, lse = call(
+        *(query.transpose(1, 2), x.key.transpose(1, 2), x.value.transpose(1, 2)),
+        extras=extras_of(*(None,) * 6, bias, rng, *modifiers.captured),
+        numbers=(scale, None),
+        window=window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        dropout_p=dropout_p,
+        mods=modifiers.mods,
+        words=WORDS,
+    )
+    out = out.transpose(1, 2)
+    return (out if out.shape == x.out else out[..., : x.out[-1]].view(x.out)), lse
+
+
+def alignment(attn_mask: Tensor | None, scores: tuple[int, ...]) -> str | None:
+    """Which corner the diagonal of one of torch's CausalBias objects ends in; None for others."""
+    if type(attn_mask) in (torch.Tensor, torch.nn.Parameter) or not isinstance(attn_mask, Tensor):
+        return None
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(attn_mask, CausalBias):
+        return None
+    if attn_mask.variant == CausalVariant.UPPER_LEFT:
+        return "top_left"
+    lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if lengths != tuple(scores[-2:]):
+        raise ArgumentError(
+            f"attn_mask is a lower-right CausalBias of (seqlen_q, seqlen_k) {lengths}: here they "
+            f"are {tuple(scores[-2:])}, so make it with causal_lower_right{tuple(scores[-2:])}"
+        )
+    return "bottom_right"
+
+
+def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Modifiers]:
+    """An attn_mask of torch's for a call of these shapes: numbers are a bias, bools a mask."""
+    if attn_mask is None:
+        return None, NO_MODIFIERS
+    if not isinstance(attn_mask, torch.Tensor):
+        raise ArgumentError(
+            f"attn_mask is a {type(attn_mask).__name__}: it must be a torch.Tensor that broadcasts "
+            f"over the scores, {x.scores}"
+        )
+    sizes = x.scores[len(x.scores) - attn_mask.dim() :]
+    if attn_mask.dim() > len(x.scores) or any(
+        n not in (1, size) for n, size in zip(attn_mask.shape, sizes)
+    ):
+        raise ArgumentError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}: it must broadcast over the scores, "
+            f"(..., nheads, seqlen_q, seqlen_k), here {x.scores}"
+        )
+    mask = over_scores(attn_mask, x.out, "attn_mask")
+    if mask.dtype != torch.bool:
+        return mask, NO_MODIFIERS
+    if 0 in x.scores:
+        return None, NO_MODIFIERS  # there is no pair to hide
+    return None, modifiers_by(mask)

@@ -1,0 +1,137 @@
+"""diffusers' context parallelism: its rings and its Ulysses call our forward and our backward.
+
+Each rank holds a part of the sequence. Ulysses exchanges it for the whole sequence of some heads;
+a ring passes keys and values on, and joins what each gives by lse. diffusers does both, in
+templates that are asked for two functions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...frontend.checks import check
+from ...mods.flatten import NO_MODIFIERS, modifiers_by
+from ...ops import attention as ops
+from ...problem import OPEN, Call, extras_of
+from .call import attend, by_query
+
+Tensor = torch.Tensor
+
+
+def attend_shards(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    config,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a rank's queries to all ranks' keys."""
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention as run
+
+    has_mask = mask is not None
+    is_ring = config.context_parallel_config.ring_degree > 1
+    asked = {
+        "attn_mask that differs by query or head": has_mask and not _is_of_keys(mask),
+        "attn_mask beside a ring, which passes keys on without it (Ulysses takes it),": has_mask
+        and is_ring,
+        "attn_mask with a gradient": has_mask and mask.requires_grad,
+        "dropout_p": dropout_p > 0,
+        "return_lse with gradients": return_lse and ops.needs_grad(query, key, value),
+        "is_causal": is_causal,
+        "enable_gqa": enable_gqa and query.shape[2] != key.shape[2],
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(
+                f"{what} is not served under context parallelism: leave it out, or load the model "
+                "without `parallel_config` and `enable_parallelism`"
+            )
+    flags = 0.0, False, scale, False, return_lse
+    both = dict(forward_op=forward_op, backward_op=backward_op)
+    return run(query, key, value, mask, *flags, **both, _parallel_config=config)
+
+
+def forward_op(
+    ctx,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _save_ctx: bool = True,
+    _parallel_config=None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to the keys at hand; a ring then joins such results."""
+    query, key, value = ops.autocast(query, key, value)  # what is saved is what is computed with
+    out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    lse = by_query(lse)
+    if _save_ctx:
+        ctx.save_for_backward(query, key, value, out, lse, attn_mask)
+        ctx.scale = scale
+    return (out, lse) if return_lse else out
+
+
+def backward_op(
+    ctx,
+    grad_out: Tensor,
+    *args,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value; a ring passes the keys at hand, and out and lse of all."""
+    ring_degree = ctx._parallel_config.context_parallel_config.ring_degree
+    if ring_degree > 1 and lse is None:
+        raise NotImplementedError(
+            "gradients in a ring: this diffusers passes no lse of all keys; install 0.40 or newer"
+        )
+    *saved, mask = ctx.saved_tensors
+    given = query, key, value, out, lse
+    q, k, v, out, lse = (old if new is None else new for old, new in zip(saved, given))
+    return gradients(grad_out, q, k, v, out, lse.transpose(1, 2), mask, ctx.scale)
+
+
+def gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
+    """Those of query, key and value; k and v may be a part of those that gave `out` and `lse`."""
+    bias, modifiers = mask, NO_MODIFIERS
+    if mask is not None and mask.dtype == torch.bool:
+        bias, modifiers = None, modifiers_by(mask)
+    extras = extras_of(*(None,) * 6, bias, None, *modifiers.captured)
+    checked = check(
+        *(q, k, v),
+        extras=extras,
+        numbers=(scale, None),
+        align="bottom_right",
+        window=(OPEN, OPEN),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        mods=modifiers.mods,
+    )
+    call = Call(checked.problem, checked.scalars, None)
+    dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
+    return ops.gradients(call, (dout, None, q, k, v, out, lse.contiguous()), extras)
+
+
+def _is_of_keys(mask: Tensor) -> bool:
+    """Whether it is (batch or 1, 1, 1, seqlen_k)."""
+    return mask.dim() == 4 and mask.shape[1:3] == (1, 1)

@@ -1,0 +1,62 @@
+"""tilewise under transformers: `attn_implementation="tilewise"` after one `register()`.
+
+Two functions are registered under one name. The mask function runs once per forward and says what
+each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
+the first, transformers builds no mask for a custom name, and padding is ignored in silence.
+Sequences packed in one row are served as packed ones: see `packed`. Masks that are no band are
+stored and read: see `stored`. Whatever cannot be served exactly is refused with a reason;
+`check(model)` says beforehand which layers will reach tilewise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ArgumentError
+from .forward import attention_forward
+from .layers import Checked, check_model
+from .masks import visible_keys
+
+
+def register(name: str = "tilewise") -> None:
+    """Makes `attn_implementation=name` known to transformers; calling it again changes nothing.
+
+    >>> from tilewise.integrations import transformers             # doctest: +SKIP
+    >>> transformers.register()                                    # doctest: +SKIP
+    >>> AutoModel.from_pretrained(path, attn_implementation="tilewise")  # doctest: +SKIP
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    if "flash" in name or "/" in name or "|" in name:
+        raise ArgumentError(
+            f"name={name!r}: transformers looks on its hub for names with 'flash' or '/' in them"
+        )
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, visible_keys)
+    from . import continuous
+    from .families import fill_tables
+
+    fill_tables(name)
+    continuous.register(name)
+
+
+def is_registered(name: str = "tilewise") -> bool:
+    """Whether `register` was called in this process."""
+    from transformers import AttentionInterface
+
+    return AttentionInterface().get(name) is attention_forward
+
+
+def check(model: torch.nn.Module) -> Checked:
+    """Lists a model's attention modules, and for each whether it will reach tilewise.
+
+    >>> print(transformers.check(model))                           # doctest: +SKIP
+    16 LlamaAttention: tilewise (it calls the attention that its config names)
+
+    Each of `check(model).layers` has a name, a kind (its class), the attention that will run and
+    the reason: "tilewise"; "refused", where the model adds masks that only tilewise's attention
+    reads; "own", where the layer ignores the name; "unknown"; or the name that the model was
+    loaded with. It is told from code, without a run: a call may still be refused for its arguments.
+    """
+    return check_model(model, is_registered)

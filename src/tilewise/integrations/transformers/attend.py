@@ -1,0 +1,159 @@
+"""From a `Visible` to calls of `tilewise.attention`: one, or one a row where rows begin apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...errors import warn_slow
+from ...frontend.attention import attention, call
+from ...frontend.scalars import band as sides_of
+from ...mods.flatten import modifiers_by
+from ...problem import extras_of
+from ...tile.random_bytes import check_dropout, draw_rng
+from .visible import Band, Visible
+
+Tensor = torch.Tensor
+
+
+class Features(NamedTuple):
+    """What a layer asks for besides the mask, as `tilewise.attention` names it."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    bias: Tensor | None = None
+
+    def cut(self, rows: slice, queries: slice, keys: slice) -> Features:
+        """Those of some rows, queries and keys."""
+        if self.bias is None:
+            return self
+        return self._replace(bias=_cut(self.bias, rows, queries, keys))
+
+
+ALL = slice(None)
+
+
+def _cut(x: Tensor, rows: slice, queries: slice, keys: slice) -> Tensor:
+    """A part of what broadcasts over (batch, nheads, queries, keys)."""
+    parts = (ALL if n == 1 else part for n, part in zip(x.shape, (rows, ALL, queries, keys)))
+    return x[tuple(parts)]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    features: Features,
+    align: str = "bottom_right",
+    mask: Tensor | None = None,
+    **lengths: Tensor,
+) -> Tensor:
+    """One call; `mask` is bools that broadcast over (batch, nheads, queries, keys)."""
+    causal = align if band[1] == 0 else False
+    if mask is None or 0 in (*q.shape[:2], k.shape[1]):
+        return attention(q, k, v, causal=causal, window=band, **features._asdict(), **lengths)
+    modifiers = modifiers_by(mask.to(q.device))
+    scale, softcap, sinks, dropout_p, deterministic, bias = features
+    rng = draw_rng(q.device) if check_dropout(dropout_p) else None
+    of_rows = lengths.get("seqused_k"), *(None,) * 3
+    out, _ = call(
+        *(q, k, v),
+        extras=extras_of(None, sinks, *of_rows, bias, rng, *modifiers.captured),
+        numbers=(scale, softcap),
+        window=(align, *sides_of(band, causal is not False)),
+        deterministic=deterministic,
+        dropout_p=dropout_p,
+        mods=modifiers.mods,
+    )
+    return out
+
+
+def attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features: Features) -> Tensor:
+    """One call, or one a row where the rows' first keys differ."""
+    if visible.used is not None:
+        align = "bottom_right" if visible.diagonal is None else "top_left"
+        used = visible.used.to(q.device)
+        return attend(q, k, v, visible.band, features, align, visible.mask, seqused_k=used)
+    if visible.mask is not None:
+        return _attend_masked(q, k, v, visible, visible.mask, features)
+    if visible.runs is None:
+        return attend(q, k, v, visible.band, features)
+    if len(set(visible.runs)) == 1:
+        return _attend_run(q, k, v, visible, visible.runs[0], features)
+    warn_slow(
+        "rows of this batch begin at different keys, so attention is called once a row: pad on "
+        "the right, or pack the rows into one, where that is too slow"
+    )
+    rows = [slice(row, row + 1) for row in range(q.shape[0])]
+    return torch.cat(
+        [
+            _attend_run(q[r], k[r], v[r], visible, run, features.cut(r, ALL, ALL))
+            for r, run in zip(rows, visible.runs, strict=True)
+        ]
+    )
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    band: Band,
+    features: Features,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """The sequences of all rows, side by side; of each the first keys alone, `kept` of them."""
+    packed = {f"cu_seqlens_{side}": x.to(q.device) for side, x in zip("qk", starts)}
+    if kept is not None:
+        packed["seqused_k"] = kept.to(q.device)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    align = "bottom_right" if kept is None else "top_left"
+    return attend(*rows, band, features, align, **packed).unflatten(0, q.shape[:2])
+
+
+def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: Features) -> Tensor:
+    """A mask beside the band: slots that are not written yet are cut off behind the last query."""
+    keys = ALL
+    if visible.band[1] == 0:
+        keys = slice(0, visible.diagonal + q.shape[1])
+    features, mask = features.cut(ALL, ALL, keys), _cut(mask, ALL, ALL, keys)
+    return attend(q, k[:, keys], v[:, keys], visible.band, features, mask=mask)
+
+
+def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: Features) -> Tensor:
+    """Keys start..stop alone. Queries that stand before the first of them give 0; so do those past
+    the last, unless the band is causal.
+    """
+    start, stop = run
+    seqlen, diagonal = q.shape[1], visible.diagonal
+    if visible.band[1] == 0 and start < stop < diagonal + seqlen:
+        return _attend_late(q, k, v, visible, run, features)
+    if visible.band != (None, None):  # so that the last query stands at the last key
+        seqlen = max(min(seqlen, stop - diagonal), 0)
+    queries, keys = slice(0, seqlen), slice(start, stop)
+    features = features.cut(ALL, queries, keys)
+    out = attend(q[:, queries], k[:, keys], v[:, keys], visible.band, features)
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - seqlen))
+
+
+def _attend_late(q, k, v, visible: Visible, run: tuple[int, int], features: Features) -> Tensor:
+    """Queries past the last key see what comes before them: the last one of a prompt that is padded
+    on the right gives its next token.
+    """
+    start, stop = run
+    first = start - visible.diagonal  # the query that stands at the first key
+    if first < 0:
+        keys = slice(start, visible.diagonal + q.shape[1])
+        mask = torch.arange(keys.stop - start, device=q.device) < stop - start
+        features = features.cut(ALL, ALL, keys)
+        mask = mask[None, None, None]
+        return attend(q, k[:, keys], v[:, keys], visible.band, features, mask=mask)
+    queries, keys = slice(first, q.shape[1]), slice(start, stop)
+    features = features.cut(ALL, queries, keys)
+    out = attend(q[:, queries], k[:, keys], v[:, keys], visible.band, features, "top_left")
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, first, 0))

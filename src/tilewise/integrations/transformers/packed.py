@@ -1,0 +1,175 @@
+"""Sequences packed in rows: where they begin, and whether all who say so agree.
+
+transformers says it in three ways. `cu_seq_lens_q` and `cu_seq_lens_k` come with the call
+(FlashAttentionKwargs: `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them), in a
+batch of one row. Position ids that start anew come to the mask function, and to most layers, where
+flash attention reads them. Each is enough. What the mask says and `cu_seq_lens` are compared, once
+a forward (under torch.compile by an assertion that runs with the graph). A mask that knows of one
+sequence only contradicts nothing: no position ids were passed, or the model hands it none
+(gpt-oss), or there is a KV cache or a padding mask, with which transformers looks at none. Then
+`cu_seq_lens` decide unverified, as they do with flash attention; without them the position ids that
+reach the layer do, and they are read once a forward.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ArgumentError
+from .opaque import ANOTHER
+from .positions import UNTOLD, cut, joined_of, starts_by_positions
+from .visible import Band, Visible, starts_from
+
+Tensor = torch.Tensor
+STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
+# What comes beside them: nothing here needs the longest, and seq_idx numbers the same sequences.
+BESIDE = ("max_length_q", "max_length_k", "seq_idx")
+UNKNOWN = (
+    "the mask does not know of these sequences: position_ids tell it of them, without padding and "
+    f"a KV cache; {ANOTHER}"
+)
+DISAGREE = (
+    "cu_seq_lens_q, cu_seq_lens_k and the mask (of position_ids that start anew) tell of different "
+    "sequences: pass one of them, or the same in both"
+)
+
+
+def starts_of(
+    visible: Visible | None, kwargs: dict, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Where the sequences begin over all rows, by queries and by keys, and behind the last where it
+    ends; None for rows that are not packed. What is understood is taken out of `kwargs`.
+    """
+    given = [kwargs.get(name) for name in STARTS]
+    if all(starts is None for starts in given):
+        found = _told_otherwise(visible, kwargs.get("position_ids"), q, k)
+        if found is None:
+            return None if visible is None else visible.starts
+    else:
+        found = _told_by_lengths(visible, given, q)
+    for name in (*STARTS, *BESIDE):
+        kwargs.pop(name, None)
+    return found
+
+
+def _told_by_lengths(
+    visible: Visible | None, given: list[Tensor | None], q: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    for name, starts in zip(STARTS, given):
+        if starts is None:
+            raise ArgumentError(f"{' and '.join(STARTS)} come together: {name} is missing")
+    _check_one_row(visible, q.shape[0])
+    if visible is not None and visible.mask is not None:
+        return _known_by_mask(visible, given)
+    if visible is not None and visible.chunk is not None:
+        return _chunked(visible, given)
+    if visible is not None and visible.begins is not None:
+        _agree(visible, given)
+    return tuple(starts.to(q.device, torch.int32) for starts in given)
+
+
+def _told_otherwise(
+    visible: Visible | None, position_ids: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """By the mask, where it has seen position ids, or by those that reach the layer."""
+    if visible is not None and visible.begins is not None and visible.chunk is None:
+        if visible.starts is not None:
+            return visible.starts
+        # No value can be read in a compiled graph, so a window's mask need not have seen them.
+        torch._assert_async(~visible.begins[:, 1:].any(), UNTOLD)
+    return starts_by_positions(visible, position_ids, q, k)
+
+
+def _check_one_row(visible: Visible | None, batch: int) -> None:
+    if batch != 1:
+        raise NotImplementedError(
+            f"cu_seq_lens_q: packed sequences are served in one row, and this batch has {batch}: "
+            "flatten it into one (DataCollatorWithFlattening does)"
+        )
+    if visible is not None and (visible.runs is not None or visible.used is not None):
+        raise NotImplementedError(
+            "cu_seq_lens_q and an attention_mask with padding: leave the mask out, packed rows "
+            "have none"
+        )
+
+
+def _known_by_mask(visible: Visible, given: list[Tensor]) -> None:
+    """A stored mask hides the sequences from each other."""
+    seqlen, kv_length = visible.lengths
+    if seqlen != kv_length:
+        raise NotImplementedError(f"cu_seq_lens_q and keys of an earlier call: {UNKNOWN}")
+    for starts in given:
+        if any(starts is other for other in visible.agreed):
+            continue
+        begins = _begins_from(starts.to(visible.mask.device), seqlen)
+        is_known = ~(begins[1:] & joined_of(visible, 1)[0]).any()
+        if torch.compiler.is_compiling():
+            torch._assert_async(is_known, UNKNOWN)
+            continue
+        if not is_known:
+            raise NotImplementedError(f"cu_seq_lens_q: {UNKNOWN}")
+        visible.agreed.append(starts)
+
+
+def _chunked(visible: Visible, given: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sequences of which each is cut in chunks, from its own beginning on."""
+    if visible.begins is None:
+        raise NotImplementedError(
+            "cu_seq_lens_q and chunked attention: served for whole sequences, without a KV cache "
+            f"and torch.compile; pad the batch instead, or {ANOTHER}"
+        )
+    begins = visible.begins
+    found = []
+    for starts in given:
+        told = _begins_from(starts.to(begins.device), begins.shape[1])[None]
+        found.append(cut(told, visible.chunk))
+    alone = cut(torch.zeros_like(begins), visible.chunk)
+    is_mask = torch.equal(begins, alone) or torch.equal(begins, found[0])
+    if not is_mask or not torch.equal(*found):
+        raise ArgumentError(DISAGREE)
+    starts = starts_from(found[0])
+    return starts, starts
+
+
+def _agree(visible: Visible, given: list[Tensor]) -> None:
+    """The mask knows of the sequences that `given` tell of."""
+    if torch.compiler.is_compiling():
+        for starts in given:
+            torch._assert_async(_are_those_of(visible.begins[0], starts), DISAGREE)
+        return
+    for starts in given:
+        if any(starts is other for other in visible.agreed):  # an earlier layer asked
+            continue
+        if not _are_those_of(visible.begins[0], starts):
+            raise ArgumentError(DISAGREE)
+        visible.agreed.append(starts)
+
+
+def _are_those_of(begins: Tensor, starts: Tensor) -> Tensor:
+    """Whether both tell of the same sequences, or `begins` of one alone. A sequence of length 0
+    begins where the next one does, or where the row ends.
+    """
+    seqlen, starts = begins.shape[0], starts.to(begins.device)
+    is_same = (_begins_from(starts, seqlen) == begins).all() & (starts[-1] == seqlen)
+    return is_same | ~begins[1:].any()
+
+
+def _begins_from(starts: Tensor, seqlen: int) -> Tensor:
+    """bool (seqlen,): the places that `starts` names."""
+    told = torch.zeros(seqlen + 1, dtype=torch.bool, device=starts.device)
+    return told.index_fill(0, starts.long().clamp(0, seqlen), True)[:seqlen]
+
+
+def apart(starts: tuple[Tensor, Tensor], band: Band, q: Tensor, k: Tensor) -> Visible:
+    """Packed rows as a stored mask: what is added to scores counts keys through the row."""
+    lengths = q.shape[1], k.shape[1]
+    is_shared = starts[0] is starts[1] or torch.equal(*starts)
+    if lengths[0] != lengths[1] or not is_shared:
+        raise NotImplementedError(
+            "position_bias and packed sequences whose keys are not their queries: pad the batch "
+            f"instead, or {ANOTHER}"
+        )
+    begins = torch.zeros(q.shape[0] * lengths[0] + 1, dtype=torch.long, device=q.device)
+    begins = begins.index_fill(0, starts[0].to(q.device).long(), 1)[:-1]
+    number = begins.cumsum(0).view(q.shape[0], 1, lengths[0])
+    return Visible(band, 0, lengths, mask=number[..., None] == number[:, :, None])

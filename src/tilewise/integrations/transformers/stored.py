@@ -1,0 +1,106 @@
+"""Masks that are stored as bools, where no band, no runs and no sequences say them.
+
+Keys hidden amid others are a bool a key beside the band; what is no band is transformers' own mask,
+a bool a pair. Attention reads either as a captured mask. In a compiled graph, where no value can be
+read, padding is stored, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import warn_slow
+from .asked import Asked
+from .opaque import ANOTHER
+from .visible import HOLES, Band, Visible, runs_of, simplest
+
+Tensor = torch.Tensor
+KEYS = (
+    "attention_mask hides keys amid the real ones of a row, so attention reads it for every key: "
+    "pad on the left to generate, where that is too slow"
+)
+PAIRS = (
+    "this model's mask is neither causal nor a window nor chunks nor packed sequences (blocks of "
+    "image tokens that see each other are none of these), so it is stored, and attention reads it "
+    "for every query and key"
+)
+GIVEN = (
+    "an attention_mask of four dimensions is read for every query and key: pass the 2D padding "
+    "mask where that says the same"
+)
+
+
+def beside(asked: Asked, band: Band) -> Visible:
+    """A band, and which keys are padding: (batch, 1, 1, keys). Reads no value."""
+    (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
+    mask = _real_keys(asked.padding, kv_offset, kv_length)
+    if asked.is_step and band[1] == 0:
+        return Visible(band, None, asked.lengths, used=asked.used(), mask=mask)
+    if asked.is_on_device() and torch.compiler.is_compiling():
+        return pairs(asked)
+    diagonal = int(q_offset) - kv_offset
+    end = diagonal + q_length  # behind the last query's key
+    if band == (None, None) or end == kv_length or (band[1] == 0 and end < kv_length):
+        return Visible(band, diagonal, asked.lengths, mask=mask)
+    return pairs(asked)
+
+
+def padded(padding: Tensor, band: Band, q: Tensor, k: Tensor) -> Visible:
+    """A band, and 2D padding that a model hands its layers."""
+    lengths = (q.shape[1], k.shape[1])
+    diagonal = lengths[1] - lengths[0]
+    compiling = torch.compiler.is_compiling()
+    runs = HOLES if compiling else runs_of(padding, 0, k.shape[1])
+    if runs == HOLES:
+        warn_slow(KEYS)
+        return Visible(band, diagonal, lengths, mask=_real_keys(padding, 0, k.shape[1]))
+    return simplest(band, diagonal, lengths, runs, q.device)
+
+
+def _real_keys(padding: Tensor, start: int, length: int) -> Tensor:
+    real = padding[:, start : start + length].bool()
+    real = torch.nn.functional.pad(real, (0, length - real.shape[1]))
+    return real[:, None, None]
+
+
+def pairs(asked: Asked) -> Visible:
+    """transformers' own mask, (batch, 1, queries, keys)."""
+    from transformers.masking_utils import sdpa_mask
+
+    (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
+    queries = dict(q_length=q_length, q_offset=q_offset)
+    if asked.cache_position is not None:
+        queries = dict(cache_position=asked.cache_position)
+    mask = sdpa_mask(
+        batch_size=asked.batch,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        mask_function=asked.predicate,
+        attention_mask=asked.padding,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=asked.use_vmap,
+        device=asked.device,
+        **queries,
+    )
+    return Visible((None, None), q_offset - kv_offset, asked.lengths, mask=mask)
+
+
+def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:
+    """A mask of four dimensions that the user passes: it says all, so that no flag of the layer
+    counts. None for one of numbers, which are added to the scores.
+    """
+    lengths = (q.shape[1], k.shape[1])
+    sizes = (q.shape[0], q.shape[2], *lengths)
+    if mask.dim() != 4 or any(n not in (1, size) for n, size in zip(mask.shape, sizes)):
+        raise NotImplementedError(
+            f"attention_mask of shape {tuple(mask.shape)}: 2D padding masks are served, and masks "
+            f"that broadcast over (batch, nheads, queries, keys), here {sizes}; {ANOTHER}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise NotImplementedError(
+            f"attention_mask of {mask.dtype} and shape {tuple(mask.shape)}: pass bools, or numbers "
+            "to be added to the scores"
+        )
+    warn_slow(GIVEN)
+    return Visible((None, None), None, lengths, mask=mask) if mask.dtype == torch.bool else None

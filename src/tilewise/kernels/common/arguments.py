@@ -1,0 +1,163 @@
+"""Arguments as kernels take them: tensors with their strides, and numbers in base 2."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from ...mods.block_mask import BlockLists
+from ...mods.ends import says_ends
+from ...mods.flatten import Parts, take_apart
+from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods, Problem, Scalars
+from ...tile.random_bytes import factor_of, threshold_of
+from ...tile.types import Bias, Features, Lists, Modifiers, Numbers, Optionals, Sizes, Strided
+
+LOG2_E = math.log2(math.e)
+Tensor = torch.Tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def features_of(problem: Problem) -> Features:
+    """The constexpr record that selects a kernel's code."""
+    has_ends = problem.mods.block != NO_MODS.block and says_ends(problem.mods.mask)
+    return Features(
+        HEADDIM=problem.headdim,
+        HEADDIM_V=problem.headdim_v,
+        GROUP=problem.group,
+        LEFT=problem.has_left,
+        RIGHT=problem.has_right,
+        TOP_LEFT=problem.align == "top_left",
+        SOFTCAP=problem.has_softcap,
+        FAST_TANH=False,
+        ALIBI=problem.has_alibi,
+        SINKS=problem.has_sinks,
+        SEQUSED_K=problem.has_seqused_k,
+        SEQUSED_Q=problem.has_seqused_q,
+        PACKED=problem.is_packed,
+        BIAS=problem.has_bias,
+        DROPOUT=problem.has_dropout,
+        MASK_M=problem.mods.block[0],
+        MASK_N=problem.mods.block[1],
+        MASK_MOD=None if has_ends else _function(problem.mods.mask),
+        SCORE_MOD=_function(problem.mods.score),
+        SCORE_DERIVATIVE=_function(problem.mods.derivative),
+        PRECISION="ieee",
+        ENDS=has_ends,
+    )
+
+
+def _function(name: str) -> Any:
+    if not name:
+        return None
+    from ...mods.codegen import function_of  # it wants Triton, and attention on the CPU does not
+
+    return function_of(name)
+
+
+def strided(x: Tensor) -> Strided:
+    """A (batch, seqlen, nheads, headdim) tensor as kernels take it."""
+    return Strided(x, *x.stride()[:3])
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read x: rows, heads and batches at multiples of 16 bytes, and
+    none of them repeated.
+    """
+    units = 16 // x.itemsize
+    for size, stride in zip(x.shape[:3], x.stride()):
+        if size > 1 and (stride % units or stride <= 0):
+            return False
+    return x.data_ptr() % 16 == 0
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read each head of x: aligned rows that do not repeat."""
+    aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
+    return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
+
+
+def sizes_of(q: Tensor, k: Tensor, extras: Extras = NO_EXTRAS) -> Sizes:
+    """The call's lengths."""
+    return Sizes(packed_in(extras), q.shape[2], q.shape[1], k.shape[1])
+
+
+def packed_in(extras: Extras) -> int:
+    """How many sequences are packed; 0 where they are rows of a batch."""
+    return 0 if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
+
+
+def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
+    """Scale and softcap in base 2.
+
+    Window sides are cut to what the lengths can reach, so that sums of indices stay in 32
+    bits for lengths up to 2^30.
+    """
+    reach = max(q.shape[1], k.shape[1])
+    threshold = threshold_of(scalars.dropout_p)
+    return Numbers(
+        scale=scalars.scale,
+        scale_log2=scalars.scale * LOG2_E,
+        softcap_log2=scalars.softcap * LOG2_E,
+        scale_over_softcap=scalars.scale / scalars.softcap if scalars.softcap > 0 else 0.0,
+        left=min(scalars.left, reach),
+        right=min(scalars.right, reach),
+        dropout_threshold=float(threshold),
+        dropout_factor=factor_of(threshold),
+    )
+
+
+def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
+    """The optional tensors as kernels take them."""
+    slopes, *rest = [_contiguous(x) for x in extras[:BIAS]]
+    per_batch = slopes is not None and slopes.dim() == 2
+    alibi_batch = slopes.stride(0) if per_batch else 0
+    bias, dropout_rng, captured = extras[BIAS:]
+    if bias is None and dropout_rng is None and not captured and mods == NO_MODS:
+        return Optionals(slopes, alibi_batch, *rest)
+    from ...mods.codegen import captured_of
+
+    parts = take_apart(mods, captured)
+    modifiers = Modifiers(
+        0 if bias is None else bias_of(bias),
+        captured_of(parts.mask) or 0,
+        captured_of(parts.score) or 0,
+        *lists_of(parts),
+    )
+    return Optionals(slopes, alibi_batch, *rest, _contiguous(dropout_rng), modifiers)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    """x.contiguous(), which takes thrice as long to find that x is."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+BIAS = Extras._fields.index("bias")
+
+
+def bias_of(x: Tensor) -> Bias:
+    """A bias, or its gradient, as kernels take it."""
+    return Bias(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride())))
+
+
+def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
+    """The lists of a block mask as kernels take them, by queries and by keys."""
+    if parts.partial is None:
+        return 0, 0
+    blocks = [lists.counts.shape[2] for lists in parts.partial[::-1]]
+    return tuple(_lists(*both) for both in zip(parts.partial, parts.full, blocks))
+
+
+def _lists(partial: BlockLists, full: BlockLists, blocks: int) -> Lists:
+    batch, nheads, rows = partial.counts.shape
+    return Lists(
+        *map(_contiguous, partial),
+        partial.indices.shape[3],
+        *map(_contiguous, full),
+        full.indices.shape[3],
+        0 if batch == 1 else nheads * rows,
+        0 if nheads == 1 else rows,
+        blocks,
+    )

@@ -1,0 +1,61 @@
+"""The first launch of a kernel, which compiles it: what Triton then raises about the machine gets a
+remedy.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from ...tile.mask import apply_mask
+
+INTERPRETED = (
+    "TRITON_INTERPRET=1 was set when Triton was imported, so that every kernel of this process is "
+    "one for CPU tensors: start it without; tilewise.testing.use_interpreter() needs no variable"
+)
+NO_COMPILER = (
+    "Triton calls ptxas, and a C compiler for its launchers: install gcc or clang, with Python's "
+    "headers, or let CC name one"
+)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton compiles nothing in this process."""
+    return not isinstance(apply_mask, JITFunction)
+
+
+def first_launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
+    """The compiled kernel, launched. RuntimeError, from what Triton raised, where a folder cannot
+    be written or a compiler is missing or fails.
+    """
+    try:
+        return kernel[(programs,)](*args, **options)
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        if not (remedy := _remedy(error)):
+            raise
+        raise RuntimeError(
+            f"the kernels of tilewise cannot be compiled here ({type(error).__name__}: {error}): "
+            f"{remedy}"
+        ) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about it; "" where it is not about the machine."""
+    folder = knobs.cache.dir
+    is_folder = "cache dir" in str(error)
+    if isinstance(error, OSError):
+        # A compiler is called by its name, and folders are made from the root on
+        name = str(error.filename or folder)
+        is_folder = name.startswith(folder) or folder.startswith(name)
+    elif not isinstance(error, subprocess.SubprocessError):
+        if not is_folder and "C compiler" not in str(error):
+            return ""
+    if not is_folder:
+        return NO_COMPILER
+    return (
+        f"Triton keeps what it compiles in {folder}, so let TRITON_CACHE_DIR (and TMPDIR) name a "
+        "folder that can be written and has room"
+    )

@@ -1,0 +1,58 @@
+"""Calls with a cache, checked: what operators and kernels are handed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...problem import Extras, Mods, Problem, Scalars, describe
+from ...tile.rotary import Rotary
+
+Tensor = torch.Tensor
+
+
+class Cached(NamedTuple):
+    """A call with a cache that has passed the door."""
+
+    q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
+    k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, ...)
+    v: Tensor
+    page_table: Tensor | None  # (batch, pages), int32
+    extras: Extras
+    scalars: Scalars
+    split_size: int
+    mask: str = ""  # the name of the mask's tree
+    backend: str | None = None  # the name of one to force
+    look: Any = None  # what it is kept under, or None
+
+    @property
+    def problem(self) -> Problem:
+        """What selects code."""
+        q = self.q if self.q.dim() == 4 else self.q.unsqueeze(0)
+        flags = "bottom_right", False, Mods(self.mask)
+        return describe(q, self.k, self.v, self.extras, self.scalars, *flags)
+
+
+class Append(NamedTuple):
+    """What is appended to what."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    seqused_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    slots: Tensor | None
+    rotary: Rotary | None
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """(batch, nheads, seqlen_q), packed (nheads, total_q)."""
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
+def lse_by_query(lse: Tensor) -> Tensor:
+    """The view (batch, seqlen_q, nheads), packed (total_q, nheads)."""
+    return lse.transpose(-1, -2)

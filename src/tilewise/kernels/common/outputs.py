@@ -1,0 +1,31 @@
+"""What a backend returns, allocated: shapes and strides in one place, because a traced graph
+asserts them.
+
+`out` is dense in (batch, seqlen, nheads, headdim) order, whatever the layout of the call: so the
+projection that follows reads it without a copy, as after torch's own attention. `lse` is contiguous
+(batch, nheads, seqlen_q), fp32 (fp64 for fp64 inputs). A gradient has the strides of its input, as
+far as `torch.empty_like` keeps them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Extras, Grads, Problem
+
+
+def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` (batch, seqlen_q, nheads, headdim_v) and `lse`."""
+    batch, seqlen_q, nheads, _ = q.shape
+    out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(batch, nheads, seqlen_q, dtype=lse_dtype)
+
+
+def empty_grads(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras
+) -> Grads:
+    """One gradient per input, of its dtype and strides."""
+    dsinks = None if extras.sinks is None else torch.empty_like(extras.sinks)
+    dbias = torch.empty_like(extras.bias) if problem.has_bias_grad else None
+    return Grads(*map(torch.empty_like, (q, k, v)), dsinks, dbias)

@@ -1,0 +1,45 @@
+"""After the backward: dQ, from its fp32 accumulator to the tensor that comes back."""
+
+import triton
+import triton.language as tl
+
+from ....tile.schedule import find_query_tile
+from ....tile.seqlen import padded_row, place_of
+from ...common.io import from_row, store_rows
+
+
+@triton.jit
+def hopper_bwd_dq_kernel(
+    accumulated, dq, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
+):
+    ROWS: tl.constexpr = TILE.BLOCK_M
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, ROWS)
+    seqlen_q = sizes.seqlen_q
+    block = batch.to(tl.int64) * sizes.nheads + head
+    if FEATURES.PACKED:
+        if batch >= sizes.packed:
+            return
+        place = place_of(batch, sizes, optionals, FEATURES)
+        dq, seqlen_q = from_row(dq, place.first_q), place.rows_q
+        block = head.to(tl.int64) * (padded_row(sizes.seqlen_q, sizes.packed, ROWS) // ROWS)
+        block += padded_row(place.first_q, batch, ROWS) // ROWS
+        batch = place.batch
+    else:
+        block *= tl.cdiv(seqlen_q, ROWS)
+    tile = accumulated + (block + m_block) * (ROWS * BLOCK_D)
+    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D) * numbers.scale
+    if FEATURES.DROPOUT:
+        x *= numbers.dropout_factor
+    store_rows(dq, batch, head, x, m_block * ROWS, seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
+
+
+@triton.jit
+def in_rows(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of dQ, from the order that `add_dq` of mma.py leaves them in: 64 rows, 8 columns
+    of them, four warps of 16 rows, in which a thread has 2 columns of two rows that are 8 apart.
+    Halves of rows, halves and quarters of columns all lie like this.
+    """
+    x = x.reshape(ROWS // 64, BLOCK_D // 8, 4, 8, 4, 2, 2)
+    return x.permute(0, 2, 5, 3, 1, 4, 6).reshape(ROWS, BLOCK_D)

@@ -1,0 +1,42 @@
+"""dK and dV on their way from registers to memory, by way of shared memory and the copy engine."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ..compat import tma_store
+from ..layouts import row_of
+from ..tma import store_ragged
+
+
+@gluon.jit
+def used_rows(rows, work, start, FEATURES: gl.constexpr):
+    """dK or dV of 64 keys, 0 for those that are not used: their P and dS are 0, but 0 times what a
+    query holds may be NaN.
+    """
+    if FEATURES.SEQUSED_K:
+        k_idx = start + gl.arange(0, 64, row_of(rows.type.layout))
+        return gl.where((k_idx < work.seqlen_k)[:, None], rows, 0.0)
+    else:
+        return rows
+
+
+@gluon.jit
+def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr, FEATURES: gl.constexpr):
+    """Stores 64 rows of dK or dV, by way of the warpgroup's buffer."""
+    rows = used_rows(rows, work, start, FEATURES).to(desc.dtype)
+    buffer = outputs.smem.index(WG)
+    tma.store_wait(0)  # the copy engine has read from here what was stored before
+    buffer.store(rows)
+    fence_async_shared()  # what threads wrote, before the copy engine reads it
+    store_keys(desc, work, start, buffer, FEATURES)
+
+
+@gluon.jit
+def store_keys(desc, work, start, buffer, FEATURES: gl.constexpr):
+    """Stores a buffer as rows of a tile's keys; the copy engine writes none past their end."""
+    if FEATURES.PACKED:
+        store_ragged(desc, work.stop_k, work.rows_k, work.head, start, buffer)
+    else:
+        shape: gl.constexpr = desc.block_type.shape
+        tma_store(desc, [work.batch, work.head, start, 0], buffer.reshape(shape))

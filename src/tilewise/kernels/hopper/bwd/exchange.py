@@ -1,0 +1,71 @@
+"""dS in shared memory: each matmul warpgroup writes that of its keys, and reads all of it for its
+half of dQ.
+
+Where dS is the gradient of a bias it lies as the bias does, the keys of a query as neighbours, in
+halves of 64 keys, and the copy engine writes it to memory from there.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+
+from ..compat import tma_store
+from ..layouts import accumulator, shared
+
+
+@gluon.jit
+def make_scores(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Room for three turns: (3, BLOCK_N, BLOCK_M) of dS^T, or (6, BLOCK_M, 64) of dS."""
+    M: gl.constexpr = TILE.BLOCK_M
+    N: gl.constexpr = TILE.BLOCK_N
+    if TILE.BIAS_GRAD:
+        return gl.allocate_shared_memory(dtype, [6, M, 64], shared(M, 64, dtype))
+    else:
+        return gl.allocate_shared_memory(dtype, [3, N, M], shared(N, M, dtype))
+
+
+@gluon.jit
+def share_scores(slots, slot, WG: gl.constexpr, ds, TILE: gl.constexpr):
+    """Stores dS^T of the warpgroup's keys: (64, BLOCK_M)."""
+    if TILE.BIAS_GRAD:
+        slots.index(2 * slot + WG).permute((1, 0)).store(ds)
+    else:
+        slots.index(slot).slice(WG * 64, 64, 0).store(ds)
+
+
+@gluon.jit
+def write_scores(desc, slots, slot, WG: gl.constexpr, work, block, TILE: gl.constexpr):
+    """Writes what `share_scores` stored, where it is the gradient of a bias. The slot is stored to
+    again in three turns: so the copies of all turns but the last two must have read theirs.
+    """
+    if TILE.BIAS_GRAD:
+        shape: gl.constexpr = desc.block_type.shape
+        at = [work.batch, block.head, block.m_block * TILE.BLOCK_M, work.start + WG * 64]
+        tma_store(desc, at, slots.index(2 * slot + WG).reshape(shape))
+        tma.store_wait(2)
+
+
+@gluon.jit
+def multiply_scores(slots, slot, k, WG: gl.constexpr, TILE: gl.constexpr):
+    """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one."""
+    HALF: gl.constexpr = TILE.BLOCK_D // 2
+    if TILE.BLOCK_M == 128:
+        left = slots.index(slot).slice(WG * 64, 64, 1).permute((1, 0))
+        return warpgroup_mma(left, k, no_sums(TILE.BLOCK_D), use_acc=False, is_async=True)
+    else:
+        right = k.slice(WG * HALF, HALF, 1)
+        nothing = no_sums(HALF)
+        if TILE.BIAS_GRAD:
+            left, keys = slots.index(2 * slot), right.slice(0, 64, 0)
+            first = warpgroup_mma(left, keys, nothing, use_acc=False, is_async=True)
+            left, keys = slots.index(2 * slot + 1), right.slice(64, 64, 0)
+            return warpgroup_mma(left, keys, first, is_async=True)
+        else:
+            left = slots.index(slot).permute((1, 0))
+            return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def no_sums(COLUMNS: gl.constexpr):
+    """(64, COLUMNS) zeros."""
+    return gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS))

@@ -1,0 +1,107 @@
+"""The backward for Hopper: one warp that loads, two warpgroups that compute.
+
+A program stays on its SM and works through tiles of keys that a counter hands out. It holds a tile
+and walks the queries that see it (`load`, `mma`). dK and dV stay in registers until the
+tile is done. dQ belongs to the queries, of which every tile of keys knows only its part: the parts
+meet in an fp32 accumulator in memory, by atomics that nothing waits for. FlashAttention-2 (arXiv
+2307.08691), algorithm 2, laid out for Hopper as in FlashAttention-3 (arXiv 2407.08608).
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ..layouts import shared
+from ..pipeline import make_barrier
+from ..work import Call
+from .bias import make_bias
+from .exchange import make_scores
+from .load import load_partition
+from .mma import grad_partition
+from .ordered_add import ask_partition, make_turns, pass_partition
+from .rings import Inputs, Rings, make_keys, make_mail, make_queries
+
+
+class Outputs(NamedTuple):
+    """Where gradients go, and the shared memory that dK and dV pass through: (2, 64, BLOCK_D)."""
+
+    dq: gl.tensor  # the accumulator, in the order of registers
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
+    smem: gl.shared_memory_descriptor
+
+
+class Exchange(NamedTuple):
+    """dS of both warpgroups, three turns (see `make_scores`): each computes half of dQ from all of
+    it.
+
+    There is no `empty` barrier. A warpgroup writes turn i where turn i - 3 was, and before that
+    waits for `full` of turn i - 1. So the other has written turn i - 1, and it does that only when
+    it has finished the dQ of turn i - 3.
+    """
+
+    ds: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def hopper_bwd_kernel(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    stats_desc,
+    dq,
+    counters,
+    dk_desc,
+    dv_desc,
+    bias_desc,
+    dbias_desc,
+    further,
+    queue,
+    optionals,
+    sizes,
+    numbers,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = TILE.BLOCK_D
+    keys = make_keys(dtype, TILE)
+    queries = make_queries(dtype, TILE)
+    exchange = Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
+    mail = make_mail(TILE)
+    turns = make_turns(TILE)
+    bias = make_bias(dtype, TILE)
+    out_smem = gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
+    fence_async_shared()  # barriers are made before a copy arrives at one
+
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, further)
+    outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
+    rings = Rings(keys, queries, exchange, mail, turns, bias)
+    call = Call(queue, optionals, sizes, numbers)
+    if TILE.ORDERED:
+        gl.warp_specialize(
+            [
+                (grad_partition, (0, rings, outputs, call, FEATURES, TILE)),
+                (grad_partition, (1, rings, outputs, call, FEATURES, TILE)),
+                (load_partition, (inputs, rings, call, FEATURES, TILE)),
+                (ask_partition, (rings, counters, call, FEATURES, TILE)),
+                (pass_partition, (rings, counters, call, FEATURES, TILE)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (grad_partition, (0, rings, outputs, call, FEATURES, TILE)),
+                (grad_partition, (1, rings, outputs, call, FEATURES, TILE)),
+                (load_partition, (inputs, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

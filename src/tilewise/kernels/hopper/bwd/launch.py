@@ -1,0 +1,328 @@
+"""Host side of the backward: delta, then all gradients, then dQ from its accumulator.
+
+Memory beside the gradients: dQ in fp32, and two floats a query; of packed sequences for up to 128
+queries a sequence more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from ....emulator.switch import emulator_seed
+from ....problem import NO_MODS, Extras, Grads, Problem, Scalars
+from ....tile.seqlen import padded_row
+from ....tile.types import Features, KeyPipeline, Numbers, Queue, Sizes, Tile
+from ...common.arguments import bias_of, features_of, numbers_of, optionals_of, sizes_of, strided
+from ...common.building import first_launch
+from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
+from ...common.bwd_delta import Accumulated, bwd_delta_kernel
+from ...common.outputs import empty_grads
+from ...common.relaunch import apart, extras_apart, full_look_of
+from .. import assembly
+from ..bias_memory import has_tiles
+from ..descriptors import ELEMENTS, checked, in_steps, of_backward, ragged_steps
+from ..padded import copy_back, in_padded_rows, is_padded, with_padded_rows
+from ..tile_counter import counter_of, processors
+from . import dropout as bwd_dropout
+from . import work_tile as bwd_work
+from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of
+from .dq import hopper_bwd_dq_kernel
+from .kernel import hopper_bwd_kernel
+from .kernel_wide import hopper_bwd_wide_kernel
+from .relaunch import (
+    Given,
+    Launched,
+    Scratch,
+    fill_dsinks,
+    keep,
+    launch_again,
+    make_scratch,
+    shapes_of,
+)
+
+Tensor = torch.Tensor
+ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
+AT_ONCE = 16 << 20  # bytes of queries that programs under a causal mask are at: `together`
+TINY = 1e-30  # a scale under this is no divisor
+
+
+class Plan(NamedTuple):
+    """What a `Problem` selects: constants of the kernels, and the blocks of the descriptors."""
+
+    features: Features
+    tile: KeyPipeline
+    edge: Tile  # of the kernels before and after
+    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv, the bias and its gradient
+    layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(
+    problem: Problem, has_scale: bool, is_copied: bool = False, bias_grad: bool = False
+) -> Plan:
+    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `is_copied`: the
+    copy engine can read its bias; `bias_grad`: and write dS as the gradient of that.
+
+    To headdim 128 both head dims are padded to the wider one.
+    """
+    block_d, block_dv = (
+        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    widest = max(block_d, block_dv)
+    if widest <= 128:
+        block_d = block_dv = widest
+    n = 128 if widest <= 128 else 64
+    # 128 queries at a time leave no registers for positions or derivatives
+    needs_registers = problem.is_modified or problem.has_alibi or problem.has_softcap
+    m = 128 if widest == 64 and not needs_registers else 64
+    # Tall tiles have none to load lse ahead of S
+    is_bent = problem.has_softcap or problem.mods.score
+    lse_first = m == 64 and has_scale and not is_bent
+    is_ragged = problem.is_packed or problem.has_seqused_k
+    is_labelled = problem.mods.block != NO_MODS.block or problem.has_dropout
+    is_copied = is_copied and n == 128  # wide heads leave no shared memory
+    flags = problem.deterministic, lse_first, is_ragged, is_labelled, is_copied, bias_grad
+    tile = KeyPipeline(m, n, block_d, block_dv, *flags)
+    before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
+    before_keys = [1, 1, 1] if is_ragged else [1, 1]
+    blocks = (
+        [*before, m, block_d],
+        [*before, m, block_dv],
+        [*before_keys, n, block_d],
+        [*before_keys, n, block_dv],
+        [1, 1, 1, m],
+        [*before, 64, block_d],
+        [*before, 64, block_dv],
+        [1, 1, m, 64],
+        [1, 1, m, 64],
+    )
+    element = ELEMENTS[problem.dtype]
+    kinds = (*[element] * 4, gl.float32, *[element] * 4)
+    layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    edge = Tile(ROWS, 16, block_d, block_dv, False)
+    return Plan(features, tile, edge, blocks, layouts)
+
+
+def plan_for(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, bias, dbias
+) -> tuple[Plan, tuple[int, ...] | None]:
+    """The plan of a call, and the shape of the dS that is summed for the gradient of the bias."""
+    way = way_of(problem, bias, dbias, q, k)
+    plan = plan_of(problem, abs(scalars.scale) > TINY, has_tiles(bias, q), bool(way))
+    return plan, sums_of(q, k) if way == SUMMED else None
+
+
+def backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+) -> Grads:
+    """Gradients by recomputation."""
+    grads = empty_grads(problem, q, k, v, extras)
+    if q.numel() == 0 or k.numel() == 0:  # a descriptor of no rows is invalid
+        for grad in (*grads[:3], grads.dbias):
+            if grad is not None:
+                grad.zero_()
+    if lse.numel() == 0:
+        if grads.dsinks is not None:
+            grads.dsinks.zero_()
+        return grads
+    dout = in_padded_rows(dout)  # such as the expanded gradient of a sum
+    if is_padded(problem):
+        q, k, v = map(in_padded_rows, (q, k, v))
+    dlse = None if dlse is None else dlse.contiguous()
+    given = Given(dout, dlse, q, k, v, out, lse)
+    addresses, look = full_look_of((*given, *extras.tensors))
+    look = problem, scalars, look
+    written = with_padded_rows(grads) if is_padded(problem) else grads
+    if not launch_again(look, addresses, given, written, extras.bias):
+        with on_device(q.device):
+            launch_first(look, given, written, extras)
+    copy_back(written, grads)
+    return grads
+
+
+def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> None:
+    """The backward through Triton's launcher; kept for later ones of its look."""
+    problem, scalars, _ = look
+    given, extras = Given(*apart(given)), extras_apart(extras)
+    dout, _, q, k, v, _, lse = given
+    if problem.has_seqused_k and not problem.is_packed:
+        k, v = in_steps(k), in_steps(v)
+    plan, ds = plan_for(problem, scalars, q, k, extras.bias, grads.dbias)
+    groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    m_blocks = padded_blocks(problem, groups[1])
+    programs = lse.shape[0] * lse.shape[1] * m_blocks
+    scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks, ds), lse)
+    added = accumulated_of(plan, scratch, groups[2]), scratch.turns
+    reads = strided(given.out), strided(dout), lse, given.dlse, scratch.delta
+    args = (*reads, *added, scratch.parts, *groups[:2])
+    edges = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
+    fill_dsinks(grads, scratch)
+    if k.numel() == 0:
+        return
+    target = target_of(plan, grads, scratch.ds)
+    clear_unseen(problem, target)
+    pairs = extras.bias, target
+    main = run_main(problem, plan, dout, q, k, v, added, grads, pairs, *groups)
+    if plan.tile.BIAS_GRAD:
+        sum_scores(grads.dbias, scratch.ds)
+    args = scratch.dq, strided(grads.dq), *groups
+    edges.append(run_edge(hopper_bwd_dq_kernel, programs, args, plan, q.device))
+    if grads.dbias is not None and not plan.tile.BIAS_GRAD:
+        args = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
+        edges.append(run_dbias(plan, (q, k, grads.dbias), (*args, *groups)))
+    is_copied = k is not given.k or v is not given.v
+    if main is not None and not is_copied:
+        keep(look, (given, extras, grads, scratch), plan, [x for x in edges if x], main)
+
+
+def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulated:
+    """What the kernel before fills, as kernels take it."""
+    lse_unit = numbers.scale_log2 if plan.tile.LSE_FIRST else 1.0
+    padded = scratch.stats.shape[3]
+    return Accumulated(scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor)
+
+
+def padded_blocks(problem: Problem, sizes: Sizes) -> int:
+    """Blocks of ROWS queries of a head, in which no two sequences share a block. Packed sequences
+    can have as many, whatever their lengths.
+    """
+    if problem.is_packed:
+        return padded_row.fn(sizes.seqlen_q, sizes.packed, ROWS) // ROWS
+    return triton.cdiv(sizes.seqlen_q, ROWS)
+
+
+def arguments(
+    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pairs, sizes: Sizes
+) -> tuple:
+    """The descriptors of the kernel, what it adds to among them, and its queue. `pairs`: the bias,
+    and where its gradient is written, or None.
+    """
+    accumulated, turns = added
+    tensors = q, dout, k, v, accumulated.stats, grads.dk, grads.dv
+    of_pairs = [x for x in pairs if x is not None] if plan.tile.BIAS_COPIED else []
+    described = of_backward(plan, *tensors, *of_pairs)
+    *reads, dk, dv, for_bias, for_dbias = (*described, None, None)[:9]
+    further = ragged_steps(k)[2], ragged_steps(v)[2]
+    queue = queue_of(problem, plan, q, k, sizes)
+    return *reads, accumulated.dq, turns, dk, dv, for_bias, for_dbias, further, queue
+
+
+def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
+    """The tiles of the call; of packed sequences as many as there can be: each has a block that is
+    not full, at most.
+    """
+    batch, seqlen_k, nheads_k, _ = k.shape
+    heads, counter = batch * nheads_k, counter_of(q.device)
+    if problem.is_packed:
+        n_blocks = seqlen_k // plan.tile.BLOCK_N + sizes.packed
+        blocks = AT_ONCE // (plan.tile.BLOCK_N * problem.group * bytes_of_row(problem, q))
+        mixed = blocks if problem.is_causal and not problem.deterministic else 0
+        return Queue(counter, heads * n_blocks, nheads_k, heads, mixed)
+    n_blocks = triton.cdiv(seqlen_k, plan.tile.BLOCK_N)
+    return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
+
+
+def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pairs, *groups):
+    """The kernel itself; `groups` are its optionals, sizes and numbers. Returns the launch, or None
+    where it was emulated.
+    """
+    args = (*arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1]), *groups)
+    queue = args[12]
+    kernel = hopper_bwd_kernel if plan.tile.BLOCK_N == 128 else hopper_bwd_wide_kernel
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    if (seed := emulator_seed()) is not None and q.device.type == "cpu":
+        from ....emulator.hopper import emulate
+
+        programs = min(queue.tiles, 4)  # few, so that each works through several tiles
+        asm = assembly.ASM | bwd_dropout.ASM
+        emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
+        return None
+    programs = min(queue.tiles, processors(q.device))
+    return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
+
+
+def together(problem: Problem, q: Tensor) -> int:
+    """Key heads whose tiles are mixed, evenly.
+
+    Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
+    beside FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997, 1.002;
+    with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles
+    wait for each other as many as have 16Ki rows, at headdim 64 64Ki: neighbours of one head then
+    start at different times, and what they add to is still in the L2 cache (H200, back to back, of
+    the backward that waits for nobody: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with
+    two, 4Ki, 0.72, 0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95
+    with 16).
+    """
+    heads = q.shape[0] * problem.nheads_k
+    rows = problem.group * q.shape[1]
+    if problem.deterministic:
+        most = max(1, (65536 if problem.headdim <= 64 else 16384) // rows)
+    elif problem.is_causal:
+        most = max(1, AT_ONCE // (rows * bytes_of_row(problem, q)))
+    else:
+        most = 1
+    return triton.cdiv(heads, triton.cdiv(heads, most))
+
+
+def bytes_of_row(problem: Problem, q: Tensor) -> int:
+    """Of a query, with its dO and its dQ in fp32."""
+    return (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4
+
+
+def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched | None:
+    """The gradient of the bias, by a kernel of its own; None where it is empty."""
+    q, k, dbias = tensors
+    tile = Tile(64, 64, plan.tile.BLOCK_D, plan.tile.BLOCK_DV, False)
+    sharing, programs = sharing_of(dbias, q, k, tile)
+    if programs == 0:
+        return None
+    options = dict(num_warps=8, num_stages=1)
+    constants = plan.features, tile
+    return _run(attn_bwd_dbias_kernel, programs, (*args, sharing), constants, q.device, options)
+
+
+def run_edge(
+    kernel: Any, programs: int, args: tuple, plan: Plan, device: torch.device
+) -> Launched | None:
+    """A kernel over tiles of ROWS queries."""
+    is_wide = max(plan.edge.BLOCK_D, plan.edge.BLOCK_DV) > 128
+    options = dict(num_warps=16 if is_wide else 8)
+    return _run(kernel, programs, args, (plan.features, plan.edge), device, options)
+
+
+def _run(
+    kernel: Any, programs: int, args: tuple, constants: tuple, device: torch.device, options: dict
+) -> Launched | None:
+    """A Triton kernel; on CPU tensors through the interpreter, and there is no launch then."""
+    features, tile = constants
+    if emulator_seed() is not None and device.type == "cpu":
+        from ....emulator.triton.interpreter import interpret
+
+        features = features._replace(FAST_TANH=False)  # an instruction of GPUs
+        interpret(kernel)[(programs,)](*args, FEATURES=features, TILE=tile)
+        return None
+    compiled = first_launch(kernel, programs, *args, FEATURES=features, TILE=tile, **options)
+    return Launched(compiled, programs, (*args, *constants))
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a GPU current that is not."""
+    if device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

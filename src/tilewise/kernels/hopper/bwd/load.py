@@ -1,0 +1,174 @@
+"""The load warp of the backward: a tile of keys once, then the queries that see it, one block after
+the other.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ....tile.seqlen import modifiers_of
+from ....tile.varlen import Hint
+from ..compat import tma_load
+from ..pipeline import after, nth, start, wait_empty
+from ..tma import load_ragged
+from ..work import END, Work, is_partial, set_back
+from .bias import copy_bias
+from .block_list import count_listed, listed_block, listed_blocks
+from .labels import write_label
+from .query_blocks import Block, block_after, count_blocks, first_block
+from .work_tile import (
+    RaggedWork,
+    close_packed,
+    draw_late,
+    find_tile,
+    open_key_tile,
+    open_packed_tile,
+    send_tile,
+    tile_lengths,
+)
+
+
+@gluon.jit
+def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    modifiers = modifiers_of(call.optionals)
+    if FEATURES.PACKED:
+        load_packed(inputs, rings, modifiers, call, FEATURES, TILE)
+    else:
+        load_batch(inputs, rings, modifiers, call, FEATURES, TILE)
+
+
+@gluon.jit
+def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Sequences that have as many rows each, so that the host knows how many tiles there are."""
+    mail = start()
+    keys_at = start()
+    step = gl.to_tensor(0)
+    tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
+    while tile < call.queue.tiles:
+        work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
+        send_tile(rings.mail, mail, work, TILE)
+        mail = after(mail, 2)
+        load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
+        keys_at = after(keys_at, 1)
+        step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
+        # Not sooner: others may wait for what a tile adds
+        tile = draw_late(call.queue, TILE.ORDERED)
+    set_back(call.queue, tile, call.queue.tiles)
+    send_end(rings.mail, mail, TILE)
+
+
+@gluon.jit
+def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Packed sequences, of which only the device knows how many tiles there are."""
+    mail = start()
+    keys_at = start()
+    step = gl.to_tensor(0)
+    tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
+    drawn = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+    while drawn.batch < call.sizes.packed:
+        work = open_packed_tile(drawn, call, FEATURES, TILE)
+        send_tile(rings.mail, mail, work, TILE)
+        mail = after(mail, 2)
+        load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
+        keys_at = after(keys_at, 1)
+        step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
+        tile = draw_late(call.queue, TILE.ORDERED)
+        drawn = find_tile(tile, drawn.hint, call, FEATURES, TILE)
+    close_packed(drawn, call, TILE)
+    send_end(rings.mail, mail, TILE)
+
+
+@gluon.jit
+def send_end(mailbox, cursor, TILE: gl.constexpr):
+    """No more tiles."""
+    if TILE.RAGGED:
+        send_tile(mailbox, cursor, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), TILE)
+    else:
+        send_tile(mailbox, cursor, Work(END, 0, 0, 0, 0, 0, 0, 0), TILE)
+
+
+@gluon.jit
+def load_keys(inputs, keys, at, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """K and V of a tile."""
+    BYTES: gl.constexpr = inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
+    wait_empty(keys, at)
+    full = keys.full.index(0)
+    mbarrier.expect(full, BYTES)
+    k, v = keys.k.index(0), keys.v.index(0)
+    if TILE.RAGGED:
+        stop, head_k, head_v = work.seqlen_k, work.head, work.head
+        if FEATURES.PACKED:
+            stop += work.stop_k - work.rows_k
+        else:
+            head_k += work.batch * inputs.further[0]
+            head_v += work.batch * inputs.further[1]
+        load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k)
+        load_ragged(inputs.v, stop, work.seqlen_k, head_v, work.start, full, v)
+    else:
+        load_tile(inputs.k, work.batch, work.head, work.start, full, k)
+        load_tile(inputs.v, work.batch, work.head, work.start, full, v)
+
+
+@gluon.jit
+def load_blocks(
+    inputs, rings, step, work, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """The blocks of queries that a tile visits; returns the step that the next tile begins with."""
+    if FEATURES.MASK_M > 0:
+        is_whole = work.start + TILE.BLOCK_N <= tile_lengths(work, call, FEATURES, TILE).seqlen_k
+        for member in range(FEATURES.GROUP * (work.last >= 0).to(gl.int32)):
+            head = work.head * FEATURES.GROUP + member
+            listed = listed_blocks(work.start, work.batch, head, modifiers, call, FEATURES, TILE)
+            for i in range(count_listed(listed, FEATURES, TILE)):
+                m_block, is_listed_partial = listed_block(listed, i, FEATURES, TILE)
+                block = Block(head, m_block)
+                masked = is_listed_partial | ~is_whole
+                load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
+                copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
+                step += 1
+    else:
+        block = first_block(work, FEATURES)
+        for _ in range(count_blocks(work, FEATURES)):
+            masked = is_partial(block.m_block, work)
+            load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
+            copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
+            step += 1
+            block = block_after(block, work, FEATURES)
+    return step
+
+
+@gluon.jit
+def load_queries(
+    inputs, rings, step, work, block, masked, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """Q and dO of a block, with -lse and -delta of its rows."""
+    BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.do.block_type.nbytes
+    STATS: gl.constexpr = inputs.stats.block_type.nbytes
+    stats: gl.constexpr = inputs.stats.block_type.shape
+    batch, head, m_start = work.batch, block.head, block.m_block * TILE.BLOCK_M
+    queries, at = rings.queries, nth(step)
+    wait_empty(queries, at)
+    full = queries.full.index(at.slot)
+    if TILE.LABELLED:
+        write_label(queries.labels, at, work, block, masked, call, FEATURES)
+    mbarrier.expect(full, BYTES + 2 * STATS)
+    q, do = queries.q.index(at.slot), queries.do.index(at.slot)
+    if FEATURES.PACKED:
+        stop, size = work.stop_q, work.seqlen_q
+        load_ragged(inputs.q, stop, size, head, m_start, full, q)
+        load_ragged(inputs.do, stop, size, head, m_start, full, do)
+        batch = 0
+        m_start += work.padded_q
+    else:
+        load_tile(inputs.q, batch, head, m_start, full, q)
+        load_tile(inputs.do, batch, head, m_start, full, do)
+    minus_lse = queries.minus_lse.index(at.slot).reshape(stats)
+    tma_load(inputs.stats, [batch, head, 0, m_start], full, minus_lse)
+    minus_delta = queries.minus_delta.index(at.slot).reshape(stats)
+    tma_load(inputs.stats, [batch, head, 1, m_start], full, minus_delta)
+
+
+@gluon.jit
+def load_tile(desc, batch, head, row, full, slot):
+    shape: gl.constexpr = desc.block_type.shape
+    tma_load(desc, [batch, head, row, 0], full, slot.reshape(shape))

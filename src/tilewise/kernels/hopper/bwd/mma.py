@@ -1,0 +1,362 @@
+"""The matmul warpgroups of the backward: FlashAttention-2, algorithm 2, each with 64 of a tile's
+keys.
+
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
+
+S and dP are computed transposed, so that P^T and dS^T are in registers just where wgmma wants its
+left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each
+warpgroup computes half of dQ. It does so a block late, when the other's dS has long been there:
+the two need not keep step, and one computes with vectors while the other computes with matrices.
+
+Of a thread's 240 registers dK and dV take 128 at headdim 128, and the tiles of a block up to 80:
+the rest is what every address and counter has to fit in. Where the code counts steps instead of
+keeping cursors, that is why.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....tile.gradient import probabilities, score_gradient
+from ....tile.mask import apply_mask
+from ....tile.score import load_slope
+from ....tile.seqlen import modifiers_of
+from ....tile.types import Lengths, Sequence
+from ..hide import hide
+from ..layouts import accumulator, by_register, column_of, left_operand, row_of
+from ..pipeline import Cursor, after, nth, release, start, wait_full
+from ..work import END
+from .bias import read_bias, score_with
+from .dropout import kept_operand, marked, select, weight_of
+from .dropout_bits import draw_kept
+from .epilogue import write_rows
+from .exchange import multiply_scores, share_scores, write_scores
+from .labels import block_at, block_behind, needs_mask
+from .ordered_add import await_turn, end_turn
+from .query_blocks import block_after, block_index, count_blocks, first_block
+from .work_tile import receive_tile, tile_lengths
+
+
+class Recomputed(NamedTuple):
+    """A block of probabilities, and what dS is a multiple of."""
+
+    operand: gl.tensor  # (64, BLOCK_M), in 16 bits, as dV takes it
+    weight: gl.tensor  # in fp32, times the derivative of the score
+    kept: gl.tensor  # bits of dropout, see dropout_bits.py
+
+
+@gluon.jit
+def grad_partition(
+    WG: gl.constexpr, rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    M: gl.constexpr = TILE.BLOCK_M
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    S_LAYOUT: gl.constexpr = accumulator(M)
+    K_LAYOUT: gl.constexpr = accumulator(D)
+    V_LAYOUT: gl.constexpr = accumulator(DV)
+    dtype: gl.constexpr = outputs.dk.dtype
+    # -delta a block ahead: for tall blocks under a causal mask, 16Ki 0.956 to 0.976 of
+    # FlashAttention-3; others have no registers for it, and lose up to 6 %
+    DELTA_AHEAD: gl.constexpr = M == 128 and FEATURES.RIGHT
+    keys = rings.keys
+    queries = rings.queries
+    exchange = rings.exchange
+    no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
+    modifiers = modifiers_of(call.optionals)
+
+    step = gl.to_tensor(0)  # blocks so far
+    tiles = gl.to_tensor(0)
+    turn = start()
+    last_turn = Cursor(turn.slot + 2, turn.phase)
+    work = receive_tile(rings.mail, tiles, TILE)
+    while work.start != END:
+        dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
+        dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
+        blocks = count_blocks(work, FEATURES)
+        block = first_block(work, FEATURES)
+        is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
+        # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
+        wait_full(keys, Cursor(0, tiles & 1))
+        wait_full(queries, nth(step), pred=is_seen)
+        minus_lse = load_row(queries.minus_lse, step, no_scores)
+        left = half_of(keys.k, WG, step)
+        pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
+        minus_delta = load_row(queries.minus_delta, step, no_scores)
+        s = warpgroup_mma_wait(0, deps=[pending_s])
+        for i in range(blocks):
+            # dP^T = V dO^T - delta, while P is recomputed
+            if not DELTA_AHEAD:
+                minus_delta = load_row(queries.minus_delta, step, no_scores)
+            left = half_of(keys.v, WG, step)
+            pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
+            k_start = work.start + WG * 64
+            visited = block_at(block, queries.labels, step, TILE)
+            if not TILE.LSE_FIRST:
+                minus_lse = load_row(queries.minus_lse, step, no_scores)
+            bias = read_bias(rings.bias, WG, step, TILE)
+            tile = recompute(
+                s, bias, minus_lse, k_start, work, visited, modifiers, call, dtype, FEATURES, TILE
+            )
+            dp = warpgroup_mma_wait(0, deps=[pending_dp])
+            # dV += P^T dO, while dS is made
+            left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
+            pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
+            ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
+            wait_full(exchange, last_turn, pred=i > 0)
+            share_scores(exchange.ds, turn.slot, WG, ds, TILE)
+            fence_async_shared()  # what threads wrote, before wgmma reads it
+            mbarrier.arrive(exchange.full.index(turn.slot), count=1)
+            write_scores(outputs.dbias, exchange.ds, turn.slot, WG, work, visited, TILE)
+            # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
+            # block and after the last one, from what lies there, and not used
+            dv = warpgroup_mma_wait(0, deps=[pending_dv])
+            goes_on = i + 1 < blocks
+            if TILE.LSE_FIRST:
+                wait_full(queries, nth(step + 1), pred=goes_on)
+                minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
+            k_smem = here(keys.k, step)
+            pending_dq = multiply_scores(exchange.ds, last_turn.slot, k_smem, WG, TILE)
+            left = gl.convert_layout(ds, left_operand(K_LAYOUT))
+            pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
+            # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
+            # from shared memory, by the path that atomics take: beside it they cost 2 to 6 %
+            dq = warpgroup_mma_wait(1, deps=[pending_dq])
+            if i > 0:
+                add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+            if not TILE.LSE_FIRST:
+                wait_full(queries, nth(step + 1), pred=goes_on)
+            left = half_of(keys.k, WG, step)
+            pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
+            dk = warpgroup_mma_wait(1, deps=[pending_dk])
+            if DELTA_AHEAD:
+                minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
+            release(queries, nth(step))
+            last_turn = turn
+            turn = after(turn, 3)
+            block = block_after(block, work, FEATURES)
+            step += 1
+            # No matmul may be on its way when the loop turns: the compiler would serialize all
+            s = warpgroup_mma_wait(0, deps=[pending_s])
+        wait_full(exchange, last_turn, pred=is_seen)
+        k_smem = here(keys.k, step)
+        pending_dq = multiply_scores(exchange.ds, last_turn.slot, k_smem, WG, TILE)
+        dq = warpgroup_mma_wait(0, deps=[pending_dq])
+        if is_seen:
+            add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+        release(keys, Cursor(0, 0))
+        rows = work.start + WG * 64
+        if FEATURES.DROPOUT:
+            dk *= call.numbers.dropout_factor
+            dv *= call.numbers.dropout_factor
+        write_rows(dk * call.numbers.scale, outputs.dk, outputs, work, rows, WG, FEATURES)
+        write_rows(dv, outputs.dv, outputs, work, rows, WG, FEATURES)
+        tiles += 1
+        work = receive_tile(rings.mail, tiles, TILE)
+    tma.store_wait(0)  # the copy engine still reads the last tile from shared memory
+
+
+@gluon.jit
+def here(slots, step):
+    """The one slot of K or V, by an index that is always 0 and that the compiler cannot know.
+
+    It would otherwise compute the operands of all wgmma instructions before the loop, 16 registers
+    of them for each of K and V, and spill as many.
+    """
+    return slots.index(step >> 30)
+
+
+@gluon.jit
+def half_of(slots, WG: gl.constexpr, step):
+    """The warpgroup's 64 rows of K or V: (64, BLOCK_D)."""
+    return here(slots, step).slice(WG * 64, 64, 0)
+
+
+@gluon.jit
+def load_row(row, step, like):
+    """One number a query, (1, BLOCK_M), beside a tile `like` this one."""
+    return row.index(step & 1).load(like.type.layout)
+
+
+@gluon.jit
+def multiply_queries(left, queries, step, minus_lse, no_scores, TILE: gl.constexpr):
+    """Starts S^T - lse = K Q^T - lse, lse in units of a raw score: (64, BLOCK_M)."""
+    right = queries.q.index(step & 1).permute((1, 0))
+    if TILE.LSE_FIRST:
+        first = minus_lse.broadcast_to(no_scores.shape)
+        return warpgroup_mma(left, right, first, is_async=True)
+    else:
+        return warpgroup_mma(left, right, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_values(left, queries, step, minus_delta, no_scores):
+    """Starts dP^T - delta = V dO^T - delta: (64, BLOCK_M). The accumulator starts at -delta, so
+    that nobody has to subtract it when no matmul is on its way.
+    """
+    right = queries.do.index(step & 1).permute((1, 0))
+    return warpgroup_mma(left, right, minus_delta.broadcast_to(no_scores.shape), is_async=True)
+
+
+@gluon.jit
+def grad_scores(tile, dp, queries, step, FEATURES: gl.constexpr):
+    """dS^T = P^T (dP^T - delta), times the derivative of the score."""
+    if FEATURES.DROPOUT:
+        minus_delta = load_row(queries.minus_delta, step, dp)
+        dp = select(tile.kept, dp, minus_delta)
+    return score_gradient(tile.weight, dp, 1.0)
+
+
+@gluon.jit
+def add_turn(
+    dq,
+    outputs,
+    rings,
+    work,
+    block,
+    step,
+    WG: gl.constexpr,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Adds the warpgroup's half of the dQ of the block before, when it is its turn."""
+    before = block_behind(block, rings.queries.labels, step, work, FEATURES, TILE)
+    await_turn(rings.turns, step - 1, TILE)
+    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
+    end_turn(rings.turns, step - 1, TILE)
+
+
+@gluon.jit
+def add_dq(
+    dq,
+    outputs,
+    work,
+    block,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
+    bytes a thread, 512 neighbours a warp.
+
+    Nothing waits for it, and it costs no shared memory, whose bandwidth the matmuls need: by way of
+    shared memory and the copy engine's reduce-add (TMA) headdim 64 was 4 to 6 % slower.
+    """
+    C: gl.constexpr = dq.shape[1]
+    x = in_register_order(dq)
+    part = block_index(block, work, call, FEATURES, TILE) * PARTS + PART
+    cells = outputs.dq + part * (64 * C) + gl.arange(0, 64 * C, x.type.layout)
+    gl.atomic_add(cells, x, sem="relaxed")
+
+
+@gluon.jit
+def in_register_order(x):
+    """A (64, C) accumulator as a vector in which four registers of a thread are neighbours: nothing
+    moves.
+    """
+    C: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = by_register(64 * C)
+    # A warp has 16 rows, in halves of 8; a thread has 2 columns of 8 in both halves
+    x = x.reshape([4, 2, 8, C // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([64 * C])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def in_accumulator_order(x, layout: gl.constexpr):
+    """The (64, C) accumulator that such a vector was."""
+    C: gl.constexpr = x.shape[0] // 64
+    x = x.reshape([C // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([64, C])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def recompute(
+    qk,
+    bias,
+    minus_lse,
+    k_start,
+    work,
+    block,
+    modifiers,
+    call,
+    dtype: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """P^T of a block, masked where it needs it.
+
+    The branch does more than save the mask: the compiler may not move the wait for dP before it. So
+    the exponentials belong inside, and run beside dP; and so do the conversions that dV waits for.
+    """
+    S_LAYOUT: gl.constexpr = qk.type.layout
+    IS_POSITION: gl.constexpr = (
+        FEATURES.MASK_MOD is not None or FEATURES.SCORE_MOD is not None or FEATURES.BIAS
+    )
+    lengths = tile_lengths(work, call, FEATURES, TILE)
+    q_start = block.m_block * TILE.BLOCK_M
+    column = gl.arange(0, qk.shape[1], column_of(S_LAYOUT))[None, :]
+    origin = 0
+    if IS_POSITION or not (TILE.RAGGED or FEATURES.ENDS):
+        q_idx = q_start + column
+    elif TILE.BLOCK_M == 128:
+        # Queries by the key they stand on, which is one number a block: tall blocks have no
+        # registers for more
+        q_idx = q_start + lengths.diagonal + column
+        lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, 0)
+    else:
+        origin = q_start + (column & 6)
+        q_idx, lengths = from_block(column, q_start, lengths)
+    slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
+    seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers, origin=origin)
+    k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
+    minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
+    scored = score_with(qk, bias, q_idx, k_idx, seq, FEATURES, TILE)
+    p = scored.s
+    if needs_mask(block, work, TILE):
+        # With the shorter branch packed rows were up to 8 % faster, dense ones 1 to 6 % slower, in
+        # two runs of three lengths: why is not known
+        if FEATURES.MASK_MOD is not None or FEATURES.ENDS or TILE.RAGGED:
+            p = hide(scored.s, q_idx, k_idx, seq, FEATURES)
+        else:
+            p = apply_mask(scored.s, q_idx, k_idx, seq, FEATURES)
+        p = probabilities(p, minus_lse, seq, FEATURES)
+        kept = draw_block(k_start, block, call, FEATURES, TILE)
+        p = marked(p, kept, FEATURES, TILE)
+        operand = kept_operand(p, kept, dtype, True, FEATURES, TILE)
+    else:
+        p = probabilities(scored.s, minus_lse, seq, FEATURES)
+        kept = draw_block(k_start, block, call, FEATURES, TILE)
+        p = marked(p, kept, FEATURES, TILE)
+        operand = kept_operand(p, kept, dtype, False, FEATURES, TILE)
+    return Recomputed(operand, weight_of(p, scored.derivative, FEATURES, TILE), kept)
+
+
+@gluon.jit
+def from_block(column, q_start, lengths):
+    """Queries counted from a block of them on, as `ragged.from_block` counts keys, and for its
+    reason: columns are constants then, and no register holds one.
+    """
+    before = q_start + (column & 6)
+    diagonal = lengths.diagonal + before
+    return column - (column & 6), Lengths(lengths.seqlen_q - before, lengths.seqlen_k, diagonal)
+
+
+@gluon.jit
+def draw_block(k_start, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Which pairs of a block dropout keeps, where there is dropout."""
+    if FEATURES.DROPOUT:
+        q_start, threshold = block.m_block * TILE.BLOCK_M, call.numbers.dropout_threshold
+        return draw_kept(block.stream, q_start, k_start, threshold, TILE.BLOCK_M)
+    else:
+        return gl.to_tensor(0)

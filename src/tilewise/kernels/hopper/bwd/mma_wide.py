@@ -1,0 +1,259 @@
+"""The matmul warpgroups of the backward for wide heads: 64 keys, one warpgroup with their dV, the
+other with their dK, each 128 registers a thread.
+
+    S^T = K Q^T    P = exp(S - lse)       dV += P^T dO    dQ = dS K, the first half of its columns
+    dP^T = V dO^T  dS = P (dP - delta)    dK += dS^T Q    and the second
+
+Both left operands that come from scores are in registers where they are needed, so shared memory is
+read less than if each had half of the scores. P goes from the first to the second in
+fp32, dS back in 16 bits, where wgmma reads it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....tile.seqlen import modifiers_of
+from ..layouts import accumulator, by_register, left_operand
+from ..pipeline import nth, release, wait_full
+from ..work import END
+from .dropout import marked_gradient
+from .epilogue import store_keys, used_rows
+from .labels import block_at, block_behind
+from .mma import add_dq, here, in_accumulator_order, in_register_order, load_row, recompute
+from .ordered_add import await_turn, end_turn
+from .query_blocks import block_after, count_blocks, first_block
+from .work_tile import receive_tile
+
+
+@gluon.constexpr_function
+def is_trimmed(headdim, padded):
+    """Whether the last quarter of a wide tile's columns is all padding, as of 192."""
+    return padded == 256 and headdim <= 192
+
+
+@gluon.jit
+def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """P and dV, and parts 0 and 1 of the dQ of the block before, whose dS is there by now."""
+    M: gl.constexpr = TILE.BLOCK_M
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    V_LAYOUT: gl.constexpr = accumulator(DV)
+    dtype: gl.constexpr = outputs.dv.dtype
+    queries = rings.queries
+    exchange = rings.exchange
+    no_scores = gl.zeros([64, M], gl.float32, accumulator(M))
+    no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
+    TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM, D)
+    IS_BENT: gl.constexpr = FEATURES.SOFTCAP or FEATURES.SCORE_MOD is not None
+    modifiers = modifiers_of(call.optionals)
+
+    step = gl.to_tensor(0)
+    tiles = gl.to_tensor(0)
+    work = receive_tile(rings.mail, tiles, TILE)
+    while work.start != END:
+        dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
+        blocks = count_blocks(work, FEATURES)
+        block = first_block(work, FEATURES)
+        is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
+        mbarrier.wait(rings.keys.full.index(0), tiles & 1)
+        wait_full(queries, nth(step), pred=is_seen)
+        pending_s = multiply_queries(here(rings.keys.k, step), queries, step, no_scores, TRIM, TILE)
+        s = warpgroup_mma_wait(0, deps=[pending_s])
+        for i in range(blocks):
+            visited = block_at(block, queries.labels, step, TILE)
+            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+            wait_full(exchange.ds, nth(step - 1), pred=i > 0)
+            k_smem = here(rings.keys.k, step)
+            if not IS_BENT:  # its derivative needs the registers
+                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
+            minus_lse = 0.0
+            if not TILE.LSE_FIRST:
+                minus_lse = load_row(queries.minus_lse, step, no_scores)
+            tile = recompute(
+                s, 0, minus_lse, work.start, work, visited, modifiers, call, dtype, FEATURES, TILE
+            )
+            exchange.p.store(in_register_order(tile.weight))
+            mbarrier.arrive(exchange.p_full, count=1)
+            if IS_BENT:
+                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
+            left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
+            pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[pending_dq])
+            if i > 0:
+                await_turn(rings.turns, step - 1, TILE)
+                add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
+            pending_dq = multiply_keys(exchange.ds, step - 1, here(rings.keys.k, step), no_dq, 1)
+            dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
+            release(queries, nth(step))
+            # Before S^T starts: its operands come from shared memory, by the path of atomics
+            if i > 0:
+                add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
+                end_turn(rings.turns, step - 1, TILE)
+            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
+            k_smem = here(rings.keys.k, step)
+            pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
+            block = block_after(block, work, FEATURES)
+            step += 1
+            s = warpgroup_mma_wait(0, deps=[pending_s])
+        if is_seen:
+            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+            wait_full(exchange.ds, nth(step - 1))
+            await_turn(rings.turns, step - 1, TILE)
+            for part in gl.static_range(2):
+                k_smem = here(rings.keys.k, step)
+                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
+                dq = warpgroup_mma_wait(0, deps=[pending_dq])
+                add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
+            end_turn(rings.turns, step - 1, TILE)
+        if FEATURES.DROPOUT:
+            dv *= call.numbers.dropout_factor
+        dv = used_rows(dv, work, work.start, FEATURES).to(dtype)
+        write_tile(dv, rings.keys.v, outputs.dv, rings, work, tiles, FEATURES)
+        tiles += 1
+        work = receive_tile(rings.mail, tiles, TILE)
+
+
+@gluon.jit
+def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """dS and dK, and parts 2 and 3 of dQ."""
+    M: gl.constexpr = TILE.BLOCK_M
+    D: gl.constexpr = TILE.BLOCK_D
+    S_LAYOUT: gl.constexpr = accumulator(M)
+    K_LAYOUT: gl.constexpr = accumulator(D)
+    dtype: gl.constexpr = outputs.dk.dtype
+    queries = rings.queries
+    exchange = rings.exchange
+    no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
+    no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
+    TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
+    # of the dQ of the block before, beside which dS is made
+    LAST_PART: gl.constexpr = 2 if is_trimmed(FEATURES.HEADDIM, D) else 3
+
+    step = gl.to_tensor(0)
+    tiles = gl.to_tensor(0)
+    work = receive_tile(rings.mail, tiles, TILE)
+    while work.start != END:
+        dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # before the factor scale
+        blocks = count_blocks(work, FEATURES)
+        block = first_block(work, FEATURES)
+        is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
+        mbarrier.wait(rings.keys.full.index(0), tiles & 1)
+        wait_full(queries, nth(step), pred=is_seen)
+        pending_dp = multiply_values(here(rings.keys.v, step), queries, step, no_scores, TRIM)
+        dp = warpgroup_mma_wait(0, deps=[pending_dp])
+        for i in range(blocks):
+            visited = block_at(block, queries.labels, step, TILE)
+            k_smem = here(rings.keys.k, step)
+            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
+            mbarrier.wait(exchange.p_full, step & 1)
+            p = in_accumulator_order(exchange.p.load(by_register(64 * M)), S_LAYOUT)
+            minus_delta = 0.0
+            if FEATURES.DROPOUT:
+                minus_delta = load_row(queries.minus_delta, step, no_scores)
+            ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
+            exchange.ds.slots.index(step & 1).store(ds)
+            fence_async_shared()  # what threads wrote, before wgmma reads it
+            mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)
+            left = gl.convert_layout(ds, left_operand(K_LAYOUT))
+            pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[pending_dq])
+            if i > 0:
+                before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+                if LAST_PART == 2:
+                    await_turn(rings.turns, step - 1, TILE)
+                add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+                end_turn(rings.turns, step - 1, TILE)
+            if LAST_PART == 3:
+                k_smem = here(rings.keys.k, step)
+                pending_dq = multiply_keys(exchange.ds, step, k_smem, no_dq, 2)
+            if LAST_PART == 3:
+                dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
+            else:
+                dk = warpgroup_mma_wait(0, deps=[pending_dk])
+            release(queries, nth(step))
+            if LAST_PART == 3:
+                await_turn(rings.turns, step, TILE)
+                add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
+            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
+            v_smem = here(rings.keys.v, step)
+            pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
+            block = block_after(block, work, FEATURES)
+            step += 1
+            dp = warpgroup_mma_wait(0, deps=[pending_dp])
+        if is_seen:
+            k_smem = here(rings.keys.k, step)
+            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
+            dq = warpgroup_mma_wait(0, deps=[pending_dq])
+            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+            if LAST_PART == 2:
+                await_turn(rings.turns, step - 1, TILE)
+            add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+            end_turn(rings.turns, step - 1, TILE)
+        if FEATURES.DROPOUT:
+            dk *= call.numbers.dropout_factor
+        dk = used_rows(dk * call.numbers.scale, work, work.start, FEATURES).to(dtype)
+        write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles, FEATURES)
+        tiles += 1
+        work = receive_tile(rings.mail, tiles, TILE)
+
+
+@gluon.jit
+def multiply_queries(k_smem, queries, step, no_scores, TRIM: gl.constexpr, TILE: gl.constexpr):
+    """Starts K Q^T - lse: (64, BLOCK_M)."""
+    first = no_scores
+    if TILE.LSE_FIRST:
+        minus_lse = load_row(queries.minus_lse, step, no_scores)
+        first = minus_lse.broadcast_to(no_scores.shape)
+    return multiply_rows(k_smem, queries.q.index(step & 1), first, TILE.LSE_FIRST, TRIM)
+
+
+@gluon.jit
+def multiply_values(v_smem, queries, step, no_scores, TRIM: gl.constexpr):
+    """Starts V dO^T - delta: (64, BLOCK_M)."""
+    minus_delta = load_row(queries.minus_delta, step, no_scores)
+    first = minus_delta.broadcast_to(no_scores.shape)
+    return multiply_rows(v_smem, queries.do.index(step & 1), first, True, TRIM)
+
+
+@gluon.jit
+def multiply_rows(keys, queries, first, HAS_FIRST: gl.constexpr, TRIM: gl.constexpr):
+    """Starts the product of rows of keys and rows of queries: where the last of 256 columns are
+    padding two products, of 128 and of 64.
+    """
+    if TRIM:
+        right = queries.slice(0, 128, 1).permute((1, 0))
+        sum = warpgroup_mma(keys.slice(0, 128, 1), right, first, use_acc=HAS_FIRST, is_async=True)
+        right = queries.slice(128, 64, 1).permute((1, 0))
+        return warpgroup_mma(keys.slice(128, 64, 1), right, sum, is_async=True)
+    else:
+        right = queries.permute((1, 0))
+        return warpgroup_mma(keys, right, first, use_acc=HAS_FIRST, is_async=True)
+
+
+@gluon.jit
+def multiply_keys(ring, step, k_smem, no_dq, PART: gl.constexpr):
+    """Starts dQ = dS K: one part of its columns."""
+    C: gl.constexpr = no_dq.shape[1]
+    left = ring.slots.index(step & 1).permute((1, 0))
+    right = k_smem.slice(PART * C, C, 1)
+    return warpgroup_mma(left, right, no_dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def write_tile(rows, keys, desc, rings, work, tiles, FEATURES: gl.constexpr):
+    """Stores dK or dV by way of the shared memory of K or V, once nobody reads that any more."""
+    mbarrier.arrive(rings.exchange.done, count=1)
+    mbarrier.wait(rings.exchange.done, tiles & 1)
+    buffer = keys.index(0)
+    buffer.store(rows)
+    fence_async_shared()
+    store_keys(desc, work, work.start, buffer, FEATURES)
+    tma.store_wait(0)
+    mbarrier.arrive(rings.keys.empty.index(0), count=1)

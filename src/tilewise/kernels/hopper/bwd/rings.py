@@ -1,0 +1,96 @@
+"""What the warps of the backward share: where the load warp copies from, and the tiles in shared
+memory that they hand to each other.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ..layouts import shared
+from ..pipeline import Ring, make_barriers, make_ring
+from ..work import WORDS
+from .labels import make_labels
+from .ordered_add import Turns
+from .work_tile import RAGGED_WORDS
+
+
+class Inputs(NamedTuple):
+    """What the load warp copies from."""
+
+    q: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    stats: tma.tensor_descriptor  # -lse and -delta
+    bias: tma.tensor_descriptor  # where it is copied, else None
+    further: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
+
+
+class Keys(NamedTuple):
+    """The tile of keys that a program holds: a ring of one slot."""
+
+    k: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_D)
+    v: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_DV)
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Queries(NamedTuple):
+    """A ring of blocks of queries, two slots: all that comes with one."""
+
+    q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D)
+    do: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_DV)
+    minus_lse: gl.shared_memory_descriptor  # (2, 1, BLOCK_M)
+    minus_delta: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    labels: gl.shared_memory_descriptor  # (4, WORDS), see labels.py
+
+
+class Rings(NamedTuple):
+    """All that passes through shared memory between warps."""
+
+    keys: Keys
+    queries: Queries
+    exchange: tuple  # what one matmul warpgroup makes and the other needs
+    mail: Ring
+    turns: Turns
+    bias: tuple = 0  # see bias.py
+
+
+@gluon.jit
+def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Room for a tile of keys, with two readers."""
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    k = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype))
+    v = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype))
+    full, empty = make_barriers(1, 1, 2)
+    return Keys(k, v, full, empty)
+
+
+@gluon.jit
+def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Room for two blocks of queries, with two readers."""
+    M: gl.constexpr = TILE.BLOCK_M
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    q = gl.allocate_shared_memory(dtype, [2, M, D], shared(M, D, dtype))
+    do = gl.allocate_shared_memory(dtype, [2, M, DV], shared(M, DV, dtype))
+    row: gl.constexpr = shared(1, M, gl.float32)
+    minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
+    minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
+    full, empty = make_barriers(2, 1, 2)
+    return Queries(q, do, minus_lse, minus_delta, full, empty, make_labels())
+
+
+@gluon.jit
+def make_mail(TILE: gl.constexpr):
+    """The mailbox of both matmul warpgroups, and of the two warps that keep turns."""
+    READERS: gl.constexpr = 4 if TILE.ORDERED else 2
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LENGTH: gl.constexpr = RAGGED_WORDS if TILE.RAGGED else WORDS
+    return make_ring(gl.int32, [LENGTH], layout, 2, 1, READERS)

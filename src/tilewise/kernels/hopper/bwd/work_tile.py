@@ -1,0 +1,228 @@
+"""What a program of the backward works on: a tile of keys, and the blocks of queries that see it.
+
+As in the forward (work.py) one warp draws tile numbers and mails what they stand for. Where lengths
+are ragged, which is where sequences are packed or `seqused_k` says how many keys there are, the
+letter says more: how long the sequence is, and where its rows lie.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ....tile.bounds import query_blocks
+from ....tile.schedule import key_tile_in_group
+from ....tile.seqlen import lengths_in, lengths_of, padded_row, place_of
+from ....tile.types import Lengths, Sequence
+from ....tile.varlen import blocks_of, most_tiles, varlen_tile
+from ..pipeline import nth, wait_empty, wait_full
+from ..work import Work, receive, send, set_back
+from .block_list import listed_work
+
+ROWS = gl.constexpr(128)  # queries that one program of the kernels before and after takes
+RAGGED_WORDS = gl.constexpr(16)  # of a letter, of which 14 are written
+
+
+class RaggedWork(NamedTuple):
+    """A tile where lengths are ragged: the fields of `Work`, and the tile's sequence."""
+
+    start: gl.tensor
+    head: gl.tensor
+    batch: gl.tensor  # which sequence
+    last: gl.tensor  # before `first` where nobody sees these keys
+    first: gl.tensor
+    full_first: gl.tensor
+    full_stop: gl.tensor
+    begin: gl.tensor
+    seqlen_q: gl.tensor  # that are used
+    seqlen_k: gl.tensor
+    padded_q: gl.tensor  # the first row of its queries where blocks are whole (`padded_row`)
+    stop_q: gl.tensor  # the end of its queries in packed tensors, of those that are used
+    stop_k: gl.tensor  # the end of its keys in packed tensors
+    rows_k: gl.tensor  # how many rows are before that, used or not
+
+
+class Drawn(NamedTuple):
+    """A tile number of packed sequences, and what it stands for."""
+
+    tile: gl.tensor
+    n_block: gl.tensor
+    head: gl.tensor
+    batch: gl.tensor  # `sizes.packed` past the last tile
+    hint: tuple  # where to look for the next one
+
+
+@gluon.jit
+def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """What a tile number stands for, of a batch in which all have as many rows. The head is a key
+    head.
+    """
+    n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
+    if TILE.ORDERED and FEATURES.RIGHT:  # the order of turns
+        n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
+    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
+    if FEATURES.MASK_M > 0:
+        work = listed_work(n_block, head, batch, lengths, modifiers, call, FEATURES, TILE)
+    else:
+        work = work_of(n_block, head, batch, lengths, call, FEATURES, TILE)
+    if TILE.RAGGED:
+        rows = call.sizes.seqlen_k
+        return ragged(work, lengths, 0, 0, rows, rows)
+    else:
+        return work
+
+
+@gluon.jit
+def open_packed_tile(drawn, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The same for packed sequences."""
+    batch = drawn.batch
+    place = place_of(batch, call.sizes, call.optionals, FEATURES)
+    lengths = lengths_in(place, batch, call.optionals, FEATURES)
+    work = work_of(drawn.n_block, drawn.head, batch, lengths, call, FEATURES, TILE)
+    padded_q = padded_row(place.first_q, batch, ROWS)
+    stop_q = place.first_q + lengths.seqlen_q
+    return ragged(work, lengths, padded_q, stop_q, place.first_k + place.rows_k, place.rows_k)
+
+
+@gluon.jit
+def work_of(n_block, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """A tile of keys and the blocks that see it.
+
+    Where it reaches past the last key all its blocks are partial: keys that are not there may not
+    reach dQ, not even as infinity times zero. Without a band each tile of a head begins with
+    another block, lest all add to the same dQ at the same time.
+
+    A tile that nobody sees has no blocks where lengths are ragged, as its sequence may have no
+    queries at all; else it visits one all the same.
+    """
+    n_start = n_block * TILE.BLOCK_N
+    blocks = query_blocks(n_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    first, last = blocks.first, blocks.stop - 1
+    if not TILE.RAGGED:
+        # The one that it visits must be there: keys may lie past what the last query sees
+        first = gl.minimum(first, gl.cdiv(lengths.seqlen_q, TILE.BLOCK_M) - 1)
+        last = gl.maximum(last, first)
+    is_whole = n_start + TILE.BLOCK_N <= lengths.seqlen_k
+    full_stop = gl.where(is_whole, blocks.full_stop, blocks.full_first)
+    begin = first
+    if not (FEATURES.LEFT or FEATURES.RIGHT or TILE.ORDERED):
+        count = last + 1 - first
+        if TILE.RAGGED:
+            count = gl.maximum(count, 1)
+        begin += n_block % count
+    return Work(n_start, head, batch, last, first, blocks.full_first, full_stop, begin)
+
+
+@gluon.jit
+def ragged(work, lengths, padded_q, stop_q, stop_k, rows_k):
+    """The work with its sequence."""
+    seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
+    return RaggedWork(*work, seqlen_q, seqlen_k, padded_q, stop_q, stop_k, rows_k)
+
+
+@gluon.jit
+def draw_late(queue, ORDERED: gl.constexpr):
+    """The next tile number, for programs that draw only when they need a tile; `queue.tiles` or
+    more says: no more. Where tiles are ordered, programs draw their first tile, too: so nobody has
+    a tile before he is at work.
+    """
+    drawn = gl.atomic_add(queue.counter, 1, sem="relaxed")
+    if ORDERED:
+        return drawn
+    else:
+        return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Which tile of packed sequences a number is, no smaller than the one that the hint is of."""
+    starts, sizes = call.optionals.cu_seqlens_k, call.sizes
+    nheads_k = call.queue.nheads
+    TURNED: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of turns
+    found = varlen_tile(
+        *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
+        *(TILE.BLOCK_N, 1, TURNED, call.queue.together),
+    )
+    return Drawn(tile, found.m_block, found.head, found.batch, found.hint)
+
+
+@gluon.jit
+def close_packed(drawn, call, TILE: gl.constexpr):
+    """`set_back`. `queue.tiles` is a bound there; but who has drawn a number past the last tile has
+    been through all sequences, and his hint is of their last group.
+    """
+    starts, total, sequences = call.optionals.cu_seqlens_k, call.sizes.seqlen_k, call.sizes.packed
+    blocks = blocks_of(drawn.hint.batch + lanes(), starts, total, sequences, TILE.BLOCK_N)
+    tiles = drawn.hint.tiles + gl.sum(blocks, 0) * call.queue.nheads
+    most = most_tiles(total, sequences, call.queue.nheads, TILE.BLOCK_N)
+    set_back(call.queue, drawn.tile, gl.minimum(tiles, most))
+
+
+@gluon.jit
+def lanes():
+    """0 .. 31, one a lane of a warp."""
+    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def send_tile(mailbox, cursor, work, TILE: gl.constexpr):
+    """Puts a tile into the mailbox."""
+    if TILE.RAGGED:
+        word = gl.arange(0, RAGGED_WORDS, gl.BlockedLayout([1], [32], [1], [0]))
+        letter = gl.where(word == 0, work.start, work.head)
+        for i in gl.static_range(2, 14):
+            letter = gl.where(word == i, work[i], letter)
+        wait_empty(mailbox, cursor)
+        mailbox.slots.index(cursor.slot).store(letter)
+        mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
+    else:
+        send(mailbox, cursor, work)
+
+
+@gluon.jit
+def receive_tile(mailbox, tiles, TILE: gl.constexpr, WARPS: gl.constexpr = 4):
+    """The tile that comes after so many others, for a partition of WARPS warps."""
+    if TILE.RAGGED:
+        cursor = nth(tiles)
+        layout: gl.constexpr = gl.BlockedLayout([RAGGED_WORDS], [32], [WARPS], [0])
+        wait_full(mailbox, cursor)
+        letter = mailbox.slots.index(cursor.slot).load(layout)
+        mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)
+        return RaggedWork(
+            word_of(letter, 0),
+            word_of(letter, 1),
+            word_of(letter, 2),
+            word_of(letter, 3),
+            word_of(letter, 4),
+            word_of(letter, 5),
+            word_of(letter, 6),
+            word_of(letter, 7),
+            word_of(letter, 8),
+            word_of(letter, 9),
+            word_of(letter, 10),
+            word_of(letter, 11),
+            word_of(letter, 12),
+            word_of(letter, 13),
+        )
+    else:
+        return receive(mailbox, nth(tiles), WARPS)
+
+
+@gluon.jit
+def word_of(letter, i: gl.constexpr):
+    """One word of a letter, of which each thread has all."""
+    word = gl.arange(0, letter.shape[0], letter.type.layout)
+    return gl.sum(gl.where(word == i, letter, 0), 0)
+
+
+@gluon.jit
+def tile_lengths(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The lengths of a tile's sequence."""
+    if TILE.RAGGED:
+        diagonal = work.seqlen_k - work.seqlen_q
+        if FEATURES.TOP_LEFT:
+            diagonal = 0
+        return Lengths(work.seqlen_q, work.seqlen_k, diagonal)
+    else:
+        return lengths_of(work.batch, call.sizes, call.optionals, FEATURES)

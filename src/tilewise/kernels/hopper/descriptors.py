@@ -1,0 +1,139 @@
+"""Tensors as the copy engine takes them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...problem import Problem
+from .padded import copy_in_padded_rows
+
+Tensor = torch.Tensor
+BILLION = 2**30  # rows that a ragged descriptor has
+MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
+ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+class Described(NamedTuple):
+    """A tensor as the copy engine takes it: the fields of a TensorDescriptor, without its checks,
+    which would take as long as the launch.
+    """
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False  # Triton 3.8 and later ask
+
+
+def by_head(x: Tensor, block: list[int], layout: Any) -> Described:
+    """A (batch, rows, nheads, columns) tensor as (batch, nheads, rows, columns)."""
+    batch, rows, heads, columns = x.shape
+    by_batch, by_row, by_head, _ = x.stride()
+    shape = [batch, heads, rows]
+    strides = valid(shape, [by_batch, by_head, by_row])
+    return Described(x, [*shape, columns], [*strides, 1], block, layout)
+
+
+def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> Described:
+    """The same tensor for sequences that end anywhere: (1, 1, nheads, rows, columns), for the
+    coordinates of fwd/varlen.py. Batches follow each other as more heads.
+
+    The copy engine cuts a block at the end of a tensor. The two dimensions before move what it
+    copies so that a sequence ends there. Their strides are -1 and 1 rows. As no stride may be
+    negative, the first is 2^34 elements minus a row, and is taken 2^30 times: the 2^64 elements
+    vanish, as addresses have 64 bits. Triton does the same in `triton.tools.ragged_tma`.
+    """
+    batch, _, heads, columns = x.shape
+    by_row, by_head, further = ragged_steps(x)
+    shape = [MOST, MOST, (batch - 1) * further + heads, BILLION, columns]
+    return Described(x, shape, [2**34 - by_row, by_row, by_head, by_row, 1], block, layout)
+
+
+def ragged_steps(x: Tensor) -> tuple[int, int, int]:
+    """Elements from a row to the next, elements from a head to the next, and how many heads from a
+    batch to the next.
+    """
+    batch, rows, heads, _ = x.shape
+    by_batch, by_row, by_head = valid([batch, rows, heads], [*x.stride()[:3]])
+    if heads == 1:
+        by_head = by_batch
+    return by_row, by_head, by_batch // by_head if batch > 1 else 0
+
+
+def in_blocks(x: Tensor, block: list[int], layout: Any) -> Described:
+    """A tensor for blocks of the backward, of which ragged ones have a dimension more."""
+    return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """x, or a copy of it where its batches are not a whole number of heads apart."""
+    batch, _, heads, _ = x.shape
+    fits = batch == 1 or heads == 1 or x.stride(0) % x.stride(2) == 0
+    return x if fits else copy_in_padded_rows(x)
+
+
+def descriptors(
+    problem: Problem,
+    plan: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Described | None, ...]:
+    """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
+
+    Rows past the end of a sequence read as zeros and are not written, and so are columns past the
+    head dim, up to the block's. Where sequences end inside the tensor, k, v and out are ragged. Not
+    q: what follows in its tile are rows of scores that nobody writes.
+    """
+    group = problem.group
+
+    def of_queries(x: Tensor, block: list[int], layout: Any) -> Described:
+        batch, rows, heads, columns = x.shape
+        by_batch, by_row, by_head, _ = x.stride()
+        shape = [batch, heads // group, rows, group]
+        strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
+        return Described(x, [*shape, columns], [*strides, 1], block, layout)
+
+    is_copied = plan.tile.BIAS_COPIED and bias is not None
+    of_keys = ragged_by_head if is_ragged(problem) else by_head
+    of_out = ragged_by_head if problem.is_packed else of_queries
+    return (
+        of_queries(q, plan.q_block, plan.layouts[0]),
+        of_keys(k, plan.k_block, plan.layouts[1]),
+        of_keys(v, plan.v_block, plan.layouts[2]),
+        of_out(out, plan.out_block, plan.layouts[3]),
+        by_head(bias.transpose(1, 2), plan.bias_block, plan.layouts[4]) if is_copied else None,
+    )
+
+
+def of_backward(plan: Any, q, dout, k, v, stats, dk, dv, *of_pairs: Tensor) -> list[Described]:
+    """The tensors of the backward for the blocks of its plan, in the order of these. `of_pairs` are
+    of every query and key, (batch, nheads, seqlen_q, seqlen_k): the bias, its gradient.
+    """
+    tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
+    made = [in_blocks(*x) for x in zip(tensors, plan.blocks, plan.layouts) if x[0] is not stats]
+    sides = [*stats.shape], [*stats.stride()]
+    return [*made[:4], Described(stats, *sides, plan.blocks[4], plan.layouts[4]), *made[4:]]
+
+
+def is_ragged(problem: Problem) -> bool:
+    """Whether rows past a sequence's end may lie inside the tensor."""
+    return problem.is_packed or problem.has_seqused_k
+
+
+def valid(shape: list[int], strides: list[int]) -> list[int]:
+    """Between elements of which there is one, any stride; the copy engine wants a multiple of 8."""
+    return [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
+
+
+def checked(args: tuple) -> tuple:
+    """The same arguments as Triton's front end takes them."""
+    return tuple(TensorDescriptor(*x[:6]) if isinstance(x, Described) else x for x in args)

@@ -1,0 +1,113 @@
+"""The end of a tile: O = acc / l and the lse, on their way to memory while the next tile begins.
+
+O goes through shared memory, from which the copy engine writes it in the background: whole rows,
+and none past the sequence's end.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ....tile.softmax import finish, load_sink
+from ..compat import tma_store
+from ..layouts import row_of
+from ..tma import store_ragged
+from ..work import key_head
+from .varlen import place_in, rows_in
+
+
+class Output(NamedTuple):
+    """Where results go, and the shared memory that O passes through: (WARPGROUPS, 64, BLOCK_DV)."""
+
+    desc: tma.tensor_descriptor
+    smem: gl.shared_memory_descriptor
+    lse: gl.tensor
+
+
+@gluon.jit
+def query_of_row(m_start, rows, TILE: gl.constexpr):
+    """The query of a row of the tile. Where PACK heads share it they are neighbouring rows."""
+    return m_start + rows // TILE.PACK
+
+
+@gluon.jit
+def head_of_row(head, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The query head of a row; PACK is the group rounded up, and rows past it are nobody's."""
+    if TILE.PACK > 1:
+        return head * FEATURES.GROUP + gl.minimum(rows % TILE.PACK, FEATURES.GROUP - 1)
+    else:
+        return head
+
+
+@gluon.jit
+def write_tile(
+    acc_o,
+    m_i,
+    l_i,
+    work,
+    output,
+    call,
+    WG: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Rescales and stores 64 rows of O, and their lse."""
+    rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
+    heads = head_of_row(work.head, rows, FEATURES, TILE)
+    finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
+
+    q_idx = query_of_row(work.start, rows, TILE)
+    exists = q_idx < rows_in(work, call, FEATURES)
+    if TILE.PACK > 1:
+        exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
+    batch, first_q = place_in(work, FEATURES)
+    lse = finished.lse
+    if FEATURES.SEQUSED_Q:
+        lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))
+    row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q
+    gl.store(output.lse + (row + first_q + q_idx), lse, mask=exists)
+
+    rescale = finished.rescale
+    if FEATURES.DROPOUT:
+        rescale = rescale * call.numbers.dropout_factor
+    rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
+    out = (acc_o * rescale[:, None]).to(output.desc.dtype)  # (64, BLOCK_DV)
+    if FEATURES.SEQUSED_Q:  # what lies in rows that are not used may be NaN
+        is_used = gl.convert_layout(q_idx < work.seqlen_q, rescale.type.layout)
+        out = gl.where(is_used[:, None], out, 0.0)
+    store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)
+
+
+@gluon.jit
+def place_of_rows(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """A warpgroup's rows in the coordinates of the descriptor, which cuts them where the tensor or,
+    of packed sequences, their own ends: see `tma`.
+    """
+    m_start = work.start + WG * (64 // TILE.PACK)
+    if FEATURES.PACKED:
+        return work.first_q + work.rows_q, work.rows_q, work.head, m_start
+    else:
+        head_k, member = key_head(work.head, FEATURES, TILE)
+        return work.batch, head_k, m_start, member
+
+
+@gluon.jit
+def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATURES: gl.constexpr):
+    """Columns of O by way of the warpgroup's buffer, in halves where it holds no more."""
+    BUFFER: gl.constexpr = output.smem.shape[2]
+    if out.shape[1] > BUFFER:
+        left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
+        store_columns(left, output, WG, at, column, FEATURES)
+        store_columns(right, output, WG, at, column + out.shape[1] // 2, FEATURES)
+    else:
+        buffer = output.smem.index(WG)
+        shape: gl.constexpr = output.desc.block_type.shape
+        tma.store_wait(0)  # the copy engine has read from here what was stored before
+        buffer.store(out)
+        fence_async_shared()  # what threads wrote, before the copy engine reads it
+        if FEATURES.PACKED:
+            store_ragged(output.desc, at[0], at[1], at[2], at[3], buffer, column)
+        else:
+            tma_store(output.desc, [at[0], at[1], at[2], at[3], column], buffer.reshape(shape))

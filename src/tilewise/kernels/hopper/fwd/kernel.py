@@ -1,0 +1,98 @@
+"""The forward for Hopper: warps that only load, warpgroups that only compute.
+
+A program stays on its SM and works through tiles that a counter hands out. Inside it one warp
+starts copies from global to shared memory (`load`), and WARPGROUPS warpgroups each hold 64
+queries (`mma`): they share the tiles of K and V that pass through the rings. FlashAttention-3
+(arXiv 2407.08608), algorithm 1.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..bias import make_biases
+from ..layouts import shared
+from ..pipeline import Ring, Steps, make_barriers, make_ring
+from ..work import WORDS, Call
+from .epilogue import Output
+from .load import Sources, load_partition
+from .mma import attend_partition
+from .varlen import LONG
+
+
+class Rings(NamedTuple):
+    """All that passes through shared memory from the load warp to the matmuls."""
+
+    q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
+    steps: Steps  # tiles of K and V
+    mail: Ring  # what a tile stands for
+    bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
+
+
+@gluon.jit(do_not_specialize=["lse"])
+def hopper_fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse,
+    queue,
+    optionals,
+    sizes,
+    numbers,
+    further,
+    bias_desc,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    M: gl.constexpr = 64
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    k_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
+    v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
+    full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
+    steps = Steps(k_slots, v_slots, full, empty)
+    mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LETTER: gl.constexpr = LONG if FEATURES.PACKED or FEATURES.SEQUSED_K else WORDS
+    mail = make_ring(gl.int32, [LETTER], mail_layout, 2, 1, WARPGROUPS)
+    q_layout: gl.constexpr = shared(M, D, dtype)
+    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
+    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
+    OUT: gl.constexpr = out_desc.block_type.shape[4]  # columns of O that are stored at a time
+    out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
+    q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128) if WARPGROUPS == 3 else q_1
+    bias = make_biases(dtype, TILE)
+    fence_async_shared()  # barriers are made before a copy arrives at one
+
+    # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
+    output = Output(out_desc, out_smem, lse)
+    call = Call(queue, optionals, sizes, numbers)
+    sources = Sources(q_desc, k_desc, v_desc, bias_desc, further)
+    if WARPGROUPS == 2:
+        rings = Rings((q_0, q_1), steps, mail, bias)
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, output, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        rings = Rings((q_0, q_1, q_2), steps, mail)
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (2, rings, output, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

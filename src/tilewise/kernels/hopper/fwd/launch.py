@@ -1,0 +1,387 @@
+"""Host side of the forward: describes the tensors to the copy engine, picks the tile, launches.
+
+A launch from Python costs more than a short kernel runs. So all that follows from shapes is kept
+(`Launch`), and calls after the first go to the compiled kernel itself, past Triton's look at every
+argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from ....emulator.switch import emulator_seed
+from ....problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
+from ....tile.types import Features, Pipeline, Queue
+from ....tuning.config import SHARED_MEMORY, Key
+from ....tuning.select import architecture, select
+from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
+from ...common.building import first_launch
+from ...common.relaunch import (
+    Pattern,
+    class_of,
+    extras_apart,
+    is_watched,
+    look_of,
+    pattern_of,
+    relaunch,
+)
+from .. import assembly
+from ..bias_memory import bias_step, has_tiles, in_pairs
+from ..compat import Direct, direct
+from ..descriptors import ELEMENTS, checked, descriptors, in_steps, is_ragged, ragged_steps
+from ..padded import PaddedLaunch, empty_out, empty_rows, is_padded
+from ..tile_counter import counter, counter_of, processors
+from . import dropout
+from .kernel import hopper_fwd_kernel
+
+Tensor = torch.Tensor
+ROWS = 64  # of a warpgroup's tile
+MEGABYTE = 1 << 20
+OUT_COLUMNS = 128  # of O that pass through shared memory at a time
+NO_BIAS = (None,)  # its descriptor, where it has none
+NOTHING: tuple[list[int], tuple] = [], ()  # the look of no extras
+
+
+class Plan(NamedTuple):
+    """What a `Problem` selects: constants of the kernel, and the blocks of its descriptors."""
+
+    features: Features
+    tile: Pipeline
+    q_block: list[int]
+    k_block: list[int]
+    v_block: list[int]
+    out_block: list[int]
+    bias_block: list[int]
+    layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+def forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse`; allocates nothing else but the tile counter, once a stream, and copies of
+    rows that are no whole number of 16 bytes.
+    """
+    return prepare(problem, scalars, q, k, v)(q, k, v, extras)
+
+
+def prepare(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor
+) -> Launch | PaddedLaunch:
+    """The launch for tensors of these shapes, strides and dtypes."""
+    launch = Launch(problem, scalars)
+    return PaddedLaunch(launch) if is_padded(problem) else launch
+
+
+class Kept(NamedTuple):
+    """What launches need whose extras look alike. It holds no tensor."""
+
+    kernel: Direct
+    plan: Plan
+    queue: tuple[int, ...]  # after its counter
+    optionals: Pattern  # of the extras
+    args: tuple  # of the kernel, after its optionals, and then its constants
+    constants: tuple
+    encoded: tuple[dict[int, list], ...]  # descriptors of q, k, v, out and the bias, by address
+
+
+class Launch:
+    """Calls of one shape, of extras too. The first of a look (`look_of`) goes through Triton's
+    launcher, later ones straight to the compiled kernel, with descriptors that are kept by address.
+    """
+
+    LOOKS = 32
+    KEPT = 64  # descriptors of one operand
+
+    def __init__(self, problem: Problem, scalars: Scalars) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.kept: dict[tuple, Kept] = {}
+        self.device = -1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(self.problem, q)
+        addresses, look = NOTHING if extras is NO_EXTRAS else look_of(extras.tensors)
+        kept = self.kept.get(look)
+        if kept is None or torch._C._cuda_getDevice() != self.device or is_watched():
+            self._prepare(q, k, v, out, lse, extras, look)
+            return out, lse
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        tensors = (q, k, v, out, extras.bias) if kept.plan.tile.BIAS_COPIED else (q, k, v, out)
+        described = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
+        if None in described:
+            described = self._encode(kept, *tensors)
+        tiles = counter(q.device, self.device, stream)
+        _, for_keys, for_values, for_out, for_bias = (*described, NO_BIAS)[:5]
+        kept.kernel(
+            stream,
+            *described[0],
+            *for_keys,
+            *for_values,
+            *for_out,
+            lse,
+            (tiles, *kept.queue),
+            kept.optionals.filled(addresses),
+            *kept.args,
+            *for_bias,
+            *kept.constants,
+        )
+        return out, lse
+
+    def _encode(self, kept: Kept, *tensors: Tensor) -> list[list]:
+        described = [x for x in descriptors(self.problem, kept.plan, *tensors) if x is not None]
+        encoded = []
+        for which, (known, one) in enumerate(zip(kept.encoded, described)):
+            if len(known) >= self.KEPT:
+                known.clear()
+            known[one.base.data_ptr()] = made = kept.kernel.encode(which, one)
+            encoded.append(made)
+        return encoded
+
+    def _prepare(self, q, k, v, out, lse, extras: Extras, look: tuple) -> None:
+        """The call, through the front door."""
+        if out.numel() == 0 and lse.numel() == 0:
+            return
+        given = k, v
+        if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
+            if not self.problem.is_packed:
+                out.zero_()
+                _lse_of_nothing(lse, extras.sinks)
+                return
+            # Rows that are not used get no sink: the kernel knows them, and reads none of this
+            k, v = (empty_rows(x, 1, 1, *x.shape[2:]) for x in (k, v))
+        if self.problem.has_seqused_k and not self.problem.is_packed:
+            k, v = in_steps(k), in_steps(v)
+        extras = extras_apart(extras)
+        plan = plan_for(self.problem, q, extras)
+        extras = in_pairs(extras, plan)
+        args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
+        queue = args[5]
+        if (seed := emulator_seed()) is not None and q.device.type == "cpu":
+            from ....emulator.hopper import emulate
+
+            programs = min(queue.tiles, 4)  # few, so that each works through several tiles
+            asm = assembly.ASM | dropout.ASM
+            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
+            kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+            return
+        programs = min(queue.tiles, processors(q.device))
+        compiled, device = _launch(plan, q.device, args, programs)
+        if given[0] is k and given[1] is v:  # neither copied nor replaced
+            self.device = device
+            self._keep(look, direct(compiled, programs), plan, args, extras)
+
+    def _keep(self, look: tuple, kernel: Direct | None, plan: Plan, args, extras: Extras) -> None:
+        """Keeps a launch for later ones, but not where a tensor was copied to be contiguous."""
+        optionals = pattern_of(args[6], extras.tensors)
+        if kernel is None or optionals is None:
+            return
+        if len(self.kept) >= self.LOOKS:
+            self.kept.clear()
+        constants, encoded = (plan.features, plan.tile), ({}, {}, {}, {}, {})
+        self.kept[look] = Kept(
+            *(kernel, plan, args[5][1:], optionals, args[7:10], constants, encoded)
+        )
+
+
+def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
+    """What the kernel is launched with, but its constants."""
+    further = 0, 0
+    if problem.has_seqused_k and not problem.is_packed:
+        further = ragged_steps(k)[2], ragged_steps(v)[2]
+    *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
+    return (
+        *described,
+        lse,
+        _queue(problem, plan.tile, q, k, packed_in(extras)),
+        optionals_of(extras, problem.mods),
+        sizes_of(q, k, extras),
+        numbers_of(scalars, q, k),
+        further,
+        for_bias,
+    )
+
+
+def _lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    return lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks.float()[None, :, None])
+
+
+def pack_of(problem: Problem, seqlen_q: int) -> int:
+    """How many heads share a tile, as neighbouring rows: those of a group, where this makes fewer
+    tiles.
+    """
+    pack = triton.next_power_of_2(problem.group)
+    if pack == 1 or pack > ROWS:
+        return 1
+    rows = 2 * ROWS
+    packed = problem.nheads_k * triton.cdiv(seqlen_q * pack, rows)
+    return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
+
+
+def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
+    """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
+    else that of their mean length.
+    """
+    seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
+    # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
+    pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
+    is_short = seqlen_q <= LONG and not problem.is_long
+    is_copied = has_tiles(extras.bias, q)
+    return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias), is_copied)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(
+    problem: Problem,
+    device: torch.device,
+    is_short: bool,
+    pack: int,
+    bias_step: int = 0,
+    has_tiles: bool = False,
+) -> Plan:
+    """The plan of a problem, as the tuning tables say."""
+    block_d, block_dv = (
+        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    arch = "sm90" if device.type == "cpu" else architecture(device)
+    widest = max(block_d, block_dv)
+    config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
+    warpgroups = config.BLOCK_M // ROWS
+    if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified:
+        warpgroups = 2  # three have 160 registers a thread each: positions would spill
+    out_columns = min(block_dv, OUT_COLUMNS)
+    block_n = config.BLOCK_N
+    if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
+        block_n = math.gcd(block_n, problem.mods.block[1])
+    tile = Pipeline(
+        warpgroups * ROWS // pack,
+        block_n,
+        block_d,
+        block_dv,
+        warpgroups,
+        config.num_stages,
+        2,
+        pack,
+        bias_step,
+    )
+    if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
+        tile = tile._replace(Q_STAGES=1)
+    if has_tiles and block_n == 128 and pack == 1:  # one slot of Q less makes room for it
+        copied = tile._replace(BIAS_COPIED=True)
+        if shared_memory(copied, out_columns) > SHARED_MEMORY["sm90"]:
+            copied = copied._replace(Q_STAGES=1)
+        tile = copied if shared_memory(copied, out_columns) <= SHARED_MEMORY["sm90"] else tile
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    of_keys = [1, 1, 1, tile.BLOCK_N] if is_ragged(problem) else [1, 1, tile.BLOCK_N]
+    of_out = [1, 1, 1, ROWS] if problem.is_packed else [1, 1, ROWS // pack, pack]
+    blocks = (
+        [1, 1, ROWS // pack, pack, block_d],
+        [*of_keys, block_d],
+        [*of_keys, block_dv],
+        [*of_out, out_columns],
+        [1, 1, ROWS, tile.BLOCK_N],
+    )
+    element = ELEMENTS[problem.dtype]
+    layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
+    return Plan(features, tile, *blocks, layouts)
+
+
+def shared_memory(tile: Pipeline, out_columns: int) -> int:
+    """Bytes of shared memory of a program, with 1 KiB for its barriers."""
+    q = tile.WARPGROUPS * tile.Q_STAGES * ROWS * tile.BLOCK_D
+    kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
+    bias = tile.WARPGROUPS * ROWS * tile.BLOCK_N * tile.BIAS_COPIED
+    return 2 * (q + kv + bias + tile.WARPGROUPS * ROWS * out_columns) + 1024
+
+
+def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int = 0) -> Queue:
+    """The tiles of the call, and the order they are handed out in.
+
+    Of packed sequences only the device knows how many tiles there are, and their order is that of
+    `tile.varlen`. A sequence has at most one tile that is not full. The bound is a multiple of 16,
+    as the kernel does not read it, but would be compiled again for a number that is none.
+    """
+    batch, seqlen_q, nheads, _ = q.shape
+    sharing = problem.group
+    if tile.PACK > 1:
+        nheads, sharing = problem.nheads_k, 1
+    if packed:
+        bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
+        return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
+    m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
+    heads, together = batch * nheads, 1
+    # Tiles of a block mask come as those of no mask, head by head: only lists on the device say
+    # which are long, and neighbours find in the L2 cache what they both read
+    if problem.is_causal:
+        head_bytes = k.shape[1] * (problem.headdim + problem.headdim_v) * k.itemsize
+        most = max(1, group_bytes(k.shape[1], tile) * sharing // head_bytes)
+        # Evenly: a last group of few heads ends with long tiles that nothing levels out
+        # (headdim 256, 16Ki: 8 heads as 6 and 2 take 1.14 times as long as 4 and 4)
+        together = triton.cdiv(heads, triton.cdiv(heads, most))
+    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, together)
+
+
+def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
+    """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing
+    to 64 MB at 4Ki, and above headdim 64 to 128 MB at 8Ki.
+
+    Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
+    478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki,
+    beside FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857, 0.935,
+    0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000, 0.995 and
+    0.989).
+    """
+    most = 64 if tile.BLOCK_D == 64 else 128
+    return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """What is in nested tuples, in order."""
+    if isinstance(x, tuple):
+        for item in x:
+            yield from leaves(item)
+    else:
+        yield x
+
+
+def specialization(args: tuple) -> tuple[Any, ...]:
+    """What Triton compiles for, of the runtime arguments.
+
+    Dtypes; which optional tensors there are; integers of 1, which it takes for constants, multiples
+    of 16, also of addresses (that of a slice of cu_seqlens may be none) and also inside a tuple,
+    where `do_not_specialize` does not reach, and strides of over 32 bits. A compiled kernel serves
+    the calls that share all that.
+    """
+    queue, optionals, sizes, numbers, further = args[5:10]
+    return (
+        *map(class_of, (*queue[1:], *sizes, numbers.left, numbers.right, *further)),
+        *map(class_of, leaves(optionals)),
+    )
+
+
+def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tuple[Any, int]:
+    """Through Triton's launcher the first time, afterwards to the compiled kernel, which comes back
+    with the index of its device.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return _launch(plan, device, args, programs)
+    key = plan.features, plan.tile, args[0].base.dtype, index, specialization(args)
+    compiled = _compiled.get(key)
+    if compiled is None or is_watched():
+        constants = dict(FEATURES=plan.features, TILE=plan.tile)
+        built = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants, num_warps=4)
+        _compiled[key] = compiled = built
+    else:
+        relaunch(compiled, programs, index, *args, plan.features, plan.tile)
+    return compiled, index

@@ -1,0 +1,303 @@
+"""The matmul warpgroups of the forward: FlashAttention-2, algorithm 1, one step ahead of itself.
+
+While the tensor cores compute
+
+    S(next) = Q K^T        and        O += P V
+
+the warpgroup waits only for S(next), whose maxima it takes beside P V (FlashAttention-3, arXiv
+2407.08608, algorithm 2). There is no seam between tiles: the first S of a tile runs beside the last
+P V of the tile before.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....tile.score import unit
+from ....tile.seqlen import modifiers_of
+from ....tile.softmax import exponentials
+from ....tile.types import Lengths, Sequence
+from ..bias import copied_bias, release_bias
+from ..layouts import accumulator, left_operand, row_of
+from ..pipeline import after, parity_of, release_by_threads, start, wait_full
+from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
+from ..work import END, Call, key_block
+from .dropout import from_pairs
+from .epilogue import write_tile
+from .scores import dropout, early_bias, open_rows, to_scores
+from .varlen import lengths_in, receive_tile, rows_in
+
+
+class Share(NamedTuple):
+    """How many of a tile's key blocks a warpgroup computes with, and how many pass after them."""
+
+    blocks: gl.tensor
+    unseen: gl.tensor  # because none of its rows sees them
+    idle: gl.tensor  # because it has no rows at all
+
+
+class Step(NamedTuple):
+    """The softmax of a block of keys, ready to be multiplied with V."""
+
+    p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see dropout.py
+    m_i: gl.tensor
+    l_i: gl.tensor  # as `row_sums` keeps it
+
+
+@gluon.jit
+def attend_partition(
+    WG: gl.constexpr, rings, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    N: gl.constexpr = TILE.BLOCK_N
+    DV: gl.constexpr = TILE.BLOCK_DV
+    STAGES: gl.constexpr = TILE.STAGES
+    S_LAYOUT: gl.constexpr = accumulator(N)
+    O_LAYOUT: gl.constexpr = accumulator(DV)
+    MASKED: gl.constexpr = (
+        FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
+    )
+    UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT)
+    # Asked for before the exponentials, the next step costs no wait after them; but where the ring
+    # holds only two, it is not there that soon
+    EARLY: gl.constexpr = STAGES > 2
+    # Q has one slot: released after the last S of a tile, it is full again when the next begins
+    ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
+    # Factors beside P V, before the wait for it; three warpgroups have no registers for that
+    PINNED: gl.constexpr = TILE.WARPGROUPS == 2
+    # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
+    # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
+    QUARTER: gl.constexpr = PINNED and TILE.BLOCK_DV == 128 and not MASKED
+    dtype: gl.constexpr = output.desc.dtype
+    q_ring = rings.q[WG]
+    steps = rings.steps
+    rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
+    no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
+    no_sums = row_sums(no_scores)
+    no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    scale = unit(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
+    modifiers = modifiers_of(call.optionals)
+    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
+
+    mail = start()
+    q_at = start()
+    at = start()
+    # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
+    work = receive_tile(rings.mail, mail, FEATURES)
+    mail = after(mail, 2)
+    share = share_of(work, WG, call, FEATURES, TILE)
+    # Of packed sequences only the device knows how many tiles there are: there may be none for us,
+    # and then nothing comes. S is computed from what lies there, as after the last tile.
+    has_tile = work.start != END if FEATURES.PACKED else True
+    wait_full(q_ring, q_at, pred=has_tile)
+    wait_full(steps, at, pred=has_tile)
+    q_tile = q_ring.slots.index(q_at.slot)
+    pending_s = multiply_keys(q_tile, steps, at, no_scores)
+    tile = open_rows(work, rows, call, FEATURES, TILE)
+    n_block = key_block(work, 0, call, FEATURES, TILE)
+    bias = early_bias(tile, n_block, call, FEATURES, TILE)
+    s = warpgroup_mma_wait(0, deps=[pending_s])
+    bias = copied_bias(bias, rings.bias, WG, 0, has_tile, TILE)
+    if has_tile:
+        release_by_threads(steps, at)
+    at = after(at, STAGES)
+    s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
+    release_bias(rings.bias, WG, TILE)
+    p, alpha = exponentials(s, no_max, m_i, scale, True)
+    kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
+    step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
+    if EARLY:
+        wait_full(steps, at, pred=share.blocks > 1)
+
+    while work.start != END:
+        acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
+        for i in range(1, share.blocks):
+            n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
+            if not EARLY:
+                wait_full(steps, at)
+            pending_s = multiply_keys(q_tile, steps, at, no_scores)
+            pending_o = multiply_values(step.p, steps, at, acc_o)
+            bias = early_bias(tile, n_block, call, FEATURES, TILE)
+            s = warpgroup_mma_wait(1, deps=[pending_s])
+            bias = copied_bias(bias, rings.bias, WG, parity_of(at, STAGES), True, TILE)
+            if ONE_Q:
+                if i + 1 == share.blocks:
+                    release_by_threads(q_ring, q_at)
+            s, m_i = to_scores(
+                s, bias, tile, i, n_block, step.m_i, call, dtype, MASKED, FEATURES, TILE
+            )
+            m_i = lagging_max(step.m_i, m_i)
+            release_bias(rings.bias, WG, TILE)
+            if PINNED:
+                alpha, grows = rescale_factors(step.m_i, m_i, work.start, not QUARTER)
+            if QUARTER:
+                s = exponentials_in(s, m_i, scale, 0, 1, True)
+            if EARLY:
+                wait_full(steps, after(at, STAGES), pred=i + 1 < share.blocks)
+            acc_o = warpgroup_mma_wait(0, deps=[pending_o])
+            release_by_threads(steps, at)
+            at = after(at, STAGES)
+            if not PINNED:
+                alpha, grows = rescale_factors(step.m_i, m_i, work.start, False)
+            # Before the exponentials: behind a branch at their end, no conversion to P would stand
+            # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
+            acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+            if QUARTER:
+                p = exponentials_in(s, m_i, scale, 1, 4, False)
+            else:
+                p, _ = exponentials(s, step.m_i, m_i, scale, True)
+            kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
+            step = Step(operand(kept, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p))
+        if UNEVEN:
+            at = skip(steps, at, share.idle, STAGES)
+
+        # The last P V of this tile, beside the first S of the next
+        if not ONE_Q or share.blocks < 2:
+            release_by_threads(q_ring, q_at)
+        q_at = after(q_at, TILE.Q_STAGES)
+        upcoming = receive_tile(rings.mail, mail, FEATURES)
+        mail = after(mail, 2)
+        goes_on = upcoming.start != END
+        wait_full(q_ring, q_at, pred=goes_on)
+        wait_full(steps, at)
+        k_at = at
+        if UNEVEN:
+            for _ in range(share.unseen):
+                k_at = after(k_at, STAGES)
+                wait_full(steps, k_at)
+        q_tile = q_ring.slots.index(q_at.slot)
+        # After the last tile S is computed from what lies there, and not used
+        pending_s = multiply_keys(q_tile, steps, k_at, no_scores)
+        pending_o = multiply_values(step.p, steps, at, acc_o)
+        tile = open_rows(upcoming, rows, call, FEATURES, TILE)
+        n_block = key_block(upcoming, 0, call, FEATURES, TILE)
+        bias = early_bias(tile, n_block, call, FEATURES, TILE)
+        s = warpgroup_mma_wait(1, deps=[pending_s])
+        bias = copied_bias(bias, rings.bias, WG, parity_of(at, STAGES), goes_on, TILE)
+        s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
+        release_bias(rings.bias, WG, TILE)
+        acc_o = warpgroup_mma_wait(0, deps=[pending_o])
+        if UNEVEN:
+            for _ in range(share.unseen):
+                release_by_threads(steps, at)
+                at = after(at, STAGES)
+        release_by_threads(steps, at)
+        at = after(at, STAGES)
+        p, alpha = exponentials(s, no_max, m_i, scale, True)
+        kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
+        begun = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
+        l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
+        write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
+        step = begun
+        work = upcoming
+        share = share_of(work, WG, call, FEATURES, TILE)
+        if EARLY:
+            wait_full(steps, at, pred=goes_on & (share.blocks > 1))
+    # The copy engine still reads the last tile from shared memory
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def is_uneven(warpgroups, block_n, is_banded):
+    """Whether warpgroups have different shares of a tile: three of them, or two that are taller
+    together than a block, under a mask that hides the last one from the first.
+    """
+    return warpgroups == 3 or (is_banded and block_n < 64 * warpgroups)
+
+
+@gluon.jit
+def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The warpgroup's share of a tile: all of it where they are even."""
+    blocks = work.last + 1 - work.first
+    if not is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT):
+        return Share(blocks, 0, 0)
+    else:
+        ROWS: gl.constexpr = 64 // TILE.PACK
+        m_start = work.start + WG * ROWS
+        has_rows = m_start < rows_in(work, call, FEATURES)
+        unseen = 0
+        if FEATURES.RIGHT:
+            lengths = lengths_in(work, call, FEATURES)
+            last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
+            unseen = work.last - gl.maximum(last_seen // TILE.BLOCK_N, work.first)
+            # While it holds the last V it saw, the ring has no room for more to pass
+            unseen = gl.maximum(gl.minimum(unseen, TILE.STAGES - 1), 0)
+            unseen = gl.where(has_rows, unseen, 0)
+        idle = gl.where(has_rows, 0, blocks - 1)
+        return Share(blocks - unseen - idle, unseen, idle)
+
+
+@gluon.jit
+def skip(steps, at, count, STAGES: gl.constexpr):
+    """Lets `count` steps pass unread."""
+    for _ in range(count):
+        wait_full(steps, at)
+        release_by_threads(steps, at)
+        at = after(at, STAGES)
+    return at
+
+
+@gluon.jit
+def multiply_keys(q_tile, steps, at, no_scores):
+    """Starts S = Q K^T: (64, BLOCK_N)."""
+    k_tile = steps.k.index(at.slot).permute((1, 0))
+    return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_values(p, steps, at, acc_o):
+    """Starts O += P V: (64, BLOCK_DV)."""
+    v = steps.v.index(at.slot)
+    if p.dtype == gl.int32:
+        O_LAYOUT: gl.constexpr = acc_o.type.layout
+        p = as_operand(from_pairs(p, v.dtype), O_LAYOUT)
+    return warpgroup_mma(p, v, acc_o, is_async=True)
+
+
+@gluon.jit
+def operand(p, O_LAYOUT: gl.constexpr):
+    """P as wgmma's left operand, or pairs of it: the registers stay where they are."""
+    if p.dtype == gl.int32:
+        return p
+    else:
+        return as_operand(p, O_LAYOUT)
+
+
+@gluon.jit
+def as_operand(p, O_LAYOUT: gl.constexpr):
+    """A tile as wgmma's left operand."""
+    return gl.convert_layout(p, left_operand(O_LAYOUT))
+
+
+@gluon.jit
+def row_factor(x, layout: gl.constexpr):
+    """A number a row, beside a tile of this layout."""
+    return gl.convert_layout(x, row_of(layout))
+
+
+@gluon.jit
+def row_sums(p):
+    """Sums over keys, as far as one thread holds a row: (64, 4). The four threads of a row meet
+    once a tile, instead of once a block.
+    """
+    # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1
+    by_thread = p.reshape([64, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(by_thread, 3), 1)
+
+
+@gluon.jit
+def add_sums(l_i, alpha, p):
+    """The sums of a block, to those before it."""
+    layout: gl.constexpr = l_i.type.layout
+    return l_i * row_factor(alpha, layout)[:, None] + row_sums(p)
+
+
+@gluon.jit
+def whole_sums(l_i, layout: gl.constexpr):
+    """The sums of whole rows."""
+    return gl.convert_layout(gl.sum(l_i, 1), layout)

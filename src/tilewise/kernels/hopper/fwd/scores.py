@@ -1,0 +1,205 @@
+"""From S = Q K^T to the scores and probabilities that a warpgroup goes on with: functions of
+positions, a bias, masks, dropout.
+
+Where a modifier reads memory, it is asked for before the wait for S where registers allow it.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.dropout import stream_of
+from ....tile.ends import Interval, load_ends
+from ....tile.score import load_slope, score_without_bias, unit
+from ....tile.softmax import running_max
+from ....tile.types import Lengths, Sequence
+from ..bias import add_bias, load_bias
+from ..hide import hide, hide_outside
+from ..layouts import accumulator, column_of
+from ..work import Work, needs_mask
+from .dropout import drop_pairs
+from .epilogue import head_of_row, query_of_row
+from .varlen import lengths_in
+
+
+class Rows(NamedTuple):
+    """The rows of a tile, as scores and masks want them."""
+
+    work: Work
+    rows: gl.tensor
+    slope_log2: gl.tensor
+    stream: tuple  # of dropout's random numbers
+    seen: Interval  # keys, of a mask that keeps such ends
+
+
+@gluon.jit
+def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The rows of a tile, with what is asked of memory once for all its blocks."""
+    slope_log2 = slope_of(work, call.optionals, rows, FEATURES, TILE)
+    stream = 0
+    if FEATURES.DROPOUT:
+        stream = stream_of(call.optionals.dropout_rng, work.batch, work.head)
+    seen = Interval(0, 0)
+    if FEATURES.ENDS:
+        q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
+        seen = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
+    return Rows(work, rows, slope_log2, stream, seen)
+
+
+@gluon.jit
+def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The ALiBi slope of the tile's head, or one for each row where heads share a tile."""
+    if TILE.PACK > 1 and FEATURES.ALIBI:
+        heads = head_of_row(work.head, rows, FEATURES, TILE)
+        return load_slope(optionals, work.batch, heads, FEATURES)[:, None]
+    else:
+        return load_slope(optionals, work.batch, work.head, FEATURES)
+
+
+@gluon.constexpr_function
+def is_early(dtype):
+    """Whether registers hold the bias of a block beside its S: at 16 bits, or as pairs."""
+    return dtype != gl.float32
+
+
+@gluon.jit
+def early_bias(tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The bias of a block, asked for while its S is computed, where registers hold both."""
+    if FEATURES.BIAS and not TILE.BIAS_COPIED:
+        if is_early(call.modifiers.bias.ptr.dtype.element_ty):
+            return load_bias(tile.work, tile.rows, n_block, call, TILE)
+        else:
+            return 0
+    else:
+        return 0
+
+
+@gluon.jit
+def to_scores(
+    qk,
+    bias,
+    tile,
+    i,
+    n_block,
+    m_i,
+    call,
+    dtype: gl.constexpr,
+    MASKED: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Scores of the i-th block of keys, masked where it needs it, and the maxima with them.
+
+    The branch does more than save the mask: the compiler may not move the wait for P V before it.
+    So maxima belong inside, and run beside P V.
+    """
+    BENT: gl.constexpr = FEATURES.SCORE_MOD is not None
+    HIDDEN: gl.constexpr = FEATURES.MASK_MOD is not None
+    work = tile.work
+    m_start = work.start
+    if (
+        BENT or HIDDEN or FEATURES.ENDS
+    ):  # they may read memory at these positions, after the last tile, too
+        m_start = gl.maximum(m_start, 0)
+    q_idx = query_of_row(m_start, tile.rows, TILE)[:, None]
+    n_start = n_block * TILE.BLOCK_N
+    k_idx, seq = keys_of(n_start, tile, call, BENT, False, FEATURES, TILE)
+    s = score_without_bias(qk, q_idx, k_idx, seq, FEATURES).s
+    if FEATURES.BIAS:
+        if TILE.BIAS_COPIED or is_early(call.modifiers.bias.ptr.dtype.element_ty):
+            s = add_bias(s, bias, dtype)
+        else:
+            s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), gl.float32)
+    scale = unit(seq, FEATURES)
+    # Not those of the score function, whose positions would be kept for this
+    k_idx, seq = keys_of(n_start, tile, call, HIDDEN, BENT, FEATURES, TILE)
+    if not MASKED:
+        m_i = running_max(s, m_i, scale)
+    elif needs_mask(work, i, n_block, FEATURES):
+        if FEATURES.ENDS:
+            first, stop = tile.seen.first[:, None], tile.seen.stop[:, None]
+            stop = gl.minimum(stop - seq.origin, seq.lengths.seqlen_k)
+            s = hide_outside(s, Interval(first - seq.origin, stop))
+        else:
+            s = hide(s, q_idx, k_idx, seq, FEATURES)
+        m_i = running_max(s, m_i, scale)
+    else:
+        m_i = running_max(s, m_i, scale)
+    return s, m_i
+
+
+@gluon.jit
+def keys_of(
+    n_start,
+    tile,
+    call,
+    TRUE: gl.constexpr,
+    APART: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """The keys of a block and the sequence they belong to, both counted from the block on where
+    nobody asks for TRUE positions and registers are short: with lengths in them, or APART from
+    other positions.
+    """
+    work = tile.work
+    lengths = lengths_in(work, call, FEATURES)
+    offs_n = gl.arange(0, TILE.BLOCK_N, column_of(accumulator(TILE.BLOCK_N)))
+    origin = 0
+    if TRUE:
+        k_idx = true_keys(offs_n[None, :], n_start)
+    else:
+        origin = n_start + (offs_n[None, :] & 6)
+        k_idx, lengths = from_block(offs_n[None, :], n_start, lengths)
+    seq = Sequence(
+        lengths,
+        tile.slope_log2,
+        call.numbers,
+        work.batch,
+        work.head,
+        call.modifiers,
+        origin=origin,
+    )
+    return k_idx, seq
+
+
+@gluon.jit
+def from_block(column, n_start, lengths):
+    """Keys and lengths counted from a block of keys on, for masks and distances.
+
+    A thread holds columns 8 i + 2 t and 8 i + 2 t + 1 of an accumulator, t being its place among
+    the four threads of a row. With 2 t on the side of the lengths, which are in registers anyhow,
+    keys are constants: a mask then takes no register and no addition a column, and three
+    warpgroups of 160 registers a thread do not spill.
+    """
+    before = n_start + (column & 6)
+    seqlen_k, diagonal = lengths.seqlen_k - before, lengths.diagonal - before
+    return column - (column & 6), Lengths(lengths.seqlen_q, seqlen_k, diagonal)
+
+
+@gluon.jit
+def true_keys(column, n_start):
+    """Positions of keys in the same two parts, for functions that ask for them: what a thread adds
+    for each column is a constant. Else 32 column numbers stay in registers through the loop.
+    """
+    k_idx = (n_start + (column & 6)) + (column - (column & 6))
+    return gl.max_contiguous(gl.multiple_of(k_idx, [1, 2]), [1, 2])
+
+
+@gluon.jit
+def dropout(
+    p, tile, n_block, call, dtype: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """P in 16 bits; with dropout what is kept of it, in pairs. Sums are taken before, and the
+    factor of what is kept joins 1 / l.
+
+    Random words could be drawn before, while S is computed: that took as long. What counts here is
+    how many instructions a block has, not where they stand.
+    """
+    if FEATURES.DROPOUT:
+        threshold = call.numbers.dropout_threshold
+        n_start = n_block * TILE.BLOCK_N
+        return drop_pairs(p, tile.stream, tile.work.start, n_start, tile.rows, threshold, dtype)
+    else:
+        return p.to(dtype)

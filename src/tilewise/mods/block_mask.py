@@ -1,0 +1,291 @@
+"""Which tiles of a mask a kernel skips, which it masks, and which it takes whole.
+
+Per m_block, two lists of n_blocks: partial (some pair is seen, or the tile runs past an end) and
+full (every pair is seen); what is on neither list is skipped. Two lists per n_block, for the
+backward, are their transpose. The layout is FlexAttention's (Dong et al. 2024, arXiv:2412.05496).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from . import from_flex, masks
+from .block_checks import check_lists, check_shape
+from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
+from .documents import Documents, documents_of
+from .ends import MOST_ROWS, Ends, Found, says_ends
+from .evaluation import evaluate
+from .expressions import INDICES
+from .function import check_sizes
+from .intervals import Blocks, bound
+from .masks import Mask, Predicate
+
+Tensor = torch.Tensor
+Shape = tuple[int, int, int, int]
+# What is held at once: 8-byte values, a few of each kind alive per operator of the mask.
+TILES_AT_ONCE = 1 << 20
+PAIRS_AT_ONCE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A mask by blocks. batch and nheads are 1 where all share one.
+
+    >>> from tilewise.mods import causal
+    >>> blocks = create_block_mask(causal(), 1, 1, 512, 512)
+    >>> blocks
+    BlockMask((1, 1, 512, 512), block=(128, 128), 4 partial, 6 full, 37.5% skipped)
+    >>> blocks.full.counts[0, 0], blocks.full.indices[0, 0, 3]
+    (tensor([0, 1, 2, 3], dtype=torch.int32), tensor([0, 1, 2], dtype=torch.int32))
+    """
+
+    mask: Mask
+    shape: Shape  # batch, nheads, seqlen_q, seqlen_k
+    block: tuple[int, int]  # BLOCK_M, BLOCK_N
+    partial: BlockLists  # of n_blocks, per m_block
+    full: BlockLists
+    # (partial, full) of m_blocks, per n_block: what a backward walks
+    transposed: tuple[BlockLists, BlockLists] | None = None
+    ends: Ends | None = None  # of rows and columns, where these are intervals
+    documents: Documents | None = None  # where it is a mask of documents
+    asked: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
+
+    def __post_init__(self) -> None:
+        check_shape(self.shape, self.block)
+        object.__setattr__(self, "asked", _asked(self.mask, self.ends))
+        self._check_lists(self.partial, self.full, "by queries")
+        if self.transposed is None:
+            kinds = self.kinds().transpose(2, 3)
+            lists = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+            object.__setattr__(self, "transposed", lists)
+        else:
+            self._check_lists(*self.transposed, "by keys")
+
+    def _check_lists(self, partial: BlockLists, full: BlockLists, side: str) -> None:
+        batch, nheads, *blocks = self.grid
+        whole = [seqlen // size for seqlen, size in zip(self.shape[2:], self.block)]
+        if side == "by keys":
+            blocks, whole = blocks[::-1], whole[::-1]
+        rows = batch, nheads, blocks[0]
+        check_lists(f"partial, {side},", partial, rows, blocks[1])
+        check_lists(f"full, {side},", full, rows, whole[1])
+        cut = BlockLists(*(x[:, :, whole[0] :] for x in full))
+        check_lists(f"full, {side},", cut, (*rows[:2], blocks[0] - whole[0]), 0)
+
+    @property
+    def grid(self) -> Shape:
+        """batch, nheads, m_blocks, n_blocks."""
+        return _grid(self.shape, self.block)
+
+    def kinds(self) -> Tensor:
+        """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
+        return kinds_of(self.partial, self.full, self.grid[3])
+
+    def sparsity(self) -> float:
+        """The percentage of blocks that are skipped; it waits for the device."""
+        listed = sum(int(lists.counts.sum()) for lists in (self.partial, self.full))
+        count = self.partial.counts.numel() * self.grid[3]
+        return 100 * (1 - listed / count) if count else 0.0
+
+    def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
+        """It serves attention of this shape; else an ArgumentError."""
+        asked = (batch, nheads, seqlen_q, seqlen_k)
+        for own, n, index in zip(self.shape, asked, INDICES):
+            if own != n and (own != 1 or index[1:] or self.mask.depends_on(index)):
+                raise ArgumentError(
+                    f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the call "
+                    f"has {asked}: build it for the call's"
+                )
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same on another device, its mask's captured tensors too."""
+        partial, full, *transposed = (
+            BlockLists(*(x.to(device) for x in lists))
+            for lists in (self.partial, self.full, *self.transposed)
+        )
+        mask = self.mask.to(device)
+        ends = None if self.ends is None else Ends(*(x.to(device) for x in self.ends))
+        documents = None if self.documents is None else self.documents.to(device)
+        lists = partial, full, tuple(transposed)
+        return BlockMask(mask, self.shape, self.block, *lists, ends, documents)
+
+    def __repr__(self) -> str:
+        partial, full = (int(lists.counts.sum()) for lists in (self.partial, self.full))
+        return (
+            f"BlockMask({self.shape}, block={self.block}, {partial} partial, {full} full, "
+            f"{self.sparsity():.1f}% skipped)"
+        )
+
+    @classmethod
+    def from_flex(cls, block_mask) -> BlockMask:
+        """From torch.nn.attention.flex_attention.BlockMask, whose mask_mod must be traceable.
+
+        Its lists are taken to say no less than its mask_mod; without one they are the mask. Its
+        BLOCK_SIZE must be of multiples of 16.
+        """
+        return from_flex.converted(block_mask, cls).made
+
+
+def block_mask_of(block_mask: Any) -> BlockMask | None:
+    """A block mask as callers pass it, ours or FlexAttention's."""
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    return from_flex.converted_once(block_mask, BlockMask)
+
+
+def create_block_mask(
+    mask: Mask | Predicate,
+    batch: int,
+    nheads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    device: torch.device | str | None = None,
+    block: tuple[int, int] = (128, 128),
+) -> BlockMask:
+    """Finds the partial and full blocks of a mask, without making seqlen_q x seqlen_k of anything.
+
+    Intervals of the mask's tree (`tilewise.mods.intervals`) settle most blocks at once; the rest
+    are evaluated pair by pair. Held at once: one byte a block, the lists, 32 bytes for each open
+    one of 2^20 blocks, and for each operator of the mask whose value is alive 16 bytes for each of
+    2^20 blocks or 8 for each of 2^20 pairs. A batch or nheads that the mask does not mention
+    becomes 1.
+
+    On a GPU the host waits once for each 2^20 blocks, to learn how many are unsettled, and twice
+    for each of the four lists, to learn how long it is, and three times to learn whether all rows
+    and columns are intervals, and of documents: nothing waits when the mask is used. Of intervals
+    kernels read the ends, 16 bytes for each query and key of a head (`ends`). A mask of documents
+    (`documents`) is served by the kernels for packed sequences, where nothing but it asks for
+    positions.
+
+    Args:
+        mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
+        batch, nheads, seqlen_q, seqlen_k: the extents of its indices.
+        device: where to build; that of the captured tensors (else the CPU) unless given.
+        block: (BLOCK_M, BLOCK_N), multiples of 16. Tiles of a kernel are the largest powers of two
+            that divide them, so odd multiples of 16 are slow.
+
+    Raises:
+        ArgumentError: an extent or a block size is wrong, the predicate cannot be traced, or a
+            captured tensor is too short or on another device.
+
+    >>> doc_ids = torch.arange(1024, dtype=torch.int32) // 256
+    >>> create_block_mask(
+    ...     lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx], 1, 1, 1024, 1024
+    ... )
+    BlockMask((1, 1, 1024, 1024), block=(128, 128), 0 partial, 16 full, 75.0% skipped)
+    """
+    mask = masks.mask(mask)
+    shape = (batch, nheads, seqlen_q, seqlen_k)
+    check_shape(shape, block)
+    check_sizes(mask, *shape)
+    device = mask.device(device)
+    rows, nheads = (
+        n if mask.depends_on(i) else min(n, 1) for n, i in ((batch, "b"), (nheads, "h"))
+    )
+    shape = (rows, nheads, seqlen_q, seqlen_k)
+    kinds = torch.empty(_grid(shape, block), dtype=torch.uint8, device=device)
+    is_small = rows * nheads * (seqlen_q + seqlen_k) <= MOST_ROWS
+    found = Found(shape, kinds.shape, block, device) if is_small and kinds.numel() else None
+    with torch.no_grad():
+        for slab in _slabs(kinds.shape, shape, block):
+            _classify(mask, shape, block, kinds, slab, found)
+    partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+    ends = None if found is None else found.ends()
+    documents = documents_of(ends, batch)
+    return BlockMask(mask, shape, tuple(block), partial, full, None, ends, documents)
+
+
+def _asked(mask: Mask, ends: Ends | None) -> Mask:
+    """The mask that kernels are given: that of its ends, where it has some."""
+    if ends is not None:
+        return ends.mask()
+    if says_ends(mask.key):  # but nobody has found that its rows are intervals
+        return mask & (lambda b, h, q_idx, kv_idx: q_idx >= 0)
+    return mask
+
+
+def _grid(shape: Shape, block: tuple[int, int]) -> Shape:
+    batch, nheads, seqlen_q, seqlen_k = shape
+    return batch, nheads, -(-seqlen_q // block[0]), -(-seqlen_k // block[1])
+
+
+def _slabs(grid: Shape, shape: Shape, block: tuple[int, int]) -> Iterator[tuple[range, ...]]:
+    """Ranges of batch, head and m_block that hold at most TILES_AT_ONCE tiles, and positions."""
+    batch, nheads, m_blocks, n_blocks = grid
+    if not batch * nheads * m_blocks * n_blocks:
+        return
+    per_head = max(m_blocks * n_blocks, *shape[2:])
+    steps = (
+        max(1, TILES_AT_ONCE // (per_head * nheads)),
+        max(1, TILES_AT_ONCE // per_head),
+        max(1, TILES_AT_ONCE // max(n_blocks, block[0])),
+    )
+    cuts = ([range(i, min(i + step, n)) for i in range(0, n, step)] for n, step in zip(grid, steps))
+    yield from itertools.product(*cuts)
+
+
+def _positions(start: int, stop: int, size: int, seqlen: int, device: torch.device) -> Tensor:
+    """The positions in blocks start to stop: int64 (blocks, size), the last real one repeated."""
+    positions = torch.arange(start * size, stop * size, device=device).clamp_(max=seqlen - 1)
+    return positions.view(-1, size)
+
+
+def _classify(
+    mask: Mask,
+    shape: Shape,
+    block: tuple[int, int],
+    kinds: Tensor,
+    slab: tuple[range, ...],
+    rows: Found | None,
+) -> None:
+    """Fills in the kinds of one slab, and what its rows and columns see."""
+    batches, heads, m_blocks = slab
+    device = kinds.device
+    blocks = Blocks(
+        torch.arange(batches.start, batches.stop, device=device)[:, None, None, None],
+        torch.arange(heads.start, heads.stop, device=device)[:, None, None],
+        _positions(m_blocks.start, m_blocks.stop, block[0], shape[2], device),
+        _positions(0, kinds.shape[3], block[1], shape[3], device),
+    )
+    lo, hi = bound(mask.expr, blocks, mask.tensors)
+    part = kinds[tuple(slice(r.start, r.stop) for r in slab)]
+    part.copy_(torch.where(lo, FULL, torch.where(hi, UNKNOWN, SKIPPED)).to(torch.uint8))
+    if rows is not None:
+        rows.add_full(slab, part == FULL)
+    _settle(mask, blocks, part, slab, rows)
+    # A tile that runs past an end is masked there, so it is never full
+    if shape[2] % block[0] and m_blocks.stop == kinds.shape[2]:
+        part[:, :, -1].clamp_(max=PARTIAL)
+    if shape[3] % block[1]:
+        part[..., -1].clamp_(max=PARTIAL)
+
+
+def _settle(
+    mask: Mask, blocks: Blocks, kinds: Tensor, slab: tuple[range, ...], rows: Found | None
+) -> None:
+    """Evaluates every pair of the tiles that intervals left open, some tiles at a time."""
+    unknown = (kinds == UNKNOWN).nonzero()
+    pairs = blocks.q_idx.shape[1] * blocks.k_idx.shape[1]
+    for at in unknown.split(max(1, PAIRS_AT_ONCE // pairs)):
+        b, h, m, n = at.unbind(1)
+        found = evaluate(
+            mask.expr,
+            blocks.b.flatten()[b, None, None],
+            blocks.h.flatten()[h, None, None],
+            blocks.q_idx[m][:, :, None],
+            blocks.k_idx[n][:, None, :],
+            mask.tensors,
+        )
+        # A mask of few indices answers for more than one pair, or tile, at once
+        if rows is not None:
+            sizes = blocks.q_idx.shape[1], blocks.k_idx.shape[1]
+            rows.add_pairs(slab, at, found.expand(len(at), *sizes))
+        found = found.expand(torch.broadcast_shapes(found.shape, (len(at), 1, 1))).flatten(1)
+        kinds[b, h, m, n] = found.any(1).to(torch.uint8) + found.all(1).to(torch.uint8)

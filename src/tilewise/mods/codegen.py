@@ -1,0 +1,264 @@
+"""Masks and score functions for kernels: a tree becomes the source of a Triton function.
+
+    mask_mod(b, h, q_idx, k_idx, captured)           bools
+    score_mod(score, b, h, q_idx, k_idx, captured)   fp32, and so its derivative
+
+`q_idx` and `k_idx` broadcast over the tile, whichever of its sides is which, and so does what is
+returned: it has the shape of what the tree mentions, which may be one number. `captured` is what
+`captured_of` made of the captured tensors. A function is a constant of the kernel, alone or in a
+NamedTuple, and called as any other: FEATURES.MASK_MOD(b, h, q_idx, k_idx, captured).
+
+A function's name holds the hash of its text, because Triton knows a constant within a NamedTuple by
+its repr alone, which is that name, when it looks for a kernel on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import linecache
+import weakref
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from ..tile.score import tanh
+from .expressions import (
+    BOOL,
+    DIVISIONS,
+    FLOAT,
+    INDICES,
+    INT,
+    OPERATORS,
+    SCORE,
+    SHIFTS,
+    TABLE_SIZE,
+    Node,
+    Step,
+    constant_text,
+    named,
+    steps,
+    takes_floats,
+)
+from .serialize import check_plan
+from .widths import BITS_32, BITS_64, Range, are_long, ranges_of
+
+Tensor = torch.Tensor
+CONSTANTS = (BOOL, INT, FLOAT)
+LEAVES = (*INDICES, SCORE, *CONSTANTS)
+TYPES = {BOOL: "tl.int1", INT: "tl.int32", FLOAT: "tl.float32"}
+LONG = "tl.int64"
+SMALLEST = torch.finfo(torch.float32).tiny  # of floats that Triton takes for fp32
+
+
+class Captured(NamedTuple):
+    """A tensor that a function captured, as kernels take it."""
+
+    ptr: Tensor
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def captured_of(tensors: tuple[Tensor, ...]) -> tuple[Captured, ...]:
+    """The captured tensors as generated functions read them."""
+    return tuple(Captured(x, tuple(x.shape), x.stride()) for x in tensors)
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def function_of(key: str) -> JITFunction:
+    """The function of an interned tree; one key gives one object, which nothing compiles twice."""
+    expr = named(key)
+    return _jit("mask_mod" if key.startswith("mask") else "score_mod", text_of(expr))
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def place_function_of(key: str) -> JITFunction:
+    """Of an interned load the function (b, h, q_idx, k_idx, captured, target), which says how far
+    into `target` the element lies, a tensor of the captured one's sizes. It is always within.
+    """
+    return _jit("place", text_of_place(named(key)))
+
+
+def _jit(name: str, text: str) -> JITFunction:
+    """`name(...)` from its text, which starts at the bracket."""
+    digest = hashlib.sha256((text + inspect.getsource(tanh.fn)).encode()).hexdigest()[:24]
+    name = f"{name}_{digest}"
+    text, file = f"def {name}{text}", f"<tilewise {name}>"
+    scope = {"__name__": __name__, "tl": tl, "tanh": tanh}
+    # Triton and debuggers ask inspect for the source, and inspect asks linecache
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), scope)
+    weakref.finalize(scope[name], linecache.cache.pop, file, None)
+    return triton.jit(scope[name])
+
+
+def text_of(expr: Node) -> str:
+    """The function's text after its name: a line for each distinct node, in the tree's order."""
+    plan = steps(expr)
+    check_plan(plan)
+    lines = _Lines(plan)
+    score = "" if plan[-1].kind == BOOL else "score, "
+    body = [*lines.text, f"return tl.cast({lines.values[-1]}, {TYPES[plan[-1].kind]})"]
+    return "".join([f"({score}{', '.join(INDICES)}, captured):\n", *(f"    {x}\n" for x in body)])
+
+
+def text_of_place(load: Node) -> str:
+    """That function's text after its name."""
+    check_plan(steps(load))
+    *plan, step = steps(load)
+    lines = _Lines(plan)
+    terms = [f"{index} * target.strides[{d}]" for d, index in enumerate(lines.held(step, "target"))]
+    body = [*lines.text, f"return {' + '.join(terms) or 'tl.cast(0, tl.int64)'}"]
+    head = f"({', '.join(INDICES)}, captured, target):\n"
+    return "".join([head, *(f"    {x}\n" for x in body)])
+
+
+class _Lines:
+    """The lines that compute a plan, and the name or constant that each step's value goes by."""
+
+    def __init__(self, plan: list[Step]):
+        self.plan = plan
+        self.ranges = ranges_of(plan)
+        self.is_long = are_long(plan, self.ranges)
+        self.text: list[str] = []
+        self.values: list[str] = []
+        for step in plan:
+            self.values.append(self._value(step))
+
+    def _assign(self, name: str, text: str) -> str:
+        self.text.append(f"{name} = {text}")
+        return name
+
+    def _value(self, step: Step) -> str:
+        if step.op in CONSTANTS:
+            return self._constant(step)
+        if step.op in LEAVES:
+            return step.op
+        name = f"v{len(self.text)}"
+        if step.op == "load":
+            return self._assign(name, self._load(step))
+        operands = self._operands(step)
+        if step.op in DIVISIONS:
+            return self._assign(name, self._divided(step, *operands))
+        if step.op in SHIFTS:
+            return self._assign(name, self._shifted(step, *operands))
+        if step.op == "abs" and self.is_long[len(self.values)] > self.is_long[step.inputs[0]]:
+            # LLVM would take it of the 32 bits, and ptxas that of -2^31 for positive: of 33 bits
+            return self._assign(name, f"tl.abs({operands[0]} * 2) >> 1")
+        return self._assign(name, OPERATORS[step.op].text.format(*operands))
+
+    def _constant(self, step: Step) -> str:
+        """A number; one that Triton would not take for 32 bits with its type."""
+        text = constant_text(step.value)
+        if self.is_long[len(self.values)]:
+            return f"tl.cast({text}, {LONG})"
+        is_tiny = step.op == FLOAT and 0 < abs(step.value) < SMALLEST
+        return f"tl.cast({text}, {TYPES[FLOAT]})" if is_tiny else text
+
+    def _operands(self, step: Step) -> list[str]:
+        """The operands of an operator: integers as floats where it takes these, and one of those
+        that are to give 64 bits in these.
+        """
+        plan, inputs = self.plan, step.inputs
+        operands = [self.values[i] for i in inputs]
+        as_floats = takes_floats(step.op, [plan[i].kind for i in inputs])
+        for at, i in enumerate(inputs):
+            if as_floats and plan[i].op == INT:
+                operands[at] = constant_text(float(plan[i].value))
+            elif as_floats and plan[i].kind == INT:
+                operands[at] = f"tl.cast({operands[at]}, tl.float32)"
+        if all(plan[i].op in CONSTANTS for i in inputs):
+            # Else Python computes, and its ~True is -2
+            first = plan[inputs[0]]
+            kind = FLOAT if as_floats and first.op != BOOL else first.op
+            if kind != INT or not self.is_long[inputs[0]]:
+                operands[0] = f"tl.cast({operands[0]}, {TYPES[kind]})"
+        if self.is_long[len(self.values)] and not any(self.is_long[i] for i in inputs):
+            at = next(at for at, i in enumerate(inputs) if plan[i].kind == INT)
+            operands[at] = f"tl.cast({operands[at]}, {LONG})"
+        return operands
+
+    def _bounds(self, step: Step) -> tuple[Range, Range]:
+        """The ranges of two integers."""
+        x, y = (self.ranges[i] for i in step.inputs)
+        return x, y
+
+    def _divided(self, step: Step, x: str, d: str) -> str:
+        """`//` or `%`, as `tilewise.mods.integers` has them: Triton rounds towards zero, and leaves
+        open what is divided by 0, or the least integer by -1.
+        """
+        of_x, of_d = self._bounds(step)
+        bits = BITS_64 if self.is_long[len(self.values)] else BITS_32
+        instead = {0: "0" if step.op == "//" else x} if of_d.has(0) else {}
+        if of_d.has(-1) and of_x.has(bits.lo):
+            instead[-1] = f"-{x}" if step.op == "//" else "0"
+        if not instead:
+            return self._rounded_down(step, x, d)
+        given = self._assign(f"d{len(self.text)}", f"tl.cast({d}, {self._type(step)})")
+        known = [f"({given} == {value})" for value in instead]
+        safe = self._assign(f"s{len(self.text)}", f"tl.where({' | '.join(known)}, 1, {given})")
+        found = self._rounded_down(step, x, safe)
+        for is_known, text in zip(known, instead.values()):
+            found = f"tl.where({is_known}, {text}, {found})"
+        return found
+
+    def _shifted(self, step: Step, x: str, y: str) -> str:
+        """`<<` or `>>`; past the last bit, what moves every bit out gives."""
+        last = 63 if self.is_long[len(self.values)] else 31
+        if self._bounds(step)[1].fits(Range(0, last)):
+            return OPERATORS[step.op].text.format(x, y)
+        is_far = f"({y} < 0) | ({y} > {last})"
+        if step.op == ">>":
+            return f"({x} >> tl.where({is_far}, {last}, {y}))"
+        return f"tl.where({is_far}, 0, {x} << tl.where({is_far}, 0, {y}))"
+
+    def _rounded_down(self, step: Step, x: str, d: str) -> str:
+        """`//` or `%` by a divisor that is not 0, rounded down."""
+        of_x, of_d = self._bounds(step)
+        if of_x.lo >= 0 and of_d.lo >= 0:
+            return OPERATORS[step.op].text.format(x, d)
+        rest = self._assign(f"r{len(self.text)}", f"{x} % {d}")
+        is_below = f"{rest} < 0"
+        if of_d.lo < 0:
+            is_below = f"({rest} != 0) & (({rest} ^ {d}) < 0)"
+        if step.op == "%":  # neither sum can leave its type, not even where it is not chosen
+            return f"{rest} + tl.where({is_below}, {d}, 0)"
+        return f"{x} // {d} - tl.where({is_below}, 1, 0)"
+
+    def _load(self, step: Step) -> str:
+        """A captured element, by 64-bit offsets and from within the tensor: computed indices are
+        held at its ends, and where q_idx or k_idx itself lies past them, in a ragged tile, 0 is
+        read. b, h and constants lie within: callers check.
+        """
+        # A mask, not a minimum: it leaves the compiler to see that keys are neighbours. A bias in
+        # fp32 takes 32 loads of 16 bytes a thread, with a minimum 128 of 4 (128 x 128 on sm_90)
+        tensor = f"captured[{step.value[0]}]"
+        address, within = [f"{tensor}.ptr"], []
+        for d, i in enumerate(step.inputs):
+            index, op = self.values[i], self.plan[i].op
+            if op in ("q_idx", "k_idx"):
+                within.append(f"({index} < {tensor}.sizes[{d}])")
+            elif op not in ("b", "h", INT):
+                index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
+            address.append(f"tl.cast({index}, tl.int64) * {tensor}.strides[{d}]")
+        mask = f", mask={' & '.join(within)}, other=0" if within else ""
+        return f"tl.cast(tl.load({' + '.join(address)}{mask}), {self._type(step)})"
+
+    def _type(self, step: Step) -> str:
+        return LONG if self.is_long[len(self.values)] else TYPES[step.kind]
+
+    def held(self, step: Step, tensor: str) -> list[str]:
+        """The indices of a load, 64-bit, each held within a tensor's ends; to write by, not read:
+        there a mask is dearer than a minimum.
+        """
+        indices = []
+        for d, i in enumerate(step.inputs):
+            index = self.values[i]
+            if self.plan[i].op not in ("b", "h", INT):
+                index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
+            indices.append(f"tl.cast({index}, tl.int64)")
+        return indices

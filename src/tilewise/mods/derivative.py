@@ -1,0 +1,158 @@
+"""The derivative of a score function by its score, or by what it reads of a captured tensor, as
+another tree over the same inputs.
+
+One rule for each operator, the chain rule, and so much tidying that `score + bias[...]` gives 1.0.
+Conditions and integers are steps of the score: between the steps they do not change. Where two
+sides tie, at minimum(x, x) or abs(0), the rules take one side or 0, as torch may.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from ..errors import ArgumentError
+from .expressions import (
+    BOOL,
+    FLOAT,
+    INT,
+    LARGEST,
+    NUMBERS,
+    OPERATORS,
+    SCORE,
+    Node,
+    describe,
+    named,
+    nodes_of,
+)
+
+ZERO, ONE = Node(FLOAT, (), 0.0), Node(FLOAT, (), 1.0)
+OF_SCORE = Node(SCORE)
+MINUS_INFINITY = Node(FLOAT, (), -math.inf)
+
+
+def derivative(expr: Node, by: Node = OF_SCORE) -> Node:
+    """d expr / d by, where expr gives a float; `by` is the score or a load of floats.
+
+    >>> describe(derivative(Node("tanh", (Node("score"),))))
+    '(1.0 - (tanh(score) * tanh(score)))'
+    """
+    slopes: dict[Node, Node] = {}
+    for node in nodes_of(expr):
+        slopes[node] = ONE if node == by else _slope(node, [slopes[x] for x in node.inputs])
+    return _guarded(expr, slopes[expr])
+
+
+@functools.lru_cache(maxsize=1024)
+def by_loads(name: str) -> tuple[tuple[Node, Node], ...]:
+    """Each load of floats in the score function of a name, and the function's derivative by it."""
+    expr = named(name)
+    loads = [x for x in nodes_of(expr) if x.op == "load" and x.kind == FLOAT]
+    slopes = [(load, derivative(expr, load)) for load in loads]
+    return tuple((load, slope) for load, slope in slopes if slope != ZERO)
+
+
+def _slope(node: Node, slopes: list[Node]) -> Node:
+    """The derivative of a node from those of its inputs."""
+    if node.kind in (BOOL, INT) or all(slope == ZERO for slope in slopes):
+        return ZERO
+    if node.op not in RULES:
+        raise ArgumentError(
+            f"{describe(node)} has no derivative by score that is known here: say what the whole "
+            "function's is, with score(f, derivative=g)"
+        )
+    return RULES[node.op](node, node.inputs, slopes)
+
+
+def _guarded(expr: Node, slope: Node) -> Node:
+    """With 0 where the score became -inf, if infinities of the function reach its derivative:
+    0 * inf is NaN, and a pair that is not seen moves nothing.
+    """
+    constants = (node.value for node in nodes_of(slope) if node.op == FLOAT)
+    if not any(map(math.isinf, constants)):
+        return slope
+    return _where(Node("==", (expr, MINUS_INFINITY)), ZERO, slope)
+
+
+def _constant(value: float) -> Node:
+    return Node(FLOAT, (), value + 0.0)  # a slope of -0.0 is ZERO too
+
+
+def _folded(op: str, x: Node, y: Node) -> Node:
+    """An operator, done here if both sides are constants and so is what they give."""
+    if x.op in NUMBERS and y.op in NUMBERS:
+        value = float(OPERATORS[op].compute(x.value, y.value))
+        if abs(value) <= LARGEST:
+            return _constant(value)
+    return Node(op, (x, y))
+
+
+def _sum(x: Node, y: Node) -> Node:
+    return y if x == ZERO else x if y == ZERO else _folded("+", x, y)
+
+
+def _difference(x: Node, y: Node) -> Node:
+    if x == ZERO:
+        return _negative(y)
+    return x if y == ZERO else _folded("-", x, y)
+
+
+def _negative(x: Node) -> Node:
+    return _folded("*", _constant(-1.0), x) if x.op in (FLOAT, INT) else Node("neg", (x,))
+
+
+def _product(slope: Node, factor: Node) -> Node:
+    """A slope times something: 0 whatever the factor is, infinity too. Constants come first, as
+    one: the derivative of a softcap then is 1 - tanh^2.
+    """
+    if slope == ZERO:
+        return ZERO
+    if factor.op not in NUMBERS:
+        is_plain = slope == ONE and factor.kind == FLOAT
+        return factor if is_plain else Node("*", (slope, factor))
+    if slope.op == "*" and slope.inputs[0].op in NUMBERS:
+        return _product(_folded("*", slope.inputs[0], factor), slope.inputs[1])
+    return slope if factor == ONE else _folded("*", factor, slope)
+
+
+def _quotient(slope: Node, divisor: Node) -> Node:
+    if divisor.op in NUMBERS and abs(divisor.value) * LARGEST >= 1:  # its inverse is a constant
+        return _product(slope, _constant(1 / divisor.value))
+    return ZERO if slope == ZERO else Node("/", (slope, divisor))
+
+
+def _where(condition: Node, x: Node, y: Node) -> Node:
+    if x.op == y.op == FLOAT and x == y:
+        return x
+    return Node("where", (condition, x, y))
+
+
+def _less(x: Node, y: Node) -> Node:
+    return Node("<", (x, y))
+
+
+Rule = Callable[[Node, tuple[Node, ...], list[Node]], Node]
+
+# From the node f, its inputs x and their slopes d, to the slope of f.
+RULES: dict[str, Rule] = {
+    "+": lambda f, x, d: _sum(d[0], d[1]),
+    "-": lambda f, x, d: _difference(d[0], d[1]),
+    "*": lambda f, x, d: _sum(_product(d[0], x[1]), _product(d[1], x[0])),
+    "/": lambda f, x, d: _quotient(_difference(d[0], _product(d[1], f)), x[1]),
+    "neg": lambda f, x, d: _negative(d[0]),
+    "abs": lambda f, x, d: _where(
+        _less(x[0], ZERO), _negative(d[0]), _where(_less(ZERO, x[0]), d[0], ZERO)
+    ),
+    "minimum": lambda f, x, d: _where(_less(x[0], x[1]), d[0], d[1]),
+    "maximum": lambda f, x, d: _where(_less(x[1], x[0]), d[0], d[1]),
+    "where": lambda f, x, d: _where(x[0], d[1], d[2]),
+    "exp": lambda f, x, d: _product(d[0], f),
+    "exp2": lambda f, x, d: _product(_product(d[0], _constant(math.log(2))), f),
+    "log": lambda f, x, d: _quotient(d[0], x[0]),
+    "log2": lambda f, x, d: _quotient(_product(d[0], _constant(1 / math.log(2))), x[0]),
+    "sqrt": lambda f, x, d: _quotient(_product(d[0], _constant(0.5)), f),
+    "rsqrt": lambda f, x, d: _quotient(_product(_product(d[0], _constant(-0.5)), f), x[0]),
+    "tanh": lambda f, x, d: _product(d[0], _difference(ONE, Node("*", (f, f)))),
+    "sigmoid": lambda f, x, d: _product(d[0], Node("*", (f, _difference(ONE, f)))),
+}

@@ -1,0 +1,329 @@
+"""What a mask or a score function computes: its expression as a tree.
+
+A tree is a nest of `Node`s: the four indices, the score, constants, loads from captured tensors,
+and the operators of `OPERATORS`, which are all there is. Two functions that compute the same by the
+same steps have equal trees, constants included, so that a tree is a key: a closure made anew at
+every call compiles nothing anew.
+
+Integers are exact within 64 bits and wrap beyond, the same in torch and in kernels; those compute
+in 32 bits what is seen to fit (`mods.widths`). `//` and `%` round down as Python's do, x // 0 is
+0 and x % 0 is x; a shift by less than 0 or more than 63 bits moves every bit out, so that << gives
+0 and >> the sign, 0 or -1. Constants that divide by 0 or shift so are refused. Floats are fp32, or
+fp64 in torch where the score is; an integer that meets one becomes one, rounded. An index past
+either end of a tensor reads its first or last element: that is what lets
+`where(q_idx > 0, doc[q_idx - 1], -1)` be asked at query 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from . import integers
+
+Tensor = torch.Tensor
+INDICES = ("b", "h", "q_idx", "k_idx")
+SCORE = "score"
+BOOL, INT, FLOAT = "bool", "int", "float"
+NUMBERS = {INT, FLOAT}
+# How many there may be of each: so few that sums, and small multiples, stay in 32 bits.
+MOST = {"b": 2**28, "h": 2**16, "q_idx": 2**28, "k_idx": 2**28}
+LEAVES = {
+    **dict.fromkeys(INDICES, INT),
+    SCORE: FLOAT,
+    **{kind: kind for kind in (BOOL, INT, FLOAT)},
+}
+LARGEST = torch.finfo(torch.float32).max  # of finite float constants
+# What kernels load and torch indexes; uint64 has values that int64 has not.
+DTYPES = {
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+
+
+class Node:
+    """One step. `op` is an index, SCORE, the kind of a constant, "load", or a key of OPERATORS.
+
+    Equal trees are one object, compared and hashed by what they are: a part that stands in a tree
+    many times is looked at once.
+    """
+
+    __slots__ = ("__weakref__", "inputs", "kind", "op", "value")
+    op: str
+    inputs: tuple[Node, ...]
+    value: Any  # a constant's value; a load's (slot in the captured tensors, dtype)
+    kind: str | None  # what it gives; None if there is no such step
+
+    def __new__(cls, op: str, inputs: tuple[Node, ...] = (), value: Any = None) -> Node:
+        key = op, inputs, repr(value)  # repr: 0.0 is not -0.0
+        with _lock:
+            node = _nodes.get(key)
+            if node is None:
+                node = super().__new__(cls)
+                node.op, node.inputs, node.value = op, inputs, value
+                node.kind = kind_of_step(op, value, [x.kind for x in inputs])
+                _nodes[key] = node
+        return node
+
+    def __repr__(self) -> str:
+        return f"Node({describe(self)})"
+
+    def __deepcopy__(self, memo: dict) -> Node:
+        return self
+
+    def __reduce__(self):
+        return tree_of, ([step[:3] for step in steps(self)],)
+
+
+_lock = threading.Lock()
+_nodes: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
+
+
+def tree_of(plan: list[tuple]) -> Node:
+    """The tree whose distinct nodes are these (op, numbers of inputs, value), the whole last."""
+    found: list[Node] = []
+    for op, inputs, value in plan:
+        found.append(Node(op, tuple(found[i] for i in inputs), value))
+    return found[-1]
+
+
+class Operator(NamedTuple):
+    """How an operator is written for Triton, what it gives for inputs of some kinds (None: it is
+    refused), and what it computes in torch.
+    """
+
+    text: str
+    kind: Callable[..., str | None]
+    compute: Callable[..., Tensor]
+
+    @property
+    def arity(self) -> int:
+        """How many operands it takes."""
+        return self.text.count("{")
+
+
+def _number(*kinds: str) -> str | None:
+    return None if set(kinds) - NUMBERS else FLOAT if FLOAT in kinds else INT
+
+
+def _integer(*kinds: str) -> str | None:
+    return INT if set(kinds) == {INT} else None
+
+
+def _real(*kinds: str) -> str | None:
+    return None if set(kinds) - NUMBERS else FLOAT
+
+
+def _ordered(x: str, y: str) -> str | None:
+    return None if {x, y} - NUMBERS else BOOL
+
+
+def _equal(x: str, y: str) -> str | None:
+    return BOOL if x == y or not {x, y} - NUMBERS else None
+
+
+def _bits(*kinds: str) -> str | None:
+    return kinds[0] if set(kinds) in ({BOOL}, {INT}) else None
+
+
+def _chosen(condition: str, x: str, y: str) -> str | None:
+    return None if condition != BOOL else x if x == y else _number(x, y)
+
+
+def _minimum(x, y):
+    return torch.where(x < y, x, y)
+
+
+def _maximum(x, y):
+    return torch.where(x > y, x, y)
+
+
+OPERATORS = {
+    "+": Operator("({0} + {1})", _number, operator.add),
+    "-": Operator("({0} - {1})", _number, operator.sub),
+    "*": Operator("({0} * {1})", _number, operator.mul),
+    "/": Operator("({0} / {1})", _real, operator.truediv),
+    "//": Operator("({0} // {1})", _integer, integers.floor_divide),
+    "%": Operator("({0} % {1})", _integer, integers.remainder),
+    "<<": Operator("({0} << {1})", _integer, integers.shift_left),
+    ">>": Operator("({0} >> {1})", _integer, integers.shift_right),
+    "<": Operator("({0} < {1})", _ordered, operator.lt),
+    "<=": Operator("({0} <= {1})", _ordered, operator.le),
+    "==": Operator("({0} == {1})", _equal, operator.eq),
+    "!=": Operator("({0} != {1})", _equal, operator.ne),
+    "&": Operator("({0} & {1})", _bits, operator.and_),
+    "|": Operator("({0} | {1})", _bits, operator.or_),
+    "^": Operator("({0} ^ {1})", _bits, operator.xor),
+    "~": Operator("(~{0})", _bits, operator.invert),
+    "neg": Operator("(-{0})", _number, operator.neg),
+    "abs": Operator("tl.abs({0})", _number, torch.abs),
+    "minimum": Operator("tl.minimum({0}, {1})", _number, _minimum),
+    "maximum": Operator("tl.maximum({0}, {1})", _number, _maximum),
+    "where": Operator("tl.where({0}, {1}, {2})", _chosen, torch.where),
+    "exp": Operator("tl.exp({0})", _real, torch.exp),
+    "exp2": Operator("tl.exp2({0})", _real, torch.exp2),
+    "log": Operator("tl.log({0})", _real, torch.log),
+    "log2": Operator("tl.log2({0})", _real, torch.log2),
+    "sqrt": Operator("tl.sqrt({0})", _real, torch.sqrt),
+    "rsqrt": Operator("tl.rsqrt({0})", _real, torch.rsqrt),
+    "tanh": Operator("tanh({0})", _real, torch.tanh),
+    "sigmoid": Operator("tl.sigmoid({0})", _real, torch.sigmoid),
+}
+
+
+DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
+
+
+def undefined(op: str, operands: list) -> str:
+    """What is wrong with an operator of these nodes, or steps; "" if nothing is."""
+    if op not in (*DIVISIONS, *SHIFTS) or operands[1].op != INT:
+        return ""
+    value = operands[1].value
+    if op in DIVISIONS:
+        return "" if value else "divides by 0: divide by a number that is not 0"
+    last = integers.LAST_BIT
+    return "" if 0 <= value <= last else f"shifts by {value} bits: shift by 0 to {last}"
+
+
+def kind_of_step(op: str, value: Any, kinds: list[str]) -> str | None:
+    """What a step of operands of some kinds gives, BOOL, INT or FLOAT; None if there is none."""
+    if None in kinds:
+        return None
+    if op == "load":
+        return None if set(kinds) - {INT} else kind_of_dtype(value[1])
+    if op in OPERATORS:
+        known = OPERATORS[op]
+        return known.kind(*kinds) if len(kinds) == known.arity else None
+    return None if kinds else LEAVES.get(op)
+
+
+def is_float_constant(value: object) -> bool:
+    """Whether a value is a float that fp32 has, infinity too; rounded, but no NaN."""
+    return type(value) is float and (math.isinf(value) or abs(value) <= LARGEST)
+
+
+def kind_of_dtype(dtype: torch.dtype) -> str:
+    """The kind of a captured tensor's elements."""
+    return BOOL if dtype == torch.bool else FLOAT if dtype.is_floating_point else INT
+
+
+def nodes_of(expr: Node) -> list[Node]:
+    """The distinct nodes, inputs before their users, the whole tree last."""
+    found: dict[Node, None] = {}
+    stack = [expr]  # and no recursion: derivatives are deep
+    while stack:
+        missing = [x for x in stack[-1].inputs if x not in found]
+        if missing:
+            stack.extend(reversed(missing))
+        else:
+            found.setdefault(stack.pop())
+    return list(found)
+
+
+def slots_of(expr: Node) -> int:
+    """How many captured tensors there must be for it."""
+    return 1 + max((x.value[0] for x in nodes_of(expr) if x.op == "load"), default=-1)
+
+
+class Step(NamedTuple):
+    """A node whose inputs are given by their numbers, as computers take them."""
+
+    op: str
+    inputs: tuple[int, ...]
+    value: object
+    kind: str
+
+
+def steps(expr: Node) -> list[Step]:
+    """The distinct nodes as steps: what stands in the tree twice is here once."""
+    found: list[Step] = []
+    numbers: dict[Node, int] = {}
+    for node in nodes_of(expr):
+        numbers[node] = len(found)
+        inputs = tuple(numbers[x] for x in node.inputs)
+        found.append(Step(node.op, inputs, node.value, node.kind))
+    return found
+
+
+def takes_floats(op: str, kinds: list[str]) -> bool:
+    """Whether an operator's integer operands become floats."""
+    return op in OPERATORS and FLOAT in (*kinds, OPERATORS[op].kind(*kinds))
+
+
+LONGEST = 500  # letters of a part in a message
+
+
+def describe(expr: Node) -> str:
+    """The tree as people write it, for messages; of a part that is too long, three dots."""
+    return descriptions(expr)[expr]
+
+
+def descriptions(expr: Node) -> dict[Node, str]:
+    """Each distinct node as people write it."""
+    found: dict[Node, str] = {}
+    for node in nodes_of(expr):
+        text = _described(node, [found[x] for x in node.inputs])
+        found[node] = text if len(text) <= LONGEST else "(...)"
+    return found
+
+
+def _described(node: Node, inputs: list[str]) -> str:
+    if node.op in (*INDICES, SCORE):
+        return node.op
+    if node.op in (BOOL, INT, FLOAT):
+        return constant_text(node.value)
+    if node.op == "load":
+        return f"t{node.value[0]}[{', '.join(inputs)}]"
+    return OPERATORS[node.op].text.format(*inputs).replace("tl.", "")
+
+
+def constant_text(value: bool | int | float) -> str:
+    """A number as Python and Triton read it, ready to be an operand."""
+    text = repr(value)
+    text = f'float("{text}")' if text in ("inf", "-inf") else text
+    return f"({text})" if text.startswith("-") else text
+
+
+# Trees by name, the least recently used first.
+TABLE_SIZE = 1024
+_table: OrderedDict[str, Node] = OrderedDict()
+
+
+def intern(expr: Node) -> str:
+    """The name of a tree, the same in every process, kept in a table of TABLE_SIZE trees."""
+    plan = steps(expr)
+    kind = "mask" if plan[-1].kind == BOOL else "score"
+    name = f"{kind}_{hashlib.sha256(repr(plan).encode()).hexdigest()[:24]}"
+    remember(name, expr)
+    return name
+
+
+def remember(name: str, expr: Node) -> None:
+    """Keeps a tree under the name that `intern` gave it, as the one that was used last."""
+    with _lock:
+        _table.setdefault(name, expr)
+        _table.move_to_end(name)
+        while len(_table) > TABLE_SIZE:
+            _table.popitem(last=False)
+
+
+def named(name: str) -> Node:
+    """The tree of a name that `intern` gave."""
+    with _lock:
+        if name in _table:
+            _table.move_to_end(name)
+            return _table[name]
+    raise ArgumentError(
+        f"{name} is no longer known: {TABLE_SIZE} other masks and score functions were used since; "
+        f"build the {name.split('_')[0]} again"
+    )

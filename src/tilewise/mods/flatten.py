@@ -1,0 +1,247 @@
+"""What changes scores beyond the band: a mask, a score function, a block mask. As they cross
+torch.library they are names of trees (`Mods`) and tensors in a row (`Extras.captured`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from ..problem import NO_MODS, Extras, Mods
+from . import masks, scores
+from .block_checks import check_block, check_form
+from .block_mask import BlockLists, BlockMask
+from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
+from .function import check_lengths, check_sizes
+
+Tensor = torch.Tensor
+BLOCK_TENSORS = 8  # of a block mask: counts and indices, partial and full, by queries and by keys
+
+
+class Modifiers(NamedTuple):
+    """What modifies scores, as `Problem` and `Extras` carry it."""
+
+    mods: Mods = NO_MODS
+    captured: tuple[Tensor, ...] = ()
+
+
+class Parts(NamedTuple):
+    """`Extras.captured`, taken apart again."""
+
+    partial: tuple[BlockLists, BlockLists] | None  # of n_blocks per m_block, and the transpose
+    full: tuple[BlockLists, BlockLists] | None
+    mask: tuple[Tensor, ...]
+    score: tuple[Tensor, ...]
+
+
+def modifiers_of(
+    mask_mod: Callable | None,
+    score_mod: Callable | None,
+    block_mask: BlockMask | None,
+    sizes: tuple[int, int, int, int],
+) -> Modifiers:
+    """The modifiers of a call, as users write them; `sizes` are batch, nheads, seqlen_q and
+    seqlen_k, lengths of 0 where they are not known.
+    """
+    if mask_mod is None and score_mod is None and block_mask is None:
+        return NO_MODIFIERS
+    blocks, block = (), (0, 0)
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ArgumentError(
+                "mask_mod and block_mask: a block mask brings its own predicate, so pass one of "
+                "them; join predicates with & before the block mask is made"
+            )
+        mask_mod, block = block_mask.asked, block_mask.block
+        by_queries, by_keys = (block_mask.partial, block_mask.full), block_mask.transposed
+        blocks = tuple(x for lists in (*by_queries, *by_keys) for x in lists)
+    mask = None if mask_mod is None else masks.mask(mask_mod)
+    score = None if score_mod is None else scores.score(score_mod)
+    for function in (mask, score):
+        if function is not None:
+            check_sizes(function, *sizes)
+    names = Mods(
+        mask="" if mask is None else mask.key,
+        score="" if score is None else score.key,
+        derivative="" if score is None else score.derivative.key,
+        block=block,
+    )
+    of_mask = () if mask is None else mask.tensors
+    of_score = () if score is None else score.tensors
+    return Modifiers(names, (*blocks, *of_mask, *of_score))
+
+
+def modifiers_by(seen: Tensor) -> Modifiers:
+    """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
+    return Modifiers(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
+
+
+def _reads(along: tuple[bool, ...]) -> str:
+    """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
+    are not shared.
+    """
+    return _reading(along).key
+
+
+_reads._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
+
+
+@functools.cache
+def _reading(along: tuple[bool, ...]) -> masks.Mask:
+    x = torch.ones([1 + is_own for is_own in along], dtype=torch.bool, device="cpu")
+    return masks.mask(lambda *at: x[tuple(i if is_own else 0 for i, is_own in zip(at, along))])
+
+
+def check_block_mask(
+    block_mask: BlockMask | None, sizes: tuple[int, int, int, int], is_packed: bool, has_band: bool
+) -> None:
+    """A block mask says all there is to say of which keys are seen."""
+    if block_mask is None:
+        return
+    if is_packed:
+        raise ArgumentError(
+            "block_mask is for sequences in a batch, and these are packed: pass mask_mod, or let "
+            "tilewise.mods.document tell sequences of one long row apart"
+        )
+    if has_band:
+        raise ArgumentError(
+            "causal and window do not join a block_mask: build it of tilewise.mods.causal() or "
+            "sliding_window() and the rest of the mask, joined with &"
+        )
+    block_mask.check(*sizes)
+
+
+class Load(NamedTuple):
+    """What the load of a tree asks of its tensor."""
+
+    slot: int
+    dtype: torch.dtype
+    indices: tuple[int | str | None, ...]  # constants, INDICES as they are, None for all others
+
+
+@functools.lru_cache(maxsize=1024)
+def loads_of(name: str) -> tuple[Load, ...]:
+    """The loads of the tree of a name."""
+    nodes = nodes_of(named(name)) if name else []
+    loads = [(*x.value, x.inputs) for x in nodes if x.op == "load"]
+    return tuple(Load(slot, dtype, tuple(map(_index, inputs))) for slot, dtype, inputs in loads)
+
+
+def _index(node: Node) -> int | str | None:
+    return node.value if node.op == INT else node.op if node.op in INDICES else None
+
+
+def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
+    """An operator has the tensors that its functions read: who saved a program may have changed it
+    since, and kernels trust what passes here.
+    """
+    if names == NO_MODS:
+        return
+    captured, cu_seqlens = extras.captured, extras.cu_seqlens_q
+    sizes = {"b": q.shape[0], "h": q.shape[2], "q_idx": q.shape[1], "k_idx": k.shape[1]}
+    if cu_seqlens is not None:
+        sizes |= {"b": cu_seqlens.shape[0] - 1, "q_idx": 0, "k_idx": 0}
+    check_lengths(sizes)
+    functions, of_mask = captured, count_tensors(names.mask)
+    if names.block != NO_MODS.block:
+        _check_blocks(names, captured, sizes)
+        functions = captured[BLOCK_TENSORS:]
+    if bool(names.score) != bool(names.derivative):
+        raise ArgumentError("a score_mod and its score_derivative go together: pass both, or none")
+    for what, name, tensors in (
+        ("mask_mod", names.mask, functions[:of_mask]),
+        ("score_mod", names.score, functions[of_mask:]),
+        ("score_derivative", names.derivative, functions[of_mask:]),
+    ):
+        for load in loads_of(name):
+            _check_load(what, load, tensors, sizes)
+
+
+def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+    slot, dtype, indices = load
+    if slot >= len(tensors):
+        raise ArgumentError(
+            f"{what} reads captured tensor {slot}, and {len(tensors)} are passed for it: pass all"
+        )
+    x = tensors[slot]
+    if x.dtype != dtype or x.ndim != len(indices):
+        raise ArgumentError(
+            f"{what} reads captured tensor {slot} as {dtype} by {len(indices)} indices, and it is "
+            f"{x.dtype} of shape {tuple(x.shape)}: pass the tensor that it was made with"
+        )
+    for dim, (index, n) in enumerate(zip(indices, x.shape)):
+        if index is None:
+            fits = n > 0
+        elif isinstance(index, int):
+            fits = 0 <= index < n
+        else:  # lengths that a compiler made symbols were compared when the mask was made
+            fits = n > 0 and not (isinstance(sizes[index], int) and sizes[index] > n)
+        if not fits:
+            raise ArgumentError(
+                f"{what} reads captured tensor {slot} of shape {tuple(x.shape)} at "
+                f"{'an index' if index is None else index}, of which there are "
+                f"{sizes.get(index, 1)}: dimension {dim} is too short"
+            )
+
+
+def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+    """The lists of a block mask are of its block and of the shapes that are there; their values are
+    held to those in kernels.
+    """
+    check_block(names.block)
+    if len(captured) < BLOCK_TENSORS:
+        raise ArgumentError(
+            f"mask_block={names.block} and {len(captured)} captured tensors: a block mask has "
+            f"{BLOCK_TENSORS}, of BlockMask.partial, full and transposed"
+        )
+    parts = take_apart(names, captured)
+    blocks = [-(-sizes[side] // size) for side, size in zip(("q_idx", "k_idx"), names.block)]
+    for name, sides in (("partial", parts.partial), ("full", parts.full)):
+        for lists, n, side in zip(sides, blocks, ("by queries", "by keys")):
+            shape = tuple(lists.counts.shape)
+            rows = (*(x if x == 1 else sizes[y] for x, y in zip(shape, "bh")), n)
+            if not all(isinstance(x, int) for x in (*shape, *rows)):
+                rows = shape  # a compiler's symbols were compared when the mask was made
+            check_form(f"{name}, {side},", lists, rows)
+
+
+def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
+    """Which captured tensor is whose."""
+    partial = full = None
+    if names.block != (0, 0):
+        lists = [BlockLists(*captured[i : i + 2]) for i in range(0, BLOCK_TENSORS, 2)]
+        partial, full = (lists[0], lists[2]), (lists[1], lists[3])
+        captured = captured[BLOCK_TENSORS:]
+    of_mask = count_tensors(names.mask)
+    return Parts(partial, full, captured[:of_mask], captured[of_mask:])
+
+
+@functools.lru_cache(maxsize=1024)
+def count_tensors(name: str) -> int:
+    """How many tensors the tree of a name reads."""
+    return slots_of(named(name)) if name else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def mentions(names: Mods) -> frozenset[str]:
+    """What the trees are made of, "b" and "h" among it where they tell rows or heads apart."""
+    return frozenset(node.op for name in names[:3] if name for node in nodes_of(named(name)))
+
+
+@functools.lru_cache(maxsize=1024)
+def reads_tiles(names: Mods) -> bool:
+    """Whether a mask or score function reads a number of its own for each pair."""
+    sides: dict[Node, frozenset[str]] = {}  # of q_idx and k_idx those that a node depends on
+    for node in (node for name in names[:3] if name for node in nodes_of(named(name))):
+        own = {node.op} & {"q_idx", "k_idx"}
+        sides[node] = frozenset(own).union(*(sides[x] for x in node.inputs))
+        if node.op == "load" and len(sides[node]) == 2:
+            return True
+    return False
+
+
+NO_MODIFIERS = Modifiers()

@@ -1,0 +1,141 @@
+"""FlexAttention's BlockMask as ours: its lists as they are, its mask_mod traced.
+
+Both are found once for a block mask, as lists are looked at on their device. A mask_mod may read
+something else at the next call, so it is traced again, or known to read the same
+(`tilewise.mods.trace_cache`).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from . import masks
+from .block_checks import check_shape
+from .block_lists import SKIPPED, BlockLists, cut_at_ends, lists_of, trimmed
+from .expressions import BOOL, Node
+from .masks import Mask
+
+if TYPE_CHECKING:
+    from .block_mask import BlockMask
+
+Tensor = torch.Tensor
+EVERYTHING = Node(BOOL, (), True)
+
+
+class Converted(NamedTuple):
+    """What a block mask of FlexAttention became, and what it was then."""
+
+    lists: tuple[Tensor | None, ...]
+    versions: tuple[int, ...] | None  # None where tensors do not count theirs
+    mask: Mask
+    made: BlockMask
+
+
+_converted: weakref.WeakKeyDictionary[Any, Converted] = weakref.WeakKeyDictionary()
+
+
+def converted_once(block_mask: Any, ours: type[BlockMask]) -> BlockMask:
+    """`converted`, or what it gave before where nothing was written to since."""
+    if torch.compiler.is_compiling():
+        raise ArgumentError(
+            f"block_mask is a {type(block_mask).__name__}, which no compiler follows: make it a "
+            "BlockMask of tilewise.sparse before, with create_block_mask or BlockMask.from_flex"
+        )
+    _check_kind(block_mask)
+    known = _converted.get(block_mask)
+    if known is None or not _is_as_it_was(block_mask, known):
+        known = _converted[block_mask] = converted(block_mask, ours)
+    return known.made
+
+
+def converted(block_mask: Any, ours: type[BlockMask]) -> Converted:
+    """A block mask of FlexAttention and one of our class. A compiler that gave up before goes on
+    with each function that is called, and warns of what it cannot trace in this one.
+    """
+    _check_kind(block_mask)
+    dynamo = sys.modules.get("torch._dynamo")
+    return (_converted_of if dynamo is None else dynamo.disable(_converted_of))(block_mask, ours)
+
+
+def _converted_of(block_mask: Any, ours: type[BlockMask]) -> Converted:
+    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    if counts.ndim != 3:
+        raise ArgumentError(
+            f"block_mask.kv_num_blocks has shape {tuple(counts.shape)}: it must be (batch, nheads, "
+            "m_blocks)"
+        )
+    partial, full = BlockLists(counts, indices), block_mask.full_kv_num_blocks
+    if full is None:
+        full = BlockLists(torch.zeros_like(counts), indices[..., :0])
+    else:
+        full = BlockLists(full, block_mask.full_kv_indices)
+    mask = _mask_of(block_mask)
+    shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+    check_shape(shape, block)
+    partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape, block)
+    made = ours(mask, shape, block, partial, full)
+    if mask.expr is EVERYTHING:
+        made = _as_listed(made)
+    return Converted(*_state(block_mask), mask, made)
+
+
+def _check_kind(block_mask: Any) -> None:
+    from torch.nn.attention import flex_attention
+
+    if not isinstance(block_mask, flex_attention.BlockMask):
+        raise ArgumentError(
+            f"block_mask is a {type(block_mask).__name__}: it must be a BlockMask of "
+            "tilewise.sparse (create_block_mask makes one) or of "
+            "torch.nn.attention.flex_attention"
+        )
+
+
+def _mask_of(block_mask: Any) -> Mask:
+    """Its mask_mod. FlexAttention's own mask of everything asks an index for its device, which is
+    no step of ours.
+    """
+    from torch.nn.attention import flex_attention
+
+    everything = block_mask.mask_mod is flex_attention.noop_mask
+    return masks.mask((lambda b, h, q_idx, kv_idx: True) if everything else block_mask.mask_mod)
+
+
+def _state(block_mask: Any) -> tuple[tuple[Tensor | None, ...], tuple[int, ...] | None]:
+    """The lists, and how often each was written to."""
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    lists = tuple(getattr(block_mask, name) for name in names)
+    there = [x for x in lists if x is not None]
+    counted = not any(x.is_inference() for x in there)
+    return lists, tuple(x._version for x in there) if counted else None
+
+
+def _is_as_it_was(block_mask: Any, known: Converted) -> bool:
+    """Whether its lists and its mask are those that were converted."""
+    lists, versions = _state(block_mask)
+    if versions is None or versions != known.versions:
+        return False
+    mask = _mask_of(block_mask)
+    pairs = *zip(lists, known.lists), *zip(mask.tensors, known.mask.tensors)
+    return mask.expr is known.mask.expr and all(x is y for x, y in pairs)
+
+
+def _as_listed(block_mask: BlockMask) -> BlockMask:
+    """The same with a mask that sees what the lists do, for those who ask no list."""
+    listed = block_mask.kinds() != SKIPPED
+    if bool(listed.all()):
+        return block_mask
+    (batch, nheads, seqlen_q, seqlen_k), (block_m, block_n) = block_mask.shape, block_mask.block
+    inside = torch.zeros_like(listed)  # neither end cuts the block
+    inside[:, :, : seqlen_q // block_m, : seqlen_k // block_n] = True
+
+    def sees(b, h, q_idx, kv_idx):
+        row, head = (b if batch > 1 else 0), (h if nheads > 1 else 0)
+        return listed[row, head, q_idx // block_m, kv_idx // block_n]
+
+    lists = lists_of(listed & ~inside), lists_of(listed & inside)
+    return type(block_mask)(masks.mask(sees), block_mask.shape, block_mask.block, *lists)

@@ -1,0 +1,137 @@
+"""What masks and score functions have in common: a tree, and the tensors it captured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+
+from ..errors import ArgumentError
+from .evaluation import evaluate
+from .expressions import INDICES, MOST, Node, describe, descriptions, intern, nodes_of, remember
+from .symbols import Symbol
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TracedFunction:
+    """A function as its tree."""
+
+    KIND: ClassVar[str]  # in messages
+
+    expr: Node
+    tensors: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_name", intern(self.expr))
+        mentioned = frozenset(node.op for node in nodes_of(self.expr))
+        object.__setattr__(self, "_mentions", mentioned)
+        object.__setattr__(self, "_reads", tuple(_reads(self.trees)))
+
+    @property
+    def key(self) -> str:
+        """The name of what is computed, equal for equal functions; tensors' values are no part.
+
+        >>> from tilewise.mods import causal, mask
+        >>> causal().key == mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).key
+        True
+        """
+        if not torch.compiler.is_compiling():  # a compiler takes no locks
+            remember(self._name, self.expr)
+        return self._name
+
+    @property
+    def trees(self) -> tuple[Node, ...]:
+        """Everything that is computed from the captured tensors."""
+        return (self.expr,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe(self.expr)})"
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with its tensors on another device."""
+        return dataclasses.replace(self, tensors=tuple(x.to(device) for x in self.tensors))
+
+    def depends_on(self, index: str) -> bool:
+        """Whether the tree mentions an index: "b", "h", "q_idx" or "k_idx"."""
+        return index in self._mentions
+
+    def device(self, asked: torch.device | str | None = None) -> torch.device:
+        """The device of the captured tensors, which must be the one asked for; else the CPU."""
+        found = {x.device for x in self.tensors}
+        if len(found) > 1:
+            names = ", ".join(sorted(map(str, found)))
+            raise ArgumentError(
+                f"the {self.KIND} captured tensors on {names}: move them to one device"
+            )
+        own = found.pop() if found else None
+        if asked is None:
+            return own or torch.device("cpu")
+        asked = torch.device(asked)
+        if own is not None and (own.type != asked.type or asked.index not in (None, own.index)):
+            raise ArgumentError(
+                f"the {self.KIND} captured tensors on {own} and is asked for on {asked}: call "
+                f'{self.KIND.split()[0]}.to("{asked}")'
+            )
+        return own or asked
+
+    def _value(self, b, h, q_idx, kv_idx, score=None):
+        """The value in torch; inside another function, a part of it."""
+        given = {"b": b, "h": h, "q_idx": q_idx, "k_idx": kv_idx}
+        given |= {} if score is None else {"score": score}
+        for value in given.values():
+            if isinstance(value, Symbol):
+                tracer = value.tracer
+                symbols = {name: tracer.lift(x) for name, x in given.items()}
+                return tracer.splice(self.expr, symbols, self.tensors)
+        return evaluate(self.expr, b, h, q_idx, kv_idx, self.tensors, score)
+
+
+class Read(NamedTuple):
+    """An index, as it is, of a captured tensor."""
+
+    slot: int
+    dim: int
+    index: str  # of INDICES
+    text: str
+
+
+def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
+    for tree in trees:
+        texts = descriptions(tree)
+        for node, text in texts.items():
+            if node.op == "load":
+                for dim, index in enumerate(node.inputs):
+                    if index.op in INDICES:
+                        yield Read(node.value[0], dim, index.op, text)
+
+
+def check_lengths(sizes: dict[str, int]) -> None:
+    """Kernels count indices in 32 bits, their sums and differences too."""
+    for index, size in sizes.items():
+        if isinstance(size, int) and size > MOST[index]:
+            raise NotImplementedError(
+                f"masks and score functions serve up to {MOST[index]} of {index}, and there are "
+                f"{size}: pass causal and window as arguments, or cut the call in parts and join "
+                "them with tilewise.merge_states"
+            )
+
+
+def check_sizes(
+    function: TracedFunction, batch: int, nheads: int, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Captured tensors are long enough for every position (indices with offsets are clamped)."""
+    sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
+    names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
+    if not torch.compiler.is_compiling():  # to a compiler that would be a guard; operators ask too
+        check_lengths(sizes)
+    for slot, dim, index, text in function._reads:
+        x = function.tensors[slot]
+        if x.shape[dim] < sizes[index]:
+            raise ArgumentError(
+                f"the {function.KIND} reads {text} of a tensor of shape {tuple(x.shape)} and "
+                f"{names[index]} is {sizes[index]}: dimension {dim} is too short"
+            )

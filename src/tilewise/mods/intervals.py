@@ -1,0 +1,247 @@
+"""What a mask's tree gives over a whole block, from the ends of its index ranges alone.
+
+Interval arithmetic (Moore 1966): every node gets a [lo, hi] that holds all its values over the
+block, for all blocks at once by broadcasting. Of bools, lo says "true everywhere" and hi "true
+somewhere, perhaps". What is not followed is [-inf, inf] or [False, True]: never wrong, only wide.
+
+Integers lie in float64, exact to 2^52, and open beyond. Floats are not followed, because what they
+round to depends on who computes them. A captured tensor is followed where its last index is q_idx
+or k_idx plus a constant: by its minimum and maximum over the block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .evaluation import load
+from .expressions import BOOL, FLOAT, INT, Node, nodes_of
+
+Tensor = torch.Tensor
+EXACT = 2.0**52
+
+
+class Interval(NamedTuple):
+    """The ends, which belong to it: float64, or bool."""
+
+    lo: Tensor
+    hi: Tensor
+
+
+class Blocks(NamedTuple):
+    """The index ranges of some blocks, as (batch, nheads, m_blocks, n_blocks) they broadcast to."""
+
+    b: Tensor  # int64 (batch, 1, 1, 1)
+    h: Tensor  # int64 (nheads, 1, 1)
+    q_idx: Tensor  # int64 (m_blocks, BLOCK_M): positions, the last repeated past the end
+    k_idx: Tensor  # int64 (n_blocks, BLOCK_N)
+
+
+def bound(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
+    """The interval of a tree over each block."""
+    nodes = nodes_of(expr)
+    last_user = {x: node for node in nodes for x in node.inputs}
+    found: dict[Node, Interval] = {}
+    for node in nodes:
+        inputs = [found[x] for x in node.inputs]
+        interval = _bound(node, inputs, blocks, tensors)
+        found[node] = _tidy(interval) if node.kind == INT else interval
+        for x in set(node.inputs):
+            if last_user[x] is node:
+                del found[x]  # its memory
+    return found[expr]
+
+
+def _bound(
+    node: Node, inputs: list[Interval], blocks: Blocks, tensors: tuple[Tensor, ...]
+) -> Interval:
+    if node.op in ("b", "h"):
+        return _one(getattr(blocks, node.op).double())
+    if node.op == "q_idx":
+        return Interval(*(blocks.q_idx[:, i, None].double() for i in (0, -1)))
+    if node.op == "k_idx":
+        return Interval(*(blocks.k_idx[:, i].double() for i in (0, -1)))
+    if node.op == BOOL:
+        return _one(torch.full((), node.value, device=blocks.b.device))
+    if node.op == INT:
+        return _one(torch.full((), node.value, dtype=torch.float64, device=blocks.b.device))
+    if node.kind == FLOAT or any(x.kind == FLOAT for x in node.inputs):
+        return _anything(node.kind, blocks)
+    if node.op == "load":
+        return _load(node, blocks, tensors)
+    is_of_bools = all(x.kind == BOOL for x in node.inputs)
+    return (_OF_BOOLS if is_of_bools else _OF_INTS)[node.op](*inputs)
+
+
+def _one(x: Tensor) -> Interval:
+    return Interval(x, x)
+
+
+def _anything(kind: str, blocks: Blocks) -> Interval:
+    ends = (False, True) if kind == BOOL else (-torch.inf, torch.inf)
+    dtype = torch.bool if kind == BOOL else torch.float64
+    return Interval(*(torch.full((), x, dtype=dtype, device=blocks.b.device) for x in ends))
+
+
+def _tidy(x: Interval) -> Interval:
+    """Ends past 2^52, or NaN from inf - inf, are open."""
+    lo, hi = x
+    return Interval(
+        torch.where(lo.abs() <= EXACT, lo, -torch.inf),
+        torch.where(hi.abs() <= EXACT, hi, torch.inf),
+    )
+
+
+def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
+    x = tensors[expr.value[0]]
+    *leading, last = expr.inputs or (Node(INT, (), 0),)
+    x = x if expr.inputs else x[None]
+    if not all(node.op in ("b", "h", INT) for node in leading):
+        return _anything(expr.kind, blocks)
+    index = [getattr(blocks, i.op) if i.op in ("b", "h") else i.value for i in leading]
+    if last.op in ("b", "h", INT):
+        found = load(x, [*index, getattr(blocks, last.op) if last.op != INT else last.value])
+        return _one(found if found.dtype == torch.bool else found.double())
+    name, offset = _shifted(last)
+    if name is None:
+        return _anything(expr.kind, blocks)
+    # One more dimension, inside the block: (batch, nheads, m_blocks, n_blocks, BLOCK)
+    positions = getattr(blocks, name) + offset
+    positions = positions[:, None] if name == "q_idx" else positions
+    index = [i[..., None] if isinstance(i, Tensor) else i for i in index]
+    found = load(x, [*index, positions])
+    lo, hi = torch.aminmax(found.to(torch.uint8) if found.dtype == torch.bool else found, dim=-1)
+    dtype = torch.bool if found.dtype == torch.bool else torch.float64
+    return Interval(lo.to(dtype), hi.to(dtype))
+
+
+def _shifted(index: Node) -> tuple[str | None, int]:
+    """q_idx or k_idx and the constant added to it; None for any other index."""
+    if index.op in ("q_idx", "k_idx"):
+        return index.op, 0
+    if index.op in ("+", "-"):
+        x, y = index.inputs
+        if y.op == INT and x.op in ("q_idx", "k_idx"):
+            return x.op, y.value if index.op == "+" else -y.value
+        if index.op == "+" and x.op == INT and y.op in ("q_idx", "k_idx"):
+            return y.op, x.value
+    return None, 0
+
+
+def _hull(*values: Tensor) -> Interval:
+    """Over the corners of a box: where what is computed is monotone in each operand."""
+    lo = hi = values[0]
+    for value in values[1:]:
+        lo, hi = torch.minimum(lo, value), torch.maximum(hi, value)
+    return Interval(lo, hi)
+
+
+def _multiply(x: Interval, y: Interval) -> Interval:
+    return _hull(x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi)
+
+
+def _where_positive(y: Interval, found: Interval) -> Interval:
+    """What was found where the divisor is positive, and anything elsewhere."""
+    return Interval(
+        torch.where(y.lo > 0, found.lo, -torch.inf), torch.where(y.lo > 0, found.hi, torch.inf)
+    )
+
+
+def _divide(x: Interval, y: Interval) -> Interval:
+    corners = (torch.floor(a / b) for a in x for b in y)
+    return _where_positive(y, _hull(*corners))
+
+
+def _remainder(x: Interval, y: Interval) -> Interval:
+    """Of one divisor, and within one of its periods: exact. Else anything below the divisor."""
+    start = torch.floor(x.lo / y.lo)
+    exact = (y.lo == y.hi) & (start == torch.floor(x.hi / y.lo)) & start.isfinite()
+    lo = torch.where(exact, x.lo - start * y.lo, 0.0)
+    hi = torch.where(exact, x.hi - start * y.lo, y.hi - 1)
+    return _where_positive(y, Interval(lo, hi))
+
+
+def _shift(x: Interval, y: Interval, is_left: bool) -> Interval:
+    """By one constant number of bits; negative and long shifts are not followed."""
+    known = (y.lo == y.hi) & (y.lo >= 0) & (y.lo <= 40)
+    factor = torch.exp2(y.lo.clamp(0, 40)).round()
+    lo, hi = (end * factor if is_left else torch.floor(end / factor) for end in x)
+    return Interval(torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf))
+
+
+def _bitwise(x: Interval, y: Interval, lo: Tensor, hi: Tensor) -> Interval:
+    """Of two that are not negative."""
+    known = (x.lo >= 0) & (y.lo >= 0)
+    return Interval(torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf))
+
+
+def _magnitude(x: Interval) -> Interval:
+    straddles = (x.lo <= 0) & (x.hi >= 0)
+    lo, hi = _hull(x.lo.abs(), x.hi.abs())
+    return Interval(torch.where(straddles, 0.0, lo), hi)
+
+
+def _less(x: Interval, y: Interval) -> Interval:
+    return Interval(x.hi < y.lo, x.lo < y.hi)
+
+
+def _at_most(x: Interval, y: Interval) -> Interval:
+    return Interval(x.hi <= y.lo, x.lo <= y.hi)
+
+
+def _equal(x: Interval, y: Interval) -> Interval:
+    same = (x.lo == y.hi) & (x.hi == y.lo)
+    return Interval(same, (x.lo <= y.hi) & (y.lo <= x.hi))
+
+
+def _not(x: Interval) -> Interval:
+    return Interval(~x.hi, ~x.lo)
+
+
+def _differ_bool(x: Interval, y: Interval) -> Interval:
+    known = (x.lo == x.hi) & (y.lo == y.hi)
+    return Interval(known & (x.lo ^ y.lo), ~known | (x.lo ^ y.lo))
+
+
+def _chosen(c: Interval, x: Interval, y: Interval) -> Interval:
+    """x where the condition holds all over the block, y where nowhere, else both."""
+    if x.lo.dtype == torch.bool:
+        either = Interval(x.lo & y.lo, x.hi | y.hi)
+    else:
+        either = Interval(torch.minimum(x.lo, y.lo), torch.maximum(x.hi, y.hi))
+    ends = zip(x, y, either)
+    return Interval(*(torch.where(c.lo, a, torch.where(c.hi, e, b)) for a, b, e in ends))
+
+
+_OF_BOOLS = {
+    "&": lambda x, y: Interval(x.lo & y.lo, x.hi & y.hi),
+    "|": lambda x, y: Interval(x.lo | y.lo, x.hi | y.hi),
+    "^": _differ_bool,
+    "!=": _differ_bool,
+    "==": lambda x, y: _not(_differ_bool(x, y)),
+    "~": _not,
+    "where": _chosen,
+}
+_OF_INTS = {
+    "+": lambda x, y: Interval(x.lo + y.lo, x.hi + y.hi),
+    "-": lambda x, y: Interval(x.lo - y.hi, x.hi - y.lo),
+    "*": _multiply,
+    "//": _divide,
+    "%": _remainder,
+    "<<": lambda x, y: _shift(x, y, True),
+    ">>": lambda x, y: _shift(x, y, False),
+    "<": _less,
+    "<=": _at_most,
+    "==": _equal,
+    "!=": lambda x, y: _not(_equal(x, y)),
+    "&": lambda x, y: _bitwise(x, y, torch.zeros_like(x.lo), torch.minimum(x.hi, y.hi)),
+    "|": lambda x, y: _bitwise(x, y, torch.maximum(x.lo, y.lo), x.hi + y.hi),
+    "^": lambda x, y: _bitwise(x, y, torch.zeros_like(x.lo), x.hi + y.hi),
+    "~": lambda x: Interval(-x.hi - 1, -x.lo - 1),
+    "neg": lambda x: Interval(-x.hi, -x.lo),
+    "abs": _magnitude,
+    "minimum": lambda x, y: Interval(torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi)),
+    "maximum": lambda x, y: Interval(torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi)),
+    "where": _chosen,
+}

@@ -1,0 +1,253 @@
+"""Masks: which keys a query sees, as functions of positions (`tilewise.mods` has the page)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from ..errors import ArgumentError
+from ..tile import predicates
+from .function import TracedFunction, check_sizes
+from .trace import MASK, maximum, trace
+from .trace_cache import kept
+
+Tensor = torch.Tensor
+Predicate = Callable[..., Tensor]
+DENSE_LIMIT = 1 << 26  # bools that `dense` will make
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Mask(TracedFunction):
+    """A predicate, as its tree and the tensors it captured; made by `mask` and the named ones.
+
+    >>> window = causal() & ~mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx > 2)
+    >>> window.dense(1, 1, 4, 4)[0, 0].int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [0, 1, 1, 1]], dtype=torch.int32)
+    """
+
+    KIND: ClassVar[str] = "mask"
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        """The answer for integer tensors (or ints) that broadcast against each other: bools, of
+        the shape of those indices that matter. Inside another function, a part of it.
+        """
+        return self._value(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: Predicate) -> Mask:
+        other = _operand("&", other)
+        return mask(lambda *indices: self(*indices) & other(*indices))
+
+    def __or__(self, other: Predicate) -> Mask:
+        other = _operand("|", other)
+        return mask(lambda *indices: self(*indices) | other(*indices))
+
+    def __invert__(self) -> Mask:
+        return mask(lambda *indices: ~self(*indices))
+
+    def __rand__(self, other: Predicate) -> Mask:
+        return _operand("&", other) & self
+
+    def __ror__(self, other: Predicate) -> Mask:
+        return _operand("|", other) | self
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            f"the truth of {self!r} was asked for (`and`, `or`, `not` or `if`): join masks with &, "
+            "| and ~"
+        )
+
+    def dense(
+        self,
+        batch: int,
+        nheads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Every answer, bool (batch, nheads, seqlen_q, seqlen_k): to test and to draw with."""
+        shape = (batch, nheads, seqlen_q, seqlen_k)
+        count = batch * nheads * seqlen_q * seqlen_k
+        if count > DENSE_LIMIT:
+            raise ArgumentError(
+                f"a dense mask of shape {shape} has {count} elements, over {DENSE_LIMIT}: build a "
+                "BlockMask with tilewise.sparse.create_block_mask"
+            )
+        device = self.device(device)
+        check_sizes(self, *shape)
+        b, h, q, k = (torch.arange(n, device=device) for n in shape)
+        found = self(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        return found.to(device).expand(shape).contiguous()
+
+
+def mask(function: Predicate) -> Mask:
+    """A mask from any predicate of (b, h, q_idx, kv_idx).
+
+    >>> strided = mask(lambda b, h, q_idx, kv_idx: (q_idx + h) % 2 == kv_idx % 2)
+    >>> strided
+    Mask((((q_idx + h) % 2) == (k_idx % 2)))
+    """
+    if isinstance(function, Mask):
+        return function
+    if not callable(function):
+        raise ArgumentError(
+            f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
+            "or a Mask"
+        )
+    return kept(function, _traced)
+
+
+def _traced(function: Predicate) -> Mask:
+    return Mask(*trace(function, MASK))
+
+
+def causal(diagonal: int = 0) -> Mask:
+    """Keys up to the query's own position plus `diagonal` (seqlen_k - seqlen_q: bottom-right).
+
+    >>> causal(diagonal=1).dense(1, 1, 2, 4)[0, 0].int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 1, 0]], dtype=torch.int32)
+    """
+    _check_int("diagonal", diagonal)
+    return mask(lambda b, h, q_idx, kv_idx: predicates.within_right(q_idx, kv_idx, diagonal, 0))
+
+
+def sliding_window(left: int | None, right: int | None = None) -> Mask:
+    """Keys at most `left` before and `right` after the query's position; None or -1: no limit.
+
+    >>> sliding_window(1, 0).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
+    for name, side in (("left", left), ("right", right)):
+        if side is not None:
+            _check_int(name, side, -1)
+
+    def predicate(b, h, q_idx, kv_idx):
+        keep = True
+        if left not in (None, -1):
+            keep = predicates.within_left(q_idx, kv_idx, 0, left)
+        if right not in (None, -1):
+            near = predicates.within_right(q_idx, kv_idx, 0, right)
+            keep = near if keep is True else keep & near
+        return keep
+
+    return mask(predicate)
+
+
+def prefix_lm(prefix: int | Tensor) -> Mask:
+    """Causal, and everybody sees the first `prefix` keys: an int, or int32 or int64 (batch,).
+
+    >>> prefix_lm(2).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
+    if not isinstance(prefix, Tensor):
+        _check_int("prefix", prefix, 0)
+        return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (kv_idx <= q_idx))
+    _check_tensor("prefix", prefix, (1,), "(batch,)")
+    return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_idx))
+
+
+def document(doc_ids: Tensor) -> Mask:
+    """Keys of the query's own document: int32 or int64 `doc_ids`, (seqlen,) or (batch, seqlen).
+
+    >>> document(torch.tensor([0, 0, 1], dtype=torch.int32)).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    _check_tensor("doc_ids", doc_ids, (1, 2), "(seqlen,) or (batch, seqlen)")
+    if doc_ids.ndim == 1:
+        return mask(lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx])
+    return mask(lambda b, h, q_idx, kv_idx: doc_ids[b, q_idx] == doc_ids[b, kv_idx])
+
+
+def chunked(size: int) -> Mask:
+    """Keys of the query's own chunk of `size` positions (with causal: Llama 4's local layers).
+
+    >>> chunked(2).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    _check_int("size", size, 1)
+    return mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
+
+
+def dilated(stride: int) -> Mask:
+    """Keys a multiple of `stride` away (Longformer, Beltagy et al. 2020, arXiv:2004.05150).
+
+    >>> dilated(2).dense(1, 1, 3, 3)[0, 0].int()
+    tensor([[1, 0, 1],
+            [0, 1, 0],
+            [1, 0, 1]], dtype=torch.int32)
+    """
+    _check_int("stride", stride, 1)
+    # abs: kernels then need no care for what % gives below 0
+    return mask(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) % stride == 0)
+
+
+def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
+    """Drafted tokens that are verified at once: the queries of a sequence are its last keys, and
+    bit j of a query's int64 `ancestors` says whether it sees draft j of its sequence (itself, too,
+    if it should). All keys before the drafts are seen. Up to 64 drafts a sequence.
+
+    >>> ancestors = torch.tensor([0b001, 0b011, 0b101])  # two children of the first draft
+    >>> starts, used = torch.tensor([0, 3]).int(), torch.tensor([5]).int()
+    >>> q_idx, kv_idx = torch.arange(2, 5)[:, None], torch.arange(5)
+    >>> tree(ancestors, used, starts)(0, 0, q_idx, kv_idx).int()
+    tensor([[1, 1, 1, 0, 0],
+            [1, 1, 1, 1, 0],
+            [1, 1, 1, 0, 1]], dtype=torch.int32)
+
+    For `tilewise.attention` beside a cache, with its `seqused_k` and `cu_seqlens_q`, int32 (batch,)
+    and (batch + 1,); `ancestors` is (total_q,). Nothing is read on the host.
+    """
+    _check_tensor("ancestors", ancestors, (1,), "(total_q,)")
+    _check_tensor("seqused_k", seqused_k, (1,), "(batch,)")
+    _check_tensor("cu_seqlens_q", cu_seqlens_q, (1,), "(batch + 1,)")
+    if ancestors.dtype != torch.int64:
+        raise ArgumentError(f"ancestors.dtype is {ancestors.dtype}: it must be int64")
+    starts, first = cu_seqlens_q[:-1], seqused_k - cu_seqlens_q.diff()
+
+    def predicate(b, h, q_idx, kv_idx):
+        draft = kv_idx - first[b]
+        seen = ancestors[starts[b] + q_idx - first[b]] >> maximum(draft, 0)
+        return (draft < 0) | ((seen & 1) == 1)
+
+    return mask(predicate)
+
+
+def _operand(op: str, other: Predicate) -> Mask:
+    if not callable(other):
+        raise ArgumentError(
+            f"`{op}` joins a mask with a {type(other).__name__}: it joins masks and functions of "
+            "(b, h, q_idx, kv_idx)"
+        )
+    return mask(other)
+
+
+def _check_int(name: str, value: int, least: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(f"{name} is a {type(value).__name__}: it must be an int")
+    if least is not None and value < least:
+        raise ArgumentError(f"{name}={value}: it must be at least {least}")
+
+
+def _check_tensor(name: str, x: Tensor, ranks: tuple[int, ...], shapes: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be an int32 torch.Tensor")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(
+            f"{name}.dtype is {x.dtype}: it must be int32 or int64, so call {name}.int()"
+        )
+    if x.ndim not in ranks:
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shapes}")

@@ -1,0 +1,140 @@
+"""What becomes of a score before the softmax: functions of the score and of positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from ..errors import ArgumentError
+from .derivative import derivative as derive
+from .expressions import Node
+from .function import TracedFunction
+from .trace import SCORE_FUNCTION, trace
+from .trace_cache import kept
+
+Tensor = torch.Tensor
+ScoreFunction = Callable[..., Tensor]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ScoreMod(TracedFunction):
+    """A score function, as its tree and the tensors it captured; made by `score` and named ones.
+
+    >>> halved = score(lambda score, b, h, q_idx, kv_idx: score / 2 + (kv_idx - q_idx))
+    >>> halved, halved.derivative
+    (ScoreMod(((score / 2) + (k_idx - q_idx))), ScoreMod(0.5))
+    >>> halved(torch.ones(2, 2), 0, 0, torch.arange(2)[:, None], torch.arange(2))
+    tensor([[ 0.5000,  1.5000],
+            [-0.5000,  0.5000]])
+    """
+
+    KIND: ClassVar[str] = "score function"
+
+    given: Node | None = None  # the derivative, where it is not to be derived
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        """The new score, for a float tensor and integer tensors (or ints) that broadcast against
+        each other: fp32, or fp64 if the score is. Inside another score function, a part of it.
+        """
+        return self._value(b, h, q_idx, kv_idx, score)
+
+    @functools.cached_property
+    def derivative(self) -> ScoreMod:
+        """The derivative by `score`, over the same tensors."""
+        return ScoreMod(derive(self.expr) if self.given is None else self.given, self.tensors)
+
+    @property
+    def trees(self) -> tuple[Node, ...]:
+        """The function's, and the derivative's if it was given."""
+        return (self.expr,) if self.given is None else (self.expr, self.given)
+
+
+def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> ScoreMod:
+    """A ScoreMod from any function of (score, b, h, q_idx, kv_idx), and its derivative by score
+    from a function of the same, if it is not to be found from the tree.
+
+    >>> bias = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+    >>> score(lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx])
+    ScoreMod((score + t0[q_idx, k_idx]))
+    """
+    if isinstance(function, ScoreMod) and derivative is None:
+        return function
+    for name, value in (("score", function), ("derivative", derivative)):
+        if not callable(value) and (name == "score" or value is not None):
+            raise ArgumentError(
+                f"{name} is a {type(value).__name__}: it must be a function of "
+                "(score, b, h, q_idx, kv_idx)"
+            )
+    if derivative is None:
+        return kept(function, _derived)
+    expr, tensors = trace(function, SCORE_FUNCTION)
+    given, tensors = trace(derivative, SCORE_FUNCTION, tensors)
+    return ScoreMod(expr, tensors, given)
+
+
+def _derived(function: ScoreFunction) -> ScoreMod:
+    made = ScoreMod(*trace(function, SCORE_FUNCTION))
+    _ = made.derivative  # found now: a compiler that meets the function can derive nothing
+    return made
+
+
+def alibi(slopes: Tensor) -> ScoreMod:
+    """A head's slope times how far the key lies behind the query (Press et al. 2022,
+    arXiv:2108.12409); keys ahead gain, so join it with a causal mask. `slopes`: float (nheads,).
+
+    >>> near = alibi(torch.tensor([1.0, 0.5]))
+    >>> near(torch.zeros(1, 1), 0, 1, torch.arange(2)[:, None], torch.arange(2))
+    tensor([[ 0.0000,  0.5000],
+            [-0.5000,  0.0000]])
+    """
+    _check_floats("slopes", slopes, 1, "(nheads,)")
+    return score(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx))
+
+
+def softcapped(cap: float) -> ScoreMod:
+    """Scores held within cap on both sides: cap * tanh(score / cap), as in Gemma 2.
+
+    >>> softcapped(30.0)(torch.tensor([0.0, 1000.0]), 0, 0, 0, 0)
+    tensor([ 0., 30.])
+    """
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+        raise ArgumentError(f"cap is a {type(cap).__name__}: it must be a number")
+    if not 0 < cap < math.inf:
+        raise ArgumentError(f"cap={cap}: it must be positive and finite")
+    return score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap))
+
+
+def relative_bias(table: Tensor) -> ScoreMod:
+    """A learned number for each distance from query to key, cut at the table's ends (Shaw et al.
+    2018, arXiv:1803.02155). `table`: float (nheads, 2 * reach + 1), the middle for distance 0.
+
+    >>> table = torch.tensor([[-1.0, 0.0, 1.0]])  # reach 1
+    >>> relative_bias(table)(torch.zeros(1, 1), 0, 0, torch.arange(3)[:, None], torch.arange(3))
+    tensor([[ 0.,  1.,  1.],
+            [-1.,  0.,  1.],
+            [-1., -1.,  0.]])
+    """
+    _check_floats("table", table, 2, "(nheads, 2 * reach + 1)")
+    if table.shape[1] % 2 == 0:
+        raise ArgumentError(
+            f"table has shape {tuple(table.shape)}: it must be (nheads, 2 * reach + 1), as many "
+            "distances before as after"
+        )
+    reach = table.shape[1] // 2
+    return score(lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx - q_idx + reach])
+
+
+def _check_floats(name: str, x: Tensor, rank: int, shape: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a float torch.Tensor")
+    if not x.dtype.is_floating_point:
+        raise ArgumentError(
+            f"{name}.dtype is {x.dtype}: it must be a float, so call {name}.float()"
+        )
+    if x.ndim != rank:
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")

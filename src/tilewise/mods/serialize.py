@@ -1,0 +1,174 @@
+"""Trees as text: what crosses torch.library, and so is written into compiled and exported programs.
+
+A text is JSON, a list of [op, numbers of earlier steps, value], the whole tree last. Who loads a
+program loads its texts, and kernels are written from what they say: what `text_of` could not have
+written is refused, here, and where the tensors are, by `mods.flatten.check_captured`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from .expressions import (
+    BOOL,
+    DTYPES,
+    FLOAT,
+    INT,
+    SCORE,
+    TABLE_SIZE,
+    Node,
+    Step,
+    intern,
+    is_float_constant,
+    kind_of_step,
+    named,
+    remember,
+    steps,
+    tree_of,
+    undefined,
+)
+
+MASK, SCORE_FUNCTION = "mask", "score function"
+MAX_STEPS = 4096  # a derivative has a few for each step of its function
+MAX_SLOTS = 1024
+MAX_LETTERS = 64 * MAX_STEPS
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+CONSTANTS = {
+    BOOL: lambda value: type(value) is bool,
+    INT: lambda value: type(value) is int and -(2**63) <= value < 2**63,
+    FLOAT: is_float_constant,
+}
+
+
+def text_of(name: str) -> str:
+    """A named tree in words that any process understands. "" of ""."""
+    return _text(name)
+
+
+# As torch.compiler.assume_constant_result does: a compiler takes the answer, and no locks
+text_of._dynamo_marked_constant = True
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def _text(name: str) -> str:
+    told = []
+    for op, inputs, value, _ in steps(named(name)) if name else ():
+        if op == "load":
+            value = value[0], str(value[1]).removeprefix("torch.")
+        told.append((op, inputs, value))
+    return json.dumps(told) if told else ""
+
+
+def name_of(text: str, what: str) -> str:
+    """The name of the tree that a text tells, which is then known here. `what` it must be is MASK
+    or SCORE_FUNCTION.
+    """
+    if not text:
+        return ""
+    name, expr = _told(text, what)
+    remember(name, expr)
+    return name
+
+
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def _told(text: str, what: str) -> tuple[str, Node]:
+    expr = tree_of_text(text, what)
+    return intern(expr), expr
+
+
+def tree_of_text(text: str, what: str) -> Node:
+    """The tree of a text, or an ArgumentError."""
+    try:
+        plan = _plan_of_text(text)
+        _check_result(plan, what)
+    except _Wrong as error:
+        raise ArgumentError(
+            f"the text of a {what} is not one that tilewise writes ({error}): export or compile "
+            "the program again"
+        ) from None
+    return tree_of([step[:3] for step in plan])
+
+
+def check_plan(plan: list[Step]) -> None:
+    """Every step is one that a text may tell; else an ArgumentError. It is what stands between a
+    tree and the source of a kernel.
+    """
+    checked: list[Step] = []
+    try:
+        for step in plan:
+            checked.append(_step(*step[:3], checked))
+    except _Wrong as error:
+        raise ArgumentError(f"no kernel is made of this tree: {error}") from None
+
+
+class _Wrong(Exception):
+    """What is wrong with a text."""
+
+
+def _plan_of_text(text: str) -> list[Step]:
+    if len(text) > MAX_LETTERS:
+        raise _Wrong(f"{len(text)} letters, over {MAX_LETTERS}")
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Wrong(f"no JSON, {type(error).__name__}") from None
+    if not isinstance(told, list) or not told:
+        raise _Wrong("no list of steps")
+    plan: list[Step] = []
+    for step in told:
+        if not isinstance(step, list) or len(step) != 3 or not isinstance(step[1], list):
+            raise _Wrong(f"step {len(plan)} is no [op, inputs, value]")
+        op, inputs, value = step
+        if op == "load":
+            value = _read_of_told(value, len(plan))
+        plan.append(_step(op, tuple(inputs), value, plan))
+    return plan
+
+
+def _read_of_told(value: Any, number: int) -> tuple[Any, torch.dtype]:
+    """The slot and the dtype of a load, which is told by its name."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not isinstance(value[1], str) or value[1] not in NAMES:
+        raise _Wrong(f"step {number} loads from no [slot, dtype]")
+    return value[0], NAMES[value[1]]
+
+
+def _step(op: Any, inputs: tuple, value: Any, plan: list[Step]) -> Step:
+    """The step after those of `plan`."""
+    which = f"step {len(plan)}"
+    if len(plan) == MAX_STEPS:
+        raise _Wrong(f"over {MAX_STEPS} steps")
+    if not all(_is_below(i, len(plan)) for i in inputs):
+        raise _Wrong(f"an input of {which} is no earlier step")
+    if op == "load":
+        if not _is_below(value[0], MAX_SLOTS) or value[1] not in DTYPES:
+            raise _Wrong(f"{which} loads from no captured tensor")
+    elif type(op) is str and op in CONSTANTS:
+        if not CONSTANTS[op](value):
+            raise _Wrong(f"the value of {which} is not {op}")
+    elif value is not None:
+        raise _Wrong(f"{which} has a value and is neither constant nor load")
+    operands = [plan[i] for i in inputs]
+    kind = kind_of_step(op, value, [x.kind for x in operands]) if type(op) is str else None
+    if kind is None:
+        raise _Wrong(f"{which} is no operator of its operands")
+    if wrong := undefined(op, operands):
+        raise _Wrong(f"{which} {wrong}")
+    return Step(op, inputs, value, kind)
+
+
+def _is_below(value: Any, stop: int) -> bool:
+    return type(value) is int and 0 <= value < stop
+
+
+def _check_result(plan: list[Step], what: str) -> None:
+    kind = BOOL if what == MASK else FLOAT
+    if plan[-1].kind != kind:
+        raise _Wrong(f"it gives {plan[-1].kind}, not {kind}")
+    if what == MASK and any(step.op == SCORE for step in plan):
+        raise _Wrong("a mask knows no score")

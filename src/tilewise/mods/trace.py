@@ -1,0 +1,282 @@
+"""How a plain function of indices becomes a tree: it is called once, on symbols that write down
+what is done to them.
+
+A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may use:
+
+    + - * // %   < <= > >= == !=   & | ^ ~ << >>   -x abs(x)
+    where, minimum, maximum     of `tilewise.mods`, or torch's own
+    doc[q_idx], doc[b, q_idx]   a captured tensor, one index for each of its dimensions
+    n                           a captured number or 0-d tensor
+    b.new_ones((), dtype=...)   a constant, and new_zeros: FlexAttention's and_masks and or_masks
+
+A score function takes (score, b, h, q_idx, kv_idx), as its score_mod does, and may use / as well,
+and torch's exp, exp2, log, log2, sqrt, rsqrt, tanh and sigmoid.
+
+Nothing else: Python asks a symbol for its truth at `and`, `or`, `not`, `if` and a chained
+comparison, and a symbol has none. Trees are kept canonical in small ways: `a > b` is `b < a`, and
+x + 0, x & True and x | False are x.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ArgumentError
+from . import expressions
+from .expressions import (
+    BOOL,
+    DTYPES,
+    FLOAT,
+    INDICES,
+    INT,
+    LARGEST,
+    OPERATORS,
+    SCORE,
+    Node,
+    is_float_constant,
+    slots_of,
+)
+from .symbols import FUNCTIONS, Symbol, no_meaning, torch_call
+
+Tensor = torch.Tensor
+MAX_NODES = 400
+ZERO = Node(INT, (), 0)
+MIRRORED = {">": "<", ">=": "<="}
+NEUTRAL = {"&": Node(BOOL, (), True), "|": Node(BOOL, (), False)}
+
+
+class Dialect(NamedTuple):
+    """What a kind of function takes, may be made of and returns."""
+
+    name: str
+    parameters: tuple[str, ...]
+    operators: frozenset[str]
+    accepted: str
+    result: str
+    remedy: str  # for another result
+
+
+MASK = Dialect(
+    "mask",
+    INDICES,
+    frozenset(OPERATORS) - {"/", *FUNCTIONS},
+    "+ - * // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from tilewise.mods, "
+    "and of captured tensors indexed like doc[q_idx]",
+    BOOL,
+    "so compare it with something",
+)
+SCORE_FUNCTION = Dialect(
+    "score function",
+    (SCORE, *INDICES),
+    frozenset(OPERATORS),
+    "+ - * / // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from "
+    f"tilewise.mods, of torch's {', '.join(FUNCTIONS)}, and of captured tensors indexed like "
+    "bias[h, q_idx, kv_idx]",
+    FLOAT,
+    "so add it to the score, multiply it by 1.0, or choose with where(x, score, -math.inf)",
+)
+
+
+class Traced(NamedTuple):
+    """A function's tree and the tensors it captured, in the order it meets them."""
+
+    expr: Node
+    tensors: tuple[Tensor, ...]
+
+
+class Tracer(TorchFunctionMode):
+    """Builds nodes and collects the tensors; while it is entered, it hears what torch is asked."""
+
+    def __init__(self, dialect: Dialect, tensors: tuple[Tensor, ...] = ()):
+        super().__init__()
+        self.dialect = dialect
+        self.tensors = list(tensors)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return torch_call(func, args, kwargs or {})
+
+    def parameters(self) -> list[Symbol]:
+        """What the function is called on."""
+        return [Symbol(Node(p), 1, self) for p in self.dialect.parameters]
+
+    def lift(self, value) -> Symbol:
+        """An operand as a symbol: numbers are constants, 0-d tensors are loads."""
+        if isinstance(value, Symbol):
+            return value
+        if isinstance(value, Tensor):
+            if value.ndim:
+                raise ArgumentError(
+                    f"a tensor of shape {tuple(value.shape)} is an operand in a "
+                    f"{self.dialect.name}: index it by each of its dimensions, like doc[q_idx] or "
+                    "doc[b, q_idx]"
+                )
+            return self.load(value, ())
+        if isinstance(value, bool):
+            return Symbol(Node(BOOL, (), value), 1, self)
+        if isinstance(value, numbers.Integral):
+            if -(2**63) <= value < 2**63:
+                return Symbol(Node(INT, (), int(value)), 1, self)
+        elif isinstance(value, numbers.Real):
+            if is_float_constant(float(value)):
+                return Symbol(Node(FLOAT, (), float(value)), 1, self)
+            if math.isfinite(value):
+                remedy = "floats are fp32, so use math.inf or scale what it meets"
+                raise no_meaning(self, f"{value!r}, past {LARGEST:.3g},", remedy)
+        raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
+
+    def build(self, op: str, *values) -> Symbol:
+        """A step from its operands."""
+        if op in MIRRORED:
+            op, values = MIRRORED[op], values[::-1]
+        operands = [self.lift(value) for value in values]
+        node = Node(op, tuple(x.node for x in operands))
+        if op not in self.dialect.operators:
+            remedy = "divide with //" if op == "/" else ""
+            raise no_meaning(self, expressions.describe(node), remedy)
+        if op in ("+", "-") and operands[1].node == ZERO and operands[0].kind == INT:
+            return operands[0]
+        if op == "+" and operands[0].node == ZERO and operands[1].kind == INT:
+            return operands[1]
+        if op in NEUTRAL and BOOL == operands[0].kind == operands[1].kind:
+            for x, other in (operands, operands[::-1]):
+                if x.node == NEUTRAL[op]:
+                    return other
+        if node.kind is None:
+            said = " and ".join(f"{x!r} ({x.kind})" for x in operands)
+            raise ArgumentError(
+                f"`{op}` is not for {said} in a {self.dialect.name}: compare numbers to get bools, "
+                "turn a bool into a number with where(x, 1, 0), and keep floats out of "
+                "// % << >> & | ^ ~"
+            )
+        if wrong := expressions.undefined(op, node.inputs):
+            raise ArgumentError(f"{expressions.describe(node)} in a {self.dialect.name} {wrong}")
+        return self._symbol(node, operands)
+
+    def load(self, x: Tensor, index) -> Symbol:
+        """A captured tensor at an index for each dimension."""
+        index = index if isinstance(index, tuple) else (index,)
+        _check_captured(x)
+        if len(index) != x.ndim or x.numel() == 0:
+            raise ArgumentError(
+                f"a captured {x.dtype} tensor of shape {tuple(x.shape)} is indexed by "
+                f"{len(index)}: it must not be empty, and have one index for each dimension, like "
+                "doc[b, q_idx]"
+            )
+        if not all(isinstance(i, (Symbol, Tensor, numbers.Integral)) for i in index):
+            raise ArgumentError(
+                f"a captured tensor is indexed by {index!r}: each must be one integer, not a "
+                "slice, None or ..."
+            )
+        operands = [self.lift(i) for i in index]
+        for symbol, size in zip(operands, x.shape):
+            if symbol.kind != INT:
+                raise ArgumentError(f"a captured tensor is indexed by {symbol!r}: use integers")
+            if symbol.node.op == INT and not 0 <= symbol.node.value < size:
+                raise ArgumentError(
+                    f"a captured tensor of shape {tuple(x.shape)} is indexed by {symbol!r}: "
+                    f"constants must lie in [0, {size})"
+                )
+        slot = next((i for i, known in enumerate(self.tensors) if known is x), len(self.tensors))
+        if slot == len(self.tensors):
+            self.tensors.append(x)
+        node = Node("load", tuple(s.node for s in operands), (slot, x.dtype))
+        return self._symbol(node, operands)
+
+    def splice(self, expr: Node, given: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
+        """A tree made before, at these indices and this score."""
+        found: dict[Node, Symbol] = {}
+        for node in expressions.nodes_of(expr):
+            inputs = tuple(found[x] for x in node.inputs)
+            if node.op in given:
+                found[node] = given[node.op]
+            elif node.op in (BOOL, INT, FLOAT):
+                found[node] = self.lift(node.value)
+            elif node.op == "load":
+                found[node] = self.load(tensors[node.value[0]], inputs)
+            else:
+                found[node] = self.build(node.op, *inputs)
+        return found[expr]
+
+    def _symbol(self, node: Node, operands: list[Symbol]) -> Symbol:
+        size = 1 + sum(x.size for x in operands)
+        if size > MAX_NODES:
+            raise ArgumentError(
+                f"a {self.dialect.name} has over {MAX_NODES} operators: put what it counts into a "
+                "tensor and index that"
+            )
+        return Symbol(node, size, self)
+
+
+def _check_captured(x: Tensor) -> None:
+    """A captured tensor is one that kernels can load as it lies in memory."""
+    remedy = ""
+    if x.layout != torch.strided:
+        remedy = "x.to_dense()"
+    elif x.is_quantized:
+        remedy = "x.dequantize()"
+    elif x.dtype not in DTYPES:
+        is_float = x.dtype.is_floating_point
+        remedy = "x.real or x.imag" if x.is_complex() else "x.float()" if is_float else "x.long()"
+    elif x.is_neg():
+        remedy = "x.resolve_neg()"
+    if remedy:
+        raise ArgumentError(
+            f"a captured tensor x of shape {tuple(x.shape)} is {x.dtype} ({x.layout}"
+            f"{', negated when it is read' if x.is_neg() else ''}), which kernels cannot load: "
+            f"capture {remedy} instead"
+        )
+
+
+def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()) -> Traced:
+    """Calls the function on symbols. `tensors` are captured already, by a companion of it."""
+    tracer = Tracer(dialect, tensors)
+    what = f"{dialect.name.removesuffix(' function')} function"
+    what += f" {getattr(function, '__name__', type(function).__name__)}"
+    try:
+        with tracer:
+            result = function(*tracer.parameters())
+    except ArgumentError:
+        raise
+    except Exception as error:
+        takes = ", ".join(dialect.parameters).replace("k_idx", "kv_idx")
+        raise ArgumentError(
+            f"{what} cannot be traced ({type(error).__name__}: {error}): it takes ({takes}), and a "
+            f"{dialect.name} is made of {dialect.accepted}"
+        ) from error
+    result = tracer.lift(result)
+    if result.kind != dialect.result:
+        raise ArgumentError(
+            f"{what} returns {result!r}, which is {result.kind}: it must return a "
+            f"{dialect.result}, {dialect.remedy}"
+        )
+    return Traced(result.node, tuple(tracer.tensors[: max(len(tensors), slots_of(result.node))]))
+
+
+def where(condition, x, y):
+    """x where the condition holds, else y: for symbols, and for tensors as torch.where."""
+    return _choose("where", condition, x, y)
+
+
+def minimum(x, y):
+    """The smaller of two: symbols, tensors or numbers."""
+    return _choose("minimum", x, y)
+
+
+def maximum(x, y):
+    """The larger of two: symbols, tensors or numbers."""
+    return _choose("maximum", x, y)
+
+
+def _choose(op: str, *values):
+    for value in values:
+        if isinstance(value, Symbol):
+            return value.tracer.build(op, *values)
+    if not any(isinstance(value, Tensor) for value in values):
+        values = [torch.as_tensor(value) for value in values]
+    return OPERATORS[op].compute(*values)

@@ -1,0 +1,188 @@
+"""What a function was traced to, kept for as long as the function reads the same things.
+
+Tracing takes a function apart, a hundred microseconds and more, and a model passes the same one at
+every call. A function may read numbers and tensors from around it, and those may be others the next
+time. So what is kept goes with all that was read, and nothing is kept of a function unless its
+bytecode proves that it reads nothing else (`tilewise.mods.bytecode`), nor of one that computes with
+a tensor, whose values are read by kernels at every call but by torch only now.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .bytecode import PURE, Reads, reads_in
+from .function import TracedFunction
+from .symbols import BINARY, COMPARED, OF_TORCH, UNARY, symbols_in
+from .trace import maximum, minimum, where
+
+Made = TypeVar("Made", bound=TracedFunction)
+
+
+class Kept(NamedTuple):
+    """What a function was traced to, by whom, with the code and all that it read then."""
+
+    code: types.CodeType
+    proven: Reads | None
+    make: Callable | None = None
+    reads: tuple | None = None
+    made: TracedFunction | None = None
+
+
+_kept: weakref.WeakKeyDictionary[Callable, Kept] = weakref.WeakKeyDictionary()
+# By code too, as a function that is made anew at every call comes with the same
+_proven: weakref.WeakKeyDictionary[types.CodeType, Reads | None] = weakref.WeakKeyDictionary()
+
+
+def kept(function: Callable, make: Callable[[Callable], Made]) -> Made:
+    """make(function), or what that was before."""
+    if type(function) is not types.FunctionType or torch.compiler.is_compiling():
+        return make(function)
+    reads = reads_of(function)
+    if reads is None:
+        return make(function)
+    before = _kept[function]
+    if before.make is make and before.reads == reads:
+        return before.made
+    listener = _Listener()
+
+    @functools.wraps(function)
+    def heard(*symbols):
+        with listener:
+            return function(*symbols)
+
+    made = make(heard)
+    if not listener.computed:
+        _kept[function] = before._replace(make=make, reads=reads, made=made)
+    return made
+
+
+def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
+    """All that a function reads from around it, or None where that is not proven. `readers` are the
+    functions that call it.
+
+    >>> reads_of(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)[1:]
+    ()
+    """
+    code, proven = function.__code__, _proof(function)
+    if proven is None or function in readers:
+        return None
+    around, found = function.__globals__, [code]
+    readers = *readers, function
+    for name, *attributes in proven.globals:
+        if name in around:
+            read = _read(around[name], attributes, readers)
+        elif name in PURE and not attributes and function.__builtins__.get(name) is PURE[name]:
+            read = name
+        else:
+            return None
+        if read is None:
+            return None
+        found.append(read)
+    try:
+        for name, *attributes in proven.free:
+            cell = function.__closure__[code.co_freevars.index(name)]
+            found.append(_read(cell.cell_contents, attributes, readers))
+    except ValueError:  # a name that has no value yet
+        return None
+    if function.__defaults__:
+        found += [_read(value, (), readers) for value in function.__defaults__]
+    if function.__kwdefaults__:
+        for name, value in function.__kwdefaults__.items():
+            found += name, _read(value, (), readers)
+    return None if None in found else tuple(found)
+
+
+def _proof(function: types.FunctionType) -> Reads | None:
+    """What the function's code is proven to read; a function may get another code."""
+    code, known = function.__code__, _kept.get(function)
+    if known is not None and known.code is code:
+        return known.proven
+    if code not in _proven:
+        _proven[code] = reads_in(code)
+    _kept[function] = Kept(code, _proven[code])
+    return _proven[code]
+
+
+def _read(value: Any, attributes: list[str] | tuple[str, ...], readers: tuple) -> tuple | None:
+    """How to tell a value, or what its attributes lead to, from another one."""
+    for name in attributes:
+        if type(value) in _TENSORS and len(attributes) == 1 and _is_seen(value, name):
+            break
+        if type(value) is not types.ModuleType or name not in vars(value):
+            return None
+        value = vars(value)[name]
+    kind = type(value)
+    if kind in (bool, int, float):
+        return kind, repr(value)  # 0.0 is not -0.0
+    if kind in (str, types.NoneType, torch.dtype):
+        return kind, value
+    if kind in _TENSORS:
+        return _Same(value), value.dtype, value.shape, value.device
+    if isinstance(value, TracedFunction) or (kind in _FUNCTIONS and value in _KNOWN):
+        return (_Same(value),)
+    return reads_of(value, readers) if kind is types.FunctionType else None
+
+
+def _is_seen(x: torch.Tensor, name: str) -> bool:
+    """Whether an attribute follows from what `_read` tells a tensor by."""
+    return name in _SEEN or (name in _METHODS and name not in vars(x))
+
+
+_TENSORS = torch.Tensor, torch.nn.Parameter
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
+_SEEN = {"shape", "ndim", "dtype", "device"}  # no tensor can have another of its own
+_METHODS = {"size", "dim", "numel"}
+# Functions that depend on their arguments alone
+_KNOWN = {
+    *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType)),
+    *(getattr(operator, f"__{name}__") for name in (*BINARY, *COMPARED, *UNARY, "getitem")),
+    *(getattr(torch, name) for name in OF_TORCH if hasattr(torch, name)),
+    *(where, minimum, maximum),
+    *(PURE[name] for name in PURE if isinstance(PURE[name], types.BuiltinFunctionType)),
+}
+
+
+# What torch is asked about a tensor that `_read` tells by, or that no value changes
+_LOOKS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+}
+
+
+class _Listener(TorchFunctionMode):
+    """Whether a function has torch compute something else than a step of the tree."""
+
+    computed = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in _LOOKS and not symbols_in(args, kwargs):
+            self.computed = True
+        return func(*args, **kwargs)
+
+
+class _Same:
+    """Equal to another of the same object, and to none when that is gone; keeps nothing alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self.value()
+        return isinstance(other, _Same) and mine is not None and mine is other.value()
+
+    __hash__ = None

@@ -1,0 +1,1 @@
+"""Attention as torch sees it: operators, autograd, vmap, FLOPs, sharding."""

@@ -1,0 +1,126 @@
+"""Gradients of what a score function captured: slopes, tables, temperatures that are learned.
+
+They are an operator of their own, `torch.ops.tilewise.flash_attn_captured_grads`, which recomputes
+the scores once more: who captures nothing that wants a gradient pays nothing for it. What a mask
+captured decides and is not added, so it has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+from .. import dispatch
+from ..emulator.switch import emulator_seed, use_interpreter
+from ..errors import ArgumentError
+from ..mods.derivative import by_loads
+from ..mods.flatten import take_apart
+from ..problem import Call, Extras, extras_of
+from . import vmap as batching
+from .schema import CALL, GIVEN, LIBRARY, SAVED, Once, asked, asking, flat, no_double_backward
+
+Tensor = torch.Tensor
+LIBRARY.define(f"flash_attn_captured_grads({SAVED}, {CALL}, int[] wanted) -> Tensor[]")
+
+
+def gradients(
+    call: Call, needs: list[bool], given: tuple[Tensor | None, ...], extras: Extras
+) -> tuple[Tensor | None, ...]:
+    """The gradient of each captured tensor, None where `needs` says that nobody asked or where
+    there is none; `given` is dout, dlse, q, k, v, out and lse.
+    """
+    grads: list[Tensor | None] = [None] * len(extras.captured)
+    mods = call.problem.mods
+    if not mods.score or not any(needs):
+        return tuple(grads)
+    first = len(grads) - len(take_apart(mods, extras.captured).score)
+    learned = {load.value[0] for load, _ in by_loads(mods.score)}
+    wanted = [i for i in sorted(learned) if needs[first + i]]
+    if wanted:
+        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        compute = _CapturedGrads.apply if differentiable else _CapturedGrads.forward
+        found = compute(call, wanted, *given, *extras.tensors)
+        for i, grad in zip(wanted, found):
+            grads[first + i] = grad
+    return tuple(grads)
+
+
+class _CapturedGrads(Once):
+    """What functorch transforms see."""
+
+    @staticmethod
+    def forward(call, wanted, *tensors):
+        given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
+        return tuple(
+            torch.ops.tilewise.flash_attn_captured_grads(
+                *given, *extras.arguments, *asking(call), wanted
+            )
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, call, wanted, *tensors):
+        compute = functools.partial(_CapturedGrads.apply, call, wanted)
+        return batching.one_by_one(compute, info.batch_size, in_dims[2:], tensors)
+
+
+def _kernel(*args):
+    *args, wanted = args
+    tensors, rest = flat(args, GIVEN)
+    given, (q, k, v) = tensors[:GIVEN], tensors[2:5]
+    problem, extras, scalars = asked((q, k, v, *tensors[GIVEN:]), rest)
+    _check_wanted(problem.mods.score, wanted)
+    chosen = dispatch.choose_for(problem, q, k, v, extras, rest[-1])
+    emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
+    # dS is one tile's on every GPU: there is no kernel for Hopper alone
+    module = chosen if chosen.NAME == "cpu" else dispatch.load("portable")
+    with use_interpreter() if emulated else contextlib.nullcontext():
+        return module.captured_grads(problem, *given, extras, scalars, wanted)
+
+
+def _check_wanted(score: str, wanted: list[int]) -> None:
+    """What an operator is asked for has a gradient; a saved program may ask for anything."""
+    learned = {load.value[0] for load, _ in by_loads(score)} if score else set()
+    if not learned.issuperset(wanted):
+        raise ArgumentError(
+            f"wanted is {list(wanted)}: it must be of {sorted(learned)}, what the score function "
+            "captured that has a gradient"
+        )
+
+
+def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
+    """What the score function captured, and which of it wants a gradient."""
+    *args, wanted = args
+    tensors, rest = flat(tuple(args), GIVEN)
+    problem, extras, _ = asked((*tensors[2:5], *tensors[GIVEN:]), rest)
+    _check_wanted(problem.mods.score, wanted)
+    return take_apart(problem.mods, extras.captured).score, wanted
+
+
+def _fake(*args):
+    tensors, wanted = _of_score(args)
+    return [torch.empty_like(tensors[i]) for i in wanted]
+
+
+def _vmap(info, in_dims, *args):
+    *args, wanted = args
+    tensors, rest = flat(tuple(args), GIVEN)
+
+    def differentiate(*tensors):
+        given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
+        return tuple(
+            torch.ops.tilewise.flash_attn_captured_grads(*given, *extras.arguments, *rest, wanted)
+        )
+
+    dims = flat(tuple(in_dims[:-1]), GIVEN)[0]
+    grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
+    return list(grads), list(out_dims)
+
+
+LIBRARY.impl("flash_attn_captured_grads", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_captured_grads", _fake, lib=LIBRARY)
+torch.library.register_autograd(
+    "tilewise::flash_attn_captured_grads", no_double_backward, lib=LIBRARY
+)
+torch.library.register_vmap("tilewise::flash_attn_captured_grads", _vmap, lib=LIBRARY)

@@ -1,0 +1,194 @@
+"""The operators of calls with a cache, and the way a call takes to them: plain eager calls go
+straight to the backend, as in `attention`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from .. import dispatch
+from ..emulator.switch import interpreter_is_on
+from ..kernels.common.cached import Append, Cached, lse_shape
+from ..mods.flatten import check_captured
+from ..mods.serialize import MASK, name_of, text_of
+from ..problem import Call, Extras, Mods, Scalars
+from ..tile.rotary import Rotary
+from . import attention as ops
+from .attention import is_watched
+from .context_parallel import refuse_shards
+from .known_steps import keep
+from .schema import LIBRARY
+
+Tensor = torch.Tensor
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor[]? captured"
+)
+NUMBERS = (
+    "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod, "
+    "str? backend"
+)
+LIBRARY.define(f"flash_attn_cache({TENSORS}, {NUMBERS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"flash_attn_cache_out({TENSORS}, {NUMBERS}, *, Tensor(a!) out) -> Tensor")
+LIBRARY.define(
+    "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
+    "Tensor? sin, bool interleaved) -> ()"
+)
+
+
+def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a checked call; `out` is written where it is given."""
+    tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
+    if not is_watched(*tensors):
+        return _run(cached, out)
+    if out is None:
+        return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
+    return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
+
+
+def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a checked call without pages, differentiable: a forward in pieces, and the
+    backward of any other call, which takes nothing but its `out` and `lse`.
+    """
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (cached.q, cached.k, cached.v))
+    if cached.mask and (cached.extras.seqused_k is not None or q.shape[1] != k.shape[1]):
+        raise NotImplementedError(
+            "mask_mod with split_size and a gradient: positions count from the first key here and "
+            "from the first query in the backward; pass as many queries as keys"
+        )
+    if is_watched(q, k, v, *cached.extras.tensors):
+        raise NotImplementedError(
+            "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
+            "subclass is not served: call it eagerly, or leave out split_size"
+        )
+    problem = cached.problem._replace(deterministic=deterministic)
+    call = Call(problem, cached.scalars, cached.backend)
+    call.forward = lambda q, k, v, extras: _run(cached._replace(q=q, k=k, v=v), None)
+    return ops.attention(call, q, k, v, cached.extras, False)
+
+
+def _arguments(cached: Cached) -> tuple:
+    extras, scalars = cached.extras, cached.scalars
+    return (
+        *(cached.q, cached.k, cached.v, cached.page_table, extras.seqused_k, extras.cu_seqlens_q),
+        *(extras.alibi_slopes, extras.sinks, list(extras.captured) or None),
+        *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
+        *(cached.split_size, text_of(cached.mask), cached.backend),
+    )
+
+
+def _cached(*args) -> Cached:
+    """The inverse of `_arguments`."""
+    q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args
+    *numbers, split_size, mask, backend = numbers
+    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=tuple(captured or ()))
+    name = name_of(mask, MASK)
+    if name:
+        starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
+        rank4 = q if q.dim() == 4 else q.unsqueeze(0)
+        check_captured(Mods(name), rank4, k, extras._replace(cu_seqlens_q=starts))
+    return Cached(q, k, v, page_table, extras, Scalars(*numbers), split_size, name, backend)
+
+
+def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+
+
+def append(asked: Append) -> None:
+    """New keys and values, checked, into a cache."""
+    rotary = asked.rotary or Rotary(None, None)
+    tensors = *asked[:-1], *rotary[:2]
+    if is_watched(*tensors):
+        torch.ops.tilewise.flash_attn_cache_append(*tensors, rotary.interleaved)
+    else:
+        _run_append(asked)
+
+
+def _run_append(asked: Append) -> None:
+    refuse_shards()
+    if asked.k.is_meta:
+        return
+    device = asked.k.device
+    if device.type != "cpu" or interpreter_is_on():
+        name = "tilewise.kernels.portable.append_launch"
+    else:
+        name = "tilewise.kernels.cpu.append"
+    importlib.import_module(name).append(asked)
+
+
+def _append_kernel(*args):
+    *tensors, cos, sin, interleaved = args
+    _run_append(Append(*tensors, None if cos is None else Rotary(cos, sin, interleaved)))
+
+
+def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    refuse_shards()
+    fresh, lse = _empty(cached, out)
+    if cached.q.is_meta:
+        return fresh, lse
+    step = _backend_of(cached).forward(cached, fresh, lse)
+    keep(cached.look, step)
+    return fresh, lse
+
+
+# In the order of preference; imported when they are asked
+BACKENDS = {
+    "portable": "tilewise.kernels.portable.decode_launch",
+    "cpu": "tilewise.kernels.cpu.cache",
+}
+
+
+def _backend_of(cached: Cached) -> ModuleType:
+    """The first that serves the call; NotImplementedError with every reason where none does."""
+    problem, device, reasons = cached.problem, cached.q.device, []
+    for name in BACKENDS if cached.backend is None else (cached.backend,):
+        reason = dispatch.ask(name, problem, device)
+        if reason is None:
+            return importlib.import_module(BACKENDS[name])
+        reasons.append(f"  {name}: {reason}")
+    lines = "\n".join(reasons)
+    raise NotImplementedError(f"no backend serves attention beside a cache on {device}:\n{lines}")
+
+
+def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q = cached.q
+    if out is None:
+        out = q.new_empty(*q.shape[:-1], cached.v.shape[3])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(lse_shape(q), dtype=dtype)
+
+
+def _kernel(*args):
+    return _run(_cached(*args), None)
+
+
+def _out_kernel(*args, out):
+    return _run(_cached(*args), out)[1]
+
+
+def _fake(*args):
+    return _empty(_cached(*args), None)
+
+
+def _out_fake(*args, out):
+    return _empty(_cached(*args), out)[1]
+
+
+LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("flash_attn_cache_out", _out_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("flash_attn_cache_append", _append_kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_cache_append", lambda *args: None, lib=LIBRARY)
+torch.library.register_fake("tilewise::flash_attn_cache", _fake, lib=LIBRARY)
+torch.library.register_fake("tilewise::flash_attn_cache_out", _out_fake, lib=LIBRARY)
+
+
+def no_gradient(ctx, *grads):
+    """The derivative, refused."""
+    raise NotImplementedError("attention with a cache has no gradient")
+
+
+torch.library.register_autograd("tilewise::flash_attn_cache", no_gradient, lib=LIBRARY)
