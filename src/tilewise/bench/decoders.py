@@ -51,6 +51,7 @@ def decoder(name: str) -> Decoder:
 
 def _ours(backend: str | None) -> Attend:
     from .. import attention
+    from ..tile.split_kv import default_split_size
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
         return attention(
@@ -58,6 +59,8 @@ def _ours(backend: str | None) -> Attend:
             causal=True,
             seqused_k=cache.seqused_k,
             page_table=cache.page_table,
+            # Without it a cache without pages goes to the kernels of training
+            split_size=default_split_size(q.shape[2] // cache.k.shape[2]),
             backend=backend,
         )
 

@@ -221,13 +221,16 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
     stop = tl.minimum(start + split_size, rows.keys.last)
     # Blocks count from the beginning of the piece, also where a window hides some
     first = start + tl.maximum(rows.keys.first - start, 0) // BLOCK_N * BLOCK_N
+    page = find_pages(rows.seq.batch, first, stop, cache, BLOCK_N)
     for n_start in range(first, stop, BLOCK_N):
         k_idx = n_start + tl.arange(0, BLOCK_N)
         is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
-        page, row = find_rows(rows.seq.batch, k_idx, is_used, cache)
+        row = k_idx if cache.page_table is None else k_idx % cache.page_size
         k_rows, v_rows = find_keys(cache.k, page, row, rows), find_keys(cache.v, page, row, rows)
         k_tile = load_chunks(k_rows, is_used, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
         v_tile = load_chunks(v_rows, is_used, FEATURES.HEADDIM_V, TILE.BLOCK_DV, 0)
+        # A tile ahead: the copies of K and V would wait for it
+        page = find_pages(rows.seq.batch, n_start + BLOCK_N, stop, cache, BLOCK_N)
         keys = k_idx[None, :], is_used[None, :]
         found = ()
         for i in tl.static_range(len(q_tiles)):
@@ -267,21 +270,22 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def find_rows(batch, k_idx, is_used, cache):
-    """The page of each key, which is there whatever the table says, and the row in it."""
+def find_pages(batch, n_start, stop, cache, BLOCK_N: tl.constexpr):
+    """The page of each key of a tile, which is there whatever the table says."""
+    k_idx = n_start + tl.arange(0, BLOCK_N)
     if cache.page_table is None:
-        return batch.to(tl.int64) + k_idx * 0, k_idx
+        return batch + k_idx * 0
     else:
         entry = batch.to(tl.int64) * cache.table_stride + k_idx // cache.page_size
-        page = tl.load(cache.page_table + entry, mask=is_used, other=0)
-        page = clamp(page, 0, cache.num_pages - 1).to(tl.int64)
-        return page, k_idx % cache.page_size
+        page = tl.load(cache.page_table + entry, mask=k_idx < stop, other=0)
+        return clamp(page, 0, cache.num_pages - 1)
 
 
 @triton.jit
 def find_keys(x, page, row, rows):
     """Where keys or values begin."""
-    return x.ptr + page * x.batch + row.to(tl.int64) * x.row + rows.head_k.to(tl.int64) * x.head
+    at = x.ptr + rows.head_k.to(tl.int64) * x.head
+    return at + page.to(tl.int64) * x.batch + row.to(tl.int64) * x.row
 
 
 @triton.jit

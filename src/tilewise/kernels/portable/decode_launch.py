@@ -21,7 +21,7 @@ from .launch import on_device, padded_headdims
 
 Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
-WARPS, STAGES = 4, 2
+WARPS, STAGES = 4, 3
 ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
 
 
@@ -59,7 +59,8 @@ def choice_of(problem: Problem, queries: int = 1) -> Choice:
     at_once = min(8, max(1, 2**14 // (tile.BLOCK_M * columns)))
     row_tiles = row_tiles_of(problem, tile, queries)
     is_wide = tile.CHUNK > 0 and max(tile.BLOCK_D, tile.BLOCK_DV) > 256
-    stages = 1 if is_wide else STAGES  # more have no room in the shared memory of some GPUs
+    # In fp32 more have no room in the shared memory of some GPUs
+    stages = STAGES if problem.dtype.itemsize == 2 else 1 if is_wide else 2
     return Choice(tile, WARPS, stages, row_tiles, columns, at_once)
 
 
