@@ -24,7 +24,9 @@ def test_pieces_slots_and_programs_of_a_batch():
     assert cut.slots == 16 * 32 * 32 and cut.slot_bytes == 130 * 4 and cut.idle == 0
     splits, fold = found.launches
     assert splits.launch.kernel == "attn_split_kernel" and splits.launch.tiles == 32 * 8 * 16
-    assert fold.launch.kernel == "attn_fold_kernel" and fold.launch.tiles == 32 * 8
+    assert (
+        fold.launch.kernel == "attn_fold_kernel" and fold.launch.tiles == 32 * 8 * 4
+    )  # of 32 columns
     assert found.moved.kv == 2 * 32 * 8192 * 8 * 128 * 2
     assert found.moved.partials == 2 * cut.workspace
     assert found.intensity < 4.0 < found.roof.ridge

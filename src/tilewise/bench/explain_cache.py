@@ -139,17 +139,15 @@ def portable_plans(cached: Cached) -> list:
 
 def launch_of(plan, target: str) -> Launch:
     """A plan as `explain` shows launches."""
-    from ..kernels.portable.decode_launch import NUM_STAGES, NUM_WARPS
     from ..testing import build
 
     tile = plan.constants["TILE"]
-    options = dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES)
 
     def compiled():
-        return build(plan.kernel, *plan.args, on=target, **plan.constants, **options)
+        return build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
 
     sides = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_D + tile.BLOCK_DV
-    return Launch(plan.kernel.fn.__name__, *sides, NUM_STAGES, plan.programs, False, compiled)
+    return Launch(plan.kernel.fn.__name__, *sides, plan.stages, plan.programs, False, compiled)
 
 
 def pieces_of(of: Decode, cached: Cached, plans: list) -> Pieces:
