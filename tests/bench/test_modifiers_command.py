@@ -1,6 +1,7 @@
 """`tilewise bench modifiers`: what it asks for, what it prints and saves."""
 
 import json
+import statistics
 
 import pytest
 
@@ -80,6 +81,17 @@ def test_a_run_on_the_cpu(tmp_path):
 def test_wrong_usage_is_named(options, message):
     done = invoke("--device", "cpu", *options.split())
     assert done.exit_code == 2 and message in done.output
+
+
+def test_rates_of_a_sustained_run_are_those_of_its_sustained_rounds(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    cases = "--cases", "dropout", "--pass", "fwd", "--against", "without"
+    done = invoke(*QUICK, *cases, "--sustained", "--save", str(file))
+    assert done.exit_code == 0, done.output
+    ours, without = load(file)
+    assert len(ours.sustained_ms) == len(without.sustained_ms) == 8
+    rates = [b / a for a, b in zip(ours.sustained_ms, without.sustained_ms)]
+    assert ours.extra["rate_over"]["without"] == pytest.approx(statistics.median(rates))
 
 
 def test_it_has_a_help_of_its_own():

@@ -20,6 +20,7 @@ from .providers import Provider, free_memory, provider
 from .row import append, stamp
 from .run import Outcome, run_entries
 from .shapes import Shape, packed
+from .sustained import plan_for
 from .timer import Spread
 
 FLEX, PACKED, WITHOUT = LANES = ("flex", "packed", "without")
@@ -51,13 +52,14 @@ class Compared(NamedTuple):
 
     @property
     def rates(self) -> dict[str, Spread]:
-        """Our rate over that of each other lane that was timed, round by round; nothing where ours
-        was not.
+        """Our rate over that of each other lane that was timed, round by round, sustained where that
+        was asked for; nothing where ours was not.
         """
         first, *others = self.outcomes
         if self.outcomes[first].row is None:
             return {}
-        ratios = {name: self.outcomes[name].ratio for name in others}
+        timed = {name: self.outcomes[name] for name in others}
+        ratios = {name: one.sustained or one.ratio for name, one in timed.items()}
         return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
@@ -124,8 +126,12 @@ def run_comparisons(
     round_ms: float = 30.0,
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
+    sustained: bool = False,
 ) -> list[Compared]:
-    """Checks and times each comparison. Rows are appended to `save` as each ends."""
+    """Checks and times each comparison, `sustained` also under load. Rows are appended to `save` as
+    each ends.
+    """
+    plan = plan_for(device, rounds) if sustained else None
     common = stamp("modifiers", device)
     versions = f"torch {common['torch']}, triton {common['triton']}"
     show(f"{common['device']}, {versions}, {rounds} rounds in turns")
@@ -137,7 +143,8 @@ def run_comparisons(
             )
             found = dict(zip(one.lanes, refused))
         else:
-            found = dict(zip(one.lanes, run_entries(one.lanes, common, device, rounds, round_ms)))
+            timed = run_entries(one.lanes, common, device, rounds, round_ms, plan)
+            found = dict(zip(one.lanes, timed))
         compared = with_rates(Compared(one, found))
         if save is not None:
             append(save, [o.row for o in compared.outcomes.values() if o.row is not None])

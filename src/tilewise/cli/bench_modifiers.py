@@ -61,6 +61,9 @@ class Names(click.ParamType):
     show_default=True,
     help="What of this a case is held against, of that which it has.",
 )
+@click.option(
+    "--sustained", is_flag=True, help="Rates back to back, as `tilewise bench --sustained`."
+)
 @run_options
 def modifiers(cases, passes, quick, device, dtype, ours, against, as_json, **options) -> None:
     """Time masks, a bias, dropout and score functions beside what they are held against.
