@@ -162,6 +162,23 @@ def ways(log):
     return found
 
 
+def test_a_face_takes_the_same_way(log):
+    """`flash_attn_with_kvcache` after itself, and `flash_attn_varlen_func` over pages."""
+    for given in (in_pages(), in_pages(), in_pages(causal=False)):
+        q, k, v, used = (given[x] for x in ("q", "k", "v", "seqused_k"))
+        at = dict(block_table=given["page_table"], causal=given["causal"])
+        tilewise.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **at)
+    assert ways(log) == ["front", "again", "front"]
+    for given in (packed(), packed()):
+        q, k, v, used, starts = (given[x] for x in ("q", "k", "v", "seqused_k", "cu_seqlens_q"))
+        starts_k = torch.cat([starts[:1], used.cumsum(0)]).to(INT32)
+        tilewise.flash_attn_varlen_func(
+            *(q, k, v, starts, starts_k, 1, 2048),
+            **dict(block_table=given["page_table"], causal=True),
+        )
+    assert ways(log) == ["front", "again"]
+
+
 def test_another_look_is_another_step(log):
     given = CALLS["all"]()
     call(given)

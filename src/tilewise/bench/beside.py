@@ -52,8 +52,8 @@ class Compared(NamedTuple):
 
     @property
     def rates(self) -> dict[str, Spread]:
-        """Our rate over that of each other lane that was timed, round by round, sustained where that
-        was asked for; nothing where ours was not.
+        """Our rate over that of each other lane that was timed, round by round, sustained where
+        that was asked for; nothing where ours was not.
         """
         first, *others = self.outcomes
         if self.outcomes[first].row is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from ..mods.documents import Documents
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
 from ..ops import kv_cache as cache_ops
-from ..ops.known_steps import again, look_of
+from ..ops.known_steps import Look, again, look_of
 from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
@@ -131,21 +132,17 @@ def attention(
     if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         others = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
         refuse_beside_cache(others, backend)
+        learned = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
-        look = None
-        if mask_mod is None:
-            tensors = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, out
-            sides = window if type(window) is tuple else (window,)
-            look = look_of(tensors, (*sides, causal, scale, softcap, split_size, layout, backend))
-        known = again(look, q, out)
+        cache = q, k, v, page_table, seqused_k, cu_seqlens_q
+        look, known = known_step(cache, learned, numbers, layout, backend, out)
         if known is not None:
             is_turned = out is None and layout == "bhsd"
             out, lse = known
             out = out.transpose(1, 2) if is_turned else out
             return (out, lse) if return_lse else out
         cached = check_cached(
-            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
-            *((alibi_slopes, sinks, mask_mod), numbers, layout),
+            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(learned, numbers, layout)
         )
         cached = cached._replace(backend=backend, look=look)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
@@ -212,6 +209,23 @@ def documents_in(
         return None
     is_view = all(batch == 1 or x.stride(0) == tokens * x.stride(1) for x in (q, k, v))
     return documents if is_view else None
+
+
+def known_step(
+    cache: tuple, learned: tuple, numbers: tuple, layout: str, backend: str | None, out: Any
+) -> tuple[Look | None, tuple[Tensor, Tensor] | None]:
+    """How a call with a cache looks, and its `out` and `lse` where one that looked so was launched
+    before. `cache` are q, k, v, `page_table`, `seqused_k` and `cu_seqlens_q`; `learned` and
+    `numbers` as `check_cached` takes them.
+    """
+    *tensors, mask_mod = learned
+    causal, scale, window, softcap, split_size = numbers
+    if mask_mod is not None:
+        return None, None
+    sides = window if type(window) is tuple else (window,)
+    words = *sides, causal, scale, softcap, split_size, layout, backend
+    look = look_of((*cache, *tensors, out), words)
+    return look, again(look, cache[0], out)
 
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:

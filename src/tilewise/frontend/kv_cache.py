@@ -13,7 +13,7 @@ from ..tile.paging import batch_of
 from ..tile.rotary import Rotary, rotate
 from . import append as cache
 from .append_checks import check_tables
-from .attention import attend_cached
+from .attention import attend_cached, known_step
 from .cache_checks import check_cached, check_kind, refuse_beside_cache
 from .chunks import check_chunk, chunk_band
 from .qkv import check_tensor
@@ -123,13 +123,9 @@ def flash_attn_with_kvcache(
         used = used - cache_leftpad
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    cached = check_cached(
-        *(q, k_cache, v_cache, place, (used, cu_seqlens_q)),
-        (alibi_slopes, learnable_sink, chunked(chunk) if chunk else None),
-        (causal, softmax_scale, window, softcap, None),
-        "bshd",
-    )
-    found, lse = attend_cached(cached, out, "bshd")
+    learned = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
+    numbers = causal, softmax_scale, window, softcap, None
+    found, lse = _attend((q, k_cache, v_cache, place, used, cu_seqlens_q), learned, numbers, out)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
@@ -265,10 +261,16 @@ def varlen_of_pages(
     chunk = check_chunk(others[0])
     refuse_beside_cache((used_q, None, None, None, None, others[1] or None), None)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    cached = check_cached(
-        *(q, k, v, block_table, (starts_k.diff() if used_k is None else used_k, starts_q)),
-        (*learned, chunked(chunk) if chunk else None),
-        (causal, scale, window, softcap, None),
-        "bshd",
-    )
-    return attend_cached(cached, None, "bshd")
+    used_k = starts_k.diff() if used_k is None else used_k
+    cache = q, k, v, block_table, used_k, starts_q
+    learned = *learned, chunked(chunk) if chunk else None
+    return _attend(cache, learned, (causal, scale, window, softcap, None), None)
+
+
+def _attend(cache: tuple, learned: tuple, numbers: tuple, out: Tensor | None):
+    """Attention beside a cache: as a call that looked so before, or checked."""
+    look, known = known_step(cache, learned, numbers, "bshd", None, out)
+    if known is None:
+        cached = check_cached(*cache[:4], cache[4:], learned, numbers, "bshd")
+        known = attend_cached(cached._replace(look=look), out, "bshd")
+    return known
