@@ -155,3 +155,15 @@ def test_the_report_has_the_page(evidence):
     assert len(tables) > 10 and all(table.caption for table in tables)
     cells = [cell for table in tables for cells in table.rows for cell in cells]
     assert not any("{" in text for text in cells + section.blocks if isinstance(text, str))
+
+
+def test_a_step_of_decoding():
+    shape = dict(direction="decode", batch=32, seqlen_q=1, seqlen_k=8192, page_size=16)
+    rows = [
+        row(name, suite="decode", shape=shape, ms=ms, run="steps")
+        for name, ms in (("tilewise", 0.2), ("fa3", 0.3))
+    ]
+    evidence = collect(rows)
+    assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "16"]) == "1.50"
+    assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "0"]) == "–"
+    assert figures.experiments.decode(evidence, ["sdpa"], ["32", "1", "16"]) == "–"

@@ -91,6 +91,22 @@ def matmul(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return times(ratio(rows[OURS].rounds_ms, rows["cublas"].rounds_ms).median)
 
 
+def decode(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Time of a peer over ours for a step beside 8Ki keys: `{decode fa3: 32 1 16}` is that of 32
+    sequences, 1 query each, in pages of 16; pages of 0 are none.
+    """
+    asked = [int(word) for word in words]
+    rows = {
+        row.provider: row
+        for row in newest(evidence, "decode")
+        if [row.shape[x] for x in ("batch", "seqlen_q", "page_size")] == asked
+        and row.shape["seqlen_k"] == 8192
+    }
+    if not {OURS, who[0]} <= rows.keys():
+        return NONE
+    return times(ratio(rows[OURS].rounds_ms, rows[who[0]].rounds_ms).median)
+
+
 def first(evidence: Evidence, who: list[str], words: list[str]) -> str:
     """Seconds of the first call of a process: `{first: fwd empty}`."""
     direction, cache = words
@@ -140,6 +156,7 @@ ANSWERS = {
     "moved": moved,
     "speedup": speedup,
     "matmul": matmul,
+    "decode": decode,
     "first": first,
     "modifier": modifier,
     "cpu": cpu,
