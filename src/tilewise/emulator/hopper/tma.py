@@ -15,6 +15,8 @@ from .machine import HopperError, running
 from .memory import Memory, poison
 from .values import TRITON, to_value
 
+ALIGNMENT = 16  # bytes
+
 
 class Descriptor:
     """A tensor in global memory that is copied in blocks: a kernel's view of a descriptor.
@@ -49,6 +51,11 @@ class Descriptor:
         """The part of a block that lies within the tensor, and where in the block it lies."""
         if len(coord) != len(self.block_shape):
             raise ValueError(f"{len(coord)} coordinates for a block of {self.block_shape}")
+        if int(coord[-1]) * self.flat.element_size() % ALIGNMENT:
+            raise ValueError(
+                f"TMA by {running()} at {[int(i) for i in coord]}: a block begins at a multiple of "
+                f"{ALIGNMENT} bytes of its row; an H200 stops with an illegal instruction"
+            )
         offset, outer, inner = self.first, [], []
         for start, width, size, step in zip(
             map(int, coord), self.block_shape, self.sizes, self.steps
