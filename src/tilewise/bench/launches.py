@@ -164,7 +164,7 @@ def _hopper_backward(call: Call) -> Launch:
     problem, q, k, v, extras, scalars = call
     grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
     q, k, v = _in_padded_rows(q, k, v)
-    plan, ds = bwd_launch.plan_for(problem, scalars, q, k, extras.bias, grads.dbias)
+    plan, ds = bwd_launch.plan_for(problem, scalars, q, k, v, extras.bias, grads.dbias)
     groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     dout, lse = empty_out(problem, q)
     blocks = bwd_launch.padded_blocks(problem, groups[1])

@@ -71,11 +71,16 @@ def in_blocks(x: Tensor, block: list[int], layout: Any) -> Described:
     return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
 
 
+def is_in_steps(x: Tensor) -> bool:
+    """Whether its batches are a whole number of heads apart, as `ragged_by_head` needs them."""
+    batch, _, heads, _ = x.shape
+    by_batch, _, by_head, _ = x.stride()
+    return batch == 1 or heads == 1 or (by_head > 0 and by_batch % by_head == 0)
+
+
 def in_steps(x: Tensor) -> Tensor:
     """x, or a copy of it where its batches are not a whole number of heads apart."""
-    batch, _, heads, _ = x.shape
-    fits = batch == 1 or heads == 1 or x.stride(0) % x.stride(2) == 0
-    return x if fits else copy_in_padded_rows(x)
+    return x if is_in_steps(x) else copy_in_padded_rows(x)
 
 
 def descriptors(

@@ -64,9 +64,6 @@ def grad_partition(
     K_LAYOUT: gl.constexpr = accumulator(D)
     V_LAYOUT: gl.constexpr = accumulator(DV)
     dtype: gl.constexpr = outputs.dk.dtype
-    # -delta a block ahead: for tall blocks under a causal mask, 16Ki 0.956 to 0.976 of
-    # FlashAttention-3; others have no registers for it, and lose up to 6 %
-    DELTA_AHEAD: gl.constexpr = M == 128 and FEATURES.RIGHT
     keys = rings.keys
     queries = rings.queries
     exchange = rings.exchange
@@ -90,12 +87,10 @@ def grad_partition(
         minus_lse = load_row(queries.minus_lse, step, no_scores)
         left = half_of(keys.k, WG, step)
         pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
-        minus_delta = load_row(queries.minus_delta, step, no_scores)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             # dP^T = V dO^T - delta, while P is recomputed
-            if not DELTA_AHEAD:
-                minus_delta = load_row(queries.minus_delta, step, no_scores)
+            minus_delta = load_row(queries.minus_delta, step, no_scores)
             left = half_of(keys.v, WG, step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
             k_start = work.start + WG * 64
@@ -130,15 +125,15 @@ def grad_partition(
             # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
             # from shared memory, by the path that atomics take: beside it they cost 2 to 6 %
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
+            if not TILE.LSE_FIRST:
+                # Not behind the atomics: what a thread compares would go into a register of their
+                # addresses, which are free 270 cycles later (packed, headdim 64: 5 to 7 %)
+                wait_full(queries, nth(step + 1), pred=goes_on)
             if i > 0:
                 add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
-            if not TILE.LSE_FIRST:
-                wait_full(queries, nth(step + 1), pred=goes_on)
             left = half_of(keys.k, WG, step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
-            if DELTA_AHEAD:
-                minus_delta = load_row(queries.minus_delta, step + 1, no_scores)
             release(queries, nth(step))
             last_turn = turn
             turn = after(turn, 3)
