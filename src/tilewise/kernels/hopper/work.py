@@ -1,25 +1,21 @@
 """What a program works on: a tile of queries, handed out by a counter, and its blocks of keys. What
 a program of the backward works on is in bwd/work_tile.py.
 
-The load warp draws tile numbers, works out what they stand for and puts that into a mailbox, a ring
-of a few numbers a slot, which all matmul warpgroups read. So everybody walks the same list of
-(tile, block of keys), and the divisions are done by the warp that has time for them.
+The load warp draws tile numbers, works out what they stand for and sends that to all matmul
+warpgroups (mailbox.py), which then walk the same list of (tile, block of keys).
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
 from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
 from .block_list import listed_block, visited
-from .pipeline import wait_empty, wait_full
 
 END = gl.constexpr(-1)  # the start that says: no more
-WORDS = gl.constexpr(8)  # of a letter
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
 
 
@@ -47,6 +43,9 @@ class Work(NamedTuple):
     full_first: gl.tensor
     full_stop: gl.tensor
     begin: gl.tensor
+
+
+WORK_FIELDS = gl.constexpr(len(Work._fields))
 
 
 @gluon.jit
@@ -136,39 +135,3 @@ def set_back(queue, tile, tiles):
     """
     if tile == gl.num_programs(0) + tiles - 1:
         gl.atomic_xchg(queue.counter, 0, sem="relaxed")
-
-
-@gluon.jit
-def send(mailbox, cursor, work):
-    """Puts a tile into the mailbox."""
-    word = gl.arange(0, WORDS, gl.BlockedLayout([WORDS], [32], [1], [0]))
-    letter = gl.where(word == 0, work.start, work.begin)
-    letter = gl.where(word == 1, work.head, letter)
-    letter = gl.where(word == 2, work.batch, letter)
-    letter = gl.where(word == 3, work.last, letter)
-    letter = gl.where(word == 4, work.first, letter)
-    letter = gl.where(word == 5, work.full_first, letter)
-    letter = gl.where(word == 6, work.full_stop, letter)
-    wait_empty(mailbox, cursor)
-    mailbox.slots.index(cursor.slot).store(letter)
-    mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
-
-
-@gluon.jit
-def receive(mailbox, cursor, WARPS: gl.constexpr = 4):
-    """The tile, for a partition of WARPS warps. Each thread reads all words."""
-    layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [WARPS], [0])
-    wait_full(mailbox, cursor)
-    letter = mailbox.slots.index(cursor.slot).load(layout)
-    mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)
-    word = gl.arange(0, WORDS, layout)
-    return Work(
-        gl.sum(gl.where(word == 0, letter, 0), 0),
-        gl.sum(gl.where(word == 1, letter, 0), 0),
-        gl.sum(gl.where(word == 2, letter, 0), 0),
-        gl.sum(gl.where(word == 3, letter, 0), 0),
-        gl.sum(gl.where(word == 4, letter, 0), 0),
-        gl.sum(gl.where(word == 5, letter, 0), 0),
-        gl.sum(gl.where(word == 6, letter, 0), 0),
-        gl.sum(gl.where(word == 7, letter, 0), 0),
-    )

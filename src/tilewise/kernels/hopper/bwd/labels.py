@@ -18,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.dropout import Stream, stream_of
+from ..mailbox import field
 from ..work import is_partial
 from .query_blocks import block_before
-from .work_tile import word_of
 
 WORDS = gl.constexpr(8)
 
@@ -61,12 +61,12 @@ def read_label(labels, step):
     layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
     label = labels.index(step & 3).load(layout)
     stream = Stream(
-        word_of(label, 4).to(gl.uint32, bitcast=True),
-        word_of(label, 5).to(gl.uint32, bitcast=True),
-        word_of(label, 6).to(gl.uint32, bitcast=True),
-        word_of(label, 7).to(gl.uint32, bitcast=True),
+        field(label, 4).to(gl.uint32, bitcast=True),
+        field(label, 5).to(gl.uint32, bitcast=True),
+        field(label, 6).to(gl.uint32, bitcast=True),
+        field(label, 7).to(gl.uint32, bitcast=True),
     )
-    return Label(word_of(label, 0), word_of(label, 1), word_of(label, 2), stream)
+    return Label(field(label, 0), field(label, 1), field(label, 2), stream)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..compat import tma_load
+from ..mailbox import send
 from ..pipeline import after, nth, start, wait_empty
 from ..tma import load_ragged
 from ..work import END, Work, is_partial, set_back
@@ -23,7 +24,6 @@ from .work_tile import (
     find_tile,
     open_key_tile,
     open_packed_tile,
-    send_tile,
     tile_lengths,
 )
 
@@ -46,7 +46,7 @@ def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.
     tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
         work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
-        send_tile(rings.mail, mail, work, TILE)
+        send(rings.mail, mail, work, TILE.RAGGED)
         mail = after(mail, 2)
         load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
@@ -67,7 +67,7 @@ def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl
     drawn = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
     while drawn.batch < call.sizes.packed:
         work = open_packed_tile(drawn, call, FEATURES, TILE)
-        send_tile(rings.mail, mail, work, TILE)
+        send(rings.mail, mail, work, TILE.RAGGED)
         mail = after(mail, 2)
         load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
         keys_at = after(keys_at, 1)
@@ -82,9 +82,9 @@ def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl
 def send_end(mailbox, cursor, TILE: gl.constexpr):
     """No more tiles."""
     if TILE.RAGGED:
-        send_tile(mailbox, cursor, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), TILE)
+        send(mailbox, cursor, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), True)
     else:
-        send_tile(mailbox, cursor, Work(END, 0, 0, 0, 0, 0, 0, 0), TILE)
+        send(mailbox, cursor, Work(END, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit

@@ -9,11 +9,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..layouts import shared
-from ..pipeline import Ring, make_barriers, make_ring
-from ..work import WORDS
+from ..mailbox import make_mailbox
+from ..pipeline import Ring, make_barriers
+from ..work import WORK_FIELDS
 from .labels import make_labels
 from .ordered_add import Turns
-from .work_tile import RAGGED_WORDS
+from .work_tile import RAGGED_FIELDS
 
 
 class Inputs(NamedTuple):
@@ -90,7 +91,5 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def make_mail(TILE: gl.constexpr):
     """The mailbox of both matmul warpgroups, and of the two warps that keep turns."""
-    READERS: gl.constexpr = 4 if TILE.ORDERED else 2
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LENGTH: gl.constexpr = RAGGED_WORDS if TILE.RAGGED else WORDS
-    return make_ring(gl.int32, [LENGTH], layout, 2, 1, READERS)
+    COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
+    return make_mailbox(COUNT, 4 if TILE.ORDERED else 2)

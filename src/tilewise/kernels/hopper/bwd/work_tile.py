@@ -9,19 +9,18 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.bounds import query_blocks
 from ....tile.schedule import key_tile_in_group
 from ....tile.seqlen import lengths_in, lengths_of, padded_row, place_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import blocks_of, most_tiles, varlen_tile
-from ..pipeline import nth, wait_empty, wait_full
-from ..work import Work, receive, send, set_back
+from ..mailbox import receive
+from ..pipeline import nth
+from ..work import WORK_FIELDS, Work, set_back
 from .block_list import listed_work
 
 ROWS = gl.constexpr(128)  # queries that one program of the kernels before and after takes
-RAGGED_WORDS = gl.constexpr(16)  # of a letter, of which 14 are written
 
 
 class RaggedWork(NamedTuple):
@@ -41,6 +40,9 @@ class RaggedWork(NamedTuple):
     stop_q: gl.tensor  # the end of its queries in packed tensors, of those that are used
     stop_k: gl.tensor  # the end of its keys in packed tensors
     rows_k: gl.tensor  # how many rows are before that, used or not
+
+
+RAGGED_FIELDS = gl.constexpr(len(RaggedWork._fields))
 
 
 class Drawn(NamedTuple):
@@ -166,54 +168,12 @@ def lanes():
 
 
 @gluon.jit
-def send_tile(mailbox, cursor, work, TILE: gl.constexpr):
-    """Puts a tile into the mailbox."""
-    if TILE.RAGGED:
-        word = gl.arange(0, RAGGED_WORDS, gl.BlockedLayout([1], [32], [1], [0]))
-        letter = gl.where(word == 0, work.start, work.head)
-        for i in gl.static_range(2, 14):
-            letter = gl.where(word == i, work[i], letter)
-        wait_empty(mailbox, cursor)
-        mailbox.slots.index(cursor.slot).store(letter)
-        mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
-    else:
-        send(mailbox, cursor, work)
-
-
-@gluon.jit
 def receive_tile(mailbox, tiles, TILE: gl.constexpr, WARPS: gl.constexpr = 4):
     """The tile that comes after so many others, for a partition of WARPS warps."""
     if TILE.RAGGED:
-        cursor = nth(tiles)
-        layout: gl.constexpr = gl.BlockedLayout([RAGGED_WORDS], [32], [WARPS], [0])
-        wait_full(mailbox, cursor)
-        letter = mailbox.slots.index(cursor.slot).load(layout)
-        mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)
-        return RaggedWork(
-            word_of(letter, 0),
-            word_of(letter, 1),
-            word_of(letter, 2),
-            word_of(letter, 3),
-            word_of(letter, 4),
-            word_of(letter, 5),
-            word_of(letter, 6),
-            word_of(letter, 7),
-            word_of(letter, 8),
-            word_of(letter, 9),
-            word_of(letter, 10),
-            word_of(letter, 11),
-            word_of(letter, 12),
-            word_of(letter, 13),
-        )
+        return RaggedWork(*receive(mailbox, nth(tiles), RAGGED_FIELDS, WARPS))
     else:
-        return receive(mailbox, nth(tiles), WARPS)
-
-
-@gluon.jit
-def word_of(letter, i: gl.constexpr):
-    """One word of a letter, of which each thread has all."""
-    word = gl.arange(0, letter.shape[0], letter.type.layout)
-    return gl.sum(gl.where(word == i, letter, 0), 0)
+        return Work(*receive(mailbox, nth(tiles), WORK_FIELDS, WARPS))
 
 
 @gluon.jit

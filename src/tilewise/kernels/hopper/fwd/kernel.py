@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..bias import make_biases
 from ..layouts import shared
 from ..pipeline import Ring, Steps, make_barriers, make_ring
-from ..work import WORDS, Call
+from ..work import Call
 from .epilogue import Output
 from .load import Sources, load_partition
 from .mma import attend_partition
-from .varlen import LONG
+from .varlen import make_tile_mailbox
 
 
 class Rings(NamedTuple):
@@ -57,9 +57,7 @@ def hopper_fwd_kernel(
     v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
     steps = Steps(k_slots, v_slots, full, empty)
-    mail_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LETTER: gl.constexpr = LONG if FEATURES.PACKED or FEATURES.SEQUSED_K else WORDS
-    mail = make_ring(gl.int32, [LETTER], mail_layout, 2, 1, WARPGROUPS)
+    mail = make_tile_mailbox(FEATURES, TILE)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)

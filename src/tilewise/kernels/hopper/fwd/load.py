@@ -14,10 +14,11 @@ from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..bias import copy_bias
 from ..compat import tma_load
+from ..mailbox import send
 from ..pipeline import Cursor, after, load, start, wait_empty
 from ..tma import load_ragged
 from ..work import END, LANES, Call, draw, drawn_tile, key_block, key_head, set_back
-from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in, send_tile
+from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 
 class Sources(NamedTuple):
@@ -81,7 +82,7 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
         has_values = True
     set_back(call.queue, tile, tiles)
     load_step(rings.steps, at.steps, sources, at.before, False, at.before, has_values)
-    send_tile(rings.mail, at.mail, no_more(END, FEATURES), FEATURES)
+    send(rings.mail, at.mail, no_more(END, FEATURES))
 
 
 @gluon.jit
@@ -92,7 +93,7 @@ def load_tile(sources, rings, at, work, call, FEATURES: gl.constexpr, TILE: gl.c
     q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     mail, q_at, steps_at, bias_at, before, has_before = at
-    send_tile(rings.mail, mail, work, FEATURES)
+    send(rings.mail, mail, work)
     mail = after(mail, 2)
     batch, first_q = place_in(work, FEATURES)
     head_k, member = key_head(work.head, FEATURES, TILE)

@@ -9,17 +9,14 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.schedule import query_tile_in_group
 from ....tile.seqlen import lengths_of, place_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import varlen_tile
 from ..block_list import visited
-from ..pipeline import wait_empty, wait_full
-from ..work import LANES, Work, open_tile, receive, send
-
-LONG = gl.constexpr(16)  # words of a letter that says lengths, too
+from ..mailbox import make_mailbox, receive
+from ..work import LANES, WORK_FIELDS, Work, open_tile
 
 
 class Ragged(NamedTuple):
@@ -42,6 +39,9 @@ class Ragged(NamedTuple):
     first_q: gl.tensor  # where its rows begin
     first_k: gl.tensor
     rows_q: gl.tensor  # how many it has, used or not
+
+
+RAGGED_FIELDS = gl.constexpr(len(Ragged._fields))
 
 
 @gluon.jit
@@ -137,57 +137,16 @@ def no_more(end, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def send_tile(mailbox, cursor, work, FEATURES: gl.constexpr):
-    """Puts a tile into the mailbox."""
-    if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        word = gl.arange(0, LONG, gl.BlockedLayout([LONG], [32], [1], [0]))
-        letter = gl.where(word == 0, work.start, work.rows_q)
-        letter = gl.where(word == 1, work.head, letter)
-        letter = gl.where(word == 2, work.batch, letter)
-        letter = gl.where(word == 3, work.last, letter)
-        letter = gl.where(word == 4, work.first, letter)
-        letter = gl.where(word == 5, work.full_first, letter)
-        letter = gl.where(word == 6, work.full_stop, letter)
-        letter = gl.where(word == 7, work.seqlen_q, letter)
-        letter = gl.where(word == 8, work.seqlen_k, letter)
-        letter = gl.where(word == 9, work.diagonal, letter)
-        letter = gl.where(word == 10, work.first_q, letter)
-        letter = gl.where(word == 11, work.first_k, letter)
-        wait_empty(mailbox, cursor)
-        mailbox.slots.index(cursor.slot).store(letter)
-        mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
-    else:
-        send(mailbox, cursor, work)
-
-
-@gluon.jit
 def receive_tile(mailbox, cursor, FEATURES: gl.constexpr):
-    """The tile, for a warpgroup. Each thread reads all words, and keeps what it will use."""
+    """The next tile, for a warpgroup."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        layout: gl.constexpr = gl.BlockedLayout([LONG], [32], [4], [0])
-        wait_full(mailbox, cursor)
-        letter = mailbox.slots.index(cursor.slot).load(layout)
-        mbarrier.arrive(mailbox.empty.index(cursor.slot), count=1)
-        return Ragged(
-            word_of(letter, 0),
-            word_of(letter, 1),
-            word_of(letter, 2),
-            word_of(letter, 3),
-            word_of(letter, 4),
-            word_of(letter, 5),
-            word_of(letter, 6),
-            word_of(letter, 7),
-            word_of(letter, 8),
-            word_of(letter, 9),
-            word_of(letter, 10),
-            word_of(letter, 11),
-            word_of(letter, 12),
-        )
+        return Ragged(*receive(mailbox, cursor, RAGGED_FIELDS))
     else:
-        return receive(mailbox, cursor)
+        return Work(*receive(mailbox, cursor, WORK_FIELDS))
 
 
 @gluon.jit
-def word_of(letter, i: gl.constexpr):
-    word = gl.arange(0, LONG, letter.type.layout)
-    return gl.sum(gl.where(word == i, letter, 0), 0)
+def make_tile_mailbox(FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The mailbox of the matmul warpgroups."""
+    IS_RAGGED: gl.constexpr = FEATURES.PACKED or FEATURES.SEQUSED_K
+    return make_mailbox(RAGGED_FIELDS if IS_RAGGED else WORK_FIELDS, TILE.WARPGROUPS)
