@@ -109,8 +109,7 @@ def attend_partition(
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
-    kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-    step = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
+    step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
     if EARLY:
         wait_full(steps, at, pred=share.blocks > 1)
 
@@ -151,8 +150,7 @@ def attend_partition(
                 p = exponentials_in(s, m_i, scale, 1, 4, False)
             else:
                 p, _ = exponentials(s, step.m_i, m_i, scale, True)
-            kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-            step = Step(operand(kept, O_LAYOUT), m_i, add_sums(step.l_i, alpha, p))
+            step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
         if UNEVEN:
             at = skip(steps, at, share.idle, STAGES)
 
@@ -189,8 +187,7 @@ def attend_partition(
         release_by_threads(steps, at)
         at = after(at, STAGES)
         p, alpha = exponentials(s, no_max, m_i, scale, True)
-        kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-        begun = Step(operand(kept, O_LAYOUT), m_i, add_sums(no_sums, alpha, p))
+        begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
         step = begun
@@ -257,6 +254,24 @@ def multiply_values(p, steps, at, acc_o):
         O_LAYOUT: gl.constexpr = acc_o.type.layout
         p = as_operand(from_pairs(p, v.dtype), O_LAYOUT)
     return warpgroup_mma(p, v, acc_o, is_async=True)
+
+
+@gluon.jit
+def softmax_step(
+    p,
+    m_i,
+    alpha,
+    l_i,
+    tile,
+    n_block,
+    call,
+    dtype: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """The softmax of a block with exponentials p, after blocks with the sums l_i."""
+    kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
+    return Step(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
 
 
 @gluon.jit
