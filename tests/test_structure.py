@@ -145,7 +145,6 @@ WIDE = {
     # Triton takes descriptors as arguments of their own, not in groups
     "kernels/hopper/fwd/kernel.py": {"hopper_fwd_kernel"},
     "kernels/hopper/bwd/kernel.py": {"hopper_bwd_kernel"},
-    "kernels/hopper/bwd/kernel_wide.py": {"hopper_bwd_wide_kernel"},
 }
 
 

@@ -127,10 +127,8 @@ def functions_of(mask, score, is_by_blocks, shape):
 def compiled_stats(*headdims, most=None, **features):
     """What the compiler says, within `most` spilled bytes, or what is measured of bands."""
     plan, args, before, behind = launch_of(*headdims, **features)
-    narrow, wide = bwd_launch.hopper_bwd_kernel, bwd_launch.hopper_bwd_wide_kernel
-    kernel = narrow if plan.tile.BLOCK_N == 128 else wide
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    found = stats(build(kernel, *checked(args), on="sm90", **constants))
+    found = stats(build(bwd_launch.hopper_bwd_kernel, *checked(args), on="sm90", **constants))
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
     assert found["copies_apart"] == 0 and found["idle_barriers"] == 0, found

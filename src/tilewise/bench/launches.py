@@ -175,14 +175,12 @@ def _hopper_backward(call: Call) -> Launch:
     ds = None if ds is None else torch.empty(ds, dtype=q.dtype, device="meta")
     pairs = extras.bias, target_of(plan, grads, ds)
     args = bwd_launch.arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1])
-    is_wide = plan.tile.BLOCK_N != 128
-    kernel = bwd_launch.hopper_bwd_wide_kernel if is_wide else bwd_launch.hopper_bwd_kernel
+    kernel = bwd_launch.hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     arguments = *checked(args), *groups
     building = functools.partial(build, kernel, *arguments, on="sm90", **constants)
-    name = "hopper_bwd_wide_kernel" if is_wide else "hopper_bwd_kernel"
     slots = 2  # for blocks of queries
-    return Launch(name, *_sides(plan.tile), slots, args[12].tiles, True, building)
+    return Launch("hopper_bwd_kernel", *_sides(plan.tile), slots, args[12].tiles, True, building)
 
 
 def _in_padded_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:

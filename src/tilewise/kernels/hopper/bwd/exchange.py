@@ -5,12 +5,34 @@ Where dS is the gradient of a bias it lies as the bias does, the keys of a query
 halves of 64 keys, and the copy engine writes it to memory from there.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 from ..compat import tma_store
 from ..layouts import accumulator, shared
+from ..pipeline import make_barrier
+
+
+class Exchange(NamedTuple):
+    """dS of both warpgroups, three turns (see `make_scores`): each computes half of dQ from all of
+    it.
+
+    There is no `empty` barrier. A warpgroup writes turn i where turn i - 3 was, and before that
+    waits for `full` of turn i - 1. So the other has written turn i - 1, and it does that only when
+    it has finished the dQ of turn i - 3.
+    """
+
+    ds: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def make_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Room for dS of three turns."""
+    return Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
 
 
 @gluon.jit

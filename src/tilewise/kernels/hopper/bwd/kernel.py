@@ -1,10 +1,11 @@
 """The backward for Hopper: one warp that loads, two warpgroups that compute.
 
 A program stays on its SM and works through tiles of keys that a counter hands out. It holds a tile
-and walks the queries that see it (`load`, `mma`). dK and dV stay in registers until the
-tile is done. dQ belongs to the queries, of which every tile of keys knows only its part: the parts
-meet in an fp32 accumulator in memory, by atomics that nothing waits for. FlashAttention-2 (arXiv
-2307.08691), algorithm 2, laid out for Hopper as in FlashAttention-3 (arXiv 2407.08608).
+and walks the queries that see it (`load`; `mma`, or `mma_wide` where a head dim is above 128). dK
+and dV stay in registers until the tile is done. dQ belongs to the queries, of which every tile of
+keys knows only its part: the parts meet in an fp32 accumulator in memory, by atomics that nothing
+waits for. FlashAttention-2 (arXiv 2307.08691), algorithm 2, laid out for Hopper as in
+FlashAttention-3 (arXiv 2407.08608).
 """
 
 from typing import NamedTuple
@@ -14,37 +15,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..layouts import shared
-from ..pipeline import make_barrier
 from ..work import Call
 from .bias import make_bias
-from .exchange import make_scores
+from .exchange import make_exchange
+from .exchange_wide import make_wide_exchange
 from .load import load_partition
 from .mma import grad_partition
+from .mma_wide import key_partition, value_partition
 from .ordered_add import ask_partition, make_turns, pass_partition
 from .rings import Inputs, Rings, make_keys, make_mail, make_queries
 
 
 class Outputs(NamedTuple):
-    """Where gradients go, and the shared memory that dK and dV pass through: (2, 64, BLOCK_D)."""
+    """What the matmul warpgroups write to."""
 
     dq: gl.tensor  # the accumulator, in the order of registers
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
-    smem: gl.shared_memory_descriptor
-
-
-class Exchange(NamedTuple):
-    """dS of both warpgroups, three turns (see `make_scores`): each computes half of dQ from all of
-    it.
-
-    There is no `empty` barrier. A warpgroup writes turn i where turn i - 3 was, and before that
-    waits for `full` of turn i - 1. So the other has written turn i - 1, and it does that only when
-    it has finished the dQ of turn i - 3.
-    """
-
-    ds: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    smem: gl.shared_memory_descriptor  # which dK and dV pass through: (2, 64, BLOCK_D)
 
 
 @gluon.jit
@@ -69,14 +58,16 @@ def hopper_bwd_kernel(
     TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    D: gl.constexpr = TILE.BLOCK_D
     keys = make_keys(dtype, TILE)
     queries = make_queries(dtype, TILE)
-    exchange = Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
+    if TILE.BLOCK_N == 128:
+        exchange = make_exchange(dtype, TILE)
+    else:
+        exchange = make_wide_exchange(dtype, TILE)
     mail = make_mail(TILE)
     turns = make_turns(TILE)
     bias = make_bias(dtype, TILE)
-    out_smem = gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
+    out_smem = make_out(dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, further)
@@ -86,8 +77,8 @@ def hopper_bwd_kernel(
     if TILE.ORDERED:
         gl.warp_specialize(
             [
-                (grad_partition, (0, rings, outputs, call, FEATURES, TILE)),
-                (grad_partition, (1, rings, outputs, call, FEATURES, TILE)),
+                (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
+                (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
                 (load_partition, (inputs, rings, call, FEATURES, TILE)),
                 (ask_partition, (rings, counters, call, FEATURES, TILE)),
                 (pass_partition, (rings, counters, call, FEATURES, TILE)),
@@ -98,10 +89,33 @@ def hopper_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (grad_partition, (0, rings, outputs, call, FEATURES, TILE)),
-                (grad_partition, (1, rings, outputs, call, FEATURES, TILE)),
+                (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
+                (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
                 (load_partition, (inputs, rings, call, FEATURES, TILE)),
             ],
             [4, 1],
             [240, 24],
         )
+
+
+@gluon.jit
+def matmul_partition(
+    WG: gl.constexpr, rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """A warpgroup: one with half of the keys, or with half of the work on all of them."""
+    if TILE.BLOCK_N == 128:
+        grad_partition(WG, rings, outputs, call, FEATURES, TILE)
+    elif WG == 0:
+        value_partition(rings, outputs, call, FEATURES, TILE)
+    else:
+        key_partition(rings, outputs, call, FEATURES, TILE)
+
+
+@gluon.jit
+def make_out(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Room for dK and dV. Those of wide heads pass through the shared memory of K and V."""
+    if TILE.BLOCK_N == 128:
+        D: gl.constexpr = TILE.BLOCK_D
+        return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
+    else:
+        return 0

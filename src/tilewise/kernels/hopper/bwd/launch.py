@@ -34,7 +34,6 @@ from . import work_tile as bwd_work
 from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
-from .kernel_wide import hopper_bwd_wide_kernel
 from .relaunch import (
     Given,
     Launched,
@@ -252,7 +251,7 @@ def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pai
     """
     args = (*arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1]), *groups)
     queue = args[12]
-    kernel = hopper_bwd_kernel if plan.tile.BLOCK_N == 128 else hopper_bwd_wide_kernel
+    kernel = hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     if (seed := emulator_seed()) is not None and q.device.type == "cpu":
         from ....emulator.hopper import emulate
