@@ -37,7 +37,7 @@ NEWEST_TRITON := triton>=3.9
 NEWEST_TESTS = $(wildcard tests/testing tests/tile tests/compile tests/emulator tests/kernels)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-newest test-gpu demo docs bench-all report figures lint types format clean
+.PHONY: help setup test test-all test-newest test-gpu demo docs bench-all report figures lint types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -96,6 +96,9 @@ types: $(READY)  ## pyright
 format: $(READY)  ## let ruff rewrite the files
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+dist: $(READY)  ## the wheel and the sdist, in dist
+	$(PYTHON) -m hatchling build
 
 clean:  ## remove environments, caches and scratch output
 	rm -rf .venv .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py
