@@ -1,20 +1,12 @@
 """Peak memory: what the CPU's profiler counts, slopes, and calls that do not fit."""
 
-import doctest
-
 import pytest
 import torch
 
-from tilewise.bench import load, memory, peak
+from tilewise.bench import load, memory
 from tilewise.bench.memory import curves, exponent, run_memory, shapes_of
 from tilewise.bench.peak import is_out_of_memory, peak_bytes
 from tilewise.bench.providers import Provider, provider
-
-
-@pytest.mark.parametrize("module", [memory, peak])
-def test_examples_run(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
 
 
 def test_the_peak_of_known_allocations():

@@ -1,6 +1,5 @@
 """`tilewise schedule` draws who runs which tile when, in characters and as a picture."""
 
-import doctest
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -26,11 +25,6 @@ def shown(*arguments, **options):
     done = invoke(*arguments, **options)
     assert done.exit_code == 0, done.output
     return [line.rstrip() for line in done.output.splitlines()]
-
-
-def test_examples_run():
-    found = doctest.testmod(timeline)
-    assert found.attempted > 0 and found.failed == 0
 
 
 def test_a_small_case_lists_its_tiles():

@@ -1,6 +1,5 @@
 """The interpreter computes what torch computes, and leaves Triton as it was."""
 
-import doctest
 import os
 import subprocess
 import sys
@@ -13,13 +12,11 @@ import triton.language as tl
 from testing.jitted import Flags, Operands, Strided, fresh, tile_pointers, update
 
 from tilewise.emulator import switch
-from tilewise.emulator.triton import interpreter, repair
 from tilewise.testing import (
     build,
     interpret,
     interpreter_is_on,
     interpreting,
-    offline,
     use_interpreter,
 )
 
@@ -147,12 +144,6 @@ def test_random_bits_are_philox():
     interpret(kernel)[(1,)](out, 0, N=4)
     # First word of Philox-4x32-10 with key 0 and counter 0, from the Random123 test vectors.
     assert out.view(torch.uint32)[0].item() == 0x6627E8D5
-
-
-@pytest.mark.parametrize("module", [interpreter, repair, offline, switch])
-def test_the_examples_in_docstrings_run(module):
-    found = doctest.testmod(module)
-    assert found.attempted and not found.failed
 
 
 def test_kernels_made_under_tritons_own_switch_run_too():

@@ -79,8 +79,12 @@ def build(kernel: Any, *args: Any, on: str = "sm90", **meta: Any) -> Any:
 def stats(compiled: Any) -> dict[str, int | bool]:
     """What a kernel from `build` needs and contains.
 
-    >>> stats(build(kernel, *args, on="sm90"))                                  # doctest: +SKIP
-    {'smem': 65536, 'warps': 4, 'registers': 168, 'spill_stores': 0, 'spill_loads': 0, ...}
+    >>> import torch, triton, triton.language as tl
+    >>> @triton.jit
+    ... def copy_kernel(x, y):
+    ...     tl.store(y, tl.load(x))
+    >>> stats(build(copy_kernel, torch.empty(1), torch.empty(1)))  # doctest: +ELLIPSIS
+    {'smem': 0, 'warps': 4, 'registers': ..., 'spill_stores': 0, 'spill_loads': 0, ...}
 
     Everywhere: `smem` in bytes, `warps`. NVIDIA: `registers` a thread, `spill_stores` and
     `spill_loads` in bytes, `wgmma_serialized`, and how often instructions occur (HGMMA, HMMA,

@@ -21,9 +21,13 @@ from .masks import visible_keys
 def register(name: str = "tilewise") -> None:
     """Makes `attn_implementation=name` known to transformers; calling it again changes nothing.
 
-    >>> from tilewise.integrations import transformers             # doctest: +SKIP
-    >>> transformers.register()                                    # doctest: +SKIP
-    >>> AutoModel.from_pretrained(path, attn_implementation="tilewise")  # doctest: +SKIP
+    >>> from transformers import AutoModel, BertConfig
+    >>> from tilewise.integrations import transformers
+    >>> transformers.register()
+    >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+    >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
+
+    `AutoModel.from_pretrained(path, attn_implementation="tilewise")` takes the name, too.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -51,8 +55,13 @@ def is_registered(name: str = "tilewise") -> bool:
 def check(model: torch.nn.Module) -> Checked:
     """Lists a model's attention modules, and for each whether it will reach tilewise.
 
-    >>> print(transformers.check(model))                           # doctest: +SKIP
-    16 LlamaAttention: tilewise (it calls the attention that its config names)
+    >>> from transformers import AutoModel, BertConfig
+    >>> from tilewise.integrations import transformers
+    >>> transformers.register()
+    >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3)
+    >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
+    >>> print(transformers.check(model))
+    3 BertSelfAttention: tilewise (it calls the attention that its config names)
 
     Each of `check(model).layers` has a name, a kind (its class), the attention that will run and
     the reason: "tilewise"; "refused", where the model adds masks that only tilewise's attention
