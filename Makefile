@@ -2,7 +2,8 @@
 # `make test-gpu PYTHON=python3` uses that interpreter and its own torch, and makes no venv.
 
 VENV ?= .venv
-JOBS ?= 2
+# Logical: `auto` counts physical cores where psutil is there, and each worker has one thread.
+JOBS ?= logical
 BASE_PYTHON ?= python3
 EXTRAS ?= cli,plot,hf,diffusers,dev
 
@@ -33,11 +34,12 @@ PYTEST := $(RUN) -m pytest
 RESULTS ?= .out/mine.jsonl
 BENCH = $(RUN) -m tilewise.cli bench --save $(RESULTS)
 LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
-NEWEST_TRITON := triton>=3.9
-NEWEST_TESTS = $(wildcard tests/testing tests/tile tests/compile tests/emulator tests/kernels)
+NEWEST_TESTS := tests/testing tests/tile tests/compile tests/kernels
+# Of a requirement `name>=1.2`, name==1.2.0
+lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-newest test-gpu demo docs bench-all report figures lint types format dist clean
+.PHONY: help setup test test-all test-lowest test-newest test-gpu demo docs bench-all report figures lint types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -51,9 +53,12 @@ test: $(READY) lint  ## lint and the CPU tests, in minutes
 test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
 	$(PYTEST) -n $(JOBS) -m "not gpu"
 
-test-newest:  ## kernels in the interpreter and the compiler, on the newest Triton
-	$(MAKE) setup VENV=.venv-newest TRITON='$(NEWEST_TRITON)' EXTRAS=dev
-	.venv-newest/bin/python -m pip install -q '$(NEWEST_TRITON)'
+test-lowest:  ## the CPU tests on the lowest torch and Triton that pyproject.toml admits
+	$(MAKE) test VENV=.venv-lowest TORCH=$(call lowest,torch) TRITON=$(call lowest,triton)
+
+test-newest:  ## kernels in the interpreter and the compiler, on the newest torch and Triton
+	$(MAKE) setup VENV=.venv-newest TORCH=torch TRITON=triton EXTRAS=dev
+	.venv-newest/bin/python -m pip install -q --upgrade triton # whatever torch was released with
 	PYTHONPATH=src .venv-newest/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow" \
 		$(NEWEST_TESTS)
 
@@ -101,7 +106,7 @@ dist: $(READY)  ## the wheel and the sdist, in dist
 	$(PYTHON) -m hatchling build
 
 clean:  ## remove environments, caches and scratch output
-	rm -rf .venv .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py
+	rm -rf .venv .venv-lowest .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(READY),)
