@@ -1,9 +1,11 @@
 """The kernels of a cache compile for every target: they fit, spill little, use the matrix units."""
 
+import itertools
 import re
 
 import pytest
 import torch
+from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
 from tilewise.cache import Append, Rotary
@@ -55,17 +57,12 @@ def check(plan, target, has_products):
         assert found["MFMA" if "gfx" in target else "HMMA"] > 0, found
 
 
-def cases():
-    for target in TARGETS:
-        for headdim in (64, 128, 256):
-            for name in VARIANTS:
-                is_fast = target == "sm90" and headdim == 128 and name == "tree"
-                marks = () if is_fast else pytest.mark.slow
-                yield pytest.param(target, headdim, name, marks=marks)
+CASES = itertools.product(TARGETS, (64, 128, 256), VARIANTS)
+CASES = sample_rows(CASES, ("sm90", 128, "tree"))
 
 
-@pytest.mark.parametrize("target, headdim, name", list(cases()))
-@pytest.mark.parametrize("is_paged", [True, False])
+@pytest.mark.parametrize("target, headdim, name", CASES)
+@pytest.mark.parametrize("is_paged", sample([True, False], True))
 def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
     splits, fold = plans_of(headdim, is_paged, **VARIANTS[name])
     (alone,) = plans_of(headdim, is_paged, 0, **VARIANTS[name])
@@ -73,8 +70,8 @@ def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
         check(plan, target, plan is not fold)
 
 
-@pytest.mark.parametrize("target, headdim, name", list(cases()))
-@pytest.mark.parametrize("row_tiles", [2, 4])
+@pytest.mark.parametrize("target, headdim, name", CASES)
+@pytest.mark.parametrize("row_tiles", sample([2, 4], 4))
 def test_tiles_that_share_keys_compile(target, headdim, name, row_tiles):
     split, _ = plans_of(headdim, True, rows=3 * 4 * row_tiles, **VARIANTS[name])
     assert split.constants["ROW_TILES"] == min(row_tiles, 4 if headdim < 256 else 2)
@@ -91,7 +88,7 @@ def layouts_of(compiled):
     return [[named[x] for x in kind if x in named] for kind in kinds]
 
 
-@pytest.mark.parametrize("headdim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("headdim", sample([64, 128], 64))
 def test_tiles_that_share_keys_lie_as_one_alone(headdim):
     found = {}
     for n in (1, 2, 4):
@@ -102,7 +99,7 @@ def test_tiles_that_share_keys_lie_as_one_alone(headdim):
     assert found[2] == found[1] * 2 and found[4] == found[1] * 4
 
 
-@pytest.mark.parametrize("headdim", [pytest.param(64, marks=pytest.mark.slow), 128, 256])
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 128))
 def test_sums_in_fp32_are_short(headdim):
     """No product adds to the one before, and none has more than 32 terms."""
     split, _ = plans_of(headdim, True, causal=True, dtype=torch.float32)
@@ -116,9 +113,7 @@ def test_sums_in_fp32_are_short(headdim):
         assert int(re.search(r"x(\d+)xf32", kinds)[1]) <= 32
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(x, marks=() if x == "sm90" else pytest.mark.slow) for x in TARGETS]
-)
+@pytest.mark.parametrize("target", sample(TARGETS, "sm90"))
 @pytest.mark.parametrize("slots", [False, True])
 def test_appending_compiles(target, slots):
     k_cache, v_cache = torch.empty(2, 99, 16, 2, 128, dtype=BF16).unbind(0)

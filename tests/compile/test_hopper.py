@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import triton
+from helpers.tiers import sample, sample_rows
 
 from tilewise import mods, scores
 from tilewise.kernels.common.arguments import aligned
@@ -91,13 +92,12 @@ def checked_stats(plan, compiled, more_spills=0):
     return found
 
 
+ROWS = [key for key in TABLE if key.kernel == "hopper_fwd"]
+
+
 @pytest.mark.parametrize(
     "key",
-    [
-        pytest.param(key, marks=[] if key.is_causal and not key.is_short else [pytest.mark.slow])
-        for key in TABLE
-        if key.kernel == "hopper_fwd"
-    ],
+    sample(ROWS, next(x for x in ROWS if x.block_d == 128 and x.is_causal and not x.is_short)),
     ids=lambda key: str(key[2:]),
 )
 def test_measured_rows(key):
@@ -132,10 +132,8 @@ LENGTHS = {"full": {}, "causal": dict(causal=True), "used": dict(causal=True, us
 USED_SPILLS = 4  # at headdims 64 and 256, and softcap's at 128: one number, once a tile
 
 
-@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.slow), "causal", "used"])
-@pytest.mark.parametrize(
-    "headdim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))]
-)
+@pytest.mark.parametrize("name", sample(LENGTHS, "used"))
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 64))
 def test_packed_sequences(headdim, name):
     """Headdim 64 with three warpgroups: sequences are long."""
     packed_stats(headdim, **LENGTHS[name])
@@ -210,15 +208,9 @@ MODIFIED_SPILLS = {
 }
 
 
-FAST = {("blocks-documents", 64), ("bias", 128)}
-
-
 @pytest.mark.parametrize(
     ("name", "headdim"),
-    [
-        pytest.param(*at, marks=[] if at in FAST else [pytest.mark.slow])
-        for at in itertools.product(MODIFIED, (64, 128, 256))
-    ],
+    sample_rows(itertools.product(MODIFIED, (64, 128, 256)), ("bias", 128)),
 )
 def test_modified_scores(name, headdim):
     modified_stats(name, headdim)

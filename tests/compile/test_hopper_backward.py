@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import triton
+from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
 from tilewise.kernels.common.arguments import aligned, numbers_of, optionals_of, sizes_of, strided
@@ -145,8 +146,8 @@ def compiled_stats(*headdims, most=None, **features):
     return found
 
 
-@pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 256))
+@pytest.mark.parametrize("causal", sample([False, True], True))
 def test_plain(headdim, causal):
     compiled_stats(headdim, causal=causal)
 
@@ -155,10 +156,8 @@ def test_turns():
     compiled_stats(128, causal=True, deterministic=True)
 
 
-@pytest.mark.parametrize(
-    "headdim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))]
-)
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 64))
+@pytest.mark.parametrize("causal", sample([False, True], True))
 def test_packed_sequences(headdim, causal):
     """The loop is that of a batch, and no registers go to what ragged lengths need."""
     found = compiled_stats(headdim, causal=causal, sequences=8)
@@ -173,15 +172,8 @@ def test_one_packed_sequence(headdim):
     compiled_stats(headdim, sequences=1)
 
 
-FAST = {("document-blocks", 1), ("dropout-causal", 1)}
-
-
 @pytest.mark.parametrize(
-    ("name", "at"),
-    [
-        pytest.param(*at, marks=[] if at in FAST else [pytest.mark.slow])
-        for at in itertools.product(MODIFIED, range(3))
-    ],
+    ("name", "at"), sample_rows(itertools.product(MODIFIED, range(3)), ("document-blocks", 1))
 )
 def test_modifiers(name, at):
     features, most = MODIFIED[name]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample, sample_rows
 
 from tilewise.bench.matmul import CONFIGS, OUT, descriptors, matmul_kernel
 from tilewise.testing import SMEM_LIMIT, build, stats
@@ -33,7 +34,10 @@ def compiled(name, dtype, by_column):
     )
 
 
-@pytest.mark.parametrize(("name", "dtype", "by_column"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "by_column"),
+    sample_rows(CASES, CASES[0], ("fp8", torch.float8_e4m3fn, True), *CASES[-2:]),
+)
 def test_it_fits_and_spills_nothing(name, dtype, by_column):
     kernel = compiled(name, dtype, by_column)
     found = stats(kernel)
@@ -49,7 +53,9 @@ def test_it_fits_and_spills_nothing(name, dtype, by_column):
         assert "pendings = 1 : i32" in kernel.asm["ttgir"]
 
 
-@pytest.mark.parametrize("name", ["wide", "wide16", "wide3", "tall", "pair", "fp8"])
+@pytest.mark.parametrize(
+    "name", sample(["wide", "wide16", "wide3", "tall", "pair", "fp8"], "wide", "fp8")
+)
 def test_loads_and_tensor_cores_run_in_one_loop(name):
     """The loops over tiles and over K are one, so loads do not pause between tiles."""
     dtype = torch.float8_e4m3fn if name == "fp8" else torch.bfloat16

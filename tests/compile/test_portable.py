@@ -15,6 +15,7 @@ from compile.plans import (
     config_of,
     plans_of,
 )
+from helpers.tiers import sample, sample_rows
 
 from tilewise.testing import SMEM_LIMIT, TARGETS
 from tilewise.tuning.config import SHARED_MEMORY, SHORT
@@ -99,7 +100,8 @@ def _rows():
             continue
         name = f"{key.arch}-{key.kernel}-d{key.block_d}-{'causal' if key.is_causal else 'full'}"
         name += "-short" if key.is_short else ""
-        marks = [] if key.block_d in (64, 128) else [pytest.mark.slow]
+        is_fast = (key.bits, key.block_d) == (16, 128) and (key.is_causal or key.is_short)
+        marks = [] if is_fast else [pytest.mark.slow]
         yield pytest.param(key, id=name, marks=marks)
 
 
@@ -113,42 +115,31 @@ def test_measured_rows(key):
     assert (found["UTMALDG"] > 0) == TABLE[key].descriptors
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(x, marks=[] if x in ("sm80", "sm100", "gfx942") else [pytest.mark.slow])
-        for x in TARGETS
-        if x != "sm90"
-    ],
-)
+@pytest.mark.parametrize("target", sample([x for x in TARGETS if x != "sm90"], "sm100", "gfx942"))
 def test_one_kernel_a_target(target):
     check(plans_of(64, BF16, **EVERYTHING)["fwd"], target)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
 def test_packed(target, kernel):
     check(plans_of(128, BF16, **PACKED)[kernel], target)
 
 
-@pytest.mark.parametrize(
-    "variant", ["blocks", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mask", "bias"))]
-)
-@pytest.mark.parametrize("target", [pytest.param("sm80", marks=pytest.mark.slow), "sm90"])
+@pytest.mark.parametrize("variant", sample(["blocks", "mask", "bias"], "blocks"))
+@pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
 def test_modified(target, variant):
     for plan in plans_of(64, BF16, **VARIANTS[variant]).values():
         check(plan, target)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "target", ["sm90", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm80", "gfx942"))]
-)
+@pytest.mark.parametrize("packed", sample([False, True], True))
+@pytest.mark.parametrize("target", sample(["sm90", "sm80", "gfx942"], "sm90"))
 def test_a_learned_table(target, packed):
     check(plans_of(128, BF16, score="table", packed=packed)["bwd_captured"], target)
 
 
-@pytest.mark.parametrize("headdim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 64))
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias"])
 def test_a_bias_fits_at_any_length(headdim, kernel):
     """Its tiles pass through shared memory beside those of K and V."""
@@ -158,7 +149,10 @@ def test_a_bias_fits_at_any_length(headdim, kernel):
 
 @pytest.mark.parametrize(
     ("target", "variant", "most"),
-    [("sm80", "blocks", SMALL), ("sm89", "blocks", 170), ("sm90", "full", SMALL)],
+    sample_rows(
+        [("sm80", "blocks", SMALL), ("sm89", "blocks", 170), ("sm90", "full", SMALL)],
+        ("sm89", "blocks", 170),
+    ),
 )
 def test_a_head_that_is_no_multiple_of_16(target, variant, most):
     """Walks so few keys at a time that little is spilled; it was 11,990, 1,324 and 832 bytes."""
@@ -166,22 +160,16 @@ def test_a_head_that_is_no_multiple_of_16(target, variant, most):
     assert found["spill_stores"] <= most, found
 
 
-SLOW_BUT_SM89 = [
-    "sm89",
-    *(pytest.param(x, marks=pytest.mark.slow) for x in TARGETS if x != "sm89"),
-]
-
-
-@pytest.mark.parametrize("target", SLOW_BUT_SM89)
-@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias"])
+@pytest.mark.parametrize("target", sample(TARGETS, "sm89"))
+@pytest.mark.parametrize("kernel", sample(["fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias"], "bwd_dkdv"))
 def test_headdim_512(target, kernel):
     """With what takes the most shared memory: a tile of a bias and of a captured table."""
     plan = plans_of(512, BF16, score="table", **BIAS)[kernel]
     check(plan, target)
 
 
-@pytest.mark.parametrize("kernel", ["bwd_dkdv", "bwd_dq"])
-@pytest.mark.parametrize("target", ["sm89", pytest.param("gfx942", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", sample(["bwd_dkdv", "bwd_dq"], "bwd_dq"))
+@pytest.mark.parametrize("target", sample(["sm89", "gfx942"], "sm89"))
 def test_headdim_512_of_fp32(target, kernel):
     """Four tiles of its rows, 128 KiB, are more than there is: S and dP are summed in chunks."""
     plan = plans_of(512, FP32, causal=True)[kernel]
