@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.tiers import sample
 from torch.nn.attention import flex_attention
 
 import tilewise
@@ -46,12 +47,11 @@ def check(backend, blocks, given, dout, **how):
         assert verdict.ok, f"{name}: {verdict}"
 
 
-SLOW = [pytest.param(block, marks=pytest.mark.slow) for block in ((16, 48), (112, 16))]
-SIZES = [(128, 112), (192, 128), (96, 96), (512, 384), *SLOW]
+SIZES = [(128, 112), (192, 128), (96, 96), (512, 384), (16, 48), (112, 16)]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "portable"])
-@pytest.mark.parametrize("block", SIZES, ids=str)
+@pytest.mark.parametrize("block", sample(SIZES, (192, 128), (96, 96)), ids=str)
 def test_blocks_that_are_no_powers_of_two(block, backend):
     """By FlexAttention's lists and by ours, of lengths that are no multiples of them."""
     given, dout = tensors()
@@ -194,7 +194,7 @@ HOSTILE = {
 @pytest.mark.parametrize(
     "backend", ["portable", pytest.param("hopper", marks=pytest.mark.emulator)]
 )
-@pytest.mark.parametrize("rows", [256, 200])
+@pytest.mark.parametrize("rows", sample([256, 200], 200))
 @pytest.mark.parametrize("name", HOSTILE)
 def test_lists_that_changed_read_and_write_nothing_else(name, rows, backend):
     """As the device may change them behind us, or a GPU make them: a wrong result at worst."""
