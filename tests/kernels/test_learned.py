@@ -1,7 +1,10 @@
 """Gradients of what score functions captured, against torch's autograd in fp64."""
 
+import itertools
+
 import pytest
 import torch
+from helpers.tiers import sample_rows
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
@@ -67,21 +70,26 @@ def run(attend, given, learned, make, dtype, **asked):
     return torch.autograd.grad((out, lse), (q, leaf), douts)
 
 
-def check(given, learned, make, tolerance=2e-5, dtype=torch.float32, **asked):
+def check(backend, given, learned, make, tolerance=2e-5, dtype=torch.float32, **asked):
     exact = run(tilewise.attention_reference, given, learned, make, torch.float64, **asked)
-    backends = ("cpu", "portable") if dtype == torch.float32 else ("hopper",)
-    for backend in backends:
-        with use_interpreter(), use_emulator():
-            got = run(tilewise.attention, given, learned, make, dtype, backend=backend, **asked)
-        for x, y in zip(got, exact):
-            assert x.shape == y.shape
-            scale = y.abs().max()
-            torch.testing.assert_close(x.double() / scale, y / scale, rtol=0, atol=tolerance)
+    with use_interpreter(), use_emulator():
+        got = run(tilewise.attention, given, learned, make, dtype, backend=backend, **asked)
+    for x, y in zip(got, exact):
+        assert x.shape == y.shape
+        scale = y.abs().max()
+        torch.testing.assert_close(x.double() / scale, y / scale, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", LEARNED)
-def test_gradients(name):
-    check(inputs(), *LEARNED[name])
+def on_backends(names, *fast):
+    """Every name on the CPU; in the interpreter, which takes seconds, only the fast ones."""
+    rows = itertools.product(names, ("cpu", "portable"))
+    quick = [(name, "cpu") for name in names] + [(name, "portable") for name in fast]
+    return pytest.mark.parametrize(("name", "backend"), sample_rows(rows, *quick))
+
+
+@on_backends(LEARNED, "slope of a head", "table of distances", "queries", "one number", "hiding")
+def test_gradients(name, backend):
+    check(backend, inputs(), *LEARNED[name])
 
 
 ASKED = {
@@ -96,14 +104,8 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=pytest.mark.slow) if x in ("dropout", "bhsd", "mask") else x
-        for x in ASKED
-    ],
-)
-def test_beside_other_features(name):
+@on_backends(ASKED, "window", "softcap")
+def test_beside_other_features(name, backend):
     given, asked = inputs(), ASKED[name]
     if "layout" in asked:
         given = [x.transpose(1, 2) for x in given]
@@ -120,29 +122,30 @@ def test_beside_other_features(name):
     exact = run(
         run_with_bias(tilewise.attention_reference), given, learned, make, torch.float64, **asked
     )
-    for backend in ("cpu", "portable"):
-        with use_interpreter():
-            got = run(
-                tilewise.attention, given, learned, make, torch.float32, backend=backend, **asked
-            )
-        for x, y in zip(got, exact):
-            torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+    with use_interpreter():
+        got = run(tilewise.attention, given, learned, make, torch.float32, backend=backend, **asked)
+    for x, y in zip(got, exact):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
-def test_block_mask():
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+def test_block_mask(backend):
     causal = mods.causal(SEQLEN_K - SEQLEN_Q)
     blocks = create_block_mask(causal, 1, 1, SEQLEN_Q, SEQLEN_K, block=(32, 32))
-    check(inputs(), *LEARNED["table of distances"], block_mask=blocks)
+    check(backend, inputs(), *LEARNED["table of distances"], block_mask=blocks)
 
 
-def test_packed_sequences():
+OF_SEQUENCES = ("slope of a head", "table of distances", "queries", "keys")
+
+
+@on_backends(OF_SEQUENCES, "queries")
+def test_packed_sequences(name, backend):
     starts = torch.tensor([0, 31, 31, 70], dtype=torch.int32)
     keys = torch.tensor([0, 40, 50, 90], dtype=torch.int32)
     given = [x[0] for x in inputs(batch=1)]
-    for name in ("slope of a head", "table of distances", "queries", "keys"):
-        learned, make = LEARNED[name]
-        learned = tensor(3, 70) if name == "queries" else learned
-        check(given, learned, make, cu_seqlens_q=starts, cu_seqlens_k=keys)
+    learned, make = LEARNED[name]
+    learned = tensor(3, 70) if name == "queries" else learned
+    check(backend, given, learned, make, cu_seqlens_q=starts, cu_seqlens_k=keys)
 
 
 @pytest.mark.emulator
@@ -154,7 +157,7 @@ def test_hopper(packed):
         given = [x[0] for x in given]
         starts = torch.tensor([0, 50, 130], dtype=torch.int32)
         asked |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    check(given, *LEARNED["table of distances"], 2e-2, torch.float16, **asked)
+    check("hopper", given, *LEARNED["table of distances"], 2e-2, torch.float16, **asked)
 
 
 def test_half_precision_leaf_keeps_its_dtype_and_stride():
