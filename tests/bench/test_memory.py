@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 from tilewise.bench import load, memory
 from tilewise.bench.memory import curves, exponent, run_memory, shapes_of
@@ -50,20 +51,20 @@ def test_exponents():
     assert exponent({2**n: 2 ** (2 * n) + 2**n for n in range(8, 14)}) == pytest.approx(2, abs=0.01)
 
 
-def test_standard_attention_grows_with_the_square_and_ours_does_not(tmp_path):
-    shapes = shapes_of(("fwd", "fwd+bwd"), (1024, 2048), (1, 1, 32), "float32", is_causal=True)
+@pytest.mark.parametrize("direction", sample(["fwd", "fwd+bwd"], "fwd"))
+def test_standard_attention_grows_with_the_square_and_ours_does_not(direction, tmp_path):
+    shapes = shapes_of((direction,), (1024, 2048), (1, 1, 32), "float32", is_causal=True)
     chosen = [provider(name) for name in ("tilewise", "standard", "cudnn")]
     file = tmp_path / "rows.jsonl"
     lines = []
     done = run_memory(shapes, chosen, save=file, show=lines.append)
     found = curves(done)
-    for direction in ("fwd", "fwd+bwd"):
-        assert exponent(found[direction, "tilewise"]) < 1.3
-        assert exponent(found[direction, "standard"]) > 1.7
-        assert found[direction, "standard"][2048] > 2 * 2048**2 * 4
-    assert (("fwd", "cudnn") in found) is False and len(lines) == 4
+    assert exponent(found[direction, "tilewise"]) < 1.3
+    assert exponent(found[direction, "standard"]) > 1.7
+    assert found[direction, "standard"][2048] > 2 * 2048**2 * 4
+    assert (direction, "cudnn") not in found and len(lines) == 2
     rows = load(file)
-    assert len(rows) == 8 and {row.suite for row in rows} == {"memory"}
+    assert len(rows) == 4 and {row.suite for row in rows} == {"memory"}
     assert all(row.extra["peak_bytes"] > 0 and row.max_error <= row.bound for row in rows)
     assert rows[0].extra["input_bytes"] == 3 * 1024 * 32 * 4
 

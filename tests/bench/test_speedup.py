@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 from tilewise.bench import load, speedup
 from tilewise.bench.providers import Provider, provider, standard_attention
@@ -25,17 +26,23 @@ def test_shapes():
     assert {shape.batch * shape.seqlen_q for _, shape in found} == {64}
 
 
-def test_both_are_checked_timed_and_measured(tmp_path):
+@pytest.mark.parametrize(
+    "cases", sample([("no mask", "dropout"), tuple(CASES)], ("no mask", "dropout"))
+)
+@pytest.mark.parametrize("directions", sample([("fwd",), ("fwd", "fwd+bwd")], ("fwd",)))
+def test_both_are_checked_timed_and_measured(cases, directions, tmp_path):
     file = tmp_path / "rows.jsonl"
-    asked = shapes(*CASES, directions=("fwd", "fwd+bwd"))
+    asked = shapes(*cases, directions=directions)
     done = run_speedup(asked, provider("tilewise"), save=file, **QUICK)
-    assert len(done) == 6
+    assert len(done) == len(cases) * len(directions)
     for gain in done:
         assert gain.speedup.median == pytest.approx(gain.standard.ratio.median)
         assert gain.our_peak > 0 and gain.standard_peak > 0 and gain.memory > 0
     rows = load(file)
-    assert len(rows) == 12 and all(row.max_error <= row.bound for row in rows)
-    assert [row.extra.get("checked") for row in rows[4:6]] == [None, "without dropout"]
+    assert len(rows) == 2 * len(done) and all(row.max_error <= row.bound for row in rows)
+    dropped = 2 * cases.index("dropout")
+    checked = [row.extra.get("checked") for row in rows[dropped : dropped + 2]]
+    assert checked == [None, "without dropout"]
     assert rows[1].extra["speedup"] > 0 and rows[0].extra["case"] == "no mask"
 
 

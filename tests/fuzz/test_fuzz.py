@@ -11,7 +11,9 @@ from .run import run
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 CHUNK = 50
-# How many cases of a lane `make test` computes, and how many more `make test-all`.
+# How many cases of a lane `make test` computes, up to which `make test-all` goes on, and how many
+# others it computes then.
+FEW = {"cpu-cpu": 50, "choice-cpu": 10, "portable-cpu": 3, "hopper-cpu": 5}
 SAMPLE = {"cpu-cpu": 120, "choice-cpu": 20, "portable-cpu": 6, "hopper-cpu": 10}
 MORE = {"cpu-cpu": 1500, "choice-cpu": 200, "portable-cpu": 100, "hopper-cpu": 200}
 ON_A_GPU = {"hopper-cuda": 500, "portable-cuda": 350, "choice-cuda": 150}
@@ -32,8 +34,14 @@ def computed(lane, seeds):
     return outcomes
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", FEW)
 def test_a_sample(name):
+    check(LANES[name], range(FEW[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_whole_sample(name):
     check(LANES[name], range(SAMPLE[name]))
 
 

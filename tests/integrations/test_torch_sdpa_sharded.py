@@ -28,6 +28,7 @@ WORLD = 2
 SHAPE = 2, 4, 32, 16  # batch, nheads, seqlen, headdim
 
 
+@pytest.mark.slow
 def test_two_ranks():
     with tempfile.TemporaryDirectory() as folder:
         args = (os.path.join(folder, "store"),)

@@ -13,6 +13,7 @@ import random_masks as masks
 import random_scores as scores
 import torch
 import triton
+from helpers.tiers import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modified_tiles import (
@@ -258,7 +259,7 @@ EVERYTHING = score(
 
 @pytest.mark.compile
 @pytest.mark.parametrize("kernel", [triton_kernel, gluon_kernel], ids=["triton", "gluon"])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", sample([False, True], True))
 def test_they_compile(kernel, turned):
     for mod in (EVERYTHING, EVERYTHING.derivative, *SHAPELESS.values()):
         given, constants = arguments(mod, turned=turned)

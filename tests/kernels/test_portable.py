@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 from tilewise import attention
 from tilewise.kernels import portable
@@ -93,7 +94,7 @@ IN_CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_CHUNKS)
+@pytest.mark.parametrize("name", sample(IN_CHUNKS, "blocks", "packed"))
 def test_heads_in_chunks(name, tiles, monkeypatch):
     """As GPUs with little shared memory read wide heads of fp32 in the backward."""
     monkeypatch.setattr(launch, "architecture", lambda device: "sm89")
