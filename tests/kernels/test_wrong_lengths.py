@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
 from tilewise.kernels.hopper.fwd import launch as hopper
@@ -54,15 +55,13 @@ CALLS = pytest.mark.parametrize(
     [
         on("portable", "plain"),
         on("portable", "causal", pytest.mark.slow),
-        on("hopper", "plain"),
+        on("hopper", "plain", pytest.mark.slow),
         on("hopper", "causal", pytest.mark.slow),
         on("hopper", "deterministic", pytest.mark.slow),
         on("hopper", "causal-deterministic"),
     ],
 )
-SIDE = pytest.mark.parametrize(
-    "side", [pytest.param(x, marks=[] if x == "both" else pytest.mark.slow) for x in SIDES]
-)
+SIDE = pytest.mark.parametrize("side", sample(SIDES, "both"))
 
 
 def int32(values):
@@ -110,21 +109,21 @@ def packed_extras(starts_q=RIGHT_Q, starts_k=RIGHT_K, used_q=None, used_k=None, 
 
 @CALLS
 @SIDE
-@pytest.mark.parametrize("name", WRONG_STARTS)
+@pytest.mark.parametrize("name", sample(WRONG_STARTS, "far past it", "least", "all over again"))
 def test_wrong_starts(name, side, backend, how):
     wrong = {f"starts_{x}": WRONG_STARTS[name] for x in SIDES[side]}
     call(backend, packed_extras(**wrong), **HOW[how])
 
 
 @CALLS
-@pytest.mark.parametrize("name", WRONG_USED)
+@pytest.mark.parametrize("name", sample(WRONG_USED, "largest"))
 def test_wrong_used_lengths_of_packed_sequences(name, backend, how):
     used = WRONG_USED[name]
     call(backend, packed_extras(used_q=used, used_k=used, sinks=NHEADS[backend]), **HOW[how])
 
 
 @CALLS
-@pytest.mark.parametrize("name", WRONG_USED)
+@pytest.mark.parametrize("name", sample(WRONG_USED, "negative"))
 def test_wrong_used_keys_of_a_batch(name, backend, how):
     """A length past the room is the room, and one below 0 is 0."""
     used = int32(WRONG_USED[name])
