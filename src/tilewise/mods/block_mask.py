@@ -61,9 +61,7 @@ class BlockMask:
         object.__setattr__(self, "asked", _asked(self.mask, self.ends))
         self._check_lists(self.partial, self.full, "by queries")
         if self.transposed is None:
-            kinds = self.kinds().transpose(2, 3)
-            lists = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
-            object.__setattr__(self, "transposed", lists)
+            object.__setattr__(self, "transposed", self._by_keys())
         else:
             self._check_lists(*self.transposed, "by keys")
 
@@ -77,6 +75,15 @@ class BlockMask:
         check_lists(f"full, {side},", full, rows, whole[1])
         cut = BlockLists(*(x[:, :, whole[0] :] for x in full))
         check_lists(f"full, {side},", cut, (*rows[:2], blocks[0] - whole[0]), 0)
+
+    def _by_keys(self) -> tuple[BlockLists, BlockLists]:
+        kinds = self.kinds().transpose(2, 3)
+        return lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+
+    @property
+    def lists(self) -> tuple[BlockLists, BlockLists, BlockLists, BlockLists]:
+        """Partial and full by queries, and the two by keys."""
+        return (self.partial, self.full, *(self.transposed or self._by_keys()))
 
     @property
     def grid(self) -> Shape:
@@ -105,14 +112,13 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same on another device, its mask's captured tensors too."""
-        partial, full, *transposed = (
-            BlockLists(*(x.to(device) for x in lists))
-            for lists in (self.partial, self.full, *self.transposed)
+        partial, full, *by_keys = (
+            BlockLists(*(x.to(device) for x in lists)) for lists in self.lists
         )
         mask = self.mask.to(device)
         ends = None if self.ends is None else Ends(*(x.to(device) for x in self.ends))
         documents = None if self.documents is None else self.documents.to(device)
-        lists = partial, full, tuple(transposed)
+        lists = partial, full, (by_keys[0], by_keys[1])
         return BlockMask(mask, self.shape, self.block, *lists, ends, documents)
 
     def __repr__(self) -> str:
@@ -190,16 +196,17 @@ def create_block_mask(
         n if mask.depends_on(i) else min(n, 1) for n, i in ((batch, "b"), (nheads, "h"))
     )
     shape = (rows, nheads, seqlen_q, seqlen_k)
-    kinds = torch.empty(_grid(shape, block), dtype=torch.uint8, device=device)
+    grid = _grid(shape, block)
+    kinds = torch.empty(grid, dtype=torch.uint8, device=device)
     is_small = rows * nheads * (seqlen_q + seqlen_k) <= MOST_ROWS
-    found = Found(shape, kinds.shape, block, device) if is_small and kinds.numel() else None
+    found = Found(shape, grid, block, device) if is_small and kinds.numel() else None
     with torch.no_grad():
-        for slab in _slabs(kinds.shape, shape, block):
+        for slab in _slabs(grid, shape, block):
             _classify(mask, shape, block, kinds, slab, found)
     partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
     ends = None if found is None else found.ends()
     documents = documents_of(ends, batch)
-    return BlockMask(mask, shape, tuple(block), partial, full, None, ends, documents)
+    return BlockMask(mask, shape, (block[0], block[1]), partial, full, None, ends, documents)
 
 
 def _asked(mask: Mask, ends: Ends | None) -> Mask:

@@ -184,7 +184,7 @@ class _Lines:
 
     def _bounds(self, step: Step) -> tuple[Range, Range]:
         """The ranges of two integers."""
-        x, y = (self.ranges[i] for i in step.inputs)
+        x, y = (self.ranges[i] or BITS_64 for i in step.inputs)
         return x, y
 
     def _divided(self, step: Step, x: str, d: str) -> str:

@@ -22,7 +22,7 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ class Node:
     op: str
     inputs: tuple[Node, ...]
     value: Any  # a constant's value; a load's (slot in the captured tensors, dtype)
-    kind: str | None  # what it gives; None if there is no such step
+    kind: str  # what it gives; "" if there is no such step
 
     def __new__(cls, op: str, inputs: tuple[Node, ...] = (), value: Any = None) -> Node:
         key = op, inputs, repr(value)  # repr: 0.0 is not -0.0
@@ -98,12 +98,12 @@ def tree_of(plan: list[tuple]) -> Node:
 
 
 class Operator(NamedTuple):
-    """How an operator is written for Triton, what it gives for inputs of some kinds (None: it is
+    """How an operator is written for Triton, what it gives for inputs of some kinds ("": it is
     refused), and what it computes in torch.
     """
 
     text: str
-    kind: Callable[..., str | None]
+    kind: Callable[..., str]
     compute: Callable[..., Tensor]
 
     @property
@@ -112,32 +112,32 @@ class Operator(NamedTuple):
         return self.text.count("{")
 
 
-def _number(*kinds: str) -> str | None:
-    return None if set(kinds) - NUMBERS else FLOAT if FLOAT in kinds else INT
+def _number(*kinds: str) -> str:
+    return "" if set(kinds) - NUMBERS else FLOAT if FLOAT in kinds else INT
 
 
-def _integer(*kinds: str) -> str | None:
-    return INT if set(kinds) == {INT} else None
+def _integer(*kinds: str) -> str:
+    return INT if set(kinds) == {INT} else ""
 
 
-def _real(*kinds: str) -> str | None:
-    return None if set(kinds) - NUMBERS else FLOAT
+def _real(*kinds: str) -> str:
+    return "" if set(kinds) - NUMBERS else FLOAT
 
 
-def _ordered(x: str, y: str) -> str | None:
-    return None if {x, y} - NUMBERS else BOOL
+def _ordered(x: str, y: str) -> str:
+    return "" if {x, y} - NUMBERS else BOOL
 
 
-def _equal(x: str, y: str) -> str | None:
-    return BOOL if x == y or not {x, y} - NUMBERS else None
+def _equal(x: str, y: str) -> str:
+    return BOOL if x == y or not {x, y} - NUMBERS else ""
 
 
-def _bits(*kinds: str) -> str | None:
-    return kinds[0] if set(kinds) in ({BOOL}, {INT}) else None
+def _bits(*kinds: str) -> str:
+    return kinds[0] if set(kinds) in ({BOOL}, {INT}) else ""
 
 
-def _chosen(condition: str, x: str, y: str) -> str | None:
-    return None if condition != BOOL else x if x == y else _number(x, y)
+def _chosen(condition: str, x: str, y: str) -> str:
+    return "" if condition != BOOL else x if x == y else _number(x, y)
 
 
 def _minimum(x, y):
@@ -164,8 +164,8 @@ OPERATORS = {
     "&": Operator("({0} & {1})", _bits, operator.and_),
     "|": Operator("({0} | {1})", _bits, operator.or_),
     "^": Operator("({0} ^ {1})", _bits, operator.xor),
-    "~": Operator("(~{0})", _bits, operator.invert),
-    "neg": Operator("(-{0})", _number, operator.neg),
+    "~": Operator("(~{0})", _bits, torch.bitwise_not),
+    "neg": Operator("(-{0})", _number, torch.neg),
     "abs": Operator("tl.abs({0})", _number, torch.abs),
     "minimum": Operator("tl.minimum({0}, {1})", _number, _minimum),
     "maximum": Operator("tl.maximum({0}, {1})", _number, _maximum),
@@ -184,7 +184,7 @@ OPERATORS = {
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
 
 
-def undefined(op: str, operands: list) -> str:
+def undefined(op: str, operands: Sequence[Node] | Sequence[Step]) -> str:
     """What is wrong with an operator of these nodes, or steps; "" if nothing is."""
     if op not in (*DIVISIONS, *SHIFTS) or operands[1].op != INT:
         return ""
@@ -195,16 +195,16 @@ def undefined(op: str, operands: list) -> str:
     return "" if 0 <= value <= last else f"shifts by {value} bits: shift by 0 to {last}"
 
 
-def kind_of_step(op: str, value: Any, kinds: list[str]) -> str | None:
-    """What a step of operands of some kinds gives, BOOL, INT or FLOAT; None if there is none."""
-    if None in kinds:
-        return None
+def kind_of_step(op: str, value: Any, kinds: list[str]) -> str:
+    """What a step of operands of some kinds gives, BOOL, INT or FLOAT; "" if there is none."""
+    if "" in kinds:
+        return ""
     if op == "load":
-        return None if set(kinds) - {INT} else kind_of_dtype(value[1])
+        return "" if set(kinds) - {INT} else kind_of_dtype(value[1])
     if op in OPERATORS:
         known = OPERATORS[op]
-        return known.kind(*kinds) if len(kinds) == known.arity else None
-    return None if kinds else LEAVES.get(op)
+        return known.kind(*kinds) if len(kinds) == known.arity else ""
+    return "" if kinds else LEAVES.get(op, "")
 
 
 def is_float_constant(value: object) -> bool:
@@ -240,7 +240,7 @@ class Step(NamedTuple):
 
     op: str
     inputs: tuple[int, ...]
-    value: object
+    value: Any  # as a Node's
     kind: str
 
 

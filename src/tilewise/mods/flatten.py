@@ -5,7 +5,6 @@ torch.library they are names of trees (`Mods`) and tensors in a row (`Extras.cap
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,12 @@ from ..problem import NO_MODS, Extras, Mods
 from . import masks, scores
 from .block_checks import check_block, check_form
 from .block_mask import BlockLists, BlockMask
+from .compilers import gives_constant
 from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
 from .function import check_lengths, check_sizes
 
 Tensor = torch.Tensor
+Sides = tuple[BlockLists, BlockLists]  # of n_blocks per m_block, and the transpose
 BLOCK_TENSORS = 8  # of a block mask: counts and indices, partial and full, by queries and by keys
 
 
@@ -32,15 +33,15 @@ class Modifiers(NamedTuple):
 class Parts(NamedTuple):
     """`Extras.captured`, taken apart again."""
 
-    partial: tuple[BlockLists, BlockLists] | None  # of n_blocks per m_block, and the transpose
-    full: tuple[BlockLists, BlockLists] | None
+    partial: Sides | None
+    full: Sides | None
     mask: tuple[Tensor, ...]
     score: tuple[Tensor, ...]
 
 
 def modifiers_of(
-    mask_mod: Callable | None,
-    score_mod: Callable | None,
+    mask_mod: masks.Predicate | None,
+    score_mod: scores.ScoreFunction | None,
     block_mask: BlockMask | None,
     sizes: tuple[int, int, int, int],
 ) -> Modifiers:
@@ -57,8 +58,7 @@ def modifiers_of(
                 "them; join predicates with & before the block mask is made"
             )
         mask_mod, block = block_mask.asked, block_mask.block
-        by_queries, by_keys = (block_mask.partial, block_mask.full), block_mask.transposed
-        blocks = tuple(x for lists in (*by_queries, *by_keys) for x in lists)
+        blocks = tuple(x for lists in block_mask.lists for x in lists)
     mask = None if mask_mod is None else masks.mask(mask_mod)
     score = None if score_mod is None else scores.score(score_mod)
     for function in (mask, score):
@@ -80,14 +80,12 @@ def modifiers_by(seen: Tensor) -> Modifiers:
     return Modifiers(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
 
 
+@gives_constant
 def _reads(along: tuple[bool, ...]) -> str:
     """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
     are not shared.
     """
     return _reading(along).key
-
-
-_reads._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
 
 
 @functools.cache
@@ -184,7 +182,7 @@ def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[
             raise ArgumentError(
                 f"{what} reads captured tensor {slot} of shape {tuple(x.shape)} at "
                 f"{'an index' if index is None else index}, of which there are "
-                f"{sizes.get(index, 1)}: dimension {dim} is too short"
+                f"{sizes.get(str(index), 1)}: dimension {dim} is too short"
             )
 
 
@@ -198,9 +196,8 @@ def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, in
             f"mask_block={names.block} and {len(captured)} captured tensors: a block mask has "
             f"{BLOCK_TENSORS}, of BlockMask.partial, full and transposed"
         )
-    parts = take_apart(names, captured)
     blocks = [-(-sizes[side] // size) for side, size in zip(("q_idx", "k_idx"), names.block)]
-    for name, sides in (("partial", parts.partial), ("full", parts.full)):
+    for name, sides in zip(("partial", "full"), _lists_in(captured)):
         for lists, n, side in zip(sides, blocks, ("by queries", "by keys")):
             shape = tuple(lists.counts.shape)
             rows = (*(x if x == 1 else sizes[y] for x, y in zip(shape, "bh")), n)
@@ -213,11 +210,16 @@ def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
     """Which captured tensor is whose."""
     partial = full = None
     if names.block != (0, 0):
-        lists = [BlockLists(*captured[i : i + 2]) for i in range(0, BLOCK_TENSORS, 2)]
-        partial, full = (lists[0], lists[2]), (lists[1], lists[3])
+        partial, full = _lists_in(captured)
         captured = captured[BLOCK_TENSORS:]
     of_mask = count_tensors(names.mask)
     return Parts(partial, full, captured[:of_mask], captured[of_mask:])
+
+
+def _lists_in(captured: tuple[Tensor, ...]) -> tuple[Sides, Sides]:
+    """The lists that come first, partial and full."""
+    lists = [BlockLists(*captured[i : i + 2]) for i in range(0, BLOCK_TENSORS, 2)]
+    return (lists[0], lists[2]), (lists[1], lists[3])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,6 +24,9 @@ class TracedFunction:
 
     expr: Node
     tensors: tuple[Tensor, ...] = ()
+    _name: str = dataclasses.field(init=False)
+    _mentions: frozenset[str] = dataclasses.field(init=False)
+    _reads: tuple[Read, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_name", intern(self.expr))
@@ -95,7 +98,7 @@ class Read(NamedTuple):
 
     slot: int
     dim: int
-    index: str  # of INDICES
+    op: str  # of INDICES
     text: str
 
 

@@ -11,11 +11,12 @@ import torch
 from ..errors import ArgumentError
 from ..tile import predicates
 from .function import TracedFunction, check_sizes
+from .symbols import Symbol
 from .trace import MASK, maximum, trace
 from .trace_cache import kept
 
 Tensor = torch.Tensor
-Predicate = Callable[..., Tensor]
+Predicate = Callable[..., Tensor | Symbol | bool]
 DENSE_LIMIT = 1 << 26  # bools that `dense` will make
 
 

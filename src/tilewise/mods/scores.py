@@ -14,11 +14,12 @@ from ..errors import ArgumentError
 from .derivative import derivative as derive
 from .expressions import Node
 from .function import TracedFunction
+from .symbols import Symbol
 from .trace import SCORE_FUNCTION, trace
 from .trace_cache import kept
 
 Tensor = torch.Tensor
-ScoreFunction = Callable[..., Tensor]
+ScoreFunction = Callable[..., Tensor | Symbol | float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from .compilers import gives_constant
 from .expressions import (
     BOOL,
     DTYPES,
@@ -45,13 +46,10 @@ CONSTANTS = {
 }
 
 
+@gives_constant  # a compiler takes no locks
 def text_of(name: str) -> str:
     """A named tree in words that any process understands. "" of ""."""
     return _text(name)
-
-
-# As torch.compiler.assume_constant_result does: a compiler takes the answer, and no locks
-text_of._dynamo_marked_constant = True
 
 
 @functools.lru_cache(maxsize=TABLE_SIZE)
@@ -154,8 +152,8 @@ def _step(op: Any, inputs: tuple, value: Any, plan: list[Step]) -> Step:
     elif value is not None:
         raise _Wrong(f"{which} has a value and is neither constant nor load")
     operands = [plan[i] for i in inputs]
-    kind = kind_of_step(op, value, [x.kind for x in operands]) if type(op) is str else None
-    if kind is None:
+    kind = kind_of_step(op, value, [x.kind for x in operands]) if type(op) is str else ""
+    if not kind:
         raise _Wrong(f"{which} is no operator of its operands")
     if wrong := undefined(op, operands):
         raise _Wrong(f"{which} {wrong}")

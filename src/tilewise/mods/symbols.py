@@ -4,6 +4,7 @@ each either handed to the tracer or refused with a remedy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
@@ -14,18 +15,45 @@ if TYPE_CHECKING:
     from .trace import Tracer
 
 
+BINARY = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
+    **{"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"},
+}
+
+
+def _binary(name: str) -> tuple[Callable[..., Symbol], Callable[..., Symbol]]:
+    """An operator of two, by its first and by its second."""
+    op = BINARY[name]
+    return (
+        lambda self, other: self.tracer.build(op, self, other),
+        lambda self, other: self.tracer.build(op, other, self),
+    )
+
+
 class Symbol:
     """A value of the function while it is traced."""
 
     __slots__ = ("node", "size", "tracer")
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # == gives a symbol
     __array_ufunc__ = None  # numpy's numbers leave their operators to us
+
+    __add__, __radd__ = _binary("add")
+    __sub__, __rsub__ = _binary("sub")
+    __mul__, __rmul__ = _binary("mul")
+    __truediv__, __rtruediv__ = _binary("truediv")
+    __floordiv__, __rfloordiv__ = _binary("floordiv")
+    __mod__, __rmod__ = _binary("mod")
+    __lshift__, __rlshift__ = _binary("lshift")
+    __rshift__, __rrshift__ = _binary("rshift")
+    __and__, __rand__ = _binary("and")
+    __or__, __ror__ = _binary("or")
+    __xor__, __rxor__ = _binary("xor")
 
     def __init__(self, node: Node, size: int, tracer: Tracer):
         self.node, self.size, self.tracer = node, size, tracer
 
     @property
-    def kind(self) -> str | None:
+    def kind(self) -> str:
         """Whether it is a bool, an int or a float."""
         return self.node.kind
 
@@ -35,6 +63,15 @@ class Symbol:
 
     def __repr__(self) -> str:
         return expressions.describe(self.node)
+
+    def __invert__(self) -> Symbol:
+        return self.tracer.build("~", self)
+
+    def __neg__(self) -> Symbol:
+        return self.tracer.build("neg", self)
+
+    def __abs__(self) -> Symbol:
+        return self.tracer.build("abs", self)
 
     def new_ones(self, size, *, dtype=None) -> Symbol:
         """The constant 1, or True, as `and_masks` of FlexAttention begins with."""
@@ -65,10 +102,6 @@ def no_meaning(tracer: Tracer, what: str, remedy: str = "") -> ArgumentError:
     )
 
 
-BINARY = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
-    **{"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"},
-}
 COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 UNARY = {"invert": "~", "neg": "neg", "abs": "abs"}
 FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid")
@@ -106,13 +139,10 @@ OF_TORCH = {
 
 
 def _attach() -> None:
-    """Python's operators, onto Symbol."""
+    """Comparisons and what is refused, onto Symbol."""
 
-    def forward(op):
-        return lambda self, *others: self.tracer.build(op, self, *others)
-
-    def reflected(op):
-        return lambda self, other: self.tracer.build(op, other, self)
+    def compared(op):
+        return lambda self, other: self.tracer.build(op, self, other)
 
     def refused(what, remedy):
         def refuse(self, *_):
@@ -120,10 +150,8 @@ def _attach() -> None:
 
         return refuse
 
-    for name, op in {**BINARY, **COMPARED, **UNARY}.items():
-        setattr(Symbol, f"__{name}__", forward(op))
-    for name, op in BINARY.items():
-        setattr(Symbol, f"__r{name}__", reflected(op))
+    for name, op in COMPARED.items():
+        setattr(Symbol, f"__{name}__", compared(op))
     for name, (what, remedy) in REFUSED.items():
         setattr(Symbol, f"__{name}__", refused(what, remedy))
 

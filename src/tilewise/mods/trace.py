@@ -120,7 +120,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, bool):
             return Symbol(Node(BOOL, (), value), 1, self)
         if isinstance(value, numbers.Integral):
-            if -(2**63) <= value < 2**63:
+            if -(2**63) <= int(value) < 2**63:
                 return Symbol(Node(INT, (), int(value)), 1, self)
         elif isinstance(value, numbers.Real):
             if is_float_constant(float(value)):
@@ -147,7 +147,7 @@ class Tracer(TorchFunctionMode):
             for x, other in (operands, operands[::-1]):
                 if x.node == NEUTRAL[op]:
                     return other
-        if node.kind is None:
+        if not node.kind:
             said = " and ".join(f"{x!r} ({x.kind})" for x in operands)
             raise ArgumentError(
                 f"`{op}` is not for {said} in a {self.dialect.name}: compare numbers to get bools, "

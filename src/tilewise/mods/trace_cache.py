@@ -35,7 +35,7 @@ class Kept(NamedTuple):
     proven: Reads | None
     make: Callable | None = None
     reads: tuple | None = None
-    made: TracedFunction | None = None
+    made: Any = None  # what `make` gave
 
 
 _kept: weakref.WeakKeyDictionary[Callable, Kept] = weakref.WeakKeyDictionary()
@@ -76,7 +76,8 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
     code, proven = function.__code__, _proof(function)
     if proven is None or function in readers:
         return None
-    around, found = function.__globals__, [code]
+    around, cells = function.__globals__, function.__closure__ or ()
+    found: list[object] = [code]
     readers = *readers, function
     for name, *attributes in proven.globals:
         if name in around:
@@ -90,7 +91,7 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
         found.append(read)
     try:
         for name, *attributes in proven.free:
-            cell = function.__closure__[code.co_freevars.index(name)]
+            cell = cells[code.co_freevars.index(name)]
             found.append(_read(cell.cell_contents, attributes, readers))
     except ValueError:  # a name that has no value yet
         return None
@@ -184,5 +185,3 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         mine = self.value()
         return isinstance(other, _Same) and mine is not None and mine is other.value()
-
-    __hash__ = None
