@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from .expressions import INDICES, MOST, Node, describe, descriptions, intern, no
 from .symbols import Symbol
 
 Tensor = torch.Tensor
+Index = Tensor | int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -80,6 +81,14 @@ class TracedFunction:
                 f'{self.KIND.split()[0]}.to("{asked}")'
             )
         return own or asked
+
+    @overload
+    def _value(
+        self, b: Index, h: Index, q_idx: Index, kv_idx: Index, score: Tensor | None = None
+    ) -> Tensor: ...
+
+    @overload
+    def _value(self, b, h, q_idx, kv_idx, score=None) -> Any: ...  # a Symbol
 
     def _value(self, b, h, q_idx, kv_idx, score=None):
         """The value in torch; inside another function, a part of it."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -271,6 +271,14 @@ def minimum(x, y):
 def maximum(x, y):
     """The larger of two: symbols, tensors or numbers."""
     return _choose("maximum", x, y)
+
+
+@overload
+def _choose(op: str, *values: Tensor | float) -> Tensor: ...
+
+
+@overload
+def _choose(op: str, *values: object) -> Any: ...  # a Symbol
 
 
 def _choose(op: str, *values):
