@@ -66,7 +66,7 @@ def _check_rows(asked: Append) -> None:
             raise ArgumentError(
                 f"cu_seqlens_q has shape {tuple(starts.shape)}: it must be (batch + 1,)"
             )
-    for name, x in zip(Append._fields[:4], asked):
+    for name, x in zip(Append._fields[:4], asked[:4]):
         check_tensor(name, x)
         is_packed = starts is not None or (asked.slots is not None and x.dim() == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
@@ -122,10 +122,10 @@ def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
             )
 
 
-def check_places(asked: Append) -> None:
+def check_places(asked: Append, seqused_k: Tensor) -> None:
     """Every key that is told of has a place, and every position its angle."""
-    check_reach(asked.k_cache, asked.page_table, asked.seqused_k)
-    longest = max(asked.seqused_k.tolist(), default=0)
+    check_reach(asked.k_cache, asked.page_table, seqused_k)
+    longest = max(seqused_k.tolist(), default=0)
     if asked.rotary is not None and longest > asked.rotary.cos.shape[0]:
         raise ArgumentError(
             f"seqused_k has {longest} keys and rotary.cos {asked.rotary.cos.shape[0]} positions: "

@@ -39,7 +39,7 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
         scores, out = (batch, nheads, seqlen_q, seqlen_k), (batch, nheads, seqlen_q, headdim_v)
         return Batched(query, key, value, scores, out)
     tensors = query, key, value
-    for name, x in zip(words, tensors):
+    for name, x in zip(words[:3], tensors):
         check_tensor(name, x)
     shapes = [tuple(x.shape) for x in tensors]
     _check_shapes(shapes, enable_gqa, words)
@@ -54,12 +54,12 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
             "them equal, or 1"
         )
     heads = _heads(shapes, of_out)
-    x = [_readable(x, name) for x, name in zip(tensors, words)]
-    x = [_placed(x, of_out[:-1], n, name) for x, n, name in zip(x, heads, words)]
+    x = [_readable(x, name) for x, name in zip(tensors, words[:3])]
+    x = [_placed(x, of_out[:-1], n, name) for x, n, name in zip(x, heads, words[:3])]
     if heads[0] == 0:  # heads of nothing are a batch of nothing
         x = [part.flatten(0, 1).unsqueeze(1) for part in x]
     scores = *of_scores, shapes[0][-2], shapes[1][-2]
-    return Batched(*x, scores, (*of_out, shapes[0][-2], shapes[2][-1]))
+    return Batched(x[0], x[1], x[2], scores, (*of_out, shapes[0][-2], shapes[2][-1]))
 
 
 def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
@@ -73,10 +73,13 @@ def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
     return _merged(x, count, name)
 
 
-def with_positive_scale(query: Tensor, scale: float | None, words: Words) -> tuple[Tensor, float]:
+def with_positive_scale(
+    query: Tensor, scale: float | None, words: Words
+) -> tuple[Tensor, float | None]:
     """A query and a scale above 0 that give the scores of a scale below 0, or of 0."""
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number or not -math.inf < scale <= 0:
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        return query, scale
+    if not -math.inf < scale <= 0:
         return query, scale
     warn_slow(f"{words.scale}={scale} is not positive, so {words.q} is copied at every call")
     return (-query, -scale) if scale else (query * 0, 1.0)
@@ -120,7 +123,7 @@ def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
     """Ranks, lengths, head dims, and heads that are shared."""
     (q, k, v), of_q, of_k, of_v = shapes, *words[:3]
     least, dims = (3, "(..., nheads, ") if enable_gqa else (2, "(..., ")
-    for name, shape in zip(words, shapes):
+    for name, shape in zip(words[:3], shapes):
         if len(shape) < least:
             also = " with enable_gqa=True" if enable_gqa else ""
             raise ArgumentError(
@@ -150,7 +153,7 @@ def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
 
 
 def _said(shapes: list[Shape], words: Words) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in zip(words, shapes))
+    return ", ".join(f"{name} {shape}" for name, shape in zip(words[:3], shapes))
 
 
 def _broadcast(x: Shape, y: Shape) -> Shape | None:

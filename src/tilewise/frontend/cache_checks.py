@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from ..errors import ArgumentError
 from ..kernels.common.cached import Cached
 from ..mods.flatten import modifiers_of
+from ..mods.masks import Predicate
 from ..problem import Extras, Scalars
 from ..tile import split_kv
 from ..tile.paging import batch_of, capacity
@@ -46,7 +46,7 @@ NOT_SERVED = {
 }
 
 
-def refuse_beside_cache(others: tuple, backend: str | None) -> None:
+def refuse_beside_cache(others: tuple[object, ...], backend: str | None) -> None:
     """What a call with a cache does not take, in the order of NOT_SERVED: each None, or refused."""
     for (name, remedy), value in zip(NOT_SERVED.items(), others):
         if value is not None:
@@ -65,7 +65,7 @@ def check_cached(
     v: Tensor,
     page_table: Tensor | None,
     lengths: tuple[Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None, Callable | None],
+    learned: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool | str, float | None, Window, float | None, int | None],
     layout: str,
 ) -> Cached:
@@ -111,7 +111,9 @@ def _in_order(
                 f"{name} has shape {tuple(x.shape)}: with a cache"
                 f"{' and cu_seqlens_q' if is_packed else ''} it must be {shape}"
             )
-    return (q, k, v) if layout == "bshd" else tuple(x.transpose(1, 2) for x in (q, k, v))
+    if layout == "bshd":
+        return q, k, v
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:

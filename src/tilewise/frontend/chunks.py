@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..mods.compilers import gives_constant
 from ..mods.flatten import NO_MODIFIERS, Modifiers
 from ..mods.masks import Mask, chunked, mask
 from ..problem import OPEN, Mods
@@ -74,11 +75,9 @@ def _modifiers(chunk: int, diagonal: Tensor | None) -> Modifiers:
     return Modifiers(Mods(mask=_name(chunk, diagonal is not None)), captured)
 
 
+@gives_constant
 def _name(chunk: int, is_shifted: bool) -> str:
     return _mask(chunk, is_shifted).key
-
-
-_name._dynamo_marked_constant = True  # a compiler takes the name, and traces no tracing
 
 
 @functools.lru_cache(maxsize=64)

@@ -113,9 +113,14 @@ def flash_attn_qkvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    newer = dict(return_lse=return_lse, learnable_sink=learnable_sink)
-    newer |= dict(attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa)
-    return flash_attn_func(q, k, v, *flags, **newer)
+    return flash_attn_func(
+        *(q, k, v, *flags),
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
 
 
 def flash_attn_kvpacked_func(
@@ -157,9 +162,14 @@ def flash_attn_kvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    newer = dict(return_lse=return_lse, learnable_sink=learnable_sink)
-    newer |= dict(attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa)
-    return flash_attn_func(q, k, v, *flags, **newer)
+    return flash_attn_func(
+        *(q, k, v, *flags),
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
 
 
 def flash_attn_varlen_func(

@@ -73,8 +73,10 @@ def flex_attention(
     _check_sharing(query, key, has_gqa, block_mask is not None)
     x = batched(query, key, value, has_gqa, WORDS)
     block_mask = block_mask_of(block_mask)
-    modifiers = modifiers_of(None, score_mod, block_mask, x.scores)
-    check_block_mask(block_mask, x.scores, False, False)
+    batch, nheads, seqlen_q, seqlen_k = x.scores
+    sizes = batch, nheads, seqlen_q, seqlen_k
+    modifiers = modifiers_of(None, score_mod, block_mask, sizes)
+    check_block_mask(block_mask, sizes, False, False)
     query, scale = with_positive_scale(x.query, scale, WORDS)
     out, lse = call(
         *(t.transpose(1, 2) for t in (query, x.key, x.value)),

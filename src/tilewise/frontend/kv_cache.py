@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from ..mods.masks import chunked
+from ..mods.masks import Predicate, chunked
 from ..tile import split_kv
 from ..tile.paging import batch_of
 from ..tile.rotary import Rotary, rotate
@@ -106,20 +106,23 @@ def flash_attn_with_kvcache(
     before = _lengths(cache_seqlens, batch, k_cache, table)
     causal = check_flag("causal", causal)
     if rotary_cos is not None:
-        rotary = Rotary(
-            rotary_cos, rotary_sin, check_flag("rotary_interleaved", rotary_interleaved)
-        )
+        is_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
+        tables = rotary_cos, rotary_sin, is_interleaved
         base = before if rotary_seqlens is None else rotary_seqlens
         is_one = not causal and band(window_size, causal, "window_size") == (-1, -1)
-        q, k = _rotated(q, k, rotary, base, (cu_seqlens_q, cu_seqlens_k_new), is_one)
+        q, k = _rotated(q, k, tables, base, (cu_seqlens_q, cu_seqlens_k_new), is_one)
     used = before
     place = table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
     if k is not None:
+        if v is None:
+            raise ArgumentError("k without v: both are appended, or none")
         used = before + _new_lengths(k, cu_seqlens_k_new)
-        where = dict(seqused_k=used, page_table=place, cu_seqlens_q=cu_seqlens_k_new)
-        cache.append(k_cache, v_cache, k, v, **where)
+        starts = cu_seqlens_k_new
+        cache.append(k_cache, v_cache, k, v, seqused_k=used, page_table=place, cu_seqlens_q=starts)
     if cache_leftpad is not None:
-        k_cache, v_cache, place = _without_padding(k_cache, v_cache, *rows, batch)
+        k_cache, v_cache, place = _without_padding(
+            k_cache, v_cache, cache_batch_idx, cache_leftpad, batch
+        )
         used = used - cache_leftpad
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
@@ -160,20 +163,22 @@ def _new_lengths(k: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
 def _rotated(
     q: Tensor,
     k: Tensor | None,
-    rotary: Rotary,
+    tables: tuple[Tensor, Tensor | None, bool],
     base: Tensor,
     starts: tuple[Tensor | None, Tensor | None],
     is_one: bool,
 ) -> tuple[Tensor, Tensor]:
     """q and k, turned; with `is_one` all of a sequence's queries stand at its first position."""
-    if k is None or rotary.sin is None:
+    cos, sin, is_interleaved = tables
+    if k is None or sin is None:
         missing = "k" if k is None else "rotary_sin"
         raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
+    rotary = Rotary(cos, sin, is_interleaved)
     check_tables(rotary, q, "q")
     of_q, of_k = (_positions(x, base, cu) for x, cu in zip((q, k), starts))
     if is_one:
         of_q = of_q[0], torch.zeros_like(of_q[1])
-    return rotate(q, rotary, sum(of_q)), rotate(k, rotary, sum(of_k))
+    return rotate(q, rotary, of_q[0] + of_q[1]), rotate(k, rotary, of_k[0] + of_k[1])
 
 
 def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,7 +201,7 @@ def _without_padding(
         rows = torch.arange(batch, dtype=torch.int32, device=k_cache.device)
     positions = torch.arange(seqlen, dtype=torch.int32, device=k_cache.device)
     table = (rows * seqlen + leftpad).unsqueeze(1) + positions
-    return *(x.flatten(0, 1).unsqueeze(1) for x in (k_cache, v_cache)), table
+    return k_cache.flatten(0, 1).unsqueeze(1), v_cache.flatten(0, 1).unsqueeze(1), table
 
 
 def flash_attn_combine(
@@ -247,7 +252,7 @@ def varlen_of_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    block_table: Tensor,
+    block_table: Tensor | None,
     lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     learned: tuple[Tensor | None, Tensor | None],
     numbers: tuple[bool, float | None, Window, float],
@@ -261,13 +266,19 @@ def varlen_of_pages(
     chunk = check_chunk(others[0])
     refuse_beside_cache((used_q, None, None, None, None, others[1] or None), None)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    used_k = starts_k.diff() if used_k is None else used_k
+    if used_k is None and starts_k is not None:
+        used_k = starts_k.diff()
     cache = q, k, v, block_table, used_k, starts_q
-    learned = *learned, chunked(chunk) if chunk else None
-    return _attend(cache, learned, (causal, scale, window, softcap, None), None)
+    modified = *learned, chunked(chunk) if chunk else None
+    return _attend(cache, modified, (causal, scale, window, softcap, None), None)
 
 
-def _attend(cache: tuple, learned: tuple, numbers: tuple, out: Tensor | None):
+def _attend(
+    cache: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    learned: tuple[Tensor | None, Tensor | None, Predicate | None],
+    numbers: tuple[bool, float | None, Window, float, None],
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Attention beside a cache: as a call that looked so before, or checked."""
     look, known = known_step(cache, learned, numbers, "bshd", None, out)
     if known is None:

@@ -103,7 +103,9 @@ def in_order(
                 )
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     check_rank(q, k, v)
-    return tuple(x.transpose(1, 2) for x in (q, k, v)) if layout == "bhsd" else (q, k, v)
+    if layout == "bhsd":
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k, v
 
 
 def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
@@ -122,7 +124,7 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
     if is_plain and q.ndim == k.ndim == v.ndim == 4:
         if not (q.is_nested or k.is_nested or v.is_nested):
             return
-    for name, x in zip(words, (q, k, v)):
+    for name, x in zip(words[:3], (q, k, v)):
         check_tensor(name, x)
         if x.dim() != 4:
             raise ArgumentError(
@@ -144,6 +146,6 @@ def check_tensor(name: str, x: Tensor) -> None:
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:
     order = (0, 2, 1, 3) if words.is_heads_first else range(4)
-    said = [f"{name} {tuple(x.shape[i] for i in order)}" for name, x in zip(words, (q, k, v))]
+    said = [f"{name} {tuple(x.shape[i] for i in order)}" for name, x in zip(words[:3], (q, k, v))]
     dims = [("batch", "seqlen", "nheads", "headdim")[i] for i in order]
     return f"({', '.join(dims)}): {', '.join(said)}"

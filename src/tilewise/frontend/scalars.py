@@ -78,7 +78,7 @@ def check_number(name: str, value: Any, remedy: str) -> float:
     try:
         return float(value)
     except OverflowError:  # an int past all floats
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf
 
 
 def _check_range(
@@ -133,7 +133,7 @@ def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, in
     return left, right
 
 
-def check_window(window: Window, name: str) -> tuple[int, int]:
+def check_window(window: Any, name: str) -> tuple[int, int]:
     """(left, right) with None and -1 as open sides."""
     if window is None:
         return OPEN, OPEN
@@ -145,25 +145,25 @@ def check_window(window: Window, name: str) -> tuple[int, int]:
             f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no "
             "limit"
         )
-    sides = [OPEN if side is None else as_int(side) for side in pair]
-    if None in sides:
+    left, right = (OPEN if side is None else as_int(side) for side in pair)
+    if left is None or right is None:
         raise ArgumentError(
             f"{name}={tuple(pair)!r}: its sides must be ints, None or -1 for no limit"
         )
-    if sides[0] < OPEN or sides[1] < OPEN:
+    if left < OPEN or right < OPEN:
         raise ArgumentError(
             f"{name}={tuple(pair)!r}: a side must be at least 0, or None or -1 for no limit"
         )
-    return sides[0], sides[1]
+    return left, right
 
 
 def as_int(value: Any) -> int | None:
     """An integer, also of numpy or in a tensor of one, whose device is waited for; else None."""
-    if type(value) is int or isinstance(value, torch.SymInt):
+    if type(value) in (int, torch.SymInt):
         return value
     if isinstance(value, Tensor):
         is_one = value.numel() == 1 and value.dtype in INTEGERS
-        return value.item() if is_one else None
+        return value.item() if is_one else None  # pyright: ignore[reportReturnType]  # an int
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     return int(value)
