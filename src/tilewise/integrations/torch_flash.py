@@ -104,7 +104,10 @@ def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
     grads = ops.run_backward(call, dout, None, q, k, v, out, lse, extras)
-    return tuple(x.squeeze(0) if is_packed else x for x in grads[:INPUTS])
+    dq, dk, dv = grads[:INPUTS]
+    if is_packed:
+        return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
+    return dq, dk, dv
 
 
 def _refuse(asked: Asked) -> None:
@@ -145,12 +148,16 @@ def _checked(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Checked:
         OPEN if side is None or side < 0 else side
         for side in (asked.window_size_left, asked.window_size_right)
     )
-    lengths = dict(seqused_k=asked.seqused_k, alibi_slopes=asked.alibi_slopes)
-    lengths |= dict(cu_seqlens_q=asked.cum_seq_q, cu_seqlens_k=asked.cum_seq_k)
+    extras = Extras(
+        asked.alibi_slopes,
+        seqused_k=asked.seqused_k,
+        cu_seqlens_q=asked.cum_seq_q,
+        cu_seqlens_k=asked.cum_seq_k,
+    )
     with torch.no_grad():
         return check(
             *(q, k, v),
-            extras=Extras(**lengths),
+            extras=extras,
             numbers=(asked.scale, None),
             align="bottom_right",
             window=(left, 0 if asked.is_causal else right),
@@ -174,10 +181,11 @@ def _dense(
 
 
 def _dense_backward(*args, scale=None):
-    saved, (_, _, *sizes, dropout_p, is_causal, _, _) = Saved(*args[:6]), args[6:]
-    turned = Saved(*(x.transpose(1, 2) for x in saved[:5]), saved.lse)
-    flags = *sizes, dropout_p, is_causal, False, scale
-    grads = differentiate(turned, Asked(*turned[1:4], None, None, *flags))
+    saved, (_, _, max_q, max_k, dropout_p, is_causal, _, _) = Saved(*args[:6]), args[6:]
+    dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
+    flags = max_q, max_k, dropout_p, is_causal, False, scale
+    turned = Saved(dout, q, k, v, out, saved.lse)
+    grads = differentiate(turned, Asked(q, k, v, None, None, *flags))
     return tuple(_as_like(x, grad.transpose(1, 2)) for x, grad in zip(saved[1:4], grads))
 
 
@@ -188,9 +196,11 @@ def _packed(*args, **options):
 
 
 def _packed_backward(*args, scale=None, window_size_left=None, window_size_right=None):
-    saved, (*lengths, dropout_p, is_causal, _, _) = Saved(*args[:6]), args[6:]
-    flags = *lengths, dropout_p, is_causal, False, scale, window_size_left, window_size_right
-    grads = differentiate(saved, Asked(*saved[1:4], *flags))
+    saved, (cum_seq_q, cum_seq_k, max_q, max_k) = Saved(*args[:6]), args[6:10]
+    dropout_p, is_causal, _, _ = args[10:]
+    lengths = cum_seq_q, cum_seq_k, max_q, max_k
+    flags = dropout_p, is_causal, False, scale, window_size_left, window_size_right
+    grads = differentiate(saved, Asked(*saved[1:4], *lengths, *flags))
     return tuple(_as_like(x, grad) for x, grad in zip(saved[1:4], grads))
 
 

@@ -21,6 +21,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import attention
 
 from ..errors import ArgumentError, PerformanceWarning, warn_slow
@@ -190,10 +191,10 @@ def _attend(
     if _is_sharded(query):
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
             return _torchs(*given, **options)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return _transformed(*given, **options)
     try:
-        return sdpa.scaled_dot_product_attention(*given, **options)
+        return sdpa.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     except (ArgumentError, NotImplementedError) as error:
         reason = str(error)
     out = _torchs(*given, **options)

@@ -7,6 +7,7 @@ private: versions that were not tested are refused, and so is a table that looks
 from __future__ import annotations
 
 import enum
+import importlib
 import sys
 
 import torch
@@ -34,9 +35,7 @@ def register(*, untested: bool = False) -> None:
     """
     if is_registered():
         return
-    import diffusers
-
-    version = diffusers.__version__
+    version = importlib.import_module("diffusers").__version__
     among = ", ".join(f"{minor}.*" for minor in TESTED)
     if not untested and ".".join(version.split(".")[:2]) not in TESTED:
         raise NotImplementedError(
@@ -44,9 +43,8 @@ def register(*, untested: bool = False) -> None:
             f"{among}; install one of these, or try register(untested=True)"
         )
     try:
-        from diffusers.models import attention_dispatch
-
-        _add(attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry)
+        dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+        _add(dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry)
     except (AttributeError, ImportError, TypeError) as error:
         raise NotImplementedError(
             f"diffusers {version}: its table of backends is not the one of {among} ({error}); "

@@ -7,6 +7,8 @@ templates that are asked for two functions.
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from ...frontend.checks import check
@@ -31,8 +33,8 @@ def attend_shards(
     config,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a rank's queries to all ranks' keys."""
-    from diffusers.models.attention_dispatch import _templated_context_parallel_attention as run
-
+    dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    run = dispatch._templated_context_parallel_attention
     has_mask = mask is not None
     is_ring = config.context_parallel_config.ring_degree > 1
     asked = {

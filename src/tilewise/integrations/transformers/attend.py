@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -51,16 +51,28 @@ def attend(
     features: Features,
     align: str = "bottom_right",
     mask: Tensor | None = None,
-    **lengths: Tensor,
+    *,
+    seqused_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """One call; `mask` is bools that broadcast over (batch, nheads, queries, keys)."""
     causal = align if band[1] == 0 else False
     if mask is None or 0 in (*q.shape[:2], k.shape[1]):
-        return attention(q, k, v, causal=causal, window=band, **features._asdict(), **lengths)
+        found = attention(
+            *(q, k, v),
+            causal=causal,
+            window=band,
+            seqused_k=seqused_k,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            **features._asdict(),
+        )
+        return cast(Tensor, found)  # without `return_lse`
     modifiers = modifiers_by(mask.to(q.device))
     scale, softcap, sinks, dropout_p, deterministic, bias = features
     rng = draw_rng(q.device) if check_dropout(dropout_p) else None
-    of_rows = lengths.get("seqused_k"), *(None,) * 3
+    of_rows = seqused_k, *(None,) * 3
     out, _ = call(
         *(q, k, v),
         extras=extras_of(None, sinks, *of_rows, bias, rng, *modifiers.captured),
@@ -108,19 +120,21 @@ def attend_packed(
     kept: Tensor | None = None,
 ) -> Tensor:
     """The sequences of all rows, side by side; of each the first keys alone, `kept` of them."""
-    packed = {f"cu_seqlens_{side}": x.to(q.device) for side, x in zip("qk", starts)}
-    if kept is not None:
-        packed["seqused_k"] = kept.to(q.device)
-    rows = [x.flatten(0, 1) for x in (q, k, v)]
-    align = "bottom_right" if kept is None else "top_left"
-    return attend(*rows, band, features, align, **packed).unflatten(0, q.shape[:2])
+    out = attend(
+        *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), band, features),
+        align="bottom_right" if kept is None else "top_left",
+        seqused_k=None if kept is None else kept.to(q.device),
+        cu_seqlens_q=starts[0].to(q.device),
+        cu_seqlens_k=starts[1].to(q.device),
+    )
+    return out.unflatten(0, q.shape[:2])
 
 
 def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: Features) -> Tensor:
     """A mask beside the band: slots that are not written yet are cut off behind the last query."""
     keys = ALL
     if visible.band[1] == 0:
-        keys = slice(0, visible.diagonal + q.shape[1])
+        keys = slice(0, visible.offset() + q.shape[1])
     features, mask = features.cut(ALL, ALL, keys), _cut(mask, ALL, ALL, keys)
     return attend(q, k[:, keys], v[:, keys], visible.band, features, mask=mask)
 
@@ -130,7 +144,7 @@ def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: Featu
     the last, unless the band is causal.
     """
     start, stop = run
-    seqlen, diagonal = q.shape[1], visible.diagonal
+    seqlen, diagonal = q.shape[1], visible.offset()
     if visible.band[1] == 0 and start < stop < diagonal + seqlen:
         return _attend_late(q, k, v, visible, run, features)
     if visible.band != (None, None):  # so that the last query stands at the last key
@@ -146,9 +160,9 @@ def _attend_late(q, k, v, visible: Visible, run: tuple[int, int], features: Feat
     on the right gives its next token.
     """
     start, stop = run
-    first = start - visible.diagonal  # the query that stands at the first key
+    first = start - visible.offset()  # the query that stands at the first key
     if first < 0:
-        keys = slice(start, visible.diagonal + q.shape[1])
+        keys = slice(start, visible.offset() + q.shape[1])
         mask = torch.arange(keys.stop - start, device=q.device) < stop - start
         features = features.cut(ALL, ALL, keys)
         mask = mask[None, None, None]

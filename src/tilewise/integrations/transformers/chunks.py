@@ -12,6 +12,7 @@ import torch
 
 Tensor = torch.Tensor
 Span = tuple[int | Tensor, int]  # the first position, and how many; a range would be a constant
+Keys = tuple[int, int]  # the same of keys, whose first one is never on the device
 
 
 def chunk_of(config, local_size: int | None) -> int | None:
@@ -27,7 +28,7 @@ def left_padding(attention_mask: Tensor | None, batch: int, device) -> Tensor:
     return (attention_mask.cumsum(-1) == 0).sum(-1)
 
 
-def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Span) -> Tensor:
+def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Keys) -> Tensor:
     """Whether `predicate` is that of these chunks: a bool tensor, from diagonals (of one query:
     from all its keys).
     """
@@ -49,7 +50,7 @@ def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Span
     return ((seen == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
 
 
-def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Span) -> tuple[Tensor, Tensor]:
+def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Keys) -> tuple[Tensor, Tensor]:
     """Where the chunks of all rows begin, by queries and by keys: int32, and the ends.
 
     A row has the same number of them whatever its padding; some are empty. Its last holds keys

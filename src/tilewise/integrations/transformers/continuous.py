@@ -10,6 +10,7 @@ as long as it generates so, as one that asks for eager attention has "paged|eage
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import transformers.modeling_flash_attention_utils as flash
 from transformers import AttentionInterface
@@ -35,13 +36,13 @@ def register(name: str) -> None:
         from transformers.generation.continuous_batching import ContinuousBatchingManager
     except ImportError:
         return
+    manager: Any = ContinuousBatchingManager  # one of its methods is replaced
     is_known = hasattr(flash, "_lazy_imports") and hasattr(flash, "_flash_with_kvcache_fn")
-    if not is_known or not hasattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn"):
+    if not is_known or not hasattr(manager, "switch_to_cb_friendly_attn"):
         return
     if not _twins:
         flash._lazy_imports = _with_ours(flash._lazy_imports)
-        switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
-        ContinuousBatchingManager.switch_to_cb_friendly_attn = _switch_or(switch)
+        manager.switch_to_cb_friendly_attn = _switch_or(manager.switch_to_cb_friendly_attn)
     _twins[name] = twin_of(name)
     AttentionInterface.register(_twins[name], flash_attention_forward)
     mask = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]

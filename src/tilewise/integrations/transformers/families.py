@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from typing import Any
 
 import torch
 from transformers.models.data2vec import modeling_data2vec_vision as data2vec
@@ -69,21 +70,26 @@ class FalconAttention(falcon.FalconAttention):
         alibi: Tensor | None,
         attention_mask: Tensor | Visible | None,
         position_ids: Tensor | None = None,
-        layer_past=None,
+        layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        if alibi is not None:
+        if alibi is not None or position_embeddings is None:
             raise NotImplementedError(f"alibi: this model adds it to the mask itself; {ANOTHER}")
         parts = self._split_heads(self.query_key_value(hidden_states))
         q, k, v = (x.transpose(1, 2) for x in parts)
-        q, k = falcon.apply_rotary_pos_emb(q, k, *position_embeddings)
+        cos, sin = position_embeddings
+        q, k = falcon.apply_rotary_pos_emb(q, k, cos, sin)
         if layer_past is not None:
             k, v = layer_past.update(k, v, self.layer_idx)
-        told = dict(position_ids=position_ids, output_attentions=output_attentions, **kwargs)
-        out, _ = attention_forward(self, q, k, v, attention_mask, **told)
+        out, _ = attention_forward(
+            *(self, q, k, v, attention_mask),
+            position_ids=position_ids,
+            output_attentions=output_attentions,
+            **kwargs,
+        )
         return self.dense(out.flatten(2)), None
 
 
@@ -143,14 +149,15 @@ class Data2VecVisionSelfAttention(data2vec.Data2VecVisionSelfAttention):
         output_attentions: bool = False,
         relative_position_bias: Tensor | None = None,
         interpolate_pos_encoding: bool = False,
-        resolution: tuple[int, int] | None = None,
+        resolution: tuple[int, ...] | None = None,
     ) -> tuple[Tensor]:
         split = (*hidden_states.shape[:-1], -1, self.attention_head_size)
         projected = (f(hidden_states) for f in (self.query, self.key, self.value))
         q, k, v = (x.view(split).transpose(1, 2) for x in projected)
         bias = relative_position_bias
         if self.has_relative_position_bias:
-            window = tuple(side // self.config.patch_size for side in resolution)
+            patch: Any = self.config.patch_size  # in these models a number
+            window = tuple(side // patch for side in resolution or ())
             size = hidden_states.shape[1]
             own = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=size)
             bias = own if bias is None else own + bias

@@ -66,7 +66,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
-    bias, visible, starts = kwargs.pop("position_bias", None), attention_mask, None
+    bias, starts = kwargs.pop("position_bias", None), None
+    visible: Visible | None = None
     band: Band = (None, None)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         visible = given(attention_mask, q, k)
@@ -75,7 +76,7 @@ def attention_forward(
     else:
         if isinstance(attention_mask, Visible):
             _agree(attention_mask, q, k, sliding_window)
-            band = attention_mask.band
+            visible, band = attention_mask, attention_mask.band
         else:
             band = _band(module, is_causal, sliding_window)
             if attention_mask is not None:  # of a model that hands its padding down

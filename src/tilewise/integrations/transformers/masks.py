@@ -12,9 +12,20 @@ import torch
 
 from ...errors import warn_slow
 from .asked import Asked
-from .chunks import Span, chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
+from .chunks import Keys, Span, chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
 from .stored import KEYS, PAIRS, beside, pairs
-from .visible import HOLES, NO_KEYS, Band, Visible, band_of, packed_of, runs_of, simplest
+from .visible import (
+    HOLES,
+    NO_KEYS,
+    Band,
+    Predicate,
+    Visible,
+    assert_later,
+    band_of,
+    packed_of,
+    runs_of,
+    simplest,
+)
 
 Tensor = torch.Tensor
 NOT_CHUNKED = (
@@ -29,7 +40,7 @@ def visible_keys(
     kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function=None,
+    mask_function: Predicate | None = None,
     attention_mask: Tensor | Visible | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -40,6 +51,8 @@ def visible_keys(
     """Which keys the queries of this forward see; transformers calls it for each kind of layer."""
     if isinstance(attention_mask, Visible):  # made by `generate`, before the model's forward
         return attention_mask
+    if mask_function is None:
+        raise TypeError("mask_function is missing, which says what a query sees")
     if "cache_position" in kwargs:  # how transformers before 5.4 says it
         positions = kwargs["cache_position"]
         q_length, q_offset, device = positions.shape[0], positions[0], positions.device
@@ -71,12 +84,13 @@ def _found(asked: Asked) -> Visible | Band | None:
     if asked.predicate is bidirectional_mask_function:
         return None, None
     compiling = torch.compiler.is_compiling()
-    if asked.chunk is not None and (compiling or not asked.is_whole()):
-        is_one = asked.offsets[1] == 0 and asked.lengths[1] <= asked.chunk
+    chunk = asked.chunk
+    if chunk is not None and (compiling or not asked.is_whole()):
+        is_one = asked.offsets[1] == 0 and asked.lengths[1] <= chunk
         if compiling and asked.padding is not None and not is_one:
             return None
-        if _fits_chunks(asked):
-            return (None, 0) if is_one else _chunked(asked)
+        if _fits_chunks(asked, chunk):
+            return (None, 0) if is_one else _chunked(asked, chunk)
     if compiling and (asked.is_union() or asked.is_on_device()):
         return None
     return _probed(asked)
@@ -111,16 +125,16 @@ def _padded(asked: Asked, band: Band) -> Visible:
         return Visible(band, None, asked.lengths, used=asked.used())
     if torch.compiler.is_compiling():
         if asked.padding is not None:
-            return beside(asked, band)
+            return beside(asked, band, asked.padding)
         if asked.is_on_device():
             return pairs(asked)
     q_start, end = int(q_offset), kv_offset + kv_length
     # Slots of a static cache that are not written yet come after the last query.
     stop = min(end, q_start + q_length) if band[1] == 0 else end
     runs = runs_of(asked.padding, kv_offset, stop)
-    if runs == HOLES:
+    if asked.padding is not None and runs == HOLES:
         warn_slow(KEYS)
-        return beside(asked, band)
+        return beside(asked, band, asked.padding)
     if runs is None and is_step:
         return Visible(band, None, asked.lengths, used=asked.used())
     if runs is None and stop < end:
@@ -128,28 +142,28 @@ def _padded(asked: Asked, band: Band) -> Visible:
     return simplest(band, q_start - kv_offset, asked.lengths, runs, asked.device)
 
 
-def _spans(asked: Asked) -> tuple[Span, Span]:
+def _spans(asked: Asked) -> tuple[Span, Keys]:
     """Where queries and keys begin, and how many there are."""
-    queries, keys = zip(asked.offsets, asked.lengths, strict=True)
-    return queries, keys
+    (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
+    return (q_offset, q_length), (kv_offset, kv_length)
 
 
-def _fits_chunks(asked: Asked) -> bool:
+def _fits_chunks(asked: Asked, chunk: int) -> bool:
     """Whether the predicate is that of the model's chunks; a compiled graph asserts it."""
     padding = left_padding(asked.padding, asked.batch, asked.device)
-    fits = is_chunked(asked.predicate, asked.chunk, padding, *_spans(asked))
+    fits = is_chunked(asked.predicate, chunk, padding, *_spans(asked))
     if torch.compiler.is_compiling():
-        torch._assert_async(fits, NOT_CHUNKED)
+        assert_later(fits, NOT_CHUNKED)
         return True
     return bool(fits)
 
 
-def _chunked(asked: Asked) -> Visible:
+def _chunked(asked: Asked, chunk: int) -> Visible:
     """Chunks behind a cache or padding, and in a compiled graph."""
     queries, keys = _spans(asked)
     padding = left_padding(asked.padding, asked.batch, asked.device)
-    starts = chunk_starts(asked.chunk, padding, queries, keys)
-    chunked = Visible((None, 0), None, asked.lengths, starts=starts, chunk=asked.chunk)
+    starts = chunk_starts(chunk, padding, queries, keys)
+    chunked = Visible((None, 0), None, asked.lengths, starts=starts, chunk=chunk)
     if asked.padding is None:
         return chunked
     (kv_offset, kv_length), q_length = keys, asked.lengths[0]
@@ -158,11 +172,12 @@ def _chunked(asked: Asked) -> Visible:
     runs = runs_of(asked.padding, kv_offset, kv_offset + end)
     if q_length == 1 and runs != HOLES:
         return chunked
-    is_late = runs is not None and any(stop < end for _, stop in runs)
+    stops = [] if runs is None else [stop for _, stop in runs]
+    is_late = any(stop < end for stop in stops)
     if runs == HOLES or (is_late and diagonal != 0):
         warn_slow(KEYS)
         return pairs(asked)
     if is_late:
-        stops = torch.tensor([stop for _, stop in runs], device=asked.device)
-        chunked = dataclasses.replace(chunked, kept=kept_keys(starts[1], stops, kv_length))
+        kept = kept_keys(starts[1], torch.tensor(stops, device=asked.device), kv_length)
+        chunked = dataclasses.replace(chunked, kept=kept)
     return dataclasses.replace(chunked, diagonal=diagonal, runs=runs)

@@ -17,8 +17,8 @@ import torch
 
 from ...errors import ArgumentError
 from .opaque import ANOTHER
-from .positions import UNTOLD, cut, joined_of, starts_by_positions
-from .visible import Band, Visible, starts_from
+from .positions import UNTOLD, cut, joined_by_mask, starts_by_positions
+from .visible import Band, Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -40,32 +40,33 @@ def starts_of(
     """Where the sequences begin over all rows, by queries and by keys, and behind the last where it
     ends; None for rows that are not packed. What is understood is taken out of `kwargs`.
     """
-    given = [kwargs.get(name) for name in STARTS]
-    if all(starts is None for starts in given):
+    of_q, of_k = (kwargs.get(name) for name in STARTS)
+    if of_q is None and of_k is None:
         found = _told_otherwise(visible, kwargs.get("position_ids"), q, k)
         if found is None:
             return None if visible is None else visible.starts
     else:
-        found = _told_by_lengths(visible, given, q)
+        found = _told_by_lengths(visible, of_q, of_k, q)
     for name in (*STARTS, *BESIDE):
         kwargs.pop(name, None)
     return found
 
 
 def _told_by_lengths(
-    visible: Visible | None, given: list[Tensor | None], q: Tensor
+    visible: Visible | None, of_q: Tensor | None, of_k: Tensor | None, q: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    for name, starts in zip(STARTS, given):
-        if starts is None:
-            raise ArgumentError(f"{' and '.join(STARTS)} come together: {name} is missing")
+    if of_q is None or of_k is None:
+        missing = STARTS[0] if of_q is None else STARTS[1]
+        raise ArgumentError(f"{' and '.join(STARTS)} come together: {missing} is missing")
+    given = of_q, of_k
     _check_one_row(visible, q.shape[0])
     if visible is not None and visible.mask is not None:
-        return _known_by_mask(visible, given)
+        return _known_by_mask(visible, visible.mask, given)
     if visible is not None and visible.chunk is not None:
-        return _chunked(visible, given)
+        return _chunked(visible, visible.chunk, given)
     if visible is not None and visible.begins is not None:
-        _agree(visible, given)
-    return tuple(starts.to(q.device, torch.int32) for starts in given)
+        _agree(visible, visible.begins[0], given)
+    return of_q.to(q.device, torch.int32), of_k.to(q.device, torch.int32)
 
 
 def _told_otherwise(
@@ -76,7 +77,7 @@ def _told_otherwise(
         if visible.starts is not None:
             return visible.starts
         # No value can be read in a compiled graph, so a window's mask need not have seen them.
-        torch._assert_async(~visible.begins[:, 1:].any(), UNTOLD)
+        assert_later(~visible.begins[:, 1:].any(), UNTOLD)
     return starts_by_positions(visible, position_ids, q, k)
 
 
@@ -93,7 +94,7 @@ def _check_one_row(visible: Visible | None, batch: int) -> None:
         )
 
 
-def _known_by_mask(visible: Visible, given: list[Tensor]) -> None:
+def _known_by_mask(visible: Visible, mask: Tensor, given: tuple[Tensor, Tensor]) -> None:
     """A stored mask hides the sequences from each other."""
     seqlen, kv_length = visible.lengths
     if seqlen != kv_length:
@@ -101,17 +102,17 @@ def _known_by_mask(visible: Visible, given: list[Tensor]) -> None:
     for starts in given:
         if any(starts is other for other in visible.agreed):
             continue
-        begins = _begins_from(starts.to(visible.mask.device), seqlen)
-        is_known = ~(begins[1:] & joined_of(visible, 1)[0]).any()
+        begins = _begins_from(starts.to(mask.device), seqlen)
+        is_known = ~(begins[1:] & joined_by_mask(visible, mask)[0]).any()
         if torch.compiler.is_compiling():
-            torch._assert_async(is_known, UNKNOWN)
+            assert_later(is_known, UNKNOWN)
             continue
         if not is_known:
             raise NotImplementedError(f"cu_seq_lens_q: {UNKNOWN}")
         visible.agreed.append(starts)
 
 
-def _chunked(visible: Visible, given: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _chunked(visible: Visible, chunk: int, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Sequences of which each is cut in chunks, from its own beginning on."""
     if visible.begins is None:
         raise NotImplementedError(
@@ -122,8 +123,8 @@ def _chunked(visible: Visible, given: list[Tensor]) -> tuple[Tensor, Tensor]:
     found = []
     for starts in given:
         told = _begins_from(starts.to(begins.device), begins.shape[1])[None]
-        found.append(cut(told, visible.chunk))
-    alone = cut(torch.zeros_like(begins), visible.chunk)
+        found.append(cut(told, chunk))
+    alone = cut(torch.zeros_like(begins), chunk)
     is_mask = torch.equal(begins, alone) or torch.equal(begins, found[0])
     if not is_mask or not torch.equal(*found):
         raise ArgumentError(DISAGREE)
@@ -131,16 +132,16 @@ def _chunked(visible: Visible, given: list[Tensor]) -> tuple[Tensor, Tensor]:
     return starts, starts
 
 
-def _agree(visible: Visible, given: list[Tensor]) -> None:
-    """The mask knows of the sequences that `given` tell of."""
+def _agree(visible: Visible, begins: Tensor, given: tuple[Tensor, Tensor]) -> None:
+    """The mask, whose sequences begin at `begins`, knows of those that `given` tell of."""
     if torch.compiler.is_compiling():
         for starts in given:
-            torch._assert_async(_are_those_of(visible.begins[0], starts), DISAGREE)
+            assert_later(_are_those_of(begins, starts), DISAGREE)
         return
     for starts in given:
         if any(starts is other for other in visible.agreed):  # an earlier layer asked
             continue
-        if not _are_those_of(visible.begins[0], starts):
+        if not _are_those_of(begins, starts):
             raise ArgumentError(DISAGREE)
         visible.agreed.append(starts)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .opaque import ANOTHER
-from .visible import Visible, starts_from
+from .visible import Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 UNTOLD = (
@@ -46,16 +46,17 @@ def starts_by_positions(
     if joined is not None:
         anew = anew & joined.to(anew.device)
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        torch._assert_async(~anew.any(), UNTOLD)  # no value can be read
+        assert_later(~anew.any(), UNTOLD)  # no value can be read
         return None
-    starts = None
+    starts: tuple[Tensor, Tensor] | None = None
     if anew.any():
         if joined is not None or k.shape[1] != seqlen or (position_ids[:, 1:][anew] != 0).any():
             raise NotImplementedError(f"position_ids start anew within a row: {PACKING}")
         begins = torch.nn.functional.pad(anew, (1, 0), value=True).to(q.device)
         if visible is not None and visible.chunk is not None:
             begins = cut(begins, visible.chunk)
-        starts = (starts_from(begins.expand(batch, -1)),) * 2
+        once = starts_from(begins.expand(batch, -1))
+        starts = once, once
     if visible is not None:
         visible.read.append((position_ids, _version(position_ids), starts))
     return starts
@@ -79,16 +80,16 @@ def joined_of(visible: Visible, batch: int) -> Tensor | None:
     mask knows of one sequence; None if all are.
     """
     if visible.mask is not None:
-        return _joined_by_mask(visible)
+        return joined_by_mask(visible, visible.mask)
     real = _real(visible, batch)
     return None if real is None else real[:, 1:] & real[:, :-1]
 
 
-def _joined_by_mask(visible: Visible) -> Tensor:
-    """Whether a query sees its own key and the one before."""
-    mask, count = visible.mask, visible.lengths[0]
+def joined_by_mask(visible: Visible, mask: Tensor) -> Tensor:
+    """Whether a query sees its own key and the one before in a stored mask."""
+    count, diagonal = visible.lengths[0], visible.diagonal
     row = torch.arange(1, count, device=mask.device)
-    own = (row + visible.diagonal).clamp(1, visible.lengths[1] - 1)
+    own = (row + (0 if diagonal is None else diagonal)).clamp(1, visible.lengths[1] - 1)
     row = row if mask.shape[2] > 1 else 0
     return (mask[:, :, row, own] & mask[:, :, row, own - 1]).all(1)
 

@@ -7,6 +7,8 @@ read, padding is stored, too.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...errors import warn_slow
@@ -30,10 +32,10 @@ GIVEN = (
 )
 
 
-def beside(asked: Asked, band: Band) -> Visible:
+def beside(asked: Asked, band: Band, padding: Tensor) -> Visible:
     """A band, and which keys are padding: (batch, 1, 1, keys). Reads no value."""
     (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
-    mask = _real_keys(asked.padding, kv_offset, kv_length)
+    mask = _real_keys(padding, kv_offset, kv_length)
     if asked.is_step and band[1] == 0:
         return Visible(band, None, asked.lengths, used=asked.used(), mask=mask)
     if asked.is_on_device() and torch.compiler.is_compiling():
@@ -68,7 +70,7 @@ def pairs(asked: Asked) -> Visible:
     from transformers.masking_utils import sdpa_mask
 
     (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
-    queries = dict(q_length=q_length, q_offset=q_offset)
+    queries: dict[str, Any] = dict(q_length=q_length, q_offset=q_offset)
     if asked.cache_position is not None:
         queries = dict(cache_position=asked.cache_position)
     mask = sdpa_mask(

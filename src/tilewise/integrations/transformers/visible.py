@@ -50,6 +50,15 @@ class Visible(NoTensor):
     def contiguous(self) -> Visible:  # so does `generate`
         return self
 
+    def offset(self) -> int:
+        """`diagonal` as a number, which it is beside runs."""
+        return 0 if self.diagonal is None else int(self.diagonal)
+
+
+def assert_later(condition: Tensor, message: str) -> None:
+    """An assertion whose value nobody waits for, as a compiled graph has it."""
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
+
 
 def band_of(
     predicate: Predicate,
@@ -94,14 +103,14 @@ def band_of(
     if local_size == 0:
         is_hidden = ~(seen & exists).any()
         if compiling:
-            torch._assert_async(is_hidden, NOT_ASSUMED)
+            assert_later(is_hidden, NOT_ASSUMED)
         if compiling or is_hidden:
             return NO_KEYS
     if compiling:
         assumed: Band = (None if local_size is None else local_size - 1, 0)
         if not is_causal:
             assumed = (local_size, local_size)
-        torch._assert_async(fits(assumed), NOT_ASSUMED)
+        assert_later(fits(assumed), NOT_ASSUMED)
         return assumed
     matches = torch.stack([fits(band) for band in candidates]).tolist()
     return next((c for c, fit in zip(candidates, matches, strict=True) if fit), None)
