@@ -17,7 +17,6 @@ dtype up to fp64, and autograd differentiates it as often as you like.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from .frontend.scalars import Window, band, check_causal, check_flag, check_layo
 from .kernels.common.cached import Cached, lse_by_query, lse_shape
 from .mods import masks, scores
 from .mods.block_mask import BlockMask, block_mask_of
+from .mods.evaluation import evaluate
 from .mods.flatten import check_block_mask, modifiers_of
 from .problem import OPEN, Extras, Scalars
 from .tile import predicates
@@ -55,9 +55,9 @@ def attention_reference(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     bias: Tensor | None = None,
-    mask_mod: Callable | None = None,
+    mask_mod: masks.Predicate | None = None,
     block_mask: BlockMask | None = None,
-    score_mod: Callable | None = None,
+    score_mod: scores.ScoreFunction | None = None,
     dropout_p: float = 0.0,
     dropout_rng: Tensor | None = None,
     layout: str = "bshd",
@@ -117,7 +117,7 @@ def attention_reference(
     mask_mod = mask_mod if block_mask is None else block_mask.mask
     asked = _Asked(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast, first)
     attend = _attend_packed if is_packed else _attend
-    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), asked)
+    out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), asked)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if is_packed:
@@ -131,14 +131,14 @@ class _Asked(NamedTuple):
     align: str
     extras: Extras
     scalars: Scalars
-    mask_mod: Callable | None
-    score_mod: Callable | None
+    mask_mod: masks.Predicate | None
+    score_mod: scores.ScoreFunction | None
     upcast: bool
     first: tuple[int, int, int]  # batch (of packed ones, sequence), head and query
 
 
 def _attend_cached(
-    cached: Cached, mask_mod: Callable | None, upcast: bool
+    cached: Cached, mask_mod: masks.Predicate | None, upcast: bool
 ) -> tuple[Tensor, Tensor]:
     """Sequences beside a cache, one by one, from the position of their first query on."""
     q, extras, table = cached.q, cached.extras, cached.page_table
@@ -154,9 +154,10 @@ def _attend_cached(
         first = b, 0, length - queries.shape[0]
         own = Extras(slopes, extras.sinks)
         asked = _Asked("bottom_right", own, cached.scalars, mask_mod, None, upcast, first)
-        inputs = (x.transpose(1, 2) for x in (queries.unsqueeze(0), k, v))
+        inputs = queries.unsqueeze(0).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         parts = _attend(*inputs, asked)
-        out_rows.copy_(parts[0][0].transpose(0, 1)), lse_rows.copy_(parts[1][0].T)
+        out_rows.copy_(parts[0][0].transpose(0, 1))
+        lse_rows.copy_(parts[1][0].T)
     return out, lse
 
 
@@ -181,7 +182,7 @@ def _sequences(extras: Extras):
         (extras.cu_seqlens_q, extras.seqused_q),
         (extras.cu_seqlens_k, extras.seqused_k),
     ):
-        starts = starts.tolist()
+        starts = [] if starts is None else starts.tolist()
         stops = starts[1:] if used is None else [a + u for a, u in zip(starts, used.tolist())]
         rows.append(list(zip(starts, stops, starts[1:])))
     slopes = extras.alibi_slopes
@@ -225,7 +226,8 @@ def _attend(
         s = s + extras.bias.to(exact)
     visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
     if asked.mask_mod is not None:
-        visible = visible & masks.mask(asked.mask_mod)(*at)
+        mask = masks.mask(asked.mask_mod)
+        visible = visible & evaluate(mask.expr, *at, mask.tensors)
     p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
     if extras.dropout_rng is not None:
         threshold = threshold_of(scalars.dropout_p)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -41,6 +41,16 @@ class Case(NamedTuple):
     @property
     def seed(self) -> int:
         return zlib.crc32(self.name.encode())
+
+
+class Described(Protocol):
+    """What says which call is made."""
+
+    @property
+    def sizes(self) -> Sizes: ...
+
+    @property
+    def features(self) -> Features: ...
 
 
 class Record(NamedTuple):
@@ -302,7 +312,7 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     nkeys, nqueries = keys.shape[2], lse.shape[2] * lse.shape[1] // keys.shape[1]
     for name, terms in {"out": nkeys, "dq": nkeys, "dk": nqueries, "dv": nqueries}.items():
         results[name] *= 1 + _in_sequence(terms, eps)
-    if inputs.sinks is not None:  # few numbers, each a sum over rows: their errors add in squares
+    if exact.sinks is not None:  # few numbers, each a sum over rows: their errors add in squares
         delta_off += torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
         p_sink = torch.exp(exact.sinks.unsqueeze(1) - stored_lse)
         results["dsinks"] += (p_sink * delta_off).square().sum((0, 2)).sqrt()
@@ -329,12 +339,14 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
     return _as_rows(x, case).sum(-1)
 
 
-def run(attend, case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
+def run(attend, case: Described, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
     return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
 
 
-def _attend(attend, case: Case, inputs: Inputs, **how) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _attend(
+    attend, case: Described, inputs: Inputs, **how
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors that want gradients, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias", "learned")}

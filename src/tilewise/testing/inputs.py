@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,9 +87,11 @@ def make_inputs(
     dlse = normal(batch, nheads, seqlen_q) if features.lse_grad else None
     if features.logits:
         q, k = _force_logits(q, k, features)
-    slopes = torch.rand((batch, nheads), generator=generator) if features.alibi else None
-    if features.alibi == "heads":
-        slopes = slopes[0] if batch else torch.ones(nheads)
+    slopes = None
+    if features.alibi:
+        slopes = torch.rand((batch, nheads), generator=generator)
+        if features.alibi == "heads":
+            slopes = slopes[0] if batch else torch.ones(nheads)
     sinks = normal(nheads).to(device, dtype) if features.sinks else None
     used = features.seqused_k
     used = None if used is None else torch.tensor(used, dtype=torch.int32, device=device)
@@ -184,11 +186,12 @@ def poisoned() -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic  # stubs lack what is set on the module itself
+    fill = switches.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switches.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        switches.fill_uninitialized_memory = fill

@@ -69,7 +69,7 @@ class PackedCase(NamedTuple):
                 joined[name] = guarded(self._cat(tensors, dim, value).squeeze(0))
         slopes = parts[0].alibi_slopes
         if slopes is not None and slopes.dim() == 2:
-            slopes = torch.cat([part.alibi_slopes for part in parts])
+            slopes = torch.cat([x for x in (part.alibi_slopes for part in parts) if x is not None])
         packed = parts[0]._replace(**joined, alibi_slopes=slopes)
         lengths = {}
         for side, rows in (("q", self.queries), ("k", self.keys)):

@@ -15,6 +15,7 @@ which are matched exactly.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ def judge(result: Tensor, oracle: Tensor, *plain: Tensor) -> Verdict:
     infinities_match = torch.equal(result.double()[~is_finite], oracle[~is_finite])
     oracle = oracle[is_finite]
     error, *errors = ((x[is_finite].double() - oracle).abs() for x in (result, *plain))
-    allowed = sum(errors)
+    allowed = functools.reduce(torch.add, errors)
     max_error, mean_error = _max(error), _mean(error)
     max_band = _max(rounding_band(oracle, dtype))
     mean_band = _mean(rounding_band(oracle, torch.float32))
@@ -76,7 +77,8 @@ def judge(result: Tensor, oracle: Tensor, *plain: Tensor) -> Verdict:
 def rounding_band(oracle: Tensor, dtype: torch.dtype) -> Tensor:
     """The error of three roundings to `dtype`, element by element."""
     c = 0.3 * oracle.square().mean().sqrt() if oracle.numel() else 0.0
-    return sum((x.to(dtype).double() - x).abs() for x in (oracle, oracle + c, oracle - c))
+    errors = ((x.to(dtype).double() - x).abs() for x in (oracle, oracle + c, oracle - c))
+    return functools.reduce(torch.add, errors)
 
 
 def assert_within(result: Tensor, oracle: Tensor, plain: Tensor, name: str = "result") -> None:

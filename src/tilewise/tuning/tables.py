@@ -9,46 +9,50 @@ ones is measured as well.
 
 from __future__ import annotations
 
+import functools
+
 from .config import SHARED_MEMORY, Config, Key
+
+_sm90 = functools.partial(Key, "sm90")
 
 # NVIDIA H200, Triton 3.6, bf16, 2026-11-20, at seqlen 1Ki / 4Ki / 16Ki; one figure: 4Ki. Three
 # descriptors cost a program about 4 us, and save it the registers of its addresses.
 _H200 = [
-    (("fwd", 32, 16, False), (128, 64, 4, 3), "283"),
-    (("fwd", 32, 16, True), (64, 64, 4, 2), "268"),
-    (("fwd", 64, 16, False), (128, 64, 8, 3), "388 / 396 / 431"),
-    (("fwd", 64, 16, True), (64, 64, 4, 2), "305 / 373 / 397"),
-    (("fwd", 128, 16, False), (128, 128, 8, 3), "401 / 466 / 501"),
-    (("fwd", 128, 16, False, True), (64, 64, 4, 3), "414 at 1Ki"),
-    (("fwd", 128, 16, True), (64, 64, 4, 3), "327 / 402 / 454"),
-    (("fwd", 256, 16, False), (128, 64, 8, 2), "509"),
-    (("fwd", 256, 16, True), (128, 64, 8, 2), "460"),
-    (("hopper_fwd", 64, 16, False), (192, 128, 12, 3), "470 / 499 / 511"),
-    (("hopper_fwd", 64, 16, True), (192, 128, 12, 4), "432 / 488 at 4Ki / 16Ki"),
-    (("hopper_fwd", 64, 16, True, True), (128, 128, 8, 2), "344 / 402 at 1Ki / 2Ki"),
-    (("hopper_fwd", 128, 16, False), (128, 128, 8, 2), "655 / 635 / 662"),
-    (("hopper_fwd", 128, 16, True), (128, 128, 8, 2), "463 / 562 / 614"),
-    (("hopper_fwd", 256, 16, False), (128, 64, 8, 2), "628 / 663 / 685"),
-    (("hopper_fwd", 256, 16, True), (128, 64, 8, 2), "438 / 580 / 647"),
-    (("bwd_dkdv", 32, 16, False), (64, 128, 4, 3), "399"),
-    (("bwd_dkdv", 32, 16, True), (128, 64, 4, 3), "348"),
-    (("bwd_dkdv", 64, 16, False), (64, 64, 4, 3, True), "406 / 459 / 488"),
-    (("bwd_dkdv", 64, 16, True), (64, 64, 4, 3), "341 / 434 / 465"),
-    (("bwd_dkdv", 128, 16, False), (64, 64, 4, 2, True), "496 / 557 / 585"),
-    (("bwd_dkdv", 128, 16, True), (64, 64, 4, 2, True), "405 / 528 / 607"),
-    (("bwd_dkdv", 256, 16, False), (64, 64, 8, 2, True), "322"),
-    (("bwd_dkdv", 256, 16, True), (64, 64, 8, 2, True), "314"),
-    (("bwd_dq", 32, 16, False), (64, 64, 4, 3), "431"),
-    (("bwd_dq", 32, 16, True), (64, 64, 4, 2), "388"),
-    (("bwd_dq", 64, 16, False), (128, 64, 8, 3), "536 / 588 / 553"),
-    (("bwd_dq", 64, 16, True), (64, 64, 4, 2, True), "406 / 540 / 534"),
-    (("bwd_dq", 128, 16, False), (128, 64, 8, 3), "512 / 572 / 613"),
-    (("bwd_dq", 128, 16, True), (128, 64, 8, 3), "376 / 535 / 593"),
-    (("bwd_dq", 256, 16, False), (64, 64, 4, 2, True), "485"),
-    (("bwd_dq", 256, 16, True), (64, 64, 4, 2, True), "440"),
+    (_sm90("fwd", 32, 16, False), Config(128, 64, 4, 3), "283"),
+    (_sm90("fwd", 32, 16, True), Config(64, 64, 4, 2), "268"),
+    (_sm90("fwd", 64, 16, False), Config(128, 64, 8, 3), "388 / 396 / 431"),
+    (_sm90("fwd", 64, 16, True), Config(64, 64, 4, 2), "305 / 373 / 397"),
+    (_sm90("fwd", 128, 16, False), Config(128, 128, 8, 3), "401 / 466 / 501"),
+    (_sm90("fwd", 128, 16, False, True), Config(64, 64, 4, 3), "414 at 1Ki"),
+    (_sm90("fwd", 128, 16, True), Config(64, 64, 4, 3), "327 / 402 / 454"),
+    (_sm90("fwd", 256, 16, False), Config(128, 64, 8, 2), "509"),
+    (_sm90("fwd", 256, 16, True), Config(128, 64, 8, 2), "460"),
+    (_sm90("hopper_fwd", 64, 16, False), Config(192, 128, 12, 3), "470 / 499 / 511"),
+    (_sm90("hopper_fwd", 64, 16, True), Config(192, 128, 12, 4), "432 / 488 at 4Ki / 16Ki"),
+    (_sm90("hopper_fwd", 64, 16, True, True), Config(128, 128, 8, 2), "344 / 402 at 1Ki / 2Ki"),
+    (_sm90("hopper_fwd", 128, 16, False), Config(128, 128, 8, 2), "655 / 635 / 662"),
+    (_sm90("hopper_fwd", 128, 16, True), Config(128, 128, 8, 2), "463 / 562 / 614"),
+    (_sm90("hopper_fwd", 256, 16, False), Config(128, 64, 8, 2), "628 / 663 / 685"),
+    (_sm90("hopper_fwd", 256, 16, True), Config(128, 64, 8, 2), "438 / 580 / 647"),
+    (_sm90("bwd_dkdv", 32, 16, False), Config(64, 128, 4, 3), "399"),
+    (_sm90("bwd_dkdv", 32, 16, True), Config(128, 64, 4, 3), "348"),
+    (_sm90("bwd_dkdv", 64, 16, False), Config(64, 64, 4, 3, True), "406 / 459 / 488"),
+    (_sm90("bwd_dkdv", 64, 16, True), Config(64, 64, 4, 3), "341 / 434 / 465"),
+    (_sm90("bwd_dkdv", 128, 16, False), Config(64, 64, 4, 2, True), "496 / 557 / 585"),
+    (_sm90("bwd_dkdv", 128, 16, True), Config(64, 64, 4, 2, True), "405 / 528 / 607"),
+    (_sm90("bwd_dkdv", 256, 16, False), Config(64, 64, 8, 2, True), "322"),
+    (_sm90("bwd_dkdv", 256, 16, True), Config(64, 64, 8, 2, True), "314"),
+    (_sm90("bwd_dq", 32, 16, False), Config(64, 64, 4, 3), "431"),
+    (_sm90("bwd_dq", 32, 16, True), Config(64, 64, 4, 2), "388"),
+    (_sm90("bwd_dq", 64, 16, False), Config(128, 64, 8, 3), "536 / 588 / 553"),
+    (_sm90("bwd_dq", 64, 16, True), Config(64, 64, 4, 2, True), "406 / 540 / 534"),
+    (_sm90("bwd_dq", 128, 16, False), Config(128, 64, 8, 3), "512 / 572 / 613"),
+    (_sm90("bwd_dq", 128, 16, True), Config(128, 64, 8, 3), "376 / 535 / 593"),
+    (_sm90("bwd_dq", 256, 16, False), Config(64, 64, 4, 2, True), "485"),
+    (_sm90("bwd_dq", 256, 16, True), Config(64, 64, 4, 2, True), "440"),
 ]
 
-TABLE: dict[Key, Config] = {Key("sm90", *key): Config(*config) for key, config, _ in _H200}
+TABLE: dict[Key, Config] = {key: config for key, config, _ in _H200}
 
 # Below this much shared memory a tile's operands leave no room for pipelining.
 ROOMY = 160_000

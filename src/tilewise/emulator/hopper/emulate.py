@@ -25,6 +25,8 @@ from .pointers import Pointer
 from .values import Value, map_tuple, to_value
 from .vocabulary import is_builtin, meanings, unknown
 
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+
 
 class emulate:
     """Launch a `@gluon.jit` kernel on CPU tensors: `emulate(kernel)[grid](*args, **meta)`.
@@ -53,10 +55,10 @@ class emulate:
         self.asm = {" ".join(text.split()): function for text, function in (asm or {}).items()}
         self.trace = _tracer(trace)
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return lambda *args, **meta: self._launch(grid, args, meta)
 
-    def _launch(self, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    def _launch(self, grid: Grid, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         kernel = self.kernel
         names = {parameter.name for parameter in kernel.params}
         given = {name: value for name, value in meta.items() if name in names}
@@ -123,7 +125,7 @@ class Rebinder:
         if id(jitted) in self._done:
             return self._done[id(jitted)][1]
         fn, code = jitted.fn, jitted.fn.__code__
-        captured = dict(zip(code.co_freevars, fn.__closure__ or ()))
+        captured: dict[str, types.CellType] = dict(zip(code.co_freevars, fn.__closure__ or ()))
         if fn.__name__ in fn.__globals__ and fn.__name__ not in captured:
             # If it calls itself, the rewritten source finds it among the captured variables.
             captured[fn.__name__] = types.CellType(fn.__globals__[fn.__name__])

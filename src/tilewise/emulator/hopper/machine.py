@@ -109,7 +109,7 @@ class Partition:
 
     def frames(self) -> list[Any]:
         """The kernel's own frames on this partition's stack, innermost first."""
-        return kernel_frames(sys._current_frames().get(self.thread.ident))
+        return kernel_frames(sys._current_frames().get(self.thread.ident or 0))
 
     def _run(self) -> None:
         _here.partition = self
@@ -144,7 +144,7 @@ class Machine:
     def __init__(self, seed: int, resident: int, trace: Any = None) -> None:
         self.random = random.Random(seed)
         self.resident, self.trace = resident, trace
-        self.grid = (1, 1, 1)
+        self.grid: tuple[int, int, int] = (1, 1, 1)
         self.asm: Mapping[str, Callable[..., Any]] = {}
         self.turns = 0  # since something last changed for good
         self.inference = torch.is_inference_mode_enabled()
@@ -191,7 +191,7 @@ class Machine:
     def switch(self, me: Partition) -> None:
         """Pass the turn on and wait to get it back."""
         chosen = self._choose()
-        if chosen is not me:
+        if chosen is not None and chosen is not me:
             chosen.turn.release()
             me.turn.acquire()
         self.check_stopped()

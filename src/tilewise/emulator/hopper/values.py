@@ -259,8 +259,9 @@ def binary(name: str, a: Any, b: Any) -> Any:
         if dtype.is_floating():
             raise TypeError(f"{name} of {dtype}")
         result = _BITWISE[name](x, y)
-        is_shifted = name == "lshift" and not isinstance(result, torch.Tensor)
-        return Value(_wrap(result, dtype) if is_shifted else fit(result, dtype), dtype)
+        if name == "lshift" and not isinstance(result, torch.Tensor):
+            return Value(_wrap(result, dtype), dtype)
+        return Value(fit(result, dtype), dtype)
     return Value(fit(_divide(name, x, y, dtype), dtype), dtype)
 
 

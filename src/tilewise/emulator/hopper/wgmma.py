@@ -25,17 +25,17 @@ class Matmul:
         self.product: torch.Tensor | None = None
         self.result: Value | None = None
 
-    def multiply(self) -> None:
-        """Read the operands."""
+    def multiply(self) -> torch.Tensor:
+        """Read the operands, once."""
         if self.product is None:
             self.product = _matrix(self.a, self.dtype) @ _matrix(self.b, self.dtype)
+        return self.product
 
     def retire(self) -> None:
         """Be done; those issued before are."""
-        self.multiply()
-        result = self.product
+        result = self.multiply()
         if self.use_acc:
-            before = self.acc.matmul.result if isinstance(self.acc, InFlight) else self.acc
+            before: Any = self.acc.matmul.result if isinstance(self.acc, InFlight) else self.acc
             result = result + before.data
         self.result = Value(result, self.dtype)
 
