@@ -63,16 +63,16 @@ class Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
             return None
         try:
-            return getattr(importlib.import_module(COMMANDS[name].module), name)
+            return getattr(importlib.import_module(COMMANDS[cmd_name].module), cmd_name)
         except ModuleNotFoundError as error:
             if error.name == "rich":
                 raise click.ClickException(MISSING) from error
-            if error.name == COMMANDS[name].module:
-                raise click.ClickException(f"`tilewise {name}` is not here yet") from error
+            if error.name == COMMANDS[cmd_name].module:
+                raise click.ClickException(f"`tilewise {cmd_name}` is not here yet") from error
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -23,12 +23,11 @@ class TileList(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            found = tuple(tuple(map(int, part.split("x"))) for part in value.split(","))
+            sides = (map(int, part.split("x")) for part in value.split(","))
+            found = tuple((rows, columns) for rows, columns in sides)
         except ValueError:
             found = ()
-        fits = all(
-            len(tile) == 2 and all(n >= 16 and not n & (n - 1) for n in tile) for tile in found
-        )
+        fits = all(n >= 16 and not n & (n - 1) for tile in found for n in tile)
         if not found or not fits:
             self.fail(f"{value!r} is not a list such as 128x64,64x64, powers of two from 16 on")
         return found
@@ -106,7 +105,7 @@ def run(shape, kernel, asked, target, timing, *, save, as_json, png) -> list:
     if where:
         run = dict(device=where, rounds=rounds, round_ms=round_ms, save=save)
         done = time_all(shape, kernel, done, **run)
-        print_rows((x.outcome.row for x in done), as_json)
+        print_rows((x.outcome.row for x in done if x.outcome is not None), as_json)
     elif as_json:
         for x in done:
             click.echo(json.dumps(as_record(x)))

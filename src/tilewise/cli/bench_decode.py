@@ -102,13 +102,17 @@ def cases_of(asked: dict, lengths, pages, queries) -> list[list]:
     """The steps that take turns: a list for each batch and head."""
     from ..bench.caches import decode
 
-    plain = itertools.product(asked["batch"], asked["seqlens"], [""])
-    batches = [(0, 0, name) for name in lengths] if lengths else list(plain)
+    plain = itertools.product(asked["batch"], asked["seqlens"])
+    batches: list[tuple[int, int, str]] = [(batch, seqlen, "") for batch, seqlen in plain]
+    if lengths:
+        batches = [(0, 0, name) for name in lengths]
     return [
         [
             decode(
                 *(batch, seqlen, heads),
-                **dict(lengths=name, queries=number, page_size=page_size),
+                lengths=name,
+                queries=number,
+                page_size=page_size,
                 dtype=DTYPES[asked["dtype"]],
             )
             for number in queries

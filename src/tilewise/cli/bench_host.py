@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import click
 
 from .bench import providers_of
@@ -11,8 +13,17 @@ from .packed_options import HeadList
 from .rows import output_options, print_rows, round_options
 from .tables import console, table
 
-GPU = dict(seqlen=128, heads=((16, 16, 128),), dtype="bf16")
-CPU = dict(seqlen=16, heads=((2, 2, 32),), dtype="fp32")
+
+class Sizes(NamedTuple):
+    """Those of the call that is timed."""
+
+    seqlen: int
+    heads: tuple[tuple[int, int, int], ...]
+    dtype: str
+
+
+GPU = Sizes(seqlen=128, heads=((16, 16, 128),), dtype="bf16")
+CPU = Sizes(seqlen=16, heads=((2, 2, 32),), dtype="fp32")
 
 
 @click.command()
@@ -50,18 +61,19 @@ def host(
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise click.UsageError(f"--modes {unknown[0]!r} is none of {', '.join(MODES)}")
     usual = GPU if device.startswith("cuda") else CPU
-    asked = {name: value or usual[name] for name, value in sizes.items()}
-    nheads, nheads_k, headdim = asked["heads"][0]
-    lengths = asked["seqlen"], asked["seqlen"]
+    asked = usual._replace(**{name: value for name, value in sizes.items() if value})
+    nheads, nheads_k, headdim = asked.heads[0]
+    lengths = asked.seqlen, asked.seqlen
     shape = Shape(
         *("fwd", batch, *lengths, nheads, nheads_k, headdim, headdim),
         causal,
-        DTYPES[asked["dtype"]],
+        DTYPES[asked.dtype],
     )
     chosen = providers_of(ours, against)
     screen = console(as_json)
-    timing = dict(device=device, rounds=rounds, round_ms=round_ms, save=save)
-    done = run_host(shape, chosen, modes, **timing)
+    done = run_host(
+        shape, chosen, modes, device=device, rounds=rounds, round_ms=round_ms, save=save
+    )
     print_rows((one.outcome.row for one in done), as_json)
     show(screen, done, str(shape._replace(direction="")).strip())
     if png:

@@ -47,8 +47,9 @@ def io(passes, counters, formula, steps, device, as_json, png, **options) -> Non
     if formula:
         if options["save"] or counters:
             raise click.UsageError("--formula measures nothing: no --save, no --counters")
-    run = dict(device=device, with_counters=counters, show=tell, **options)
-    entries = run_account(shape, passes, **run)
+    entries = run_account(
+        shape, passes, device=device, with_counters=counters, show=tell, **options
+    )
     print_rows((x.outcome.row for x in entries if x.outcome), as_json)
     show(screen, entries)
     if steps:
@@ -71,8 +72,9 @@ def shape_of(device: str, sizes: dict):
     on_cpu = device.startswith("cpu")
     batch = sizes["batch"] or (1 if on_cpu else 64)
     dtype = DTYPES[sizes["dtype"] or ("fp32" if on_cpu else "fp16")]
-    lengths, heads, headdim = (sizes["seqlen"],) * 2, (sizes["heads"],) * 2, (sizes["headdim"],) * 2
-    return Shape("fwd+bwd", batch, *lengths, *heads, *headdim, sizes["causal"], dtype)
+    seqlen, heads, headdim = sizes["seqlen"], sizes["heads"], sizes["headdim"]
+    each = seqlen, seqlen, heads, heads, headdim, headdim
+    return Shape("fwd+bwd", batch, *each, sizes["causal"], dtype)
 
 
 def show(screen, entries: list) -> None:

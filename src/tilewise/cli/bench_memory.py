@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import click
 
 from .bench import providers_of
@@ -10,8 +12,17 @@ from .packed_options import HeadList, PassList
 from .rows import output_options, print_rows
 from .tables import console, table
 
-GPU = dict(seqlens=tuple(1024 << n for n in range(7)), heads=((16, 16, 128),), dtype="bf16")
-CPU = dict(seqlens=(1024, 2048, 4096), heads=((2, 2, 64),), dtype="fp32")
+
+class Sizes(NamedTuple):
+    """Those of the calls that are measured."""
+
+    seqlens: tuple[int, ...]
+    heads: tuple[tuple[int, int, int], ...]
+    dtype: str
+
+
+GPU = Sizes(seqlens=tuple(1024 << n for n in range(7)), heads=((16, 16, 128),), dtype="bf16")
+CPU = Sizes(seqlens=(1024, 2048, 4096), heads=((2, 2, 64),), dtype="fp32")
 
 
 @click.command()
@@ -42,11 +53,11 @@ def memory(passes, causal, ours, against, device, save, as_json, png, **sizes) -
     from ..bench.memory import run_memory, shapes_of
 
     usual = GPU if device.startswith("cuda") else CPU
-    asked = {name: value or usual[name] for name, value in sizes.items()}
+    asked = usual._replace(**{name: value for name, value in sizes.items() if value})
     chosen = providers_of(ours, against)
     screen = console(as_json)
-    dtype = DTYPES[asked["dtype"]]
-    shapes = shapes_of(passes, asked["seqlens"], asked["heads"][0], dtype, causal)
+    dtype = DTYPES[asked.dtype]
+    shapes = shapes_of(passes, asked.seqlens, asked.heads[0], dtype, causal)
     tell = lambda line: screen.print(line, style="dim")  # noqa: E731
     done = run_memory(shapes, chosen, device=device, save=save, show=tell)
     print_rows((one.row for one in done), as_json)
@@ -98,7 +109,7 @@ def draw(path: str, done: list) -> None:
     from ..bench.memory import curves
     from .picture import Axes, lines
 
-    series = {
+    series: dict[str, dict[float, float]] = {
         f"{provider}, {direction}": {s: peak / 2**20 for s, peak in points.items()}
         for (direction, provider), points in curves(done).items()
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import click
 
 from .options import DTYPES, Exit, IntList, NameList, OneInt, default_device, need_gpu
@@ -9,8 +11,17 @@ from .packed_options import HeadList, PassList
 from .rows import output_options, print_rows, round_options
 from .tables import console, digits, table
 
-GPU = dict(seqlens=tuple(128 << n for n in range(6)), tokens=16384, heads=((16, 16, 64),))
-CPU = dict(seqlens=(128, 256, 512, 1024), tokens=1024, heads=((2, 2, 64),))
+
+class Sizes(NamedTuple):
+    """Those of the calls that are timed."""
+
+    seqlens: tuple[int, ...]
+    tokens: int
+    heads: tuple[tuple[int, int, int], ...]
+
+
+GPU = Sizes(seqlens=tuple(128 << n for n in range(6)), tokens=16384, heads=((16, 16, 64),))
+CPU = Sizes(seqlens=(128, 256, 512, 1024), tokens=1024, heads=((2, 2, 64),))
 NUMBERS = ("S", "B", "ms", "standard", "speed-up", "MiB", "standard ", "memory")
 
 
@@ -40,14 +51,20 @@ def speedup(
     if unknown := [case for case in cases if case not in CASES]:
         raise click.UsageError(f"--cases {unknown[0]!r} is none of {', '.join(CASES)}")
     on_gpu = device.startswith("cuda")
-    asked = {name: value or (GPU if on_gpu else CPU)[name] for name, value in sizes.items()}
+    usual = GPU if on_gpu else CPU
+    asked = usual._replace(**{name: value for name, value in sizes.items() if value})
     dtype = DTYPES[dtype or ("fp16" if on_gpu else "fp32")]
     screen = console(as_json)
     tell = lambda line: screen.print(line, style="dim")  # noqa: E731
-    named = asked["seqlens"], asked["tokens"], asked["heads"][0], dtype
-    shapes = shapes_of(passes, cases, *named)
-    run = dict(device=device, rounds=rounds, round_ms=round_ms, save=save, show=tell)
-    done = run_speedup(shapes, provider_of(ours), **run)
+    shapes = shapes_of(passes, cases, asked.seqlens, asked.tokens, asked.heads[0], dtype)
+    done = run_speedup(
+        *(shapes, provider_of(ours)),
+        device=device,
+        rounds=rounds,
+        round_ms=round_ms,
+        save=save,
+        show=tell,
+    )
     print_rows((x.row for gain in done for x in (gain.ours, gain.standard)), as_json)
     for direction in passes:
         for case in cases:

@@ -91,7 +91,7 @@ def show(screen, found: Comparison, sides: tuple[Side, Side], rule: str) -> None
         rows = [(name, *figures(x), percent(x.cost), x.verdict) for name, x in zip(shapes, changes)]
         made = table([common, *NUMBERS, ""], rows, numbers=NUMBERS)
         for line, change in zip(made.rows, changes):
-            line.style = STYLES.get(MARKS.get(change.verdict))
+            line.style = STYLES.get(MARKS.get(change.verdict, ""))
         screen.print(made)
         mean = statistics.geometric_mean(change.cost for change in changes)
         screen.print(f"{percent(mean)} in the geometric mean of {len(changes)}.")

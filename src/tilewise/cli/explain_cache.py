@@ -20,10 +20,14 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
     heads = options["heads"], options["kv_heads"] or options["heads"], options["headdim"]
     if heads[0] % heads[1]:
         raise click.UsageError("--heads is a multiple of --kv-heads")
-    more = dict(lengths=options["lengths"] or "", queries=options["seqlen"] or 1)
-    more |= dict(page_size=page_size or 0, dtype=DTYPES[options["dtype"]])
     try:
-        return decode(options["batch"], options["seqlen_k"] or 8192, heads, **more)
+        return decode(
+            *(options["batch"], options["seqlen_k"] or 8192, heads),
+            lengths=options["lengths"] or "",
+            queries=options["seqlen"] or 1,
+            page_size=page_size or 0,
+            dtype=DTYPES[options["dtype"]],
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 

@@ -93,7 +93,7 @@ def _mask(node: ast.expr, seqlen: int) -> mods.Mask:
     if not isinstance(call.func, ast.Name) or call.func.id not in NAMES:
         raise click.UsageError(f"`{ast.unparse(node)}` has no meaning in a mask: {GRAMMAR}")
     arguments = [_number(argument) for argument in call.args]
-    named = {keyword.arg: _number(keyword.value) for keyword in call.keywords}
+    named = {str(keyword.arg): _number(keyword.value) for keyword in call.keywords}
     if call.func.id == "document" and not named:
         return _document(arguments, seqlen)
     try:

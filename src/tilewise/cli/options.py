@@ -33,15 +33,18 @@ class IntList(click.ParamType):
             self.fail(f"{value!r} is not a list of numbers such as 64,128 or 1k,16k", param, ctx)
 
 
-class OneInt(IntList):
+class OneInt(click.ParamType):
     """`512` or `4k`."""
 
     name = "number"
 
+    def __init__(self, least: int = 1) -> None:
+        self.list = IntList(least)
+
     def convert(self, value, param, ctx) -> int:
         if isinstance(value, int):
             return value
-        found = super().convert(value, param, ctx)
+        found = self.list.convert(value, param, ctx)
         if len(found) != 1:
             self.fail(f"{value!r} is not one number such as 512 or 4k", param, ctx)
         return found[0]

@@ -7,7 +7,7 @@ tiles of different sequences, `AaaAaa` two of the same.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..testing.schedule import Run, Tile, makespan
 
@@ -68,7 +68,7 @@ def style(character: str) -> str:
 
 
 def svg(
-    timelines: dict[str, Sequence[Run]], tiles: Sequence[Tile], processors: int, subject: str
+    timelines: Mapping[str, Sequence[Run]], tiles: Sequence[Tile], processors: int, subject: str
 ) -> str:
     """All timelines on one time axis, one below the other, as a picture with a title and a
     description; each tile tells what it is when pointed at.

@@ -167,8 +167,9 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
         swap = case.features.layout == "bshd"
         q, k, v = (x.transpose(1, 2) if swap else x for x in (q, k, v))
         heads = case.sizes.nheads != case.sizes.nheads_k
-        how = dict(is_causal=is_causal, scale=case.features.scale, enable_gqa=heads)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=case.features.scale, enable_gqa=heads
+        )
         return out.transpose(1, 2) if swap else out
 
     def exact(q, k, v):

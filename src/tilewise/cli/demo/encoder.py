@@ -148,7 +148,7 @@ def nearest(embeddings: Tensor, found: list[texts.Sentence], queries: int) -> li
     cosines = embeddings[:queries] @ embeddings[queries:].T
     best = cosines.max(1)
     return [
-        Neighbour(query, *found[index], round(cosine, 4))
+        Neighbour(query, found[index].source, found[index].text, round(cosine, 4))
         for query, index, cosine in zip(
             texts.QUERIES, best.indices.tolist(), best.values.tolist(), strict=True
         )

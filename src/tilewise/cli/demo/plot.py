@@ -23,8 +23,7 @@ def draw(grown: Grown, path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-    with pyplot.rc_context(style):
+    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (memory, time) = pyplot.subplots(1, 2, figsize=(11.5, 5), layout="constrained")
         figure.suptitle(grown.title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         draw_panel(memory, grown.points, "peak_mib", "MiB beyond the inputs", "Memory")

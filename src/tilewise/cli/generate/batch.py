@@ -30,11 +30,11 @@ def batch_of(chunks: list[Chunk], width: int, device: str) -> Batch:
     starts = list(accumulate((chunk.last - chunk.first for chunk in chunks), initial=0))
     rows = [chunk.request.pages for chunk in chunks]
     table = [row + [NO_PAGE] * (width - len(row)) for row in rows]
-    int32 = dict(dtype=torch.int32, device=device)
+    lasts = [chunk.last for chunk in chunks]
     return Batch(
         torch.tensor(ids, device=device),
         torch.tensor(positions, device=device),
-        torch.tensor(starts, **int32),
-        torch.tensor([chunk.last for chunk in chunks], **int32),
-        torch.tensor(table, **int32),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(lasts, dtype=torch.int32, device=device),
+        torch.tensor(table, dtype=torch.int32, device=device),
     )

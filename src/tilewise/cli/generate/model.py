@@ -8,6 +8,8 @@ forward without padding.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from ... import cache
@@ -50,12 +52,21 @@ class PagedLlama:
             project(x).unflatten(-1, (-1, self.headdim))  # (tokens, heads, headdim)
             for project in (module.q_proj, module.k_proj, module.v_proj)
         )
-        where = dict(
-            page_table=batch.page_table,
-            seqused_k=batch.seqused_k,
-            cu_seqlens_q=batch.cu_seqlens_q,
+        table, used, starts = batch.page_table, batch.seqused_k, batch.cu_seqlens_q
+        cache.append(
+            *(*kv, k, v),
+            rotary=self.rotary,
+            page_table=table,
+            seqused_k=used,
+            cu_seqlens_q=starts,
         )
-        cache.append(*kv, k, v, rotary=self.rotary, **where)
-        q = rotate(q, self.rotary, batch.positions)
-        how = dict(causal=True, scale=module.scaling, split_size=self.split_size)
-        return module.o_proj(attention(q, *kv, **how, **where).flatten(1))
+        out = attention(
+            *(rotate(q, self.rotary, batch.positions), *kv),
+            causal=True,
+            scale=module.scaling,
+            split_size=self.split_size,
+            page_table=table,
+            seqused_k=used,
+            cu_seqlens_q=starts,
+        )
+        return module.o_proj(cast(Tensor, out).flatten(1))

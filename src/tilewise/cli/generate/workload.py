@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .requests import Request
@@ -27,10 +29,11 @@ def llama(seed: int, device: str, **sizes):
     """transformers' LlamaForCausalLM, eager, fp32, the same weights on every device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**(SIZES | sizes), attn_implementation="eager")
+    asked: dict[str, Any] = {**SIZES, **sizes, "attn_implementation": "eager"}
+    config = LlamaConfig(**asked)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)  # its own `to` has no type
     return model.float().eval().to(device)
 
 
