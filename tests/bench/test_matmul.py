@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from tilewise.bench import products
-from tilewise.bench.matmul import CHOICE, CONFIGS, FULL_PRECISION, grouped_tile, matmul, programs
+from tilewise.bench.matmul import CHOICE, CONFIGS, FULL_PRECISION, matmul, programs
+from tilewise.bench.matmul_kernel import grouped_tile
 from tilewise.bench.products import KINDS, Product
 from tilewise.errors import ArgumentError
 from tilewise.testing import interpret, tolerance

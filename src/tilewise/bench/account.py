@@ -97,7 +97,8 @@ def served_by(shape: Shape, device: str) -> tuple[str, Blocks]:
     if launches:
         first, *_, last = launches
         return backend, ((first.block_m, first.block_n), (last.block_m, last.block_n))
-    return backend, ((tiles.BLOCK_M, tiles.BLOCK_N),) * 2
+    own = tiles.BLOCK_M, tiles.BLOCK_N
+    return backend, (own, own)
 
 
 def _target(device: torch.device) -> str:

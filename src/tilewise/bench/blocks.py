@@ -130,7 +130,8 @@ def time_all(
     outcomes = time_ready(entries, tried, common, device, rounds, round_ms)
     done = [_finished(one, kernel, x) for one, x in zip(candidates, outcomes)]
     if save is not None:
-        append(save, [one.outcome.row for one in done if one.outcome.row is not None])
+        rows = [one.outcome.row for one in done if one.outcome is not None]
+        append(save, [row for row in rows if row is not None])
     return done
 
 

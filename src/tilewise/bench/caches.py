@@ -102,7 +102,8 @@ class Cache(NamedTuple):
 
     def copy(self) -> Cache:
         """The same in memory of its own, strides and all."""
-        return Cache(*(None if x is None else x.clone() for x in self))
+        table = None if self.page_table is None else self.page_table.clone()
+        return Cache(self.k.clone(), self.v.clone(), self.seqused_k.clone(), table)
 
 
 def make_queries(of: Decode, device: str) -> Tensor:
@@ -137,7 +138,7 @@ def paged(cache: Cache, page_size: int) -> Cache:
             padded = torch.nn.functional.pad(row, (0, 0, 0, 0, 0, pages * page_size - room))
             pool[places] = padded.unflatten(0, (pages, page_size))
         pools.append(pool)
-    return Cache(*pools, cache.seqused_k, table.to(INT32))
+    return Cache(pools[0], pools[1], cache.seqused_k, table.to(INT32))
 
 
 def by_head(cache: Cache) -> Cache:

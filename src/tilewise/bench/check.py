@@ -8,6 +8,7 @@ a bias the gradient of two key heads' query heads, which takes the whole batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) 
         x = torch.randn(sizes, device=device, generator=generator, dtype=torch.float32)
         x = x.mul_(size).to(dtype)
         tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
-    return Inputs(*tensors, bias_of(shape, device, generator))
+    q, k, v, dout = tensors
+    return Inputs(q, k, v, dout, bias_of(shape, device, generator))
 
 
 def truth(shape: Shape, inputs: Inputs) -> Truth:
@@ -96,7 +98,9 @@ def _entries(places: dict[str, tuple], held: Standards) -> Truth:
 def _dbias_of(shape: Shape, head: int, held: list[Standards]) -> tuple:
     """The bias's gradient at the query heads of a key head, summed over the batch."""
     place = (slice(None), _queries_of(shape, head))
-    exact, plain, recomputed = (sum(run["dbias"] for run in runs) for runs in zip(*held))
+    exact, plain, recomputed = (
+        functools.reduce(torch.add, [run["dbias"] for run in runs]) for runs in zip(*held)
+    )
     return "dbias", place, exact, (plain.to(held[0].plain["dq"].dtype), recomputed)
 
 

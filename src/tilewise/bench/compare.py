@@ -149,28 +149,26 @@ def changes_of(
     a: Row, b: Row, beside: tuple[dict[str, Row], dict[str, Row]], choice: Choice
 ) -> list[Change]:
     """What can be compared of two rows of one series: times, and peaks of memory."""
-    found = []
+    found: list[tuple[str, str, Spread, Spread, int, str]] = []
     if is_timed(a) and is_timed(b):
         peer = peer_of(beside, choice)
         sides = [(x, of[peer]) if peer else (x,) for x, of in zip((a, b), beside)]
         way = SUSTAINED if all(way_of(*rows) == SUSTAINED for rows in sides) else FLUSHED
         times = [[list(rounds_of(row, way)) for row in rows] for rows in sides]
-        spreads = (ratio(*of) if peer else Spread.of(*of) for of in times)
+        one, other = (ratio(*of) if peer else Spread.of(*of) for of in times)
         count = min(len(of[0]) for of in times)
-        found.append((RATIO if peer else TIME, peer, *spreads, count, way))
-    peaks = [peak(row) for row in (a, b)]
-    if all(peaks):
-        count = min(rounds(a), rounds(b))
-        found.append((MEMORY, "", *(Spread(x, x, x) for x in peaks), count, ""))
+        found.append((RATIO if peer else TIME, peer, one, other, count, way))
+    most_a, most_b = peak(a), peak(b)
+    if most_a and most_b:
+        held = Spread(most_a, most_a, most_a), Spread(most_b, most_b, most_b)
+        found.append((MEMORY, "", *held, min(rounds(a), rounds(b)), ""))
     return [
         Change(
-            *words_of(b),
-            b.provider,
-            *one,
-            verdict=verdict(one[0], *one[2:], choice.threshold),
+            *(*words_of(b), b.provider, measure, peer, one, other, count),
+            verdict=verdict(measure, one, other, count, choice.threshold),
             way=way,
         )
-        for *one, way in found
+        for measure, peer, one, other, count, way in found
     ]
 
 

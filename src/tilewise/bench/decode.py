@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -63,6 +63,10 @@ class Ready(NamedTuple):
     verdict: Verdict
 
 
+Name = tuple[Decode, str]  # a step, and who takes it
+Tried = dict[Name, Ready | Outcome[Decode]]
+
+
 class Truth(NamedTuple):
     """The rows of a sequence in fp64 and as plain torch gives them in the inputs' precision."""
 
@@ -108,7 +112,8 @@ def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
     for row in sorted({0, of.batch - 1, *map(lengths.index, ends)}):
         one = q[row : row + 1], *(x[row : row + 1, : lengths[row]] for x in cache[:2])
         exact = attention_reference(*(x.double() for x in one), causal=True)
-        found.append(Truth(row, exact, attention_reference(*one, causal=True, upcast=False)))
+        plain = attention_reference(*one, causal=True, upcast=False)
+        found.append(Truth(row, cast(Tensor, exact), cast(Tensor, plain)))
     return found
 
 
@@ -143,7 +148,7 @@ class Replayed:
         return self.outs
 
 
-def ready(of: Decode, who: Decoder, stage: Stage) -> Ready | Outcome:
+def ready(of: Decode, who: Decoder, stage: Stage) -> Ready | Outcome[Decode]:
     """A step once it has been asked and checked, or why it is not timed."""
     try:
         attend = who.prepare(of, stage.plan.device)
@@ -182,7 +187,7 @@ def run_decode(
     cold: str = COLD[0],
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
-) -> list[list[Outcome]]:
+) -> list[list[Outcome[Decode]]]:
     """Checks and times the steps of each case, which differ in queries and pages alone. Rows are
     appended to `save` as each case ends.
     """
@@ -206,12 +211,12 @@ def run_decode(
 
 def run_case(
     steps: list[Decode], decoders: Sequence[Decoder], plan: Plan, common: dict, rate: float
-) -> list[Outcome]:
+) -> list[Outcome[Decode]]:
     """All steps by everybody, in turns; `rate` are the gigabytes a second that memory gave."""
     if plan.on_gpu:
         torch.cuda.empty_cache()
     stage = Stage(steps[0]._replace(page_size=0), plan)
-    tried = {}
+    tried: Tried = {}
     for who in decoders:
         own = steps if who.has_pages else [of._replace(page_size=0) for of in steps]
         for of in dict.fromkeys(own):
@@ -230,13 +235,12 @@ def run_case(
     return outcomes
 
 
-def in_turns(tried: dict, what: str, clock: Clock, plan: Plan) -> dict:
+def in_turns(tried: Tried, what: str, clock: Clock, plan: Plan) -> dict[Name, list[float]]:
     """Milliseconds by round of each that is ready; who raises is so no longer."""
     while True:
         calls = {key: getattr(one, what) for key, one in tried.items() if isinstance(one, Ready)}
         try:
-            timing = dict(clock=clock, rounds=plan.rounds, round_ms=plan.round_ms)
-            return time_interleaved(calls, **timing)
+            return time_interleaved(calls, clock=clock, rounds=plan.rounds, round_ms=plan.round_ms)
         except CallFailed as failed:
             of, name = failed.name
             tried[failed.name] = Outcome(of, name, None, refused=_reason(failed.error))

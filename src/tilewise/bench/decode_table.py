@@ -25,7 +25,7 @@ class Figure(NamedTuple):
     aim: float | None = None
 
 
-def lines_of(outcomes: Sequence[Outcome], copies: int) -> list[str]:
+def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
     """A line a step; the last column is its time over ours of as many queries, on the same pages
     if it has any.
     """
@@ -61,7 +61,7 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> Row | None:
+def beside(outcome: Outcome[Decode], outcomes: Sequence[Outcome[Decode]]) -> Row | None:
     """Our row that a step is held against."""
     of, name = outcome.shape, outcomes[0].provider
     mine = [o for o in outcomes if o.provider == name and o.shape.seqlen_q == of.seqlen_q]
@@ -69,7 +69,7 @@ def beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> Row | None:
     return next((o.row for o in (*same, *mine) if o.row is not None), None)
 
 
-def summary(done: Sequence[Sequence[Outcome]]) -> list[str]:
+def summary(done: Sequence[Sequence[Outcome[Decode]]]) -> list[str]:
     """A line a figure, and how many rows there are."""
     lines = []
     for outcomes in done:
@@ -83,12 +83,12 @@ def summary(done: Sequence[Sequence[Outcome]]) -> list[str]:
     return [*lines, f"{sum(o.row is not None for o in each)} rows timed, {wrong} wrong"]
 
 
-def is_on_gpu(outcomes: Sequence[Outcome]) -> bool:
+def is_on_gpu(outcomes: Sequence[Outcome[Decode]]) -> bool:
     """Whether steps were replayed: on a CPU nothing is aimed at."""
     return any(o.row is not None and o.row.extra.get("cold") != "none" for o in outcomes)
 
 
-def figures_of(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
+def figures_of(outcomes: Sequence[Outcome[Decode]]) -> Iterator[Figure]:
     """Ours with pages beside ours without, of several queries beside one, and peers' beside it."""
     name = outcomes[0].provider
     mine = {o.shape: o.row for o in outcomes if o.provider == name and o.row is not None}
@@ -101,12 +101,12 @@ def figures_of(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
             aim = AIMS["queries"] if of.seqlen_q <= 8 else None
             yield Figure(f"1 query / {of.seqlen_q}, {_pages(of)}", ratio_of(row, other), aim)
     for outcome in outcomes:
-        own = beside(outcome, outcomes)
-        if outcome.provider == name or None in (outcome.row, own):
+        own, row = beside(outcome, outcomes), outcome.row
+        if outcome.provider == name or own is None or row is None:
             continue
         what = f"{outcome.provider} / {name}, {_queries(outcome.shape)}, {_pages(outcome.shape)}"
-        yield Figure(what, ratio_of(own, outcome.row))
-        if host := outcome.row.extra.get("host_us"):
+        yield Figure(what, ratio_of(own, row))
+        if host := row.extra.get("host_us"):
             ratio = host / own.extra["host_us"]
             aim = AIMS["host"] if outcome.provider == "sdpa" else None
             yield Figure(f"host: {what}", Spread(ratio, ratio, ratio), aim)

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def _ours(backend: str | None) -> Attend:
     from ..tile.split_kv import default_split_size
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
-        return attention(
+        out = attention(
             *(q, cache.k, cache.v),
             causal=True,
             seqused_k=cache.seqused_k,
@@ -63,6 +63,7 @@ def _ours(backend: str | None) -> Attend:
             split_size=default_split_size(q.shape[2] // cache.k.shape[2]),
             backend=backend,
         )
+        return cast(Tensor, out)
 
     return attend
 
@@ -76,19 +77,22 @@ def _sdpa(backend: SDPBackend | None) -> Callable[[Decode, str], Attend]:
             raise Absent("torch has it for CUDA tensors only")
         has_mask = of.seqlen_q > 1
         mask = causal_lower_right(of.seqlen_q, of.seqlen_k) if has_mask else None
-        options = dict(attn_mask=mask, enable_gqa=of.nheads != of.nheads_k)
+        has_gqa = of.nheads != of.nheads_k
 
         def attend(q: Tensor, cache: Cache) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, cache.k, cache.v))
-            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=has_gqa)
+            return out.transpose(1, 2)
 
         if backend is None:
             return attend
         if has_mask:
             raise Absent("its causal mask is top-left, which differs where the lengths differ")
 
+        asked = backend
+
         def pinned(q: Tensor, cache: Cache) -> Tensor:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(asked):
                 return attend(q, cache)
 
         return pinned
@@ -156,6 +160,7 @@ def fa3_function(function: Callable, of: Decode) -> Attend:
 
 
 def _fa3_function() -> Callable:
+    reason: Exception | None = None
     for name in peers.FA3_MODULES:
         try:
             return importlib.import_module(name).flash_attn_with_kvcache

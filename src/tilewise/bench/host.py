@@ -141,12 +141,11 @@ class Captured:
         self.held: tuple = ()  # the tensors that the graph reads and writes
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
-        if self.graph is None:
-            self._capture(arguments)
-        self.graph.replay()
+        graph = self._capture(arguments) if self.graph is None else self.graph
+        graph.replay()
         return self.held[-1]
 
-    def _capture(self, arguments: tuple[torch.Tensor, ...]) -> None:
+    def _capture(self, arguments: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -157,6 +156,7 @@ class Captured:
         with torch.cuda.graph(graph):
             out = self.attend(*arguments)
         self.graph, self.held = graph, (*arguments, out)
+        return graph
 
 
 WRAPPED: dict[str, Callable[[Attend], Attend]] = {"compile": _compiled, "graph": Captured}

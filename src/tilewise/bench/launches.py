@@ -74,12 +74,14 @@ def built_of(compiled: Any, target: str) -> Built:
     return Built(needs[0], found["spill_stores"], *needs[1:], occupancy(target, *needs))
 
 
-def waves(launch: Launch, built: Built | None, card: Card) -> Waves:
-    """Tiles over the programs that run at once; one an SM where no compiler said more."""
+def waves(launch: Launch, built: Built | None, card: Card | None) -> Waves:
+    """Tiles over the programs that run at once; one an SM where no compiler said more, one by one
+    without a card.
+    """
     per_sm = 1
     if built is not None and built.occupancy is not None and not launch.is_persistent:
         per_sm = max(1, built.occupancy.programs)
-    at_once = card.sms * per_sm
+    at_once = 1 if card is None else card.sms * per_sm
     count = launch.tiles / at_once
     return Waves(at_once, count, count / max(1, math.ceil(count)))
 
@@ -171,7 +173,8 @@ def _hopper_backward(call: Call) -> Launch:
     heads, padded = lse.shape[:2], blocks * bwd_launch.ROWS
     dq = torch.empty(*heads, padded, plan.tile.BLOCK_D)
     turns = torch.empty(*heads, blocks, 2, dtype=torch.int32) if plan.tile.ORDERED else None
-    added = Accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
+    accumulated: Any = Accumulated  # of pointers in a kernel, of tensors here
+    added = accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
     ds = None if ds is None else torch.empty(ds, dtype=q.dtype, device="meta")
     pairs = extras.bias, target_of(plan, grads, ds)
     args = bwd_launch.arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1])

@@ -115,17 +115,27 @@ def _no_room(shape: Shape, name: str, reason: str, common: dict) -> Peak:
 
 def _row(shape: Shape, name: str, errors: tuple, extra: dict, common: dict) -> Row:
     """A row that times nothing."""
-    times = dict(median_ms=0.0, p20_ms=0.0, p80_ms=0.0, rounds_ms=[0.0], tflops=0.0)
     max_error, bound = errors
-    fields = dict(shape=shape._asdict(), provider=name, max_error=max_error, bound=bound)
-    return Row(**common, **fields, **times, extra=extra)
+    return Row(
+        **common,
+        shape=shape._asdict(),
+        provider=name,
+        median_ms=0.0,
+        p20_ms=0.0,
+        p80_ms=0.0,
+        rounds_ms=[0.0],
+        tflops=0.0,
+        max_error=max_error,
+        bound=bound,
+        extra=extra,
+    )
 
 
 def input_bytes(stage: Stage) -> int:
     """Of q, k and v, and of dout where there is a backward."""
     inputs = stage.inputs["bshd"]
-    count = 3 if stage.shape.direction == "fwd" else 4
-    return sum(x.numel() * x.element_size() for x in inputs[:count])
+    tensors = inputs[:3] if stage.shape.direction == "fwd" else inputs[:4]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def said(one: Peak) -> str:

@@ -69,8 +69,8 @@ def arguments_of(shape: Shape, device: str) -> dict[str, Any]:
     """What `attention` is called with, nothing for a shape without; a bias is an input."""
     if shape.modifier in MASKS:
         return {"block_mask": block_mask_of(shape, device)}
-    if shape.modifier == "score":
-        return {"score_mod": scores.score(score_of(shape, device))}
+    if (score := score_of(shape, device)) is not None:
+        return {"score_mod": scores.score(score)}
     if shape.modifier == "dropout":
         return {"dropout_p": DROPOUT_P, "dropout_rng": torch.tensor(RNG, device=device)}
     return {}

@@ -232,10 +232,10 @@ class _Library(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx, *douts):
         saved = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
-        ctx.passes.bwd(dout.contiguous(), *saved, dq=dq, dk=dk, dv=dv)
+        ctx.passes.bwd(douts[0].contiguous(), *saved, dq=dq, dk=dk, dv=dv)
         return dq, dk, dv, None
 
 

@@ -75,9 +75,8 @@ def operands(product: Product, device: str, seed: int = 0) -> tuple[Tensor, Tens
     """Normal inputs, rounded to the kind's dtype."""
     kind = KINDS[product.kind]
     generator = torch.Generator(device=device).manual_seed(seed)
-    draw = dict(device=device, generator=generator)
-    a = torch.randn(product.m, product.k, **draw).to(kind.dtype)
-    b = torch.randn(product.n, product.k, **draw).to(kind.dtype).T
+    a = torch.randn(product.m, product.k, device=device, generator=generator).to(kind.dtype)
+    b = torch.randn(product.n, product.k, device=device, generator=generator).to(kind.dtype).T
     return a, b if kind.by_column else b.contiguous()
 
 
@@ -103,7 +102,8 @@ def _scaled_product(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_cuda:
         return (a.float() @ b.float()).bfloat16()
     one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # it has no other name
+    return multiply(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def plain_product(name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def run_products(
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
     sustained: bool = False,
-) -> list[Outcome]:
+) -> list[Outcome[Product]]:
     """Times our product in each configuration (None: the chosen one) beside torch's, in turns,
     `sustained` also under load.
 
@@ -178,7 +178,7 @@ def run_product(
     rounds: int,
     round_ms: float,
     plan: Plan | None,
-) -> list[Outcome]:
+) -> list[Outcome[Product]]:
     """One product by everybody: check, then time."""
     kind = KINDS[product.kind]
     named = {provider_name(config): our_product(kind, config) for config in configs}
@@ -192,19 +192,18 @@ def run_product(
         except CallFailed as failed:
             del calls[failed.name]
             tried[failed.name] = refused(product, failed.name, failed.error)
-    first = next(iter(times.values()), None)
     outcomes = []
     for name, one in tried.items():
         if isinstance(one, Ready):
             row = make_row(product, name, times[name], one.verdict, common)
-            one = timed(product, row, times[name], first)
+            one = timed(product, row, times[name], next(iter(times.values())))
         outcomes.append(one)
     return outcomes
 
 
 def checked(
     product: Product, named: dict[str, Multiply], device: str
-) -> Iterator[tuple[str, Ready | Outcome]]:
+) -> Iterator[tuple[str, Ready | Outcome[Product]]]:
     """Each by its name: ready, or why it is not timed."""
     a, b = operands(product, device)
     exact = a.double() @ b.double()
@@ -227,7 +226,7 @@ def provider_name(config: str | None) -> str:
     return "tilewise" if config is None else f"tilewise:{config}"
 
 
-def refused(product: Product, name: str, error: Exception) -> Outcome:
+def refused(product: Product, name: str, error: Exception) -> Outcome[Product]:
     """It cannot run here."""
     first = next(iter(str(error).strip().splitlines()), "")
     return Outcome(product, name, None, refused=f"{type(error).__name__}: {first[:200]}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,7 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         options = features.options_of(shape, device)
         options |= features.packing_of(shape, device)
         options |= dict(backend=backend, deterministic=deterministic)
-        return lambda q, k, v, bias=None: attention(q, k, v, bias=bias, **options)
+        return lambda q, k, v, bias=None: cast(Tensor, attention(q, k, v, bias=bias, **options))
 
     return Provider(name, refuse, prepare)
 
@@ -153,12 +153,13 @@ def _prepare_flex(shape: Shape, device: str) -> Attend:
     mode alone recompiles: hence a fresh compile a shape, and a body that raises where it is run
     and not traced.
     """
+    from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
     # Inductor frees tensors that a backward saved unless told that the backward runs again.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     options = features.options_of(shape, device)
     score_mod = _flex_score(shape, options["alibi_slopes"]) or modifiers.score_of(shape, device)
     mask_mod = _flex_mask(shape) if shape.causal else modifiers.predicate_of(shape, device)
@@ -174,7 +175,7 @@ def _prepare_flex(shape: Shape, device: str) -> Attend:
                 "Dynamo fell back to unfused FlexAttention: the time would mean nothing"
             )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = flex_attention(
+        found: Any = flex_attention(
             q,
             k,
             v,
@@ -183,10 +184,11 @@ def _prepare_flex(shape: Shape, device: str) -> Attend:
             enable_gqa=shape.nheads != shape.nheads_k,
             return_aux=aux,
         )
-        if sinks is not None:
-            # Without a sink of its own: what it takes of the softmax is taken from the result.
-            out, lse = out[0], out[1].lse
-            out = (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(q.dtype)
+        if sinks is None:
+            return found.transpose(1, 2)
+        # Without a sink of its own: what it takes of the softmax is taken from the result.
+        out, lse = found[0], found[1].lse
+        out = (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(q.dtype)
         return out.transpose(1, 2)
 
     return torch.compile(attend, dynamic=False, fullgraph=True)

@@ -111,7 +111,7 @@ def validate(record: dict) -> dict:
             if field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"field {name!r} is missing")
             continue
-        kind = KINDS.get(field.type, list)
+        kind = KINDS.get(str(field.type), list)
         if not isinstance(record[name], kind) or isinstance(record[name], bool):
             raise ValueError(f"field {name!r} is {record[name]!r}: it must be {field.type}")
     if not record["rounds_ms"]:

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -23,11 +23,15 @@ from .table import DENSE, table_of
 from .timer import CallFailed, Clock, Spread, clock_for, ratio
 from .ways import ratio_of
 
+Of = TypeVar("Of")
 
-class Outcome(NamedTuple):
-    """What became of one provider at one shape: a row, or the reason why there is none."""
 
-    shape: Shape
+class Outcome(NamedTuple, Generic[Of]):
+    """What became of one provider at one shape, or at whatever else is timed: a row, or the reason
+    why there is none.
+    """
+
+    shape: Of
     provider: str
     row: Row | None
     ratio: Spread | None = None  # this provider's time over the first one's, round by round
@@ -53,7 +57,7 @@ class Stage:
         self.inputs = {"bshd": make_inputs(shape, device)}
         self.expected = truth(shape, self.inputs["bshd"])
 
-    def ready(self, one: Provider) -> Ready | Outcome:
+    def ready(self, one: Provider) -> Ready | Outcome[Shape]:
         """The provider once it has been asked and checked, or why it is not timed."""
         try:
             if (reason := one.refuse(self.shape, self.device)) is not None:
@@ -84,7 +88,7 @@ def run_suite(
     with_dense: bool = False,
     sustained: bool = False,
     energy: bool = False,
-) -> list[Outcome]:
+) -> list[Outcome[Shape]]:
     """Times `providers` at `shapes`; the first that runs is the one that ratios are taken against.
     With `with_dense` the first provider also runs, in turn with the others, the dense shape that
     each packed one is held against. With `sustained` all are timed under load too, with `energy`
@@ -119,7 +123,7 @@ def run_entries(
     rounds: int,
     round_ms: float,
     plan: Plan | None = None,
-) -> list[Outcome]:
+) -> list[Outcome[Shape]]:
     """What is timed in turns, by name: refuse, check, time."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # so that the memory that is free is known
@@ -133,38 +137,38 @@ def run_entries(
 
 def time_ready(
     entries: dict[str, tuple[Shape, Provider]],
-    tried: dict[str, Ready | Outcome],
+    tried: dict[str, Ready | Outcome[Shape]],
     common: dict,
     device: str,
     rounds: int,
     round_ms: float,
     clock: Clock | None = None,
     plan: Plan | None = None,
-) -> list[Outcome]:
+) -> list[Outcome[Shape]]:
     """Times in turns those that are ready, by the device's clock if by no other, and with a plan
     under sustained load too; an outcome for each entry.
     """
-    tried = dict(tried)
     outcomes = {name: one for name, one in tried.items() if isinstance(one, Outcome)}
-    calls = {name: one.call for name, one in tried.items() if isinstance(one, Ready)}
+    ready = {name: one for name, one in tried.items() if isinstance(one, Ready)}
+    calls = {name: one.call for name, one in ready.items()}
     clock = clock or clock_for(device)
     times = None
     while times is None:  # again without the one that raised
         try:
             times = measure(calls, clock, rounds, round_ms, plan)
         except CallFailed as failed:
-            del calls[failed.name], tried[failed.name]  # and its memory
+            del calls[failed.name], ready[failed.name]  # and its memory
             shape, one = entries[failed.name]
             reason = _reason(failed.error)
             outcomes[failed.name] = Outcome(shape, one.name, None, refused=reason)
     for name, own in times.items():
         shape, one = entries[name]
-        row = make_row(shape, one.name, own, tried[name].verdict, common)
+        row = make_row(shape, one.name, own, ready[name].verdict, common)
         outcomes[name] = timed(shape, row, own, first=next(iter(times.values())))
     return [outcomes[name] for name in entries]
 
 
-def timed(shape: Shape, row: Row, own: Times, first: Times) -> Outcome:
+def timed(shape: Of, row: Row, own: Times, first: Times) -> Outcome[Of]:
     """The outcome of what was timed, beside the first provider's times."""
     return Outcome(
         shape,
@@ -176,7 +180,7 @@ def timed(shape: Shape, row: Row, own: Times, first: Times) -> Outcome:
     )
 
 
-def hold_against_dense(outcomes: list[Outcome]) -> list[Outcome]:
+def hold_against_dense(outcomes: list[Outcome[Shape]]) -> list[Outcome[Shape]]:
     """The outcomes of a packed shape, of which the last is the first provider's dense one: the
     first says how much of the dense FLOP/s it keeps. Ratios of times are for the packed alone.
     """

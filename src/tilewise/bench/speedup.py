@@ -123,7 +123,7 @@ def measure(
             peak = peaks[outcome.provider]
             extra = {"case": case, "input_bytes": input_bytes(stage)}
             extra |= {} if peak is None else {"peak_bytes": peak}
-            if outcome.provider == STANDARD.name:
+            if outcome.provider == STANDARD.name and outcome.ratio is not None:
                 extra |= {"speedup": outcome.ratio.median}
                 extra |= {"checked": "without dropout"} if shape.modifier else {}
             row = dataclasses.replace(row, extra={**row.extra, **extra})
@@ -159,4 +159,4 @@ def said(gain: Gain) -> str:
     for outcome in (gain.ours, gain.standard):
         if outcome.row is None:
             return f"{outcome.provider}: {outcome.wrong or outcome.refused}"
-    return f"{gain.speedup.median:.2f} times as fast"
+    return "not timed" if gain.speedup is None else f"{gain.speedup.median:.2f} times as fast"

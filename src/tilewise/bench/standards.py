@@ -9,7 +9,7 @@ from those has errors of its own, and in fp32 they are most of what there is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -99,12 +99,14 @@ def _by_autograd(shape: Shape, upcast: bool) -> Callable[[Inputs, dict[str, Any]
         options = {**options, "bias": block.bias, "upcast": upcast}
         if shape.direction == "fwd":
             with torch.no_grad():
-                return {"out": attention_reference(*block[:3], **options)}
+                return {"out": cast(Tensor, attention_reference(*block[:3], **options))}
         leaves = {"q": block.q, "k": block.k, "v": block.v}
-        if shape.modifier == "learned-bias":  # wide, as its gradient is yet to be summed
+        if (
+            block.bias is not None and shape.modifier == "learned-bias"
+        ):  # wide, as its gradient is yet to be summed
             leaves["bias"] = block.bias.to(torch.promote_types(block.bias.dtype, torch.float32))
         leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-        out = attention_reference(**{**options, **leaves})
+        out = cast(Tensor, attention_reference(**{**options, **leaves}))
         grads = torch.autograd.grad(out, list(leaves.values()), block.dout)
         return {"out": out.detach(), **{f"d{name}": x for name, x in zip(leaves, grads)}}
 
@@ -114,12 +116,12 @@ def _by_autograd(shape: Shape, upcast: bool) -> Callable[[Inputs, dict[str, Any]
 def _recomputed(block: Inputs, options: dict[str, Any]) -> Results:
     """The run of FlashAttention-2."""
     asked = {name: options[name] for name in ("causal", "window", "softcap")}
-    own = [options[name] for name in ("alibi_slopes", "sinks")]
     others = {
         name: x for name, x in options.items() if name not in (*asked, "alibi_slopes", "sinks")
     }
     case = cases.Case("bench", Sizes(), Features(**asked))
-    inputs = CaseInputs(*block[:4], None, *own, None, block.bias)
+    slopes, sinks = options["alibi_slopes"], options["sinks"]
+    inputs = CaseInputs(*block[:4], None, slopes, sinks, None, block.bias)
     return cases.recomputed(case, inputs, **others)
 
 
@@ -157,5 +159,5 @@ def _blockwise(
     }
     if shape.direction == "fwd":
         return results
-    dtype = found["dq"].dtype
+    dtype = results["dq"].dtype
     return results | {name: total.to(dtype) for name, total in sums.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .shapes import Shape
 from .timer import Spread
 from .ways import SUSTAINED, rate_of
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 DENSE = "dense"  # the first provider at the dense shape that a packed one is held against
 
 
-def table_of(shape: Shape, outcomes: Sequence[Outcome]) -> list[str]:
+def table_of(shape: object, outcomes: Sequence[Outcome]) -> list[str]:
     """The lines of one shape.
 
     The last column says how many times as long as the first provider this one took; of a dense

@@ -15,9 +15,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 Result = TypeVar("Result")
+Key = TypeVar("Key")
 Call = Callable[[], object]
 
 
@@ -86,12 +87,12 @@ def clock_for(device: str) -> Clock:
 class CallFailed(Exception):
     """A call raised while it was timed: its name, and the error."""
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: Any, error: Exception) -> None:
         super().__init__(f"{name}: {error}")
         self.name, self.error = name, error
 
 
-def attempt(name: str, run: Callable[[], Result]) -> Result:
+def attempt(name: object, run: Callable[[], Result]) -> Result:
     """What `run` returns; CallFailed with this name where it raises."""
     try:
         return run()
@@ -100,32 +101,32 @@ def attempt(name: str, run: Callable[[], Result]) -> Result:
 
 
 def time_interleaved(
-    calls: Mapping[str, Call],
+    calls: Mapping[Key, Call],
     *,
     clock: Clock = cpu_clock,
     rounds: int = 5,
     round_ms: float = 30.0,
     max_calls: int = 50,
-) -> dict[str, list[float]]:
+) -> dict[Key, list[float]]:
     """For each named call a median time a round, in milliseconds; CallFailed where one raises."""
 
-    def timed(name: str, count: int) -> list[float]:
+    def timed(name: Key, count: int) -> list[float]:
         return attempt(name, lambda: clock(calls[name], count))
 
     names = list(calls)
-    repeats = {}
+    repeats: dict[Key, int] = {}
     for name in names:
         timed(name, 1)  # the first call compiles and allocates
         estimate = max(min(timed(name, 2)), 1e-6)
         repeats[name] = int(min(max(round_ms / estimate, 1), max_calls))
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[Key, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in order_of(names, number):
             times[name].append(statistics.median(timed(name, repeats[name])))
     return times
 
 
-def order_of(names: list[str], number: int) -> list[str]:
+def order_of(names: list[Key], number: int) -> list[Key]:
     """The order of a round: over as many rounds as there are names, or twice as many where that is
     odd, each directly follows every other equally often (E. J. Williams, 1949, Latin squares
     balanced for the estimation of residual effects).

@@ -31,7 +31,8 @@ class Moved(NamedTuple):
     once: float
     tiled: float
 
-    def __add__(self, other: Moved) -> Moved:
+    def plus(self, other: Moved) -> Moved:
+        """Both passes."""
         return Moved(*(a + b for a, b in zip(self, other)))
 
 
@@ -112,9 +113,9 @@ def moved(
     total = Moved(0.0, 0.0)
     for direction in PASSES[shape.direction]:
         if direction == "fwd":
-            total += _forward(shape, blocks, pack)
+            total = total.plus(_forward(shape, blocks, pack))
         else:
-            total += _backward(shape, backward_blocks or blocks, backend)
+            total = total.plus(_backward(shape, backward_blocks or blocks, backend))
     return total
 
 

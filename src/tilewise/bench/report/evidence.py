@@ -237,7 +237,7 @@ class Standing(NamedTuple):
     least: float
     most: float
     ahead: int  # how many are 1 or more
-    count: int
+    rows: int
     worst: Shape
 
     @classmethod

@@ -103,7 +103,7 @@ def standing(evidence: Evidence) -> Section:
 
 
 def _line(what: str, name: str, of: Standing) -> list:
-    ahead = Cell(f"{of.ahead} of {of.count}", "" if of.ahead == of.count else "behind")
+    ahead = Cell(f"{of.ahead} of {of.rows}", "" if of.ahead == of.rows else "behind")
     return [
         what,
         name,
@@ -136,7 +136,7 @@ def cards(evidence: Evidence) -> list[Card]:
             of = Standing.of(ratios[name])
             label = f"{kind} {WORDS[direction]} beside {name}"
             range_of = f"{times(of.least)} to {times(of.most)}"
-            note = f"{of.ahead} of {of.count} rows ≥ 1, {range_of}, {SHORT.get(dtype, dtype)}"
+            note = f"{of.ahead} of {of.rows} rows ≥ 1, {range_of}, {SHORT.get(dtype, dtype)}"
             made.append(Card(f"{times(of.mean)}×", label, note, "behind" if of.mean < 1 else ""))
     return made[:8]
 

@@ -4,6 +4,7 @@ errors, and whatever other suites there are rows of.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def _by_lengths(where: str, turns: Sequence[Turn]) -> Table:
         means = [Standing.of(of).mean if of else None for of in of_peer.values()]
         ranges = [Standing.of(of) for of in of_peer.values() if of]
         kept = [t.ours.extra["of_dense"] for t in members if t.ours and "of_dense" in t.ours.extra]
-        dense = Standing.of(dict(enumerate(kept))).mean if kept else None
+        dense = statistics.geometric_mean(kept) if kept else None
         rows.append(
             [
                 *(WORDS[direction], lengths, str(len(members))),
@@ -233,7 +234,7 @@ def errors(evidence: Evidence) -> Section | None:
             by.setdefault(key, []).append(entry)
         for (direction, dtype, name), of in sorted(by.items(), key=lambda x: _order(*x[0])):
             worst = max(of, key=_share)
-            size = f"{max(e.row.max_error for e in of):.1e}"
+            size = f"{max(e.row.max_error or 0.0 for e in of):.1e}"
             what = f"{WORDS[direction]}, {SHORT.get(dtype, dtype)}"
             share = f"{_share(worst):.2f}" + (f" {BEHIND}" if _share(worst) > 1 else "")
             rows.append([str(environment), what, name, str(len(of)), size, share, str(worst.shape)])

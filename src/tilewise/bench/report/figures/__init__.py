@@ -22,7 +22,7 @@ IN_CHINESE = {" to ": " 到 ", " of ": " / ", "sustained": "持续负载", "flus
 
 def page(name: str, evidence: Evidence) -> str:
     """One of the pages, with every question answered."""
-    text = resources.files(__package__).joinpath(name).read_text("utf-8")
+    text = resources.files(__name__).joinpath(name).read_text("utf-8")
     return fill(text, evidence, IN_CHINESE if name == CHINESE else {})
 
 
