@@ -143,6 +143,20 @@ class Call:
         self.forward: Callable | None = None  # (q, k, v, extras) -> (out, lse), once prepared
 
 
+class Saved(NamedTuple):
+    """What a backward reads beside the extras: the gradients that come in, and what the forward
+    read and wrote.
+    """
+
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class Grads(NamedTuple):
     """What a backend's backward returns; the last two are None where nobody asked."""
 

@@ -8,7 +8,7 @@ from tilewise import mods, scores
 from tilewise.kernels.common.arguments import features_of
 from tilewise.kernels.portable import launch
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Extras, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import build, stats
 
@@ -52,10 +52,10 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
     with mock.patch.object(launch, "run", plans.append):
         out, lse = launch.forward(problem, q, k, v, extras, scalars)
         dlse = torch.empty_like(lse) if tensors else None
-        given = dlse, q, k, v, out, lse, extras, scalars
-        launch.backward(problem, out, *given)
+        given = Saved(out, dlse, q, k, v, out, lse), extras, scalars
+        launch.backward(problem, *given)
         if problem.mods.score:
-            launch.captured_grads(problem, out, *given, [0])
+            launch.captured_grads(problem, *given, [0])
     return {plan.name: plan for plan in plans}
 
 

@@ -16,7 +16,7 @@ from tilewise.kernels.hopper.bwd.bias_pairs import target_of
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.padded import empty_rows, with_padded_rows
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Extras, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import SMEM_LIMIT, build, stats
 
@@ -106,9 +106,10 @@ def launch_of(
     dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
     added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), turns
     pairs = biases, target_of(plan, grads, None)
-    args = bwd_launch.arguments(problem, plan, out, q, k, v, added, grads, pairs, groups[1])
+    saved = Saved(out, None, q, k, v, out, lse)
+    args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
     before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
-    return plan, (*args, *groups), before, (dq, strided(grads.dq), *groups)
+    return plan, args, before, (dq, strided(grads.dq), *groups)
 
 
 def functions_of(mask, score, is_by_blocks, shape):

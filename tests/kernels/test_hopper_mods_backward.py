@@ -15,7 +15,7 @@ from tilewise.kernels.hopper.bias_memory import has_tiles
 from tilewise.kernels.hopper.bwd import bias_pairs as bwd_pairs
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Problem, Scalars, describe
+from tilewise.problem import Extras, Problem, Saved, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, standards
 from tilewise.testing.inputs import Features, Inputs, Sizes, make_inputs, poisoned
@@ -138,13 +138,7 @@ class Given(NamedTuple):
     """A backward's arguments."""
 
     problem: Problem
-    dout: Tensor
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
+    saved: Saved
     extras: Extras
     scalars: Scalars
 
@@ -170,7 +164,7 @@ def given_of(
     flags = align, deterministic, mods, inputs.bias is not None
     problem = describe(q, k, v, extras, scalars, *flags)
     results = out.to(q.dtype), lse.float()
-    return Given(problem, dout, inputs.dlse, q, k, v, *results, extras, scalars)
+    return Given(problem, Saved(dout, inputs.dlse, q, k, v, *results), extras, scalars)
 
 
 def case_of(name):

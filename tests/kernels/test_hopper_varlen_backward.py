@@ -19,7 +19,7 @@ from tilewise.kernels.hopper.descriptors import ELEMENTS, checked, ragged_by_hea
 from tilewise.kernels.hopper.layouts import shared
 from tilewise.kernels.hopper.tma import load_ragged, store_ragged
 from tilewise.kernels.portable import launch as portable
-from tilewise.problem import Extras, Problem, Scalars, describe
+from tilewise.problem import Extras, Problem, Saved, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, standards
 from tilewise.testing.inputs import Features, Inputs, Sizes, guarded, make_inputs, poisoned
@@ -84,13 +84,7 @@ class Given(NamedTuple):
     """A backward's arguments, q, k, v and what belongs to them as (batch, seqlen, nheads, ...)."""
 
     problem: Problem
-    dout: Tensor
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
+    saved: Saved
     extras: Extras
     scalars: Scalars
 
@@ -109,7 +103,7 @@ def given_of(inputs: Inputs, forward: dict, features: Features, extras: Extras, 
     scalars = Scalars(features.scale or q.shape[3] ** -0.5, features.softcap or 0.0, left, right)
     align = "top_left" if features.causal == "top_left" else "bottom_right"
     problem = describe(q, k, v, extras, scalars, align, deterministic)
-    return Given(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
+    return Given(problem, Saved(dout, dlse, q, k, v, out, lse), extras, scalars)
 
 
 def packed_call(case: PackedCase, deterministic=False, device="cpu"):
@@ -297,7 +291,7 @@ def gpu_call(queries, keys, headdim, deterministic=False, causal=True):
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
     out, lse = portable.forward(problem, q, k, v, extras, scalars)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    return Given(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
+    return Given(problem, Saved(dout, dlse, q, k, v, out, lse), extras, scalars)
 
 
 def starts_of(lengths):
@@ -351,8 +345,10 @@ def test_one_graph_serves_any_lengths():
     for lengths in ((300, 500, 100), (0, 900, 0), (1, 0, 899), (128, 128, 644)):
         for starts in (given.extras.cu_seqlens_q, given.extras.cu_seqlens_k):
             starts.copy_(starts_of(lengths))
-        forward = portable.forward(given.problem, *given[3:6], given.extras, given.scalars)
-        given.out.copy_(forward[0]), given.lse.copy_(forward[1])
+        saved = given.saved
+        inputs = saved.q, saved.k, saved.v
+        forward = portable.forward(given.problem, *inputs, given.extras, given.scalars)
+        saved.out.copy_(forward[0]), saved.lse.copy_(forward[1])
         eager = bwd_launch.backward(*given)
         graph.replay()
         torch.cuda.synchronize()

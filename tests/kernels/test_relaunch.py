@@ -17,7 +17,7 @@ from tilewise.kernels.hopper.descriptors import Described
 from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Extras, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 
 BF16 = torch.bfloat16
@@ -236,7 +236,8 @@ def test_portable_forward(log, name, monkeypatch):
 def backward_of(call, dout, dlse=None):
     problem, scalars, (q, k, v), extras = call
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-    return lambda: bwd_launch.backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars)
+    saved = Saved(dout, dlse, q, k, v, out, lse)
+    return lambda: bwd_launch.backward(problem, saved, extras, scalars)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -315,7 +316,8 @@ def test_a_copied_tensor_is_copied_each_time(log):
         launch._compiled.clear()
         out, lse = torch.zeros_like(q), torch.zeros(2, 4, 64)
         for _ in range(2):
-            bwd_launch.backward(problem, q, None, q, keys, keys, out, lse, extras, Scalars(1.0))
+            saved = Saved(q, None, q, keys, keys, out, lse)
+            bwd_launch.backward(problem, saved, extras, Scalars(1.0))
         assert not bwd_kept._kept
     assert not any(how == "again" for name, how, *_ in log if name != "hopper_fwd_kernel")
 

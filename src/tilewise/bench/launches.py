@@ -148,7 +148,7 @@ def _hopper_forward(call: Call) -> Launch:
     kernel = launch.hopper_fwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
-    numbers = plan.tile.STAGES, args[5].tiles, True
+    numbers = plan.tile.STAGES, args.queue.tiles, True
     pack = plan.tile.PACK
     return Launch("hopper_fwd_kernel", *_sides(plan.tile), *numbers, building, pack)
 
@@ -161,6 +161,7 @@ def _hopper_backward(call: Call) -> Launch:
     from ..kernels.hopper.bwd.bias_pairs import target_of
     from ..kernels.hopper.descriptors import checked
     from ..kernels.hopper.padded import empty_out, with_padded_rows
+    from ..problem import Saved
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
@@ -177,13 +178,13 @@ def _hopper_backward(call: Call) -> Launch:
     added = accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
     ds = None if ds is None else torch.empty(ds, dtype=q.dtype, device="meta")
     pairs = extras.bias, target_of(plan, grads, ds)
-    args = bwd_launch.arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1])
+    saved = Saved(dout, None, q, k, v, dout, lse)
+    args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
     kernel = bwd_launch.hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    arguments = *checked(args), *groups
-    building = functools.partial(build, kernel, *arguments, on="sm90", **constants)
+    building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
     slots = 2  # for blocks of queries
-    return Launch("hopper_bwd_kernel", *_sides(plan.tile), slots, args[12].tiles, True, building)
+    return Launch("hopper_bwd_kernel", *_sides(plan.tile), slots, args.queue.tiles, True, building)
 
 
 def _in_padded_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:

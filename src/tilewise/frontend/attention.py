@@ -17,7 +17,7 @@ from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
 from ..ops import kv_cache as cache_ops
 from ..ops.known_steps import Look, again, look_of
-from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
+from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods
 from ..tile.random_bytes import check_dropout, draw_rng
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .checks import check, check_scores, has_values
@@ -172,10 +172,8 @@ def attention(
             lengths = None, None, documents.cu_seqlens, documents.cu_seqlens
             max_seqlen_q = documents.longest
     modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
-    extras = extras_of(
-        *(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None),
-        *modifiers.captured,
-    )
+    rng = dropout_rng if dropout_p else None
+    extras = Extras(alibi_slopes, sinks, *lengths, bias, rng, modifiers.captured)
     out, lse = call(
         *(q, k, v),
         extras=extras,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError, Words
-from ..problem import extras_of
+from ..problem import Extras
 from ..tile.random_bytes import check_dropout, draw_rng
 from .attention import call, is_long
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
@@ -62,10 +62,11 @@ def flash_attn_func(
     q, k, v = _ranked(q, k, v)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_batch(chunk, q, k)
-    extras = alibi_slopes, learnable_sink, *(None,) * 5, _rng(dropout_p, q), *chunks.captured
+    learned = alibi_slopes, learnable_sink
+    given = dict(dropout_rng=_rng(dropout_p, q), captured=chunks.captured)
     out, lse = call(
         *(q, k, v),
-        extras=extras_of(*extras),
+        extras=Extras(*learned, **given),
         numbers=(softmax_scale, softcap),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -227,10 +228,11 @@ def flash_attn_varlen_func(
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_packed(chunk, lengths)
-    extras = alibi_slopes, learnable_sink, *lengths, None, _rng(dropout_p, q), *chunks.captured
+    learned = alibi_slopes, learnable_sink
+    given = dict(dropout_rng=_rng(dropout_p, q), captured=chunks.captured)
     out, lse = call(
         *(q, k, v),
-        extras=extras_of(*extras),
+        extras=Extras(*learned, *lengths, **given),
         numbers=(softmax_scale, softcap),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,

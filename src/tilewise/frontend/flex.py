@@ -12,7 +12,7 @@ from ..errors import ArgumentError, Words
 from ..mods.block_mask import BlockMask, block_mask_of
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..mods.scores import ScoreFunction
-from ..problem import OPEN, extras_of
+from ..problem import OPEN, Extras
 from .attention import call
 from .broadcasting import batched, with_positive_scale
 from .qkv import check_rank
@@ -80,7 +80,7 @@ def flex_attention(
     query, scale = with_positive_scale(x.query, scale, WORDS)
     out, lse = call(
         *(t.transpose(1, 2) for t in (query, x.key, x.value)),
-        extras=extras_of(*(None,) * 8, *modifiers.captured),
+        extras=Extras(captured=modifiers.captured),
         numbers=(scale, None),
         window=("bottom_right", OPEN, OPEN),
         deterministic=False,

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError, Words
 from ..mods.flatten import NO_MODIFIERS, Modifiers, modifiers_by
-from ..problem import OPEN, extras_of
+from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
 from .attention import call
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
@@ -92,7 +92,7 @@ def with_lse(
     query, scale = with_positive_scale(x.query, scale, WORDS)
     out, lse = call(
         *(query.transpose(1, 2), x.key.transpose(1, 2), x.value.transpose(1, 2)),
-        extras=extras_of(*(None,) * 6, bias, rng, *modifiers.captured),
+        extras=Extras(bias=bias, dropout_rng=rng, captured=modifiers.captured),
         numbers=(scale, None),
         window=window,
         deterministic=torch.are_deterministic_algorithms_enabled(),

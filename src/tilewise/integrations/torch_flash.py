@@ -24,7 +24,7 @@ from ..frontend.checks import Checked, check
 from ..frontend.kv_cache import varlen_of_pages
 from ..ops import attention as ops
 from ..ops.schema import INPUTS
-from ..problem import LONG, OPEN, Extras
+from ..problem import LONG, OPEN, Extras, Saved
 
 Tensor = torch.Tensor
 WORDS = Words("query", "key", "value", shape="(batch, seqlen, nheads, headdim)")
@@ -53,17 +53,6 @@ class Asked(NamedTuple):
     alibi_slopes: Tensor | None = None
     block_table: Tensor | None = None
     num_splits: int | None = None  # a hint: it chooses among equal results
-
-
-class Saved(NamedTuple):
-    """What a backward is given before the numbers of its forward."""
-
-    dout: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 def attend(asked: Asked) -> tuple[Tensor, Tensor]:
@@ -98,12 +87,13 @@ def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     _refuse(asked)
     is_packed = asked.cum_seq_q is not None
-    dout, q, k, v, out = _in_batch(is_packed, *saved[:5])
+    given = saved.dout, saved.q, saved.k, saved.v, saved.out
+    dout, q, k, v, out = _in_batch(is_packed, *given)
     problem, extras, scalars = _checked(asked, q, k, v)
     call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
-    grads = ops.run_backward(call, dout, None, q, k, v, out, lse, extras)
+    grads = ops.run_backward(call, Saved(dout, None, q, k, v, out, lse), extras)
     dq, dk, dv = grads[:INPUTS]
     if is_packed:
         return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
@@ -181,12 +171,12 @@ def _dense(
 
 
 def _dense_backward(*args, scale=None):
-    saved, (_, _, max_q, max_k, dropout_p, is_causal, _, _) = Saved(*args[:6]), args[6:]
-    dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
+    *tensors, lse, _, _, max_q, max_k, dropout_p, is_causal, _, _ = args
+    dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
     flags = max_q, max_k, dropout_p, is_causal, False, scale
-    turned = Saved(dout, q, k, v, out, saved.lse)
-    grads = differentiate(turned, Asked(q, k, v, None, None, *flags))
-    return tuple(_as_like(x, grad.transpose(1, 2)) for x, grad in zip(saved[1:4], grads))
+    saved = Saved(dout, None, q, k, v, out, lse)
+    grads = differentiate(saved, Asked(q, k, v, None, None, *flags))
+    return tuple(_as_like(x, grad.transpose(1, 2)) for x, grad in zip(tensors[1:4], grads))
 
 
 def _packed(*args, **options):
@@ -196,12 +186,13 @@ def _packed(*args, **options):
 
 
 def _packed_backward(*args, scale=None, window_size_left=None, window_size_right=None):
-    saved, (cum_seq_q, cum_seq_k, max_q, max_k) = Saved(*args[:6]), args[6:10]
-    dropout_p, is_causal, _, _ = args[10:]
+    dout, *inputs, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, _, _ = args
+    q, k, v = inputs
     lengths = cum_seq_q, cum_seq_k, max_q, max_k
     flags = dropout_p, is_causal, False, scale, window_size_left, window_size_right
-    grads = differentiate(saved, Asked(*saved[1:4], *lengths, *flags))
-    return tuple(_as_like(x, grad) for x, grad in zip(saved[1:4], grads))
+    saved = Saved(dout, None, q, k, v, out, lse)
+    grads = differentiate(saved, Asked(q, k, v, *lengths, *flags))
+    return tuple(_as_like(x, grad) for x, grad in zip(inputs, grads))
 
 
 def _packed_into(out, *args, **options):

@@ -19,23 +19,23 @@ from torch.autograd import forward_ad
 from .. import dispatch
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flatten import mentions
-from ..problem import OPTIONAL, Call, Extras, Grads, extras_of
+from ..problem import OPTIONAL, Call, Extras, Grads, Saved, extras_of
 from . import captured_grads
 from . import vmap as batching
 from .context_parallel import refuse_shards
 from .schema import (
-    AFTER_TENSORS,
     CALL,
     GIVEN,
     INPUTS,
     LIBRARY,
     SAVED,
     Once,
+    Options,
     asked,
-    asking,
     flat,
-    mods_of,
     no_double_backward,
+    options_of,
+    parts_of,
 )
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ def attention(
         return _Attention.apply(call, q, k, v, *extras.tensors)
     if watched:
         _register_late()
-        return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *asking(call))
+        return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *options_of(call))
     if needs_grad(q, k, v, extras.sinks, extras.bias, *extras.captured):
         return _EagerAttention.apply(call, q, k, v, *extras.tensors)
     return _run_forward(call, q, k, v, extras)
@@ -140,7 +140,7 @@ def _backward(
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
         )
-    saved = dout, dlse, q, k, v, out, lse
+    saved = Saved(dout, dlse, q, k, v, out, lse)
     given = (ctx.call, *saved, *tensors)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
@@ -157,12 +157,13 @@ def _backward(
     return dq, dk, dv, *of_extras.tensors
 
 
-def run_backward(call: Call, dout, dlse, q, k, v, out, lse, extras: Extras) -> Grads:
+def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
     """The gradients on a backend."""
+    q, k, v = saved.q, saved.k, saved.v
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
     chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
-    return chosen.backward(call.problem, dout, dlse, q, k, v, out, lse, extras, call.scalars)
+    return chosen.backward(call.problem, saved, extras, call.scalars)
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -190,7 +191,7 @@ class _Attention(torch.autograd.Function):
     def forward(call, q, k, v, *tensors):
         _register_late()
         return torch.ops.tilewise.flash_attn_forward(
-            q, k, v, *extras_of(*tensors).arguments, *asking(call)
+            q, k, v, *extras_of(*tensors).arguments, *options_of(call)
         )
 
     @staticmethod
@@ -220,13 +221,13 @@ class _AttentionBackward(Once):
     """The backward."""
 
     @staticmethod
-    def forward(call, dout, dlse, q, k, v, out, lse, *tensors):
-        extras = extras_of(*tensors)
-        given = dout, dlse, q, k, v, out, lse
-        if is_watched(dout, dlse, q, k, v) or _is_transformed():
+    def forward(call, *tensors):
+        saved, extras = Saved(*tensors[:GIVEN]), extras_of(*tensors[GIVEN:])
+        if is_watched(*saved[:5]) or _is_transformed():
             _register_late()
-            return torch.ops.tilewise.flash_attn_backward(*given, *extras.arguments, *asking(call))
-        return _filled(run_backward(call, *given, extras), q)
+            given = *saved, *extras.arguments
+            return torch.ops.tilewise.flash_attn_backward(*given, *options_of(call))
+        return _filled(run_backward(call, saved, extras), saved.q)
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
@@ -234,8 +235,8 @@ class _AttentionBackward(Once):
         return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tensors)
 
 
-def gradients(call: Call, saved: tuple, extras: Extras) -> tuple[Tensor, ...]:
-    """Those of q, k and v, of dout, dlse, q, k, v, out and lse, which the caller has kept."""
+def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
+    """Those of q, k and v, of what the caller has kept."""
     return _AttentionBackward.forward(call, *saved, *extras.tensors)[:INPUTS]
 
 
@@ -245,9 +246,7 @@ def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, rest = flat(inputs, INPUTS)
-    problem, _, scalars = asked(tensors, rest)
-    _save(ctx, Call(problem, scalars, inputs[-1]), tensors, output)
+    _save(ctx, _call_of(*parts_of(inputs, INPUTS)), flat(inputs, INPUTS)[0], output)
 
 
 def _op_backward(ctx, dout, dlse):
@@ -256,7 +255,7 @@ def _op_backward(ctx, dout, dlse):
     is_list = isinstance(needs, (list, tuple))
     grads = _backward(ctx, dout, dlse, needs if is_list else ())
     of_captured = list(grads[captured:]) if is_list else None
-    return *grads[:captured], of_captured, *(None,) * AFTER_TENSORS
+    return *grads[:captured], of_captured, *(None,) * len(Options._fields)
 
 
 # the operators
@@ -275,33 +274,35 @@ def known_call(call: tuple, tensors: tuple) -> Call:
     return _known_call(*call, *looks, *[x.stride() for x in tensors[:INPUTS]])
 
 
+def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
+    """The call that an operator's arguments ask for; `inputs` are q, k and v."""
+    return Call(asked(*inputs, extras, options), options.scalars, options.backend)
+
+
 def _forward_kernel(*args):
-    tensors, rest = flat(args, INPUTS)
-    problem, extras, scalars = asked(tensors, rest)
-    call = problem, scalars, rest[-1]
-    if is_watched(*tensors):
-        return _run_forward(Call(*call), *tensors[:INPUTS], extras)
-    return _run_forward(known_call(call, tensors), *tensors[:INPUTS], extras)
+    inputs, extras, options = parts_of(args, INPUTS)
+    call, tensors = _call_of(inputs, extras, options), (*inputs, *extras.tensors)
+    if not is_watched(*tensors):
+        call = known_call((call.problem, call.scalars, call.backend), tensors)
+    return _run_forward(call, *inputs, extras)
 
 
 def _backward_kernel(*args):
-    tensors, rest = flat(args, GIVEN)
-    dout, dlse, q, k, v, out, lse, *others = tensors
-    problem, extras, scalars = asked((q, k, v, *others), rest)
-    call = Call(problem, scalars, rest[-1])
-    return _filled(run_backward(call, dout, dlse, q, k, v, out, lse, extras), q)
+    tensors, extras, options = parts_of(args, GIVEN)
+    saved = Saved(*tensors)
+    call = _call_of((saved.q, saved.k, saved.v), extras, options)
+    return _filled(run_backward(call, saved, extras), saved.q)
 
 
 def _forward_fake(*args):
-    tensors, rest = flat(args, INPUTS)
-    return empty_out(asked(tensors, rest)[0], tensors[0])
+    inputs, extras, options = parts_of(args, INPUTS)
+    return empty_out(asked(*inputs, extras, options), inputs[0])
 
 
 def _backward_fake(*args):
-    tensors, rest = flat(args, GIVEN)
-    q, k, v, _, _, *others = tensors[2:]
-    problem, extras, _ = asked((q, k, v, *others), rest)
-    return _filled(empty_grads(problem, q, k, v, extras), q)
+    tensors, extras, options = parts_of(args, GIVEN)
+    inputs = tensors[2 : 2 + INPUTS]
+    return _filled(empty_grads(asked(*inputs, extras, options), *inputs, extras), inputs[0])
 
 
 def _vmap_forward_op(info, in_dims, *args):
@@ -311,7 +312,7 @@ def _vmap_forward_op(info, in_dims, *args):
         extras = extras_of(*tensors[INPUTS:])
         return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *rest)
 
-    counts_rows = "b" in mentions(mods_of(rest))
+    counts_rows = "b" in mentions(Options(*rest).mods)
     return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
 
 

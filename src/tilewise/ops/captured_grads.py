@@ -17,19 +17,31 @@ from ..emulator.switch import emulator_seed, use_interpreter
 from ..errors import ArgumentError
 from ..mods.derivative import by_loads
 from ..mods.flatten import take_apart
-from ..problem import Call, Extras, extras_of
+from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
-from .schema import CALL, GIVEN, LIBRARY, SAVED, Once, asked, asking, flat, no_double_backward
+from .schema import (
+    CALL,
+    GIVEN,
+    LIBRARY,
+    SAVED,
+    Once,
+    Options,
+    asked,
+    flat,
+    no_double_backward,
+    options_of,
+    parts_of,
+)
 
 Tensor = torch.Tensor
 LIBRARY.define(f"flash_attn_captured_grads({SAVED}, {CALL}, int[] wanted) -> Tensor[]")
 
 
 def gradients(
-    call: Call, needs: list[bool], given: tuple[Tensor | None, ...], extras: Extras
+    call: Call, needs: list[bool], saved: Saved, extras: Extras
 ) -> tuple[Tensor | None, ...]:
     """The gradient of each captured tensor, None where `needs` says that nobody asked or where
-    there is none; `given` is dout, dlse, q, k, v, out and lse.
+    there is none.
     """
     grads: list[Tensor | None] = [None] * len(extras.captured)
     mods = call.problem.mods
@@ -41,7 +53,7 @@ def gradients(
     if wanted:
         differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         compute = _CapturedGrads.apply if differentiable else _CapturedGrads.forward
-        found = compute(call, wanted, *given, *extras.tensors)
+        found = compute(call, wanted, *saved, *extras.tensors)
         for i, grad in zip(wanted, found):
             grads[first + i] = grad
     return tuple(grads)
@@ -52,11 +64,9 @@ class _CapturedGrads(Once):
 
     @staticmethod
     def forward(call, wanted, *tensors):
-        given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
+        given = *tensors[:GIVEN], *extras_of(*tensors[GIVEN:]).arguments
         return tuple(
-            torch.ops.tilewise.flash_attn_captured_grads(
-                *given, *extras.arguments, *asking(call), wanted
-            )
+            torch.ops.tilewise.flash_attn_captured_grads(*given, *options_of(call), wanted)
         )
 
     @staticmethod
@@ -66,17 +76,22 @@ class _CapturedGrads(Once):
 
 
 def _kernel(*args):
-    *args, wanted = args
-    tensors, rest = flat(args, GIVEN)
-    given, (q, k, v) = tensors[:GIVEN], tensors[2:5]
-    problem, extras, scalars = asked((q, k, v, *tensors[GIVEN:]), rest)
+    saved, extras, options, wanted = _parts_of(args)
+    q, k, v = saved.q, saved.k, saved.v
+    problem = asked(q, k, v, extras, options)
     _check_wanted(problem.mods.score, wanted)
-    chosen = dispatch.choose_for(problem, q, k, v, extras, rest[-1])
+    chosen = dispatch.choose_for(problem, q, k, v, extras, options.backend)
     emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
     # dS is one tile's on every GPU: there is no kernel for Hopper alone
     module = chosen if chosen.NAME == "cpu" else dispatch.load("portable")
     with use_interpreter() if emulated else contextlib.nullcontext():
-        return module.captured_grads(problem, *given, extras, scalars, wanted)
+        return module.captured_grads(problem, saved, extras, options.scalars, wanted)
+
+
+def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
+    *args, wanted = args
+    tensors, extras, options = parts_of(tuple(args), GIVEN)
+    return Saved(*tensors), extras, options, wanted
 
 
 def _check_wanted(score: str, wanted: list[int]) -> None:
@@ -91,9 +106,8 @@ def _check_wanted(score: str, wanted: list[int]) -> None:
 
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     """What the score function captured, and which of it wants a gradient."""
-    *args, wanted = args
-    tensors, rest = flat(tuple(args), GIVEN)
-    problem, extras, _ = asked((*tensors[2:5], *tensors[GIVEN:]), rest)
+    saved, extras, options, wanted = _parts_of(args)
+    problem = asked(saved.q, saved.k, saved.v, extras, options)
     _check_wanted(problem.mods.score, wanted)
     return take_apart(problem.mods, extras.captured).score, wanted
 

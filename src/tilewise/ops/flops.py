@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch.utils import _python_dispatch, flop_counter
 
-from ..problem import Extras, Scalars
+from ..problem import Extras
+from .schema import Options
 
-EXTRAS = len(Extras._fields)
-BAND = EXTRAS + Scalars._fields.index("left")
-ALIGN = EXTRAS + len(Scalars._fields)
+
+def pairs_of(q, k, call: tuple) -> int:
+    """The pairs of an operator's q and k, given as shapes; `call` is what comes after the tensors
+    that are not optional.
+    """
+    options = Options(*call[len(Extras._fields) :][: len(Options._fields)])
+    return visible_pairs(q[1], k[1], options.left, options.right, options.align)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
@@ -32,19 +37,19 @@ def forward_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
     What seqused_k and a mask hide is not known here, and counts. Nor are the lengths of packed
     sequences: they count as one long one.
     """
-    pairs = visible_pairs(q[1], k[1], *call[BAND : BAND + 2], call[ALIGN])
+    pairs = pairs_of(q, k, call)
     return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
 
 
 def backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
     """5 matmuls: S, dQ and dK over headdim, dP and dV over headdim_v."""
-    pairs = visible_pairs(q[1], k[1], *call[BAND : BAND + 2], call[ALIGN])
+    pairs = pairs_of(q, k, call)
     return 2 * q[0] * q[2] * pairs * (3 * q[3] + 2 * v[3])
 
 
 def captured_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
     """2 matmuls, S and dP, in each of two walks over the keys: one sums delta, one the gradient."""
-    pairs = visible_pairs(q[1], k[1], *call[BAND : BAND + 2], call[ALIGN])
+    pairs = pairs_of(q, k, call)
     return 2 * q[0] * q[2] * pairs * 2 * (q[3] + v[3])
 
 

@@ -2,35 +2,78 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, SCORE_FUNCTION, name_of, text_of
-from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Scalars, describe, extras_of
+from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, describe, extras_of
 
 Tensor = torch.Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
 INPUTS = 3  # q, k, v
-GIVEN = 7  # to a backward: dout, dlse, q, k, v, out, lse
-SCALARS = len(Scalars._fields)
+GIVEN = len(Saved._fields)  # to a backward
+
+
+class Options(NamedTuple):
+    """The arguments of an operator after its tensors."""
+
+    scale: float
+    softcap: float
+    left: int
+    right: int
+    dropout_p: float
+    align: str
+    deterministic: bool
+    mask_mod: str  # a text, and so are the next two
+    score_mod: str
+    score_derivative: str
+    mask_block: tuple[int, int] | list[int]
+    has_bias_grad: bool
+    is_long: bool
+    backend: str | None
+
+    @property
+    def scalars(self) -> Scalars:
+        """The numbers among them."""
+        return Scalars(self.scale, self.softcap, self.left, self.right, self.dropout_p)
+
+    @property
+    def mods(self) -> Mods:
+        """The modifiers among them."""
+        score, derivative = (
+            name_of(x, SCORE_FUNCTION) for x in (self.score_mod, self.score_derivative)
+        )
+        rows, keys = self.mask_block
+        return Mods(name_of(self.mask_mod, MASK), score, derivative, (rows, keys))
+
+
 CALL = (
     ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
     + ", Tensor[]? captured, float scale, float softcap, SymInt left, SymInt right, "
     "float dropout_p, str align, bool deterministic, str mask_mod, str score_mod, "
     "str score_derivative, int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
 )
-AFTER_TENSORS = SCALARS + 9  # the arguments from scale on
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
-def asking(call: Call) -> tuple:
-    """The arguments of an operator after its tensors: the inverse of `asked`."""
-    problem = call.problem
-    mods = problem.mods
-    functions = (text_of(name) for name in (mods.mask, mods.score, mods.derivative))
-    flags = problem.align, problem.deterministic, *functions, mods.block, problem.has_bias_grad
-    return (*call.scalars, *flags, problem.is_long, call.backend)
+def options_of(call: Call) -> Options:
+    """The inverse of `asked`."""
+    problem, scalars, mods = call.problem, call.scalars, call.problem.mods
+    return Options(
+        *scalars,
+        align=problem.align,
+        deterministic=problem.deterministic,
+        mask_mod=text_of(mods.mask),
+        score_mod=text_of(mods.score),
+        score_derivative=text_of(mods.derivative),
+        mask_block=mods.block,
+        has_bias_grad=problem.has_bias_grad,
+        is_long=problem.is_long,
+        backend=call.backend,
+    )
 
 
 def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
@@ -41,22 +84,18 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
     return (*args[:captured], *(args[captured] or ())), args[captured + 1 :]
 
 
-def asked(tensors: tuple, rest: tuple) -> tuple[Problem, Extras, Scalars]:
-    """What an operator's arguments ask for: q, k, v and the extras, and what begins at scale."""
-    q, k, v, *tensors = tensors
-    extras, scalars = extras_of(*tensors), Scalars(*rest[:SCALARS])
-    align, deterministic, *_, has_bias_grad, is_long, _ = rest[SCALARS:]
-    mods = mods_of(rest)
+def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
+    """An operator's arguments: the tensors before the extras, the extras, and the rest."""
+    tensors, rest = flat(args, before)
+    return tensors[:before], extras_of(*tensors[before:]), Options(*rest)
+
+
+def asked(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
+    """The problem that an operator's arguments ask for."""
+    mods = options.mods
     check_captured(mods, q, k, extras)
-    flags = align, deterministic, mods, has_bias_grad, is_long
-    return describe(q, k, v, extras, scalars, *flags), extras, scalars
-
-
-def mods_of(rest: tuple) -> Mods:
-    """The modifiers that are told among what begins at scale."""
-    mask, score, derivative, block = rest[SCALARS + 2 : SCALARS + 6]
-    score, derivative = (name_of(x, SCORE_FUNCTION) for x in (score, derivative))
-    return Mods(name_of(mask, MASK), score, derivative, tuple(block))
+    flags = options.align, options.deterministic, mods, options.has_bias_grad, options.is_long
+    return describe(q, k, v, extras, options.scalars, *flags)
 
 
 def no_double_backward(ctx, *grads):

@@ -14,7 +14,7 @@ import torch
 from ...frontend.checks import check
 from ...mods.flatten import NO_MODIFIERS, modifiers_by
 from ...ops import attention as ops
-from ...problem import OPEN, Call, extras_of
+from ...problem import OPEN, Call, Extras, Saved
 from .call import attend, by_query
 
 Tensor = torch.Tensor
@@ -119,7 +119,7 @@ def gradients(
     bias, modifiers = mask, NO_MODIFIERS
     if mask is not None and mask.dtype == torch.bool:
         bias, modifiers = None, modifiers_by(mask)
-    extras = extras_of(*(None,) * 6, bias, None, *modifiers.captured)
+    extras = Extras(bias=bias, captured=modifiers.captured)
     checked = check(
         *(q, k, v),
         extras=extras,
@@ -131,7 +131,7 @@ def gradients(
     )
     call = Call(checked.problem, checked.scalars, None)
     dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
-    return ops.gradients(call, (dout, None, q, k, v, out, lse.contiguous()), extras)
+    return ops.gradients(call, Saved(dout, None, q, k, v, out, lse.contiguous()), extras)
 
 
 def _is_of_keys(mask: Tensor) -> bool:

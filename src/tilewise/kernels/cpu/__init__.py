@@ -12,7 +12,7 @@ import torch
 
 from ...mods.derivative import by_loads
 from ...mods.flatten import take_apart
-from ...problem import Extras, Grads, Problem, Scalars
+from ...problem import Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import empty_grads, empty_out
 from . import blockwise, flash, packed
 from .dense import Target, make_dense
@@ -64,13 +64,7 @@ def forward(
 
 def backward(
     problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Saved,
     extras: Extras,
     scalars: Scalars,
     first: int = 0,
@@ -78,12 +72,11 @@ def backward(
 ) -> Grads:
     """Gradients of q, k, v and, where they are asked for, sinks and bias; adds to the targets'."""
     if problem.is_packed:
-        given = dout, dlse, q, k, v, out, lse
         of_one = functools.partial(backward, targets=targets)
-        return packed.backward(of_one, problem, given, extras, scalars)
+        return packed.backward(of_one, problem, saved, extras, scalars)
+    dout, dlse, q, k, v, out, lse = saved
     if dlse is None and flash.is_whole(problem, q, k, scalars):
-        given = dout, q, k, v, out
-        found = flash.backward_whole(given, lse, problem.has_right, scalars.scale)
+        found = flash.backward_whole(saved, problem.has_right, scalars.scale)
         return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)
     grads = empty_grads(problem, q, k, v, extras)
     dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
@@ -107,31 +100,23 @@ def backward(
 
 
 def captured_grads(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    scalars: Scalars,
-    wanted: list[int],
+    problem: Problem, saved: Saved, extras: Extras, scalars: Scalars, wanted: list[int]
 ) -> list[Tensor]:
     """Gradients of those tensors that the score function captured, by their numbers."""
-    if q.dtype != lse.dtype:  # an O that was rounded is no match for sums of weighed dS
-        q, k, v, dout = (x.to(lse.dtype) for x in (q, k, v, dout))
-        problem = problem._replace(dtype=q.dtype)
+    exact = saved.lse.dtype
+    if saved.q.dtype != exact:  # an O that was rounded is no match for sums of weighed dS
+        dout, q, k, v = (x.to(exact) for x in (saved.dout, saved.q, saved.k, saved.v))
+        problem = problem._replace(dtype=exact)
         out, lse = forward(problem, q, k, v, extras, scalars)
+        saved = Saved(dout, saved.dlse, q, k, v, out, lse)
     tensors = take_apart(problem.mods, extras.captured).score
-    grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
+    grads = {i: torch.zeros_like(tensors[i], dtype=exact) for i in wanted}
     targets = tuple(
         Target(load, slope, grads[load.value[0]])
         for load, slope in by_loads(problem.mods.score)
         if load.value[0] in grads
     )
-    backward(problem, dout, dlse, q, k, v, out, lse, extras, scalars, targets=targets)
+    backward(problem, saved, extras, scalars, targets=targets)
     return [grads[i].to(tensors[i].dtype) for i in wanted]
 
 

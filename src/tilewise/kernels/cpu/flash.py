@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...problem import NO_MODS, OPEN, Grads, Problem, Scalars
+from ...problem import NO_MODS, OPEN, Grads, Problem, Saved, Scalars
 from . import blockwise
 from .dense import Dense
 
@@ -89,14 +89,13 @@ def forward_whole(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
     return _forward(q, k, v, 0.0, is_causal, scale=scale)
 
 
-def backward_whole(
-    given: tuple[Tensor, ...], lse: Tensor, is_causal: bool, scale: float
-) -> list[Tensor]:
-    """dq, dk and dv of one piece from (dout, q, k, v, out), all (batch, seqlen, ...)."""
-    given = [x.to(lse.dtype).transpose(1, 2) for x in given]
-    if given[0].stride(3) != 1:
-        given[0] = given[0].contiguous()
-    grads = _backward(*given, lse, 0.0, is_causal, scale=scale)
+def backward_whole(saved: Saved, is_causal: bool, scale: float) -> list[Tensor]:
+    """dq, dk and dv of one piece, all (batch, seqlen, ...)."""
+    dout, _, q, k, v, out, lse = saved
+    dout, q, k, v, out = (x.to(lse.dtype).transpose(1, 2) for x in (dout, q, k, v, out))
+    if dout.stride(3) != 1:
+        dout = dout.contiguous()
+    grads = _backward(dout, q, k, v, out, lse, 0.0, is_causal, scale=scale)
     return [grad.transpose(1, 2) for grad in grads]
 
 

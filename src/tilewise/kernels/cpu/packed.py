@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ...problem import Extras, Grads, Problem, Scalars
+from ...problem import Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import empty_grads, empty_out
 
 Tensor = torch.Tensor
@@ -27,10 +27,10 @@ def forward(
 
 
 def backward(
-    differentiate: Callable, problem: Problem, given: tuple, extras: Extras, scalars: Scalars
+    differentiate: Callable, problem: Problem, saved: Saved, extras: Extras, scalars: Scalars
 ) -> Grads:
     """Gradients of packed sequences, by `differentiate` of one."""
-    dout, dlse, q, k, v, out, lse = given
+    dout, dlse, q, k, v, out, lse = saved
     grads = empty_grads(problem, q, k, v, extras)
     for grad in grads:
         if grad is not None:
@@ -39,9 +39,11 @@ def backward(
     alone = as_one(problem)
     for i, (queries, keys, of_one) in enumerate(sequences(extras)):
         dlse_one = None if dlse is None else dlse[:, :, queries]
-        tensors = dout[:, queries], dlse_one, q[:, queries], k[:, keys], v[:, keys]
-        saved = out[:, queries], lse[:, :, queries]
-        parts = differentiate(alone, *tensors, *saved, of_one, scalars, i)
+        given = Saved(
+            *(dout[:, queries], dlse_one, q[:, queries], k[:, keys], v[:, keys]),
+            *(out[:, queries], lse[:, :, queries]),
+        )
+        parts = differentiate(alone, given, of_one, scalars, i)
         for whole, part, rows in zip(grads, parts, (queries, keys, keys)):
             whole[:, rows].copy_(part)
         if dsinks is not None:

@@ -18,7 +18,7 @@ from ...mods.codegen import captured_of, function_of, place_function_of
 from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
 from ...mods.flatten import take_apart
-from ...problem import NO_EXTRAS, Extras, Grads, Problem, Scalars
+from ...problem import NO_EXTRAS, Extras, Grads, Problem, Saved, Scalars
 from ...tile.types import Strided, Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, is_overridden, select
@@ -185,19 +185,9 @@ class Launch:
         self.kept[look] = Kept(compiled, plan.programs(tile), optionals, args)
 
 
-def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    scalars: Scalars,
-) -> Grads:
+def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -> Grads:
     """Gradients by recomputation; allocates them, delta, and one float a tile for the sinks."""
+    dout, dlse, q, k, v, out, lse = saved
     grads = empty_grads(problem, q, k, v, extras)
     if dout.stride(-1) != 1:  # such as the expanded gradient of a sum
         dout = dout.contiguous()
@@ -289,19 +279,10 @@ def run_dbias(problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scala
 
 
 def captured_grads(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    scalars: Scalars,
-    wanted: list[int],
+    problem: Problem, saved: Saved, extras: Extras, scalars: Scalars, wanted: list[int]
 ) -> list[Tensor]:
     """Gradients of those tensors that the score function captured, by their numbers."""
+    dout, dlse, q, k, v, _, lse = saved
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dlse = lse.new_zeros(1) if dlse is None else dlse

@@ -15,9 +15,9 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
-from ....problem import NO_MODS, Extras, Grads, Problem, Scalars
+from ....problem import NO_MODS, Extras, Grads, Problem, Saved, Scalars
 from ....tile.seqlen import padded_row
-from ....tile.types import Features, KeyPipeline, Numbers, Queue, Sizes, Tile
+from ....tile.types import Features, KeyPipeline, Numbers, Optionals, Queue, Sizes, Tile
 from ...common.arguments import bias_of, features_of, numbers_of, optionals_of, sizes_of, strided
 from ...common.building import first_launch
 from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
@@ -26,7 +26,15 @@ from ...common.outputs import empty_grads
 from ...common.relaunch import apart, extras_apart, full_look_of
 from .. import assembly
 from ..bias_memory import has_tiles
-from ..descriptors import ELEMENTS, checked, in_steps, is_in_steps, of_backward, ragged_steps
+from ..descriptors import (
+    ELEMENTS,
+    Described,
+    checked,
+    in_steps,
+    is_in_steps,
+    of_backward,
+    ragged_steps,
+)
 from ..padded import copy_back, in_padded_rows, is_padded, with_padded_rows
 from ..tile_counter import counter_of, processors
 from . import dropout as bwd_dropout
@@ -35,7 +43,6 @@ from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, wa
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
 from .relaunch import (
-    Given,
     Launched,
     Scratch,
     fill_dsinks,
@@ -59,6 +66,27 @@ class Plan(NamedTuple):
     edge: Tile  # of the kernels before and after
     blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv, the bias and its gradient
     layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+class BwdArgs(NamedTuple):
+    """What the kernel is launched with, but its constants."""
+
+    q: Described
+    dout: Described
+    k: Described
+    v: Described
+    stats: Described
+    dq: Tensor  # accumulated
+    turns: Tensor | None
+    dk: Described
+    dv: Described
+    bias: Described | None
+    dbias: Described | None
+    further: tuple[int, int]  # heads from a batch of k, and of v, to the next; see `ragged_by_head`
+    queue: Queue
+    optionals: Optionals
+    sizes: Sizes
+    numbers: Numbers
 
 
 @functools.lru_cache(maxsize=1024)
@@ -126,19 +154,9 @@ def plan_for(
     return plan, sums_of(q, k) if way == SUMMED else None
 
 
-def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    scalars: Scalars,
-) -> Grads:
+def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -> Grads:
     """Gradients by recomputation."""
+    dout, dlse, q, k, v, out, lse = saved
     grads = empty_grads(problem, q, k, v, extras)
     if q.numel() == 0 or k.numel() == 0:  # a descriptor of no rows is invalid
         for grad in (*grads[:3], grads.dbias):
@@ -152,22 +170,22 @@ def backward(
     if is_padded(problem):
         q, k, v = map(in_padded_rows, (q, k, v))
     dlse = None if dlse is None else dlse.contiguous()
-    given = Given(dout, dlse, q, k, v, out, lse)
-    addresses, look = full_look_of((*given, *extras.tensors))
+    saved = Saved(dout, dlse, q, k, v, out, lse)
+    addresses, look = full_look_of((*saved, *extras.tensors))
     look = problem, scalars, look
     written = with_padded_rows(grads) if is_padded(problem) else grads
-    if not launch_again(look, addresses, given, written, extras.bias):
+    if not launch_again(look, addresses, saved, written, extras.bias):
         with on_device(q.device):
-            launch_first(look, given, written, extras)
+            launch_first(look, saved, written, extras)
     copy_back(written, grads)
     return grads
 
 
-def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> None:
+def launch_first(look: tuple, saved: Saved, grads: Grads, extras: Extras) -> None:
     """The backward through Triton's launcher; kept for later ones of its look."""
     problem, scalars, _ = look
-    given, extras = Given(*apart(given)), extras_apart(extras)
-    dout, _, q, k, v, _, lse = given
+    saved, extras = Saved(*apart(saved)), extras_apart(extras)
+    dout, _, q, k, v, _, lse = saved
     if problem.has_seqused_k and not problem.is_packed:
         k, v = in_steps(k), in_steps(v)
     plan, ds = plan_for(problem, scalars, q, k, v, extras.bias, grads.dbias)
@@ -176,7 +194,7 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     programs = lse.shape[0] * lse.shape[1] * m_blocks
     scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks, ds), lse)
     added = accumulated_of(plan, scratch, groups[2]), scratch.turns
-    reads = strided(given.out), strided(dout), lse, given.dlse, scratch.delta
+    reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
     args = (*reads, *added, scratch.parts, *groups[:2])
     edges = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
     fill_dsinks(grads, scratch)
@@ -185,7 +203,8 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     target = target_of(plan, grads, scratch.ds)
     clear_unseen(problem, target)
     pairs = extras.bias, target
-    main = run_main(problem, plan, dout, q, k, v, added, grads, pairs, *groups)
+    read = Saved(dout, None, q, k, v, saved.out, lse)
+    main = run_main(problem, plan, read, added, grads, pairs, groups)
     if plan.tile.BIAS_GRAD:
         sum_scores(grads.dbias, scratch.ds)
     args = scratch.dq, strided(grads.dq), *groups
@@ -193,9 +212,9 @@ def launch_first(look: tuple, given: Given, grads: Grads, extras: Extras) -> Non
     if grads.dbias is not None and not plan.tile.BIAS_GRAD:
         args = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
         edges.append(run_dbias(plan, (q, k, grads.dbias), (*args, *groups)))
-    is_copied = k is not given.k or v is not given.v
+    is_copied = k is not saved.k or v is not saved.v
     if main is not None and not is_copied:
-        keep(look, (given, extras, grads, scratch), plan, [x for x in edges if x], main)
+        keep(look, (saved, extras, grads, scratch), plan, [x for x in edges if x], main)
 
 
 def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulated:
@@ -215,19 +234,21 @@ def padded_blocks(problem: Problem, sizes: Sizes) -> int:
 
 
 def arguments(
-    problem: Problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pairs, sizes: Sizes
-) -> tuple:
-    """The descriptors of the kernel, what it adds to among them, and its queue. `pairs`: the bias,
-    and where its gradient is written, or None.
+    problem: Problem, plan: Plan, saved: Saved, added: tuple, grads: Grads, pairs, groups: tuple
+) -> BwdArgs:
+    """What the kernel is launched with. `pairs`: the bias, and where its gradient is written, or
+    None; `groups` are its optionals, sizes and numbers.
     """
     accumulated, turns = added
-    tensors = q, dout, k, v, accumulated.stats, grads.dk, grads.dv
+    q, k = saved.q, saved.k
+    tensors = q, saved.dout, k, saved.v, accumulated.stats, grads.dk, grads.dv
     of_pairs = [x for x in pairs if x is not None] if plan.tile.BIAS_COPIED else []
     described = of_backward(plan, *tensors, *of_pairs)
     *reads, dk, dv, for_bias, for_dbias = (*described, None, None)[:9]
-    further = ragged_steps(k)[2], ragged_steps(v)[2]
-    queue = queue_of(problem, plan, q, k, sizes)
-    return *reads, accumulated.dq, turns, dk, dv, for_bias, for_dbias, further, queue
+    further = ragged_steps(k)[2], ragged_steps(saved.v)[2]
+    queue = queue_of(problem, plan, q, k, groups[1])
+    written = accumulated.dq, turns, dk, dv, for_bias, for_dbias
+    return BwdArgs(*reads, *written, further, queue, *groups)
 
 
 def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
@@ -245,22 +266,22 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
     return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
 
-def run_main(problem, plan: Plan, dout, q, k, v, added: tuple, grads: Grads, pairs, *groups):
-    """The kernel itself; `groups` are its optionals, sizes and numbers. Returns the launch, or None
-    where it was emulated.
+def run_main(problem, plan: Plan, saved: Saved, added: tuple, grads: Grads, pairs, groups: tuple):
+    """The kernel itself, with what `arguments` says. Returns the launch, or None where it was
+    emulated.
     """
-    args = (*arguments(problem, plan, dout, q, k, v, added, grads, pairs, groups[1]), *groups)
-    queue = args[12]
+    args, device = arguments(problem, plan, saved, added, grads, pairs, groups), saved.q.device
+    queue = args.queue
     kernel = hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    if (seed := emulator_seed()) is not None and q.device.type == "cpu":
+    if (seed := emulator_seed()) is not None and device.type == "cpu":
         from ....emulator.hopper import emulate
 
         programs = min(queue.tiles, 4)  # few, so that each works through several tiles
         asm = assembly.ASM | bwd_dropout.ASM
         emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
         return None
-    programs = min(queue.tiles, processors(q.device))
+    programs = min(queue.tiles, processors(device))
     return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....problem import Grads, Problem
+from ....problem import Grads, Problem, Saved
 from ...common.relaunch import ALIGNMENT, Again, Pattern, is_watched, pattern_of
 from ..compat import Direct, direct
 from ..descriptors import of_backward
@@ -18,18 +18,6 @@ from ..tile_counter import counter
 from .bias_pairs import clear_unseen, sum_scores, target_of
 
 Tensor = torch.Tensor
-
-
-class Given(NamedTuple):
-    """What a backward reads, but the extras."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 class Scratch(NamedTuple):
@@ -108,12 +96,14 @@ def keep(look: tuple, tensors: tuple, plan: Any, edges: list[Launched], main: La
     """Keeps a backward that went through Triton's launcher. `tensors` are those given, the extras,
     gradients and scratch memory, of which no two are one object; `edges` come before and after.
     """
-    given, extras, grads, scratch = tensors
+    saved, extras, grads, scratch = tensors
     kernel = direct(main.compiled, main.programs)
-    row = (*given, *extras.tensors, *grads, *scratch, main.args[12].counter)
-    optionals = main.args[13]
+    row = (*saved, *extras.tensors, *grads, *scratch, main.args.queue.counter)
+    optionals = main.args.optionals
     # All but descriptors: of q, dout, k, v and stats, later of dk, dv and the bias
-    args = (*main.args[5:7], *main.args[11:], plan.features, plan.tile)
+    groups = main.args.optionals, main.args.sizes, main.args.numbers
+    rest = main.args.further, main.args.queue, *groups
+    args = main.args.dq, main.args.turns, *rest, plan.features, plan.tile
     patterns = [pattern_of(x, (*row, optionals)) for x in (args, *(edge.args for edge in edges))]
     patterns.append(pattern_of(optionals, row))
     if kernel is None or None in patterns:
@@ -131,7 +121,7 @@ def keep(look: tuple, tensors: tuple, plan: Any, edges: list[Launched], main: La
 
 
 def launch_again(
-    look: tuple, addresses: list[int], given: Given, grads: Grads, bias: Tensor | None
+    look: tuple, addresses: list[int], saved: Saved, grads: Grads, bias: Tensor | None
 ) -> bool:
     """A backward of tensors of a look, the given ones and the extras at these addresses. False
     where none of this look is kept, or the launch is Triton's own for another reason.
@@ -139,9 +129,9 @@ def launch_again(
     kept = _kept.get(look)
     if kept is None or torch._C._cuda_getDevice() != kept.device or is_watched():
         return False
-    scratch = make_scratch(look[0], kept.shapes, given.lse)
+    scratch = make_scratch(look[0], kept.shapes, saved.lse)
     stream = torch._C._cuda_getCurrentRawStream(kept.device)
-    tiles = counter(given.q.device, kept.device, stream)
+    tiles = counter(saved.q.device, kept.device, stream)
     made = [0 if x is None else x.data_ptr() for x in (*grads, *scratch, tiles)]
     if any([address % ALIGNMENT for address in made]):
         return False
@@ -153,7 +143,7 @@ def launch_again(
     clear_unseen(look[0], target)
     of_pairs = [bias] if kept.plan.tile.BIAS_COPIED else []
     of_pairs += [] if target is None else [target]
-    described = _encoded(kept, given, scratch, grads, *of_pairs)
+    described = _encoded(kept, saved, scratch, grads, *of_pairs)
     q, dout, k, v, stats, dk, dv, for_bias, for_dbias = (*described, [None], [None])[:9]
     dq, turns, *rest = kept.args.filled(values)
     kept.main(stream, *q, *dout, *k, *v, *stats, dq, turns, *dk, *dv, *for_bias, *for_dbias, *rest)
@@ -165,11 +155,11 @@ def launch_again(
 
 
 def _encoded(
-    kept: Kept, given: Given, scratch: Scratch, grads: Grads, *of_pairs: Tensor
+    kept: Kept, saved: Saved, scratch: Scratch, grads: Grads, *of_pairs: Tensor
 ) -> list[list]:
     """The descriptors of a backward, in the order of the kernel's arguments."""
-    given = given.q, given.dout, given.k, given.v
-    tensors = *given, scratch.stats, grads.dk, grads.dv, *of_pairs
+    read = saved.q, saved.dout, saved.k, saved.v
+    tensors = *read, scratch.stats, grads.dk, grads.dv, *of_pairs
     encoded = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
     if None not in encoded:
         return encoded

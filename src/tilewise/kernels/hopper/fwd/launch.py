@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
 from ....problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
-from ....tile.types import Features, Pipeline, Queue
+from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ....tuning.config import SHARED_MEMORY, Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
@@ -35,7 +35,15 @@ from ...common.relaunch import (
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
 from ..compat import Direct, direct
-from ..descriptors import ELEMENTS, checked, descriptors, in_steps, is_ragged, ragged_steps
+from ..descriptors import (
+    ELEMENTS,
+    Described,
+    checked,
+    descriptors,
+    in_steps,
+    is_ragged,
+    ragged_steps,
+)
 from ..padded import PaddedLaunch, empty_out, empty_rows, is_padded
 from ..tile_counter import counter, counter_of, processors
 from . import dropout
@@ -60,6 +68,22 @@ class Plan(NamedTuple):
     out_block: list[int]
     bias_block: list[int]
     layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+class FwdArgs(NamedTuple):
+    """What the kernel is launched with, but its constants."""
+
+    q: Described
+    k: Described
+    v: Described
+    out: Described
+    lse: Tensor
+    queue: Queue
+    optionals: Optionals
+    sizes: Sizes
+    numbers: Numbers
+    further: tuple[int, int]  # heads from a batch of k, and of v, to the next; see `ragged_by_head`
+    bias: Described | None
 
 
 def forward(
@@ -162,7 +186,7 @@ class Launch:
         plan = plan_for(self.problem, q, extras)
         extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
-        queue = args[5]
+        queue = args.queue
         if (seed := emulator_seed()) is not None and q.device.type == "cpu":
             from ....emulator.hopper import emulate
 
@@ -179,24 +203,23 @@ class Launch:
 
     def _keep(self, look: tuple, kernel: Direct | None, plan: Plan, args, extras: Extras) -> None:
         """Keeps a launch for later ones, but not where a tensor was copied to be contiguous."""
-        optionals = pattern_of(args[6], extras.tensors)
+        optionals = pattern_of(args.optionals, extras.tensors)
         if kernel is None or optionals is None:
             return
         if len(self.kept) >= self.LOOKS:
             self.kept.clear()
         constants, encoded = (plan.features, plan.tile), ({}, {}, {}, {}, {})
-        self.kept[look] = Kept(
-            *(kernel, plan, args[5][1:], optionals, args[7:10], constants, encoded)
-        )
+        rest = args.sizes, args.numbers, args.further
+        self.kept[look] = Kept(kernel, plan, args.queue[1:], optionals, rest, constants, encoded)
 
 
-def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> tuple:
-    """What the kernel is launched with, but its constants."""
+def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> FwdArgs:
+    """What the kernel is launched with, of a call."""
     further = 0, 0
     if problem.has_seqused_k and not problem.is_packed:
         further = ragged_steps(k)[2], ragged_steps(v)[2]
     *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
-    return (
+    return FwdArgs(
         *described,
         lse,
         _queue(problem, plan.tile, q, k, packed_in(extras)),
@@ -353,7 +376,7 @@ def leaves(x: Any) -> Iterator[Any]:
         yield x
 
 
-def specialization(args: tuple) -> tuple[Any, ...]:
+def specialization(args: FwdArgs) -> tuple[Any, ...]:
     """What Triton compiles for, of the runtime arguments.
 
     Dtypes; which optional tensors there are; integers of 1, which it takes for constants, multiples
@@ -361,14 +384,14 @@ def specialization(args: tuple) -> tuple[Any, ...]:
     where `do_not_specialize` does not reach, and strides of over 32 bits. A compiled kernel serves
     the calls that share all that.
     """
-    queue, optionals, sizes, numbers, further = args[5:10]
+    sides = args.numbers.left, args.numbers.right
     return (
-        *map(class_of, (*queue[1:], *sizes, numbers.left, numbers.right, *further)),
-        *map(class_of, leaves(optionals)),
+        *map(class_of, (*args.queue[1:], *args.sizes, *sides, *args.further)),
+        *map(class_of, leaves(args.optionals)),
     )
 
 
-def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tuple[Any, int]:
+def _launch(plan: Plan, device: torch.device, args: FwdArgs, programs: int) -> tuple[Any, int]:
     """Through Triton's launcher the first time, afterwards to the compiled kernel, which comes back
     with the index of its device.
     """
@@ -376,7 +399,7 @@ def _launch(plan: Plan, device: torch.device, args: tuple, programs: int) -> tup
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return _launch(plan, device, args, programs)
-    key = plan.features, plan.tile, args[0].base.dtype, index, specialization(args)
+    key = plan.features, plan.tile, args.q.base.dtype, index, specialization(args)
     compiled = _compiled.get(key)
     if compiled is None or is_watched():
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
