@@ -170,9 +170,10 @@ def test_batches_that_are_no_whole_number_of_heads_apart():
     """Such keys are copied: a descriptor has no dimension left for batches."""
     given, oracle, plain = dense_call(SEQUSED[0])
     k = torch.full((2, 3, 300, 72), math.nan, dtype=BF16)[..., :64].permute(1, 2, 0, 3)
-    k = k.copy_(given.k)
+    k = k.copy_(given.saved.k)
     assert k.stride(0) % k.stride(2)
-    assert_right(backward(given._replace(k=k)), oracle, plain)
+    given = given._replace(saved=given.saved._replace(k=k))
+    assert_right(backward(given), oracle, plain)
 
 
 @pytest.mark.emulator
@@ -182,7 +183,8 @@ def test_what_one_sequence_holds_reaches_no_other(name, value):
     case = next(case for case in PACKED if case.name == name)
     given, oracle, plain = packed_call(case)
     rows, keys = slice(0, case.queries[0]), slice(0, case.keys[0])
-    for x, where in ((given.q, rows), (given.dout, rows), (given.k, keys), (given.v, keys)):
+    read = given.saved
+    for x, where in ((read.q, rows), (read.dout, rows), (read.k, keys), (read.v, keys)):
         x[:, where] = value
     grads = backward(given)
     for name, after in (("dq", rows.stop), ("dk", keys.stop), ("dv", keys.stop)):
@@ -196,7 +198,7 @@ def test_what_one_sequence_holds_reaches_no_other(name, value):
 def test_keys_that_are_not_used_have_gradient_0_whatever_queries_hold(name):
     case = next(case for case in PACKED if case.name == name)
     given, *_ = packed_call(case)
-    given.dout[:, : case.queries[0]] = math.nan
+    given.saved.dout[:, : case.queries[0]] = math.nan
     grads = backward(given)
     unused = ~used_rows(case.keys, case.spare)
     assert grads["dk"][0, unused].eq(0).all() and grads["dv"][0, unused].eq(0).all()
