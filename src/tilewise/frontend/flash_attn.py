@@ -4,6 +4,8 @@ into a call as `tilewise.attention` makes it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import ArgumentError, Words
@@ -245,7 +247,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *flags, **options
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *flags: Any, **options: Any
 ):
     """`flash_attn_varlen_func` on q, k and v stacked in one tensor (total, 3, nheads, headdim),
     read in place.
@@ -270,8 +272,8 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *flags,
-    **options,
+    *flags: Any,
+    **options: Any,
 ):
     """`flash_attn_varlen_func` on k and v stacked in one tensor (total_k, 2, nheads_k, headdim),
     read in place.

@@ -39,7 +39,7 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
 ):

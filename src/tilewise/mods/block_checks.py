@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 SIZE = 16  # rows of the smallest tile: of what blocks are multiples
 
 
-def check_shape(shape: tuple, block: tuple[int, int]) -> None:
+def check_shape(shape: tuple[int, ...], block: tuple[int, int]) -> None:
     """The extents and the block of a mask; else an ArgumentError."""
     for name, n in zip(("batch", "nheads", "seqlen_q", "seqlen_k"), shape, strict=True):
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
@@ -28,7 +28,9 @@ def check_block(block: tuple[int, int]) -> None:
         )
 
 
-def check_lists(name: str, lists: tuple[Tensor, Tensor], rows: tuple, blocks: int) -> None:
+def check_lists(
+    name: str, lists: tuple[Tensor, Tensor], rows: tuple[int, ...], blocks: int
+) -> None:
     """Lists (counts, indices) for `rows` (batch, nheads, blocks of one side), which number `blocks`
     of the other; it waits for the device.
     """
@@ -48,7 +50,7 @@ def check_lists(name: str, lists: tuple[Tensor, Tensor], rows: tuple, blocks: in
     )
 
 
-def check_form(name: str, lists: tuple[Tensor, Tensor], rows: tuple) -> None:
+def check_form(name: str, lists: tuple[Tensor, Tensor], rows: tuple[int, ...]) -> None:
     """The dtypes and shapes of such lists, for which nothing waits."""
     counts, indices = lists
     is_form = counts.dtype == indices.dtype == torch.int32 and indices.ndim == 4

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
@@ -119,13 +120,13 @@ class _StandIn(DriverBase):
         self.target = target
 
     @classmethod
-    def is_active(cls) -> bool:
+    def is_active(cls) -> Any:
         return False
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         return ty
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
         return self.target
 
     def get_current_device(self) -> str:
@@ -145,7 +146,7 @@ class _StandIn(DriverBase):
 @contextlib.contextmanager
 def _targeting(target: GPUTarget) -> Iterator[None]:
     driver = triton.runtime.driver
-    nvidia, compilation = triton.knobs.nvidia, triton.knobs.compilation
+    nvidia, compilation = knobs.nvidia, knobs.compilation
     with _one_at_a_time, nvidia.scope(), compilation.scope():
         # ptxas speaks only when it runs, so no cached kernel will do.
         nvidia.dump_ptxas_log = compilation.always_compile = True
