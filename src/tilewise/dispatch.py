@@ -1,24 +1,23 @@
 """Which backend serves a problem: an ordered tuple, asked one by one, each answering None or the
 reason why not.
 
-A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`, and
-`forward` and `backward`. One that `NEEDS_ALIGNMENT` says by `why_copied(problem)` why it copies
-what is not aligned, or None where it refuses that. One that can save work for calls of one shape
-has `prepare(problem, scalars, q, k, v)` too, which returns `(q, k, v, extras) -> (out, lse)`.
+A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`,
+`prepare(problem, scalars, q, k)`, which returns `(q, k, v, extras) -> (out, lse)` for all calls of
+one signature, and `prepare_backward(problem, scalars)`, which returns `(saved, extras) -> Grads`
+for all that look alike. One that `NEEDS_ALIGNMENT` says by `why_copied(problem)` why it copies what
+is not aligned, or None where it refuses that.
 Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info`
 shows them.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from .emulator.switch import cpu_stand_ins
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .kernels.common.arguments import aligned, packed_in
 from .problem import Extras, Problem
@@ -117,27 +116,6 @@ def choose(
     an unknown name.
     """
     check_backend(backend)
-    return _choose(problem, device, backend, is_aligned, has_many, cpu_stand_ins())
-
-
-def check_backend(backend: str | None) -> None:
-    """The name of a backend, or None."""
-    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
-        raise ArgumentError(
-            f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
-            "to choose"
-        )
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(
-    problem: Problem,
-    device: torch.device,
-    backend: str | None,
-    is_aligned: bool,
-    has_many: bool,
-    _stand_ins: tuple[bool, bool],
-) -> ModuleType:
     names = list(BACKENDS) if backend is None else [backend]
     refusals = []
     for name in names:
@@ -152,3 +130,12 @@ def _choose(
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
     raise NotImplementedError(f"no backend serves this attention on {device}:\n{lines}")
+
+
+def check_backend(backend: str | None) -> None:
+    """The name of a backend, or None."""
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ArgumentError(
+            f"backend={backend!r} is unknown: use one of {', '.join(map(repr, BACKENDS))}, or None "
+            "to choose"
+        )

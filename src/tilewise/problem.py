@@ -16,7 +16,7 @@ with `left` or `right` absent where the band is open. Causal is right = 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +73,12 @@ class Problem(NamedTuple):
         return self.has_right
 
     @property
+    def has_extras(self) -> bool:
+        """Whether there are optional tensors, but for what functions captured."""
+        lengths = self.has_seqused_k or self.has_seqused_q or self.is_packed
+        return lengths or self.has_alibi or self.has_sinks or self.has_bias or self.has_dropout
+
+    @property
     def is_modified(self) -> bool:
         """Whether functions, lists or numbers of its own go into each score or probability."""
         return self.mods != NO_MODS or self.has_bias or self.has_dropout
@@ -122,25 +128,35 @@ NO_EXTRAS = Extras()
 
 
 def extras_of(*tensors: torch.Tensor | None) -> Extras:
-    """Extras of `Extras.tensors`; NO_EXTRAS itself where there are none, so that `is` can ask."""
-    for x in tensors:
-        if x is not None:
-            return Extras(*tensors[:OPTIONAL], captured=tensors[OPTIONAL:])
-    return NO_EXTRAS
+    """Extras of `Extras.tensors`."""
+    if not tensors:
+        return NO_EXTRAS
+    return Extras(*tensors[:OPTIONAL], captured=tensors[OPTIONAL:])
 
 
 class Call:
-    """A call that has passed the door. Kept, it serves every call that looks the same: eager calls
-    then neither check nor choose again.
+    """A call that was checked, and how calls of its signature are launched: its first forward and
+    its first backwards say that.
     """
 
-    __slots__ = ("backend", "forward", "problem", "scalars")
+    __slots__ = (
+        *("backend", "backwards", "forward", "has_extras", "needs_grad", "problem", "scalars"),
+    )
 
-    def __init__(self, problem: Problem, scalars: Scalars, backend: str | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        scalars: Scalars,
+        backend: str | None = None,
+        needs_grad: bool = False,
+    ) -> None:
         self.problem = problem
         self.scalars = scalars
         self.backend = backend  # the name of one to force
-        self.forward: Callable | None = None  # (q, k, v, extras) -> (out, lse), once prepared
+        self.needs_grad = needs_grad
+        self.has_extras = problem.has_extras
+        self.forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.backwards: dict[Any, Callable[..., Grads]] = {}  # by what tells them apart
 
 
 class Saved(NamedTuple):

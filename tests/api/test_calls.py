@@ -1,15 +1,32 @@
 """Calls that look alike are checked once; what differs is another call."""
 
+import functools
+import gc
+import sys
+import threading
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 
+import tilewise
 from tilewise import ArgumentError, attention, attention_reference
 from tilewise.frontend import attention as api
+from tilewise.ops import calls
+
+ROOT = str(Path(tilewise.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch):
-    monkeypatch.setattr(api, "_calls", {})
+def checked(monkeypatch):
+    """The lengths of the calls that were checked, with nothing kept from before."""
+    calls._entry.cache_clear()
+    found, check = [], api.check
+    monkeypatch.setattr(
+        api, "check", lambda *x, **y: (found.append(x[0].shape[1]), check(*x, **y))[1]
+    )
+    return found
 
 
 def tensors(seqlen=9, headdim=8):
@@ -17,11 +34,79 @@ def tensors(seqlen=9, headdim=8):
     return (torch.randn(2, seqlen, 2, headdim, generator=generator) for _ in range(3))
 
 
-def test_alike():
+def test_alike(checked):
     for seed in range(3):
         q, k, v = (x + seed for x in tensors())
         torch.testing.assert_close(attention(q, k, v), attention_reference(q, k, v))
-    assert len(api._calls) == 1
+    assert len(checked) == 1
+
+
+def entered(call):
+    """The library's own functions that a call enters."""
+    found = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+FACES = {
+    "attention": lambda q, k, v: attention(q, k, v, causal=True),
+    "by heads": lambda *x: attention(*(t.transpose(1, 2) for t in x), layout="bhsd"),
+    "flash_attn": lambda q, k, v: tilewise.flash_attn_func(q, k, v, 0.0, None, True),
+    "sdpa": lambda *x: tilewise.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x)),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_known_call_enters_few_functions(face):
+    q, k, v = tensors(32, 32)
+    with torch.no_grad():
+        FACES[face](q, k, v)
+        found = entered(lambda: FACES[face](q, k, v))
+    assert len(found) <= 12, found
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_face_is_checked_once(face, checked):
+    for _ in range(3):
+        FACES[face](*tensors(32, 32))
+    assert len(checked) == 1
+
+
+def test_whether_a_gradient_is_wanted_tells():
+    q, k, v = tensors()
+    for wants in (False, True, False, True):
+        q.requires_grad_(wants)
+        assert attention(q, k, v).requires_grad == wants
+        with torch.no_grad():
+            assert not attention(q, k, v).requires_grad
+
+
+def test_autocast_tells():
+    q, k, v = tensors(32)
+    for _ in range(2):
+        assert attention(q, k, v).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_nothing_is_kept_of_tensors():
+    q, k, v = tensors()
+    attention(q, k, v, sinks=torch.zeros(2), scale=0.3)
+    with pytest.raises(ArgumentError):
+        attention(q, k, v, scale=q)
+    alive = weakref.ref(q)
+    del q, k, v
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize(
@@ -52,7 +137,7 @@ def test_lengths_and_strides_tell():
         torch.testing.assert_close(attention(q, other, values), expected)
 
 
-def test_errors_stay():
+def test_errors_stay(checked):
     q, k, v = tensors()
     attention(q, k, v)
     for _ in range(2):
@@ -60,17 +145,17 @@ def test_errors_stay():
             attention(q, k.double(), v)
         with pytest.raises(ArgumentError, match="scale"):
             attention(q, k, v, scale=-1.0)
-    assert len(api._calls) == 1
+    assert len(checked) == 5
 
 
-def test_a_scale_that_can_change_is_not_kept():
+def test_a_scale_that_can_change_is_not_kept(checked):
     q, k, v = tensors()
     scale = torch.tensor(0.5)
     for factor in (0.5, 2.0):
         scale.fill_(factor)
         expected = attention_reference(q, k, v, scale=factor)
         torch.testing.assert_close(attention(q, k, v, scale=scale), expected)
-    assert not api._calls
+    assert len(checked) == 2
 
 
 EXTRAS = {
@@ -84,7 +169,7 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_extras_of_one_look_are_checked_once(name):
+def test_extras_of_one_look_are_checked_once(name, checked):
     """And their values are those of each call."""
     q, k, v = tensors()
     attention(q, k, v)
@@ -93,7 +178,7 @@ def test_extras_of_one_look_are_checked_once(name):
         extras = EXTRAS[name]()
         expected = attention_reference(q, k, v, **extras)
         torch.testing.assert_close(attention(q, k, v, **extras), expected)
-    assert len(api._calls) == 2
+    assert len(checked) == 2
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -121,16 +206,44 @@ def test_whether_a_bias_wants_a_gradient_tells():
         assert wanting.grad is not None
 
 
-def test_lengths_whose_values_are_known_are_looked_at_each_time():
+def test_lengths_whose_values_are_known_are_looked_at_each_time(checked):
     q, k, v = tensors()
     attention(q, k, v, seqused_k=torch.tensor([9, 3], dtype=torch.int32))
     with pytest.raises(ArgumentError, match="seqused_k"):
         attention(q, k, v, seqused_k=torch.tensor([9, 10], dtype=torch.int32))
-    assert not api._calls
+    assert len(checked) == 2
 
 
-def test_bounded(monkeypatch):
-    monkeypatch.setattr(api, "KEPT_CALLS", 2)
-    for seqlen in range(1, 8):
+def test_bounded(monkeypatch, checked):
+    """The call that was longest not asked for goes."""
+    kept = functools.lru_cache(maxsize=2)(calls._entry.__wrapped__)
+    monkeypatch.setattr(calls, "_entry", kept)
+    for seqlen in (1, 2, 1, 3, 1, 2):
         attention(*tensors(seqlen))
-        assert len(api._calls) <= 2
+        assert kept.cache_info().currsize <= 2
+    assert checked == [1, 2, 3, 2]
+
+
+def test_threads_share_what_is_kept(monkeypatch):
+    """Few entries and many signatures: what one thread keeps another evicts."""
+    kept = functools.lru_cache(maxsize=3)(calls._entry.__wrapped__)
+    monkeypatch.setattr(calls, "_entry", kept)
+    inputs = {n: [*tensors(n)] for n in range(1, 9)}
+    expected = {n: attention_reference(*x) for n, x in inputs.items()}
+    wrong = []
+
+    def run(seed):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) % 8 + 1
+        for n in order.tolist():
+            q, k, v = (x.clone().requires_grad_() for x in inputs[n])
+            out = attention(q, k, v)
+            out.sum().backward()
+            if not torch.allclose(out, expected[n], atol=1e-5) or q.grad is None:
+                wrong.append(n)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -4,6 +4,7 @@ No GPU: kernels are stand-ins that write down how they are called.
 """
 
 import contextlib
+import functools
 import gc
 import weakref
 
@@ -15,8 +16,9 @@ from triton.runtime import jit
 import tilewise
 from tilewise import dispatch
 from tilewise.errors import ArgumentError
-from tilewise.kernels.portable import decode_again, decode_launch
-from tilewise.ops import known_steps as cache_steps
+from tilewise.kernels.common import relaunch
+from tilewise.kernels.portable import decode_launch
+from tilewise.ops import calls
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
@@ -67,8 +69,8 @@ def log(monkeypatch):
     for name in ("attn_split_kernel", "attn_fold_kernel"):
         monkeypatch.setattr(decode_launch, name, Kernel(name, log))
     monkeypatch.setattr(decode_launch, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(cache_steps, "has_kernels", lambda q: True)
-    monkeypatch.setattr(cache_steps, "_steps", {})
+    monkeypatch.setattr(calls, "is_read", lambda x: False)
+    calls._entry.cache_clear()
     monkeypatch.setattr(dispatch, "ask", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
@@ -135,7 +137,7 @@ def test_arguments(log, name):
     for given in (first, second, second):
         found = call(given)
     count = len(log) // 3
-    cache_steps._steps.clear()
+    calls._entry.cache_clear()
     expected = call(second)
     groups = [log[i : i + count] for i in range(0, len(log), count)]
     assert [{how for _, how, *_ in x} for x in groups] == [
@@ -227,7 +229,7 @@ def test_what_is_not_launched_again(log, monkeypatch, what):
     if what == "another device":
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     if what == "a profiler":
-        monkeypatch.setattr(decode_again, "is_watched", lambda: True)
+        monkeypatch.setattr(relaunch, "is_watched", lambda: True)
     if what == "checks":
         monkeypatch.setenv("TILEWISE_CHECK", "1")
     call(given)
@@ -235,11 +237,12 @@ def test_what_is_not_launched_again(log, monkeypatch, what):
 
 
 def test_steps_are_bounded_and_keep_no_tensor(log, monkeypatch):
-    monkeypatch.setattr(cache_steps, "KEPT_STEPS", 2)
+    kept = functools.lru_cache(maxsize=2)(calls._entry.__wrapped__)
+    monkeypatch.setattr(calls, "_entry", kept)
     for room in (1024, 1040, 1056, 1072):
         given = tensors(room) | dict(split_size=512)
         call(given)
-        assert len(cache_steps._steps) <= 2
+        assert kept.cache_info().currsize <= 2
     call(given)
     assert ways(log)[-1] == "again"
     alive = weakref.ref(given["k"])

@@ -8,10 +8,8 @@ import torch
 from helpers.tiers import sample
 
 import tilewise
-from tilewise.frontend import attention as api
 from tilewise.kernels.hopper import compat
-from tilewise.kernels.hopper.bwd import relaunch as bwd_kept
-from tilewise.ops import attention as ops
+from tilewise.ops import calls
 from tilewise.sparse import create_block_mask
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import judge
@@ -28,9 +26,7 @@ SEQLEN, NHEADS = 200, 4
 def quick(monkeypatch):
     """Launches that went past Triton's, of calls that nobody made before."""
     launches, call = [], compat.Direct.__call__
-    monkeypatch.setattr(api, "_calls", {})
-    monkeypatch.setattr(bwd_kept, "_kept", {})
-    ops._known_call.cache_clear()
+    calls._entry.cache_clear()
 
     def counted(self, *args):
         launches.append(self)

@@ -8,7 +8,7 @@ import torch
 import tilewise
 from tilewise.kernels.portable.launch import padded_headdims
 from tilewise.ops import attention as ops
-from tilewise.ops import schema
+from tilewise.ops import calls, schema
 from tilewise.problem import Call, Extras, Scalars, describe
 
 
@@ -36,11 +36,11 @@ def problem_of(headdim: int, headdim_v: int):
 
 def test_what_comes_through_the_operator_is_prepared_once(monkeypatch):
     """A compiled model calls the operator; what looks the same is one Call, with one launch."""
-    calls, run = [], ops._run_forward
+    launched, run = [], ops.run_forward
     monkeypatch.setattr(
-        ops, "_run_forward", lambda call, *given: calls.append(call) or run(call, *given)
+        ops, "run_forward", lambda call, *given: launched.append(call) or run(call, *given)
     )
-    ops._known_call.cache_clear()
+    calls._entry.cache_clear()
 
     def attend(seqlen=9, nheads_k=2, **extras):
         q, k = torch.randn(1, seqlen, 4, 8), torch.randn(1, 9, nheads_k, 8)
@@ -48,7 +48,7 @@ def test_what_comes_through_the_operator_is_prepared_once(monkeypatch):
         options = schema.options_of(Call(problem, Scalars(1.0), None))
         found, _ = torch.ops.tilewise.flash_attn_forward(q, k, k, *Extras(**extras), *options)
         torch.testing.assert_close(found, tilewise.attention(q, k, k, scale=1.0, **extras))
-        return calls[-2]
+        return launched[-2]
 
     one = attend()
     assert attend() is one

@@ -12,7 +12,7 @@ from tilewise import attention
 from tilewise.kernels import portable
 from tilewise.kernels.common.arguments import fits_descriptor
 from tilewise.kernels.portable import launch
-from tilewise.problem import Extras, Grads, Scalars, describe
+from tilewise.problem import Extras, Grads, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import use_interpreter
 from tilewise.testing.cases import CASES, Case, run_case
@@ -200,8 +200,8 @@ class Call:
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
         with use_interpreter():
             launch.run(launch.plan_forward(problem, q, k, v, out, lse, extras, scalars))
-            delta = launch.run_delta(problem, dout, None, out, lse, extras, None)
-            stats = lse, delta
+            saved = Saved(dout, None, q, k, v, out, lse)
+            stats = lse, launch.run_delta(problem, saved, extras, False)[0]
             plans = launch.plan_backward(problem, dout, q, k, v, stats, grads, extras, scalars)
             for plan in plans:
                 launch.run(plan)

@@ -10,14 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import jit
 
 from tilewise.kernels.common import relaunch
-from tilewise.kernels.common.relaunch import apart, full_look_of, look_of, pattern_of
+from tilewise.kernels.common.relaunch import apart, pattern_of
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
-from tilewise.kernels.hopper.bwd import relaunch as bwd_kept
+from tilewise.kernels.hopper.bwd import relaunch as bwd_again
 from tilewise.kernels.hopper.descriptors import Described
 from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Saved, Scalars, describe
+from tilewise.ops import attention as ops
+from tilewise.ops import calls
+from tilewise.problem import Call, Extras, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 
 BF16 = torch.bfloat16
@@ -98,16 +100,14 @@ def log(monkeypatch):
             monkeypatch.setattr(module, name, Kernel(name, log))
         monkeypatch.setattr(module, "processors", lambda device: 132)
         monkeypatch.setattr(module, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
-    for module in (launch, bwd_kept):
+    for module in (launch, bwd_again):
         monkeypatch.setattr(module, "direct", Quick)
         monkeypatch.setattr(module, "counter", once("counter", lambda *_: torch.zeros(1).int()))
-    scratch = once("scratch", bwd_kept.make_scratch)
-    monkeypatch.setattr(bwd_kept, "make_scratch", scratch)
+    scratch = once("scratch", bwd_again.make_scratch)
+    monkeypatch.setattr(bwd_again, "make_scratch", scratch)
     monkeypatch.setattr(bwd_launch, "make_scratch", scratch)
     monkeypatch.setattr(launch, "empty_out", once("out", launch.empty_out))
     monkeypatch.setattr(bwd_launch, "empty_grads", once("grads", bwd_launch.empty_grads))
-    monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(bwd_kept, "_kept", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
@@ -204,12 +204,10 @@ def call_of(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_forward(log, name):
     first, second = call_of(name), call_of(name)
-    one = launch.Launch(*first[:2])
+    one = launch.Forward(*first[:2])
     for _, _, tensors, extras in (first, second, second):
         one(*tensors, extras)
-    assert len(one.kept) == 1
-    launch._compiled.clear()
-    launch.Launch(*second[:2])(*second[2], second[3])
+    launch.Forward(*second[:2])(*second[2], second[3])
     assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]
     assert plain(log[1][3]) == plain(log[2][3]) == plain(log[3][3])
     assert log[1][2] == log[3][2]
@@ -223,40 +221,39 @@ def test_portable_forward(log, name, monkeypatch):
     monkeypatch.setattr(portable, "empty_out", launch.empty_out)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None)  # the CPU's
     first, second = call_of(name), call_of(name)
-    one = portable.Launch(*first[:2])
+    one = portable.Forward(*first[:2])
     for _, _, tensors, extras in (first, second, second):
         one(*tensors, extras)
-    portable.Launch(*second[:2])(*second[2], second[3])
+    portable.Forward(*second[:2])(*second[2], second[3])
     assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]
     assert plain(log[1][3]) == plain(log[2][3]) == plain(log[3][3])
     assert log[1][2] == log[3][2]
     assert compiled_for(log[0][3]) == compiled_for(log[3][3])
 
 
-def backward_of(call, dout, dlse=None):
-    problem, scalars, (q, k, v), extras = call
+def saved_of(call, dout, dlse=None):
+    _, _, (q, k, v), extras = call
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-    saved = Saved(dout, dlse, q, k, v, out, lse)
-    return lambda: bwd_launch.backward(problem, saved, extras, scalars)
+    return Saved(dout, dlse, q, k, v, out, lse), extras
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_backward(log, name):
-    runs = []
+    given = []
     for _ in range(2):
         call = call_of(name)
         q = call[2][0]
         dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1]) if name == "sinks" else None
-        runs.append(backward_of(call, torch.randn(q.shape).to(BF16), dlse))
-    runs[0]()
+        given.append(saved_of(call, torch.randn(q.shape).to(BF16), dlse))
+    back = bwd_launch.Backward(*call[:2])
+    back(*given[0])
     kernels = len(log)
     # The gradient of a bias in pairs is written by the kernel of the others
     by_itself = ("bias", "moved bias", "shared bias", "bias by columns", "all")
     assert kernels == (4 if name in by_itself else 3)
-    runs[1]()
-    runs[1]()
-    bwd_kept._kept.clear()
-    runs[1]()
+    back(*given[1])
+    back(*given[1])
+    bwd_launch.Backward(*call[:2])(*given[1])
     groups = [log[i : i + kernels] for i in range(0, len(log), kernels)]
     assert [{how for _, how, *_ in x} for x in groups] == [
         {"front"},
@@ -270,19 +267,80 @@ def test_backward(log, name):
         assert compiled_for(first[3]) == compiled_for(front[3])
 
 
-def test_backward_of_another_look(log):
-    """A gradient of other strides or shape, or with one of lse, is another launch's."""
+@pytest.mark.parametrize("name", CALLS)
+def test_portable_backward(log, name, monkeypatch):
+    names = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_bwd_dbias_kernel"
+    for kernel in (*names, "bwd_delta_kernel"):
+        monkeypatch.setattr(portable, kernel, Kernel(kernel, log))
+    monkeypatch.setattr(portable, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(portable, "empty_grads", bwd_launch.empty_grads)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None)  # the CPU's
+    first, second = (call_of(name) for _ in range(2))
+    given = [saved_of(x, torch.randn(x[2][0].shape).to(BF16)) for x in (first, second)]
+    back = portable.Backward(*first[:2])
+    back(*given[0])
+    kernels = len(log)
+    assert kernels == 3 + first[0].has_bias_grad
+    back(*given[1])
+    portable.Backward(*first[:2])(*given[1])
+    groups = [log[i : i + kernels] for i in range(0, len(log), kernels)]
+    assert [{how for _, how, *_ in x} for x in groups] == [{"front"}, {"again"}, {"front"}]
+    for one, again, front in zip(*groups):
+        assert again[0] == front[0] and again[2] == front[2]
+        assert without_scratch(again) == without_scratch(front)
+        assert compiled_for(one[3]) == compiled_for(front[3])
+
+
+def without_scratch(launched):
+    """Arguments without the addresses of delta and the parts of the gradient of the sinks, which
+    every call makes anew.
+    """
+    name, *_, args = launched
+    args = list(args)
+    if name == "bwd_delta_kernel":
+        args[4] = args[7] = None
+    else:
+        place = next(i for i, x in enumerate(args) if isinstance(x, tuple) and len(x) == 2)
+        args[place] = args[place][0]
+    return plain(tuple(args))
+
+
+def test_backwards_of_one_call_that_look_different(log, monkeypatch):
+    """A gradient of other strides, or with one of lse, is another launch's."""
+    monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_: bwd_launch)
+    monkeypatch.setattr(ops, "cpu_stand_ins", lambda: ops.look_of(seen))
     call = call_of("plain")
     q = call[2][0]
+    known = Call(*call[:2])
     dense = torch.randn(q.shape).to(BF16)
     dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1])
     spread, other = (torch.randn(*q.shape[:3], 128).to(BF16)[..., :64] for _ in range(2))
-    for dout, of_lse in ((dense, None), (spread, None), (dense, dlse)):
-        backward_of(call, dout, of_lse)()
-    assert len(log) == 9 and {how for _, how, *_ in log} == {"front"}
-    backward_of(call, other)()
-    backward_of(call, torch.ones(()).to(BF16).expand(q.shape))()  # made contiguous: known
-    assert len(log) == 15 and {how for _, how, *_ in log[9:]} == {"again"}
+    expanded = torch.ones(()).to(BF16).expand(q.shape)
+    for n, (dout, of_lse) in enumerate(
+        ((dense, None), (spread, None), (dense, dlse), (expanded, None))
+    ):
+        saved, extras = saved_of(call, dout, of_lse)
+        seen = *saved, *extras.tensors
+        ops.run_backward(known, saved, extras)
+        assert len(log) == 3 * (n + 1) and {how for _, how, *_ in log} == {"front"}
+    log.clear()
+    for dout in (other, expanded.clone().expand(q.shape)):
+        saved, extras = saved_of(call, dout)
+        seen = *saved, *extras.tensors
+        ops.run_backward(known, saved, extras)
+    assert len(log) == 6 and {how for _, how, *_ in log} == {"again"}
+    assert len(known.backwards) == 4
+
+
+def test_backwards_of_one_call_are_bounded(log, monkeypatch):
+    monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_: bwd_launch)
+    call = call_of("plain")
+    known = Call(*call[:2])
+    for look in range(20):
+        monkeypatch.setattr(ops, "cpu_stand_ins", lambda look=look: look)
+        ops.run_backward(known, *saved_of(call, torch.randn(call[2][0].shape).to(BF16)))
+        assert len(known.backwards) <= ops.LOOKS
+    assert [*known.backwards] == [*range(20 - ops.LOOKS, 20)]
 
 
 def test_tensors_that_were_one_are_two_later(log):
@@ -291,7 +349,7 @@ def test_tensors_that_were_one_are_two_later(log):
     q, k = torch.randn(of_q).to(BF16), torch.randn(of_k).to(BF16)
     extras = Extras(cu_seqlens_q=shared, cu_seqlens_k=shared)
     problem = describe(q, k, k, extras, Scalars(1.0), "bottom_right", False)
-    one = launch.Launch(problem, Scalars(1.0))
+    one = launch.Forward(problem, Scalars(1.0))
     one(q, k, k, extras)
     one(q, k, k.clone(), extras._replace(cu_seqlens_k=other))
     assert log[1][1] == "again"
@@ -309,63 +367,42 @@ def test_a_copied_tensor_is_copied_each_time(log):
         (Extras(seqused_k=counts(2)), padded),
     ):
         problem = describe(q, keys, keys, extras, Scalars(1.0), "bottom_right", False)
-        one = launch.Launch(problem, Scalars(1.0))
-        one(q, keys, keys, extras)
-        one(q, keys, keys, extras)
-        assert not one.kept
-        launch._compiled.clear()
+        one, back = (x(problem, Scalars(1.0)) for x in (launch.Forward, bwd_launch.Backward))
         out, lse = torch.zeros_like(q), torch.zeros(2, 4, 64)
         for _ in range(2):
-            saved = Saved(q, None, q, keys, keys, out, lse)
-            bwd_launch.backward(problem, saved, extras, Scalars(1.0))
-        assert not bwd_kept._kept
-    assert not any(how == "again" for name, how, *_ in log if name != "hopper_fwd_kernel")
-
-
-def test_looks_are_bounded(log, monkeypatch):
-    monkeypatch.setattr(launch.Launch, "LOOKS", 2)
-    monkeypatch.setattr(bwd_kept, "LOOKS", 2)
-    q = torch.randn(1, 64, 4, 64).to(BF16)
-    sinks = [moved(torch.zeros(4), by) for by in range(4)]
-    problem = describe(q, q, q, Extras(sinks=sinks[0]), Scalars(1.0), "bottom_right", False)
-    one = launch.Launch(problem, Scalars(1.0))
-    for x in sinks:
-        one(q, q, q, Extras(sinks=x))
-        backward_of((problem, Scalars(1.0), (q, q, q), Extras(sinks=x)), q)()
-        assert len(one.kept) <= 2 and len(bwd_kept._kept) <= 2
+            one(q, keys, keys, extras)
+            back(Saved(q, None, q, keys, keys, out, lse), extras)
+        assert one.again is None and back.again is None
+    assert {how for _, how, *_ in log} == {"front"}
 
 
 def test_a_profiler_sees_every_launch(log, monkeypatch):
     call = call_of("sinks")
-    one, back = launch.Launch(*call[:2]), backward_of(call, call[2][0])
-    for module in (launch, bwd_kept):
-        monkeypatch.setattr(module, "is_watched", lambda: True)
+    one, back = launch.Forward(*call[:2]), bwd_launch.Backward(*call[:2])
+    monkeypatch.setattr(relaunch, "is_watched", lambda: True)
     for _ in range(2):
         one(*call[2], call[3])
-        back()
+        back(*saved_of(call, call[2][0]))
     assert {how for _, how, *_ in log} == {"front"}
 
 
 def test_another_device_is_current(log, monkeypatch):
     call = call_of("sinks")
-    one, back = launch.Launch(*call[:2]), backward_of(call, call[2][0])
+    one, back = launch.Forward(*call[:2]), bwd_launch.Backward(*call[:2])
     one(*call[2], call[3])
-    back()
-    launch._compiled.clear()
+    back(*saved_of(call, call[2][0]))
     log.clear()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     one(*call[2], call[3])
-    back()
+    back(*saved_of(call, call[2][0]))
     assert {how for _, how, *_ in log} == {"front"}
 
 
 def test_looks():
     x = torch.zeros(65)
-    looks = [look_of((a,))[1] for a in (x[:64], x[1:], x[:64].view(8, 8), x[:64].view(8, 8).T)]
-    assert len(set(looks)) == 4
-    assert look_of((x[:5],))[1] == look_of((x[:6],))[1]
-    looks = [full_look_of((a, None))[1] for a in (x[:5], x[:6], x[:5].half())]
-    assert len(set(looks)) == 3
+    seen = (x[:64], x[1:], x[:64].view(8, 8), x[:64].view(8, 8).T)
+    assert len({calls.look_of((a,)) for a in seen}) == 4
+    assert calls.look_of((x[:5], None)) == calls.look_of((x[:6], None))
 
 
 def test_patterns_keep_no_tensor():

@@ -12,7 +12,7 @@ import triton
 
 from ..kernels.common.arguments import features_of
 from ..kernels.portable import launch
-from ..problem import OPEN, Extras, Scalars, describe
+from ..problem import OPEN, Extras, Saved, Scalars, describe
 from ..tuning.config import Config, Key
 
 
@@ -73,7 +73,8 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
     problem = describe(q, k, v, extras, scalars, "bottom_right", False)
     out, lse = launch.forward(problem, q, k, v, extras, scalars)
     yield launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)
-    delta = launch.run_delta(problem, dout, None, out, lse, extras, None)
+    saved = Saved(dout, None, q, k, v, out, lse)
+    delta, *_ = launch.run_delta(problem, saved, extras, False)
     grads = launch.empty_grads(problem, q, k, v, extras)
     yield from launch.plan_backward(problem, dout, q, k, v, (lse, delta), grads, extras, scalars)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..mods.documents import Documents
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
 from ..ops import kv_cache as cache_ops
-from ..ops.known_steps import Look, again, look_of
+from ..ops.calls import Entry, entry_of, find
+from ..ops.context_parallel import refuse_shards
 from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods
 from ..tile.random_bytes import check_dropout, draw_rng
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
@@ -124,6 +125,19 @@ def attention(
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
+    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    tensors = q, k, v, alibi_slopes, sinks, *lengths, bias, page_table, out
+    entry = None
+    has_functions = not (mask_mod is None and score_mod is None and block_mask is None)
+    if not has_functions and type(dropout_p) in (int, float) and dropout_p == 0:
+        sides = window if type(window) is tuple else (window,)
+        words = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
+        if max_seqlen_q is not None or max_seqlen_k is not None:
+            words += as_bound(max_seqlen_q), as_bound(max_seqlen_k)
+        entry = find(tensors, (*words, *sides, backend))
+        known = None if entry is None else again(entry, tensors, layout)
+        if known is not None:
+            return known if return_lse else known[0]
     align = check_causal(causal)
     check_layout(layout)
     check_dropout(dropout_p)
@@ -134,17 +148,10 @@ def attention(
         refuse_beside_cache(others, backend)
         learned = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
-        cache = q, k, v, page_table, seqused_k, cu_seqlens_q
-        look, known = known_step(cache, learned, numbers, layout, backend, out)
-        if known is not None:
-            is_turned = out is None and layout == "bhsd"
-            out, lse = known
-            out = out.transpose(1, 2) if is_turned else out
-            return (out, lse) if return_lse else out
         cached = check_cached(
             *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(learned, numbers, layout)
         )
-        cached = cached._replace(backend=backend, look=look)
+        cached = cached._replace(backend=backend, entry=entry)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
         if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
@@ -155,7 +162,6 @@ def attention(
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)
     q, k, v = in_order(q, k, v, layout, is_packed)
-    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     if dropout_p and dropout_rng is None:
         dropout_rng = draw_rng(q.device)
     sides = band(window, causal is not False)
@@ -177,13 +183,13 @@ def attention(
     out, lse = call(
         *(q, k, v),
         extras=extras,
-        numbers=(scale, softcap),
+        numbers=(scale, softcap, dropout_p),
         window=(align, *sides),
         deterministic=deterministic,
         backend=backend,
-        dropout_p=dropout_p,
         mods=modifiers.mods,
         is_long=lengths[2] is not None and is_long(max_seqlen_q),
+        entry=entry,
     )
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -209,21 +215,47 @@ def documents_in(
     return documents if is_view else None
 
 
-def known_step(
-    cache: tuple, learned: tuple, numbers: tuple, layout: str, backend: str | None, out: Any
-) -> tuple[Look | None, tuple[Tensor, Tensor] | None]:
-    """How a call with a cache looks, and its `out` and `lse` where one that looked so was launched
-    before. `cache` are q, k, v, `page_table`, `seqused_k` and `cu_seqlens_q`; `learned` and
-    `numbers` as `check_cached` takes them.
-    """
-    *tensors, mask_mod = learned
-    causal, scale, window, softcap, split_size = numbers
-    if mask_mod is not None:
-        return None, None
-    sides = window if type(window) is tuple else (window,)
-    words = *sides, causal, scale, softcap, split_size, layout, backend
-    look = look_of((*cache, *tensors, out), words)
-    return look, again(look, cache[0], out)
+def again(
+    entry: Entry, tensors: tuple[Tensor | None, ...], layout: str
+) -> tuple[Tensor, Tensor] | None:
+    """`out` and `lse` of a call of `attention` whose signature is known; else None."""
+    q, k, v, *optional, page_table, out = tensors
+    if entry.step is not None:
+        alibi_slopes, sinks, seqused_k, _, cu_seqlens_q, *_ = optional
+        cache = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
+        return launch_step(entry.step, cache, out, layout)
+    return None if entry.call is None else launch(entry.call, q, k, v, optional, layout)
+
+
+def launch(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None], layout: str
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a known call of tensors in a layout; `optional` begin its Extras."""
+    extras = Extras(*optional) if call.has_extras else NO_EXTRAS
+    if call.problem.is_packed:
+        out, lse = ops.launch(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), extras)
+        return out.squeeze(0), lse.squeeze(0)
+    if layout == "bshd":
+        return ops.launch(call, q, k, v, extras)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = ops.launch(call, q, k, v, extras)
+    return out.transpose(1, 2), lse
+
+
+def launch_step(
+    step: Callable, cache: tuple[Tensor | None, ...], out: Tensor | None, layout: str = "bshd"
+) -> tuple[Tensor, Tensor] | None:
+    """`out` and `lse` of a known step; None where it may not be launched now."""
+    refuse_shards()
+    found = step(cache, out)
+    if found is None or out is not None or layout == "bshd":
+        return found
+    return found[0].transpose(1, 2), found[1]
+
+
+def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
+    """What of a bound on lengths tells calls apart: whether it is a long one, where it is right."""
+    return bound > LONG if type(bound) is int and bound >= 0 else bound
 
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
@@ -250,61 +282,46 @@ def call(
     v: Tensor,
     *,
     extras: Extras,
-    numbers: tuple[float | None, float | None],
+    numbers: tuple[float | None, float | None, float],
     window: tuple[str, int, int],
     deterministic: bool,
     backend: str | None = None,
-    dropout_p: float = 0,
     mods: Mods = NO_MODS,
     is_long: bool = False,
     words: Words = OURS,
+    entry: Entry | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every face ends here: cast as autocast asks, check once, go. `numbers` are scale and softcap,
-    `window` is where the diagonal ends and what lies left and right of it, and `words` are the
-    face's own. What is no part of the key of kept calls, or equals something else there, has been
-    checked before a call is looked for.
+    """Every face ends here: cast as autocast asks, check once, go. `numbers` are scale, softcap
+    and dropout_p, `window` is where the diagonal ends and what lies left and right of it, `words`
+    are the face's own, and `entry` is that of its arguments. What is no part of the signature here,
+    or equals something else there, has been checked before a call is looked for.
     """
-    scale, softcap = numbers
     deterministic = check_flag("deterministic", deterministic)
     dispatch.check_backend(backend)
-    is_watched = ops.is_watched(q, k, v, *extras.tensors)
+    tensors = q, k, v, *extras.tensors
+    is_watched = ops.is_watched(*tensors)
     if is_watched or torch._C._is_any_autocast_enabled():
         q, k, v = ops.autocast(q, k, v)
-    key = None
-    if (
-        not is_watched
-        and (scale is None or type(scale) is float)
-        and (softcap is None or type(softcap) is float)
-        and type(dropout_p) in (int, float)
-        and (extras is NO_EXTRAS or not has_values(extras))
-    ):
-        key = (
-            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(scale, softcap, window, deterministic, backend),
-        )
-        if extras is not NO_EXTRAS or mods is not NO_MODS:
-            key += dropout_p, mods, is_long, torch.is_grad_enabled(), *map(_look, extras.tensors)
-    known = None if key is None else _calls.get(key)  # a compiler would watch the table
+        tensors = q, k, v, *extras.tensors
+    asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
+    asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
+    if entry is None and not is_watched and may_keep(numbers, extras):
+        flags = deterministic, mods, is_long, backend
+        entry = entry_of(tensors, *numbers, *window, *flags)
+    known = None if entry is None else entry.call  # a compiler would watch the table
     if known is None:
-        asked = dict(numbers=numbers, align=window[0], window=window[1:], mods=mods)
-        asked |= dict(deterministic=deterministic, dropout_p=dropout_p, is_long=is_long)
-        checked = check(q, k, v, extras=extras, words=words, **asked)
-        known = Call(checked.problem, checked.scalars, backend)
-        if key is not None:
-            if len(_calls) >= KEPT_CALLS:
-                _calls.clear()
-            _calls[key] = known
+        problem, _, scalars = check(q, k, v, extras=extras, words=words, **asked)
+        learned = () if is_watched else (q, k, v, extras.sinks, extras.bias, *extras.captured)
+        known = Call(problem, scalars, backend, ops.needs_grad(*learned))
+        if entry is not None:
+            entry.call = known
     if not is_watched and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":
         check_scores(q, k, *known.scalars[:2], words)
     return ops.attention(known, q, k, v, extras, is_watched)
 
 
-def _look(x: Tensor | None) -> tuple | None:
-    """What the door looks at, of a tensor whose values it does not read."""
-    return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
-
-
-# Calls as they look from outside: shapes, strides, dtypes, devices, numbers
-_calls: dict[tuple, Call] = {}
-KEPT_CALLS = 4096
+def may_keep(numbers: tuple[float | None, float | None, float], extras: Extras) -> bool:
+    """Whether a call's numbers cannot change, and its checks read no tensor."""
+    *numbers, dropout_p = numbers
+    is_fixed = all(x is None or type(x) is float for x in numbers)
+    return is_fixed and type(dropout_p) in (int, float) and not has_values(extras)

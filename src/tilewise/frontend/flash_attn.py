@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, Words
+from ..ops.calls import find
 from ..problem import Extras
 from ..tile.random_bytes import check_dropout, draw_rng
-from .attention import call, is_long
+from .attention import as_bound, call, is_long, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
 from .qkv import check_rank, in_order
@@ -60,21 +61,29 @@ def flash_attn_func(
     may be numpy's. `num_splits` and `pack_gqa` are hints, which choose among equal results in
     flash-attn: they are checked and change nothing here. Raises ArgumentError.
     """
+    sides = window_size if type(window_size) is tuple else (window_size,)
+    flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
+    learned = alibi_slopes, learnable_sink
+    entry = None
+    if is_plain(dropout_p, attention_chunk):
+        entry = find((q, k, v, *learned), ("flash_attn", softmax_scale, *flags, *sides))
+        if entry is not None and entry.call is not None:
+            out, lse = launch(entry.call, q, k, v, learned, "bshd")
+            return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
     q, k, v = _ranked(q, k, v)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_batch(chunk, q, k)
-    learned = alibi_slopes, learnable_sink
     given = dict(dropout_rng=_rng(dropout_p, q), captured=chunks.captured)
     out, lse = call(
         *(q, k, v),
         extras=Extras(*learned, **given),
-        numbers=(softmax_scale, softcap),
+        numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
-        dropout_p=dropout_p,
         mods=chunks.mods,
         words=WORDS,
+        entry=entry,
     )
     return _returned(out, lse, return_attn_probs, return_lse)
 
@@ -219,29 +228,39 @@ def flash_attn_varlen_func(
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
+    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    sides = window_size if type(window_size) is tuple else (window_size,)
+    flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
+    bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
+    learned = alibi_slopes, learnable_sink
+    entry = None
+    if block_table is None and is_plain(dropout_p, attention_chunk):
+        words = "flash_attn_varlen", softmax_scale, *bounds, *flags, *sides
+        entry = find((q, k, v, *learned, *lengths), words)
+        if entry is not None and entry.call is not None:
+            out, lse = launch(entry.call, q, k, v, (*learned, *lengths), "bshd")
+            return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
-    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     if block_table is not None:
-        learned, numbers = (alibi_slopes, learnable_sink), (_flag(causal), softmax_scale)
-        numbers, others = (*numbers, window_size, softcap), (attention_chunk, dropout_p)
+        numbers = _flag(causal), softmax_scale, window_size, softcap
+        others = attention_chunk, dropout_p
         found = varlen_of_pages(q, k, v, block_table, lengths, learned, numbers, others)
         return _returned(*found, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_packed(chunk, lengths)
-    learned = alibi_slopes, learnable_sink
     given = dict(dropout_rng=_rng(dropout_p, q), captured=chunks.captured)
     out, lse = call(
         *(q, k, v),
         extras=Extras(*learned, *lengths, **given),
-        numbers=(softmax_scale, softcap),
+        numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
-        dropout_p=dropout_p,
         mods=chunks.mods,
         is_long=is_long(max_seqlen_q),
         words=WORDS,
+        entry=entry,
     )
     return _returned(out.squeeze(0), lse.squeeze(0), return_attn_probs, return_lse)
 
@@ -290,6 +309,12 @@ def flash_attn_varlen_kvpacked_func(
     k, v = _unpack("kv", kv, 2, 1)
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
+
+
+def is_plain(dropout_p: float, attention_chunk: int) -> bool:
+    """Neither dropout nor chunks, which make tensors of their own at every call."""
+    has_none = type(dropout_p) in (int, float) and dropout_p == 0
+    return has_none and type(attention_chunk) is int and attention_chunk == 0
 
 
 def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -81,7 +81,7 @@ def flex_attention(
     out, lse = call(
         *(t.transpose(1, 2) for t in (query, x.key, x.value)),
         extras=Extras(captured=modifiers.captured),
-        numbers=(scale, None),
+        numbers=(scale, None, 0.0),
         window=("bottom_right", OPEN, OPEN),
         deterministic=False,
         mods=modifiers.mods,

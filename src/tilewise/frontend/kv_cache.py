@@ -8,12 +8,13 @@ import torch
 
 from ..errors import ArgumentError
 from ..mods.masks import Predicate, chunked
+from ..ops.calls import find
 from ..tile import split_kv
 from ..tile.paging import batch_of
 from ..tile.rotary import Rotary, rotate
 from . import append as cache
 from .append_checks import check_tables
-from .attention import attend_cached, known_step
+from .attention import attend_cached, launch_step
 from .cache_checks import check_cached, check_kind, refuse_beside_cache
 from .chunks import check_chunk, chunk_band
 from .qkv import check_tensor
@@ -280,8 +281,17 @@ def _attend(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention beside a cache: as a call that looked so before, or checked."""
-    look, known = known_step(cache, learned, numbers, "bshd", None, out)
-    if known is None:
-        cached = check_cached(*cache[:4], cache[4:], learned, numbers, "bshd")
-        known = attend_cached(cached._replace(look=look), out, "bshd")
-    return known
+    *tensors, mask_mod = learned
+    causal, scale, window, softcap, split_size = numbers
+    sides = window if type(window) is tuple else (window,)
+    cache = *cache, *tensors
+    entry = None
+    if mask_mod is None:
+        words = "cache", causal, scale, softcap, split_size, *sides
+        entry = find((*cache, out), words)
+    if entry is not None and entry.step is not None:
+        known = launch_step(entry.step, cache, out)
+        if known is not None:
+            return known
+    cached = check_cached(*cache[:4], cache[4:6], learned, numbers, "bshd")
+    return attend_cached(cached._replace(entry=entry), out, "bshd")

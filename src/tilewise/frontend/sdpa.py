@@ -8,9 +8,10 @@ import torch
 
 from ..errors import ArgumentError, Words
 from ..mods.flatten import NO_MODIFIERS, Modifiers, modifiers_by
+from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
-from .attention import call
+from .attention import call, launch
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .scalars import check_flag
 
@@ -75,6 +76,14 @@ def with_lse(
     """`scaled_dot_product_attention` and the log-sum-exp of each row, (batch, nheads, seqlen_q) of
     the batch that dimensions before them make.
     """
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    entry = None
+    if attn_mask is None and type(dropout_p) in (int, float) and dropout_p == 0:
+        words = "sdpa", is_causal, scale, enable_gqa, is_deterministic
+        entry = find((query, key, value), words)
+        if entry is not None and entry.call is not None:
+            return launch(entry.call, query, key, value, (), "bhsd")
+    given = query, key, value
     is_causal = check_flag("is_causal", is_causal)
     has_gqa = check_flag("enable_gqa", enable_gqa)
     x = batched(query, key, value, has_gqa, WORDS)
@@ -90,15 +99,17 @@ def with_lse(
     rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
     bias, modifiers = _masked_by(attn_mask, x)
     query, scale = with_positive_scale(x.query, scale, WORDS)
+    if not all(a is b for a, b in zip(given, (query, x.key, x.value))):
+        entry = None  # what is launched are others
     out, lse = call(
         *(query.transpose(1, 2), x.key.transpose(1, 2), x.value.transpose(1, 2)),
         extras=Extras(bias=bias, dropout_rng=rng, captured=modifiers.captured),
-        numbers=(scale, None),
+        numbers=(scale, None, dropout_p),
         window=window,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        dropout_p=dropout_p,
+        deterministic=is_deterministic,
         mods=modifiers.mods,
         words=WORDS,
+        entry=entry,
     )
     out = out.transpose(1, 2)
     return (out if out.shape == x.out else out[..., : x.out[-1]].view(x.out)), lse

@@ -24,7 +24,7 @@ from ..frontend.checks import Checked, check
 from ..frontend.kv_cache import varlen_of_pages
 from ..ops import attention as ops
 from ..ops.schema import INPUTS
-from ..problem import LONG, OPEN, Extras, Saved
+from ..problem import LONG, OPEN, Call, Extras, Saved
 
 Tensor = torch.Tensor
 WORDS = Words("query", "key", "value", shape="(batch, seqlen, nheads, headdim)")
@@ -62,7 +62,7 @@ def attend(asked: Asked) -> tuple[Tensor, Tensor]:
         return _attend_pages(asked)
     q, k, v = _in_batch(asked.cum_seq_q is not None, *asked[:INPUTS])
     problem, extras, scalars = _checked(asked, q, k, v)
-    call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
+    call = ops.known_call(Call(problem, scalars), (q, k, v, *extras.tensors))
     out, lse = ops.run_forward(call, q, k, v, extras)
     if asked.cum_seq_q is not None:
         return out.squeeze(0), lse.squeeze(0)
@@ -90,7 +90,7 @@ def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
     given = saved.dout, saved.q, saved.k, saved.v, saved.out
     dout, q, k, v, out = _in_batch(is_packed, *given)
     problem, extras, scalars = _checked(asked, q, k, v)
-    call = ops.known_call((problem, scalars, None), (q, k, v, *extras.tensors))
+    call = ops.known_call(Call(problem, scalars), (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
     grads = ops.run_backward(call, Saved(dout, None, q, k, v, out, lse), extras)

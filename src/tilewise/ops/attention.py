@@ -11,18 +11,22 @@ Problem's fields as scalars. Selective checkpointing by name looks for `flash_at
 from __future__ import annotations
 
 import functools
-import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import forward_ad
 
 from .. import dispatch
+from ..emulator.switch import cpu_stand_ins
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flatten import mentions
-from ..problem import OPTIONAL, Call, Extras, Grads, Saved, extras_of
+from ..problem import NO_EXTRAS, OPTIONAL, Call, Extras, Grads, Saved, extras_of
 from . import captured_grads
 from . import vmap as batching
+from .autocast import autocast as autocast
+from .calls import TENSORS, entry_of, look_of
 from .context_parallel import refuse_shards
+from .late import register_late
 from .schema import (
     CALL,
     GIVEN,
@@ -56,32 +60,35 @@ def attention(
     if not (watched and torch.compiler.is_compiling()) and _is_transformed():
         return _Attention.apply(call, q, k, v, *extras.tensors)
     if watched:
-        _register_late()
+        register_late()
         return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *options_of(call))
-    if needs_grad(q, k, v, extras.sinks, extras.bias, *extras.captured):
-        return _EagerAttention.apply(call, q, k, v, *extras.tensors)
-    return _run_forward(call, q, k, v, extras)
+    return launch(call, q, k, v, extras)
 
 
-def _run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
-    """The call on a backend, where no sequences are shards."""
+def launch(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    """The same where nothing else must see the call."""
+    if call.needs_grad:
+        tensors = () if extras is NO_EXTRAS else extras.tensors
+        return _apply_eagerly(call, q, k, v, *tensors)
     refuse_shards()
     return run_forward(call, q, k, v, extras)
 
 
-def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras):
+def run_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+) -> tuple[Tensor, Tensor]:
     """The call on a backend; what memory it comes in is known only here, not while tracing."""
-    on_16_bytes = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    if call.forward is not None and on_16_bytes:
-        return call.forward(q, k, v, extras)
+    if call.forward is None:
+        call.forward = _prepared(call, q, k, v, extras)
+    return call.forward(q, k, v, extras)
+
+
+def _prepared(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Callable:
     problem = call.problem
     if q.is_meta:
-        return empty_out(problem, q)
+        return lambda q, k, v, extras: empty_out(problem, q)
     chosen = dispatch.choose_for(problem, q, k, v, extras, call.backend)
-    if on_16_bytes and q.is_cuda and hasattr(chosen, "prepare"):
-        call.forward = chosen.prepare(problem, call.scalars, q, k, v)
-        return call.forward(q, k, v, extras)
-    return chosen.forward(problem, q, k, v, extras, call.scalars)
+    return chosen.prepare(problem, call.scalars, q, k)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
@@ -91,7 +98,7 @@ def is_watched(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     for t in tensors:  # a loop costs half of any() over a generator
-        if type(t) not in _PLAIN:
+        if type(t) not in TENSORS:
             return True
     return False
 
@@ -103,9 +110,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
             if t is not None and t.requires_grad:
                 return True
     return False
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 
 
 def _is_transformed() -> bool:
@@ -126,35 +130,49 @@ def _save(ctx, call: Call, tensors: tuple, output: tuple) -> None:
     ctx.call = call
 
 
-def _backward(
-    ctx, dout: Tensor | None, dlse: Tensor | None, needs: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and the extras; `needs` says which captured tensors want one."""
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of the call, which has none, of q, k, v and the extras."""
     out, lse, q, k, v, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * (INPUTS + len(tensors))
+        return (None,) * (1 + INPUTS + len(tensors))
     if dout is None:  # only the gradient of lse is asked
         dout = torch.zeros_like(out)
-    if torch._C._functorch.is_legacy_batchedtensor(dout):
+    call, saved = ctx.call, Saved(dout, dlse, q, k, v, out, lse)
+    is_seen = _is_transformed() or torch._C._functorch.is_legacy_batchedtensor(dout)
+    if not (torch.is_grad_enabled() or is_seen or is_watched(dout, dlse, q, k, v)):
+        grads = run_backward(call, saved, extras_of(*tensors))
+        if not tensors:
+            return None, grads.dq, grads.dk, grads.dv
+    else:
+        grads = _differentiated(call, saved, tensors)
+    needs = ctx.needs_input_grad[1 + INPUTS + OPTIONAL :]
+    return None, *_of_inputs(call, grads, saved, extras_of(*tensors), needs)
+
+
+def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) -> Grads:
+    """The gradients where something else sees them."""
+    if torch._C._functorch.is_legacy_batchedtensor(saved.dout):
         raise NotImplementedError(
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
         )
-    saved = Saved(dout, dlse, q, k, v, out, lse)
-    given = (ctx.call, *saved, *tensors)
+    given = call, *saved, *extras_of(*tensors).tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
-        grads = _AttentionBackward.apply(*given)
-    else:
-        grads = _AttentionBackward.forward(*given)
-    dq, dk, dv, dsinks, dbias = grads
-    extras = extras_of(*tensors)
+        return Grads(*_AttentionBackward.apply(*given))
+    return Grads(*_AttentionBackward.forward(*given))
+
+
+def _of_inputs(
+    call: Call, grads: Grads, saved: Saved, extras: Extras, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and the extras; `needs` says which captured tensors want one."""
     of_extras = Extras(
-        sinks=None if extras.sinks is None else dsinks,
-        bias=dbias if ctx.call.problem.has_bias_grad else None,
-        captured=captured_grads.gradients(ctx.call, needs, saved, extras),
+        sinks=None if extras.sinks is None else grads.dsinks,
+        bias=grads.dbias if call.problem.has_bias_grad else None,
+        captured=captured_grads.gradients(call, needs, saved, extras),
     )
-    return dq, dk, dv, *of_extras.tensors
+    return *grads[:INPUTS], *of_extras.tensors
 
 
 def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
@@ -162,8 +180,18 @@ def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
     q, k, v = saved.q, saved.k, saved.v
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
-    chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
-    return chosen.backward(call.problem, saved, extras, call.scalars)
+    look = cpu_stand_ins() if q.is_cpu else look_of((*saved, *extras.tensors))
+    prepared = call.backwards.get(look)
+    if prepared is None:
+        chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
+        prepared = chosen.prepare_backward(call.problem, call.scalars)
+        for old in list(call.backwards)[: 1 - LOOKS]:
+            call.backwards.pop(old, None)
+        call.backwards[look] = prepared
+    return prepared(saved, extras)
+
+
+LOOKS = 8  # of one call, whose backwards are kept: a model has one or two
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -175,13 +203,18 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, q, k, v, *tensors):
-        output = _run_forward(call, q, k, v, extras_of(*tensors))
+        refuse_shards()
+        output = run_forward(call, q, k, v, extras_of(*tensors))
         _save(ctx, call, (q, k, v, *tensors), output)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, *_backward(ctx, dout, dlse, ctx.needs_input_grad[1 + INPUTS + OPTIONAL :])
+        return _backward(ctx, dout, dlse)
+
+
+# Past what `Function.apply` does for functorch, whose transforms do not come here
+_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply
 
 
 class _Attention(torch.autograd.Function):
@@ -189,7 +222,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(call, q, k, v, *tensors):
-        _register_late()
+        register_late()
         return torch.ops.tilewise.flash_attn_forward(
             q, k, v, *extras_of(*tensors).arguments, *options_of(call)
         )
@@ -201,7 +234,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, *_backward(ctx, dout, dlse, ctx.needs_input_grad[1 + INPUTS + OPTIONAL :])
+        return _backward(ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -224,7 +257,7 @@ class _AttentionBackward(Once):
     def forward(call, *tensors):
         saved, extras = Saved(*tensors[:GIVEN]), extras_of(*tensors[GIVEN:])
         if is_watched(*saved[:5]) or _is_transformed():
-            _register_late()
+            register_late()
             given = *saved, *extras.arguments
             return torch.ops.tilewise.flash_attn_backward(*given, *options_of(call))
         return _filled(run_backward(call, saved, extras), saved.q)
@@ -250,28 +283,21 @@ def _setup_context(ctx, inputs, output):
 
 
 def _op_backward(ctx, dout, dlse):
+    out, lse, q, k, v, *tensors = ctx.saved_tensors
     captured = INPUTS + OPTIONAL
     needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
     is_list = isinstance(needs, (list, tuple))
-    grads = _backward(ctx, dout, dlse, needs if is_list else ())
-    of_captured = list(grads[captured:]) if is_list else None
-    return *grads[:captured], of_captured, *(None,) * len(Options._fields)
+    after = (None,) * len(Options._fields)
+    if dout is None and dlse is None:
+        return *(None,) * captured, None, *after
+    dout = torch.zeros_like(out) if dout is None else dout
+    saved, extras = Saved(dout, dlse, q, k, v, out, lse), extras_of(*tensors)
+    grads = _differentiated(ctx.call, saved, tensors)
+    grads = _of_inputs(ctx.call, grads, saved, extras, needs if is_list else ())
+    return *grads[:captured], list(grads[captured:]) if is_list else None, *after
 
 
 # the operators
-
-
-@functools.lru_cache(maxsize=4096)
-def _known_call(*asked) -> Call:
-    return Call(*asked[:3])
-
-
-def known_call(call: tuple, tensors: tuple) -> Call:
-    """One call for all that looks the same: what is compiled passes no door that would keep it.
-    `call` is problem, scalars and backend; `tensors` are q, k, v and the extras'.
-    """
-    looks = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    return _known_call(*call, *looks, *[x.stride() for x in tensors[:INPUTS]])
 
 
 def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
@@ -279,18 +305,44 @@ def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
     return Call(asked(*inputs, extras, options), options.scalars, options.backend)
 
 
+def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
+    """The same, one for all of a signature: what is compiled passes no check that would keep it.
+    `tensors` are all of an operator's.
+    """
+    flags = options._replace(mask_block=tuple(options.mask_block))
+    entry = None if is_watched(*tensors) else entry_of(tensors, *flags)
+    if entry is None:
+        return _call_of(inputs, extras, options)
+    if entry.call is None:
+        entry.call = _call_of(inputs, extras, options)
+    elif options.mask_mod or options.score_mod:
+        _ = options.mods  # which enters their trees again where a bounded table has dropped them
+    return entry.call
+
+
+def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
+    """The one that is kept of calls like this, with such tensors."""
+    asked = call.problem, call.scalars, call.backend
+    entry = None if is_watched(*tensors) else entry_of(tensors, *asked)
+    if entry is None:
+        return call
+    if entry.call is None:
+        entry.call = call
+    return entry.call
+
+
 def _forward_kernel(*args):
     inputs, extras, options = parts_of(args, INPUTS)
-    call, tensors = _call_of(inputs, extras, options), (*inputs, *extras.tensors)
-    if not is_watched(*tensors):
-        call = known_call((call.problem, call.scalars, call.backend), tensors)
-    return _run_forward(call, *inputs, extras)
+    call = _known((*inputs, *extras.tensors), inputs, extras, options)
+    refuse_shards()
+    return run_forward(call, *inputs, extras)
 
 
 def _backward_kernel(*args):
     tensors, extras, options = parts_of(args, GIVEN)
     saved = Saved(*tensors)
-    call = _call_of((saved.q, saved.k, saved.v), extras, options)
+    inputs = saved.q, saved.k, saved.v
+    call = _known((*saved, *extras.tensors), inputs, extras, options)
     return _filled(run_backward(call, saved, extras), saved.q)
 
 
@@ -326,37 +378,8 @@ def _vmap_backward_op(info, in_dims, *args):
     return batching.one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch)."""
-    device = q.device.type
-    if device not in ("cpu", "cuda") and not torch.amp.is_autocast_available(device):
-        return q, k, v  # torch raises where a device, meta among them, knows no autocast
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in (q, k, v)
-        )
-    return q, k, v
-
-
-def _autocast_rule(key: str):
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutocastCUDA
-    )
-
-    def forward(q, k, v, *rest):
-        q, k, v = autocast(q, k, v)
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return torch.ops.tilewise.flash_attn_forward(q, k, v, *rest)
-
-    LIBRARY.impl("flash_attn_forward", forward, key)
-
-
 LIBRARY.impl("flash_attn_forward", _forward_kernel, "CompositeExplicitAutograd")
 LIBRARY.impl("flash_attn_backward", _backward_kernel, "CompositeExplicitAutograd")
-_autocast_rule("AutocastCPU")
-_autocast_rule("AutocastCUDA")
 torch.library.register_fake("tilewise::flash_attn_forward", _forward_fake, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_backward", _backward_fake, lib=LIBRARY)
 torch.library.register_autograd(
@@ -366,28 +389,4 @@ torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backw
 torch.library.register_vmap("tilewise::flash_attn_forward", _vmap_forward_op, lib=LIBRARY)
 torch.library.register_vmap("tilewise::flash_attn_backward", _vmap_backward_op, lib=LIBRARY)
 
-
-# registered when somebody has loaded what needs it
-
-
-def _register_late() -> None:
-    """The FLOP formulas and the DTensor rules, once their modules are loaded: importing those costs
-    more than all of tilewise.
-    """
-    if not _late["flops"] and "torch.utils.flop_counter" in sys.modules:
-        _late["flops"] = True
-        from . import flops
-
-        flops.register(torch.ops.tilewise)
-    if not _late["dtensor"] and "torch.distributed.tensor" in sys.modules:
-        _late["dtensor"] = True
-        from . import sharding
-
-        sharding.register()
-
-
-# What torch.compiler.assume_constant_result sets, but its import is torch._dynamo's. Dynamo, which
-# cannot trace a registration, then runs it while it traces.
-_register_late._dynamo_marked_constant = True
-_late = {"flops": False, "dtensor": False}
-_register_late()
+register_late()

@@ -19,7 +19,6 @@ from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import is_watched
 from .context_parallel import refuse_shards
-from .known_steps import keep
 from .schema import LIBRARY
 
 Tensor = torch.Tensor
@@ -66,8 +65,9 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "subclass is not served: call it eagerly, or leave out split_size"
         )
     problem = cached.problem._replace(deterministic=deterministic)
-    call = Call(problem, cached.scalars, cached.backend)
-    call.forward = lambda q, k, v, extras: _run(cached._replace(q=q, k=k, v=v), None)
+    call = Call(problem, cached.scalars, cached.backend, needs_grad=True)
+    plain = cached._replace(entry=None)  # a step has no gradient
+    call.forward = lambda q, k, v, extras: _run(plain._replace(q=q, k=k, v=v), None)
     return ops.attention(call, q, k, v, cached.extras, False)
 
 
@@ -131,7 +131,8 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     if cached.q.is_meta:
         return fresh, lse
     step = _backend_of(cached).forward(cached, fresh, lse)
-    keep(cached.look, step)
+    if cached.entry is not None:
+        cached.entry.step = step
     return fresh, lse
 
 

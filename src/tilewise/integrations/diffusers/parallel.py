@@ -129,7 +129,8 @@ def gradients(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mods=modifiers.mods,
     )
-    call = Call(checked.problem, checked.scalars, None)
+    call = Call(checked.problem, checked.scalars)
+    call = ops.known_call(call, (q, k, v, *extras.tensors))
     dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
     return ops.gradients(call, Saved(dout, None, q, k, v, out, lse.contiguous()), extras)
 

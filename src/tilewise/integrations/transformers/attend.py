@@ -10,7 +10,7 @@ from ...errors import warn_slow
 from ...frontend.attention import attention, call
 from ...frontend.scalars import band as sides_of
 from ...mods.flatten import modifiers_by
-from ...problem import extras_of
+from ...problem import Extras
 from ...tile.random_bytes import check_dropout, draw_rng
 from .visible import Band, Visible
 
@@ -72,14 +72,17 @@ def attend(
     modifiers = modifiers_by(mask.to(q.device))
     scale, softcap, sinks, dropout_p, deterministic, bias = features
     rng = draw_rng(q.device) if check_dropout(dropout_p) else None
-    of_rows = seqused_k, *(None,) * 3
     out, _ = call(
         *(q, k, v),
-        extras=extras_of(None, sinks, *of_rows, bias, rng, *modifiers.captured),
-        numbers=(scale, softcap),
+        extras=Extras(
+            *(None, sinks, seqused_k),
+            bias=bias,
+            dropout_rng=rng,
+            captured=modifiers.captured,
+        ),
+        numbers=(scale, softcap, dropout_p),
         window=(align, *sides_of(band, causal is not False)),
         deterministic=deterministic,
-        dropout_p=dropout_p,
         mods=modifiers.mods,
     )
     return out

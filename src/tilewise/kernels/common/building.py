@@ -4,9 +4,11 @@ remedy.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from typing import Any
 
+import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -40,6 +42,13 @@ def first_launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
             f"the kernels of tilewise cannot be compiled here ({type(error).__name__}: {error}): "
             f"{remedy}"
         ) from error
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a GPU current that is not."""
+    if device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _remedy(error: Exception) -> str:

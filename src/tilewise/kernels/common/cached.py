@@ -24,7 +24,14 @@ class Cached(NamedTuple):
     split_size: int
     mask: str = ""  # the name of the mask's tree
     backend: str | None = None  # the name of one to force
-    look: Any = None  # what it is kept under, or None
+    entry: Any = None  # where the step is kept, an `ops.calls.Entry`, or None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but what the mask captured, in the order in which a step is launched again."""
+        extras = self.extras
+        read = self.q, self.k, self.v, self.page_table, extras.seqused_k, extras.cu_seqlens_q
+        return *read, extras.alibi_slopes, extras.sinks
 
     @property
     def problem(self) -> Problem:

@@ -2,14 +2,15 @@
 longer than a short kernel runs.
 
 So does building the arguments: kernels take tensors in groups, with numbers such as their strides.
-But calls of one shape differ in the addresses of their tensors, and at times in their strides. So
-what a launch needs is kept under the `look` of the tensors, with its arguments as a `Pattern` in
-which the addresses of the next tensors are filled in. That keeps no tensor alive: launchers take an
-address for a pointer.
+But calls of one signature differ in the addresses of their tensors alone. So the arguments of the
+first are kept as a `Pattern`, in which the addresses of the next are filled in. That keeps no
+tensor alive: launchers take an address for a pointer.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,14 @@ ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compil
 def is_watched() -> bool:
     """Whether a profiler has hooked itself into Triton's launches, which then must see them."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    return any([getattr(hook, "calls", hook) for hook in hooks])
+
+
+def may_relaunch(device: int | None) -> bool:
+    """Whether kernels of a device may be launched past Triton: it is current, and no profiler must
+    see them.
+    """
+    return torch._C._cuda_getDevice() == device and not is_watched()
 
 
 def relaunch(compiled: Any, programs: int, index: int, *args: Any) -> None:
@@ -45,30 +53,7 @@ def class_of(x: Tensor | int | None) -> Any:
     return x.dtype, x.data_ptr() % ALIGNMENT == 0
 
 
-# what tensors look like
-
-
-def look_of(tensors: tuple[Tensor | None, ...]) -> tuple[list[int], tuple]:
-    """Where tensors lie, and all else that may differ between tensors of one shape, dtype and
-    device: strides and alignment.
-
-    >>> x = torch.zeros(4, 4)
-    >>> look_of((x, None))[1] == look_of((x.clone(), None))[1] != look_of((x.T, None))[1]
-    True
-    """
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    strides = [None if x is None else x.stride() for x in tensors]
-    return addresses, (*strides, *[address % ALIGNMENT for address in addresses])
-
-
-def full_look_of(tensors: tuple[Tensor | None, ...]) -> tuple[list[int], tuple]:
-    """The same of tensors of any shapes, dtypes and devices."""
-    addresses, look = look_of(tensors)
-    kinds = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    return addresses, (*kinds, *look)
-
-
-def apart(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same memory as objects of which no two are one. A pattern tells tensors apart by who they
     are, and k may be q in one call and not in the next.
     """
@@ -80,71 +65,100 @@ def extras_apart(extras: Extras) -> Extras:
     return extras_of(*apart(extras.tensors))
 
 
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Where tensors lie; 0 for None."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
 # arguments
 
 
-class Pattern:
+class Pattern(NamedTuple):
     """Nested arguments with gaps, mostly for the addresses of tensors."""
 
-    __slots__ = ("_group", "_last")
+    constants: list[Any]
+    groups: list[Callable[[list], tuple]]  # each takes from values, constants and earlier groups
 
-    def __init__(self, group: tuple) -> None:
-        self._group = group
-        self._last: tuple[list, tuple] | None = None
-
-    def filled(self, values: list) -> tuple:
+    def filled(self, values: Sequence[Any]) -> tuple:
         """The arguments with these values in their gaps."""
-        last = self._last  # read once: other threads may write it
-        if last is not None and last[0] == values:
-            return last[1]
-        args = _filled(self._group, values)
-        self._last = values, args
-        return args
+        values = [*values, *self.constants]
+        for group in self.groups:
+            values.append(group(values))
+        return values[-1]
 
 
-def pattern_of(args: tuple, row: tuple) -> Pattern | None:
+def pattern_of(args: tuple, row: Sequence[Any]) -> Pattern | None:
     """The pattern of nested arguments, with a gap for each that is in the row, which are objects of
     which no two are one. None where a tensor is not among them, such as a contiguous copy.
     """
     places = {id(x): place for place, x in enumerate(row) if x is not None}
+    constants: list[Any] = []
+    groups: list[list[tuple[str, int]]] = []
     try:
-        return Pattern(_group_of(args, places))
+        _collect(args, places, constants, groups)
     except KeyError:
         return None
+    starts = {"value": 0, "constant": len(row), "group": len(row) + len(constants)}
+    taken = [[starts[kind] + n for kind, n in group] for group in groups]
+    return Pattern(constants, [_taking(places) for places in taken])
 
 
-def _group_of(args: tuple, places: dict[int, int]) -> tuple:
-    """The arguments with gaps, then which of the row fills which, then which group does."""
-    items, gaps, groups = list(args), [], []
-    for i, item in enumerate(args):
+def _collect(args: tuple, places: dict[int, int], constants: list, groups: list) -> None:
+    """Where the items of a tuple come from; those of the tuples in it are groups before its own."""
+    found = []
+    for item in args:
         if id(item) in places or isinstance(item, torch.Tensor):
-            gaps.append((i, places[id(item)]))
-            items[i] = None
-        elif isinstance(item, tuple):
-            group = _group_of(item, places)
-            if group[1] or group[2]:
-                groups.append((i, group))
-                items[i] = None
-    return items, gaps, groups
+            found.append(("value", places[id(item)]))
+        elif isinstance(item, tuple) and has_tensors(item):
+            _collect(item, places, constants, groups)
+            found.append(("group", len(groups) - 1))
+        else:
+            found.append(("constant", len(constants)))
+            constants.append(item)
+    groups.append(found)
 
 
-def _filled(group: tuple, values: list) -> tuple:
-    items, gaps, groups = group
-    items = items.copy()
-    for i, place in gaps:
-        items[i] = values[place]
-    for i, inner in groups:
-        items[i] = _filled(inner, values)
-    return tuple(items)
+def has_tensors(args: tuple) -> bool:
+    """Whether tensors are among nested arguments."""
+    return any(
+        has_tensors(x) if isinstance(x, tuple) else isinstance(x, torch.Tensor) for x in args
+    )
+
+
+def _taking(places: list[int]) -> Callable[[list], tuple]:
+    """What takes these of its argument: of several items, at the speed of C."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple([values[place] for place in places])
 
 
 class Again(NamedTuple):
-    """A kernel without descriptors, to be launched for other tensors of the same look."""
+    """A kernel without descriptors, to be launched for other tensors of the same signature."""
 
     compiled: Any
     programs: int
     args: Pattern  # constants too
 
-    def launch(self, index: int, values: list) -> None:
+    def launch(self, index: int, values: Sequence[Any]) -> None:
         """As `relaunch`, with these values in the gaps of its arguments."""
         relaunch(self.compiled, self.programs, index, *self.args.filled(values))
+
+
+class Launched(NamedTuple):
+    """A launch as it went through Triton's launcher; a grid of no programs has no kernel."""
+
+    compiled: Any
+    programs: int
+    args: tuple  # constants too
+
+
+def again_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Again] | None:
+    """The launches again, of tensors in the order of the row; None where one may not be: on AMD,
+    with a tensor that is not in the row, or without a compiled kernel.
+    """
+    patterns = [pattern_of(x.args, row) for x in launches]
+    if torch.version.hip is not None or None in patterns:
+        return None
+    if any(x.compiled is None for x in launches):
+        return None
+    return [Again(*x[:2], args) for x, args in zip(launches, patterns) if args is not None]

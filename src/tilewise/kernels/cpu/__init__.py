@@ -7,6 +7,7 @@ by tile. A batch with `seqused_k` is cut into its rows, so that padding is never
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -32,6 +33,18 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable:
+    """The forward for tensors of these shapes: (q, k, v, extras) -> (out, lse)."""
+    if not problem.is_packed and flash.is_whole(problem, q, k, scalars):
+        return flash.whole(problem.has_right, scalars.scale)
+    return functools.partial(forward, problem, scalars=scalars)
+
+
+def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
+    """The backward: (saved, extras) -> gradients."""
+    return functools.partial(backward, problem, scalars=scalars)
+
+
 def forward(
     problem: Problem,
     q: Tensor,
@@ -45,9 +58,7 @@ def forward(
     if problem.is_packed:
         return packed.forward(forward, problem, q, k, v, extras, scalars)
     if flash.is_whole(problem, q, k, scalars):
-        out, lse = flash.forward_whole(q, k, v, problem.has_right, scalars.scale)
-        # torch's kernel gives (batch, seqlen, ...) memory, so that this copies lse alone
-        return out.transpose(1, 2).contiguous(), lse.contiguous()
+        return flash.whole(problem.has_right, scalars.scale)(q, k, v, extras)
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]

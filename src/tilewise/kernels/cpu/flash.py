@@ -21,12 +21,13 @@ off as plain bf16 code's, where ours is 0.02. So ours stays in fp32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ...problem import NO_MODS, OPEN, Grads, Problem, Saved, Scalars
+from ...problem import NO_MODS, OPEN, Extras, Grads, Problem, Saved, Scalars
 from . import blockwise
 from .dense import Dense
 
@@ -83,10 +84,16 @@ def is_whole(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool:
     return seqlen_k >= LANES and q.numel() > 0 and _forward is not None and _backward is not None
 
 
-def forward_whole(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
-    """`forward` of one piece: (batch, seqlen, ...) in, (batch, nheads, seqlen, ...) out."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return _forward(q, k, v, 0.0, is_causal, scale=scale)
+def whole(is_causal: bool, scale: float) -> Callable:
+    """`forward` of one piece: (q, k, v, extras), (batch, seqlen, ...), to `out` and `lse`."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = _forward(q, k, v, 0.0, is_causal, scale=scale)
+        # torch's kernel gives (batch, seqlen, ...) memory, so that this copies lse alone
+        return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+    return forward
 
 
 def backward_whole(saved: Saved, is_causal: bool, scale: float) -> list[Tensor]:

@@ -13,7 +13,7 @@ from ...errors import Avoidable, Slower
 from ...problem import Problem
 
 if TYPE_CHECKING:
-    from .bwd.launch import backward
+    from .bwd.launch import backward, prepare_backward
     from .fwd.launch import forward, prepare
 
 NAME = "hopper"
@@ -22,7 +22,9 @@ MAX_HEADDIM = 256
 TILE_M = 128  # queries of a tile that takes a block mask
 DTYPES = (torch.float16, torch.bfloat16)
 
-__all__ = ["NAME", "backward", "forward", "prepare", "supports", "why_copied"]
+LAUNCHES = ["backward", "forward", "prepare", "prepare_backward"]
+
+__all__ = ["NAME", "backward", "forward", "prepare", "prepare_backward", "supports", "why_copied"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -79,10 +81,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 def __getattr__(name: str) -> Any:
     """What the launches have, and with them Triton: a CPU call that asks us needs none of it."""
-    if name not in ("backward", "forward", "prepare"):
+    if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .bwd import launch as bwd_launch
     from .fwd import launch
 
-    globals()[name] = getattr(bwd_launch if name == "backward" else launch, name)
+    globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
     return globals()[name]

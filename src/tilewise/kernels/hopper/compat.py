@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from triton.backends.nvidia import driver
@@ -43,6 +45,34 @@ class Direct:
         if self._packs:
             args = (args,)
         self._launcher(self._programs, 1, 1, stream, *self._before, *args)
+
+
+class Descriptors:
+    """The descriptors of one launch's operands for tensors at other addresses, which differ in
+    nothing else.
+    """
+
+    KEPT = 64  # of one operand
+
+    def __init__(self, kernel: Direct, described: Sequence[Any]) -> None:
+        templates = [x._replace(base=None) for x in described]
+
+        def encode(which: int, address: int) -> list:
+            return kernel.encode(which, templates[which]._replace(base=At(address)))
+
+        self.count = len(templates)
+        self.at = functools.lru_cache(maxsize=self.KEPT * self.count)(encode)
+
+
+class At:
+    """A tensor of which nothing is known but its address."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self._address
 
 
 def direct(compiled: Any, programs: int) -> Direct | None:

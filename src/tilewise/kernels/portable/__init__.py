@@ -12,14 +12,17 @@ from ...emulator.switch import interpreter_is_on
 from ...problem import Problem
 
 if TYPE_CHECKING:
-    from .launch import backward, captured_grads, forward, prepare
+    from .launch import backward, captured_grads, forward, prepare, prepare_backward
 
 NAME = "portable"
 NEEDS_ALIGNMENT = False
 MAX_HEADDIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-__all__ = ["NAME", "backward", "captured_grads", "forward", "prepare", "supports"]
+LAUNCHES = ["backward", "captured_grads", "forward", "prepare", "prepare_backward"]
+
+__all__ = ["NAME", "supports"]
+__all__ += ["backward", "captured_grads", "forward", "prepare", "prepare_backward"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
@@ -47,7 +50,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 def __getattr__(name: str) -> Any:
     """What `launch` has, and with it Triton: a CPU call that asks us needs neither."""
-    if name not in ("backward", "captured_grads", "forward", "prepare"):
+    if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import launch
 

@@ -10,11 +10,11 @@ import triton
 from ...emulator.switch import interpreter_is_on
 from ...problem import Problem
 from ...tile.paging import batch_of, capacity
-from ...tile.types import Sizes, Strided, Tile
+from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
 from ..common.building import first_launch
 from ..common.cached import Cached
-from ..common.relaunch import apart, extras_apart
+from ..common.relaunch import Launched, apart, extras_apart
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .decode_again import Step, step_of
 from .launch import on_device, padded_headdims
@@ -34,6 +34,20 @@ class Choice(NamedTuple):
     row_tiles: int  # tiles of queries that share each tile of keys: 1, 2 or 4
     columns: int  # of the output that a program of the fold has
     at_once: int  # pieces that it loads before it folds the first
+
+
+class SplitArgs(NamedTuple):
+    """The arguments of the first kernel, but its constants; the second takes all but q."""
+
+    q: Strided
+    cache: Cache
+    partials: Partials
+    out: Strided
+    lse: Tensor
+    optionals: Optionals
+    sizes: Sizes
+    numbers: Numbers
+    split_size: int
 
 
 class SplitPlan(NamedTuple):
@@ -87,15 +101,18 @@ def tile_of(problem: Problem) -> Tile:
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
-    again, where the call has a look.
+    again, where the call has an entry.
     """
     if not out.numel():
         return None
-    if cached.look is not None:
+    if cached.entry is not None:
         cached, out = told_apart(cached), out.detach()
     plans = plans_of(cached, out, lse)
-    compiled = [run(plan, cached.q.device) for plan in plans]
-    return None if cached.look is None else step_of(cached, out, lse, plans, compiled)
+    launched = [run(plan, cached.q.device) for plan in plans]
+    if cached.entry is None:
+        return None
+    states = [x for x in plans[0].args.partials[:3] if x is not None]
+    return step_of(cached, out, lse, states, launched)
 
 
 def told_apart(cached: Cached) -> Cached:
@@ -133,8 +150,8 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     in_one = pieces <= 1 or need > workspace
     pieces = 1 if in_one else pieces
     partials = Partials(None, None, None, 0, 1) if in_one else _partials(cached, pieces, all_rows)
-    tensors = cache_of(cached.k, cached.v, cached.page_table), partials, strided_of(out), lse
-    args = strided_of(q), *tensors, *shared
+    cache = cache_of(cached.k, cached.v, cached.page_table)
+    args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
     common = dict(FEATURES=features_of(problem), TILE=choice.tile)
     constants = common | dict(ROW_TILES=choice.row_tiles)
     pipeline = choice.warps, choice.stages
@@ -142,8 +159,7 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     if not in_one:
         constants = common | dict(COLUMNS=choice.columns, AT_ONCE=choice.at_once)
         programs = tiles * (choice.tile.BLOCK_DV // choice.columns)
-        args = *tensors, *shared
-        plans.append(SplitPlan(attn_fold_kernel, programs, args, constants))
+        plans.append(SplitPlan(attn_fold_kernel, programs, args[1:], constants))
     return plans
 
 
@@ -165,20 +181,18 @@ def strided_of(x: Tensor) -> Strided:
     return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
 
 
-def run(plan: SplitPlan, device: torch.device) -> Any:
-    """Launches, and returns the compiled kernel; on CPU tensors in the interpreter, without one."""
+def run(plan: SplitPlan, device: torch.device) -> Launched:
+    """Launches; on CPU tensors in the interpreter."""
+    launched = Launched(None, plan.programs, (*plan.args, *plan.constants.values()))
     if plan.programs == 0:
-        return None
+        return launched
     if device.type == "cpu" and interpreter_is_on():
         from ...emulator.triton.interpreter import interpret
 
         interpret(plan.kernel)[(plan.programs,)](*plan.args, **plan.constants)
-        return None
+        return launched
     with on_device(device):
-        return first_launch(
-            plan.kernel,
-            plan.programs,
-            *plan.args,
-            **plan.constants,
-            **plan.options,
+        programs, options = plan.programs, plan.constants | plan.options
+        return launched._replace(
+            compiled=first_launch(plan.kernel, programs, *plan.args, **options)
         )

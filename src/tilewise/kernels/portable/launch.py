@@ -18,8 +18,8 @@ from ...mods.codegen import captured_of, function_of, place_function_of
 from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
 from ...mods.flatten import take_apart
-from ...problem import NO_EXTRAS, Extras, Grads, Problem, Saved, Scalars
-from ...tile.types import Strided, Tile
+from ...problem import Extras, Grads, Problem, Saved, Scalars
+from ...tile.types import Tile
 from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, is_overridden, select
 from ...tuning.tables import columns_at_once
@@ -36,7 +36,15 @@ from ..common.building import first_launch
 from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
 from ..common.outputs import empty_grads, empty_out
-from ..common.relaunch import Pattern, extras_apart, is_watched, look_of, pattern_of, relaunch
+from ..common.relaunch import (
+    Again,
+    Launched,
+    addresses_of,
+    again_of,
+    apart,
+    extras_apart,
+    may_relaunch,
+)
 from .bwd_captured import Load, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
@@ -116,88 +124,94 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`; allocates nothing else."""
-    out, lse = empty_out(problem, q)
-    run(plan_forward(problem, q, k, v, out, lse, extras, scalars))
-    return out, lse
-
-
-def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor) -> Launch:
-    """The forward for tensors of these shapes, strides and dtypes, on addresses of 16 bytes."""
-    return Launch(problem, scalars)
-
-
-class Kept(NamedTuple):
-    """What launches need whose extras look alike. It holds no tensor."""
-
-    compiled: Any
-    programs: int
-    optionals: Pattern  # of the extras
-    args: tuple  # of the kernel, after its optionals
-
-
-class Launch:
-    """Forwards of one shape, of extras too: the first of a look (`look_of`) as any other, later
-    ones straight to its kernel.
-    """
-
-    LOOKS = 32
-
-    def __init__(self, problem: Problem, scalars: Scalars) -> None:
-        self.problem = problem
-        self.scalars = scalars
-        self.kept: dict[tuple, Kept] = {}
-        self.device = -1
-        self.strides: tuple[tuple[int, int, int], ...] = ()  # of q, k, v and out
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        out, lse = empty_out(self.problem, q)
-        addresses, look = ([], ()) if extras is NO_EXTRAS else look_of(extras.tensors)
-        kept = self.kept.get(look)
-        if (
-            kept is None
-            or torch._C._cuda_getDevice() != self.device
-            or is_watched()
-            or is_overridden()
-        ):
-            extras = extras_apart(extras)
-            plan = plan_forward(self.problem, q, k, v, out, lse, extras, self.scalars)
-            compiled = run(plan)
-            if compiled is not None and not is_overridden() and torch.version.hip is None:
-                self._keep(look, plan, compiled, extras)
-            return out, lse
-        triton.set_allocator(_scratch)
-        tensors = (Strided(x, *strides) for x, strides in zip((q, k, v, out), self.strides))
-        args = kept.optionals.filled(addresses), *kept.args
-        relaunch(kept.compiled, kept.programs, self.device, *tensors, lse, *args)
-        return out, lse
-
-    def _keep(self, look: tuple, plan: Plan, compiled: Any, extras: Extras) -> None:
-        """Keeps a launch for later ones, but not where a tensor was copied to be contiguous."""
-        optionals = pattern_of(plan.args[5], extras.tensors)
-        if optionals is None:
-            return
-        tile = plan.tile(plan.config())
-        args = (*plan.args[6:], features_of(self.problem), tile)
-        if len(self.kept) >= self.LOOKS:
-            self.kept.clear()
-        self.strides = tuple(x[1:] for x in plan.args[:4])
-        self.device = plan.read[0].device.index
-        self.kept[look] = Kept(compiled, plan.programs(tile), optionals, args)
+    return Forward(problem, scalars)(q, k, v, extras)
 
 
 def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -> Grads:
     """Gradients by recomputation; allocates them, delta, and one float a tile for the sinks."""
-    dout, dlse, q, k, v, out, lse = saved
-    grads = empty_grads(problem, q, k, v, extras)
-    if dout.stride(-1) != 1:  # such as the expanded gradient of a sum
-        dout = dout.contiguous()
-    delta = run_delta(problem, dout, dlse, out, lse, extras, grads.dsinks)
-    given = dout, q, k, v, (lse, delta), grads, extras, scalars
-    for plan in plan_backward(problem, *given):
-        run(plan)
-    if problem.has_bias_grad:
-        run_dbias(problem, *given)
-    return grads
+    return Backward(problem, scalars)(saved, extras)
+
+
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Forward:
+    """The forward of all calls of one signature."""
+    return Forward(problem, scalars)
+
+
+def prepare_backward(problem: Problem, scalars: Scalars) -> Backward:
+    """The backward of all that look alike."""
+    return Backward(problem, scalars)
+
+
+class Forward:
+    """Forwards of one signature: the first as Triton launches it, later ones straight to its
+    kernel.
+    """
+
+    def __init__(self, problem: Problem, scalars: Scalars) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.device: int | None = None
+        self.again: list[Again] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(self.problem, q)
+        if self.again is not None and may_relaunch(self.device) and not is_overridden():
+            triton.set_allocator(_scratch)
+            row = q, k, v, out, lse, *extras.tensors
+            self.again[0].launch(self.device, addresses_of(row))
+            return out, lse
+        row = apart((q, k, v, out, lse))
+        extras = extras_apart(extras)
+        launched = run(plan_forward(self.problem, *row, extras, self.scalars))
+        if not is_overridden():
+            self.device = q.device.index
+            self.again = again_of([launched], (*row, *extras.tensors))
+        return out, lse
+
+
+class Backward:
+    """Backwards that look alike, as `Forward`."""
+
+    def __init__(self, problem: Problem, scalars: Scalars) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.device: int | None = None
+        self.again: list[Again] | None = None
+        self.scratch: tuple[tuple[int, ...] | None, ...] = ()  # shapes of delta and those parts
+
+    def __call__(self, saved: Saved, extras: Extras) -> Grads:
+        problem = self.problem
+        grads = empty_grads(problem, saved.q, saved.k, saved.v, extras)
+        if saved.dout.stride(-1) != 1:  # such as the expanded gradient of a sum
+            saved = saved._replace(dout=saved.dout.contiguous())
+        if saved.dlse is not None:
+            saved = saved._replace(dlse=saved.dlse.contiguous())
+        if self.again is not None and may_relaunch(self.device) and not is_overridden():
+            triton.set_allocator(_scratch)
+            delta, parts = (None if x is None else saved.lse.new_empty(x) for x in self.scratch)
+            row = addresses_of((*saved, *extras.tensors, *grads, delta, parts))
+            for again in self.again:
+                again.launch(self.device, row)
+        else:
+            parts = self._first(Saved(*apart(saved)), extras_apart(extras), grads)
+        if grads.dsinks is not None and parts is not None:
+            grads.dsinks.copy_(parts.sum((0, 2)))
+        return grads
+
+    def _first(self, saved: Saved, extras: Extras, grads: Grads) -> Tensor | None:
+        """As Triton launches it; parts of the gradient of the sinks."""
+        problem = self.problem
+        delta, parts, first = run_delta(problem, saved, extras, grads.dsinks is not None)
+        given = saved.dout, saved.q, saved.k, saved.v, (saved.lse, delta), grads
+        plans = [*plan_backward(problem, *given, extras, self.scalars)]
+        if grads.dbias is not None and grads.dbias.numel():
+            plans.append(plan_dbias(problem, *given, extras, self.scalars))
+        launched = first, *(run(plan) for plan in plans)
+        if not is_overridden():
+            self.device = saved.q.device.index
+            self.scratch = delta.shape, None if parts is None else parts.shape
+            self.again = again_of(launched, (*saved, *extras.tensors, *grads, delta, parts))
+        return parts
 
 
 def plan_forward(problem, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> Plan:
@@ -243,31 +257,25 @@ def plan_backward(
 
 
 def run_delta(
-    problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, extras: Extras, dsinks
-) -> Tensor:
-    """delta, shaped as lse; fills `dsinks` where there are sinks."""
+    problem: Problem, saved: Saved, extras: Extras, has_parts: bool
+) -> tuple[Tensor, Tensor | None, Launched]:
+    """delta, shaped as lse, and, of sinks, the parts of their gradient."""
+    out, lse = saved.out, saved.lse
     batch, nheads, seqlen_q = lse.shape
     delta = torch.empty_like(lse)
     of_rows = seqlen_q, batch * nheads, 0  # a row's delta needs no sequence
     plan = Plan("bwd_delta", bwd_delta_kernel, problem, "BLOCK_M", *of_rows, (out,), ())
     m_blocks = triton.cdiv(seqlen_q, plan.tile(plan.config()).BLOCK_M)
-    parts = None if dsinks is None else lse.new_empty(batch, nheads, m_blocks)
-    dlse = None if dlse is None else dlse.contiguous()
-    shared = (optionals_of(extras, problem.mods), sizes_of(out, out))
-    run(
-        plan._replace(
-            args=(strided(out), strided(dout), lse, dlse, delta, None, None, parts, *shared)
-        )
-    )
-    if dsinks is not None:
-        dsinks.copy_(parts.sum((0, 2)))
-    return delta
+    parts = lse.new_empty(batch, nheads, m_blocks) if has_parts else None
+    shared = optionals_of(extras, problem.mods), sizes_of(out, out)
+    read = strided(out), strided(saved.dout), lse, saved.dlse
+    return delta, parts, run(plan._replace(args=(*read, delta, None, None, parts, *shared)))
 
 
-def run_dbias(problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scalars: Scalars):
+def plan_dbias(
+    problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scalars: Scalars
+) -> Plan:
     """The gradient of the bias, in tiles as dQ is computed in."""
-    if not grads.dbias.numel():
-        return
     numbers = sizes_of(q, k, extras), numbers_of(scalars, q, k)
     read = q, k, v, dout
     plan = Plan("bwd_dbias", attn_bwd_dbias_kernel, problem, "BLOCK_M", 0, 0, 0, read, ())
@@ -275,7 +283,7 @@ def run_dbias(problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scala
     sharing, tiles = sharing_of(grads.dbias, q, k, tile)
     args = (*map(strided, read), bias_of(grads.dbias), stats)
     args = (*args, optionals_of(extras, problem.mods), *numbers, sharing)
-    run(plan._replace(rows=tile.BLOCK_M, copies=tiles, args=args))
+    return plan._replace(rows=tile.BLOCK_M, copies=tiles, args=args)
 
 
 def captured_grads(
@@ -321,31 +329,31 @@ def load_of(load: Node, slope: Node, is_wide: bool) -> Load:
     return Load(*functions, "q_idx" in mentions, "k_idx" in mentions, is_wide)
 
 
-def run(plan: Plan) -> Any:
-    """Launches a plan as the tables say, and returns the compiled kernel; on CPU tensors goes
-    through the interpreter, and returns None.
-    """
+def run(plan: Plan) -> Launched:
+    """Launches a plan as the tables say; on CPU tensors goes through the interpreter."""
     config = plan.config()
     tile = plan.tile(config)
     programs, features, device = plan.programs(tile), features_of(plan.problem), plan.read[0].device
+    constants = dict(FEATURES=features, TILE=tile)
+    launched = Launched(None, programs, (*plan.args, *constants.values()))
     if programs == 0:
-        return None
+        return launched
     if interpreter_is_on() and device.type == "cpu":
         from ...emulator.triton.interpreter import interpret
 
-        interpret(plan.kernel)[(programs,)](*plan.args, FEATURES=features, TILE=tile)
-        return None
+        interpret(plan.kernel)[(programs,)](*plan.args, **constants)
+        return launched
     with on_device(device):
-        return first_launch(
+        compiled = first_launch(
             plan.kernel,
             programs,
             *plan.args,
-            FEATURES=features,
-            TILE=tile,
+            **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,  # the exponent's cost counts on it; Triton 3.10 turns it off
         )
+    return launched._replace(compiled=compiled)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

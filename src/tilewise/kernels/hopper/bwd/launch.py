@@ -6,8 +6,6 @@ queries a sequence more.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +17,11 @@ from ....problem import NO_MODS, Extras, Grads, Problem, Saved, Scalars
 from ....tile.seqlen import padded_row
 from ....tile.types import Features, KeyPipeline, Numbers, Optionals, Queue, Sizes, Tile
 from ...common.arguments import bias_of, features_of, numbers_of, optionals_of, sizes_of, strided
-from ...common.building import first_launch
+from ...common.building import first_launch, on_device
 from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ...common.bwd_delta import Accumulated, bwd_delta_kernel
 from ...common.outputs import empty_grads
-from ...common.relaunch import apart, extras_apart, full_look_of
+from ...common.relaunch import Launched, apart, extras_apart, may_relaunch
 from .. import assembly
 from ..bias_memory import has_tiles
 from ..descriptors import (
@@ -42,15 +40,7 @@ from . import work_tile as bwd_work
 from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
-from .relaunch import (
-    Launched,
-    Scratch,
-    fill_dsinks,
-    keep,
-    launch_again,
-    make_scratch,
-    shapes_of,
-)
+from .relaunch import Ready, Scratch, fill_dsinks, launch_again, make_scratch, ready_of, shapes_of
 
 Tensor = torch.Tensor
 ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
@@ -89,7 +79,6 @@ class BwdArgs(NamedTuple):
     numbers: Numbers
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_of(
     problem: Problem,
     has_scale: bool,
@@ -156,65 +145,94 @@ def plan_for(
 
 def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -> Grads:
     """Gradients by recomputation."""
-    dout, dlse, q, k, v, out, lse = saved
-    grads = empty_grads(problem, q, k, v, extras)
-    if q.numel() == 0 or k.numel() == 0:  # a descriptor of no rows is invalid
+    return Backward(problem, scalars)(saved, extras)
+
+
+def prepare_backward(problem: Problem, scalars: Scalars) -> Backward:
+    """The backward of all that look alike."""
+    return Backward(problem, scalars)
+
+
+class Backward:
+    """Backwards that look alike: the first as Triton launches it, later ones straight to the
+    compiled kernels.
+    """
+
+    def __init__(self, problem: Problem, scalars: Scalars) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.again: Ready | None = None
+
+    def __call__(self, saved: Saved, extras: Extras) -> Grads:
+        problem = self.problem
+        grads = empty_grads(problem, saved.q, saved.k, saved.v, extras)
+        if self.again is None and is_empty(saved, grads):
+            return grads
+        written, padded = grads, is_padded(problem)
+        dout = in_padded_rows(saved.dout)  # such as the expanded gradient of a sum
+        if dout is not saved.dout:
+            saved = saved._replace(dout=dout)
+        if padded:
+            q, k, v = map(in_padded_rows, (saved.q, saved.k, saved.v))
+            saved, written = saved._replace(q=q, k=k, v=v), with_padded_rows(grads)
+        if saved.dlse is not None:
+            saved = saved._replace(dlse=saved.dlse.contiguous())
+        again = self.again
+        is_ready = again is not None and may_relaunch(again.device)
+        if not (is_ready and launch_again(again, saved, written, extras)):
+            with on_device(saved.q.device):
+                self._first(Saved(*apart(saved)), written, extras_apart(extras))
+        if padded:
+            copy_back(written, grads)
+        return grads
+
+    def _first(self, saved: Saved, grads: Grads, extras: Extras) -> None:
+        """The backward as Triton launches it."""
+        problem, given = self.problem, saved
+        dout, _, q, k, v, _, lse = saved
+        if problem.has_seqused_k and not problem.is_packed:
+            k, v = in_steps(k), in_steps(v)
+            saved = saved._replace(k=k, v=v)
+        plan, ds = plan_for(problem, self.scalars, q, k, v, extras.bias, grads.dbias)
+        numbers = numbers_of(self.scalars, q, k)
+        groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers
+        m_blocks = padded_blocks(problem, groups[1])
+        programs = lse.shape[0] * lse.shape[1] * m_blocks
+        scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks, ds), lse)
+        added = accumulated_of(plan, scratch, numbers), scratch.turns
+        reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
+        args = (*reads, *added, scratch.parts, *groups[:2])
+        launches = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
+        fill_dsinks(grads, scratch)
+        if k.numel() == 0:
+            return
+        target = target_of(plan, grads, scratch.ds)
+        clear_unseen(problem, target)
+        args = arguments(problem, plan, saved, added, grads, (extras.bias, target), groups)
+        launches.append(run_main(plan, args, q.device))
+        if plan.tile.BIAS_GRAD:
+            sum_scores(grads.dbias, scratch.ds)
+        of_dq = scratch.dq, strided(grads.dq), *groups
+        launches.append(run_edge(hopper_bwd_dq_kernel, programs, of_dq, plan, q.device))
+        if grads.dbias is not None and not plan.tile.BIAS_GRAD:
+            of_pairs = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
+            launches.append(run_dbias(plan, (q, k, grads.dbias), (*of_pairs, *groups)))
+        launches = [x for x in launches if x is not None]
+        is_copied = k is not given.k or v is not given.v
+        if len(launches) > 2 and not is_copied:
+            row = *given, *extras.tensors, *grads, *scratch, args.queue.counter
+            self.again = ready_of(problem, plan, row, scratch, launches)
+
+
+def is_empty(saved: Saved, grads: Grads) -> bool:
+    """Whether there is nothing to compute; fills gradients that are 0 with it."""
+    if saved.q.numel() == 0 or saved.k.numel() == 0:  # a descriptor of no rows is invalid
         for grad in (*grads[:3], grads.dbias):
             if grad is not None:
                 grad.zero_()
-    if lse.numel() == 0:
-        if grads.dsinks is not None:
-            grads.dsinks.zero_()
-        return grads
-    dout = in_padded_rows(dout)  # such as the expanded gradient of a sum
-    if is_padded(problem):
-        q, k, v = map(in_padded_rows, (q, k, v))
-    dlse = None if dlse is None else dlse.contiguous()
-    saved = Saved(dout, dlse, q, k, v, out, lse)
-    addresses, look = full_look_of((*saved, *extras.tensors))
-    look = problem, scalars, look
-    written = with_padded_rows(grads) if is_padded(problem) else grads
-    if not launch_again(look, addresses, saved, written, extras.bias):
-        with on_device(q.device):
-            launch_first(look, saved, written, extras)
-    copy_back(written, grads)
-    return grads
-
-
-def launch_first(look: tuple, saved: Saved, grads: Grads, extras: Extras) -> None:
-    """The backward through Triton's launcher; kept for later ones of its look."""
-    problem, scalars, _ = look
-    saved, extras = Saved(*apart(saved)), extras_apart(extras)
-    dout, _, q, k, v, _, lse = saved
-    if problem.has_seqused_k and not problem.is_packed:
-        k, v = in_steps(k), in_steps(v)
-    plan, ds = plan_for(problem, scalars, q, k, v, extras.bias, grads.dbias)
-    groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
-    m_blocks = padded_blocks(problem, groups[1])
-    programs = lse.shape[0] * lse.shape[1] * m_blocks
-    scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks, ds), lse)
-    added = accumulated_of(plan, scratch, groups[2]), scratch.turns
-    reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
-    args = (*reads, *added, scratch.parts, *groups[:2])
-    edges = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
-    fill_dsinks(grads, scratch)
-    if k.numel() == 0:
-        return
-    target = target_of(plan, grads, scratch.ds)
-    clear_unseen(problem, target)
-    pairs = extras.bias, target
-    read = Saved(dout, None, q, k, v, saved.out, lse)
-    main = run_main(problem, plan, read, added, grads, pairs, groups)
-    if plan.tile.BIAS_GRAD:
-        sum_scores(grads.dbias, scratch.ds)
-    args = scratch.dq, strided(grads.dq), *groups
-    edges.append(run_edge(hopper_bwd_dq_kernel, programs, args, plan, q.device))
-    if grads.dbias is not None and not plan.tile.BIAS_GRAD:
-        args = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
-        edges.append(run_dbias(plan, (q, k, grads.dbias), (*args, *groups)))
-    is_copied = k is not saved.k or v is not saved.v
-    if main is not None and not is_copied:
-        keep(look, (saved, extras, grads, scratch), plan, [x for x in edges if x], main)
+    if saved.lse.numel() == 0 and grads.dsinks is not None:
+        grads.dsinks.zero_()
+    return saved.lse.numel() == 0
 
 
 def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulated:
@@ -266,11 +284,8 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
     return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
 
 
-def run_main(problem, plan: Plan, saved: Saved, added: tuple, grads: Grads, pairs, groups: tuple):
-    """The kernel itself, with what `arguments` says. Returns the launch, or None where it was
-    emulated.
-    """
-    args, device = arguments(problem, plan, saved, added, grads, pairs, groups), saved.q.device
+def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None:
+    """The kernel itself; there is no launch where it was emulated."""
     queue = args.queue
     kernel = hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -347,10 +362,3 @@ def _run(
         return None
     compiled = first_launch(kernel, programs, *args, FEATURES=features, TILE=tile, **options)
     return Launched(compiled, programs, (*args, *constants))
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes a GPU current that is not."""
-    if device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -1,23 +1,28 @@
-"""A backward that comes again: straight to its compiled kernels.
-
-What a launch of a look needs is kept, as in the forward, but under all that its tensors look like:
-the gradient that comes in may have other strides than the last one.
-"""
+"""A backward that looks like one before: straight to its compiled kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ....problem import Grads, Problem, Saved
-from ...common.relaunch import ALIGNMENT, Again, Pattern, is_watched, pattern_of
-from ..compat import Direct, direct
-from ..descriptors import of_backward
+from ....problem import Extras, Grads, Problem, Saved
+from ...common.relaunch import (
+    ALIGNMENT,
+    Again,
+    Launched,
+    Pattern,
+    addresses_of,
+    again_of,
+    pattern_of,
+)
+from ..compat import Descriptors, Direct, direct
 from ..tile_counter import counter
 from .bias_pairs import clear_unseen, sum_scores, target_of
 
 Tensor = torch.Tensor
+NO_PAIRS: list[list] = [[None], [None]]  # descriptors of the bias and its gradient
 
 
 class Scratch(NamedTuple):
@@ -31,31 +36,19 @@ class Scratch(NamedTuple):
     ds: Any  # (batch, nheads, seqlen_q, padded seqlen_k), where a sum of it is the bias' gradient
 
 
-class Launched(NamedTuple):
-    """A launch as it went through Triton's launcher."""
+class Ready(NamedTuple):
+    """What backwards after the first need. It holds no tensor."""
 
-    compiled: Any
-    programs: int
-    args: tuple
-
-
-class Kept(NamedTuple):
-    """What the backwards of one look share. It holds no tensor."""
-
+    problem: Problem
     device: int
     plan: Any
     shapes: Scratch
-    delta: Again
+    before: Again
     main: Direct
-    optionals: Pattern  # of all kernels
-    args: Pattern  # of the main kernel, but descriptors
-    after: tuple[Again, ...]  # dQ and the gradient of the bias
-    encoded: tuple[dict[int, list], ...]  # descriptors, by address
-
-
-ADDRESSES = 64  # of one operand, whose descriptors are kept
-LOOKS = 128
-_kept: dict[tuple, Kept] = {}
+    described: Descriptors  # q, dout, k, v, stats, dk, dv, the bias and its gradient
+    accumulated: Pattern  # of the main kernel, behind its first descriptors
+    args: Pattern  # and behind the others
+    after: list[Again]  # dQ and the gradient of the bias
 
 
 def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple | None) -> Scratch:
@@ -92,81 +85,56 @@ def fill_dsinks(grads: Grads, scratch: Scratch) -> None:
         grads.dsinks.copy_(scratch.parts.sum((0, 2)))
 
 
-def keep(look: tuple, tensors: tuple, plan: Any, edges: list[Launched], main: Launched) -> None:
-    """Keeps a backward that went through Triton's launcher. `tensors` are those given, the extras,
-    gradients and scratch memory, of which no two are one object; `edges` come before and after.
+def ready_of(
+    problem: Problem, plan: Any, row: Sequence[Any], scratch: Scratch, launches: Sequence[Launched]
+) -> Ready | None:
+    """How a backward is done again that Triton launched: the kernel before, the main one and those
+    after. The row is all that `launch_again` has addresses of. None where it may not be.
     """
-    saved, extras, grads, scratch = tensors
-    kernel = direct(main.compiled, main.programs)
-    row = (*saved, *extras.tensors, *grads, *scratch, main.args.queue.counter)
-    optionals = main.args.optionals
-    # All but descriptors: of q, dout, k, v and stats, later of dk, dv and the bias
-    groups = main.args.optionals, main.args.sizes, main.args.numbers
-    rest = main.args.further, main.args.queue, *groups
-    args = main.args.dq, main.args.turns, *rest, plan.features, plan.tile
-    patterns = [pattern_of(x, (*row, optionals)) for x in (args, *(edge.args for edge in edges))]
-    patterns.append(pattern_of(optionals, row))
-    if kernel is None or None in patterns:
-        return
-    args, *others, of_optionals = patterns
-    delta, *after = (Again(*edge[:2], args) for edge, args in zip(edges, others))
+    before, main, *after = launches
+    edges, kernel = again_of((before, *after), row), direct(main.compiled, main.programs)
+    args = main.args
+    accumulated = pattern_of((args.dq, args.turns), row)
+    groups = args.further, args.queue, args.optionals, args.sizes, args.numbers
+    rest = pattern_of((*groups, plan.features, plan.tile), row)
+    if edges is None or kernel is None or accumulated is None or rest is None:
+        return None
+    operands = args.q, args.dout, args.k, args.v, args.stats, args.dk, args.dv
+    pairs = [x for x in (args.bias, args.dbias) if x is not None]
+    described = Descriptors(kernel, (*operands, *pairs))
     shapes = Scratch(*(None if x is None else x.shape for x in scratch))
-    encoded = tuple({} for _ in plan.blocks)
     index = torch.cuda.current_device()
-    if len(_kept) >= LOOKS:
-        _kept.clear()
-    _kept[look] = Kept(
-        *(index, plan, shapes, delta, kernel, of_optionals, args, tuple(after), encoded)
+    return Ready(
+        *(problem, index, plan, shapes, edges[0], kernel, described, accumulated, rest, edges[1:])
     )
 
 
-def launch_again(
-    look: tuple, addresses: list[int], saved: Saved, grads: Grads, bias: Tensor | None
-) -> bool:
-    """A backward of tensors of a look, the given ones and the extras at these addresses. False
-    where none of this look is kept, or the launch is Triton's own for another reason.
-    """
-    kept = _kept.get(look)
-    if kept is None or torch._C._cuda_getDevice() != kept.device or is_watched():
-        return False
-    scratch = make_scratch(look[0], kept.shapes, saved.lse)
-    stream = torch._C._cuda_getCurrentRawStream(kept.device)
-    tiles = counter(saved.q.device, kept.device, stream)
-    made = [0 if x is None else x.data_ptr() for x in (*grads, *scratch, tiles)]
+def launch_again(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bool:
+    """A backward; False where memory came that the kernels are not compiled for."""
+    problem, index, plan, *_ = ready
+    scratch = make_scratch(problem, ready.shapes, saved.lse)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    made = addresses_of((*grads, *scratch))
     if any([address % ALIGNMENT for address in made]):
         return False
-    values = addresses + made
-    values.append(kept.optionals.filled(values.copy()))
-    kept.delta.launch(kept.device, values)
+    row = addresses_of((*saved, *extras.tensors))
+    row += made
+    row.append(counter(saved.q.device, index, stream))
+    ready.before.launch(index, row)
     fill_dsinks(grads, scratch)
-    target = target_of(kept.plan, grads, scratch.ds)
-    clear_unseen(look[0], target)
-    of_pairs = [bias] if kept.plan.tile.BIAS_COPIED else []
-    of_pairs += [] if target is None else [target]
-    described = _encoded(kept, saved, scratch, grads, *of_pairs)
-    q, dout, k, v, stats, dk, dv, for_bias, for_dbias = (*described, [None], [None])[:9]
-    dq, turns, *rest = kept.args.filled(values)
-    kept.main(stream, *q, *dout, *k, *v, *stats, dq, turns, *dk, *dv, *for_bias, *for_dbias, *rest)
+    target = target_of(plan, grads, scratch.ds)
+    clear_unseen(problem, target)
+    tensors = saved.q, saved.dout, saved.k, saved.v, scratch.stats, grads.dk, grads.dv
+    of = ready.described.at
+    q, dout, k, v, stats, dk, dv = [of(n, x.data_ptr()) for n, x in enumerate(tensors)]
+    for_bias, for_dbias = NO_PAIRS
+    if plan.tile.BIAS_COPIED:
+        for_bias = of(7, extras.bias.data_ptr())
+        for_dbias = for_dbias if target is None else of(8, target.data_ptr())
+    added, rest = ready.accumulated.filled(row), ready.args.filled(row)
+    ready.main(stream, *q, *dout, *k, *v, *stats, *added, *dk, *dv, *for_bias, *for_dbias, *rest)
     if target is not None:
         sum_scores(grads.dbias, scratch.ds)
-    for edge in kept.after:
-        edge.launch(kept.device, values)
+    for edge in ready.after:
+        edge.launch(index, row)
     return True
-
-
-def _encoded(
-    kept: Kept, saved: Saved, scratch: Scratch, grads: Grads, *of_pairs: Tensor
-) -> list[list]:
-    """The descriptors of a backward, in the order of the kernel's arguments."""
-    read = saved.q, saved.dout, saved.k, saved.v
-    tensors = *read, scratch.stats, grads.dk, grads.dv, *of_pairs
-    encoded = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
-    if None not in encoded:
-        return encoded
-    for which, described in enumerate(of_backward(kept.plan, *tensors)):
-        if encoded[which] is None:
-            known, address = kept.encoded[which], described.base.data_ptr()
-            if len(known) >= ADDRESSES:
-                known.clear()
-            known[address] = encoded[which] = kept.main.encode(which, described)
-    return encoded

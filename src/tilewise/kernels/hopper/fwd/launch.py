@@ -1,15 +1,13 @@
 """Host side of the forward: describes the tensors to the copy engine, picks the tile, launches.
 
-A launch from Python costs more than a short kernel runs. So all that follows from shapes is kept
-(`Launch`), and calls after the first go to the compiled kernel itself, past Triton's look at every
-argument.
+A launch from Python costs more than a short kernel runs. So all that follows from a signature is
+kept (`Forward`), and calls after the first go to the compiled kernel itself, past Triton's look at
+every argument.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +20,17 @@ from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ....tuning.config import SHARED_MEMORY, Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
-from ...common.building import first_launch
+from ...common.building import first_launch, on_device
 from ...common.relaunch import (
     Pattern,
-    class_of,
+    addresses_of,
     extras_apart,
-    is_watched,
-    look_of,
+    may_relaunch,
     pattern_of,
-    relaunch,
 )
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
-from ..compat import Direct, direct
+from ..compat import Descriptors, Direct, direct
 from ..descriptors import (
     ELEMENTS,
     Described,
@@ -54,7 +50,6 @@ ROWS = 64  # of a warpgroup's tile
 MEGABYTE = 1 << 20
 OUT_COLUMNS = 128  # of O that pass through shared memory at a time
 NO_BIAS = (None,)  # its descriptor, where it has none
-NOTHING: tuple[list[int], tuple] = [], ()  # the look of no extras
 
 
 class Plan(NamedTuple):
@@ -92,84 +87,62 @@ def forward(
     """`out` and `lse`; allocates nothing else but the tile counter, once a stream, and copies of
     rows that are no whole number of 16 bytes.
     """
-    return prepare(problem, scalars, q, k, v)(q, k, v, extras)
+    return prepare(problem, scalars, q, k)(q, k, v, extras)
 
 
-def prepare(
-    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor, v: Tensor
-) -> Launch | PaddedLaunch:
-    """The launch for tensors of these shapes, strides and dtypes."""
-    launch = Launch(problem, scalars)
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Forward | PaddedLaunch:
+    """The forward of all calls of one signature."""
+    launch = Forward(problem, scalars)
     return PaddedLaunch(launch) if is_padded(problem) else launch
 
 
-class Kept(NamedTuple):
-    """What launches need whose extras look alike. It holds no tensor."""
+class Again(NamedTuple):
+    """What launches after the first need. It holds no tensor."""
 
     kernel: Direct
-    plan: Plan
-    queue: tuple[int, ...]  # after its counter
-    optionals: Pattern  # of the extras
-    args: tuple  # of the kernel, after its optionals, and then its constants
+    described: Descriptors  # of q, k, v, out and the bias, if that is copied
+    args: Pattern  # between the descriptors
+    has_extras: bool
     constants: tuple
-    encoded: tuple[dict[int, list], ...]  # descriptors of q, k, v, out and the bias, by address
 
 
-class Launch:
-    """Calls of one shape, of extras too. The first of a look (`look_of`) goes through Triton's
-    launcher, later ones straight to the compiled kernel, with descriptors that are kept by address.
+class Forward:
+    """Forwards of one signature: the first as Triton launches it, later ones straight to the
+    compiled kernel, with descriptors that are kept by address.
     """
-
-    LOOKS = 32
-    KEPT = 64  # descriptors of one operand
 
     def __init__(self, problem: Problem, scalars: Scalars) -> None:
         self.problem = problem
         self.scalars = scalars
-        self.kept: dict[tuple, Kept] = {}
         self.device = -1
+        self.again: Again | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(self.problem, q)
-        addresses, look = NOTHING if extras is NO_EXTRAS else look_of(extras.tensors)
-        kept = self.kept.get(look)
-        if kept is None or torch._C._cuda_getDevice() != self.device or is_watched():
-            self._prepare(q, k, v, out, lse, extras, look)
+        again, device = self.again, self.device
+        if again is None or not may_relaunch(device):
+            self._first(q, k, v, out, lse, extras)
             return out, lse
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        tensors = (q, k, v, out, extras.bias) if kept.plan.tile.BIAS_COPIED else (q, k, v, out)
-        described = [known.get(x.data_ptr()) for known, x in zip(kept.encoded, tensors)]
-        if None in described:
-            described = self._encode(kept, *tensors)
-        tiles = counter(q.device, self.device, stream)
-        _, for_keys, for_values, for_out, for_bias = (*described, NO_BIAS)[:5]
-        kept.kernel(
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        of = again.described.at
+        for_bias = of(4, extras.bias.data_ptr()) if again.described.count == 5 else NO_BIAS
+        row = [lse.data_ptr(), counter(q.device, device, stream)]
+        if again.has_extras:
+            row += addresses_of(extras.tensors)
+        again.kernel(
             stream,
-            *described[0],
-            *for_keys,
-            *for_values,
-            *for_out,
-            lse,
-            (tiles, *kept.queue),
-            kept.optionals.filled(addresses),
-            *kept.args,
+            *of(0, q.data_ptr()),
+            *of(1, k.data_ptr()),
+            *of(2, v.data_ptr()),
+            *of(3, out.data_ptr()),
+            *again.args.filled(row),
             *for_bias,
-            *kept.constants,
+            *again.constants,
         )
         return out, lse
 
-    def _encode(self, kept: Kept, *tensors: Tensor) -> list[list]:
-        described = [x for x in descriptors(self.problem, kept.plan, *tensors) if x is not None]
-        encoded = []
-        for which, (known, one) in enumerate(zip(kept.encoded, described)):
-            if len(known) >= self.KEPT:
-                known.clear()
-            known[one.base.data_ptr()] = made = kept.kernel.encode(which, one)
-            encoded.append(made)
-        return encoded
-
-    def _prepare(self, q, k, v, out, lse, extras: Extras, look: tuple) -> None:
-        """The call, through the front door."""
+    def _first(self, q, k, v, out, lse, extras: Extras) -> None:
+        """The call as Triton launches it."""
         if out.numel() == 0 and lse.numel() == 0:
             return
         given = k, v
@@ -186,31 +159,36 @@ class Launch:
         plan = plan_for(self.problem, q, extras)
         extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
-        queue = args.queue
+        constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         if (seed := emulator_seed()) is not None and q.device.type == "cpu":
             from ....emulator.hopper import emulate
 
-            programs = min(queue.tiles, 4)  # few, so that each works through several tiles
+            programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
             asm = assembly.ASM | dropout.ASM
-            kernel = emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)]
-            kernel(*checked(args), FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+            emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
             return
-        programs = min(queue.tiles, processors(q.device))
-        compiled, device = _launch(plan, q.device, args, programs)
+        programs = min(args.queue.tiles, processors(q.device))
+        with on_device(q.device):
+            compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
+            device = torch.cuda.current_device()
         if given[0] is k and given[1] is v:  # neither copied nor replaced
-            self.device = device
-            self._keep(look, direct(compiled, programs), plan, args, extras)
+            kernel = direct(compiled, programs)
+            self.again, self.device = again_of(kernel, plan, args, extras), device
 
-    def _keep(self, look: tuple, kernel: Direct | None, plan: Plan, args, extras: Extras) -> None:
-        """Keeps a launch for later ones, but not where a tensor was copied to be contiguous."""
-        optionals = pattern_of(args.optionals, extras.tensors)
-        if kernel is None or optionals is None:
-            return
-        if len(self.kept) >= self.LOOKS:
-            self.kept.clear()
-        constants, encoded = (plan.features, plan.tile), ({}, {}, {}, {}, {})
-        rest = args.sizes, args.numbers, args.further
-        self.kept[look] = Kept(kernel, plan, args.queue[1:], optionals, rest, constants, encoded)
+
+def again_of(kernel: Direct | None, plan: Plan, args: FwdArgs, extras: Extras) -> Again | None:
+    """How a launch is done again; None where a tensor was copied to be contiguous, or Triton's
+    launcher is an unknown one.
+    """
+    between = args.lse, args.queue, args.optionals, args.sizes, args.numbers, args.further
+    has_extras = any(x is not None for x in extras.tensors)
+    row = args.lse, args.queue.counter, *(extras.tensors if has_extras else ())
+    pattern = pattern_of(between, row)
+    if kernel is None or pattern is None:
+        return None
+    read = [x for x in (args.q, args.k, args.v, args.out, args.bias) if x is not None]
+    constants = plan.features, plan.tile
+    return Again(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
 
 
 def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> FwdArgs:
@@ -259,7 +237,6 @@ def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
     return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias), is_copied)
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_of(
     problem: Problem,
     device: torch.device,
@@ -362,49 +339,3 @@ def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
     """
     most = 64 if tile.BLOCK_D == 64 else 128
     return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE
-
-
-_compiled: dict[tuple, Any] = {}
-
-
-def leaves(x: Any) -> Iterator[Any]:
-    """What is in nested tuples, in order."""
-    if isinstance(x, tuple):
-        for item in x:
-            yield from leaves(item)
-    else:
-        yield x
-
-
-def specialization(args: FwdArgs) -> tuple[Any, ...]:
-    """What Triton compiles for, of the runtime arguments.
-
-    Dtypes; which optional tensors there are; integers of 1, which it takes for constants, multiples
-    of 16, also of addresses (that of a slice of cu_seqlens may be none) and also inside a tuple,
-    where `do_not_specialize` does not reach, and strides of over 32 bits. A compiled kernel serves
-    the calls that share all that.
-    """
-    sides = args.numbers.left, args.numbers.right
-    return (
-        *map(class_of, (*args.queue[1:], *args.sizes, *sides, *args.further)),
-        *map(class_of, leaves(args.optionals)),
-    )
-
-
-def _launch(plan: Plan, device: torch.device, args: FwdArgs, programs: int) -> tuple[Any, int]:
-    """Through Triton's launcher the first time, afterwards to the compiled kernel, which comes back
-    with the index of its device.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            return _launch(plan, device, args, programs)
-    key = plan.features, plan.tile, args.q.base.dtype, index, specialization(args)
-    compiled = _compiled.get(key)
-    if compiled is None or is_watched():
-        constants = dict(FEATURES=plan.features, TILE=plan.tile)
-        built = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants, num_warps=4)
-        _compiled[key] = compiled = built
-    else:
-        relaunch(compiled, programs, index, *args, plan.features, plan.tile)
-    return compiled, index

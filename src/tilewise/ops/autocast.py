@@ -1,0 +1,40 @@
+"""Autocast: calls and the operator take q, k and v in its dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from .schema import LIBRARY
+
+Tensor = torch.Tensor
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch)."""
+    device = q.device.type
+    if device not in ("cpu", "cuda") and not torch.amp.is_autocast_available(device):
+        return q, k, v  # torch raises where a device, meta among them, knows no autocast
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (
+            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (q, k, v)
+        )
+    return q, k, v
+
+
+def _autocast_rule(key: str):
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCUDA
+    )
+
+    def forward(q, k, v, *rest):
+        q, k, v = autocast(q, k, v)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return torch.ops.tilewise.flash_attn_forward(q, k, v, *rest)
+
+    LIBRARY.impl("flash_attn_forward", forward, key)
+
+
+_autocast_rule("AutocastCPU")
+_autocast_rule("AutocastCUDA")
