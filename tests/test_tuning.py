@@ -187,42 +187,40 @@ def test_tune_says_where_nothing_can_be_written(folder, monkeypatch):
     assert "64 x 32" in ran.output, "what was measured is shown"
 
 
-WRITER = """
-import sys
+# One process imports torch, and four branch off it
+AT_ONCE = """
+import multiprocessing, time
 from tilewise.tuning import store
 from tilewise.tuning.config import Config, Key
 
-mine = int(sys.argv[1])
-for i in range(20):
-    key = Key(f"arch{mine}.{i}", "fwd", 64, 16, False)
-    store.add(f"gpu{i % 2}", {key: Config(64, 64, 4, 2)})
-"""
-READER = """
-from pathlib import Path
-import sys
-from tilewise.tuning import store
+def write(mine):
+    for i in range(20):
+        key = Key(f"arch{mine}.{i}", "fwd", 64, 16, False)
+        store.add(f"gpu{i % 2}", {key: Config(64, 64, 4, 2)})
 
-seen = 0
-while seen < 60:
-    tables, complaint = store.read(store.cache_file())
-    assert not complaint, complaint
-    now = sum(map(len, tables.values()))
-    assert now >= seen, (seen, now)
-    seen = now
+def read():
+    seen, end = 0, time.monotonic() + 120
+    while seen < 60:
+        assert time.monotonic() < end, seen
+        tables, complaint = store.read(store.cache_file())
+        assert not complaint, complaint
+        now = sum(map(len, tables.values()))
+        assert now >= seen, (seen, now)
+        seen = now
+
+fork = multiprocessing.get_context("fork")
+processes = [fork.Process(target=read), *(fork.Process(target=write, args=(i,)) for i in range(3))]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+assert [process.exitcode for process in processes] == [0] * 4
 """
 
 
 def test_writers_at_once_lose_nothing_and_no_reader_sees_half_a_file(folder):
-    def start(*told):
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.Popen([sys.executable, "-c", *told], env=env)
-
-    processes = [start(READER), *(start(WRITER, str(i)) for i in range(3))]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0] * 4
-    finally:
-        for process in processes:
-            process.kill()
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", AT_ONCE], env=env, check=True)
     tables, _ = store.read(folder / "tuning.json")
     names = {key.arch for table in tables.values() for key in table}
     assert names == {f"arch{i}.{j}" for i in range(3) for j in range(20)}

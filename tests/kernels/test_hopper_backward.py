@@ -1,7 +1,10 @@
 """The Hopper backward: who gets it, turns, its memory order, and the same bits where promised."""
 
+import itertools
+
 import pytest
 import torch
+from helpers.tiers import sample, sample_rows
 
 import tilewise
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
@@ -14,7 +17,7 @@ CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in range(12)]
+SEEDS = sample(range(12), 0)
 
 VARIANTS = {
     "groups": Case("a", Sizes(1, 300, 300, 4, 2, 64), Features()),  # blocks begin in their midst
@@ -54,8 +57,12 @@ def like(out):
     return torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
 
 
-@pytest.mark.parametrize("headdim", [64, 256])
-@pytest.mark.parametrize("causal", [False, "bottom_right", "top_left"])
+ORDERED = itertools.product([False, "bottom_right", "top_left"], [64, 256])
+
+
+@pytest.mark.parametrize(
+    "causal, headdim", sample_rows(ORDERED, ("bottom_right", 64), ("top_left", 256))
+)
 def test_deterministic_in_any_order_of_events(causal, headdim):
     """The tiles of a head add to dQ in one order, whoever runs first; keys that nobody sees take no
     turn.

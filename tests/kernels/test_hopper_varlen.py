@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 import tilewise
 from tilewise.kernels.hopper import descriptors
@@ -111,7 +112,7 @@ CASES = (
     PackedCase("d192-v128", (30, 70), (70, 60), Features(), Sizes(1, 1, 1, 2, 2, 192, 128)),
     PackedCase("d40-v72", (30, 70), (70, 60), CAUSAL, Sizes(1, 1, 1, 2, 2, 40, 72)),
 )
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in range(20)]
+SEEDS = sample(range(20), 0)
 
 
 @pytest.mark.emulator

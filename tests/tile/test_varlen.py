@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.tiers import sample, sample_rows
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -130,12 +131,12 @@ RAGGED = {
 
 
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("programs", [None, 3], ids=["one a tile", "persistent"])
+@pytest.mark.parametrize("programs", sample([None, 3], 3), ids=["one a tile", "persistent"])
 def test_ragged_batches(lengths, programs):
     found_by(lengths, 2, 16, programs=programs)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sample(range(4), 0))
 @pytest.mark.parametrize("programs", [None, 1, 5], ids=["one a tile", "1", "5"])
 def test_random_lengths(seed, programs):
     draw = random.Random(seed)
@@ -193,12 +194,14 @@ def test_one_warp_in_gluon(programs):
 
 
 # A launch makes the number 1 a constant: Triton 3.6 died of that with one sequence.
-COUNTS = pytest.mark.parametrize(("batch_size", "nheads"), [(1, 1), (1, 2), (40, 1), (40, 2)])
+COUNTS = pytest.mark.parametrize(
+    ("batch_size", "nheads"), sample_rows([(1, 1), (1, 2), (40, 1), (40, 2)], (1, 1), (40, 2))
+)
 
 
 @pytest.mark.compile
 @COUNTS
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
 def test_compiles(target, batch_size, nheads):
     args = (torch.int32, torch.int32, 4000, batch_size, nheads, 70)
     constants = dict(BLOCK=128, SPLITS=2, LPT=True)

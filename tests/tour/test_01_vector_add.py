@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 pytest.importorskip("matplotlib")
 
@@ -39,7 +40,7 @@ def test_what_is_timed_runs(tmp_path):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", sample([torch.float32, torch.float16], torch.float32))
 def test_its_kernels_compile(add, dtype):
     x = torch.empty(64, dtype=dtype)
     for block in (min(add.BLOCKS), max(add.BLOCKS)):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 from tilewise.testing.schedule import makespan, tiles
 
@@ -24,7 +25,7 @@ LENGTHS = {"one": [5], "empty ones": [0, 17, 0, 0, 33], "exact blocks": [32, 64]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("longest_first", sample([False, True], True))
 @pytest.mark.parametrize("name", LENGTHS)
 def test_the_kernel_visits_every_tile_once(ran, name, longest_first, dynamic):
     module, _, _ = ran
@@ -47,6 +48,7 @@ def test_timelines_are_those_of_the_prose(ran):
     assert ends["dynamic, longest first"] <= 135
 
 
+@pytest.mark.slow
 def test_what_a_gpu_would_time_runs(ran, monkeypatch):
     module, _, _ = ran
     small = {"zipf": (40, 3, 9), "prefill-chat": (20, 7)}
