@@ -1,8 +1,8 @@
 """The bias of a block of scores.
 
-A bias of every pair comes by the copy engine: the load warp copies a warpgroup's tile into shared
-memory, from where `ldmatrix` reads pairs just as the accumulator has them. What follows is for a
-bias that the copy engine cannot read, or that shared memory has no room for.
+A bias of every pair comes by TMA: the load warp copies a warpgroup's tile into shared memory, from
+where `ldmatrix` reads pairs just as the accumulator has them. What follows is for a bias that TMA
+cannot read, or that shared memory has no room for.
 
 A thread has two neighbouring columns of S, and eight rows meet in a warp. Read like that a bias of
 16 bits takes 16 bytes of each row at a time, half of what the L1 cache answers with, one row after
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .layouts import accumulator, column_of, pairs_of, row_of, runs_of_pairs, shared
-from .pipeline import Cursor, load, make_ring, release_by_threads
+from .pipeline import PipelineState, load, make_ring, release_by_threads
 
 # Two neighbours of bf16 to fp32: the upper half of a word needs no more than a mask
 WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
@@ -69,7 +69,7 @@ def copied_bias(bias, rings, WG: gl.constexpr, parity, pred, TILE: gl.constexpr)
     """
     if TILE.BIAS_COPIED:
         mbarrier.wait(rings[WG].full.index(0), parity, pred=pred)
-        return rings[WG].slots.index(0).load(accumulator(TILE.BLOCK_N))
+        return rings[WG].buffers.index(0).load(accumulator(TILE.BLOCK_N))
     else:
         return bias
 
@@ -78,7 +78,7 @@ def copied_bias(bias, rings, WG: gl.constexpr, parity, pred, TILE: gl.constexpr)
 def release_bias(rings, WG: gl.constexpr, TILE: gl.constexpr):
     """The bias of the next block may be copied: each thread has used what it read."""
     if TILE.BIAS_COPIED:
-        release_by_threads(rings[WG], Cursor(0, 0))
+        release_by_threads(rings[WG], PipelineState(0, 0))
 
 
 @gluon.jit

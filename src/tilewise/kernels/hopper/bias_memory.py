@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def has_tiles(bias: Tensor | None, q: Tensor) -> bool:
-    """Whether the copy engine can read tiles of a bias: none is shared by queries or by keys.
+    """Whether TMA can read tiles of a bias: none is shared by queries or by keys.
 
     The same of the gradient of one, and of writing.
     """

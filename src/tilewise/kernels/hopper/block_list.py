@@ -3,8 +3,8 @@ full ones.
 
 A tile's blocks are then numbered by their place on the two lists, one behind the other: `first` is
 0, `full_first` how many are partial, `full_stop` how many there are. The load warp counts them, and
-everybody reads from the lists which block stands at a place. A list is short and read often, so
-that it is in the L1 cache.
+every partition reads from the lists which block stands at a place. A list is short and read often,
+so that it is in the L1 cache.
 """
 
 from triton.experimental import gluon

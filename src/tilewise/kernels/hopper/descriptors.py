@@ -1,4 +1,4 @@
-"""Tensors as the copy engine takes them."""
+"""Tensors as TMA takes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float3
 
 
 class Described(NamedTuple):
-    """A tensor as the copy engine takes it: the fields of a TensorDescriptor, without its checks,
+    """A tensor as TMA takes it: the fields of a TensorDescriptor, without its checks,
     which would take as long as the launch.
     """
 
@@ -44,10 +44,10 @@ def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> Described:
     """The same tensor for sequences that end anywhere: (1, 1, nheads, rows, columns), for the
     coordinates of fwd/varlen.py. Batches follow each other as more heads.
 
-    The copy engine cuts a block at the end of a tensor. The two dimensions before move what it
-    copies so that a sequence ends there. Their strides are -1 and 1 rows. As no stride may be
-    negative, the first is 2^34 elements minus a row, and is taken 2^30 times: the 2^64 elements
-    vanish, as addresses have 64 bits. Triton does the same in `triton.tools.ragged_tma`.
+    TMA cuts a block at the end of a tensor. The two dimensions before move what it copies so that a
+    sequence ends there. Their strides are -1 and 1 rows. As no stride may be negative, the first is
+    2^34 elements minus a row, and is taken 2^30 times: the 2^64 elements vanish, as addresses have
+    64 bits. Triton does the same in `triton.tools.ragged_tma`.
     """
     batch, _, heads, columns = x.shape
     by_row, by_head, further = ragged_steps(x)
@@ -96,7 +96,7 @@ def descriptors(
 
     Rows past the end of a sequence read as zeros and are not written, and so are columns past the
     head dim, up to the block's. Where sequences end inside the tensor, k, v and out are ragged. Not
-    q: what follows in its tile are rows of scores that nobody writes.
+    q: what follows in its tile are rows of scores that are never written.
     """
     group = problem.group
 
@@ -135,7 +135,7 @@ def is_ragged(problem: Problem) -> bool:
 
 
 def valid(shape: list[int], strides: list[int]) -> list[int]:
-    """Between elements of which there is one, any stride; the copy engine wants a multiple of 8."""
+    """Between elements of which there is one, any stride; TMA wants a multiple of 8."""
     return [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
 
 

@@ -26,28 +26,28 @@ def make_mailbox(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def send(mailbox, cursor, fields, BY_LANE: gl.constexpr = False):
+def send(mailbox, state, fields, BY_LANE: gl.constexpr = False):
     """Sends a tuple of integers, once all readers have the message before it. BY_LANE: each lane of
     the warp holds one of them, which takes fewer registers than all of them in each.
     """
-    WORDS: gl.constexpr = mailbox.slots.shape[1]
+    WORDS: gl.constexpr = mailbox.buffers.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1 if BY_LANE else WORDS], [32], [1], [0])
     word = gl.arange(0, WORDS, layout)
     message = gl.where(word == 0, fields[0], fields[len(fields) - 1])
     for i in gl.static_range(1, len(fields) - 1):
         message = gl.where(word == i, fields[i], message)
-    wait_empty(mailbox, cursor)
-    mailbox.slots.index(cursor.slot).store(message)
-    mbarrier.arrive(mailbox.full.index(cursor.slot), count=1)
+    wait_empty(mailbox, state)
+    mailbox.buffers.index(state.stage).store(message)
+    mbarrier.arrive(mailbox.full.index(state.stage), count=1)
 
 
 @gluon.jit
-def receive(mailbox, cursor, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
+def receive(mailbox, state, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
     """The COUNT integers of a message, in every thread of a partition of WARPS warps."""
-    WORDS: gl.constexpr = mailbox.slots.shape[1]
-    wait_full(mailbox, cursor)
-    message = mailbox.slots.index(cursor.slot).load(gl.BlockedLayout([WORDS], [32], [WARPS], [0]))
-    release(mailbox, cursor)
+    WORDS: gl.constexpr = mailbox.buffers.shape[1]
+    wait_full(mailbox, state)
+    message = mailbox.buffers.index(state.stage).load(gl.BlockedLayout([WORDS], [32], [WARPS], [0]))
+    release(mailbox, state)
     fields = ()
     for i in gl.static_range(COUNT):
         fields = fields + (field(message, i),)

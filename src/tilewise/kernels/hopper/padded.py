@@ -1,8 +1,7 @@
-"""Rows that are no whole number of 16 bytes, such as those of headdim 100: the copy engine takes no
-such stride. They are copied into rows that are padded to a multiple of 8 elements.
+"""Rows that are no whole number of 16 bytes, such as those of headdim 100: TMA takes no such
+stride. They are copied into rows that are padded to a multiple of 8 elements.
 
-Descriptors end at the head dim: the copy engine reads zeros for what lies behind it, and writes
-none of it.
+Descriptors end at the head dim: TMA reads zeros for what lies behind it, and writes none of it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ def padded_width(columns: int) -> int:
 
 
 def in_padded_rows(x: Tensor) -> Tensor:
-    """x, or a copy of it where the copy engine cannot read x."""
+    """x, or a copy of it where TMA cannot read x."""
     if x.stride(-1) == 1 and aligned(x):
         return x
     return copy_in_padded_rows(x)
 
 
 def copy_in_padded_rows(x: Tensor) -> Tensor:
-    """A copy that the copy engine can read."""
+    """A copy that TMA can read."""
     copy = empty_rows(x, *x.shape)
     if x.stride(-1) == 1:
         copy_rows(x, copy, padded_width(x.shape[-1]))
@@ -51,7 +50,7 @@ def copy_in_padded_rows(x: Tensor) -> Tensor:
 
 
 def empty_out(problem: Problem, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`out`, whose rows the copy engine can write, and `lse`."""
+    """`out`, whose rows TMA can write, and `lse`."""
     out, lse = outputs.empty_out(problem, q)
     return (empty_rows(q, *out.shape) if problem.headdim_v % UNIT else out), lse
 
@@ -72,7 +71,7 @@ class PaddedLaunch:
 
 
 def with_padded_rows(grads: Grads) -> Grads:
-    """Gradients for the copy engine to write: dK and dV."""
+    """Gradients for TMA to write: dK and dV."""
     padded = (x if aligned(x) else empty_rows(x, *x.shape) for x in (grads.dk, grads.dv))
     return Grads(grads.dq, *padded, *grads[3:])
 

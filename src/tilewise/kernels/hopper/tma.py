@@ -1,9 +1,9 @@
 """Copies of rows of a sequence that ends anywhere: past its end they read zeros and write nothing.
 
-What lies behind a sequence is the next one, or rows that nobody uses, and may be NaN. Zero times
-NaN is NaN, so a mask on P is not enough: none of it may reach a matmul. The copy engine takes care
-of that by itself, at the end of a tensor. `ragged_by_head` (descriptors.py) describes tensors so
-that every sequence ends at the end of one.
+What lies behind a sequence is the next one, or padding, and may be NaN. Zero times NaN is NaN, so a
+mask on P is not enough: none of it may reach a matmul. TMA takes care of that by itself, at the end
+of a tensor. `ragged_by_head` (descriptors.py) describes tensors so that every sequence ends at the
+end of one.
 """
 
 from triton.experimental import gluon
@@ -15,11 +15,11 @@ BILLION = gl.constexpr(2**30)
 
 
 @gluon.jit
-def load_ragged(desc, stop, size, head, row, full, slot, pred=True):
+def load_ragged(desc, stop, size, head, row, full, buffer, pred=True):
     """Rows from `row` on of the `size` rows before row `stop` of the tensor."""
     shape: gl.constexpr = desc.block_type.shape
     at = [BILLION, stop, head, BILLION - size + row, 0]
-    tma_load(desc, at, full, slot.reshape(shape), pred=pred)
+    tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """What a program works on: a tile of queries, handed out by a counter, and its blocks of keys. What
 a program of the backward works on is in bwd/work_tile.py.
 
-The load warp draws tile numbers, works out what they stand for and sends that to all matmul
+The load warp fetches tile numbers, works out what they stand for and sends that to all matmul
 warpgroups (mailbox.py), which then walk the same list of (tile, block of keys).
 """
 
@@ -105,12 +105,12 @@ def needs_mask(work, i, n_block, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def draw(queue, pred):
-    """Asks the counter for a number, where `pred`; `drawn_tile` waits for the answer.
+def fetch_next_tile(queue, pred):
+    """Starts to fetch a tile number from the counter, where `pred`; `fetched_tile` waits for it.
 
-    One lane asks and keeps the reply. Triton hands that of a scalar atomic to all lanes at once,
-    and so does ptxas where all lanes have one address: both would wait here. So each has its own.
-    And no branch: behind one ptxas let the lanes part (`copies_apart`).
+    One lane adds to the counter. Triton hands the result of a scalar atomic to all lanes at once,
+    and so does ptxas where all lanes have one address: both would wait here. So each lane has an
+    address of its own. And no branch: behind one ptxas let the lanes diverge (`copies_apart`).
     """
     lane = gl.arange(0, 32, LANES)
     mask = (lane == 0) & pred
@@ -118,20 +118,21 @@ def draw(queue, pred):
 
 
 @gluon.jit
-def drawn_tile(drawn):
-    """The tile's number: each program starts with its own index and draws from there."""
+def fetched_tile(fetched):
+    """The tile's number. Each program starts with its own index, the counter behind all these."""
     first = gl.arange(0, 32, LANES) == 0
-    return gl.sum(gl.where(first, drawn, 0), 0) + gl.num_programs(0)
+    return gl.sum(gl.where(first, fetched, 0), 0) + gl.num_programs(0)
 
 
 @gluon.jit
-def set_back(queue, tile, tiles):
-    """After the last tile: who drew the last number of all sets the counter back to 0, for the next
-    launch.
+def reset_counter(queue, tile, tiles):
+    """After the last tile: the program that fetched the last number of all resets the counter to 0
+    for the next launch.
 
-    A program draws once for every tile that it works on, and stops at the first number that is no
-    tile. So n tiles make n draws, of the numbers from `programs` to `programs + n - 1`. Not in the
-    loop: there the compiler (ptxas of CUDA 12.8) forgot to let the lanes of the warp meet again.
+    A program fetches one number for every tile that it works on, and stops at the first that is no
+    tile. So n tiles make n fetches, of the numbers from `programs` to `programs + n - 1`. Not in
+    the loop: there the compiler (ptxas of CUDA 12.8) did not let the lanes of the warp converge
+    again.
     """
     if tile == gl.num_programs(0) + tiles - 1:
         gl.atomic_xchg(queue.counter, 0, sem="relaxed")

@@ -1,4 +1,4 @@
-"""The bias of a block in the backward, by the copy engine.
+"""The bias of a block in the backward, by TMA.
 
 In memory the keys of a query are neighbours; in S^T a thread has neighbouring queries of a key. So
 the load warp copies the tile into shared memory, and matmul warpgroups read it transposed, by
@@ -43,7 +43,7 @@ def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
 def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
     """Copies the bias of a step's block, when both warpgroups have read that of the step before."""
     if TILE.BIAS_COPIED:
-        turn = step + 2  # the step before is in slot (step - 1) % 3
+        turn = step + 2  # the step before is in stage (step - 1) % 3
         last = gl.maximum(step - 1, 0)
         tile = rings.bias
         mbarrier.wait(rings.exchange.full.index(turn % 3), (last // 3) & 1, pred=step > 0)

@@ -38,7 +38,7 @@ def way_of(
 
 
 def sums_of(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    """The shape of dS in memory, with rows that the copy engine can write."""
+    """The shape of dS in memory, with rows that TMA can write."""
     batch, seqlen_q, nheads, _ = q.shape
     return batch, nheads, seqlen_q, -(-k.shape[1] // 8) * 8
 

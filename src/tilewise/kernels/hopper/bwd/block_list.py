@@ -14,8 +14,8 @@ from ..work import Work
 def listed_blocks(
     n_start, batch, head, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """What one query head lists. The lists know how long they are, and need no lengths: the copy
-    engine cuts a full block at the end, too.
+    """What one query head lists. The lists know how long they are, and need no lengths: TMA cuts a
+    full block at the end, too.
     """
     lists = modifiers.by_keys
     seq = Sequence(0, 0.0, call.numbers, batch, head, modifiers)
@@ -28,14 +28,15 @@ def listed_blocks(
 def listed_work(
     n_block, head, batch, lengths, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """A tile of keys. Its letter says how many blocks there are, of all query heads."""
+    """A tile of keys. Its message says how many blocks there are, of all query heads."""
     n_start = n_block * TILE.BLOCK_N
     count = n_block * 0
     for member in range(FEATURES.GROUP):
         query_head = head * FEATURES.GROUP + member
         listed = listed_blocks(n_start, batch, query_head, modifiers, call, FEATURES, TILE)
         count += count_listed(listed, FEATURES, TILE)
-    count = gl.where(n_start < lengths.seqlen_k, count, 0)  # `seqused_k` is news to the lists
+    # The lists do not account for `seqused_k`
+    count = gl.where(n_start < lengths.seqlen_k, count, 0)
     return Work(n_start, head, batch, count - 1, 0, 0, 0, 0)
 
 

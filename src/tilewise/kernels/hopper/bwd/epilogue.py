@@ -1,4 +1,4 @@
-"""dK and dV on their way from registers to memory, by way of shared memory and the copy engine."""
+"""dK and dV on their way from registers to memory, by way of shared memory and TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,15 +26,15 @@ def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr, FEATURES: gl.
     """Stores 64 rows of dK or dV, by way of the warpgroup's buffer."""
     rows = used_rows(rows, work, start, FEATURES).to(desc.dtype)
     buffer = outputs.smem.index(WG)
-    tma.store_wait(0)  # the copy engine has read from here what was stored before
+    tma.store_wait(0)  # TMA has read from here what was stored before
     buffer.store(rows)
-    fence_async_shared()  # what threads wrote, before the copy engine reads it
+    fence_async_shared()  # what threads wrote, before TMA reads it
     store_keys(desc, work, start, buffer, FEATURES)
 
 
 @gluon.jit
 def store_keys(desc, work, start, buffer, FEATURES: gl.constexpr):
-    """Stores a buffer as rows of a tile's keys; the copy engine writes none past their end."""
+    """Stores a buffer as rows of a tile's keys; TMA writes none past their end."""
     if FEATURES.PACKED:
         store_ragged(desc, work.stop_k, work.rows_k, work.head, start, buffer)
     else:

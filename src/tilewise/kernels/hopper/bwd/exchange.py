@@ -2,7 +2,7 @@
 half of dQ.
 
 Where dS is the gradient of a bias it lies as the bias does, the keys of a query as neighbours, in
-halves of 64 keys, and the copy engine writes it to memory from there.
+halves of 64 keys, and TMA writes it to memory from there.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from ..pipeline import make_barrier
 
 
 class Exchange(NamedTuple):
-    """dS of both warpgroups, three turns (see `make_scores`): each computes half of dQ from all of
-    it.
+    """dS of both warpgroups, of three blocks (see `make_scores`): each computes half of dQ from all
+    of it.
 
-    There is no `empty` barrier. A warpgroup writes turn i where turn i - 3 was, and before that
-    waits for `full` of turn i - 1. So the other has written turn i - 1, and it does that only when
-    it has finished the dQ of turn i - 3.
+    There is no `empty` barrier. A warpgroup writes block i where block i - 3 was, and before that
+    waits for `full` of block i - 1. So the other has written block i - 1, and it does that only
+    when it has finished the dQ of block i - 3.
     """
 
     ds: gl.shared_memory_descriptor
@@ -31,13 +31,13 @@ class Exchange(NamedTuple):
 
 @gluon.jit
 def make_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for dS of three turns."""
+    """Room for dS of three blocks."""
     return Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
 
 
 @gluon.jit
 def make_scores(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for three turns: (3, BLOCK_N, BLOCK_M) of dS^T, or (6, BLOCK_M, 64) of dS."""
+    """Room for three blocks: (3, BLOCK_N, BLOCK_M) of dS^T, or (6, BLOCK_M, 64) of dS."""
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     if TILE.BIAS_GRAD:
@@ -47,43 +47,43 @@ def make_scores(dtype: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def share_scores(slots, slot, WG: gl.constexpr, ds, TILE: gl.constexpr):
+def share_scores(buffers, stage, WG: gl.constexpr, ds, TILE: gl.constexpr):
     """Stores dS^T of the warpgroup's keys: (64, BLOCK_M)."""
     if TILE.BIAS_GRAD:
-        slots.index(2 * slot + WG).permute((1, 0)).store(ds)
+        buffers.index(2 * stage + WG).permute((1, 0)).store(ds)
     else:
-        slots.index(slot).slice(WG * 64, 64, 0).store(ds)
+        buffers.index(stage).slice(WG * 64, 64, 0).store(ds)
 
 
 @gluon.jit
-def write_scores(desc, slots, slot, WG: gl.constexpr, work, block, TILE: gl.constexpr):
-    """Writes what `share_scores` stored, where it is the gradient of a bias. The slot is stored to
-    again in three turns: so the copies of all turns but the last two must have read theirs.
+def write_scores(desc, buffers, stage, WG: gl.constexpr, work, block, TILE: gl.constexpr):
+    """Writes what `share_scores` stored, where it is the gradient of a bias. The stage is stored to
+    again three blocks later: so all copies but the last two must have read theirs.
     """
     if TILE.BIAS_GRAD:
         shape: gl.constexpr = desc.block_type.shape
         at = [work.batch, block.head, block.m_block * TILE.BLOCK_M, work.start + WG * 64]
-        tma_store(desc, at, slots.index(2 * slot + WG).reshape(shape))
+        tma_store(desc, at, buffers.index(2 * stage + WG).reshape(shape))
         tma.store_wait(2)
 
 
 @gluon.jit
-def multiply_scores(slots, slot, k, WG: gl.constexpr, TILE: gl.constexpr):
+def multiply_scores(buffers, stage, k, WG: gl.constexpr, TILE: gl.constexpr):
     """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one."""
     HALF: gl.constexpr = TILE.BLOCK_D // 2
     if TILE.BLOCK_M == 128:
-        left = slots.index(slot).slice(WG * 64, 64, 1).permute((1, 0))
+        left = buffers.index(stage).slice(WG * 64, 64, 1).permute((1, 0))
         return warpgroup_mma(left, k, no_sums(TILE.BLOCK_D), use_acc=False, is_async=True)
     else:
         right = k.slice(WG * HALF, HALF, 1)
         nothing = no_sums(HALF)
         if TILE.BIAS_GRAD:
-            left, keys = slots.index(2 * slot), right.slice(0, 64, 0)
+            left, keys = buffers.index(2 * stage), right.slice(0, 64, 0)
             first = warpgroup_mma(left, keys, nothing, use_acc=False, is_async=True)
-            left, keys = slots.index(2 * slot + 1), right.slice(64, 64, 0)
+            left, keys = buffers.index(2 * stage + 1), right.slice(64, 64, 0)
             return warpgroup_mma(left, keys, first, is_async=True)
         else:
-            left = slots.index(slot).permute((1, 0))
+            left = buffers.index(stage).permute((1, 0))
             return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
 
 

@@ -13,7 +13,7 @@ from ..pipeline import make_barrier
 class Gradients(NamedTuple):
     """dS^T of two blocks, (2, BLOCK_N, BLOCK_M)."""
 
-    slots: gl.shared_memory_descriptor
+    buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
 
 
@@ -21,8 +21,8 @@ class WideExchange(NamedTuple):
     """What one warpgroup makes and the other needs. There is no `empty` barrier:
 
     P of a block is written after `full` of dS of the block before, which was made from the P there.
-    dS of a block is made after its P is there, and that is written by who has finished dQ of the
-    block two before, the last reader of this slot.
+    dS of a block is made after its P is there, which is written by the warpgroup that has finished
+    dQ of the block two before, the last read of this stage.
     """
 
     p: gl.shared_memory_descriptor  # (BLOCK_N * BLOCK_M,), fp32, in the order of registers

@@ -23,7 +23,7 @@ from .load import load_partition
 from .mma import grad_partition
 from .mma_wide import key_partition, value_partition
 from .ordered_add import ask_partition, make_turns, pass_partition
-from .rings import Inputs, Rings, make_keys, make_mail, make_queries
+from .rings import Inputs, Rings, make_keys, make_queries, make_tile_mailbox
 
 
 class Outputs(NamedTuple):
@@ -49,7 +49,7 @@ def hopper_bwd_kernel(
     dv_desc,
     bias_desc,
     dbias_desc,
-    further,
+    heads_per_batch,
     queue,
     optionals,
     sizes,
@@ -64,15 +64,15 @@ def hopper_bwd_kernel(
         exchange = make_exchange(dtype, TILE)
     else:
         exchange = make_wide_exchange(dtype, TILE)
-    mail = make_mail(TILE)
+    mailbox = make_tile_mailbox(TILE)
     turns = make_turns(TILE)
     bias = make_bias(dtype, TILE)
     out_smem = make_out(dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, further)
+    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
     outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
-    rings = Rings(keys, queries, exchange, mail, turns, bias)
+    rings = Rings(keys, queries, exchange, mailbox, turns, bias)
     call = Call(queue, optionals, sizes, numbers)
     if TILE.ORDERED:
         gl.warp_specialize(

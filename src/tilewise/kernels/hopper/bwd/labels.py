@@ -5,11 +5,11 @@ The blocks that a block mask lists follow from no rule, and a head's random numb
 shared memory, from where each thread reads it in one broadcast.
 
 A label needs no barriers of its own. It is written before the load warp arrives at `full` of the
-block's slot, so whoever has waited for that may read it. There are four, although Q has two slots:
-the dQ of a block is added a turn late, when its slot of Q is long released. The label of step i is
-last read before the reader lets go of step i + 1, or, after the last block of a tile, at the latest
-before the next tile's first turn; that of step i + 4 is written when all readers have let go of
-step i + 2.
+block's stage, and may be read after a wait for that. There are four, although Q has two stages: the
+dQ of a block is added an iteration late, when its stage of Q is long released. The label of step i
+is last read before the reader releases step i + 1, or, after the last block of a tile, at the
+latest before the next tile's first iteration; that of step i + 4 is written when all readers have
+released step i + 2.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ WORDS = gl.constexpr(8)
 
 
 class Label(NamedTuple):
-    """A block of queries, as `bwd_blocks.Block`, and what else is known of it."""
+    """A block of queries, as `query_blocks.Block`, and what else is known of it."""
 
     head: gl.tensor
     m_block: gl.tensor
@@ -42,8 +42,8 @@ def make_labels():
 
 
 @gluon.jit
-def write_label(labels, at, work, block, needs_mask, call, FEATURES: gl.constexpr):
-    """Of the block that goes into slot `at` of the queries."""
+def write_label(labels, state, work, block, needs_mask, call, FEATURES: gl.constexpr):
+    """Of the block that goes into a stage of the queries."""
     word = gl.arange(0, WORDS, gl.BlockedLayout([WORDS], [32], [1], [0]))
     label = gl.where(word == 0, block.head, block.m_block)
     label = gl.where(word == 2, needs_mask.to(gl.int32), label)
@@ -52,7 +52,7 @@ def write_label(labels, at, work, block, needs_mask, call, FEATURES: gl.constexp
         for i in gl.static_range(4):
             label = gl.where(word == 4 + i, stream[i].to(gl.int32, bitcast=True), label)
     # Phases take turns, so this is the step modulo four
-    labels.index(at.slot + 2 * at.phase).store(label)
+    labels.index(state.stage + 2 * state.phase).store(label)
 
 
 @gluon.jit

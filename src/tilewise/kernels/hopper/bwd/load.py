@@ -10,20 +10,20 @@ from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..compat import tma_load
 from ..mailbox import send
-from ..pipeline import after, nth, start, wait_empty
+from ..pipeline import advance, start, state_of, wait_empty
 from ..tma import load_ragged
-from ..work import END, Work, is_partial, set_back
+from ..work import END, Work, is_partial, reset_counter
 from .bias import copy_bias
 from .block_list import count_listed, listed_block, listed_blocks
 from .labels import write_label
 from .query_blocks import Block, block_after, count_blocks, first_block
 from .work_tile import (
     RaggedWork,
-    close_packed,
-    draw_late,
+    fetch_tile,
     find_tile,
     open_key_tile,
     open_packed_tile,
+    reset_packed_counter,
     tile_lengths,
 )
 
@@ -40,58 +40,58 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
 @gluon.jit
 def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Sequences that have as many rows each, so that the host knows how many tiles there are."""
-    mail = start()
-    keys_at = start()
+    mailbox_state = start()
+    keys_state = start()
     step = gl.to_tensor(0)
-    tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
+    tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
         work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
-        send(rings.mail, mail, work, TILE.RAGGED)
-        mail = after(mail, 2)
-        load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
-        keys_at = after(keys_at, 1)
+        send(rings.mailbox, mailbox_state, work, TILE.RAGGED)
+        mailbox_state = advance(mailbox_state, 2)
+        load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
+        keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         # Not sooner: others may wait for what a tile adds
-        tile = draw_late(call.queue, TILE.ORDERED)
-    set_back(call.queue, tile, call.queue.tiles)
-    send_end(rings.mail, mail, TILE)
+        tile = fetch_tile(call.queue, TILE.ORDERED)
+    reset_counter(call.queue, tile, call.queue.tiles)
+    send_end(rings.mailbox, mailbox_state, TILE)
 
 
 @gluon.jit
 def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Packed sequences, of which only the device knows how many tiles there are."""
-    mail = start()
-    keys_at = start()
+    mailbox_state = start()
+    keys_state = start()
     step = gl.to_tensor(0)
-    tile = draw_late(call.queue, True) if TILE.ORDERED else gl.program_id(0)
-    drawn = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
-    while drawn.batch < call.sizes.packed:
-        work = open_packed_tile(drawn, call, FEATURES, TILE)
-        send(rings.mail, mail, work, TILE.RAGGED)
-        mail = after(mail, 2)
-        load_keys(inputs, rings.keys, keys_at, work, FEATURES, TILE)
-        keys_at = after(keys_at, 1)
+    tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
+    found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+    while found.batch < call.sizes.packed:
+        work = open_packed_tile(found, call, FEATURES, TILE)
+        send(rings.mailbox, mailbox_state, work, TILE.RAGGED)
+        mailbox_state = advance(mailbox_state, 2)
+        load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
+        keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
-        tile = draw_late(call.queue, TILE.ORDERED)
-        drawn = find_tile(tile, drawn.hint, call, FEATURES, TILE)
-    close_packed(drawn, call, TILE)
-    send_end(rings.mail, mail, TILE)
+        tile = fetch_tile(call.queue, TILE.ORDERED)
+        found = find_tile(tile, found.hint, call, FEATURES, TILE)
+    reset_packed_counter(found, call, TILE)
+    send_end(rings.mailbox, mailbox_state, TILE)
 
 
 @gluon.jit
-def send_end(mailbox, cursor, TILE: gl.constexpr):
+def send_end(mailbox, state, TILE: gl.constexpr):
     """No more tiles."""
     if TILE.RAGGED:
-        send(mailbox, cursor, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), True)
+        send(mailbox, state, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), True)
     else:
-        send(mailbox, cursor, Work(END, 0, 0, 0, 0, 0, 0, 0))
+        send(mailbox, state, Work(END, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
-def load_keys(inputs, keys, at, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def load_keys(inputs, keys, state, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """K and V of a tile."""
     BYTES: gl.constexpr = inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
-    wait_empty(keys, at)
+    wait_empty(keys, state)
     full = keys.full.index(0)
     mbarrier.expect(full, BYTES)
     k, v = keys.k.index(0), keys.v.index(0)
@@ -100,8 +100,8 @@ def load_keys(inputs, keys, at, work, FEATURES: gl.constexpr, TILE: gl.constexpr
         if FEATURES.PACKED:
             stop += work.stop_k - work.rows_k
         else:
-            head_k += work.batch * inputs.further[0]
-            head_v += work.batch * inputs.further[1]
+            head_k += work.batch * inputs.heads_per_batch[0]
+            head_v += work.batch * inputs.heads_per_batch[1]
         load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k)
         load_ragged(inputs.v, stop, work.seqlen_k, head_v, work.start, full, v)
     else:
@@ -146,13 +146,13 @@ def load_queries(
     STATS: gl.constexpr = inputs.stats.block_type.nbytes
     stats: gl.constexpr = inputs.stats.block_type.shape
     batch, head, m_start = work.batch, block.head, block.m_block * TILE.BLOCK_M
-    queries, at = rings.queries, nth(step)
-    wait_empty(queries, at)
-    full = queries.full.index(at.slot)
+    queries, state = rings.queries, state_of(step)
+    wait_empty(queries, state)
+    full = queries.full.index(state.stage)
     if TILE.LABELLED:
-        write_label(queries.labels, at, work, block, masked, call, FEATURES)
+        write_label(queries.labels, state, work, block, masked, call, FEATURES)
     mbarrier.expect(full, BYTES + 2 * STATS)
-    q, do = queries.q.index(at.slot), queries.do.index(at.slot)
+    q, do = queries.q.index(state.stage), queries.do.index(state.stage)
     if FEATURES.PACKED:
         stop, size = work.stop_q, work.seqlen_q
         load_ragged(inputs.q, stop, size, head, m_start, full, q)
@@ -162,13 +162,13 @@ def load_queries(
     else:
         load_tile(inputs.q, batch, head, m_start, full, q)
         load_tile(inputs.do, batch, head, m_start, full, do)
-    minus_lse = queries.minus_lse.index(at.slot).reshape(stats)
+    minus_lse = queries.minus_lse.index(state.stage).reshape(stats)
     tma_load(inputs.stats, [batch, head, 0, m_start], full, minus_lse)
-    minus_delta = queries.minus_delta.index(at.slot).reshape(stats)
+    minus_delta = queries.minus_delta.index(state.stage).reshape(stats)
     tma_load(inputs.stats, [batch, head, 1, m_start], full, minus_delta)
 
 
 @gluon.jit
-def load_tile(desc, batch, head, row, full, slot):
+def load_tile(desc, batch, head, row, full, buffer):
     shape: gl.constexpr = desc.block_type.shape
-    tma_load(desc, [batch, head, row, 0], full, slot.reshape(shape))
+    tma_load(desc, [batch, head, row, 0], full, buffer.reshape(shape))

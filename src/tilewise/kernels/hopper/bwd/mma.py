@@ -10,7 +10,7 @@ the two need not keep step, and one computes with vectors while the other comput
 
 Of a thread's 240 registers dK and dV take 128 at headdim 128, and the tiles of a block up to 80:
 the rest is what every address and counter has to fit in. Where the code counts steps instead of
-keeping cursors, that is why.
+keeping pipeline states, that is why.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from ....tile.seqlen import modifiers_of
 from ....tile.types import Lengths, Sequence
 from ..hide import hide
 from ..layouts import accumulator, by_register, column_of, left_operand, row_of
-from ..pipeline import Cursor, after, nth, release, start, wait_full
+from ..pipeline import PipelineState, advance, release, start, state_of, wait_full
 from ..work import END
 from .bias import read_bias, score_with
 from .dropout import kept_operand, marked, select, weight_of
@@ -73,8 +73,8 @@ def grad_partition(
     step = gl.to_tensor(0)  # blocks so far
     tiles = gl.to_tensor(0)
     turn = start()
-    last_turn = Cursor(turn.slot + 2, turn.phase)
-    work = receive_tile(rings.mail, tiles, TILE)
+    last_turn = PipelineState(turn.stage + 2, turn.phase)
+    work = receive_tile(rings.mailbox, tiles, TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
@@ -82,8 +82,8 @@ def grad_partition(
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
-        wait_full(keys, Cursor(0, tiles & 1))
-        wait_full(queries, nth(step), pred=is_seen)
+        wait_full(keys, PipelineState(0, tiles & 1))
+        wait_full(queries, state_of(step), pred=is_seen)
         minus_lse = load_row(queries.minus_lse, step, no_scores)
         left = half_of(keys.k, WG, step)
         pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
@@ -107,19 +107,19 @@ def grad_partition(
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
             wait_full(exchange, last_turn, pred=i > 0)
-            share_scores(exchange.ds, turn.slot, WG, ds, TILE)
+            share_scores(exchange.ds, turn.stage, WG, ds, TILE)
             fence_async_shared()  # what threads wrote, before wgmma reads it
-            mbarrier.arrive(exchange.full.index(turn.slot), count=1)
-            write_scores(outputs.dbias, exchange.ds, turn.slot, WG, work, visited, TILE)
+            mbarrier.arrive(exchange.full.index(turn.stage), count=1)
+            write_scores(outputs.dbias, exchange.ds, turn.stage, WG, work, visited, TILE)
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
             # block and after the last one, from what lies there, and not used
             dv = warpgroup_mma_wait(0, deps=[pending_dv])
             goes_on = i + 1 < blocks
             if TILE.LSE_FIRST:
-                wait_full(queries, nth(step + 1), pred=goes_on)
+                wait_full(queries, state_of(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
             k_smem = here(keys.k, step)
-            pending_dq = multiply_scores(exchange.ds, last_turn.slot, k_smem, WG, TILE)
+            pending_dq = multiply_scores(exchange.ds, last_turn.stage, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
@@ -128,26 +128,26 @@ def grad_partition(
             if not TILE.LSE_FIRST:
                 # Not behind the atomics: what a thread compares would go into a register of their
                 # addresses, which are free 270 cycles later (packed, headdim 64: 5 to 7 %)
-                wait_full(queries, nth(step + 1), pred=goes_on)
+                wait_full(queries, state_of(step + 1), pred=goes_on)
             if i > 0:
                 add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
             left = half_of(keys.k, WG, step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
-            release(queries, nth(step))
+            release(queries, state_of(step))
             last_turn = turn
-            turn = after(turn, 3)
+            turn = advance(turn, 3)
             block = block_after(block, work, FEATURES)
             step += 1
             # No matmul may be on its way when the loop turns: the compiler would serialize all
             s = warpgroup_mma_wait(0, deps=[pending_s])
         wait_full(exchange, last_turn, pred=is_seen)
         k_smem = here(keys.k, step)
-        pending_dq = multiply_scores(exchange.ds, last_turn.slot, k_smem, WG, TILE)
+        pending_dq = multiply_scores(exchange.ds, last_turn.stage, k_smem, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
             add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
-        release(keys, Cursor(0, 0))
+        release(keys, PipelineState(0, 0))
         rows = work.start + WG * 64
         if FEATURES.DROPOUT:
             dk *= call.numbers.dropout_factor
@@ -155,24 +155,24 @@ def grad_partition(
         write_rows(dk * call.numbers.scale, outputs.dk, outputs, work, rows, WG, FEATURES)
         write_rows(dv, outputs.dv, outputs, work, rows, WG, FEATURES)
         tiles += 1
-        work = receive_tile(rings.mail, tiles, TILE)
-    tma.store_wait(0)  # the copy engine still reads the last tile from shared memory
+        work = receive_tile(rings.mailbox, tiles, TILE)
+    tma.store_wait(0)  # TMA still reads the last tile from shared memory
 
 
 @gluon.jit
-def here(slots, step):
-    """The one slot of K or V, by an index that is always 0 and that the compiler cannot know.
+def here(buffers, step):
+    """The one stage of K or V, by an index that is always 0 and that the compiler cannot know.
 
     It would otherwise compute the operands of all wgmma instructions before the loop, 16 registers
     of them for each of K and V, and spill as many.
     """
-    return slots.index(step >> 30)
+    return buffers.index(step >> 30)
 
 
 @gluon.jit
-def half_of(slots, WG: gl.constexpr, step):
+def half_of(buffers, WG: gl.constexpr, step):
     """The warpgroup's 64 rows of K or V: (64, BLOCK_D)."""
-    return here(slots, step).slice(WG * 64, 64, 0)
+    return here(buffers, step).slice(WG * 64, 64, 0)
 
 
 @gluon.jit
@@ -194,8 +194,8 @@ def multiply_queries(left, queries, step, minus_lse, no_scores, TILE: gl.constex
 
 @gluon.jit
 def multiply_values(left, queries, step, minus_delta, no_scores):
-    """Starts dP^T - delta = V dO^T - delta: (64, BLOCK_M). The accumulator starts at -delta, so
-    that nobody has to subtract it when no matmul is on its way.
+    """Starts dP^T - delta = V dO^T - delta: (64, BLOCK_M). The accumulator starts at -delta, which
+    saves a subtraction while no wgmma is in flight.
     """
     right = queries.do.index(step & 1).permute((1, 0))
     return warpgroup_mma(left, right, minus_delta.broadcast_to(no_scores.shape), is_async=True)
@@ -246,7 +246,7 @@ def add_dq(
     bytes a thread, 512 neighbours a warp.
 
     Nothing waits for it, and it costs no shared memory, whose bandwidth the matmuls need: by way of
-    shared memory and the copy engine's reduce-add (TMA) headdim 64 was 4 to 6 % slower.
+    shared memory and TMA's reduce-add headdim 64 was 4 to 6 % slower.
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)
@@ -339,7 +339,7 @@ def recompute(
 
 @gluon.jit
 def from_block(column, q_start, lengths):
-    """Queries counted from a block of them on, as `ragged.from_block` counts keys, and for its
+    """Queries counted from a block of them on, as `scores.from_block` counts keys, and for its
     reason: columns are constants then, and no register holds one.
     """
     before = q_start + (column & 6)

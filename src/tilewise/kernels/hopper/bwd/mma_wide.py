@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, by_register, left_operand
-from ..pipeline import nth, release, wait_full
+from ..pipeline import release, state_of, wait_full
 from ..work import END
 from .dropout import marked_gradient
 from .epilogue import store_keys, used_rows
@@ -56,20 +56,20 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mail, tiles, TILE)
+    work = receive_tile(rings.mailbox, tiles, TILE)
     while work.start != END:
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
-        wait_full(queries, nth(step), pred=is_seen)
+        wait_full(queries, state_of(step), pred=is_seen)
         pending_s = multiply_queries(here(rings.keys.k, step), queries, step, no_scores, TRIM, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             visited = block_at(block, queries.labels, step, TILE)
             before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
-            wait_full(exchange.ds, nth(step - 1), pred=i > 0)
+            wait_full(exchange.ds, state_of(step - 1), pred=i > 0)
             k_smem = here(rings.keys.k, step)
             if not IS_BENT:  # its derivative needs the registers
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
@@ -91,12 +91,12 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
             pending_dq = multiply_keys(exchange.ds, step - 1, here(rings.keys.k, step), no_dq, 1)
             dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
-            release(queries, nth(step))
+            release(queries, state_of(step))
             # Before S^T starts: its operands come from shared memory, by the path of atomics
             if i > 0:
                 add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
                 end_turn(rings.turns, step - 1, TILE)
-            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
+            wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = here(rings.keys.k, step)
             pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
             block = block_after(block, work, FEATURES)
@@ -104,7 +104,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
             before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
-            wait_full(exchange.ds, nth(step - 1))
+            wait_full(exchange.ds, state_of(step - 1))
             await_turn(rings.turns, step - 1, TILE)
             for part in gl.static_range(2):
                 k_smem = here(rings.keys.k, step)
@@ -117,7 +117,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         dv = used_rows(dv, work, work.start, FEATURES).to(dtype)
         write_tile(dv, rings.keys.v, outputs.dv, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive_tile(rings.mail, tiles, TILE)
+        work = receive_tile(rings.mailbox, tiles, TILE)
 
 
 @gluon.jit
@@ -138,14 +138,14 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mail, tiles, TILE)
+    work = receive_tile(rings.mailbox, tiles, TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # before the factor scale
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
-        wait_full(queries, nth(step), pred=is_seen)
+        wait_full(queries, state_of(step), pred=is_seen)
         pending_dp = multiply_values(here(rings.keys.v, step), queries, step, no_scores, TRIM)
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
@@ -158,7 +158,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             if FEATURES.DROPOUT:
                 minus_delta = load_row(queries.minus_delta, step, no_scores)
             ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
-            exchange.ds.slots.index(step & 1).store(ds)
+            exchange.ds.buffers.index(step & 1).store(ds)
             fence_async_shared()  # what threads wrote, before wgmma reads it
             mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
@@ -177,11 +177,11 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
             else:
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
-            release(queries, nth(step))
+            release(queries, state_of(step))
             if LAST_PART == 3:
                 await_turn(rings.turns, step, TILE)
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
-            wait_full(queries, nth(step + 1), pred=i + 1 < blocks)
+            wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             v_smem = here(rings.keys.v, step)
             pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
             block = block_after(block, work, FEATURES)
@@ -201,7 +201,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         dk = used_rows(dk * call.numbers.scale, work, work.start, FEATURES).to(dtype)
         write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive_tile(rings.mail, tiles, TILE)
+        work = receive_tile(rings.mailbox, tiles, TILE)
 
 
 @gluon.jit
@@ -241,14 +241,16 @@ def multiply_rows(keys, queries, first, HAS_FIRST: gl.constexpr, TRIM: gl.conste
 def multiply_keys(ring, step, k_smem, no_dq, PART: gl.constexpr):
     """Starts dQ = dS K: one part of its columns."""
     C: gl.constexpr = no_dq.shape[1]
-    left = ring.slots.index(step & 1).permute((1, 0))
+    left = ring.buffers.index(step & 1).permute((1, 0))
     right = k_smem.slice(PART * C, C, 1)
     return warpgroup_mma(left, right, no_dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def write_tile(rows, keys, desc, rings, work, tiles, FEATURES: gl.constexpr):
-    """Stores dK or dV by way of the shared memory of K or V, once nobody reads that any more."""
+    """Stores dK or dV by way of the shared memory of K or V, once both warpgroups have read that
+    for the last time.
+    """
     mbarrier.arrive(rings.exchange.done, count=1)
     mbarrier.wait(rings.exchange.done, tiles & 1)
     buffer = keys.index(0)

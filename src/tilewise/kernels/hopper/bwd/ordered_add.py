@@ -9,9 +9,9 @@ The order is that of keys; but under a causal mask the last keys come first. A t
 then the diagonal's, and tiles that start together never meet: each finds a block that the tile of
 keys after it has just left.
 
-Nobody waits for ever: tiles of a head are handed out in this same order, and only to programs that
-are at work (`draw_late`). So a tile waits only for tiles that are at work and were handed out
-before it, and of all these the first waits for nobody.
+There is no deadlock: tiles of a head are handed out in this same order, and only to programs that
+run (`fetch_tile`). So a tile waits only for tiles that are at work and were handed out before it,
+and of all these the first waits for none.
 
 Nor do they where starts of packed sequences are wrong, and two sequences share a block and its
 counter: a counter only grows, and a tile waits until it has reached its rank. The tile before has
@@ -42,7 +42,7 @@ class Turns(NamedTuple):
 
 class Turn(NamedTuple):
     """A tile's turn at a block: its counter, how many tiles add before this one, and whether this
-    one does at all, as a tile that nobody sees visits one block all the same.
+    one does at all, as a fully masked tile still visits one block.
     """
 
     counter: gl.tensor
@@ -78,7 +78,7 @@ def ask_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.conste
     """The warp that asks, up to two blocks ahead of the warpgroups."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mail, tiles, TILE, 1)
+    work = receive_tile(rings.mailbox, tiles, TILE, 1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
@@ -90,7 +90,7 @@ def ask_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.conste
             block = block_after(block, work, FEATURES)
             step += 1
         tiles += 1
-        work = receive_tile(rings.mail, tiles, TILE, 1)
+        work = receive_tile(rings.mailbox, tiles, TILE, 1)
 
 
 @gluon.jit
@@ -98,7 +98,7 @@ def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.const
     """The warp that counts: the next tile may add, after what both warpgroups have added."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mail, tiles, TILE, 1)
+    work = receive_tile(rings.mailbox, tiles, TILE, 1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
@@ -110,7 +110,7 @@ def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.const
             block = block_after(block, work, FEATURES)
             step += 1
         tiles += 1
-        work = receive_tile(rings.mail, tiles, TILE, 1)
+        work = receive_tile(rings.mailbox, tiles, TILE, 1)
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ class Block(NamedTuple):
 
 @gluon.jit
 def count_blocks(work, FEATURES: gl.constexpr):
-    """How many blocks a tile visits; the letter has the sum over heads where a mask lists them."""
+    """How many blocks a tile visits; the message has the sum over heads where a mask lists them."""
     if FEATURES.MASK_M > 0:
         return work.last + 1 - work.first
     else:

@@ -26,11 +26,11 @@ class Inputs(NamedTuple):
     v: tma.tensor_descriptor
     stats: tma.tensor_descriptor  # -lse and -delta
     bias: tma.tensor_descriptor  # where it is copied, else None
-    further: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
+    heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
 class Keys(NamedTuple):
-    """The tile of keys that a program holds: a ring of one slot."""
+    """The tile of keys that a program holds: a ring of one stage."""
 
     k: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_D)
     v: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_DV)
@@ -39,7 +39,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A ring of blocks of queries, two slots: all that comes with one."""
+    """A ring of blocks of queries, two stages: all that comes with one."""
 
     q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D)
     do: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_DV)
@@ -56,7 +56,7 @@ class Rings(NamedTuple):
     keys: Keys
     queries: Queries
     exchange: tuple  # what one matmul warpgroup makes and the other needs
-    mail: Ring
+    mailbox: Ring
     turns: Turns
     bias: tuple = 0  # see bias.py
 
@@ -89,7 +89,7 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def make_mail(TILE: gl.constexpr):
-    """The mailbox of both matmul warpgroups, and of the two warps that keep turns."""
+def make_tile_mailbox(TILE: gl.constexpr):
+    """The mailbox of both matmul warpgroups, and of the two warps that order additions."""
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
     return make_mailbox(COUNT, 4 if TILE.ORDERED else 2)

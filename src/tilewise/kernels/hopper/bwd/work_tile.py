@@ -1,8 +1,8 @@
 """What a program of the backward works on: a tile of keys, and the blocks of queries that see it.
 
-As in the forward (work.py) one warp draws tile numbers and mails what they stand for. Where lengths
-are ragged, which is where sequences are packed or `seqused_k` says how many keys there are, the
-letter says more: how long the sequence is, and where its rows lie.
+As in the forward (work.py) one warp fetches tile numbers and sends what they stand for. Where
+lengths are ragged, which is where sequences are packed or `seqused_k` says how many keys there are,
+the message says more: how long the sequence is, and where its rows lie.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from ....tile.seqlen import lengths_in, lengths_of, padded_row, place_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import blocks_of, most_tiles, varlen_tile
 from ..mailbox import receive
-from ..pipeline import nth
-from ..work import WORK_FIELDS, Work, set_back
+from ..pipeline import state_of
+from ..work import WORK_FIELDS, Work, reset_counter
 from .block_list import listed_work
 
 ROWS = gl.constexpr(128)  # queries that one program of the kernels before and after takes
@@ -29,7 +29,7 @@ class RaggedWork(NamedTuple):
     start: gl.tensor
     head: gl.tensor
     batch: gl.tensor  # which sequence
-    last: gl.tensor  # before `first` where nobody sees these keys
+    last: gl.tensor  # before `first` where these keys are masked for all queries
     first: gl.tensor
     full_first: gl.tensor
     full_stop: gl.tensor
@@ -45,7 +45,7 @@ class RaggedWork(NamedTuple):
 RAGGED_FIELDS = gl.constexpr(len(RaggedWork._fields))
 
 
-class Drawn(NamedTuple):
+class FoundTile(NamedTuple):
     """A tile number of packed sequences, and what it stands for."""
 
     tile: gl.tensor
@@ -76,12 +76,12 @@ def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
-def open_packed_tile(drawn, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def open_packed_tile(found, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The same for packed sequences."""
-    batch = drawn.batch
+    batch = found.batch
     place = place_of(batch, call.sizes, call.optionals, FEATURES)
     lengths = lengths_in(place, batch, call.optionals, FEATURES)
-    work = work_of(drawn.n_block, drawn.head, batch, lengths, call, FEATURES, TILE)
+    work = work_of(found.n_block, found.head, batch, lengths, call, FEATURES, TILE)
     padded_q = padded_row(place.first_q, batch, ROWS)
     stop_q = place.first_q + lengths.seqlen_q
     return ragged(work, lengths, padded_q, stop_q, place.first_k + place.rows_k, place.rows_k)
@@ -89,14 +89,14 @@ def open_packed_tile(drawn, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def work_of(n_block, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """A tile of keys and the blocks that see it.
+    """A tile of keys and the blocks of queries that attend to it.
 
     Where it reaches past the last key all its blocks are partial: keys that are not there may not
     reach dQ, not even as infinity times zero. Without a band each tile of a head begins with
-    another block, lest all add to the same dQ at the same time.
+    another block, to avoid contention on the same block of dQ.
 
-    A tile that nobody sees has no blocks where lengths are ragged, as its sequence may have no
-    queries at all; else it visits one all the same.
+    A tile that is masked for all queries has no blocks where lengths are ragged, as its sequence
+    may have no queries at all; else it visits one all the same.
     """
     n_start = n_block * TILE.BLOCK_N
     blocks = query_blocks(n_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
@@ -124,16 +124,16 @@ def ragged(work, lengths, padded_q, stop_q, stop_k, rows_k):
 
 
 @gluon.jit
-def draw_late(queue, ORDERED: gl.constexpr):
-    """The next tile number, for programs that draw only when they need a tile; `queue.tiles` or
-    more says: no more. Where tiles are ordered, programs draw their first tile, too: so nobody has
-    a tile before he is at work.
+def fetch_tile(queue, ORDERED: gl.constexpr):
+    """The next tile number, for programs that fetch one only when they need a tile; `queue.tiles`
+    or more says: no more. Where tiles are ordered, programs fetch their first tile, too: so no
+    program holds a tile before it runs.
     """
-    drawn = gl.atomic_add(queue.counter, 1, sem="relaxed")
+    tile = gl.atomic_add(queue.counter, 1, sem="relaxed")
     if ORDERED:
-        return drawn
+        return tile
     else:
-        return drawn + gl.num_programs(0)
+        return tile + gl.num_programs(0)
 
 
 @gluon.jit
@@ -146,19 +146,19 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
         *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
         *(TILE.BLOCK_N, 1, TURNED, call.queue.together),
     )
-    return Drawn(tile, found.m_block, found.head, found.batch, found.hint)
+    return FoundTile(tile, found.m_block, found.head, found.batch, found.hint)
 
 
 @gluon.jit
-def close_packed(drawn, call, TILE: gl.constexpr):
-    """`set_back`. `queue.tiles` is a bound there; but who has drawn a number past the last tile has
-    been through all sequences, and his hint is of their last group.
+def reset_packed_counter(found, call, TILE: gl.constexpr):
+    """`reset_counter`. `queue.tiles` is a bound there; but a program that fetches a number past the
+    last tile has scanned all sequences, and its hint is of their last group.
     """
     starts, total, sequences = call.optionals.cu_seqlens_k, call.sizes.seqlen_k, call.sizes.packed
-    blocks = blocks_of(drawn.hint.batch + lanes(), starts, total, sequences, TILE.BLOCK_N)
-    tiles = drawn.hint.tiles + gl.sum(blocks, 0) * call.queue.nheads
+    blocks = blocks_of(found.hint.batch + lanes(), starts, total, sequences, TILE.BLOCK_N)
+    tiles = found.hint.tiles + gl.sum(blocks, 0) * call.queue.nheads
     most = most_tiles(total, sequences, call.queue.nheads, TILE.BLOCK_N)
-    set_back(call.queue, drawn.tile, gl.minimum(tiles, most))
+    reset_counter(call.queue, found.tile, gl.minimum(tiles, most))
 
 
 @gluon.jit
@@ -171,9 +171,9 @@ def lanes():
 def receive_tile(mailbox, tiles, TILE: gl.constexpr, WARPS: gl.constexpr = 4):
     """The tile that comes after so many others, for a partition of WARPS warps."""
     if TILE.RAGGED:
-        return RaggedWork(*receive(mailbox, nth(tiles), RAGGED_FIELDS, WARPS))
+        return RaggedWork(*receive(mailbox, state_of(tiles), RAGGED_FIELDS, WARPS))
     else:
-        return Work(*receive(mailbox, nth(tiles), WORK_FIELDS, WARPS))
+        return Work(*receive(mailbox, state_of(tiles), WORK_FIELDS, WARPS))
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """The end of a tile: O = acc / l and the lse, on their way to memory while the next tile begins.
 
-O goes through shared memory, from which the copy engine writes it in the background: whole rows,
+O goes through shared memory, from which TMA writes it in the background: whole rows,
 and none past the sequence's end.
 """
 
@@ -34,7 +34,7 @@ def query_of_row(m_start, rows, TILE: gl.constexpr):
 
 @gluon.jit
 def head_of_row(head, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The query head of a row; PACK is the group rounded up, and rows past it are nobody's."""
+    """The query head of a row; PACK is the group rounded up, and rows past it are padding."""
     if TILE.PACK > 1:
         return head * FEATURES.GROUP + gl.minimum(rows % TILE.PACK, FEATURES.GROUP - 1)
     else:
@@ -104,9 +104,9 @@ def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATU
     else:
         buffer = output.smem.index(WG)
         shape: gl.constexpr = output.desc.block_type.shape
-        tma.store_wait(0)  # the copy engine has read from here what was stored before
+        tma.store_wait(0)  # TMA has read from here what was stored before
         buffer.store(out)
-        fence_async_shared()  # what threads wrote, before the copy engine reads it
+        fence_async_shared()  # what threads wrote, before TMA reads it
         if FEATURES.PACKED:
             store_ragged(output.desc, at[0], at[1], at[2], at[3], buffer, column)
         else:

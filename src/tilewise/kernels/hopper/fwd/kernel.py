@@ -27,7 +27,7 @@ class Rings(NamedTuple):
 
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
     steps: Steps  # tiles of K and V
-    mail: Ring  # what a tile stands for
+    mailbox: Ring  # what a tile stands for
     bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
 
@@ -42,7 +42,7 @@ def hopper_fwd_kernel(
     optionals,
     sizes,
     numbers,
-    further,
+    heads_per_batch,
     bias_desc,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
@@ -57,7 +57,7 @@ def hopper_fwd_kernel(
     v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
     steps = Steps(k_slots, v_slots, full, empty)
-    mail = make_tile_mailbox(FEATURES, TILE)
+    mailbox = make_tile_mailbox(FEATURES, TILE)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
@@ -70,9 +70,9 @@ def hopper_fwd_kernel(
     # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
     output = Output(out_desc, out_smem, lse)
     call = Call(queue, optionals, sizes, numbers)
-    sources = Sources(q_desc, k_desc, v_desc, bias_desc, further)
+    sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), steps, mail, bias)
+        rings = Rings((q_0, q_1), steps, mailbox, bias)
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),
@@ -83,7 +83,7 @@ def hopper_fwd_kernel(
             [232, 40],
         )
     else:
-        rings = Rings((q_0, q_1, q_2), steps, mail)
+        rings = Rings((q_0, q_1, q_2), steps, mailbox)
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),

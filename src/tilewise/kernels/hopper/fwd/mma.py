@@ -25,7 +25,7 @@ from ....tile.softmax import exponentials
 from ....tile.types import Lengths, Sequence
 from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, left_operand, row_of
-from ..pipeline import after, parity_of, release_by_threads, start, wait_full
+from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
 from ..work import END, Call, key_block
 from .dropout import from_pairs
@@ -34,11 +34,11 @@ from .scores import dropout, early_bias, open_rows, to_scores
 from .varlen import lengths_in, receive_tile, rows_in
 
 
-class Share(NamedTuple):
-    """How many of a tile's key blocks a warpgroup computes with, and how many pass after them."""
+class BlockSplit(NamedTuple):
+    """The key blocks of a tile: those that a warpgroup computes with, and those after them."""
 
     blocks: gl.tensor
-    unseen: gl.tensor  # because none of its rows sees them
+    masked: gl.tensor  # for all of its rows: skipped
     idle: gl.tensor  # because it has no rows at all
 
 
@@ -66,7 +66,7 @@ def attend_partition(
     # Asked for before the exponentials, the next step costs no wait after them; but where the ring
     # holds only two, it is not there that soon
     EARLY: gl.constexpr = STAGES > 2
-    # Q has one slot: released after the last S of a tile, it is full again when the next begins
+    # Q has one stage: released after the last S of a tile, it is full again when the next begins
     ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
     # Factors beside P V, before the wait for it; three warpgroups have no registers for that
     PINNED: gl.constexpr = TILE.WARPGROUPS == 2
@@ -84,49 +84,49 @@ def attend_partition(
     modifiers = modifiers_of(call.optionals)
     call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
-    mail = start()
-    q_at = start()
-    at = start()
+    mailbox_state = start()
+    q_state = start()
+    state = start()
     # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
-    work = receive_tile(rings.mail, mail, FEATURES)
-    mail = after(mail, 2)
-    share = share_of(work, WG, call, FEATURES, TILE)
+    work = receive_tile(rings.mailbox, mailbox_state, FEATURES)
+    mailbox_state = advance(mailbox_state, 2)
+    split = split_blocks(work, WG, call, FEATURES, TILE)
     # Of packed sequences only the device knows how many tiles there are: there may be none for us,
     # and then nothing comes. S is computed from what lies there, as after the last tile.
     has_tile = work.start != END if FEATURES.PACKED else True
-    wait_full(q_ring, q_at, pred=has_tile)
-    wait_full(steps, at, pred=has_tile)
-    q_tile = q_ring.slots.index(q_at.slot)
-    pending_s = multiply_keys(q_tile, steps, at, no_scores)
+    wait_full(q_ring, q_state, pred=has_tile)
+    wait_full(steps, state, pred=has_tile)
+    q_tile = q_ring.buffers.index(q_state.stage)
+    pending_s = multiply_keys(q_tile, steps, state, no_scores)
     tile = open_rows(work, rows, call, FEATURES, TILE)
     n_block = key_block(work, 0, call, FEATURES, TILE)
     bias = early_bias(tile, n_block, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     bias = copied_bias(bias, rings.bias, WG, 0, has_tile, TILE)
     if has_tile:
-        release_by_threads(steps, at)
-    at = after(at, STAGES)
+        release_by_threads(steps, state)
+    state = advance(state, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
     step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
     if EARLY:
-        wait_full(steps, at, pred=share.blocks > 1)
+        wait_full(steps, state, pred=split.blocks > 1)
 
     while work.start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
-        for i in range(1, share.blocks):
+        for i in range(1, split.blocks):
             n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
             if not EARLY:
-                wait_full(steps, at)
-            pending_s = multiply_keys(q_tile, steps, at, no_scores)
-            pending_o = multiply_values(step.p, steps, at, acc_o)
+                wait_full(steps, state)
+            pending_s = multiply_keys(q_tile, steps, state, no_scores)
+            pending_o = multiply_values(step.p, steps, state, acc_o)
             bias = early_bias(tile, n_block, call, FEATURES, TILE)
             s = warpgroup_mma_wait(1, deps=[pending_s])
-            bias = copied_bias(bias, rings.bias, WG, parity_of(at, STAGES), True, TILE)
+            bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
             if ONE_Q:
-                if i + 1 == share.blocks:
-                    release_by_threads(q_ring, q_at)
+                if i + 1 == split.blocks:
+                    release_by_threads(q_ring, q_state)
             s, m_i = to_scores(
                 s, bias, tile, i, n_block, step.m_i, call, dtype, MASKED, FEATURES, TILE
             )
@@ -137,10 +137,10 @@ def attend_partition(
             if QUARTER:
                 s = exponentials_in(s, m_i, scale, 0, 1, True)
             if EARLY:
-                wait_full(steps, after(at, STAGES), pred=i + 1 < share.blocks)
+                wait_full(steps, advance(state, STAGES), pred=i + 1 < split.blocks)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-            release_by_threads(steps, at)
-            at = after(at, STAGES)
+            release_by_threads(steps, state)
+            state = advance(state, STAGES)
             if not PINNED:
                 alpha, grows = rescale_factors(step.m_i, m_i, work.start, False)
             # Before the exponentials: behind a branch at their end, no conversion to P would stand
@@ -152,104 +152,104 @@ def attend_partition(
                 p, _ = exponentials(s, step.m_i, m_i, scale, True)
             step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
         if UNEVEN:
-            at = skip(steps, at, share.idle, STAGES)
+            state = skip(steps, state, split.idle, STAGES)
 
         # The last P V of this tile, beside the first S of the next
-        if not ONE_Q or share.blocks < 2:
-            release_by_threads(q_ring, q_at)
-        q_at = after(q_at, TILE.Q_STAGES)
-        upcoming = receive_tile(rings.mail, mail, FEATURES)
-        mail = after(mail, 2)
+        if not ONE_Q or split.blocks < 2:
+            release_by_threads(q_ring, q_state)
+        q_state = advance(q_state, TILE.Q_STAGES)
+        upcoming = receive_tile(rings.mailbox, mailbox_state, FEATURES)
+        mailbox_state = advance(mailbox_state, 2)
         goes_on = upcoming.start != END
-        wait_full(q_ring, q_at, pred=goes_on)
-        wait_full(steps, at)
-        k_at = at
+        wait_full(q_ring, q_state, pred=goes_on)
+        wait_full(steps, state)
+        k_state = state
         if UNEVEN:
-            for _ in range(share.unseen):
-                k_at = after(k_at, STAGES)
-                wait_full(steps, k_at)
-        q_tile = q_ring.slots.index(q_at.slot)
+            for _ in range(split.masked):
+                k_state = advance(k_state, STAGES)
+                wait_full(steps, k_state)
+        q_tile = q_ring.buffers.index(q_state.stage)
         # After the last tile S is computed from what lies there, and not used
-        pending_s = multiply_keys(q_tile, steps, k_at, no_scores)
-        pending_o = multiply_values(step.p, steps, at, acc_o)
+        pending_s = multiply_keys(q_tile, steps, k_state, no_scores)
+        pending_o = multiply_values(step.p, steps, state, acc_o)
         tile = open_rows(upcoming, rows, call, FEATURES, TILE)
         n_block = key_block(upcoming, 0, call, FEATURES, TILE)
         bias = early_bias(tile, n_block, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
-        bias = copied_bias(bias, rings.bias, WG, parity_of(at, STAGES), goes_on, TILE)
+        bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), goes_on, TILE)
         s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
         release_bias(rings.bias, WG, TILE)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:
-            for _ in range(share.unseen):
-                release_by_threads(steps, at)
-                at = after(at, STAGES)
-        release_by_threads(steps, at)
-        at = after(at, STAGES)
+            for _ in range(split.masked):
+                release_by_threads(steps, state)
+                state = advance(state, STAGES)
+        release_by_threads(steps, state)
+        state = advance(state, STAGES)
         p, alpha = exponentials(s, no_max, m_i, scale, True)
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
         step = begun
         work = upcoming
-        share = share_of(work, WG, call, FEATURES, TILE)
+        split = split_blocks(work, WG, call, FEATURES, TILE)
         if EARLY:
-            wait_full(steps, at, pred=goes_on & (share.blocks > 1))
-    # The copy engine still reads the last tile from shared memory
+            wait_full(steps, state, pred=goes_on & (split.blocks > 1))
+    # TMA still reads the last tile from shared memory
     tma.store_wait(0)
 
 
 @gluon.constexpr_function
 def is_uneven(warpgroups, block_n, is_banded):
-    """Whether warpgroups have different shares of a tile: three of them, or two that are taller
+    """Whether warpgroups compute with different blocks: three of them, or two that are taller
     together than a block, under a mask that hides the last one from the first.
     """
     return warpgroups == 3 or (is_banded and block_n < 64 * warpgroups)
 
 
 @gluon.jit
-def share_of(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warpgroup's share of a tile: all of it where they are even."""
+def split_blocks(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """What a warpgroup does with the blocks of a tile: it computes with all where they are even."""
     blocks = work.last + 1 - work.first
     if not is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT):
-        return Share(blocks, 0, 0)
+        return BlockSplit(blocks, 0, 0)
     else:
         ROWS: gl.constexpr = 64 // TILE.PACK
         m_start = work.start + WG * ROWS
         has_rows = m_start < rows_in(work, call, FEATURES)
-        unseen = 0
+        masked = 0
         if FEATURES.RIGHT:
             lengths = lengths_in(work, call, FEATURES)
             last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
-            unseen = work.last - gl.maximum(last_seen // TILE.BLOCK_N, work.first)
+            masked = work.last - gl.maximum(last_seen // TILE.BLOCK_N, work.first)
             # While it holds the last V it saw, the ring has no room for more to pass
-            unseen = gl.maximum(gl.minimum(unseen, TILE.STAGES - 1), 0)
-            unseen = gl.where(has_rows, unseen, 0)
+            masked = gl.maximum(gl.minimum(masked, TILE.STAGES - 1), 0)
+            masked = gl.where(has_rows, masked, 0)
         idle = gl.where(has_rows, 0, blocks - 1)
-        return Share(blocks - unseen - idle, unseen, idle)
+        return BlockSplit(blocks - masked - idle, masked, idle)
 
 
 @gluon.jit
-def skip(steps, at, count, STAGES: gl.constexpr):
-    """Lets `count` steps pass unread."""
+def skip(steps, state, count, STAGES: gl.constexpr):
+    """Releases `count` steps unread."""
     for _ in range(count):
-        wait_full(steps, at)
-        release_by_threads(steps, at)
-        at = after(at, STAGES)
-    return at
+        wait_full(steps, state)
+        release_by_threads(steps, state)
+        state = advance(state, STAGES)
+    return state
 
 
 @gluon.jit
-def multiply_keys(q_tile, steps, at, no_scores):
+def multiply_keys(q_tile, steps, state, no_scores):
     """Starts S = Q K^T: (64, BLOCK_N)."""
-    k_tile = steps.k.index(at.slot).permute((1, 0))
+    k_tile = steps.k.index(state.stage).permute((1, 0))
     return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def multiply_values(p, steps, at, acc_o):
+def multiply_values(p, steps, state, acc_o):
     """Starts O += P V: (64, BLOCK_DV)."""
-    v = steps.v.index(at.slot)
+    v = steps.v.index(state.stage)
     if p.dtype == gl.int32:
         O_LAYOUT: gl.constexpr = acc_o.type.layout
         p = as_operand(from_pairs(p, v.dtype), O_LAYOUT)

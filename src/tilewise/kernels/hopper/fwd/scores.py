@@ -140,8 +140,8 @@ def keys_of(
     TILE: gl.constexpr,
 ):
     """The keys of a block and the sequence they belong to, both counted from the block on where
-    nobody asks for TRUE positions and registers are short: with lengths in them, or APART from
-    other positions.
+    nothing takes TRUE positions and registers are short: with lengths in them, or APART from other
+    positions.
     """
     work = tile.work
     lengths = lengths_in(work, call, FEATURES)
@@ -169,7 +169,7 @@ def from_block(column, n_start, lengths):
     """Keys and lengths counted from a block of keys on, for masks and distances.
 
     A thread holds columns 8 i + 2 t and 8 i + 2 t + 1 of an accumulator, t being its place among
-    the four threads of a row. With 2 t on the side of the lengths, which are in registers anyhow,
+    the four threads of a row. With 2 t on the side of the lengths, which are already in registers,
     keys are constants: a mask then takes no register and no addition a column, and three
     warpgroups of 160 registers a thread do not spill.
     """

@@ -1,8 +1,8 @@
 """Sequences whose lengths only the device knows: packed ones, and those with unused keys.
 
-Their copies stop where the sequence does (`tma`), so that no warp masks a tile of K or V, and
-the loops of the matmuls are those of dense tensors. What is left is here: what a tile number stands
-for, and a letter that says lengths, too.
+Their copies stop where the sequence does (`tma`), so that no warp masks a tile of K or V, and the
+loops of the matmuls are those of dense tensors. What is left is here: what a tile number stands
+for, and messages that say lengths, too.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from ..work import LANES, WORK_FIELDS, Work, open_tile
 class Ragged(NamedTuple):
     """A tile as `Work` has it, and its sequence.
 
-    Masks and rows of O want the lengths. They come in the letter: asked of memory, they would be
-    waited for in the loop of the matmuls.
+    Masks and rows of O want the lengths. They come in the message: loads of them would be waited
+    for in the loop of the matmuls.
     """
 
     start: gl.tensor
@@ -129,7 +129,7 @@ def rows_in(work, call, FEATURES: gl.constexpr):
 
 @gluon.jit
 def no_more(end, FEATURES: gl.constexpr):
-    """The last letter."""
+    """The last message."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
         return Ragged(end, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     else:
@@ -137,12 +137,12 @@ def no_more(end, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def receive_tile(mailbox, cursor, FEATURES: gl.constexpr):
+def receive_tile(mailbox, state, FEATURES: gl.constexpr):
     """The next tile, for a warpgroup."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return Ragged(*receive(mailbox, cursor, RAGGED_FIELDS))
+        return Ragged(*receive(mailbox, state, RAGGED_FIELDS))
     else:
-        return Work(*receive(mailbox, cursor, WORK_FIELDS))
+        return Work(*receive(mailbox, state, WORK_FIELDS))
 
 
 @gluon.jit
