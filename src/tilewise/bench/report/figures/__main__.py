@@ -1,4 +1,4 @@
-"""Writes the figures of both READMEs and of the docs anew from the rows: `make figures`."""
+"""Writes the figures of the docs and both READMEs, and their picture, anew: `make figures`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ...row import load
 from ..evidence import Evidence, collect
-from . import CHINESE, DOCS, README, page
+from . import CHINESE, DOCS, README, page, picture
 
-SECTIONS = {"README.md": ("Figures", README), "README.zh-CN.md": ("实测数据", CHINESE)}
+SECTIONS = {"README.md": ("Speed", README), "README.zh-CN.md": ("速度", CHINESE)}
 
 
 def committed(root: Path) -> Evidence:
@@ -18,9 +18,10 @@ def committed(root: Path) -> Evidence:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Both READMEs and the docs' page as they should read."""
+    """Both READMEs, the docs' page and the picture as they should be."""
     evidence = committed(root)
     found = {root / "docs" / "figures.md": page(DOCS, evidence)}
+    found[root / "docs" / "_static" / "speed.svg"] = picture.speed(evidence)
     for name, (heading, section) in SECTIONS.items():
         whole = (root / name).read_text("utf-8")
         before, title, rest = whole.partition(f"\n## {heading}\n")
