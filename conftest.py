@@ -2,12 +2,15 @@
 
 from importlib.util import find_spec
 
+# Files of those who have the library
+NEED = {
+    "src/tilewise/cli/*": "click",
+    "src/tilewise/integrations/diffusers/*": "diffusers",
+    "src/tilewise/integrations/transformers/*": "transformers",
+    "tests/integrations/sweep/*": "transformers",
+}
+
 collect_ignore_glob = [
     "src/tilewise/integrations/hub_kernel/*",  # a second tilewise, which no process has beside one
-    # Examples with another library's models want that library
-    *(
-        f"src/tilewise/integrations/{name}/*"
-        for name in ("diffusers", "transformers")
-        if find_spec(name) is None
-    ),
+    *(files for files, library in NEED.items() if find_spec(library) is None),
 ]

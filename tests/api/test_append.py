@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from caches import INT32, contiguous, paged, sequences
+from helpers.caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import cache

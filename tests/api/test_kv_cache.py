@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from caches import INT32, contiguous, paged, sequences
+from helpers.caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import mods

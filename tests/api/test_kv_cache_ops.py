@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from caches import INT32, paged, sequences
+from helpers.caches import INT32, paged, sequences
 
 import tilewise
 from tilewise import mods

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from caches import INT32, contiguous, paged, sequences
+from helpers.caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise.tile.rotary import Rotary, rotate

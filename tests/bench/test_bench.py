@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from made_rows import made
+from helpers.made_rows import made
 
 from tilewise.bench import SUITES, Shape, append, load, run_suite, time_interleaved
 from tilewise.bench.check import make_inputs, results_of, truth

@@ -1,7 +1,7 @@
 """Regressions beyond noise: what is compared with what, and when a change counts."""
 
 import pytest
-from made_rows import made
+from helpers.made_rows import made
 
 from tilewise.bench import append
 from tilewise.bench.compare import Choice, compare, rule

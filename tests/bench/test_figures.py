@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from made_rows import row
+from helpers.made_rows import row
 
 from tilewise.bench.report import collect, figures
 from tilewise.bench.report.figures.__main__ import committed, pages

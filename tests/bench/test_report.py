@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from made_rows import pair, row
+from helpers.made_rows import pair, row
 
 from tilewise.bench.report import collect, page_of, to_html, to_markdown, write
 from tilewise.bench.report.sources import commands_of

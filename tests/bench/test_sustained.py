@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from made_rows import pair, row
+from helpers.made_rows import pair, row
 
 from tilewise.bench import append, load, run_suite
 from tilewise.bench.providers import Provider, standard_attention

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from made_rows import made
+from helpers.made_rows import made
 
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")

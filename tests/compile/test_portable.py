@@ -5,7 +5,7 @@ uses the matrix units.
 import pytest
 import torch
 import triton
-from compile.plans import (
+from helpers.plans import (
     BIAS,
     BLOCKS,
     EVERYTHING,

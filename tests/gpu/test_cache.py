@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from caches import INT32, contiguous, paged, sequences
-from waits import nothing_waits
+from helpers.caches import INT32, contiguous, paged, sequences
+from helpers.waits import nothing_waits
 
 import tilewise
 from tilewise import cache

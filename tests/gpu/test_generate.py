@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+from helpers.waits import nothing_waits
 from integrations.test_transformers import pair
 from integrations.test_transformers_continuous import (
     alone,
@@ -11,7 +12,6 @@ from integrations.test_transformers_continuous import (
     config_with_large_weights,
     prompts,
 )
-from waits import nothing_waits
 
 pytest.importorskip("rich")
 pytest.importorskip("transformers")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hostile_masks import HOSTILE
-from modified_tiles import arguments, expected_of, triton_kernel
+from helpers.hostile_masks import HOSTILE
+from helpers.modified_tiles import arguments, expected_of, triton_kernel
 
 from tilewise import attention, mods
 from tilewise.mods.codegen import captured_of

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from caches import paged, sequences
+from helpers.caches import paged, sequences
 from integrations.torch_calls import both, inputs, packed, square
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn

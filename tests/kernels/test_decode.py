@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from caches import INT32, contiguous, paged, sequences
+from helpers.caches import INT32, contiguous, paged, sequences
 from helpers.tiers import sample, sample_rows
 
 import tilewise

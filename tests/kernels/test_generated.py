@@ -9,14 +9,11 @@ import math
 from functools import partial
 
 import pytest
-import random_masks as masks
-import random_scores as scores
 import torch
 import triton
-from helpers.tiers import sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from modified_tiles import (
+from helpers import random_masks as masks
+from helpers import random_scores as scores
+from helpers.modified_tiles import (
     arguments,
     check,
     emulated,
@@ -26,6 +23,9 @@ from modified_tiles import (
     interpreted,
     triton_kernel,
 )
+from helpers.tiers import sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilewise.mods import (
     Mask,

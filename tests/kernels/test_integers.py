@@ -6,8 +6,15 @@ import functools
 
 import pytest
 import torch
-from hostile_masks import BYTES, HOSTILE, LEAST, WORDS
-from modified_tiles import arguments, check, emulated, gluon_kernel, interpreted, triton_kernel
+from helpers.hostile_masks import BYTES, HOSTILE, LEAST, WORDS
+from helpers.modified_tiles import (
+    arguments,
+    check,
+    emulated,
+    gluon_kernel,
+    interpreted,
+    triton_kernel,
+)
 
 import tilewise
 from tilewise import ArgumentError, mods

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from testing import hopper_kernels, hopper_launches
+from helpers import hopper_kernels, hopper_launches
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -5,8 +5,8 @@ import traceback
 
 import pytest
 import torch
-from testing import hopper_kernels, hopper_launches
-from testing.jitted import Strided
+from helpers import hopper_kernels, hopper_launches
+from helpers.jitted import Strided
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from testing import hopper_launches
-from testing.hopper_kernels import tma_load, tma_store
+from helpers import hopper_launches
+from helpers.hopper_kernels import tma_load, tma_store
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from testing import hopper_kernels, hopper_launches
+from helpers import hopper_kernels, hopper_launches
 
 from tilewise.emulator.hopper import emulate
 from tilewise.testing.hopper import HopperError

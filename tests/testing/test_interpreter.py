@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from testing.jitted import Flags, Operands, Strided, fresh, tile_pointers, update
+from helpers.jitted import Flags, Operands, Strided, fresh, tile_pointers, update
 
 from tilewise.emulator import switch
 from tilewise.testing import (

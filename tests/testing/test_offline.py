@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from testing.jitted import Flags, Operands, Strided, tile_pointers
+from helpers.jitted import Flags, Operands, Strided, tile_pointers
 
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, interpret, offline, stats
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.records import features, sequence, tile_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tile.records import features, sequence, tile_of
 
 from tilewise.testing import interpret
 from tilewise.tile.bounds import count_partial, key_blocks, partial_block, query_blocks

@@ -9,8 +9,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.philox import KNOWN
 from helpers.tiers import sample
-from test_dropout import KNOWN
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tile.records import features, sequence
+from helpers.records import features, sequence
 
 from tilewise.testing import interpret
 from tilewise.tile.mask import apply_mask

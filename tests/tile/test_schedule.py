@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tile.records import features
+from helpers.records import features
 
 from tilewise.testing import interpret
 from tilewise.tile.schedule import key_tile, query_tile, query_tile_in_group

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tile.records import NOTHING, features, sequence
+from helpers.records import NOTHING, features, sequence
 
 from tilewise.testing import interpret
 from tilewise.tile.score import load_slope, score, tanh, unit

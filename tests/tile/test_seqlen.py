@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tile.records import NOTHING, features, sequence
+from helpers.records import NOTHING, features, sequence
 
 from tilewise.testing import interpret
 from tilewise.tile.seqlen import lengths_of, padded_row, place_of, sequence_of

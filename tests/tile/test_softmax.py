@@ -6,9 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.records import NOTHING, features
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tile.records import NOTHING, features
 
 from tilewise.testing import interpret
 from tilewise.tile.softmax import finish, load_sink, lse_to_log2, online_step

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tile.records import features
+from helpers.records import features
 
 from tilewise.testing import interpret
 from tilewise.tile import split_kv

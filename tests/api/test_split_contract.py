@@ -8,7 +8,7 @@ have nothing to fold.
 
 import pytest
 import torch
-from caches import contiguous, paged, sequences
+from helpers.caches import contiguous, paged, sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

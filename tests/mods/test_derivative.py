@@ -5,8 +5,8 @@ import math
 import time
 
 import pytest
-import random_scores as scores
 import torch
+from helpers import random_scores as scores
 from hypothesis import given, settings
 
 from tilewise import ArgumentError

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-import random_masks as masks
 import torch
+from helpers import random_masks as masks
 from hypothesis import given, settings
 
 from tilewise.mods import intervals

@@ -4,8 +4,8 @@ import itertools
 import re
 
 import pytest
-import random_masks as masks
 import torch
+from helpers import random_masks as masks
 from hypothesis import given, settings
 
 from tilewise import ArgumentError, attention

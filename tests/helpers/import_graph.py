@@ -1,6 +1,6 @@
 """Who imports whom in the library, read from its syntax: files, folders as rooms, floors.
 
-    python tests/import_graph.py        # the counts that test_structure.py states
+    python tests/helpers/import_graph.py  # the counts that test_structure.py states
 
 An import inside of a function is one like any other; what stands under TYPE_CHECKING is none.
 """
@@ -12,7 +12,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1] / "src" / "tilewise"
+ROOT = Path(__file__).resolve().parents[2] / "src" / "tilewise"
 Graph = dict[str, set[str]]
 
 

@@ -5,8 +5,8 @@ import time
 import weakref
 
 import pytest
-import random_masks as masks
 import torch
+from helpers import random_masks as masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention

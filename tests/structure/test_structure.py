@@ -3,9 +3,9 @@
 import ast
 from pathlib import Path
 
-import import_graph
 import pytest
-from import_graph import files, rooms
+from helpers import import_graph
+from helpers.import_graph import files, rooms
 
 import tilewise
 
@@ -30,7 +30,7 @@ RANKS = [
     ["errors"],
 ]
 RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
-# Of a folder the rooms, the floors and the arrows: `python tests/import_graph.py` counts.
+# Of a folder the rooms, the floors and the arrows: `python tests/helpers/import_graph.py` counts.
 COUNTS = {
     "": (21, 12, 89),
     "kernels": (5, 2, 3),

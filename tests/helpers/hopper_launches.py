@@ -1,7 +1,7 @@
 """Arguments for the kernels of `hopper_kernels`, and what these must compute from them."""
 
 import torch
-from tile.records import NOTHING, features, tile_of
+from helpers.records import NOTHING, features, tile_of
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
