@@ -253,7 +253,7 @@ def _why_no_package(device: str) -> str:
     process of its own, as torch 2.11 for CUDA 13 ended ours by a segmentation fault.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _TRIVIAL, device, os.path.join(folder, "trivial.pt2")]
+        command = [sys.executable, "-c", _TRIVIAL, device, f"{folder}/trivial.pt2"]
         ran = subprocess.run(command, capture_output=True, text=True)
     lines = ran.stderr.strip().splitlines() or [""]
     return f"exit status {ran.returncode}, {lines[-1]}" if ran.returncode else ""

@@ -119,7 +119,7 @@ def test_the_child_is_asked_as_the_parent_was(monkeypatch):
 
 def test_a_machine_without_nsight_compute(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    monkeypatch.setattr(counters.glob, "glob", lambda place: [])
+    monkeypatch.setattr(counters.Path, "glob", lambda root, place: [])
     with pytest.raises(Unavailable, match="not installed"):
         find_ncu()
     with pytest.raises(Unavailable, match="CUDA GPUs only"):

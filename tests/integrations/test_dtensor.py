@@ -70,7 +70,7 @@ def _run(*jobs) -> None:
     Starting the processes costs more than the jobs, so they share them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
+        store = f"{folder}/store"
         mp.start_processes(_main, (store, jobs), nprocs=WORLD, start_method="spawn")
 
 

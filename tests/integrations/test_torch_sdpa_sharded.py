@@ -31,7 +31,7 @@ SHAPE = 2, 4, 32, 16  # batch, nheads, seqlen, headdim
 @pytest.mark.slow
 def test_two_ranks():
     with tempfile.TemporaryDirectory() as folder:
-        args = (os.path.join(folder, "store"),)
+        args = (f"{folder}/store",)
         mp.start_processes(_main, args, nprocs=WORLD, start_method="spawn")
 
 

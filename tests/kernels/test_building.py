@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ FAILURES = {
         "TRITON_CACHE_DIR",
     ),
     "no right to make the folder": (
-        lambda folder: PermissionError(13, "Permission denied", os.path.dirname(folder)),
+        lambda folder: PermissionError(13, "Permission denied", str(Path(folder).parent)),
         "TRITON_CACHE_DIR",
     ),
     "a read-only disk": (

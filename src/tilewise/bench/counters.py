@@ -9,7 +9,6 @@ calls leave them: nothing is flushed between the kernels of a call.
 from __future__ import annotations
 
 import csv
-import glob
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from .shapes import Shape
 
 READ, WRITTEN = METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+PLACES = ("usr/local/cuda*/bin/ncu", "opt/nvidia/nsight-compute/*/ncu")
 NO_RIGHT = "ERR_NVGPUCTRPERM"
 SECONDS = 300
 
@@ -44,8 +43,8 @@ def find_ncu() -> str:
     if found := shutil.which("ncu"):
         return found
     for place in PLACES:
-        if found := sorted(glob.glob(place)):
-            return found[-1]
+        if found := sorted(Path("/").glob(place)):
+            return str(found[-1])
     raise Unavailable("Nsight Compute (ncu) is not installed: it comes with the CUDA toolkit")
 
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ def load(path: str):
     operators = torch.ops.flash_attn_3
     if hasattr(operators, "fwd"):  # to register them twice would end the process
         return operators
-    if not os.path.exists(path):
+    if not Path(path).exists():
         raise Absent(f"{FA3_LIBRARY} names {path}, which is not there")
     try:
         torch.ops.load_library(path)

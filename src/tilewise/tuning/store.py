@@ -31,10 +31,9 @@ class Stored(NamedTuple):
 
 def cache_file() -> Path:
     """Where `tilewise tune` keeps its rows: $TILEWISE_CACHE, else the user's cache folder."""
-    root = os.environ.get("TILEWISE_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tilewise"
-    )
-    return Path(root).expanduser() / "tuning.json"
+    root = os.environ.get("TILEWISE_CACHE")
+    folder = Path(root or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return (folder if root else folder / "tilewise") / "tuning.json"
 
 
 def rows_of(gpu: str) -> Table:
@@ -58,7 +57,7 @@ def add(gpu: str, rows: Table) -> Path:
         tables, complaint = read(path)
         aside = _free_name(path)
         if complaint:
-            os.replace(path, aside)
+            path.replace(aside)
         tables[gpu] = {**tables.get(gpu, {}), **rows}
         told = {
             name: [
@@ -71,7 +70,7 @@ def add(gpu: str, rows: Table) -> Path:
             json.dump(told, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, path)
+        new.replace(path)
     if complaint:  # said last: a caller may have made an error of it
         warn_slow(f"{path} {complaint}: it is kept as {aside}")
     return path
