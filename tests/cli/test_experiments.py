@@ -10,7 +10,7 @@ testing = pytest.importorskip("click.testing")
 from tilewise.bench import load  # noqa: E402
 from tilewise.cli import bench as command  # noqa: E402
 
-ALL = [name for name in command.BEHIND]
+ALL = list(command.BEHIND)
 
 
 def invoke(*arguments):

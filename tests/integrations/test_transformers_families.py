@@ -121,7 +121,7 @@ SHARED, OWN = "use_shared_relative_position_bias", "use_relative_position_bias"
 @pytest.mark.parametrize("biases", [(), (SHARED,), (OWN,), (SHARED, OWN)])
 def test_biases_of_images(biases):
     """Gradients of the tables of biases, too; with larger images, which stretch them."""
-    config = transformers.Data2VecVisionConfig(**VISION, **{name: True for name in biases})
+    config = transformers.Data2VecVisionConfig(**VISION, **dict.fromkeys(biases, True))
     config.attention_probs_dropout_prob = config.hidden_dropout_prob = 0.0
     eager, ours = shaken(*pair(config, transformers.AutoModel))
     image, weights = torch.randn(2, 3, 16, 16), torch.randn(2, 17, 32)

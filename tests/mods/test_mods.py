@@ -238,7 +238,7 @@ UNTRACEABLE = {
     "@": (lambda b, h, q, k: q @ k, "@ on q_idx", "made of"),
     "divmod": (lambda b, h, q, k: divmod(q, 2), "divmod of q_idx", "use // and %"),
     "list": (lambda b, h, q, k: [1, 2][q] == k, "q_idx as a Python number", "torch tensor"),
-    "range": (lambda b, h, q, k: [i for i in range(q)], "q_idx as a Python number", "loop"),
+    "range": (lambda b, h, q, k: list(range(q)), "q_idx as a Python number", "loop"),
     "iter": (lambda b, h, q, k: [*q], "q_idx as a Python number", "loop over nothing"),
     "int": (lambda b, h, q, k: int(q) > k, "q_idx as a Python number", "torch tensor"),
     "attribute": (lambda b, h, q, k: q.shape[0] > k, "`.shape` of q_idx", "made of"),

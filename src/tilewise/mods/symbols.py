@@ -115,10 +115,10 @@ NUMBER = (
 )
 REFUSED = {
     "bool": TRUTH,
-    **{name: NUMBER for name in ("int", "float", "index", "complex", "iter", "len", "round")},
-    **{name: ("** on {0}", "multiply, or shift with <<") for name in ("pow", "rpow")},
-    **{name: ("divmod of {0}", "use // and %") for name in ("divmod", "rdivmod")},
-    **{name: ("@ on {0}", "") for name in ("matmul", "rmatmul")},
+    **dict.fromkeys(("int", "float", "index", "complex", "iter", "len", "round"), NUMBER),
+    **dict.fromkeys(("pow", "rpow"), ("** on {0}", "multiply, or shift with <<")),
+    **dict.fromkeys(("divmod", "rdivmod"), ("divmod of {0}", "use // and %")),
+    **dict.fromkeys(("matmul", "rmatmul"), ("@ on {0}", "")),
     "call": ("a call of {0}", ""),
     "getitem": (
         "{0}[...]",

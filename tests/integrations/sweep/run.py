@@ -45,7 +45,7 @@ def row_of(subject: Subject, asked: Sequence[str] | None = None) -> dict:
         pair = pair_of(subject, config, eager_of, ours_of)
     except Exception as error:
         made = outcome_of(error)
-        return row | dict(cells={cell: made for cell in names})
+        return row | dict(cells=dict.fromkeys(names, made))
     cells = {cell: cell_of(pair, cell) for cell in names}
     full = cells.get("full", {})
     if full.get("outcome") == THEIRS:  # as tiny, or without a sound, or with a text
