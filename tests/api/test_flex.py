@@ -119,7 +119,7 @@ def test_the_signature_is_torchs():
 
 
 ASKED = {
-    "nothing": lambda: {},
+    "nothing": dict,
     "lse": lambda: {"return_lse": True},
     "aux": lambda: {"return_aux": AuxRequest(lse=True)},
     "masks that must all hold": lambda: {
