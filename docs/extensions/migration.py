@@ -133,9 +133,11 @@ def flash_table(face: Callable, flash_3: tuple[str, ...]) -> str:
         ]
         for name, one in ours.items()
     ]
-    for name in flash_3:
-        if name not in ours:
-            rows.append([f"`{name}`", "", NONE, place(name, flash_3), NONE, ABSENT[name]])
+    rows += [
+        [f"`{name}`", "", NONE, place(name, flash_3), NONE, ABSENT[name]]
+        for name in flash_3
+        if name not in ours
+    ]
     return table(head, rows)
 
 

@@ -166,6 +166,4 @@ def roofline_legend(names: Sequence[str], directions: Sequence[str]) -> list[tup
         kind = "dot" if name == "tilewise" else "hollow"
         style = (f"{style_of(name, names)[0]} {kind}", "circle", "")
         found.append((swatch(style, False), name))
-    for direction in directions:
-        found.append((swatch(("plain hollow", MARKERS[direction], ""), False), direction))
-    return found
+    return found + [(swatch(("plain hollow", MARKERS[x], ""), False), x) for x in directions]
