@@ -334,6 +334,7 @@ def ways():
         def mask(b, h, q_idx, kv_idx):
             for x in table:
                 return kv_idx < int(x)
+            return None
 
         yield mask
         table.fill_(4)
