@@ -9,7 +9,7 @@ import triton.language as tl
 from helpers.records import NOTHING, features, sequence
 
 from tilewise.testing import interpret
-from tilewise.tile.score import load_slope, score, tanh, unit
+from tilewise.tile.score import exp_scale, load_slope, score, tanh
 
 BLOCK = 16
 LOG2E = math.log2(math.e)
@@ -20,7 +20,7 @@ def score_kernel(qk, derivative, m_start, seq, FEATURES: tl.constexpr, BLOCK: tl
     offs = tl.arange(0, BLOCK)
     at = offs[:, None] * BLOCK + offs[None, :]
     scored = score(tl.load(qk + at), m_start + offs[:, None], offs[None, :], seq, FEATURES)
-    tl.store(qk + at, scored.s * unit(seq, FEATURES))
+    tl.store(qk + at, scored.s * exp_scale(seq, FEATURES))
     tl.store(derivative + at, scored.derivative + tl.zeros([BLOCK, BLOCK], tl.float32))
 
 

@@ -25,7 +25,7 @@ def softmax_kernel(
     lse,
     cuts,
     blocks,
-    unit,
+    exp_scale,
     optionals,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -43,7 +43,7 @@ def softmax_kernel(
         s_tile = tl.load(
             s + rows[:, None] * WIDTH + columns[None, :], mask=is_here[None, :], other=float("-inf")
         )
-        step = online_step(s_tile, m_i, l_i, unit, MASKED)
+        step = online_step(s_tile, m_i, l_i, exp_scale, MASKED)
         acc = acc * step.alpha + tl.sum(step.p * tl.load(values + columns)[None, :], 1)
         m_i, l_i = step.m_i, step.l_i
     finished = finish(m_i, l_i, load_sink(optionals, 1, FEATURES), FEATURES)

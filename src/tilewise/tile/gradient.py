@@ -9,7 +9,7 @@ score's own derivative joins here.
 import triton
 import triton.language as tl
 
-from .score import unit
+from .score import exp_scale
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def probabilities(s, minus_lse, seq, FEATURES: tl.constexpr):
     """P of a tile of scores or of its transpose; -lse is in base 2, -inf for rows that saw nothing,
     and broadcasts over the tile.
     """
-    return tl.exp2(s * unit(seq, FEATURES) + minus_lse)
+    return tl.exp2(s * exp_scale(seq, FEATURES) + minus_lse)
 
 
 @triton.jit

@@ -8,8 +8,8 @@
 
 ALiBi is Press et al. 2022, arXiv 2108.12409. Softmax works on 2^x, so scores are wanted times
 log2(e). Where nothing is added that factor, with the scale or the softcap, is left to the exponent,
-where it joins the subtraction of the maximum in one fused multiply-add: `unit` is what the exponent
-multiplies by. A score function and a bias work in natural units, and leave it log2(e).
+where it joins the subtraction of the maximum in one fused multiply-add: `exp_scale` is what the
+exponent multiplies by. A score function and a bias work in natural units, and leave it log2(e).
 """
 
 from typing import NamedTuple
@@ -19,12 +19,10 @@ import triton.language as tl
 
 
 class Score(NamedTuple):
-    """A tile of scores, in units of `unit`, and the derivative of the score by the scaled
-    product.
-    """
+    """A tile of scores, before `exp_scale`, and its derivative by the scaled product."""
 
     s: tl.tensor
-    derivative: tl.tensor  # 1.0 where nothing bends the score
+    derivative: tl.tensor  # 1.0 where the score is linear in the product
 
 
 @triton.jit
@@ -49,7 +47,7 @@ def fast_tanh(x):
 
 
 @triton.jit
-def unit(seq, FEATURES: tl.constexpr):
+def exp_scale(seq, FEATURES: tl.constexpr):
     """The factor that the exponent still has to apply to a score."""
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
         return 1.4426950408889634  # log2(e)
@@ -83,10 +81,10 @@ def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
         slope = slope * 0.6931471805599453  # ln 2
     if FEATURES.SCORE_MOD is not None:
         tensors = seq.modifiers.score_tensors
-        bend = FEATURES.SCORE_DERIVATIVE(s, seq.batch, seq.head, q_idx, k_idx, tensors)
-        derivative = derivative * bend
-        bent = FEATURES.SCORE_MOD(s, seq.batch, seq.head, q_idx, k_idx, tensors)
-        s = tl.broadcast_to(bent, s.shape)
+        mod_derivative = FEATURES.SCORE_DERIVATIVE(s, seq.batch, seq.head, q_idx, k_idx, tensors)
+        derivative = derivative * mod_derivative
+        modified = FEATURES.SCORE_MOD(s, seq.batch, seq.head, q_idx, k_idx, tensors)
+        s = tl.broadcast_to(modified, s.shape)
     if FEATURES.ALIBI:
         # In floats, exact for lengths up to 2^24
         distance = tl.abs((q_idx + seq.lengths.diagonal - k_idx).to(tl.float32))

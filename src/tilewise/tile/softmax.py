@@ -38,26 +38,26 @@ class Finished(NamedTuple):
 
 
 @triton.jit
-def online_step(s, m_i, l_i, unit, MASKED: tl.constexpr):
+def online_step(s, m_i, l_i, exp_scale, MASKED: tl.constexpr):
     """One block of scores (rows x keys) into the running maximum and sum."""
-    m_new = running_max(s, m_i, unit)
-    p, alpha = exponentials(s, m_i, m_new, unit, MASKED)
+    m_new = running_max(s, m_i, exp_scale)
+    p, alpha = exponentials(s, m_i, m_new, exp_scale, MASKED)
     return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
 
 
 @triton.jit
-def running_max(s, m_i, unit):
+def running_max(s, m_i, exp_scale):
     """The largest score of each row so far."""
-    return tl.maximum(m_i, tl.max(s, 1) * unit)
+    return tl.maximum(m_i, tl.max(s, 1) * exp_scale)
 
 
 @triton.jit
-def exponentials(s, m_i, m_new, unit, MASKED: tl.constexpr):
+def exponentials(s, m_i, m_new, exp_scale, MASKED: tl.constexpr):
     """The rest of the step, which needs the maximum."""
     m_ref = m_new
     if MASKED:  # a row with nothing but masked scores so far
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-    return Exponentials(tl.exp2(s * unit - m_ref[:, None]), tl.exp2(m_i - m_ref))
+    return Exponentials(tl.exp2(s * exp_scale - m_ref[:, None]), tl.exp2(m_i - m_ref))
 
 
 @triton.jit

@@ -38,7 +38,7 @@ class Optionals(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """What bends and hides scores beyond the band. What is absent is 0: functions return these,
+    """score_mod, mask_mod, bias and block lists. What is absent is 0: functions return these,
     and Triton's functions return no None.
     """
 

@@ -1,4 +1,4 @@
-"""What bends, hides and drops the scores of one tile beyond its band: score function, bias, mask
+"""What changes, masks and drops the scores of one tile beyond its band: score function, bias, mask
 and dropout, by the indices of its rows and columns.
 
 A tile is (heads, group * rows, keys), and seen by index (batch, nheads_k, group, rows, keys).

@@ -24,7 +24,7 @@ import triton.language as tl
 from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
 from ...tile.score import scaled
-from .queries import meet, open_queries
+from .queries import open_queries, recompute_block
 
 
 class Load(NamedTuple):
@@ -38,16 +38,18 @@ class Load(NamedTuple):
 
 
 @triton.jit
-def add_delta(delta, x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """One tile of keys into the delta of queries x."""
-    met = meet(x, delta * 0.0, n_start, FEATURES, TILE, MASKED)
-    return delta + tl.sum(met.ds, 1)
+def add_delta(
+    delta, queries, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """One tile of keys into the delta of its queries."""
+    block = recompute_block(queries, delta * 0.0, n_start, FEATURES, TILE, MASKED)
+    return delta + tl.sum(block.ds, 1)
 
 
 @triton.jit
 def add_key_tile(
     target,
-    x,
+    queries,
     delta,
     n_start,
     LOAD: tl.constexpr,
@@ -55,15 +57,16 @@ def add_key_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of keys beside queries x into the target."""
-    met = meet(x, delta, n_start, FEATURES, TILE, MASKED)
-    s = scaled(met.qk, x.seq, FEATURES).s
-    q_idx = x.m_start + tl.arange(0, TILE.BLOCK_M)[:, None]
+    """One tile of keys beside its queries into the target."""
+    block = recompute_block(queries, delta, n_start, FEATURES, TILE, MASKED)
+    s = scaled(block.qk, queries.seq, FEATURES).s
+    q_idx = queries.m_start + tl.arange(0, TILE.BLOCK_M)[:, None]
     k_idx = n_start + tl.arange(0, TILE.BLOCK_N)[None, :]
-    batch, head, captured = x.seq.batch, x.seq.head, x.seq.modifiers.score_tensors
+    seq = queries.seq
+    batch, head, captured = seq.batch, seq.head, seq.modifiers.score_tensors
     slope = LOAD.SLOPE(s, batch, head, q_idx, k_idx, captured)
     # A pair that is not seen moves nothing, whatever the function's slope is there
-    share = tl.where(met.ds == 0.0, 0.0, met.ds * slope)
+    share = tl.where(block.ds == 0.0, 0.0, block.ds * slope)
     if not LOAD.BY_KEY:
         share = tl.sum(share, 1, keep_dims=True)
     if not LOAD.BY_QUERY:
@@ -102,21 +105,21 @@ def attn_bwd_captured_kernel(
         if batch >= sizes.packed:
             return
     at = m_block, head, batch
-    x = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
+    queries = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
 
-    blocks = key_blocks(x.m_start, x.seq, FEATURES, TILE)
+    blocks = key_blocks(queries.m_start, queries.seq, FEATURES, TILE)
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
     PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
-    delta = -x.other
+    delta = -queries.delta_or_dlse
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
-        delta = add_delta(delta, x, n_start, FEATURES, TILE, True)
+        delta = add_delta(delta, queries, n_start, FEATURES, TILE, True)
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
-        delta = add_delta(delta, x, n_start, FEATURES, TILE, PADDED)
+        delta = add_delta(delta, queries, n_start, FEATURES, TILE, PADDED)
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
-        add_key_tile(target, x, delta, n_start, LOAD, FEATURES, TILE, True)
+        add_key_tile(target, queries, delta, n_start, LOAD, FEATURES, TILE, True)
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
-        add_key_tile(target, x, delta, n_start, LOAD, FEATURES, TILE, PADDED)
+        add_key_tile(target, queries, delta, n_start, LOAD, FEATURES, TILE, PADDED)

@@ -11,15 +11,17 @@ import triton.language as tl
 from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
 from ..common.io import from_row, store_rows
-from .queries import meet, open_queries
+from .queries import open_queries, recompute_block
 
 
 @triton.jit
-def add_key_tile(dq, x, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """One tile of keys into the dQ of queries x."""
-    met = meet(x, x.other, n_start, FEATURES, TILE, MASKED)
+def add_key_tile(
+    dq, queries, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """One tile of keys into the dQ of its queries."""
+    block = recompute_block(queries, queries.delta_or_dlse, n_start, FEATURES, TILE, MASKED)
     # dQ += dS K
-    return tl.dot(met.dqk.to(met.k.dtype), met.k, dq, input_precision=FEATURES.PRECISION)
+    return tl.dot(block.dqk.to(block.k.dtype), block.k, dq, input_precision=FEATURES.PRECISION)
 
 
 @triton.jit
@@ -35,19 +37,20 @@ def attn_bwd_dq_kernel(
         if batch >= sizes.packed:
             return
     at = m_block, head, batch
-    x = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
+    queries = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    blocks = key_blocks(x.m_start, x.seq, FEATURES, TILE)
+    blocks = key_blocks(queries.m_start, queries.seq, FEATURES, TILE)
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
-        acc_dq = add_key_tile(acc_dq, x, n_start, FEATURES, TILE, True)
+        acc_dq = add_key_tile(acc_dq, queries, n_start, FEATURES, TILE, True)
     PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
-        acc_dq = add_key_tile(acc_dq, x, n_start, FEATURES, TILE, PADDED)
+        acc_dq = add_key_tile(acc_dq, queries, n_start, FEATURES, TILE, PADDED)
     acc_dq *= numbers.scale
-    dq = from_row(dq, x.place.first_q)
-    rows = x.place.rows_q
-    store_rows(dq, x.place.batch, head, acc_dq, x.m_start, rows, BLOCK_M, FEATURES.HEADDIM, BLOCK_D)
+    dq = from_row(dq, queries.place.first_q)
+    rows = queries.place.rows_q
+    batch, m_start = queries.place.batch, queries.m_start
+    store_rows(dq, batch, head, acc_dq, m_start, rows, BLOCK_M, FEATURES.HEADDIM, BLOCK_D)

@@ -19,7 +19,7 @@ import triton.language as tl
 from ...tile.bounds import clamp
 from ...tile.mask import function_allows
 from ...tile.schedule import find_query_tile
-from ...tile.score import load_slope, score, unit
+from ...tile.score import exp_scale, load_slope, score
 from ...tile.seqlen import modifiers_of, rows_of
 from ...tile.softmax import finish, load_sink, online_step
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen
@@ -259,7 +259,7 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
         # Queries before the first key have no position that a mask may read by
         keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, rows.seq, FEATURES)
     s = tl.where(keep, s, float("-inf"))
-    step = online_step(s, state.m_i, state.l_i, unit(rows.seq, FEATURES), True)
+    step = online_step(s, state.m_i, state.l_i, exp_scale(rows.seq, FEATURES), True)
     if len(q_tile.shape) == 3:
         acc_o = tl.dot(step.p, v_tile, input_precision=FEATURES.PRECISION)
         acc_o = tl.fma(state.acc_o, step.alpha[:, None], acc_o)

@@ -31,13 +31,13 @@ class Queries(NamedTuple):
     q: Any  # (BLOCK_M, BLOCK_D); opened, where they are read in chunks
     do: Any  # (BLOCK_M, BLOCK_DV)
     lse: tl.tensor  # (BLOCK_M,), base 2
-    other: tl.tensor  # (BLOCK_M,), of the second of the stats
+    delta_or_dlse: tl.tensor  # (BLOCK_M,)
     k: Any  # opened
     v: Any
 
 
-class Met(NamedTuple):
-    """What a tile of queries and one of keys give."""
+class BlockGrads(NamedTuple):
+    """What the backward recomputes of a tile of queries and one of keys."""
 
     k: tl.tensor  # (BLOCK_N, BLOCK_D)
     qk: tl.tensor  # (BLOCK_M, BLOCK_N)
@@ -59,7 +59,7 @@ def open_queries(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tile (m_block, head, batch); stats are lse and another number a row."""
+    """The tile (m_block, head, batch); stats are lse, and delta or the gradient of lse."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -90,27 +90,34 @@ def open_queries(
     lse_row = row_stats(stats[0], batch, head, sizes) + place.first_q
     other_row = row_stats(stats[1], batch, head, sizes) + place.first_q
     lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
-    other = load_stats(other_row, q_idx, seq.lengths, 0.0, True)
-    return Queries(place, seq, m_start, q_tile, do, lse_to_log2(lse), other, k_rows, v_rows)
+    delta_or_dlse = load_stats(other_row, q_idx, seq.lengths, 0.0, True)
+    return Queries(place, seq, m_start, q_tile, do, lse_to_log2(lse), delta_or_dlse, k_rows, v_rows)
 
 
 @triton.jit
-def meet(x, delta, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The queries x and the keys from n_start on."""
+def recompute_block(
+    queries, delta, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """The queries and the keys from n_start on."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
-    k_tile = load_rows(x.k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
+    k_tile = load_rows(queries.k, n_start, BLOCK_N, D, TILE.BLOCK_D, TILE.DESCRIPTORS, MASKED)
     # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
     PRECISION: tl.constexpr = FEATURES.PRECISION
     if TILE.CHUNK > 0:
-        at = x.m_start, n_start
-        qk = multiply_rows(x.q, x.k, *at, TILE.BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION)
-        dp = multiply_rows(x.do, x.v, *at, TILE.BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION)
+        at = queries.m_start, n_start
+        qk = multiply_rows(
+            queries.q, queries.k, *at, TILE.BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION
+        )
+        dp = multiply_rows(
+            queries.do, queries.v, *at, TILE.BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION
+        )
     else:
-        v_tile = load_rows(x.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
-        qk = tl.dot(x.q, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(x.do, tl.trans(v_tile), input_precision=PRECISION)
-    lse, delta = x.lse[:, None], delta[:, None]
-    tile = recompute(qk, dp, lse, delta, x.m_start, n_start, x.seq, FEATURES, TILE, MASKED, False)
-    return Met(k_tile, qk, tile.ds, tile.dqk)
+        v_tile = load_rows(queries.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
+        qk = tl.dot(queries.q, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(queries.do, tl.trans(v_tile), input_precision=PRECISION)
+    lse, delta = queries.lse[:, None], delta[:, None]
+    m_start, seq = queries.m_start, queries.seq
+    tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, False)
+    return BlockGrads(k_tile, qk, tile.ds, tile.dqk)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ...tile.dropout import kept
 from ...tile.mask import apply_mask
-from ...tile.score import score, unit
+from ...tile.score import exp_scale, score
 from ...tile.softmax import online_step
 from ..common.io import load_rows
 
@@ -51,7 +51,7 @@ def attend(
         s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
     # A bias or a score function may hide keys without a mask
     MAY_HIDE: tl.constexpr = MASKED or FEATURES.BIAS or FEATURES.SCORE_MOD is not None
-    step = online_step(s, state.m_i, state.l_i, unit(seq, FEATURES), MAY_HIDE)
+    step = online_step(s, state.m_i, state.l_i, exp_scale(seq, FEATURES), MAY_HIDE)
     p = step.p
     if FEATURES.DROPOUT:
         threshold = seq.numbers.dropout_threshold

@@ -51,7 +51,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
     no_scores = gl.zeros([64, M], gl.float32, accumulator(M))
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM, D)
-    IS_BENT: gl.constexpr = FEATURES.SOFTCAP or FEATURES.SCORE_MOD is not None
+    HAS_DERIVATIVE: gl.constexpr = FEATURES.SOFTCAP or FEATURES.SCORE_MOD is not None
     modifiers = modifiers_of(call.optionals)
 
     step = gl.to_tensor(0)
@@ -71,7 +71,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
             wait_full(exchange.ds, state_of(step - 1), pred=i > 0)
             k_smem = here(rings.keys.k, step)
-            if not IS_BENT:  # its derivative needs the registers
+            if not HAS_DERIVATIVE:  # its derivative needs the registers
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
             minus_lse = 0.0
             if not TILE.LSE_FIRST:
@@ -81,7 +81,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             )
             exchange.p.store(in_register_order(tile.weight))
             mbarrier.arrive(exchange.p_full, count=1)
-            if IS_BENT:
+            if HAS_DERIVATIVE:
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....tile.score import unit
+from ....tile.score import exp_scale
 from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
 from ....tile.types import Lengths, Sequence
@@ -80,7 +80,7 @@ def attend_partition(
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    scale = unit(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
+    scale = exp_scale(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
     modifiers = modifiers_of(call.optionals)
     call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 

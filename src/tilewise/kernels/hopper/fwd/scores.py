@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.dropout import stream_of
 from ....tile.ends import Interval, load_ends
-from ....tile.score import load_slope, score_without_bias, unit
+from ....tile.score import exp_scale, load_slope, score_without_bias
 from ....tile.softmax import running_max
 from ....tile.types import Lengths, Sequence
 from ..bias import add_bias, load_bias
@@ -94,26 +94,26 @@ def to_scores(
     The branch does more than save the mask: the compiler may not move the wait for P V before it.
     So maxima belong inside, and run beside P V.
     """
-    BENT: gl.constexpr = FEATURES.SCORE_MOD is not None
-    HIDDEN: gl.constexpr = FEATURES.MASK_MOD is not None
+    HAS_SCORE_MOD: gl.constexpr = FEATURES.SCORE_MOD is not None
+    HAS_MASK_MOD: gl.constexpr = FEATURES.MASK_MOD is not None
     work = tile.work
     m_start = work.start
     if (
-        BENT or HIDDEN or FEATURES.ENDS
+        HAS_SCORE_MOD or HAS_MASK_MOD or FEATURES.ENDS
     ):  # they may read memory at these positions, after the last tile, too
         m_start = gl.maximum(m_start, 0)
     q_idx = query_of_row(m_start, tile.rows, TILE)[:, None]
     n_start = n_block * TILE.BLOCK_N
-    k_idx, seq = keys_of(n_start, tile, call, BENT, False, FEATURES, TILE)
+    k_idx, seq = keys_of(n_start, tile, call, HAS_SCORE_MOD, False, FEATURES, TILE)
     s = score_without_bias(qk, q_idx, k_idx, seq, FEATURES).s
     if FEATURES.BIAS:
         if TILE.BIAS_COPIED or is_early(call.modifiers.bias.ptr.dtype.element_ty):
             s = add_bias(s, bias, dtype)
         else:
             s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), gl.float32)
-    scale = unit(seq, FEATURES)
+    scale = exp_scale(seq, FEATURES)
     # Not those of the score function, whose positions would be kept for this
-    k_idx, seq = keys_of(n_start, tile, call, HIDDEN, BENT, FEATURES, TILE)
+    k_idx, seq = keys_of(n_start, tile, call, HAS_MASK_MOD, HAS_SCORE_MOD, FEATURES, TILE)
     if not MASKED:
         m_i = running_max(s, m_i, scale)
     elif needs_mask(work, i, n_block, FEATURES):
