@@ -18,7 +18,7 @@ from helpers.plans import (
 from helpers.tiers import sample, sample_rows
 
 from tilewise.testing import SMEM_LIMIT, TARGETS
-from tilewise.tuning.config import SHARED_MEMORY, SHORT
+from tilewise.tuning.config import SHORT
 from tilewise.tuning.tables import TABLE
 
 pytestmark = pytest.mark.compile
@@ -193,8 +193,3 @@ def _everything_else():
 )
 def test_default_rule(target, headdim, dtype, variant, kernel):
     check(plans_of(headdim, dtype, **VARIANTS[variant])[kernel], target)
-
-
-def test_limits_agree():
-    """The tuner's and the compiler tests' tables of shared memory."""
-    assert SMEM_LIMIT == {target: SHARED_MEMORY[target] for target in TARGETS}

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from helpers.jitted import Flags, Operands, Strided, tile_pointers
 
+from tilewise.emulator.hopper import machine
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, interpret, offline, stats
 
 pytestmark = pytest.mark.compile
@@ -86,6 +87,11 @@ def test_a_kernel_is_interpreted_between_two_builds():
     expected = operands.a.ptr.float() @ operands.b.ptr.float()
     torch.testing.assert_close(c.ptr, expected, rtol=1e-4, atol=1e-4)
     assert stats(build(dot_kernel, operands, none, c, on="sm80", FLAGS=flags, BLOCK=16))["HMMA"]
+
+
+def test_the_emulator_has_the_limit_of_the_table():
+    """It imports nothing of the library, the table neither."""
+    assert machine.SHARED_MEMORY == SMEM_LIMIT["sm90"]
 
 
 def test_every_target_has_a_limit_and_another_is_refused():

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..hardware import SHARED_MEMORY
+
+RESERVED = 1024  # bytes of shared memory that the driver keeps of each program
+
 
 class Roof(NamedTuple):
     """TFLOP/s and TB/s, and where they are from."""
@@ -34,7 +38,7 @@ class Sm(NamedTuple):
 
     warps: int
     programs: int
-    shared_memory: int  # bytes, of which each program costs 1 KiB more than it asks for
+    shared_memory: int  # bytes, of which each program costs RESERVED more than it asks for
     registers: int = 65536
 
 
@@ -58,11 +62,14 @@ class Card(NamedTuple):
 
 # CUDA programming guide, technical specifications by compute capability
 SMS = {
-    "sm80": Sm(64, 32, 164 * 1024),
-    "sm89": Sm(48, 24, 100 * 1024),
-    "sm90": Sm(64, 32, 228 * 1024),
-    "sm100": Sm(64, 32, 228 * 1024),
-    "sm120": Sm(48, 24, 100 * 1024),
+    target: Sm(warps, programs, SHARED_MEMORY[target] + RESERVED)
+    for target, warps, programs in (
+        ("sm80", 64, 32),
+        ("sm89", 48, 24),
+        ("sm90", 64, 32),
+        ("sm100", 64, 32),
+        ("sm120", 48, 24),
+    )
 }
 # bf16 matmul of 8192^3 at its best (695 to 744 in several runs), and a plain read of 4 GiB
 _H200 = Roof(744.0, 4.42, "measured on an H200: matmul of 8192^3 in bf16, a plain read")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .cards import SMS
+from .cards import RESERVED, SMS
 
 REGISTERS_AT_ONCE = 256  # a warp's registers come in such pieces
-RESERVED = 1024  # bytes of shared memory that the driver takes of each program
 SHARED_AT_ONCE = 128
 LANES = 32
 

@@ -23,21 +23,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from ..hardware import SHARED_MEMORY
+
 TARGETS: dict[str, GPUTarget] = {
     **{f"sm{n}": GPUTarget("cuda", n, 32) for n in (80, 89, 90, 100, 120)},
     **{arch: GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950")},
 }
 
-# Bytes of shared memory one program may use: the vendors' limits per block or workgroup.
-SMEM_LIMIT: dict[str, int] = {
-    "sm80": 166912,
-    "sm89": 101376,
-    "sm90": 232448,
-    "sm100": 232448,
-    "sm120": 101376,
-    "gfx942": 65536,
-    "gfx950": 163840,
-}
+# Bytes of shared memory one program may use
+SMEM_LIMIT: dict[str, int] = {target: SHARED_MEMORY[target] for target in TARGETS}
 
 # Instructions whose presence or absence decides a kernel's speed.
 _SASS = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL", "MUFU.EX2", "FFMA", "FSEL")

@@ -30,16 +30,3 @@ class Key(NamedTuple):
     bits: int  # 16 or 32: the width of an element
     is_causal: bool  # the band is closed on the right
     is_short: bool = False  # few rows to cover: a program's start and end weigh more
-
-
-# Bytes of shared memory one program may use: the vendors' limits.
-SHARED_MEMORY = {
-    "sm80": 166912,
-    "sm86": 101376,
-    "sm89": 101376,
-    "sm90": 232448,
-    "sm100": 232448,
-    "sm120": 101376,
-    "gfx942": 65536,
-    "gfx950": 163840,
-}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 
-from .config import SHARED_MEMORY, Config, Key
+from ..hardware import SHARED_MEMORY
+from .config import Config, Key
 
 _sm90 = functools.partial(Key, "sm90")
 

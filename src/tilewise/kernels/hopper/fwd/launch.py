@@ -15,9 +15,10 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
+from ....hardware import SHARED_MEMORY
 from ....problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
-from ....tuning.config import SHARED_MEMORY, Key
+from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, on_device
