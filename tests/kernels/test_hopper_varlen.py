@@ -248,9 +248,8 @@ def test_launches_are_kept_apart_by_where_lengths_lie():
     """A slice of cu_seqlens is no multiple of 16 bytes, and one sequence is a constant."""
     starts = torch.zeros(13, dtype=torch.int32)
     q = torch.empty(1, 64, 1, 64, dtype=BF16)
-    keys = []
-    for given in (starts[:6], starts[1:7], starts[5:11], starts[:2]):
-        keys.append(tuple(calls.signature((q, q, q, given, given))))
+    parts = starts[:6], starts[1:7], starts[5:11], starts[:2]
+    keys = [tuple(calls.signature((q, q, q, given, given))) for given in parts]
     assert keys[1] == keys[2] and len(set(keys)) == 3
 
 
