@@ -107,7 +107,9 @@ def card_here() -> Card | None:
 
 
 def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Roof:
-    """This CPU's, measured in a fraction of a second: a matmul and a copy, the best of three."""
+    """The roof of this CPU, measured in a fraction of a second: the best of three of a matmul and a
+    copy.
+    """
     x = torch.randn(size, size).to(dtype)
     source = torch.zeros(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)

@@ -249,9 +249,9 @@ def free_memory() -> int:
 def standard_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, dropout_p: float = 0.0
 ) -> Tensor:
-    """The formula with its score matrix in memory:
+    """The formula with its score matrix in memory.
 
-    What every framework did before tiling. (B, S, H, D). Dropout is torch's own.
+    That is what every framework did before tiling. (B, S, H, D). Dropout is torch's own.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if (group := q.shape[1] // k.shape[1]) > 1:

@@ -143,7 +143,7 @@ def calls_in(span_ms: float, each_ms: float) -> int:
 
 
 def ratio(times: list[float], baseline: list[float]) -> Spread:
-    """How many times as long as `times` the `baseline` took, round by round:
+    """How many times as long as `times` the `baseline` took, round by round.
 
     Above 1, `times` is the faster.
     """

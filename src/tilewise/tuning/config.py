@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 class Config(NamedTuple):
     """BLOCK_M queries by BLOCK_N keys, on num_warps warps, loads pipelined num_stages deep,
-    through tensor descriptors where the tensors' alignment allows them."""
+    through tensor descriptors where the tensors' alignment allows them.
+    """
 
     BLOCK_M: int
     BLOCK_N: int

@@ -35,7 +35,7 @@ def _measured(key: Key, device: torch.device) -> Config:
 
 @functools.lru_cache(maxsize=64)
 def architecture(device: torch.device) -> str:
-    """ "sm90", "gfx942", ... as the tables name it; "interpreter" for the CPU."""
+    """The tables' name for it: "sm90", "gfx942", ...; "interpreter" for the CPU."""
     if device.type != "cuda":
         return "interpreter"
     properties = torch.cuda.get_device_properties(device)
@@ -46,7 +46,10 @@ def architecture(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def override(**configs: Config) -> Iterator[None]:
-    """Forces configurations by kernel name: `with override(fwd=Config(64, 32, 4, 2)): ...`."""
+    """Forces configurations by kernel name.
+
+    with override(fwd=Config(64, 32, 4, 2)): ...
+    """
     saved = dict(_overrides)
     _overrides.update(configs)
     try:

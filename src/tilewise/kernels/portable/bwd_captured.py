@@ -1,5 +1,4 @@
-"""The gradient of a tensor that a score function captured, of one place where the function reads
-it:
+"""The gradient of a tensor that a score function captured, of one place where it is read.
 
     score = f(s, ..., t[index])        dt[index] += dS * df / dt[index]
 
