@@ -11,9 +11,9 @@ import triton.language as tl
 
 from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
-from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import finish, load_sink
-from ..common.io import from_row, load_once, open_rows, row_stats, store_rows
+from ..common.io import from_row, load_once, row_stats, store_rows
+from .keys import open_keys
 from .step import RowState, attend
 
 
@@ -34,18 +34,12 @@ def attn_fwd_kernel(
             return
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    modifiers = modifiers_of(optionals)
-    seq = sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES)
-    place = place_of(batch, sizes, optionals, FEATURES)
+    place, seq, k_rows, v_rows = open_keys(
+        k, v, head, batch, optionals, sizes, numbers, FEATURES, TILE
+    )
     batch = place.batch
-    q, out = from_row(q, place.first_q), from_row(out, place.first_q)
-    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
-
     seqlen_q = seq.lengths.seqlen_q
-    seqlen_k = seq.lengths.seqlen_k
-    head_k = head // FEATURES.GROUP
-    k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
-    v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
+    q, out = from_row(q, place.first_q), from_row(out, place.first_q)
     # (BLOCK_M, BLOCK_D)
     q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
 

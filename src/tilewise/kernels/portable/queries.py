@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.seqlen import modifiers_of, place_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ...tile.types import Place, Sequence
 from ..common.bwd_step import recompute
@@ -20,6 +19,7 @@ from ..common.io import (
     open_rows,
     row_stats,
 )
+from .keys import open_keys
 
 
 class Queries(NamedTuple):
@@ -61,7 +61,6 @@ def open_queries(
 ):
     """The tile (m_block, head, batch); stats are lse, and delta or the gradient of lse."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
@@ -69,18 +68,12 @@ def open_queries(
     m_block, head, batch = tile
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    modifiers = modifiers_of(optionals)
-    seq = sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES)
-    place = place_of(batch, sizes, optionals, FEATURES)
+    place, seq, k_rows, v_rows = open_keys(
+        k, v, head, batch, optionals, sizes, numbers, FEATURES, TILE
+    )
     batch = place.batch
-    q, dout = from_row(q, place.first_q), from_row(dout, place.first_q)
-    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
-
     seqlen_q = seq.lengths.seqlen_q
-    seqlen_k = seq.lengths.seqlen_k
-    head_k = head // FEATURES.GROUP
-    k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, TILE.DESCRIPTORS)
-    v_rows = open_rows(v, batch, head_k, seqlen_k, BLOCK_N, DV, BLOCK_DV, TILE.DESCRIPTORS)
+    q, dout = from_row(q, place.first_q), from_row(dout, place.first_q)
     if TILE.CHUNK > 0:
         q_tile = open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, False)
         do = open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, False)
