@@ -33,9 +33,12 @@ def send(mailbox, state, fields, BY_LANE: gl.constexpr = False):
     WORDS: gl.constexpr = mailbox.buffers.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1 if BY_LANE else WORDS], [32], [1], [0])
     word = gl.arange(0, WORDS, layout)
-    message = gl.where(word == 0, fields[0], fields[len(fields) - 1])
-    for i in gl.static_range(1, len(fields) - 1):
-        message = gl.where(word == i, fields[i], message)
+    # The order of selections that takes the fewest instructions (Triton 3.6)
+    START: gl.constexpr = 1 if BY_LANE else len(fields) - 1
+    message = gl.where(word == 0, fields[0], fields[START])
+    for i in gl.static_range(1, len(fields)):
+        if i != START:
+            message = gl.where(word == i, fields[i], message)
     wait_empty(mailbox, state)
     mailbox.buffers.index(state.stage).store(message)
     mbarrier.arrive(mailbox.full.index(state.stage), count=1)
