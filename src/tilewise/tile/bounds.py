@@ -5,7 +5,7 @@ one interval of key blocks, and the blocks that all its rows see whole form an i
 masks cost only in the partial blocks around that. The backward asks the same question the other way
 round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1. A block mask has lists
 of both kinds instead: its blocks may be larger than a tile, but not smaller. The lists are on the
-device, where nobody has looked at them: counts and numbers are held to the blocks that there are.
+device, where they are not validated: counts and numbers are held to the blocks that there are.
 """
 
 import triton

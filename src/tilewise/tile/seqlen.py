@@ -1,7 +1,7 @@
 """What one head of one sequence is: where it lies, how long, where its diagonal is, its slope.
 
-Lengths come from the device, and nobody has looked at them. So they are held to the room there is
-where they are read: a length that is wrong makes a wrong result, and no wrong address.
+Lengths come from the device and are not validated. So they are held to the room there is where they
+are read: a length that is wrong makes a wrong result, and no wrong address.
 """
 
 import triton
@@ -62,8 +62,8 @@ def padded_row(first_row, sequence, ROWS: tl.constexpr):
     that no block holds rows of two; with the total and the number of sequences, the end of it.
 
     One row past `first_row` for each ROWS of it, and one block for each sequence before: a sequence
-    takes one block more than its rows fill, and that is where its ragged end goes. So nobody needs
-    the lengths of others, nor their sum, to know where a sequence begins (FlashAttention-3).
+    takes one block more than its rows fill, and that is where its ragged end goes. So it takes
+    neither the lengths of others nor their sum to know where a sequence begins (FlashAttention-3).
     """
     return (first_row // ROWS + sequence) * ROWS
 

@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 
 def default_split_size(group: int) -> int:
-    """The keys of a piece where nobody says, by query heads for each key head. More rows write more
+    """The keys of a piece by default, by query heads for each key head. More rows write more
     partial results, so their pieces are longer: a partial row is at most 1.6 % of what is read.
     """
     return 512 if group <= 4 else 1024 if group <= 8 else 2048

@@ -11,8 +11,8 @@ VarlenDynamicPersistentTileScheduler does: the lanes of a warp hold the block co
 sequences, their sum says whether the tile lies in this group of 32, and their prefix sums say in
 which of them. `tilewise.testing.schedule` says the same in plain Python.
 
-Starts that are wrong, as nobody has looked at them, may ask for more tiles than sequences of these
-rows can have. Numbers from that bound on are no tile, for everybody.
+Starts are not validated, and wrong ones may ask for more tiles than sequences of these rows can
+have. Numbers from that bound on are no tile, in every program.
 """
 
 from typing import NamedTuple

@@ -5,8 +5,7 @@ While the tensor cores compute
     S(next) = Q K^T        and        O += P V
 
 the warpgroup waits only for S(next), whose maxima it takes beside P V (FlashAttention-3, arXiv
-2407.08608, algorithm 2). There is no seam between tiles: the first S of a tile runs beside the last
-P V of the tile before.
+2407.08608, algorithm 2). The last P V of a tile overlaps the first S of the next.
 """
 
 from typing import NamedTuple
