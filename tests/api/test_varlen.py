@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise
 from tilewise import dispatch, errors
 from tilewise.frontend.checks import knows_values
+from tilewise.ops import calls
 from tilewise.testing import use_interpreter
 
 INT32 = torch.int32
@@ -160,6 +161,7 @@ def test_the_bound_reaches_the_kernels(bound, is_long, watched, monkeypatch):
         return choose(problem, *args)
 
     monkeypatch.setattr(dispatch, "choose", noted)
+    calls._entry.cache_clear()
     x = torch.randn(3000, 1, 8, requires_grad=True)
     starts = torch.tensor([0, 3000], dtype=INT32)
     asked = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=bound, window=(3, 3))

@@ -12,6 +12,7 @@ from tilewise.kernels import cpu
 from tilewise.kernels.cpu import tiles
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
+from tilewise.testing.tolerance import judge
 
 F64 = torch.float64
 
@@ -74,7 +75,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(40, 40), (9, 40), (40, 9)], ids=str)
+@pytest.mark.parametrize("lengths", [(40, 40), (9, 40), (40, 9), (9, 9)], ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
 def test_nan_reaches_only_rows_that_see_it(causal, lengths, softcap):
     seqlen_q, seqlen_k = lengths
@@ -91,6 +92,27 @@ def test_nan_reaches_only_rows_that_see_it(causal, lengths, softcap):
     assert torch.equal(out[0, :, 1].isnan().any(-1), (q_idx == 3) & sees_any)
     rest = out.isfinite()
     torch.testing.assert_close(out[rest], clean[rest])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 1), (2, 15), (15, 15), (1, 9), (15, 40)], ids=str)
+def test_few_keys(lengths, causal, dtype):
+    """By torch's kernel, which takes NaN for a masked row, and a score of 0 stays one."""
+    q = torch.randn(2, lengths[0], 2, 16, dtype=dtype)
+    k, v = torch.randn(2, 2, lengths[1], 2, 16, dtype=dtype).unbind(0)
+    wide = [x.double() for x in (q, k, v)]
+    options = dict(causal=causal, return_lse=True)
+    for case in (1, 0, math.nan, math.inf):
+        q[1, 0, 1] = wide[0][1, 0, 1] = case
+        found = attention(q, k, v, **options)
+        oracle = attention_reference(*wide, **options)
+        plain = attention_reference(q, k, v, upcast=False, **options)
+        for results in zip(found, oracle, plain):
+            assert torch.equal(results[0].isnan(), results[1].isnan())
+            rest = results[1].isfinite()
+            verdict = judge(*(x[rest] for x in results))
+            assert verdict.ok, f"{case}: {verdict}"
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

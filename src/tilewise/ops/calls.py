@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -43,24 +43,27 @@ def _entry(*signature: Hashable) -> Entry:
     return Entry()
 
 
-def find(tensors: tuple[Tensor | None, ...], words: tuple) -> Entry | None:
+def find(tensors: Sequence[Tensor | None], words: tuple) -> Entry | None:
     """The entry of a call as its caller writes it, q first among its tensors. None where values are
     read, casts come before, a number may change, or something else must see the call.
     """
+    kinds = tuple(map(type, words))
     if (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
-        or not WORDS.issuperset(map(type, words))
-        or os.environ.get("TILEWISE_CHECK") == "1"
+        or not WORDS.issuperset(kinds)
     ):
         return None
     for x in tensors:
-        if type(x) not in TENSORS or (x is not None and x.dtype is torch.int32 and is_read(x)):
-            return None
-    return None if tensors[0] is None else entry_of(tensors, *words, *map(type, words))
+        if x is not None:
+            if type(x) not in TENSORS or (x.dtype is torch.int32 and is_read(x)):
+                return None
+    if tensors[0] is None or os.environ.get("TILEWISE_CHECK") == "1":
+        return None
+    return entry_of(tensors, words, kinds)
 
 
 def is_read(x: Tensor) -> bool:
@@ -68,7 +71,7 @@ def is_read(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def entry_of(tensors: tuple[Tensor | None, ...], *asked: Hashable) -> Entry | None:
+def entry_of(tensors: Sequence[Tensor | None], *asked: Hashable) -> Entry | None:
     """The entry of a call of plain tensors; None of tensors without strides or memory."""
     try:
         return _entry(*signature(tensors), *asked)
@@ -76,7 +79,7 @@ def entry_of(tensors: tuple[Tensor | None, ...], *asked: Hashable) -> Entry | No
         return None
 
 
-def signature(tensors: tuple[Tensor | None, ...]) -> list[Hashable]:
+def signature(tensors: Sequence[Tensor | None]) -> list[Hashable]:
     """What is seen of tensors, q first, and of what decides how they are computed."""
     q = tensors[0]
     seen: list[Hashable] = [torch.is_grad_enabled()]
@@ -86,8 +89,8 @@ def signature(tensors: tuple[Tensor | None, ...]) -> list[Hashable]:
         if x is None:
             seen.append(None)
         else:
-            seen += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT)
-            seen.append(x.requires_grad)
+            address = x.data_ptr() % ALIGNMENT
+            seen += (x.shape, x.stride(), x.dtype, x.device, address, x.requires_grad)
     return seen
 
 

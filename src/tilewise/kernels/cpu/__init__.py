@@ -35,8 +35,9 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable:
     """The forward for tensors of these shapes: (q, k, v, extras) -> (out, lse)."""
-    if not problem.is_packed and flash.is_whole(problem, q, k, scalars):
-        return flash.whole(problem.has_right, scalars.scale)
+    is_causal = None if problem.is_packed else flash.whole_mask(problem, q, k, scalars)
+    if is_causal is not None:
+        return flash.whole(is_causal, scalars.scale)
     return functools.partial(forward, problem, scalars=scalars)
 
 
@@ -57,8 +58,9 @@ def forward(
     """`out` and `lse`; `first` is the number of the first row of the batch."""
     if problem.is_packed:
         return packed.forward(forward, problem, q, k, v, extras, scalars)
-    if flash.is_whole(problem, q, k, scalars):
-        return flash.whole(problem.has_right, scalars.scale)(q, k, v, extras)
+    is_causal = flash.whole_mask(problem, q, k, scalars)
+    if is_causal is not None:
+        return flash.whole(is_causal, scalars.scale)(q, k, v, extras)
     out, lse = empty_out(problem, q)
     for row, used in _batch_rows(q, k, extras.seqused_k):
         inputs = q[row], k[row, :used], v[row, :used]
@@ -86,8 +88,9 @@ def backward(
         of_one = functools.partial(backward, targets=targets)
         return packed.backward(of_one, problem, saved, extras, scalars)
     dout, dlse, q, k, v, out, lse = saved
-    if dlse is None and flash.is_whole(problem, q, k, scalars):
-        found = flash.backward_whole(saved, problem.has_right, scalars.scale)
+    is_causal = flash.whole_mask(problem, q, k, scalars) if dlse is None else None
+    if is_causal is not None:
+        found = flash.backward_whole(saved, is_causal, scalars.scale)
         return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)
     grads = empty_grads(problem, q, k, v, extras)
     dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)

@@ -40,7 +40,7 @@ _backward = getattr(getattr(torch.ops.aten, f"{_NAME}_backward", None), "default
 
 
 # With fewer keys in its first block than fp32 lanes in a vector (16 with AVX-512), torch's kernel
-# takes a row of NaN for a masked one and gives 0 (torch 2.13, November 2026).
+# takes a row of NaN for a masked one and gives out 0, and lse 0 (torch 2.13, November 2026).
 LANES = 16
 
 
@@ -66,30 +66,51 @@ def serves(dense: Dense) -> bool:
     )
 
 
-def is_whole(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool:
-    """Whether a call is one piece and nothing else, found with as few questions as will do.
-
-    A short call costs less than describing it: 16 queries take 20 us in torch's kernel.
+def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool | None:
+    """Of a call that is one piece and nothing else, whether that is causal; None of all others.
+    Found with as few questions as will do: a short call costs less than describing it.
     """
     has_more = problem.has_left or problem.has_softcap or problem.has_alibi or problem.has_sinks
     has_more = has_more or problem.has_bias or problem.has_dropout or problem.mods != NO_MODS
     if has_more or problem.has_seqused_k or problem.headdim != problem.headdim_v:
+        return None
+    if _forward is None or _backward is None or q.numel() == 0 or k.numel() == 0:
+        return None
+    if not problem.has_right:
         return False
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if problem.has_right:
-        if scalars.right or (seqlen_q != seqlen_k and problem.align != "top_left"):
-            return False
-        if seqlen_q < LANES:
-            return False
-    return seqlen_k >= LANES and q.numel() > 0 and _forward is not None and _backward is not None
+    last = scalars.right + (seqlen_k - seqlen_q if problem.align == "bottom_right" else 0)
+    if last >= seqlen_k - 1:  # the last key that row 0 sees
+        return False
+    return True if last == 0 else None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of one piece, (batch, nheads, seqlen, ...), of any strides."""
+    out, lse = _forward(q, k, v, 0.0, is_causal, scale=scale)
+    is_short = k.shape[2] < LANES or (is_causal and q.shape[2] < LANES)
+    # Of a row of NaN, or it happens to be 0. `count_nonzero` takes half as long as `all`
+    if is_short and torch.count_nonzero(lse).item() < lse.numel():
+        return _exactly(q, k, v, is_causal, scale)
+    return out, lse
+
+
+def _exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
+    """The same tile by tile."""
+    batch, nheads, seqlen_q, headdim = q.shape
+    out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
+    lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))
+    right = 0 if is_causal else OPEN
+    blockwise.forward(Dense(q, k, v, None, None, scale, 0.0, 0, OPEN, right), out, lse)
+    return out, lse
 
 
 def whole(is_causal: bool, scale: float) -> Callable:
-    """`forward` of one piece: (q, k, v, extras), (batch, seqlen, ...), to `out` and `lse`."""
+    """The forward of one piece: (q, k, v, extras), (batch, seqlen, ...), to `out` and `lse`."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = _forward(q, k, v, 0.0, is_causal, scale=scale)
+        inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = attend(*inputs, is_causal, scale)
         # torch's kernel gives (batch, seqlen, ...) memory, so that this copies lse alone
         return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -142,14 +163,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tupl
     start, stop, is_causal = piece
     if stop - start < k.shape[2]:
         k, v = k[:, :, start:stop], v[:, :, start:stop]
-    if min(k.shape[2], q.shape[2] if is_causal else LANES) >= LANES:
-        return _forward(q, k, v, 0.0, is_causal, scale=scale)
-    batch, nheads, seqlen_q, headdim = q.shape
-    out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
-    lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))
-    right = 0 if is_causal else OPEN
-    blockwise.forward(Dense(q, k, v, None, None, scale, 0.0, 0, OPEN, right), out, lse)
-    return out, lse
+    return attend(q, k, v, is_causal, scale)
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
