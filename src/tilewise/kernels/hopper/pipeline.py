@@ -119,7 +119,7 @@ def wait_full(ring, state, pred=True):
 
 @gluon.jit
 def release(ring, state, pred=True):
-    """This consumer needs the stage no more."""
+    """Says that this consumer needs the stage no more."""
     mbarrier.arrive(ring.empty.index(state.stage), count=1, pred=pred)
 
 

@@ -18,11 +18,11 @@ class Gradients(NamedTuple):
 
 
 class WideExchange(NamedTuple):
-    """What one warpgroup makes and the other needs. There is no `empty` barrier:
+    """What one warpgroup makes and the other needs.
 
-    P of a block is written after `full` of dS of the block before, which was made from the P there.
-    dS of a block is made after its P is there, which is written by the warpgroup that has finished
-    dQ of the block two before, the last read of this stage.
+    There is no `empty` barrier. P of a block is written after `full` of dS of the block before,
+    which was made from the P there. dS of a block is made after its P is there, which is written by
+    the warpgroup that has finished dQ of the block two before, the last read of this stage.
     """
 
     p: gl.shared_memory_descriptor  # (BLOCK_N * BLOCK_M,), fp32, in the order of registers
