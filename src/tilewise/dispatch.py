@@ -95,6 +95,17 @@ def choose_for(
     return choose(problem, q.device, backend, is_aligned, has_many(problem, q, k, extras))
 
 
+def is_decoding(problem: Problem, q: Tensor, k: Tensor) -> bool:
+    """Whether a call on a GPU has few queries beside many keys, whoever makes it: the portable
+    kernels then divide the keys, as beside a cache.
+    """
+    if not q.is_cuda or ask("portable", problem, q.device) is not None:
+        return False
+    from .kernels.portable import few_queries
+
+    return few_queries.serves(problem, q, k)
+
+
 def has_many(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> bool:
     """Whether queries and keys meet so many of each other that copies of them are worth their time;
     packed sequences in the mean.

@@ -32,8 +32,10 @@ MATMULS = {  # S again in the backward; the portable one has S and dP twice
     "portable": {"fwd": 2, "bwd": 7},
     "cpu": {"fwd": 2, "bwd": 5},
 }
-
-
+FEW_QUERIES = (
+    "forward: few queries beside many keys, so the portable kernels of attention beside a cache,"
+    " with keys in pieces; `tilewise explain --cache` shows them"
+)
 RELATIVE = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
 
@@ -89,7 +91,7 @@ class Explanation(NamedTuple):
     forced: bool
     answers: list[Answer]
     launches: list[Launched]
-    how: str  # on the CPU: in which way
+    how: str  # on the CPU, or with few queries: in which way
     work: Work
 
 
@@ -117,6 +119,10 @@ def explain(
         launch = launch._replace(tiles=launch.tiles * shape.batch // few.batch)
         launches.append(Launched(launch, built, failed, waves(launch, built, card)))
     how = way_of_cpu(shape, deterministic) if chosen == "cpu" else ""
+    if backend is None and target != CPU:
+        from ..kernels.portable import few_queries
+
+        how = FEW_QUERIES if few_queries.serves(call.problem, call.q, call.k) else how
     work = work_of(shape, chosen or "cpu", launches, card)
     return Explanation(
         shape, target, card, chosen, backend is not None, answers, launches, how, work
@@ -162,7 +168,7 @@ def way_of_cpu(shape: Shape, deterministic: bool = False) -> str:
     alone = shape.alone(max(shape.sequences)) if shape.lengths else shape
     call = call_of(alone, deterministic)
     before = "sequence by sequence: " if shape.lengths else ""
-    if flash.is_whole(call.problem, call.q, call.k, call.scalars):
+    if flash.whole_mask(call.problem, call.q, call.k, call.scalars) is not None:
         return before + "torch's fused kernel, in one piece"
     dense = make_dense(call.problem, call.q, call.k, call.v, call.extras, call.scalars)
     if flash.serves(dense):
