@@ -1,7 +1,7 @@
 """Loads and stores of a (rows, headdim) tile.
 
 A head of a (batch, seqlen, nheads, headdim) tensor is opened once and then read tile by tile:
-through a tensor descriptor, which Hopper's copy engine and Triton's pipeliner serve without address
+through a tensor descriptor, which Hopper's TMA and Triton's pipeliner serve without address
 registers, or through pointers, which any alignment allows.
 
 Rows are reached with 64-bit arithmetic: a tensor may pass 2^31 elements, and so may one tile of it,
