@@ -51,7 +51,7 @@ def tiles(monkeypatch):
 
     def run(plan):
         seen[plan.name] = plan.tile(plan.config())
-        real(plan)
+        return real(plan)
 
     monkeypatch.setattr(launch, "run", run)
     return seen

@@ -101,7 +101,7 @@ def log(monkeypatch):
         monkeypatch.setattr(module, "processors", lambda device: 132)
         monkeypatch.setattr(module, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
     for module in (launch, bwd_again):
-        monkeypatch.setattr(module, "direct", Quick)
+        monkeypatch.setattr(module, "direct_of", Quick)
         monkeypatch.setattr(module, "counter", once("counter", lambda *_: torch.zeros(1).int()))
     scratch = once("scratch", bwd_again.make_scratch)
     monkeypatch.setattr(bwd_again, "make_scratch", scratch)

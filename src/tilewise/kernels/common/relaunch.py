@@ -17,6 +17,7 @@ import torch
 from triton import knobs
 
 from ...problem import Extras, extras_of
+from .direct import past_triton
 
 Tensor = torch.Tensor
 ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
@@ -135,13 +136,12 @@ def _taking(places: list[int]) -> Callable[[list], tuple]:
 class Again(NamedTuple):
     """A kernel without descriptors, to be launched for other tensors of the same signature."""
 
-    compiled: Any
-    programs: int
+    kernel: Callable[..., None]
     args: Pattern  # constants too
 
-    def launch(self, index: int, values: Sequence[Any]) -> None:
-        """As `relaunch`, with these values in the gaps of its arguments."""
-        relaunch(self.compiled, self.programs, index, *self.args.filled(values))
+    def launch(self, stream: int, values: Sequence[Any]) -> None:
+        """On a stream of the current device, with these values in the gaps of its arguments."""
+        self.kernel(stream, *self.args.filled(values))
 
 
 class Launched(NamedTuple):
@@ -161,4 +161,5 @@ def again_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Again] | 
         return None
     if any(x.compiled is None for x in launches):
         return None
-    return [Again(*x[:2], args) for x, args in zip(launches, patterns) if args is not None]
+    kernels = [past_triton(x.compiled, x.programs) for x in launches]
+    return [Again(kernel, args) for kernel, args in zip(kernels, patterns) if args is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,40 +10,26 @@ from triton.backends.nvidia import driver
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ..common import direct
+
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-class Direct:
-    """A compiled kernel, called past Triton's launcher, which encodes every tensor descriptor anew
-    at every call: some 10 us for four.
-    """
+class Direct(direct.Direct):
+    """A kernel with descriptors, which Triton encodes anew at every call: some 10 us for four."""
 
-    __slots__ = ("_before", "_blocks", "_launcher", "_packs", "_programs")
+    __slots__ = ("_blocks",)
 
     def __init__(self, compiled: Any, programs: int, launcher: Any, packs: bool) -> None:
-        run = compiled.run
-        hooks = (None, None, None)  # the launch's metadata, and who is called before and after
-        scratch = (None, None)
-        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        if packs:
-            known = (run.arg_annotations, run.kernel_signature)
-            self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *known)
-        else:
-            self._before = (*before, *scratch, compiled.packed_metadata, *hooks)
-        self._launcher, self._programs, self._packs = launcher, programs, packs
+        super().__init__(compiled, programs, launcher, packs)
         self._blocks = compiled.metadata.tensordesc_meta
 
     def encode(self, which: int, described: Any) -> list:
         """A descriptor as the kernel takes it; valid for every tensor at that address."""
         more = (None,) if self._packs else ()
         return driver.make_tensordesc_arg(described, self._blocks[which], *more)
-
-    def __call__(self, stream: int, *args: Any) -> None:
-        if self._packs:
-            args = (args,)
-        self._launcher(self._programs, 1, 1, stream, *self._before, *args)
 
 
 class Descriptors:
@@ -75,17 +60,7 @@ class At:
         return self._address
 
 
-def direct(compiled: Any, programs: int) -> Direct | None:
-    """None where this Triton's launcher is like neither that of 3.6 nor that of 3.8, which takes a
-    kernel's arguments as one tuple: it then serves every call itself.
-    """
-    run = compiled.run
-    packs = hasattr(run, "kernel_signature")
-    if not packs and getattr(driver, "_BASE_ARGS_FORMAT_LEN", None) != 13:
-        return None
-    if not inspect.isfunction(run.launch) or getattr(run, "gsan_enabled", False):
-        return None
-    launcher = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
-    if launcher is None or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    return Direct(compiled, programs, launcher, packs)
+def direct_of(compiled: Any, programs: int) -> Direct | None:
+    """None where there is no way past Triton's launcher, which then serves every call."""
+    found = direct.launcher_of(compiled)
+    return None if found is None else Direct(compiled, programs, *found)

@@ -41,8 +41,9 @@ class Step(NamedTuple):
             for floats in self.states:
                 row.append(at)
                 at += 4 * floats
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self.launches:
-            launch.launch(self.device, row)
+            launch.launch(stream, row)
         return out, lse
 
 

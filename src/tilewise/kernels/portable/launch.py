@@ -158,7 +158,8 @@ class Forward:
         if self.again is not None and may_relaunch(self.device) and not is_overridden():
             triton.set_allocator(_scratch)
             row = q, k, v, out, lse, *extras.tensors
-            self.again[0].launch(self.device, addresses_of(row))
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            self.again[0].launch(stream, addresses_of(row))
             return out, lse
         row = apart((q, k, v, out, lse))
         extras = extras_apart(extras)
@@ -190,8 +191,9 @@ class Backward:
             triton.set_allocator(_scratch)
             delta, parts = (None if x is None else saved.lse.new_empty(x) for x in self.scratch)
             row = addresses_of((*saved, *extras.tensors, *grads, delta, parts))
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
             for again in self.again:
-                again.launch(self.device, row)
+                again.launch(stream, row)
         else:
             parts = self._first(Saved(*apart(saved)), extras_apart(extras), grads)
         if grads.dsinks is not None and parts is not None:

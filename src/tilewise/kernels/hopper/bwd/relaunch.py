@@ -17,7 +17,7 @@ from ...common.relaunch import (
     again_of,
     pattern_of,
 )
-from ..compat import Descriptors, Direct, direct
+from ..compat import Descriptors, Direct, direct_of
 from ..tile_counter import counter
 from .bias_pairs import clear_unseen, sum_scores, target_of
 
@@ -92,7 +92,7 @@ def ready_of(
     after. The row is all that `launch_again` has addresses of. None where it may not be.
     """
     before, main, *after = launches
-    edges, kernel = again_of((before, *after), row), direct(main.compiled, main.programs)
+    edges, kernel = again_of((before, *after), row), direct_of(main.compiled, main.programs)
     args = main.args
     accumulated = pattern_of((args.dq, args.turns), row)
     groups = args.further, args.queue, args.optionals, args.sizes, args.numbers
@@ -120,7 +120,7 @@ def launch_again(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bo
     row = addresses_of((*saved, *extras.tensors))
     row += made
     row.append(counter(saved.q.device, index, stream))
-    ready.before.launch(index, row)
+    ready.before.launch(stream, row)
     fill_dsinks(grads, scratch)
     target = target_of(plan, grads, scratch.ds)
     clear_unseen(problem, target)
@@ -136,5 +136,5 @@ def launch_again(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bo
     if target is not None:
         sum_scores(grads.dbias, scratch.ds)
     for edge in ready.after:
-        edge.launch(index, row)
+        edge.launch(stream, row)
     return True

@@ -31,7 +31,7 @@ from ...common.relaunch import (
 )
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
-from ..compat import Descriptors, Direct, direct
+from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import (
     ELEMENTS,
     Described,
@@ -173,7 +173,7 @@ class Forward:
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             device = torch.cuda.current_device()
         if given[0] is k and given[1] is v:  # neither copied nor replaced
-            kernel = direct(compiled, programs)
+            kernel = direct_of(compiled, programs)
             self.again, self.device = again_of(kernel, plan, args, extras), device
 
 
