@@ -3,6 +3,8 @@
 No GPU: kernels are stand-ins that write down how they are called.
 """
 
+import math
+
 import pytest
 import torch
 from triton.backends.nvidia.compiler import CUDABackend
@@ -103,15 +105,37 @@ def log(monkeypatch):
     for module in (launch, bwd_again):
         monkeypatch.setattr(module, "direct_of", Quick)
         monkeypatch.setattr(module, "counter", once("counter", lambda *_: torch.zeros(1).int()))
-    scratch = once("scratch", bwd_again.make_scratch)
-    monkeypatch.setattr(bwd_again, "make_scratch", scratch)
-    monkeypatch.setattr(bwd_launch, "make_scratch", scratch)
+    monkeypatch.setattr(bwd_launch, "make_scratch", once("scratch", scratch_in_one))
+    monkeypatch.setattr(bwd_again, "make_summed", lambda *_: made["scratch"][4:])
+    new_empty = torch.Tensor.new_empty
+
+    def in_scratch(x, *shape, **options):
+        if len(shape) == 1 and isinstance(shape[0], int):
+            return made["scratch"].dq
+        return new_empty(x, *shape, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", in_scratch)
     monkeypatch.setattr(launch, "empty_out", once("out", launch.empty_out))
     monkeypatch.setattr(bwd_launch, "empty_grads", once("grads", bwd_launch.empty_grads))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     return log
+
+
+make_summed = bwd_again.make_summed  # which tests replace
+
+
+def scratch_in_one(problem, shapes, lse):
+    """Scratch memory as a backward has it that is done again."""
+    starts, floats = bwd_again.in_one(shapes)
+    memory = torch.zeros(floats)
+    views = [
+        None if shape is None else memory[start // 4 :][: math.prod(shape)].view(shape)
+        for shape, start in zip(shapes, starts)
+    ]
+    views[3] = None if views[3] is None else views[3].view(torch.int32)
+    return bwd_again.Scratch(*views, *make_summed(problem, shapes, lse))
 
 
 def dense(**given):

@@ -24,6 +24,7 @@ from ..problem import NO_EXTRAS, OPTIONAL, Call, Extras, Grads, Saved, extras_of
 from . import captured_grads
 from . import vmap as batching
 from .autocast import autocast as autocast
+from .autograd_key import straight
 from .calls import TENSORS, entry_of, look_of
 from .context_parallel import refuse_shards
 from .late import register_late
@@ -303,6 +304,8 @@ def _op_backward(ctx, dout, dlse):
 
 # the operators
 
+BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
+
 
 def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
     """The call that an operator's arguments ask for; `inputs` are q, k and v."""
@@ -313,7 +316,7 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
     """The same, one for all of a signature: what is compiled passes no check that would keep it.
     `tensors` are all of an operator's.
     """
-    flags = options._replace(mask_block=tuple(options.mask_block))
+    flags = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
     entry = None if is_watched(*tensors) else entry_of(tensors, *flags)
     if entry is None:
         return _call_of(inputs, extras, options)
@@ -392,5 +395,6 @@ torch.library.register_autograd(
 torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backward, lib=LIBRARY)
 torch.library.register_vmap("tilewise::flash_attn_forward", _vmap_forward_op, lib=LIBRARY)
 torch.library.register_vmap("tilewise::flash_attn_backward", _vmap_backward_op, lib=LIBRARY)
-
+straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
+straight("flash_attn_backward", GIVEN, _backward_kernel, no_double_backward)
 register_late()

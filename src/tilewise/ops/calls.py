@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,13 @@ ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compil
 MOST = 4096
 TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 WORDS = frozenset({bool, int, float, str, type(None)})
+
+
+# `os.environ.get` encodes what it looks for and raises where it is not there: a fifth of all that
+# is asked here
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_encode = getattr(os.environ, "encodekey", str)
+_CHECK = _encode("TILEWISE_CHECK") if _environment is not os.environ else "TILEWISE_CHECK"
 
 
 class Entry:
@@ -61,7 +68,7 @@ def find(tensors: Sequence[Tensor | None], words: tuple) -> Entry | None:
         if x is not None:
             if type(x) not in TENSORS or (x.dtype is torch.int32 and is_read(x)):
                 return None
-    if tensors[0] is None or os.environ.get("TILEWISE_CHECK") == "1":
+    if tensors[0] is None or _environment.get(_CHECK) in ("1", b"1"):
         return None
     return entry_of(tensors, words, kinds)
 

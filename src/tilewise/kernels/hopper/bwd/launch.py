@@ -162,29 +162,28 @@ class Backward:
         self.problem = problem
         self.scalars = scalars
         self.again: Ready | None = None
+        self.is_copied = False  # whether the kernels of `again` read or write copies
 
     def __call__(self, saved: Saved, extras: Extras) -> Grads:
-        problem = self.problem
-        grads = empty_grads(problem, saved.q, saved.k, saved.v, extras)
-        if self.again is None and is_empty(saved, grads):
-            return grads
-        written, padded = grads, is_padded(problem)
-        dout = in_padded_rows(saved.dout)  # such as the expanded gradient of a sum
-        if dout is not saved.dout:
-            saved = saved._replace(dout=dout)
-        if padded:
-            q, k, v = map(in_padded_rows, (saved.q, saved.k, saved.v))
-            saved, written = saved._replace(q=q, k=k, v=v), with_padded_rows(grads)
-        if saved.dlse is not None:
-            saved = saved._replace(dlse=saved.dlse.contiguous())
         again = self.again
+        grads = empty_grads(self.problem, saved.q, saved.k, saved.v, extras)
         is_ready = again is not None and may_relaunch(again.device)
-        if not (is_ready and launch_again(again, saved, written, extras)):
-            with on_device(saved.q.device):
-                self._first(Saved(*apart(saved)), written, extras_apart(extras))
-        if padded:
+        if again is not None and not self.is_copied:
+            if not (is_ready and launch_again(again, saved, grads, extras)):
+                self._launch(saved, grads, extras)
+        elif not is_empty(saved, grads):
+            read, written = readable(self.problem, saved), grads
+            if is_padded(self.problem):
+                written = with_padded_rows(grads)
+            self.is_copied = read is not saved or written is not grads
+            if not (is_ready and launch_again(again, read, written, extras)):
+                self._launch(read, written, extras)
             copy_back(written, grads)
         return grads
+
+    def _launch(self, saved: Saved, grads: Grads, extras: Extras) -> None:
+        with on_device(saved.q.device):
+            self._first(Saved(*apart(saved)), grads, extras_apart(extras))
 
     def _first(self, saved: Saved, grads: Grads, extras: Extras) -> None:
         """The backward as Triton launches it."""
@@ -203,7 +202,7 @@ class Backward:
         reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
         args = (*reads, *added, scratch.parts, *groups[:2])
         launches = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
-        fill_dsinks(grads, scratch)
+        fill_dsinks(grads, scratch.parts)
         if k.numel() == 0:
             return
         target = target_of(plan, grads, scratch.ds)
@@ -220,8 +219,19 @@ class Backward:
         launches = [x for x in launches if x is not None]
         is_copied = k is not given.k or v is not given.v
         if len(launches) > 2 and not is_copied:
-            row = *given, *extras.tensors, *grads, *scratch, args.queue.counter
-            self.again = ready_of(problem, plan, row, scratch, launches)
+            tensors = given, extras, grads, scratch
+            self.again = ready_of(plan, tensors, launches, problem)
+
+
+def readable(problem: Problem, saved: Saved) -> Saved:
+    """The same, of which the kernels can read all."""
+    dout = in_padded_rows(saved.dout)  # such as the expanded gradient of a sum
+    dlse = None if saved.dlse is None else saved.dlse.contiguous()
+    q, k, v = saved.q, saved.k, saved.v
+    if is_padded(problem):
+        q, k, v = map(in_padded_rows, (q, k, v))
+    found = Saved(dout, dlse, q, k, v, saved.out, saved.lse)
+    return saved if all(a is b for a, b in zip(found, saved)) else found
 
 
 def is_empty(saved: Saved, grads: Grads) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,9 +44,13 @@ class Ready(NamedTuple):
     device: int
     plan: Any
     shapes: Scratch
+    starts: list[int | None]  # of dq, stats, delta and turns in one memory, in bytes
+    floats: int  # of that
+    has_extras: bool
     before: Again
     main: Direct
     described: Descriptors  # q, dout, k, v, stats, dk, dv, the bias and its gradient
+    places: tuple[int, ...]  # in the row of addresses, of the first seven
     accumulated: Pattern  # of the main kernel, behind its first descriptors
     args: Pattern  # and behind the others
     after: list[Again]  # dQ and the gradient of the bias
@@ -67,33 +72,57 @@ def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple
 
 def make_scratch(problem: Problem, shapes: Scratch, lse: Tensor) -> Scratch:
     """The memory of one backward."""
-    dq, stats, delta, turns, parts, ds = shapes
+    dq, stats, delta, turns, *_ = shapes
     if delta is not None:
         delta = lse.new_empty(delta)
     if turns is not None:
         turns = lse.new_empty(turns, dtype=torch.int32)
+    both = lse.new_empty(dq), lse.new_empty(stats)
+    return Scratch(*both, delta, turns, *make_summed(problem, shapes, lse))
+
+
+def make_summed(
+    problem: Problem, shapes: Scratch, lse: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What of it torch sums: the parts of the gradient of the sinks, and dS."""
+    parts, ds = shapes.parts, shapes.ds
     if parts is not None:  # blocks between packed sequences have no part
         parts = (lse.new_zeros if problem.is_packed else lse.new_empty)(parts)
-    if ds is not None:
-        ds = lse.new_empty(ds, dtype=problem.dtype)
-    return Scratch(lse.new_empty(dq), lse.new_empty(stats), delta, turns, parts, ds)
+    return parts, None if ds is None else lse.new_empty(ds, dtype=problem.dtype)
 
 
-def fill_dsinks(grads: Grads, scratch: Scratch) -> None:
+def in_one(shapes: Scratch) -> tuple[list[int | None], int]:
+    """Where the others begin in one memory, in bytes, and how many floats that has."""
+    starts: list[int | None] = []
+    floats = 0
+    for shape in shapes[:4]:
+        starts.append(None if shape is None else 4 * floats)
+        floats += 0 if shape is None else -(-math.prod(shape) // 128) * 128
+    return starts, floats
+
+
+def fill_dsinks(grads: Grads, parts: Tensor | None) -> None:
     """The gradient of the sinks, of which every block of queries has a part."""
-    if grads.dsinks is not None:
-        grads.dsinks.copy_(scratch.parts.sum((0, 2)))
+    if grads.dsinks is not None and parts is not None:
+        grads.dsinks.copy_(parts.sum((0, 2)))
 
 
 def ready_of(
-    problem: Problem, plan: Any, row: Sequence[Any], scratch: Scratch, launches: Sequence[Launched]
+    plan: Any,
+    tensors: tuple[Saved, Extras, Grads, Scratch],
+    launches: Sequence[Launched],
+    problem: Problem,
 ) -> Ready | None:
     """How a backward is done again that Triton launched: the kernel before, the main one and those
-    after. The row is all that `launch_again` has addresses of. None where it may not be.
+    after. None where it may not be.
     """
+    saved, extras, grads, scratch = tensors
     before, main, *after = launches
-    edges, kernel = again_of((before, *after), row), direct_of(main.compiled, main.programs)
     args = main.args
+    has_extras = any(x is not None for x in extras.tensors)
+    given = *saved, *(extras.tensors if has_extras else ())
+    row = *given, *grads, *scratch, args.queue.counter
+    edges, kernel = again_of((before, *after), row), direct_of(main.compiled, main.programs)
     accumulated = pattern_of((args.dq, args.turns), row)
     groups = args.further, args.queue, args.optionals, args.sizes, args.numbers
     rest = pattern_of((*groups, plan.features, plan.tile), row)
@@ -103,30 +132,38 @@ def ready_of(
     pairs = [x for x in (args.bias, args.dbias) if x is not None]
     described = Descriptors(kernel, (*operands, *pairs))
     shapes = Scratch(*(None if x is None else x.shape for x in scratch))
+    of_grads, of_scratch = len(given), len(given) + len(grads)
+    places = 2, 0, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2
     index = torch.cuda.current_device()
     return Ready(
-        *(problem, index, plan, shapes, edges[0], kernel, described, accumulated, rest, edges[1:])
+        *(problem, index, plan, shapes, *in_one(shapes), has_extras, edges[0], kernel, described),
+        *(places, accumulated, rest, edges[1:]),
     )
 
 
 def launch_again(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bool:
     """A backward; False where memory came that the kernels are not compiled for."""
-    problem, index, plan, *_ = ready
-    scratch = make_scratch(problem, ready.shapes, saved.lse)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    made = addresses_of((*grads, *scratch))
+    problem, plan = ready.problem, ready.plan
+    memory = saved.lse.new_empty(ready.floats)
+    parts, ds = make_summed(problem, ready.shapes, saved.lse)
+    stream = torch._C._cuda_getCurrentRawStream(ready.device)
+    start = memory.data_ptr()
+    made = addresses_of(grads)
+    made += [0 if n is None else start + n for n in ready.starts]
+    made += addresses_of((parts, ds))
     if any([address % ALIGNMENT for address in made]):
         return False
-    row = addresses_of((*saved, *extras.tensors))
+    row = addresses_of(saved)
+    if ready.has_extras:
+        row += addresses_of(extras.tensors)
     row += made
-    row.append(counter(saved.q.device, index, stream))
+    row.append(counter(saved.q.device, ready.device, stream))
     ready.before.launch(stream, row)
-    fill_dsinks(grads, scratch)
-    target = target_of(plan, grads, scratch.ds)
+    fill_dsinks(grads, parts)
+    target = target_of(plan, grads, ds)
     clear_unseen(problem, target)
-    tensors = saved.q, saved.dout, saved.k, saved.v, scratch.stats, grads.dk, grads.dv
     of = ready.described.at
-    q, dout, k, v, stats, dk, dv = [of(n, x.data_ptr()) for n, x in enumerate(tensors)]
+    q, dout, k, v, stats, dk, dv = [of(n, row[place]) for n, place in enumerate(ready.places)]
     for_bias, for_dbias = NO_PAIRS
     if plan.tile.BIAS_COPIED:
         for_bias = of(7, extras.bias.data_ptr())
@@ -134,7 +171,7 @@ def launch_again(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bo
     added, rest = ready.accumulated.filled(row), ready.args.filled(row)
     ready.main(stream, *q, *dout, *k, *v, *stats, *added, *dk, *dv, *for_bias, *for_dbias, *rest)
     if target is not None:
-        sum_scores(grads.dbias, scratch.ds)
+        sum_scores(grads.dbias, ds)
     for edge in ready.after:
         edge.launch(stream, row)
     return True

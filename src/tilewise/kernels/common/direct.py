@@ -1,0 +1,70 @@
+"""The way to a compiled kernel past Triton's Python: its launcher in C, with what it wants before a
+kernel's arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class Direct:
+    """A compiled kernel on a grid of so many programs: called with a stream and all arguments,
+    constants too, of the types and alignment that it was compiled for. A tensor's address stands
+    for the tensor, and the parts of a descriptor for a descriptor.
+    """
+
+    __slots__ = ("_before", "_launcher", "_packs", "_programs")
+
+    def __init__(self, compiled: Any, programs: int, launcher: Callable, packs: bool) -> None:
+        run = compiled.run
+        hooks = (None, None, None)  # the launch's metadata, and who is called before and after
+        scratch = (None, None)
+        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        if packs:
+            known = (run.arg_annotations, run.kernel_signature)
+            self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *known)
+        else:
+            self._before = (*before, *scratch, compiled.packed_metadata, *hooks)
+        self._launcher, self._programs, self._packs = launcher, programs, packs
+
+    def __call__(self, stream: int, *args: Any) -> None:
+        if self._packs:
+            args = (args,)
+        self._launcher(self._programs, 1, 1, stream, *self._before, *args)
+
+
+def launcher_of(compiled: Any) -> tuple[Callable, bool] | None:
+    """A kernel's launcher in C, and whether it takes the arguments as one tuple. None where this
+    Triton's is like neither that of 3.6 nor that of 3.8, or wants memory of its own.
+    """
+    run = compiled.run
+    packs = hasattr(run, "kernel_signature")
+    if not hasattr(run, "launch") or getattr(run, "gsan_enabled", False):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if not packs:
+        from triton.backends.nvidia import driver
+
+        if getattr(driver, "_BASE_ARGS_FORMAT_LEN", None) != 13:
+            return None
+    launch = run.launch
+    if inspect.isfunction(launch):  # which takes descriptors apart
+        launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+    return None if launch is None else (launch, packs)
+
+
+def past_triton(compiled: Any, programs: int) -> Callable[..., None]:
+    """A kernel without descriptors, to be called as `Direct`; where there is no way past all of
+    Triton's Python, past its look at every argument.
+    """
+    if (found := launcher_of(compiled)) is not None:
+        return Direct(compiled, programs, *found)
+
+    def launch(stream: int, *args: Any) -> None:
+        before = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(programs, 1, 1, *before, *args)
+
+    return launch

@@ -1,0 +1,54 @@
+"""An operator that nobody differentiates goes straight to its kernel: torch's kernel for autograd
+calls the dispatcher again, with all arguments, which takes as long as the call itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .calls import TENSORS
+from .schema import LIBRARY, flat
+
+
+def straight(
+    name: str,
+    before: int,
+    kernel: Callable,
+    backward: Callable,
+    setup_context: Callable | None = None,
+) -> None:
+    """Lets an operator's kernel serve autograd, too, where plain tensors want no gradient; for all
+    others its formula is the one that was registered. `before` counts the tensors before the
+    extras.
+    """
+    try:
+        from torch._library.autograd import Info, make_autograd_impl
+    except ImportError:  # private names may move; then torch's kernel serves all
+        return
+    operator = getattr(torch.ops.tilewise, name).default
+    differentiable = make_autograd_impl(operator, Info(backward, setup_context))
+
+    def call(keyset: Any, *args: Any) -> Any:
+        if is_plain(flat(args, before)[0]):
+            return kernel(*args)
+        return differentiable(keyset, *args)
+
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        LIBRARY.impl(name, call, key, with_keyset=True)
+
+
+def is_plain(tensors: tuple) -> bool:
+    """Whether nothing else must see the operator: no gradient, mode, transform or subclass."""
+    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    has_grad = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) not in TENSORS or (has_grad and x is not None and x.requires_grad):
+            return False
+    return True
