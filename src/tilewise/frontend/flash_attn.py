@@ -74,10 +74,10 @@ def flash_attn_func(
     q, k, v = _ranked(q, k, v)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_batch(chunk, q, k)
-    given = dict(dropout_rng=_rng(dropout_p, q), captured=chunks.captured)
+    rng = _rng(dropout_p, q)
     out, lse = call(
         *(q, k, v),
-        extras=Extras(*learned, **given),
+        extras=Extras(*learned, dropout_rng=rng, captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -250,10 +250,10 @@ def flash_attn_varlen_func(
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_packed(chunk, lengths)
-    given = dict(dropout_rng=_rng(dropout_p, q), captured=chunks.captured)
+    rng = _rng(dropout_p, q)
     out, lse = call(
         *(q, k, v),
-        extras=Extras(*learned, *lengths, **given),
+        extras=Extras(*learned, *lengths, None, rng, chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,

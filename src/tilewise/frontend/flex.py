@@ -2,6 +2,9 @@
 in errors.
 """
 
+# pyright: strict, reportUnnecessaryIsInstance=false
+# What callers pass may be of any type, whatever is declared.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

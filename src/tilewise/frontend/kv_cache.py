@@ -281,17 +281,17 @@ def _attend(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention beside a cache: as a call that looked so before, or checked."""
-    *tensors, mask_mod = learned
+    slopes, sinks, mask_mod = learned
     causal, scale, window, softcap, split_size = numbers
     sides = window if type(window) is tuple else (window,)
-    cache = *cache, *tensors
+    tensors = *cache, slopes, sinks
     entry = None
     if mask_mod is None:
         words = "cache", causal, scale, softcap, split_size, *sides
-        entry = find((*cache, out), words)
+        entry = find((*tensors, out), words)
     if entry is not None and entry.step is not None:
-        known = launch_step(entry.step, cache, out)
+        known = launch_step(entry.step, tensors, out)
         if known is not None:
             return known
-    cached = check_cached(*cache[:4], cache[4:6], learned, numbers, "bshd")
+    cached = check_cached(*cache[:4], cache[4:], learned, numbers, "bshd")
     return attend_cached(cached._replace(entry=entry), out, "bshd")

@@ -2,6 +2,9 @@
 dimensions come, and whether their shapes fit.
 """
 
+# pyright: strict, reportUnnecessaryIsInstance=false
+# What callers pass may be of any type, whatever is declared.
+
 from __future__ import annotations
 
 import torch

@@ -21,7 +21,7 @@ class Series(NamedTuple):
     """A provider's figures."""
 
     name: str
-    points: list[tuple[float, float]]
+    points: Sequence[tuple[float, float]]
 
 
 def lines(series: Sequence[Series], unit: str, words: str, log: bool = False) -> str:
