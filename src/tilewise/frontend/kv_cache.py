@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..mods.masks import Predicate, chunked
-from ..ops.calls import find
+from ..ops.calls import Entry, find
 from ..tile import split_kv
 from ..tile.paging import batch_of
 from ..tile.rotary import Rotary, rotate
@@ -89,6 +89,22 @@ def flash_attn_with_kvcache(
     `return_softmax_lse`, lse (batch, nheads, seqlen_q) or (nheads, total_q); a row without keys has
     lse -inf.
     """
+    entry = None
+    place = block_table if page_table is None else page_table
+    tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q, alibi_slopes, learnable_sink
+    has_one_table = page_table is None or block_table is None
+    has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
+    is_moved = not (cache_batch_idx is cache_leftpad is None)
+    is_scaled = not (qv is q_descale is k_descale is v_descale is None)
+    if has_one_table and type(cache_seqlens) is Tensor and cache_seqlens.ndim == 1:
+        if not (has_new or is_moved or is_scaled) and type(attention_chunk) is int:
+            sides = window_size if type(window_size) is tuple else (window_size,)
+            words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
+            entry = find((*tensors, out), (*words, attention_chunk, *sides))
+    if entry is not None and entry.step is not None:
+        known = launch_step(entry.step, tensors, out)
+        if known is not None:
+            return known if return_softmax_lse else known[0]
     for name, x in dict(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
     ).items():
@@ -129,7 +145,8 @@ def flash_attn_with_kvcache(
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
     learned = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
     numbers = causal, softmax_scale, window, softcap, None
-    found, lse = _attend((q, k_cache, v_cache, place, used, cu_seqlens_q), learned, numbers, out)
+    cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
+    found, lse = _attend(cache_of, learned, numbers, out, None if chunk else entry)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
@@ -279,14 +296,16 @@ def _attend(
     learned: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool, float | None, Window, float, None],
     out: Tensor | None,
+    entry: Entry | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention beside a cache: as a call that looked so before, or checked."""
+    """Attention beside a cache: as a call that looked so before, or checked. `entry` is that of the
+    caller's arguments, if it has one.
+    """
     slopes, sinks, mask_mod = learned
     causal, scale, window, softcap, split_size = numbers
     sides = window if type(window) is tuple else (window,)
     tensors = *cache, slopes, sinks
-    entry = None
-    if mask_mod is None:
+    if mask_mod is None and entry is None:
         words = "cache", causal, scale, softcap, split_size, *sides
         entry = find((*tensors, out), words)
     if entry is not None and entry.step is not None:

@@ -185,7 +185,10 @@ def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
     q, k, v = saved.q, saved.k, saved.v
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
-    look = cpu_stand_ins() if q.is_cpu else look_of((*saved, *extras.tensors))
+    if q.is_cpu:
+        look = cpu_stand_ins()
+    else:
+        look = look_of(saved if extras is NO_EXTRAS else (*saved, *extras.tensors))
     prepared = call.backwards.get(look)
     if prepared is None:
         chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)

@@ -25,8 +25,11 @@ ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compil
 
 def is_watched() -> bool:
     """Whether a profiler has hooked itself into Triton's launches, which then must see them."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any([getattr(hook, "calls", hook) for hook in hooks])
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):
+            return True
+    return False
 
 
 def may_relaunch(device: int | None) -> bool:
