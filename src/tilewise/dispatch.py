@@ -128,7 +128,7 @@ def choose(
     """
     check_backend(backend)
     names = list(BACKENDS) if backend is None else [backend]
-    refusals = []
+    refusals: list[Refusal] = []
     for name in names:
         reason = ask(name, problem, device, is_aligned, has_many)
         if reason is None or (isinstance(reason, Slower) and name == backend):
@@ -143,7 +143,7 @@ def choose(
     raise NotImplementedError(f"no backend serves this attention on {device}:\n{lines}")
 
 
-def check_backend(backend: str | None) -> None:
+def check_backend(backend: object) -> None:
     """The name of a backend, or None."""
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ArgumentError(

@@ -101,14 +101,20 @@ class Extras(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All in a row: OPTIONAL of which each may be None, then the captured ones."""
-        return (*self[:OPTIONAL], *self.captured)
+        return (*self.optional, *self.captured)
 
     @property
-    def arguments(self) -> tuple:
+    def arguments(self) -> tuple[torch.Tensor | list[torch.Tensor] | None, ...]:
         """As operators take them: no captured tensors are None, for AOTInductor loses an empty list
         between its executor and the operator.
         """
-        return (*self[:OPTIONAL], list(self.captured) or None)
+        return (*self.optional, list(self.captured) or None)
+
+    @property
+    def optional(self) -> tuple[torch.Tensor | None, ...]:
+        """All but what functions captured."""
+        *optional, _ = self
+        return tuple(optional)
 
 
 OPTIONAL = len(Extras._fields) - 1
@@ -131,7 +137,8 @@ def extras_of(*tensors: torch.Tensor | None) -> Extras:
     """Extras of `Extras.tensors`."""
     if not tensors:
         return NO_EXTRAS
-    return Extras(*tensors[:OPTIONAL], captured=tensors[OPTIONAL:])
+    captured = tuple([x for x in tensors[OPTIONAL:] if x is not None])
+    return Extras(*tensors[:OPTIONAL], captured=captured)
 
 
 class Call:

@@ -9,6 +9,7 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import OURS, ArgumentError, Words
 from ..mods.flatten import take_apart
@@ -78,7 +79,7 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
     if sinks is not None:
         _check_extra(words.sinks, sinks, q, [(nheads,)], DTYPES)
     if extras.bias is not None:
-        check_bias(q, k, extras, words)
+        check_bias(q, k, extras.bias, extras.cu_seqlens_q is not None, words)
     if extras.dropout_rng is not None:
         _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
     for x in extras.captured:
@@ -111,11 +112,12 @@ def check_order(captured: tuple[Tensor, ...]) -> None:
             )
 
 
-def check_bias(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
+def check_bias(
+    q: Tensor, k: Tensor, bias: Tensor, is_packed: bool = False, words: Words = OURS
+) -> None:
     """A bias that broadcasts over the scores of sequences that are rows of a batch."""
-    bias = extras.bias
     scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    if extras.cu_seqlens_q is not None:
+    if is_packed:
         raise ArgumentError(
             "bias is for sequences in a batch, and these are packed: pass a score_mod that reads "
             "its tensor by position"
@@ -180,7 +182,7 @@ def knows_values(x: Tensor) -> bool:
     """
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+    if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
     return x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
 

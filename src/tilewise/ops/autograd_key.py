@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .calls import TENSORS
@@ -45,7 +46,7 @@ def is_plain(tensors: tuple) -> bool:
     """Whether nothing else must see the operator: no gradient, mode, transform or subclass."""
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return False
     has_grad = torch.is_grad_enabled()
     for x in tensors:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..emulator.switch import cpu_stand_ins
@@ -57,7 +58,7 @@ def find(tensors: Sequence[Tensor | None], words: tuple) -> Entry | None:
     kinds = tuple(map(type, words))
     if (
         torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()

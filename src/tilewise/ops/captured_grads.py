@@ -70,7 +70,8 @@ class _CapturedGrads(Once):
         )
 
     @staticmethod
-    def vmap(info, in_dims, call, wanted, *tensors):
+    def vmap(info, in_dims, *args):
+        call, wanted, tensors = *args[:2], args[2:]
         compute = functools.partial(_CapturedGrads.apply, call, wanted)
         return batching.one_by_one(compute, info.batch_size, in_dims[2:], tensors)
 
@@ -89,9 +90,8 @@ def _kernel(*args):
 
 
 def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
-    *args, wanted = args
-    tensors, extras, options = parts_of(tuple(args), GIVEN)
-    return Saved(*tensors), extras, options, wanted
+    tensors, extras, options = parts_of(args[:-1], GIVEN)
+    return Saved(*tensors), extras, options, args[-1]
 
 
 def _check_wanted(score: str, wanted: list[int]) -> None:

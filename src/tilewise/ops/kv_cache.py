@@ -100,10 +100,11 @@ def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
 
 def append(asked: Append) -> None:
     """New keys and values, checked, into a cache."""
-    rotary = asked.rotary or Rotary(None, None)
-    tensors = *asked[:-1], *rotary[:2]
+    rotary = asked.rotary
+    turned = (None, None, True) if rotary is None else rotary
+    tensors = *asked[:-1], *turned[:2]
     if is_watched(*tensors):
-        torch.ops.tilewise.flash_attn_cache_append(*tensors, rotary.interleaved)
+        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2])
     else:
         _run_append(asked)
 
@@ -121,8 +122,10 @@ def _run_append(asked: Append) -> None:
 
 
 def _append_kernel(*args):
-    *tensors, cos, sin, interleaved = args
-    _run_append(Append(*tensors, None if cos is None else Rotary(cos, sin, interleaved)))
+    k_cache, v_cache, k, v, page_table, seqused_k, cu_seqlens_q, slots, cos, sin, interleaved = args
+    rotary = None if cos is None else Rotary(cos, sin, interleaved)
+    lengths = page_table, seqused_k, cu_seqlens_q, slots
+    _run_append(Append(k_cache, v_cache, k, v, *lengths, rotary))
 
 
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,10 @@ import sys
 
 import torch
 
+from ..mods.compilers import gives_constant
 
+
+@gives_constant  # Dynamo, which cannot trace a registration, runs it while it traces
 def register_late() -> None:
     """The FLOP formulas and the DTensor rules, once their modules are loaded: importing those costs
     more than all of tilewise.
@@ -23,7 +26,4 @@ def register_late() -> None:
         sharding.register()
 
 
-# What torch.compiler.assume_constant_result sets, but its import is torch._dynamo's. Dynamo, which
-# cannot trace a registration, then runs it while it traces.
-register_late._dynamo_marked_constant = True
 _late = {"flops": False, "dtensor": False}

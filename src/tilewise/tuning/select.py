@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 
@@ -16,6 +17,14 @@ from .store import add, rows_of
 from .tables import TABLE, default
 
 _overrides: dict[str, Config] = {}
+
+
+class Properties(Protocol):
+    """What torch knows of a GPU; it has no type for it."""
+
+    major: int
+    minor: int
+    gcnArchName: str  # of AMD
 
 
 def select(key: Key, device: torch.device) -> Config:
@@ -38,14 +47,14 @@ def architecture(device: torch.device) -> str:
     """The tables' name for it: "sm90", "gfx942", ...; "interpreter" for the CPU."""
     if device.type != "cuda":
         return "interpreter"
-    properties = torch.cuda.get_device_properties(device)
+    found = cast(Properties, torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
     if torch.version.hip:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm{properties.major}{properties.minor}"
+        return found.gcnArchName.split(":")[0]
+    return f"sm{found.major}{found.minor}"
 
 
 @contextlib.contextmanager
-def override(**configs: Config) -> Iterator[None]:
+def override(**configs: Config) -> Generator[None]:
     """Forces configurations by kernel name.
 
     with override(fwd=Config(64, 32, 4, 2)): ...
