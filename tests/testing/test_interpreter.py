@@ -134,6 +134,25 @@ def test_autotuned_kernels_run_their_first_configuration():
     assert x.item() == 9
 
 
+def test_types_that_are_known_are_those_that_triton_makes():
+    """Shapes, sizes, names and numpy's dtypes, at first and when they come again."""
+    interpreter = triton.runtime.interpreter
+    kinds = [tl.float32, tl.bfloat16, tl.int1, tl.pointer_type(tl.float16), tl.float8e5]
+
+    def made():
+        blocks = [tl.block_type(x, shape) for x in kinds for shape in ([16, 32], [tl.constexpr(1)])]
+        tensors = [tl.tensor(None, x) for x in (*kinds, *blocks)]
+        said = [(list(x.shape), x.numel, str(x.dtype), str(x.type)) for x in tensors]
+        blocks_said = [(str(x), x.numel, x.scalar, list(x.shape)) for x in blocks]
+        return said, blocks_said, [interpreter._get_np_dtype(x) for x in (*kinds, *blocks)]
+
+    shipped = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+    expected = made()
+    with interpreting(()):
+        assert made() == made() == expected
+    assert shipped == (interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__)
+
+
 def test_random_bits_are_philox():
     @triton.jit
     def kernel(out, seed, N: tl.constexpr):

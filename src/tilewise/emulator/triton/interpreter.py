@@ -28,6 +28,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
+from . import known_types
 from .guard import checked_integers, guarded, unchecked_integers
 from .repair import repair
 from .source import as_compiled
@@ -123,6 +124,7 @@ def _language() -> Iterator[tuple[Any, str, Any]]:
     for kind in (JITFunction, triton_interpreter.InterpretedFunction):
         yield kind, "__call__", _call_helper
         yield kind, "__get__", _bind_method  # x.sum(1)
+    yield from known_types.patches()
     yield tl.tensor, "__bool__", _truth
     yield tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0])
     for module in (tl, tl.core):
