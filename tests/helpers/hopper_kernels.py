@@ -128,7 +128,7 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mail, problem, SHAPE: gl.constexpr):
+def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mailbox, problem, SHAPE: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     N: gl.constexpr = SHAPE.N
     K: gl.constexpr = SHAPE.K
@@ -138,14 +138,14 @@ def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mail, problem, SHAPE: g
     sent = 0
     tile = gl.program_id(0)
     while tile >= 0:
-        # The last letter, -1, ends the consumers.
-        letter = gl.where(tile < n_tiles, tile, -1)
+        # The last message, -1, ends the consumers.
+        message = gl.where(tile < n_tiles, tile, -1)
         slot = sent % 2
-        mbarrier.wait(mail.empty.index(slot), ((sent // 2) & 1) ^ 1)  # mail
-        mail.tiles.index(slot).store(gl.full([1], 0, gl.int32, ONE) + letter)
-        mbarrier.arrive(mail.full.index(slot), count=1)
+        mbarrier.wait(mailbox.empty.index(slot), ((sent // 2) & 1) ^ 1)  # mailbox
+        mailbox.tiles.index(slot).store(gl.full([1], 0, gl.int32, ONE) + message)
+        mbarrier.arrive(mailbox.full.index(slot), count=1)
         sent += 1
-        if letter >= 0:
+        if message >= 0:
             row = tile // problem.n_columns
             column = tile % problem.n_columns
             for k in range(problem.n_inner):
@@ -163,23 +163,23 @@ def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mail, problem, SHAPE: g
 
 
 @gluon.jit
-def read_letter(mail, n):
+def read_message(mailbox, n):
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = n % 2
-    mbarrier.wait(mail.full.index(slot), (n // 2) & 1)  # mail
-    letter = gl.max(mail.tiles.index(slot).load(ALL), 0)
-    mbarrier.arrive(mail.empty.index(slot), count=1)  # mail
-    return letter
+    mbarrier.wait(mailbox.full.index(slot), (n // 2) & 1)  # mailbox
+    message = gl.max(mailbox.tiles.index(slot).load(ALL), 0)
+    mbarrier.arrive(mailbox.empty.index(slot), count=1)  # mailbox
+    return message
 
 
 @gluon.jit
-def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, mail, problem, SHAPE: gl.constexpr):
+def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, mailbox, problem, SHAPE: gl.constexpr):
     N: gl.constexpr = SHAPE.N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     STAGES: gl.constexpr = SHAPE.STAGES
     it = 0
     received = 0
-    tile = read_letter(mail, received)
+    tile = read_message(mailbox, received)
     while tile >= 0:
         received += 1
         acc = gl.zeros([64, N], gl.float32, ACC)
@@ -198,7 +198,7 @@ def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, mail, problem, SHAPE
         columns = column + gl.arange(0, N, gl.SliceLayout(0, ACC))
         at = c_ptr + rows[:, None].to(gl.int64) * problem.stride + columns[None, :]
         gl.store(at, gl.load(at) + acc)
-        tile = read_letter(mail, received)
+        tile = read_message(mailbox, received)
 
 
 @gluon.jit
@@ -211,16 +211,16 @@ def matmul_kernel(
     dtype: gl.constexpr = a_desc.dtype
     A: gl.constexpr = a_desc.layout
     B: gl.constexpr = b_desc.layout
-    LETTERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    MESSAGES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_ring = make_ring(dtype, [STAGES, 128, K], A, 2)
     b_ring = make_ring(dtype, [STAGES, K, N], B, 2)
-    mail = make_ring(gl.int32, [2, 1], LETTERS, 2)
+    mailbox = make_ring(gl.int32, [2, 1], MESSAGES, 2)
     fence_async_shared()  # the barriers of the matmul
     gl.warp_specialize(
         [
-            (matmul_compute, (0, c_ptr, a_ring, b_ring, mail, problem, SHAPE)),
-            (matmul_compute, (1, c_ptr, a_ring, b_ring, mail, problem, SHAPE)),
-            (matmul_load, (a_desc, b_desc, counter, a_ring, b_ring, mail, problem, SHAPE)),
+            (matmul_compute, (0, c_ptr, a_ring, b_ring, mailbox, problem, SHAPE)),
+            (matmul_compute, (1, c_ptr, a_ring, b_ring, mailbox, problem, SHAPE)),
+            (matmul_load, (a_desc, b_desc, counter, a_ring, b_ring, mailbox, problem, SHAPE)),
         ],
         [4, 1],
         [200, 24],

@@ -93,8 +93,8 @@ def log(monkeypatch):
     names = {
         launch: ["hopper_fwd_kernel"],
         bwd_launch: [
-            *("bwd_delta_kernel", "hopper_bwd_kernel"),
-            *("hopper_bwd_dq_kernel", "attn_bwd_dbias_kernel"),
+            *("bwd_delta_kernel", "hopper_bwd_kernel", "hopper_bwd_dq_kernel"),
+            "attn_bwd_dbias_kernel",
         ],
     }
     for module, kernels in names.items():

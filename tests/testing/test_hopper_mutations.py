@@ -30,9 +30,9 @@ MATMUL_DONE = "            acc = warpgroup_mma_wait(0, deps=[token])\n"
 MATMUL_FREE = "            mbarrier.arrive(a_ring.empty.index(stage), count=1)\n"
 BOTH_BYTES = "a_desc.block_type.nbytes + b_desc.block_type.nbytes"
 DRAWN = 'gl.atomic_add(counter, 1, sem="relaxed")'
-SENT = "        mbarrier.wait(mail.empty.index(slot), ((sent // 2) & 1) ^ 1)  # mail\n"
-RECEIVED = "    mbarrier.wait(mail.full.index(slot), (n // 2) & 1)  # mail\n"
-REPLIED = "    mbarrier.arrive(mail.empty.index(slot), count=1)  # mail\n"
+SENT = "        mbarrier.wait(mailbox.empty.index(slot), ((sent // 2) & 1) ^ 1)  # mailbox\n"
+RECEIVED = "    mbarrier.wait(mailbox.full.index(slot), (n // 2) & 1)  # mailbox\n"
+REPLIED = "    mbarrier.arrive(mailbox.empty.index(slot), count=1)  # mailbox\n"
 SCORES = "        s = warpgroup_mma_wait(0, deps=[s_token])\n"
 K_FREE = "        mbarrier.arrive(k_ring.empty.index(stage), count=1)\n"
 V_FREE = "        mbarrier.arrive(v_ring.empty.index(stage), count=1)\n"
@@ -79,9 +79,9 @@ BUGS = {
         "            gl.store(counter, drawn + 1)\n"
         "            tile = drawn + gl.num_programs(0)\n",
     ),
-    "matmul: letter overwritten": (SENT, ""),
-    "matmul: letter read before it came": (RECEIVED, ""),
-    "matmul: letter not acknowledged": (REPLIED, ""),
+    "matmul: message overwritten": (SENT, ""),
+    "matmul: message read before it came": (RECEIVED, ""),
+    "matmul: message not acknowledged": (REPLIED, ""),
     "matmul: accumulator of the tile before": (
         "        acc = gl.zeros([64, N], gl.float32, ACC)\n        for _",
         "        if received == 1:\n"

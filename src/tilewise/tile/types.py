@@ -157,7 +157,7 @@ class Pipeline(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     WARPGROUPS: int  # that do matmuls
-    STAGES: int  # slots for tiles of K, and of V
+    STAGES: int  # for tiles of K, and of V
     Q_STAGES: int
     PACK: int  # heads of a group that share a tile, as neighbouring rows
     BIAS_STEP: int = 0  # from one key's bias to the next: 1, or 2 where two may be read at once;

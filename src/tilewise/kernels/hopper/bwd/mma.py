@@ -118,7 +118,7 @@ def grad_partition(
             if TILE.LSE_FIRST:
                 wait_full(queries, state_of(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
-            k_smem = here(keys.k, step)
+            k_smem = only_stage(keys.k, step)
             pending_dq = multiply_scores(exchange.ds, last_turn.stage, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
@@ -142,7 +142,7 @@ def grad_partition(
             # No matmul may be on its way when the loop turns: the compiler would serialize all
             s = warpgroup_mma_wait(0, deps=[pending_s])
         wait_full(exchange, last_turn, pred=is_seen)
-        k_smem = here(keys.k, step)
+        k_smem = only_stage(keys.k, step)
         pending_dq = multiply_scores(exchange.ds, last_turn.stage, k_smem, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
@@ -160,7 +160,7 @@ def grad_partition(
 
 
 @gluon.jit
-def here(buffers, step):
+def only_stage(buffers, step):
     """The one stage of K or V, by an index that is always 0 and that the compiler cannot know.
 
     It would otherwise compute the operands of all wgmma instructions before the loop, 16 registers
@@ -172,7 +172,7 @@ def here(buffers, step):
 @gluon.jit
 def half_of(buffers, WG: gl.constexpr, step):
     """The warpgroup's 64 rows of K or V: (64, BLOCK_D)."""
-    return here(buffers, step).slice(WG * 64, 64, 0)
+    return only_stage(buffers, step).slice(WG * 64, 64, 0)
 
 
 @gluon.jit

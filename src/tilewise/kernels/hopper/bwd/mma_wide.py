@@ -26,7 +26,7 @@ from ..work import END
 from .dropout import marked_gradient
 from .epilogue import store_keys, used_rows
 from .labels import block_at, block_behind
-from .mma import add_dq, here, in_accumulator_order, in_register_order, load_row, recompute
+from .mma import add_dq, in_accumulator_order, in_register_order, load_row, only_stage, recompute
 from .ordered_add import await_turn, end_turn
 from .query_blocks import block_after, count_blocks, first_block
 from .work_tile import receive_tile
@@ -64,13 +64,14 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
         wait_full(queries, state_of(step), pred=is_seen)
-        pending_s = multiply_queries(here(rings.keys.k, step), queries, step, no_scores, TRIM, TILE)
+        k_smem = only_stage(rings.keys.k, step)
+        pending_s = multiply_queries(k_smem, queries, step, no_scores, TRIM, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             visited = block_at(block, queries.labels, step, TILE)
             before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
             wait_full(exchange.ds, state_of(step - 1), pred=i > 0)
-            k_smem = here(rings.keys.k, step)
+            k_smem = only_stage(rings.keys.k, step)
             if not HAS_DERIVATIVE:  # its derivative needs the registers
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
             minus_lse = 0.0
@@ -89,7 +90,8 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             if i > 0:
                 await_turn(rings.turns, step - 1, TILE)
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
-            pending_dq = multiply_keys(exchange.ds, step - 1, here(rings.keys.k, step), no_dq, 1)
+            k_smem = only_stage(rings.keys.k, step)
+            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 1)
             dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
             release(queries, state_of(step))
             # Before S^T starts: its operands come from shared memory, by the path of atomics
@@ -97,7 +99,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
                 end_turn(rings.turns, step - 1, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
-            k_smem = here(rings.keys.k, step)
+            k_smem = only_stage(rings.keys.k, step)
             pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
             block = block_after(block, work, FEATURES)
             step += 1
@@ -107,7 +109,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             wait_full(exchange.ds, state_of(step - 1))
             await_turn(rings.turns, step - 1, TILE)
             for part in gl.static_range(2):
-                k_smem = here(rings.keys.k, step)
+                k_smem = only_stage(rings.keys.k, step)
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
@@ -146,11 +148,11 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
         wait_full(queries, state_of(step), pred=is_seen)
-        pending_dp = multiply_values(here(rings.keys.v, step), queries, step, no_scores, TRIM)
+        pending_dp = multiply_values(only_stage(rings.keys.v, step), queries, step, no_scores, TRIM)
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
             visited = block_at(block, queries.labels, step, TILE)
-            k_smem = here(rings.keys.k, step)
+            k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             mbarrier.wait(exchange.p_full, step & 1)
             p = in_accumulator_order(exchange.p.load(by_register(64 * M)), S_LAYOUT)
@@ -171,7 +173,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
                 end_turn(rings.turns, step - 1, TILE)
             if LAST_PART == 3:
-                k_smem = here(rings.keys.k, step)
+                k_smem = only_stage(rings.keys.k, step)
                 pending_dq = multiply_keys(exchange.ds, step, k_smem, no_dq, 2)
             if LAST_PART == 3:
                 dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
@@ -182,13 +184,13 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 await_turn(rings.turns, step, TILE)
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
-            v_smem = here(rings.keys.v, step)
+            v_smem = only_stage(rings.keys.v, step)
             pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
             block = block_after(block, work, FEATURES)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
         if is_seen:
-            k_smem = here(rings.keys.k, step)
+            k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
             before = block_behind(block, queries.labels, step, work, FEATURES, TILE)

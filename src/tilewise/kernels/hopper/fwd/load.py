@@ -64,8 +64,8 @@ class Progress(NamedTuple):
     q: PipelineState
     steps: PipelineState
     bias: PipelineState
-    before: Block
-    has_before: gl.tensor  # the first step of all has no V, the last one no K
+    prev_block: Block
+    has_prev: gl.tensor  # the first step of all has no V, the last one no K
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
             found = find_tile(tile, found.hint, call, FEATURES, TILE)
         tiles = found.tiles
-        has_values = progress.has_before  # there may have been no tile
+        has_values = progress.has_prev  # there may have been no tile
     else:
         tiles = call.queue.tiles
         while tile < tiles:
@@ -90,9 +90,8 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
         has_values = True
     reset_counter(call.queue, tile, tiles)
-    load_step(
-        rings.steps, progress.steps, sources, progress.before, False, progress.before, has_values
-    )
+    prev = progress.prev_block
+    load_step(rings.steps, progress.steps, sources, prev, False, prev, has_values)
     send(rings.mailbox, progress.mailbox, no_more(END, FEATURES))
 
 
@@ -103,7 +102,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     """
     q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    mailbox_state, q_state, steps_state, bias_state, before, has_before = progress
+    mailbox_state, q_state, steps_state, bias_state, prev_block, has_prev = progress
     send(rings.mailbox, mailbox_state, work)
     mailbox_state = advance(mailbox_state, 2)
     batch, first_q = place_in(work, FEATURES)
@@ -121,13 +120,13 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         fetched = fetch_next_tile(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
-        load_step(rings.steps, steps_state, sources, block, True, before, has_before)
+        load_step(rings.steps, steps_state, sources, block, True, prev_block, has_prev)
         steps_state = advance(steps_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
         bias_state = advance(bias_state, 1)
-        before = block
-        has_before = True
-    progress = Progress(mailbox_state, q_state, steps_state, bias_state, before, has_before)
+        prev_block = block
+        has_prev = True
+    progress = Progress(mailbox_state, q_state, steps_state, bias_state, prev_block, has_prev)
     return progress, fetched_tile(fetched)
 
 

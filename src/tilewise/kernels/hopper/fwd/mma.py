@@ -29,7 +29,7 @@ from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
 from ..work import END, Call, key_block
 from .dropout import from_pairs
 from .epilogue import write_tile
-from .scores import dropout, early_bias, open_rows, to_scores
+from .scores import dropout, open_rows, prefetch_bias, to_scores
 from .varlen import lengths_in, receive_tile, rows_in
 
 
@@ -99,7 +99,7 @@ def attend_partition(
     pending_s = multiply_keys(q_tile, steps, state, no_scores)
     tile = open_rows(work, rows, call, FEATURES, TILE)
     n_block = key_block(work, 0, call, FEATURES, TILE)
-    bias = early_bias(tile, n_block, call, FEATURES, TILE)
+    bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     bias = copied_bias(bias, rings.bias, WG, 0, has_tile, TILE)
     if has_tile:
@@ -120,7 +120,7 @@ def attend_partition(
                 wait_full(steps, state)
             pending_s = multiply_keys(q_tile, steps, state, no_scores)
             pending_o = multiply_values(step.p, steps, state, acc_o)
-            bias = early_bias(tile, n_block, call, FEATURES, TILE)
+            bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
             s = warpgroup_mma_wait(1, deps=[pending_s])
             bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
             if ONE_Q:
@@ -173,7 +173,7 @@ def attend_partition(
         pending_o = multiply_values(step.p, steps, state, acc_o)
         tile = open_rows(upcoming, rows, call, FEATURES, TILE)
         n_block = key_block(upcoming, 0, call, FEATURES, TILE)
-        bias = early_bias(tile, n_block, call, FEATURES, TILE)
+        bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
         bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), goes_on, TILE)
         s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)

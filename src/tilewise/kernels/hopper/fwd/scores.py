@@ -58,16 +58,16 @@ def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def is_early(dtype):
+def is_prefetched(dtype):
     """Whether registers hold the bias of a block beside its S: at 16 bits, or as pairs."""
     return dtype != gl.float32
 
 
 @gluon.jit
-def early_bias(tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The bias of a block, asked for while its S is computed, where registers hold both."""
+def prefetch_bias(tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The bias of a block, loaded while its S is computed, where registers hold both."""
     if FEATURES.BIAS and not TILE.BIAS_COPIED:
-        if is_early(call.modifiers.bias.ptr.dtype.element_ty):
+        if is_prefetched(call.modifiers.bias.ptr.dtype.element_ty):
             return load_bias(tile.work, tile.rows, n_block, call, TILE)
         else:
             return 0
@@ -107,7 +107,7 @@ def to_scores(
     k_idx, seq = keys_of(n_start, tile, call, HAS_SCORE_MOD, False, FEATURES, TILE)
     s = score_without_bias(qk, q_idx, k_idx, seq, FEATURES).s
     if FEATURES.BIAS:
-        if TILE.BIAS_COPIED or is_early(call.modifiers.bias.ptr.dtype.element_ty):
+        if TILE.BIAS_COPIED or is_prefetched(call.modifiers.bias.ptr.dtype.element_ty):
             s = add_bias(s, bias, dtype)
         else:
             s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), gl.float32)
