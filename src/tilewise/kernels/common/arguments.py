@@ -63,8 +63,8 @@ def strided(x: Tensor) -> Strided:
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read x: rows, heads and batches at multiples of 16 bytes, and
-    none of them repeated.
+    """Whether one tensor descriptor can read all of x: rows, heads and batches at multiples of 16
+    bytes, and none of them repeated.
     """
     units = 16 // x.itemsize
     for size, stride in zip(x.shape[:3], x.stride()):
@@ -74,7 +74,9 @@ def aligned(x: Tensor) -> bool:
 
 
 def fits_descriptor(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read each head of x: aligned rows that do not repeat."""
+    """Whether a tensor descriptor of its own can read each head of x: aligned rows that do not
+    repeat. Heads and batches may, but their strides count even where there is one of them.
+    """
     aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
     return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
 
