@@ -16,9 +16,10 @@ from ..mods.documents import Documents
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
 from ..ops import kv_cache as cache_ops
+from ..ops.autocast import is_any_autocast_on
 from ..ops.calls import Entry, entry_of, find
 from ..ops.context_parallel import refuse_shards
-from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods
+from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .checks import check, check_scores, has_values
@@ -46,9 +47,9 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     bias: Tensor | None = None,
-    mask_mod: Callable | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     block_mask: BlockMask | None = None,
-    score_mod: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
     dropout_p: float = 0,  # not 0.0: a compiler takes that for a variable
     dropout_rng: Tensor | None = None,
     layout: str = "bshd",
@@ -135,7 +136,7 @@ def attention(
         if max_seqlen_q is not None or max_seqlen_k is not None:
             words += as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         entry = find(tensors, (*words, *sides, backend))
-        known = None if entry is None else again(entry, tensors, layout)
+        known = None if entry is None else again(entry, (q, k, v), tensors[3:], layout)
         if known is not None:
             return known if return_lse else known[0]
     align = check_causal(causal)
@@ -169,9 +170,9 @@ def attention(
     block_mask = block_mask_of(block_mask)
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
     positions = *lengths, alibi_slopes, bias, mask_mod, score_mod, dropout_p or None
-    documents = documents_in(block_mask, q, k, v, positions)
+    documents, batch = documents_in(block_mask, q, k, v, positions), q.shape[0]
     if documents is not None:
-        batch, block_mask, sides = q.shape[0], None, band(None, documents.causal)
+        block_mask, sides = None, band(None, documents.causal)
         if documents.are_many:
             if batch > 1:
                 q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
@@ -194,15 +195,15 @@ def attention(
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     elif documents is not None and documents.are_many and batch > 1:
-        out = out[0].unflatten(0, (batch, -1))
-        lse = lse[0].unflatten(1, (batch, -1)).transpose(0, 1)
+        out = out.reshape(batch, -1, *out.shape[2:])
+        lse = lse.reshape(lse.shape[1], batch, -1).transpose(0, 1)
     if layout == "bhsd" and not is_packed:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
 def documents_in(
-    block_mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, positions: tuple
+    block_mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Any, ...]
 ) -> Documents | None:
     """The packed sequences that a mask says q, k and v are, where nothing else asks where a query
     or a key is, and where a view of them is packed.
@@ -216,10 +217,14 @@ def documents_in(
 
 
 def again(
-    entry: Entry, tensors: tuple[Tensor | None, ...], layout: str
+    entry: Entry,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    others: tuple[Tensor | None, ...],
+    layout: str,
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `lse` of a call of `attention` whose signature is known; else None."""
-    q, k, v, *optional, page_table, out = tensors
+    q, k, v = inputs
+    *optional, page_table, out = others
     if entry.step is not None:
         alibi_slopes, sinks, seqused_k, _, cu_seqlens_q, *_ = optional
         cache = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
@@ -231,7 +236,7 @@ def launch(
     call: Call, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None], layout: str
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a known call of tensors in a layout; `optional` begin its Extras."""
-    extras = Extras(*optional) if call.has_extras else NO_EXTRAS
+    extras = extras_of(*optional) if call.has_extras else NO_EXTRAS
     if call.problem.is_packed:
         out, lse = ops.launch(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), extras)
         return out.squeeze(0), lse.squeeze(0)
@@ -243,11 +248,14 @@ def launch(
 
 
 def launch_step(
-    step: Callable, cache: tuple[Tensor | None, ...], out: Tensor | None, layout: str = "bshd"
+    step: Callable[..., Any],
+    cache: tuple[Tensor | None, ...],
+    out: Tensor | None,
+    layout: str = "bshd",
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `lse` of a known step; None where it may not be launched now."""
     refuse_shards()
-    found = step(cache, out)
+    found: tuple[Tensor, Tensor] | None = step(cache, out)
     if found is None or out is not None or layout == "bshd":
         return found
     return found[0].transpose(1, 2), found[1]
@@ -300,7 +308,7 @@ def call(
     dispatch.check_backend(backend)
     tensors = q, k, v, *extras.tensors
     is_watched = ops.is_watched(*tensors)
-    if is_watched or torch._C._is_any_autocast_enabled():
+    if is_watched or is_any_autocast_on():
         q, k, v = ops.autocast(q, k, v)
         tensors = q, k, v, *extras.tensors
     asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
@@ -322,6 +330,6 @@ def call(
 
 def may_keep(numbers: tuple[float | None, float | None, float], extras: Extras) -> bool:
     """Whether a call's numbers cannot change, and its checks read no tensor."""
-    *numbers, dropout_p = numbers
-    is_fixed = all(x is None or type(x) is float for x in numbers)
+    scale, softcap, dropout_p = numbers
+    is_fixed = all(x is None or type(x) is float for x in (scale, softcap))
     return is_fixed and type(dropout_p) in (int, float) and not has_values(extras)

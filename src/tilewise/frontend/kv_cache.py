@@ -91,20 +91,21 @@ def flash_attn_with_kvcache(
     """
     entry = None
     place = block_table if page_table is None else page_table
-    tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q, alibi_slopes, learnable_sink
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
     is_scaled = not (qv is q_descale is k_descale is v_descale is None)
-    if has_one_table and type(cache_seqlens) is Tensor and cache_seqlens.ndim == 1:
+    if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
+        tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
+        tensors = *tensors, alibi_slopes, learnable_sink
         if not (has_new or is_moved or is_scaled) and type(attention_chunk) is int:
             sides = window_size if type(window_size) is tuple else (window_size,)
             words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
             entry = find((*tensors, out), (*words, attention_chunk, *sides))
-    if entry is not None and entry.step is not None:
-        known = launch_step(entry.step, tensors, out)
-        if known is not None:
-            return known if return_softmax_lse else known[0]
+        if entry is not None and entry.step is not None:
+            known = launch_step(entry.step, tensors, out)
+            if known is not None:
+                return known if return_softmax_lse else known[0]
     for name, x in dict(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
     ).items():

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
@@ -121,9 +123,7 @@ def _is_transformed() -> bool:
     """Inside vmap, grad or another functorch transform, or under forward-mode AD (which our
     Function refuses by name).
     """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 # autograd
@@ -143,7 +143,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     if dout is None:  # only the gradient of lse is asked
         dout = torch.zeros_like(out)
     call, saved = ctx.call, Saved(dout, dlse, q, k, v, out, lse)
-    is_seen = _is_transformed() or torch._C._functorch.is_legacy_batchedtensor(dout)
+    is_seen = _is_transformed() or is_legacy_batchedtensor(dout)
     if not (torch.is_grad_enabled() or is_seen or is_watched(dout, dlse, q, k, v)):
         grads = run_backward(call, saved, extras_of(*tensors))
         if not tensors:
@@ -156,7 +156,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) -> Grads:
     """The gradients where something else sees them."""
-    if torch._C._functorch.is_legacy_batchedtensor(saved.dout):
+    if is_legacy_batchedtensor(saved.dout):
         raise NotImplementedError(
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
@@ -175,9 +175,9 @@ def _of_inputs(
     of_extras = Extras(
         sinks=None if extras.sinks is None else grads.dsinks,
         bias=grads.dbias if call.problem.has_bias_grad else None,
-        captured=captured_grads.gradients(call, needs, saved, extras),
     )
-    return *grads[:INPUTS], *of_extras.tensors
+    captured = captured_grads.gradients(call, needs, saved, extras)
+    return *grads[:INPUTS], *of_extras.tensors, *captured
 
 
 def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
@@ -217,12 +217,13 @@ class _EagerAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        return _backward(ctx, dout, dlse)
+    def backward(ctx, *grads):
+        return _backward(ctx, *grads)
 
 
 # Past what `Function.apply` does for functorch, whose transforms do not come here
-_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply
+_above: Any = super(torch.autograd.Function, _EagerAttention)
+_apply_eagerly = _above.apply
 
 
 class _Attention(torch.autograd.Function):
@@ -241,8 +242,8 @@ class _Attention(torch.autograd.Function):
         _save(ctx, call, tuple(tensors), output)
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        return _backward(ctx, dout, dlse)
+    def backward(ctx, *grads):
+        return _backward(ctx, *grads)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -252,9 +253,11 @@ class _Attention(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(info, in_dims, call, *tensors):
+    def vmap(info, in_dims, *args):
+        call, *tensors = args
         attend = functools.partial(_Attention.apply, call)
         counts_rows = "b" in mentions(call.problem.mods)
+        tensors = tuple(tensors)
         return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tensors)
 
 
@@ -271,9 +274,10 @@ class _AttentionBackward(Once):
         return _filled(run_backward(call, saved, extras), saved.q)
 
     @staticmethod
-    def vmap(info, in_dims, call, *tensors):
+    def vmap(info, in_dims, *args):
+        call, *tensors = args
         differentiate = functools.partial(_AttentionBackward.apply, call)
-        return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tensors)
+        return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tuple(tensors))
 
 
 def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
@@ -312,14 +316,14 @@ BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
 
 def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
     """The call that an operator's arguments ask for; `inputs` are q, k and v."""
-    return Call(asked(*inputs, extras, options), options.scalars, options.backend)
+    return Call(asked(inputs, extras, options), options.scalars, options.backend)
 
 
 def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
     """The same, one for all of a signature: what is compiled passes no check that would keep it.
     `tensors` are all of an operator's.
     """
-    flags = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
+    flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
     entry = None if is_watched(*tensors) else entry_of(tensors, *flags)
     if entry is None:
         return _call_of(inputs, extras, options)
@@ -344,8 +348,9 @@ def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
 def _forward_kernel(*args):
     inputs, extras, options = parts_of(args, INPUTS)
     call = _known((*inputs, *extras.tensors), inputs, extras, options)
+    q, k, v = inputs
     refuse_shards()
-    return run_forward(call, *inputs, extras)
+    return run_forward(call, q, k, v, extras)
 
 
 def _backward_kernel(*args):
@@ -358,34 +363,13 @@ def _backward_kernel(*args):
 
 def _forward_fake(*args):
     inputs, extras, options = parts_of(args, INPUTS)
-    return empty_out(asked(*inputs, extras, options), inputs[0])
+    return empty_out(asked(inputs, extras, options), inputs[0])
 
 
 def _backward_fake(*args):
     tensors, extras, options = parts_of(args, GIVEN)
-    inputs = tensors[2 : 2 + INPUTS]
-    return _filled(empty_grads(asked(*inputs, extras, options), *inputs, extras), inputs[0])
-
-
-def _vmap_forward_op(info, in_dims, *args):
-    tensors, rest = flat(args, INPUTS)
-
-    def attend(*tensors):
-        extras = extras_of(*tensors[INPUTS:])
-        return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *rest)
-
-    counts_rows = "b" in mentions(Options(*rest).mods)
-    return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
-
-
-def _vmap_backward_op(info, in_dims, *args):
-    tensors, rest = flat(args, GIVEN)
-
-    def differentiate(*tensors):
-        extras = extras_of(*tensors[GIVEN:])
-        return torch.ops.tilewise.flash_attn_backward(*tensors[:GIVEN], *extras.arguments, *rest)
-
-    return batching.one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
+    q, k, v = tensors[2 : 2 + INPUTS]
+    return _filled(empty_grads(asked((q, k, v), extras, options), q, k, v, extras), q)
 
 
 LIBRARY.impl("flash_attn_forward", _forward_kernel, "CompositeExplicitAutograd")
@@ -396,8 +380,8 @@ torch.library.register_autograd(
     "tilewise::flash_attn_forward", _op_backward, setup_context=_setup_context, lib=LIBRARY
 )
 torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backward, lib=LIBRARY)
-torch.library.register_vmap("tilewise::flash_attn_forward", _vmap_forward_op, lib=LIBRARY)
-torch.library.register_vmap("tilewise::flash_attn_backward", _vmap_backward_op, lib=LIBRARY)
+torch.library.register_vmap("tilewise::flash_attn_forward", batching.forward_op, lib=LIBRARY)
+torch.library.register_vmap("tilewise::flash_attn_backward", batching.backward_op, lib=LIBRARY)
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
 straight("flash_attn_backward", GIVEN, _backward_kernel, no_double_backward)
 register_late()

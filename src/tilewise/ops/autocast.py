@@ -9,6 +9,11 @@ from .schema import LIBRARY
 Tensor = torch.Tensor
 
 
+def is_any_autocast_on() -> bool:
+    """Whether autocast is on for some device."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch)."""
     device = q.device.type

@@ -51,7 +51,7 @@ def _entry(*signature: Hashable) -> Entry:
     return Entry()
 
 
-def find(tensors: Sequence[Tensor | None], words: tuple) -> Entry | None:
+def find(tensors: Sequence[Tensor | None], words: tuple[Any, ...]) -> Entry | None:
     """The entry of a call as its caller writes it, q first among its tensors. None where values are
     read, casts come before, a number may change, or something else must see the call.
     """

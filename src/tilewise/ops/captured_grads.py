@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -38,7 +39,7 @@ LIBRARY.define(f"flash_attn_captured_grads({SAVED}, {CALL}, int[] wanted) -> Ten
 
 
 def gradients(
-    call: Call, needs: list[bool], saved: Saved, extras: Extras
+    call: Call, needs: Sequence[bool], saved: Saved, extras: Extras
 ) -> tuple[Tensor | None, ...]:
     """The gradient of each captured tensor, None where `needs` says that nobody asked or where
     there is none.
@@ -73,13 +74,13 @@ class _CapturedGrads(Once):
     def vmap(info, in_dims, *args):
         call, wanted, tensors = *args[:2], args[2:]
         compute = functools.partial(_CapturedGrads.apply, call, wanted)
-        return batching.one_by_one(compute, info.batch_size, in_dims[2:], tensors)
+        return batching.one_by_one(compute, info.batch_size, in_dims[2:], tuple(tensors))
 
 
 def _kernel(*args):
     saved, extras, options, wanted = _parts_of(args)
     q, k, v = saved.q, saved.k, saved.v
-    problem = asked(q, k, v, extras, options)
+    problem = asked((q, k, v), extras, options)
     _check_wanted(problem.mods.score, wanted)
     chosen = dispatch.choose_for(problem, q, k, v, extras, options.backend)
     emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
@@ -107,7 +108,7 @@ def _check_wanted(score: str, wanted: list[int]) -> None:
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     """What the score function captured, and which of it wants a gradient."""
     saved, extras, options, wanted = _parts_of(args)
-    problem = asked(saved.q, saved.k, saved.v, extras, options)
+    problem = asked((saved.q, saved.k, saved.v), extras, options)
     _check_wanted(problem.mods.score, wanted)
     return take_apart(problem.mods, extras.captured).score, wanted
 

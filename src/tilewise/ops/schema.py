@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,8 +91,9 @@ def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
     return tensors[:before], extras_of(*tensors[before:]), Options(*rest)
 
 
-def asked(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Problem:
-    """The problem that an operator's arguments ask for."""
+def asked(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
+    """The problem that an operator's arguments ask for; `inputs` are q, k and v."""
+    q, k, v = inputs
     mods = options.mods
     check_captured(mods, q, k, extras)
     flags = options.align, options.deterministic, mods, options.has_bias_grad, options.is_long

@@ -12,6 +12,9 @@ from collections.abc import Callable
 import torch
 
 from ..errors import warn_slow
+from ..mods.flatten import mentions
+from ..problem import extras_of
+from .schema import GIVEN, INPUTS, Options, flat
 
 Tensor = torch.Tensor
 
@@ -61,3 +64,26 @@ def _fold_slopes(slopes: Tensor | None, dim: int | None, size: int, batch: int) 
     if slopes.dim() == 2:  # one set for each mapped call
         slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
     return slopes.flatten(0, 1)
+
+
+def forward_op(info, in_dims, *args):
+    """The operator's forward, mapped."""
+    tensors, rest = flat(args, INPUTS)
+
+    def attend(*tensors):
+        extras = extras_of(*tensors[INPUTS:])
+        return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *rest)
+
+    counts_rows = "b" in mentions(Options(*rest).mods)
+    return forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
+
+
+def backward_op(info, in_dims, *args):
+    """Its backward, mapped."""
+    tensors, rest = flat(args, GIVEN)
+
+    def differentiate(*tensors):
+        extras = extras_of(*tensors[GIVEN:])
+        return torch.ops.tilewise.flash_attn_backward(*tensors[:GIVEN], *extras.arguments, *rest)
+
+    return one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
