@@ -10,9 +10,10 @@ from helpers.tiers import sample, sample_rows
 
 from tilewise import mods, scores
 from tilewise.kernels.common.arguments import aligned
+from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import launch
-from tilewise.kernels.hopper.padded import empty_out, empty_rows
+from tilewise.kernels.hopper.padded import is_flat, padded_width
 from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import NO_MODS, Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
@@ -31,6 +32,8 @@ ALIBI_SPILLS = 52
 # Headdim 256 spills eight registers of a causal mask where one tile joins the next
 SPILLS = {256: 32} if IS_MEASURED else {64: 840, 128: 200, 256: 200}
 
+STORE_SPILLS = 100  # addresses, of the warps that store O, once a tile
+
 FEATURES = {
     "full": {},
     "causal": dict(causal=True),
@@ -42,17 +45,23 @@ FEATURES = {
 }
 
 
+def in_padded_rows(x):
+    return x if aligned(x) else x.new_empty(*x.shape[:-1], padded_width(x.shape[-1]))
+
+
 def compile_call(q, k, v, extras, scalars, names=NO_MODS):
-    """The plan of a call, its kernel compiled for sm_90, and what the launch keeps that under."""
+    """The plan of a call, and its kernel compiled for sm_90."""
     problem = describe(q, k, v, extras, scalars, "bottom_right", False, names)
-    q, k, v = (x if aligned(x) else empty_rows(x, *x.shape) for x in (q, k, v))
-    plan = launch.plan_for(problem, q, extras)
+    flat = is_flat(problem, v)
+    q, k = in_padded_rows(q), in_padded_rows(k)
+    v = v if flat else in_padded_rows(v)
+    plan = launch.plan_for(problem, q, extras, flat)
     extras = launch.in_pairs(extras, plan)
     out, lse = empty_out(problem, q)
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     compiled = build(launch.hopper_fwd_kernel, *checked(args), on="sm90", **constants)
-    return plan, compiled, launch.specialization(args)
+    return plan, compiled
 
 
 def compiled_stats(
@@ -75,7 +84,7 @@ def compiled_stats(
         torch.ones(nheads) if alibi else None, torch.ones(nheads, dtype=dtype) if sinks else None
     )
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
-    plan, compiled, _ = compile_call(q, k, v, extras, scalars)
+    plan, compiled = compile_call(q, k, v, extras, scalars)
     widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
     return checked_stats(plan, compiled, ALIBI_SPILLS if alibi and widest == 256 else 0)
 
@@ -88,6 +97,7 @@ def checked_stats(plan, compiled, more_spills=0):
     assert not found["wgmma_serialized"] and not found["copies_apart"], found
     assert not found["idle_barriers"], found
     allowed = SPILLS.get(max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV), 0) + more_spills
+    allowed += STORE_SPILLS if plan.features.HEADDIM_V % 8 else 0
     assert found["spill_stores"] <= allowed, found
     return found
 
@@ -117,6 +127,19 @@ def test_features(name, headdim):
 )
 def test_padded_headdims(headdims):
     compiled_stats(*headdims)
+
+
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "headdim", [100, *(pytest.param(d, marks=pytest.mark.slow) for d in (36, 180, 250))]
+)
+def test_heads_at_no_multiple_of_16_bytes(headdim, causal):
+    q = torch.empty(2, 4096, 4, headdim, dtype=torch.bfloat16)
+    scalars = Scalars(headdim**-0.5, 0.0, -1, 0 if causal else -1)
+    plan, compiled = compile_call(q, q, q, Extras(), scalars)
+    assert plan.tile.V_FLAT
+    checked_stats(plan, compiled)
+    assert headdim == 250 or "st.global.v2" in compiled.asm["ptx"]
 
 
 def test_heads_that_share_a_tile():
@@ -158,7 +181,7 @@ def packed_stats(headdim, batch=2, nheads_k=4, causal=False, used=False, **featu
     )
     left, softcap = features.get("left", -1), features.get("softcap", 0.0)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
-    plan, compiled, _ = compile_call(q, k, k, extras, scalars)
+    plan, compiled = compile_call(q, k, k, extras, scalars)
     assert plan.tile.PACK == (4 if batch > 100 else 1)
     spills_more = (used and headdim != 128) or (softcap and headdim == 128)
     return checked_stats(plan, compiled, USED_SPILLS if spills_more else 0)
@@ -169,7 +192,7 @@ def packed_stats(headdim, batch=2, nheads_k=4, causal=False, used=False, **featu
 def test_unused_keys_of_a_batch(headdim):
     q = torch.empty(2, 4096, 4, headdim, dtype=torch.bfloat16)
     extras = Extras(seqused_k=torch.zeros(2, dtype=torch.int32))
-    plan, compiled, _ = compile_call(q, q, q, extras, Scalars(headdim**-0.5))
+    plan, compiled = compile_call(q, q, q, extras, Scalars(headdim**-0.5))
     checked_stats(plan, compiled)
 
 
@@ -247,24 +270,7 @@ def modified_stats(name, headdim, packed=False):
     rng = torch.ones(2, dtype=torch.int64) if asked.get("dropout") else None
     extras = Extras(None, None, None, None, starts, starts, bias, rng, given.captured)
     scalars = Scalars(headdim**-0.5, dropout_p=0.1 if asked.get("dropout") else 0.0)
-    plan, compiled, _ = compile_call(q, q, q, extras, scalars, given.mods)
+    plan, compiled = compile_call(q, q, q, extras, scalars, given.mods)
     assert plan.tile.WARPGROUPS == 2 and plan.tile.PACK == 1
     spills = MODIFIED_SPILLS.get((name, headdim), 0) + (0 if IS_MEASURED else 400)
     return checked_stats(plan, compiled, spills)
-
-
-def test_a_compiled_kernel_is_kept_under_all_that_it_was_compiled_for():
-    """Triton takes an integer of 1 for a constant: that kernel must not serve a call with 3."""
-    found = {}
-    for batch, seqlen, nheads in ((1, 64, 1), (1, 799, 3), (1, 790, 3)):
-        q = torch.empty(batch, seqlen, nheads, 64, dtype=torch.bfloat16)
-        call = q, q, q, Extras(), Scalars(0.1, 0.0, -1, -1)
-        _, compiled, key = compile_call(*call)
-        source = compiled.src
-        # constants that are no part of the kernel's key otherwise, and what is known of numbers
-        runtime = {at: value for at, value in source.constants.items() if at[0] in (5, 6, 7, 8)}
-        found.setdefault(key, []).append((str(source.signature), str(runtime), str(source.attrs)))
-    assert len(found) == 2
-    assert all(len(set(compiled)) == 1 for compiled in found.values())
-    one, many = found.values()
-    assert one[0] != many[0]

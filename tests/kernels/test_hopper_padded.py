@@ -1,5 +1,5 @@
-"""Head dims that are no multiple of 8, by the Hopper kernels: what is copied, when, and that no
-padding is read or left in what comes back.
+"""Head dims that are no multiple of 8, by the Hopper kernels: what is read where it lies, what is
+copied, when, and that nothing beside a row reaches what comes back.
 """
 
 import pytest
@@ -16,6 +16,7 @@ from tilewise.problem import NO_EXTRAS, Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, run_case
 from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.packed import PackedCase
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -30,6 +31,19 @@ VARIANTS = {
     "used": Case("e", Sizes(2, 90, 130, 2, 2, 100), Features(seqused_k=(0, 77), layout="bhsd")),
     "sliced": Case("f", Sizes(2, 90, 130, 2, 2, 72, 100), Features(memory="sliced")),
     "expanded": Case("g", Sizes(2, 90, 130, 2, 2, 100), Features(memory="expanded")),
+    "three-warpgroups": Case("i", Sizes(1, 200, 300, 2, 2, 52), Features(lse_grad=True)),
+    "wide-flat": Case("j", Sizes(1, 100, 140, 2, 2, 180, 132), Features(causal=True)),
+    "odd-heads": Case("k", Sizes(2, 70, 130, 3, 3, 116), Features(window=(40, 0))),
+    "packed": PackedCase(
+        "l", (70, 0, 130, 5), (90, 4, 150, 0), Features(causal=True), Sizes(1, 1, 1, 2, 2, 100)
+    ),
+    "spare": PackedCase(
+        "m", (50, 0, 70), (20, 30, 160), Features(), Sizes(1, 1, 1, 2, 2, 36, 68), spare=9
+    ),
+    "flat-by-two": Case("n", Sizes(1, 70, 140, 4, 4, 250), Features(lse_grad=True)),
+    "flat-by-one": Case("o", Sizes(1, 70, 140, 8, 8, 33), Features(causal=True)),
+    "values-by-head": Case("p", Sizes(2, 70, 130, 2, 2, 100, 104), Features()),
+    "values-alone": Case("q", Sizes(2, 70, 130, 4, 2, 104, 100), Features(causal=True)),
     "dropped": Case("h", Sizes(1, 150, 140, 2, 1, 100), Features(dropout=0.2, bias="hqk")),
 }
 
@@ -74,20 +88,68 @@ def test_the_scale_is_that_of_the_true_headdim():
         assert torch.equal(found, tilewise.attention(q, k, v, scale=36**-0.5, backend="hopper"))
 
 
+def watch_copies(monkeypatch):
+    """How many tensors each launch of copies takes."""
+    real, counts = padded.copy_rows, []
+    monkeypatch.setattr(
+        padded, "copy_rows", lambda *given: counts.append(len(given)) or real(*given)
+    )
+    return counts
+
+
 def test_rows_that_are_padded_already_are_read_where_they_lie(monkeypatch):
     """What lies between them is NaN, and nobody reads it."""
     memory = [torch.full((2, 70, 2, 104), torch.nan, dtype=BF16) for _ in "qkv"]
     q, k, v = (x[..., :100].normal_() for x in memory)
-    real, copied = padded.copy_rows, []
-    monkeypatch.setattr(
-        padded, "copy_rows", lambda x, *rest: copied.append(x.data_ptr()) or real(x, *rest)
-    )
+    copied = watch_copies(monkeypatch)
     with use_emulator():
         found = gradients(q, k, v, backend="hopper")
-        assert not {x.data_ptr() for x in (q, k, v)} & set(copied)
-        assert len(copied) == 4, "out, the gradient that comes in, and dK and dV"
+        assert [n for n in copied if n] == [1, 2], "the gradient that comes in; dK and dV"
         expected = gradients(*(x.contiguous() for x in (q, k, v)), backend="hopper")
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_values_are_read_where_they_lie(monkeypatch):
+    """Of an even number of heads; what lies between them is NaN, and does not come back."""
+    counts = watch_copies(monkeypatch)
+    memory = [torch.full((2, 70, 4, 108), torch.nan, dtype=BF16) for _ in "qkv"]
+    given = [x[..., :100].normal_() for x in memory]
+    dense = [x.contiguous() for x in given]
+    with use_emulator(), torch.no_grad():
+        found, expected = (tilewise.attention(*x, backend="hopper") for x in (given, dense))
+        assert counts == [2, 2], "q and k, by one launch"
+        monkeypatch.setattr(padded, "is_flat", lambda *_: False)
+        copied = tilewise.attention(*given, scale=0.1, backend="hopper")
+    assert found.is_contiguous() and found.isfinite().all()
+    assert torch.equal(found, expected) and torch.equal(found, copied)
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_any_order_of_events(seed):
+    """Tiles of one block and of more, heads that share keys, and O in halves."""
+    for d, e, heads in ((100, 100, 2), (36, 132, 4)):
+        q = torch.randn(1, 150, heads, d, dtype=BF16)
+        k, v = (torch.randn(1, 150, 2, n, dtype=BF16) for n in (d, e))
+        with use_emulator(seed), torch.no_grad():
+            found = tilewise.attention(q, k, v, causal=True, backend="hopper")
+        expected = tilewise.attention_reference(*(x.double() for x in (q, k, v)), causal=True)
+        torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.03)
+
+
+def test_which_values_are_flat():
+    def flat(columns, heads=2, step=0, start=0, problem=None):
+        step = step or columns
+        memory = torch.empty(64 * step * heads, dtype=BF16)[start:]
+        v = memory.as_strided((2, 8, heads, columns), (8 * heads * step, heads * step, step, 1))
+        return padded.is_flat(problem or problem_of(columns)[0], v)
+
+    assert flat(100) and flat(100, step=108) and flat(250, heads=4) and flat(33, heads=8)
+    assert not flat(100, heads=3), "rows are no whole number of 16 bytes apart"
+    assert not flat(100, start=4), "the first is at no multiple of 16 bytes"
+    assert not flat(104) and not flat(100, step=104), "TMA reads heads"
+    assert not flat(126, heads=4), "with the head before it is wider than a tile"
+    assert not flat(100, step=106, heads=4), "O would be shifted by half a piece"
+    assert not flat(100, problem=problem_of(100)[0]._replace(has_seqused_k=True))
 
 
 def test_copies_are_said_once(monkeypatch):
@@ -140,10 +202,14 @@ def test_copied_rows(memory, columns):
         x = x.contiguous()
     if memory == "heads-first":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
-    copy = padded.copy_in_padded_rows(x)
-    assert torch.equal(copy, x) and aligned(copy)
+    turned = x.transpose(1, 3).contiguous().transpose(1, 3)  # columns are no neighbours
+    for given in ((x,), (x, x[:, :, :1]), (x, turned, x[:, :5], x[..., :1])):
+        copies = padded.copies_in_padded_rows(*given[:3])
+        for one, copy in zip(given, copies):
+            assert torch.equal(copy[..., :columns], one) and aligned(copy)
+            assert copy.shape[-1] % 8 == 0 and copy[..., columns:].eq(0).all()
     back = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-    copy_rows.copy_rows(copy, back, columns)
+    copy_rows.copy_rows((copies[0][..., :columns], back, columns))
     assert torch.equal(back, x)
 
 

@@ -132,16 +132,18 @@ def _portable(call: Call, target: str, direction: str) -> list[Launch]:
 
 
 def _hopper_forward(call: Call) -> Launch:
+    from ..kernels.common.outputs import empty_out
     from ..kernels.hopper.descriptors import checked
     from ..kernels.hopper.fwd import launch
-    from ..kernels.hopper.padded import empty_out
+    from ..kernels.hopper.padded import is_flat, is_padded
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
-    q, k, v = _in_padded_rows(q, k, v)
+    flat = is_padded(problem) and is_flat(problem, v)
+    q, k, v = *map(_in_padded_rows, (q, k)), v if flat else _in_padded_rows(v)
     if problem.has_seqused_k and not problem.is_packed:
         k, v = launch.in_steps(k), launch.in_steps(v)
-    plan = launch.plan_for(problem, q, extras)
+    plan = launch.plan_for(problem, q, extras, flat)
     extras = launch.in_pairs(extras, plan)
     out, lse = empty_out(problem, q)
     args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
@@ -156,20 +158,21 @@ def _hopper_forward(call: Call) -> Launch:
 def _hopper_backward(call: Call) -> Launch:
     from ..kernels.common.arguments import numbers_of, optionals_of, sizes_of
     from ..kernels.common.bwd_delta import Accumulated
-    from ..kernels.common.outputs import empty_grads
+    from ..kernels.common.outputs import empty_grads, empty_out
     from ..kernels.hopper.bwd import launch as bwd_launch
     from ..kernels.hopper.bwd.bias_pairs import target_of
     from ..kernels.hopper.descriptors import checked
-    from ..kernels.hopper.padded import empty_out, with_padded_rows
+    from ..kernels.hopper.padded import with_padded_rows
     from ..problem import Saved
     from ..testing import build
 
     problem, q, k, v, extras, scalars = call
     grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
-    q, k, v = _in_padded_rows(q, k, v)
+    q, k, v = map(_in_padded_rows, (q, k, v))
     plan, ds = bwd_launch.plan_for(problem, scalars, q, k, v, extras.bias, grads.dbias)
     groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
-    dout, lse = empty_out(problem, q)
+    out, lse = empty_out(problem, q)
+    dout = _in_padded_rows(out)
     blocks = bwd_launch.padded_blocks(problem, groups[1])
     heads, padded = lse.shape[:2], blocks * bwd_launch.ROWS
     dq = torch.empty(*heads, padded, plan.tile.BLOCK_D)
@@ -187,12 +190,12 @@ def _hopper_backward(call: Call) -> Launch:
     return Launch("hopper_bwd_kernel", *_sides(plan.tile), slots, args.queue.tiles, True, building)
 
 
-def _in_padded_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Memory as the kernel reads it: copies, where rows are no whole number of 16 bytes."""
+def _in_padded_rows(x: torch.Tensor) -> torch.Tensor:
+    """Memory as the kernel reads it: a copy, where rows are no whole number of 16 bytes."""
     from ..kernels.common.arguments import aligned
-    from ..kernels.hopper.padded import empty_rows
+    from ..kernels.hopper.padded import padded_width
 
-    return [x if aligned(x) else empty_rows(x, *x.shape) for x in tensors]
+    return x if aligned(x) else x.new_empty(*x.shape[:-1], padded_width(x.shape[-1]))
 
 
 def _sides(tile) -> tuple[int, int, int]:

@@ -163,6 +163,7 @@ class Pipeline(NamedTuple):
     BIAS_STEP: int = 0  # from one key's bias to the next: 1, or 2 where two may be read at once;
     # 0 where keys share it, -1 where they are further apart
     BIAS_COPIED: bool = False  # whether the bias comes by way of shared memory
+    V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
 
 
 class KeyPipeline(NamedTuple):

@@ -69,8 +69,9 @@ def why_copied(problem: Problem) -> str | None:
     for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
         if headdim % 8:
             return (
-                f"{name} {headdim} is no multiple of 8, 16 bytes, so that q, k, v and out are "
-                "copied: pad it with zeros, or let rows, heads and batches start at multiples of 8"
+                f"{name} {headdim} is no multiple of 8, 16 bytes, so that q, k, at times v, and "
+                "gradients are copied: pad it with zeros, or let rows, heads and batches start at "
+                "multiples of 8"
             )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,20 +34,29 @@ class Direct(direct.Direct):
 
 
 class Descriptors:
-    """The descriptors of one launch's operands for tensors at other addresses, which differ in
-    nothing else.
+    """The operands of one launch, descriptors or `Strided`, for tensors at other addresses, which
+    differ in nothing else.
     """
 
     KEPT = 64  # of one operand
 
     def __init__(self, kernel: Direct, described: Sequence[Any]) -> None:
-        templates = [x._replace(base=None) for x in described]
+        templates = [type(x)(None, *x[1:]) for x in described]
+        before = list(itertools.accumulate(map(is_described, templates), initial=0))
 
         def encode(which: int, address: int) -> list:
-            return kernel.encode(which, templates[which]._replace(base=At(address)))
+            template = templates[which]
+            if not is_described(template):
+                return [(address, *template[1:])]
+            return kernel.encode(before[which], template._replace(base=At(address)))
 
         self.count = len(templates)
         self.at = functools.lru_cache(maxsize=self.KEPT * self.count)(encode)
+
+
+def is_described(operand: Any) -> bool:
+    """Whether an operand is a descriptor."""
+    return hasattr(operand, "block_shape")
 
 
 class At:

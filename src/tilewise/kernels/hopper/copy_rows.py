@@ -17,6 +17,7 @@ from ..common.relaunch import class_of, is_watched, relaunch
 
 UNIT = 8  # elements of 16 bits in 16 bytes
 ELEMENTS = 8192  # of a program
+MOST = 3  # tensors of a launch
 
 
 class Copy(NamedTuple):
@@ -32,10 +33,40 @@ class Copy(NamedTuple):
     BLOCK_D: int
 
 
+class Copied(NamedTuple):
+    """What is copied, to where, and by how many programs."""
+
+    source: Strided
+    target: Strided
+    rows: int
+    seqlen: int
+    nheads: int
+    programs: int
+
+
 @triton.jit
-def copy_rows_kernel(source, target, rows, seqlen, nheads, COPY: tl.constexpr):
+def copy_rows_kernel(
+    first, second, third, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr
+):
+    """One block of rows of one of the tensors, of which there may be fewer."""
+    program = tl.program_id(0)
+    if program < first.programs:
+        copy_block(first, program, FIRST)
+    if SECOND is not None:
+        program -= first.programs
+        if (program >= 0) & (program < second.programs):
+            copy_block(second, program, SECOND)
+    if THIRD is not None:
+        program -= second.programs
+        if program >= 0:
+            copy_block(third, program, THIRD)
+
+
+@triton.jit
+def copy_block(copied, block, COPY: tl.constexpr):
     """One block of rows, of all heads of all positions of all batches."""
-    row = tl.program_id(0) * COPY.ROWS + tl.arange(0, COPY.ROWS)
+    source, target, rows, seqlen, nheads, _ = copied
+    row = block * COPY.ROWS + tl.arange(0, COPY.ROWS)
     column = tl.arange(0, COPY.BLOCK_D)[None, :]
     read = place_of_rows(source, row, seqlen, nheads) * COPY.FROM_UNIT
     write = place_of_rows(target, row, seqlen, nheads) * COPY.TO_UNIT
@@ -56,33 +87,41 @@ def place_of_rows(x, row, seqlen, nheads):
 _compiled: dict[tuple, Any] = {}
 
 
-def copy_rows(source: torch.Tensor, target: torch.Tensor, width: int) -> None:
-    """A (batch, seqlen, nheads, headdim) tensor into another, whose memory holds `width` columns a
-    row.
+def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+    """Copies up to three (batch, seqlen, nheads, headdim) tensors into others, whose memory holds
+    so many columns a row.
     """
-    batch, seqlen, nheads, headdim = source.shape
-    units = unit_of(source), unit_of(target)
-    block_d = triton.next_power_of_2(width)
-    copy = Copy(headdim, width, *units, ELEMENTS // block_d, block_d)
-    lengths = batch * seqlen * nheads, seqlen, nheads
-    args = in_units(source, units[0]), in_units(target, units[1]), *lengths
-    programs = triton.cdiv(lengths[0], copy.ROWS)
-    if programs == 0:
+    made = [of_copy(*copy) for copy in copies if copy[0].numel() > 0]
+    if not made:
         return
-    if source.device.type == "cpu":
+    programs, device = sum(copied.programs for copied, _ in made), copies[0][0].device
+    copied, constants = ((*x, *[None] * (MOST - len(made))) for x in zip(*made))
+    if device.type == "cpu":
         from ...emulator.triton.interpreter import interpret
 
-        interpret(copy_rows_kernel)[(programs,)](*args, COPY=copy)
+        interpret(copy_rows_kernel)[(programs,)](*copied, *constants)
         return
-    index = source.device.index
-    key = index, copy, *map(class_of, (*args[0], *args[1], *lengths))
+    index = device.index
+    leaves = (x for one, _ in made for x in (*one.source, *one.target, *one[2:]))
+    key = index, constants, *map(class_of, leaves)
     compiled = _compiled.get(key)
     if compiled is None or is_watched() or torch.cuda.current_device() != index:
         with torch.cuda.device(index):
-            launched = first_launch(copy_rows_kernel, programs, *args, COPY=copy, num_warps=8)
-        _compiled[key] = launched
+            args = *copied, *constants
+            _compiled[key] = first_launch(copy_rows_kernel, programs, *args, num_warps=8)
     else:
-        relaunch(compiled, programs, index, *args, copy)
+        relaunch(compiled, programs, index, *copied, *constants)
+
+
+def of_copy(source: torch.Tensor, target: torch.Tensor, width: int) -> tuple[Copied, Copy]:
+    """A copy as the kernel takes it."""
+    batch, seqlen, nheads, headdim = source.shape
+    units = unit_of(source), unit_of(target)
+    block_d = triton.next_power_of_2(width)
+    constants = Copy(headdim, width, *units, ELEMENTS // block_d, block_d)
+    rows = batch * seqlen * nheads
+    tensors = in_units(source, units[0]), in_units(target, units[1])
+    return Copied(*tensors, rows, seqlen, nheads, triton.cdiv(rows, constants.ROWS)), constants
 
 
 def in_units(x: torch.Tensor, unit: int) -> Strided:

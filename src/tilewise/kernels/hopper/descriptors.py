@@ -9,7 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
-from .padded import copy_in_padded_rows
+from ...tile.types import Strided
+from ..common.arguments import strided
+from .padded import UNIT, copies_in_padded_rows
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
@@ -66,6 +68,13 @@ def ragged_steps(x: Tensor) -> tuple[int, int, int]:
     return by_row, by_head, by_batch // by_head if batch > 1 else 0
 
 
+def flat(x: Tensor) -> Tensor:
+    """The same memory as one head, whose rows hold all heads."""
+    batch, rows, heads, columns = x.shape
+    shape = batch, rows, 1, (heads - 1) * x.stride(2) + columns
+    return x.as_strided(shape, (*x.stride()[:2], UNIT, 1))
+
+
 def in_blocks(x: Tensor, block: list[int], layout: Any) -> Described:
     """A tensor for blocks of the backward, of which ragged ones have a dimension more."""
     return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
@@ -80,7 +89,7 @@ def is_in_steps(x: Tensor) -> bool:
 
 def in_steps(x: Tensor) -> Tensor:
     """x, or a copy of it where its batches are not a whole number of heads apart."""
-    return x if is_in_steps(x) else copy_in_padded_rows(x)
+    return x if is_in_steps(x) else copies_in_padded_rows(x)[0]
 
 
 def descriptors(
@@ -91,12 +100,14 @@ def descriptors(
     v: Tensor,
     out: Tensor,
     bias: Tensor | None = None,
-) -> tuple[Described | None, ...]:
+) -> tuple[Described | Strided | None, ...]:
     """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
 
     Rows past the end of a sequence read as zeros and are not written, and so are columns past the
     head dim, up to the block's. Where sequences end inside the tensor, k, v and out are ragged. Not
     q: what follows in its tile are rows of scores that are never written.
+
+    Out is none where its rows are no whole number of 16 bytes.
     """
     group = problem.group
 
@@ -110,11 +121,12 @@ def descriptors(
     is_copied = plan.tile.BIAS_COPIED and bias is not None
     of_keys = ragged_by_head if is_ragged(problem) else by_head
     of_out = ragged_by_head if problem.is_packed else of_queries
+    is_whole = problem.headdim_v % UNIT == 0
     return (
         of_queries(q, plan.q_block, plan.layouts[0]),
         of_keys(k, plan.k_block, plan.layouts[1]),
-        of_keys(v, plan.v_block, plan.layouts[2]),
-        of_out(out, plan.out_block, plan.layouts[3]),
+        of_keys(flat(v) if plan.tile.V_FLAT else v, plan.v_block, plan.layouts[2]),
+        of_out(out, plan.out_block, plan.layouts[3]) if is_whole else strided(out),
         by_head(bias.transpose(1, 2), plan.bias_block, plan.layouts[4]) if is_copied else None,
     )
 

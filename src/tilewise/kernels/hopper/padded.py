@@ -1,17 +1,18 @@
 """Rows that are no whole number of 16 bytes, such as those of headdim 100: TMA takes no such
-stride. They are copied into rows that are padded to a multiple of 8 elements.
-
-Descriptors end at the head dim: TMA reads zeros for what lies behind it, and writes none of it.
+stride. They are copied into rows that are padded to a multiple of 8 elements, with zeros.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import triton
 
 from ...problem import Extras, Grads, Problem
-from ..common import outputs
 from ..common.arguments import aligned
 from .copy_rows import UNIT, copy_rows
 
@@ -33,41 +34,53 @@ def padded_width(columns: int) -> int:
     return -(-columns // UNIT) * UNIT
 
 
-def in_padded_rows(x: Tensor) -> Tensor:
-    """x, or a copy of it where TMA cannot read x."""
-    if x.stride(-1) == 1 and aligned(x):
-        return x
-    return copy_in_padded_rows(x)
+def in_padded_rows(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, or copies of those that TMA cannot read."""
+    found = list(tensors)
+    wrong = [n for n, x in enumerate(tensors) if x.stride(-1) != 1 or not aligned(x)]
+    for n, copy in zip(wrong, copies_in_padded_rows(*(tensors[n] for n in wrong))):
+        found[n] = copy
+    return found
 
 
-def copy_in_padded_rows(x: Tensor) -> Tensor:
-    """A copy that TMA can read."""
-    copy = empty_rows(x, *x.shape)
-    if x.stride(-1) == 1:
-        copy_rows(x, copy, padded_width(x.shape[-1]))
-        return copy
-    return copy.copy_(x)
+def copies_in_padded_rows(*tensors: Tensor) -> list[Tensor]:
+    """Copies that TMA can read, by one launch. Their columns are the padded ones, with zeros."""
+    copies = [x.new_empty(*x.shape[:-1], padded_width(x.shape[-1])) for x in tensors]
+    pairs = list(zip(tensors, copies))
+    copy_rows(*((x, copy, copy.shape[-1]) for x, copy in pairs if x.stride(-1) == 1))
+    for x, copy in pairs:
+        if x.stride(-1) != 1:
+            copy[..., : x.shape[-1]] = x
+            copy[..., x.shape[-1] :] = 0
+    return copies
 
 
-def empty_out(problem: Problem, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`out`, whose rows TMA can write, and `lse`."""
-    out, lse = outputs.empty_out(problem, q)
-    return (empty_rows(q, *out.shape) if problem.headdim_v % UNIT else out), lse
+def is_flat(problem: Problem, v: Tensor) -> bool:
+    """Whether TMA can read v as one head whose rows hold all heads, and should: not where it can
+    read heads, nor where it stores O, which then begins at a multiple of 16 bytes.
+
+    Columns of other heads that come along end as columns of O that are never stored. K cannot be
+    read like that: they would be multiplied with those of Q, and 0 times what may be NaN is NaN.
+    """
+    columns, step = v.shape[-1], v.stride(2)
+    unit = math.gcd(UNIT, columns)
+    if aligned(v) or unit == UNIT or (problem.has_seqused_k and not problem.is_packed):
+        return False
+    reaches = columns + UNIT - math.gcd(UNIT, step)  # with what it may begin with of another head
+    fits = reaches <= max(64, triton.next_power_of_2(columns)) and step > 0 and step % unit == 0
+    return fits and v.stride(-1) == 1 and aligned(v[:, :, :1])
 
 
 class PaddedLaunch:
-    """A forward that reads copies, and whose output is copied: `out` is dense, as all backends'."""
+    """A forward that reads copies, but of a flat v."""
 
-    def __init__(self, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self.launch = launch
+    def __init__(self, problem: Problem, make: Callable[..., Any]) -> None:
+        self.problem, self.make = problem, functools.cache(make)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        padded, lse = self.launch(*map(in_padded_rows, (q, k, v)), extras)
-        if padded.is_contiguous():
-            return padded, lse
-        out = padded.new_empty(padded.shape)
-        copy_rows(padded, out, out.shape[-1])
-        return out, lse
+        if is_flat(self.problem, v):
+            return self.make(True)(*in_padded_rows(q, k), v, extras)
+        return self.make(False)(*in_padded_rows(q, k, v), extras)
 
 
 def with_padded_rows(grads: Grads) -> Grads:
@@ -78,6 +91,8 @@ def with_padded_rows(grads: Grads) -> Grads:
 
 def copy_back(padded: Grads, grads: Grads) -> None:
     """What was written, into the gradients that come back."""
+    copies = []
     for written, grad in zip(padded, grads):
         if written is not grad:
-            copy_rows(written, grad, grad.shape[-1])
+            copies.append((written, grad, grad.shape[-1]))
+    copy_rows(*copies)

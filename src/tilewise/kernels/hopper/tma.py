@@ -15,10 +15,12 @@ BILLION = gl.constexpr(2**30)
 
 
 @gluon.jit
-def load_ragged(desc, stop, size, head, row, full, buffer, pred=True):
-    """Rows from `row` on of the `size` rows before row `stop` of the tensor."""
+def load_ragged(desc, stop, size, head, row, full, buffer, pred=True, column=0):
+    """Rows from `row` on of the `size` rows before row `stop` of the tensor, columns from `column`
+    on.
+    """
     shape: gl.constexpr = desc.block_type.shape
-    at = [BILLION, stop, head, BILLION - size + row, 0]
+    at = [BILLION, stop, head, BILLION - size + row, column]
     tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
 
 

@@ -225,11 +225,11 @@ class Backward:
 
 def readable(problem: Problem, saved: Saved) -> Saved:
     """The same, of which the kernels can read all."""
-    dout = in_padded_rows(saved.dout)  # such as the expanded gradient of a sum
+    (dout,) = in_padded_rows(saved.dout)  # such as the expanded gradient of a sum
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     q, k, v = saved.q, saved.k, saved.v
     if is_padded(problem):
-        q, k, v = map(in_padded_rows, (q, k, v))
+        q, k, v = in_padded_rows(q, k, v)
     found = Saved(dout, dlse, q, k, v, saved.out, saved.lse)
     return saved if all(a is b for a, b in zip(found, saved)) else found
 

@@ -8,37 +8,37 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ....tile.softmax import finish, load_sink
 from ..compat import tma_store
 from ..layouts import row_of
+from ..pipeline import make_barriers
 from ..tma import store_ragged
 from ..work import key_head
+from .rows import TMA_UNIT, head_of_row, query_of_row
 from .varlen import place_in, rows_in
+
+OUT_COLUMNS = gl.constexpr(128)  # of O that pass through shared memory at a time
 
 
 class Output(NamedTuple):
     """Where results go, and the shared memory that O passes through: (WARPGROUPS, 64, BLOCK_DV)."""
 
-    desc: tma.tensor_descriptor
+    target: tma.tensor_descriptor  # a `Strided` tensor, where threads store O
     smem: gl.shared_memory_descriptor
     lse: gl.tensor
+    full: gl.shared_memory_descriptor  # barriers of these buffers, where threads store O
+    empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def query_of_row(m_start, rows, TILE: gl.constexpr):
-    """The query of a row of the tile. Where PACK heads share it they are neighbouring rows."""
-    return m_start + rows // TILE.PACK
-
-
-@gluon.jit
-def head_of_row(head, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The query head of a row; PACK is the group rounded up, and rows past it are padding."""
-    if TILE.PACK > 1:
-        return head * FEATURES.GROUP + gl.minimum(rows % TILE.PACK, FEATURES.GROUP - 1)
+def make_handovers(WARPGROUPS: gl.constexpr, FEATURES: gl.constexpr):
+    """Barriers of a buffer of O for each warpgroup, where threads store it from there."""
+    if FEATURES.HEADDIM_V % TMA_UNIT == 0:
+        return 0, 0
     else:
-        return head
+        return make_barriers(WARPGROUPS, 1, 1)
 
 
 @gluon.jit
@@ -49,11 +49,12 @@ def write_tile(
     work,
     output,
     call,
+    parity,
     WG: gl.constexpr,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Rescales and stores 64 rows of O, and their lse."""
+    """Rescales and stores 64 rows of O, and their lse. Tiles alternate in `parity`."""
     rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
     heads = head_of_row(work.head, rows, FEATURES, TILE)
     finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
@@ -73,11 +74,14 @@ def write_tile(
     if FEATURES.DROPOUT:
         rescale = rescale * call.numbers.dropout_factor
     rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
-    out = (acc_o * rescale[:, None]).to(output.desc.dtype)  # (64, BLOCK_DV)
+    out = (acc_o * rescale[:, None]).to(output.smem.dtype)  # (64, BLOCK_DV)
     if FEATURES.SEQUSED_Q:  # what lies in rows that are not used may be NaN
         is_used = gl.convert_layout(q_idx < work.seqlen_q, rescale.type.layout)
         out = gl.where(is_used[:, None], out, 0.0)
-    store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)
+    if FEATURES.HEADDIM_V % TMA_UNIT == 0:
+        store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)
+    else:
+        hand_over(out, output, WG, parity)
 
 
 @gluon.jit
@@ -103,11 +107,25 @@ def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATU
         store_columns(right, output, WG, at, column + out.shape[1] // 2, FEATURES)
     else:
         buffer = output.smem.index(WG)
-        shape: gl.constexpr = output.desc.block_type.shape
+        shape: gl.constexpr = output.target.block_type.shape
         tma.store_wait(0)  # TMA has read from here what was stored before
         buffer.store(out)
         fence_async_shared()  # what threads wrote, before TMA reads it
         if FEATURES.PACKED:
-            store_ragged(output.desc, at[0], at[1], at[2], at[3], buffer, column)
+            store_ragged(output.target, at[0], at[1], at[2], at[3], buffer, column)
         else:
-            tma_store(output.desc, [at[0], at[1], at[2], at[3], column], buffer.reshape(shape))
+            tma_store(output.target, [at[0], at[1], at[2], at[3], column], buffer.reshape(shape))
+
+
+@gluon.jit
+def hand_over(out, output, WG: gl.constexpr, phase):
+    """Leaves O in the warpgroup's buffer for `store_partition`, in halves if it holds no more."""
+    BUFFER: gl.constexpr = output.smem.shape[2]
+    if out.shape[1] > BUFFER:
+        left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
+        hand_over(left, output, WG, 0)
+        hand_over(right, output, WG, 1)
+    else:
+        mbarrier.wait(output.empty.index(WG), phase ^ 1)
+        output.smem.index(WG).store(out)
+        mbarrier.arrive(output.full.index(WG), count=1)

@@ -16,9 +16,11 @@ from ..bias import make_biases
 from ..layouts import shared
 from ..pipeline import Ring, Steps, make_barriers, make_ring
 from ..work import Call
-from .epilogue import Output
+from .epilogue import OUT_COLUMNS, Output, make_handovers
 from .load import Sources, load_partition
 from .mma import attend_partition
+from .rows import TMA_UNIT
+from .store import store_partition
 from .varlen import make_tile_mailbox
 
 
@@ -43,6 +45,7 @@ def hopper_fwd_kernel(
     sizes,
     numbers,
     heads_per_batch,
+    v_step,
     bias_desc,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
@@ -57,22 +60,27 @@ def hopper_fwd_kernel(
     v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
     steps = Steps(k_slots, v_slots, full, empty)
-    mailbox = make_tile_mailbox(FEATURES, TILE)
+    BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
+    mailbox = make_tile_mailbox(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
-    OUT: gl.constexpr = out_desc.block_type.shape[4]  # columns of O that are stored at a time
+    OUT: gl.constexpr = min(DV, OUT_COLUMNS)
     out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
     q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128) if WARPGROUPS == 3 else q_1
     bias = make_biases(dtype, TILE)
+    out_full, out_empty = make_handovers(WARPGROUPS, FEATURES)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
-    output = Output(out_desc, out_smem, lse)
+    output = Output(out_desc, out_smem, lse, out_full, out_empty)
     call = Call(queue, optionals, sizes, numbers)
-    sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch)
+    sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
     if WARPGROUPS == 2:
         rings = Rings((q_0, q_1), steps, mailbox, bias)
+    else:
+        rings = Rings((q_0, q_1, q_2), steps, mailbox)
+    if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),
@@ -82,8 +90,18 @@ def hopper_fwd_kernel(
             [4, 1],
             [232, 40],
         )
-    else:
-        rings = Rings((q_0, q_1, q_2), steps, mailbox)
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, output, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+                (store_partition, (rings, output, call, v_step, FEATURES, TILE)),
+            ],
+            [4, 1, 2],
+            [232, 40, 40],
+        )
+    elif BY_TMA:
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, output, call, FEATURES, TILE)),
@@ -93,4 +111,16 @@ def hopper_fwd_kernel(
             ],
             [4, 4, 1],
             [160, 160, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, output, call, FEATURES, TILE)),
+                (attend_partition, (2, rings, output, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+                (store_partition, (rings, output, call, v_step, FEATURES, TILE)),
+            ],
+            [4, 4, 1, 2],
+            [160, 160, 32, 32],
         )

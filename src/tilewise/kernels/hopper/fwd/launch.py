@@ -7,6 +7,7 @@ every argument.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -17,11 +18,12 @@ from triton.experimental.gluon import language as gl
 from ....emulator.switch import emulator_seed
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
-from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
+from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes, Strided
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, on_device
+from ...common.outputs import empty_out
 from ...common.relaunch import (
     Pattern,
     addresses_of,
@@ -41,15 +43,15 @@ from ..descriptors import (
     is_ragged,
     ragged_steps,
 )
-from ..padded import PaddedLaunch, empty_out, empty_rows, is_padded
+from ..padded import PaddedLaunch, empty_rows, is_padded
 from ..tile_counter import counter, counter_of, processors
 from . import dropout
+from .epilogue import OUT_COLUMNS
 from .kernel import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 ROWS = 64  # of a warpgroup's tile
 MEGABYTE = 1 << 20
-OUT_COLUMNS = 128  # of O that pass through shared memory at a time
 NO_BIAS = (None,)  # its descriptor, where it has none
 
 
@@ -72,13 +74,14 @@ class FwdArgs(NamedTuple):
     q: Described
     k: Described
     v: Described
-    out: Described
+    out: Described | Strided
     lse: Tensor
     queue: Queue
     optionals: Optionals
     sizes: Sizes
     numbers: Numbers
     further: tuple[int, int]  # heads from a batch of k, and of v, to the next; see `ragged_by_head`
+    v_step: int  # where v is flat, elements from a head to the next
     bias: Described | None
 
 
@@ -93,8 +96,8 @@ def forward(
 
 def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Forward | PaddedLaunch:
     """The forward of all calls of one signature."""
-    launch = Forward(problem, scalars)
-    return PaddedLaunch(launch) if is_padded(problem) else launch
+    make = functools.partial(Forward, problem, scalars)
+    return PaddedLaunch(problem, make) if is_padded(problem) else make()
 
 
 class Again(NamedTuple):
@@ -112,9 +115,10 @@ class Forward:
     compiled kernel, with descriptors that are kept by address.
     """
 
-    def __init__(self, problem: Problem, scalars: Scalars) -> None:
+    def __init__(self, problem: Problem, scalars: Scalars, is_flat: bool = False) -> None:
         self.problem = problem
         self.scalars = scalars
+        self.is_flat = is_flat
         self.device = -1
         self.again: Again | None = None
 
@@ -157,7 +161,7 @@ class Forward:
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
         extras = extras_apart(extras)
-        plan = plan_for(self.problem, q, extras)
+        plan = plan_for(self.problem, q, extras, self.is_flat)
         extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -181,7 +185,7 @@ def again_of(kernel: Direct | None, plan: Plan, args: FwdArgs, extras: Extras) -
     """How a launch is done again; None where a tensor was copied to be contiguous, or Triton's
     launcher is an unknown one.
     """
-    between = args.lse, args.queue, args.optionals, args.sizes, args.numbers, args.further
+    between = tuple(args[4:-1])
     has_extras = any(x is not None for x in extras.tensors)
     row = args.lse, args.queue.counter, *(extras.tensors if has_extras else ())
     pattern = pattern_of(between, row)
@@ -206,6 +210,7 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
         further,
+        v.stride(2) if plan.tile.V_FLAT else 0,
         for_bias,
     )
 
@@ -226,7 +231,9 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
     return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
 
 
-def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
+def plan_for(
+    problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS, is_flat: bool = False
+) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
     else that of their mean length.
     """
@@ -235,7 +242,8 @@ def plan_for(problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS) -> Plan:
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG and not problem.is_long
     is_copied = has_tiles(extras.bias, q)
-    return plan_of(problem, q.device, is_short, pack, bias_step(extras.bias), is_copied)
+    bias = bias_step(extras.bias), is_copied
+    return plan_of(problem, q.device, is_short, pack, *bias, is_flat)
 
 
 def plan_of(
@@ -245,6 +253,7 @@ def plan_of(
     pack: int,
     bias_step: int = 0,
     has_tiles: bool = False,
+    is_flat: bool = False,
 ) -> Plan:
     """The plan of a problem, as the tuning tables say."""
     block_d, block_dv = (
@@ -256,7 +265,7 @@ def plan_of(
     warpgroups = config.BLOCK_M // ROWS
     if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
-    out_columns = min(block_dv, OUT_COLUMNS)
+    out_columns = min(block_dv, OUT_COLUMNS.value)
     block_n = config.BLOCK_N
     if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
         block_n = math.gcd(block_n, problem.mods.block[1])
@@ -270,6 +279,7 @@ def plan_of(
         2,
         pack,
         bias_step,
+        V_FLAT=is_flat,
     )
     if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)

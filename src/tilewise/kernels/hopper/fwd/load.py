@@ -27,6 +27,7 @@ from ..work import (
     key_head,
     reset_counter,
 )
+from .rows import TMA_UNIT
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 
@@ -38,6 +39,7 @@ class Sources(NamedTuple):
     v: tma.tensor_descriptor
     bias: tma.tensor_descriptor  # where it is copied, else None
     heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
+    v_step: gl.tensor  # where V is flat, elements from a head of it to the next
 
 
 class Block(NamedTuple):
@@ -91,7 +93,7 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
         has_values = True
     reset_counter(call.queue, tile, tiles)
     prev = progress.prev_block
-    load_step(rings.steps, progress.steps, sources, prev, False, prev, has_values)
+    load_step(rings.steps, progress.steps, sources, prev, False, prev, has_values, TILE)
     send(rings.mailbox, progress.mailbox, no_more(END, FEATURES))
 
 
@@ -120,7 +122,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         fetched = fetch_next_tile(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
-        load_step(rings.steps, steps_state, sources, block, True, prev_block, has_prev)
+        load_step(rings.steps, steps_state, sources, block, True, prev_block, has_prev, TILE)
         steps_state = advance(steps_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
         bias_state = advance(bias_state, 1)
@@ -151,7 +153,7 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def load_step(steps, state, sources, keys, has_keys, values, has_values):
+def load_step(steps, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
     """Fills a stage with K of one block and V of another, as soon as it is empty; TMA arrives at
     `full` when the last byte of both is there.
     """
@@ -162,17 +164,32 @@ def load_step(steps, state, sources, keys, has_keys, values, has_values):
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
-    load_rows(sources.k, keys, 0, full, steps.k.index(state.stage), has_keys)
-    load_rows(sources.v, values, 1, full, steps.v.index(state.stage), has_values)
+    load_rows(sources.k, keys, 0, full, steps.k.index(state.stage), has_keys, 0, False)
+    load_rows(
+        sources.v,
+        *(values, 1, full, steps.v.index(state.stage), has_values, sources.v_step, TILE.V_FLAT),
+    )
 
 
 @gluon.jit
-def load_rows(desc, block, WHICH: gl.constexpr, full, buffer, pred):
-    """Of K (WHICH is 0) or V."""
+def load_rows(desc, block, WHICH: gl.constexpr, full, buffer, pred, step, FLAT: gl.constexpr):
+    """Of K (WHICH is 0) or V. FLAT rows hold all heads, `step` elements apart; a copy begins at a
+    multiple of 16 bytes, and so with up to 7 elements of the head before.
+    """
     shape: gl.constexpr = desc.block_type.shape
     if len(shape) == 5:
-        stop, size, head = block.stop, block.size, block.head[WHICH]
-        load_ragged(desc, stop, size, head, block.n_start, full, buffer, pred)
+        head, column = place_of_head(block.head[WHICH], step, FLAT)
+        load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
     else:
-        at = [block.batch, block.head, block.n_start, 0]
+        head, column = place_of_head(block.head, step, FLAT)
+        at = [block.batch, head, block.n_start, column]
         tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+
+
+@gluon.jit
+def place_of_head(head, step, FLAT: gl.constexpr):
+    """A head, and the column that its rows are copied from, in the coordinates of a descriptor."""
+    if FLAT:
+        return 0, head * step // TMA_UNIT * TMA_UNIT
+    else:
+        return head, 0

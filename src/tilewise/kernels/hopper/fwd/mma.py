@@ -72,7 +72,7 @@ def attend_partition(
     # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
     # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
     QUARTER: gl.constexpr = PINNED and TILE.BLOCK_DV == 128 and not MASKED
-    dtype: gl.constexpr = output.desc.dtype
+    dtype: gl.constexpr = output.smem.dtype
     q_ring = rings.q[WG]
     steps = rings.steps
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
@@ -188,7 +188,8 @@ def attend_partition(
         p, alpha = exponentials(s, no_max, m_i, scale, True)
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
-        write_tile(acc_o, step.m_i, l_i, work, output, call, WG, FEATURES, TILE)
+        parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
+        write_tile(acc_o, step.m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
         step = begun
         work = upcoming
         split = split_blocks(work, WG, call, FEATURES, TILE)

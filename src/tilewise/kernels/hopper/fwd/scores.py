@@ -19,7 +19,7 @@ from ..hide import hide, hide_outside
 from ..layouts import accumulator, column_of
 from ..work import Work, needs_mask
 from .dropout import drop_pairs
-from .epilogue import head_of_row, query_of_row
+from .rows import head_of_row, query_of_row
 from .varlen import lengths_in
 
 

@@ -137,16 +137,16 @@ def no_more(end, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def receive_tile(mailbox, state, FEATURES: gl.constexpr):
-    """The next tile, for a warpgroup."""
+def receive_tile(mailbox, state, FEATURES: gl.constexpr, WARPS: gl.constexpr = 4):
+    """The next tile, for a partition of WARPS warps."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return Ragged(*receive(mailbox, state, RAGGED_FIELDS))
+        return Ragged(*receive(mailbox, state, RAGGED_FIELDS, WARPS))
     else:
-        return Work(*receive(mailbox, state, WORK_FIELDS))
+        return Work(*receive(mailbox, state, WORK_FIELDS, WARPS))
 
 
 @gluon.jit
-def make_tile_mailbox(FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The mailbox of the matmul warpgroups."""
+def make_tile_mailbox(READERS: gl.constexpr, FEATURES: gl.constexpr):
+    """The mailbox of the partitions that work on a tile."""
     IS_RAGGED: gl.constexpr = FEATURES.PACKED or FEATURES.SEQUSED_K
-    return make_mailbox(RAGGED_FIELDS if IS_RAGGED else WORK_FIELDS, TILE.WARPGROUPS)
+    return make_mailbox(RAGGED_FIELDS if IS_RAGGED else WORK_FIELDS, READERS)

@@ -1,0 +1,63 @@
+"""Rows of a tile: which query and head they are, and where they begin in memory."""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .varlen import place_in, rows_in
+
+TMA_UNIT = gl.constexpr(8)  # elements of 16 bits in 16 bytes
+
+
+@gluon.constexpr_function
+def piece_of(headdim):
+    """The elements, up to 16 bytes, that the rows of a dense tensor are multiples of."""
+    return math.gcd(TMA_UNIT.value, headdim)
+
+
+@gluon.constexpr_function
+def in_pieces(columns, piece, warps):
+    """A tile whose threads have `piece` neighbours each, and whose warps have whole rows."""
+    across = min(32, columns // piece)
+    return gl.BlockedLayout([1, piece], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def query_of_row(m_start, rows, TILE: gl.constexpr):
+    """The query of a row of the tile. Where PACK heads share it they are neighbouring rows."""
+    return m_start + rows // TILE.PACK
+
+
+@gluon.jit
+def head_of_row(head, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The query head of a row; PACK is the group rounded up, and rows past it are nobody's."""
+    if TILE.PACK > 1:
+        return head * FEATURES.GROUP + gl.minimum(rows % TILE.PACK, FEATURES.GROUP - 1)
+    else:
+        return head
+
+
+@gluon.jit
+def rows_of(x, work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Where rows of a tile begin in a `Strided` tensor, and which of them exist."""
+    q_idx = query_of_row(work.start, rows, TILE)
+    exists = q_idx < rows_in(work, call, FEATURES)
+    if TILE.PACK > 1:
+        exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
+    batch, first_q = place_in(work, FEATURES)
+    heads = gl.to_tensor(head_of_row(work.head, rows, FEATURES, TILE))
+    begins = x.ptr + gl.to_tensor(batch).to(gl.int64) * x.batch + heads.to(gl.int64) * x.head
+    # Another in each tile to the compiler, which else keeps its products, more than registers hold
+    step = gl.where(work.start >= 0, x.row, 0)
+    return begins + (first_q + q_idx).to(gl.int64) * step, exists
+
+
+@gluon.jit
+def pieces_of(begins, exists, columns, HEADDIM: gl.constexpr, PIECE: gl.constexpr):
+    """Addresses of these columns of rows, and which of them exist: whole pieces."""
+    BYTES: gl.constexpr = PIECE * begins.dtype.element_ty.primitive_bitwidth // 8
+    ptrs = begins[:, None] + columns[None, :]
+    ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [1, BYTES]), [1, PIECE])
+    exist = exists[:, None] & ((columns >= 0) & (columns < HEADDIM))[None, :]
+    return ptrs, gl.max_constancy(exist, [1, PIECE])
