@@ -91,11 +91,12 @@ report: $(READY)  ## those rows as a page, report/index.html; without any, the o
 figures: $(READY)  ## README's and the docs' figures anew, from benchmarks/results
 	$(RUN) -m tilewise.bench.report.figures
 
-lint: $(READY)  ## ruff: rules and format
+lint: $(READY)  ## ruff, its rules and its format, and pyright
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright
 
-types: $(READY)  ## pyright
+types: $(READY)  ## pyright alone
 	$(PYTHON) -m pyright
 
 format: $(READY)  ## let ruff rewrite the files
