@@ -17,7 +17,7 @@ from tilewise.kernels.hopper.fwd import launch as hopper
 from tilewise.kernels.hopper.tile_counter import counter_of
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Extras, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -117,7 +117,7 @@ def call(backend, extras, shape, headdim=128, causal=False, left=-1, determinist
     for _ in range(2):
         with arena:
             out, lse = forward(q, k, v, extras)
-            grads = backward(problem, dout, None, q, k, v, out, lse, extras, scalars)
+            grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)
         ends()
     if backend == "hopper":
         assert counter_of(q.device).item() == 0

@@ -297,9 +297,11 @@ def test_how_the_gradient_of_a_bias_comes_about(monkeypatch):
     """dS itself, a sum of it, or a kernel of its own."""
 
     def way_of(name, **changed):
-        problem, _, _, q, k, *_, extras, _ = call_of(case_of(name))[0]
+        problem, saved, extras, _ = call_of(case_of(name))[0]
         problem = problem._replace(**changed)
-        return bwd_pairs.way_of(problem, extras.bias, torch.empty_like(extras.bias), q, k)
+        return bwd_pairs.way_of(
+            problem, extras.bias, torch.empty_like(extras.bias), saved.q, saved.k
+        )
 
     assert way_of("bias") == way_of("bias-window") == bwd_pairs.WRITTEN
     assert way_of("bias-heads") == way_of("bias-blocks") == bwd_pairs.SUMMED

@@ -14,7 +14,7 @@ from helpers.tiers import sample
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
 from tilewise.kernels.hopper.fwd import launch as hopper
 from tilewise.kernels.portable import launch as portable
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Extras, Saved, Scalars, describe
 from tilewise.testing import use_emulator, use_interpreter
 from tilewise.testing.inputs import guarded, poisoned
 
@@ -90,7 +90,7 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
     with stand_in, poisoned(), counters[0], counters[1]:
         out, lse = forward(problem, q, k, v, extras, scalars)
         assert counter.item() == 0
-        grads = backward(problem, dout, None, q, k, v, out, lse, extras, scalars)
+        grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)
         assert counter.item() == 0  # or the next call would not find its tiles
     for x, held in zip(given, before, strict=True):
         assert torch.equal(memory_of(x).view(torch.uint8), held.view(torch.uint8))
