@@ -47,7 +47,7 @@ help:  ## show this list
 
 setup: $(READY)  ## make the virtual environment
 
-test: $(READY) lint  ## lint and the CPU tests, in minutes
+test: $(READY) style  ## ruff and the CPU tests: under five minutes on two cores
 	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
@@ -91,12 +91,13 @@ report: $(READY)  ## those rows as a page, report/index.html; without any, the o
 figures: $(READY)  ## README's and the docs' figures anew, from benchmarks/results
 	$(RUN) -m tilewise.bench.report.figures
 
-lint: $(READY)  ## ruff, its rules and its format, and pyright
+lint: style types  ## ruff and pyright
+
+style: $(READY)  ## ruff, its rules and its format
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright
 
-types: $(READY)  ## pyright alone
+types: $(READY)  ## pyright
 	$(PYTHON) -m pyright
 
 format: $(READY)  ## let ruff rewrite the files
