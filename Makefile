@@ -39,7 +39,7 @@ NEWEST_TESTS := tests/testing tests/tile tests/compile tests/kernels
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-lowest test-newest test-gpu demo docs bench-all report figures lint types format dist clean
+.PHONY: help setup test test-all test-lowest test-newest test-gpu demo docs bench-all report figures lint style types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list

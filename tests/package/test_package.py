@@ -99,7 +99,8 @@ def readme() -> str:
 @pytest.mark.slow
 def test_the_sdist_installs_and_readme_runs_from_elsewhere(installed, tmp_path):
     """Isolated (-I): neither PYTHONPATH nor the folder counts."""
-    code = f"{readme()}\nprint(tilewise.__file__, tuple(out.shape), tilewise.__version__)"
+    asked = "print(tilewise.__file__, tuple(out.shape), tilewise.__version__)"
+    code = f"import tilewise\n{readme()}\n{asked}"
     command = [installed, "-I", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
