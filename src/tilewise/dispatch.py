@@ -13,6 +13,7 @@ shows them.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,9 +21,10 @@ import torch
 
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .kernels.common.arguments import aligned, packed_in
-from .problem import Extras, Problem
+from .problem import Call, Extras, Problem
 
 Tensor = torch.Tensor
+Forward = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]
 
 # In the order of preference. A module is imported when it is first asked, so that a machine without
 # Triton never needs it.
@@ -95,15 +97,17 @@ def choose_for(
     return choose(problem, q.device, backend, is_aligned, has_many(problem, q, k, extras))
 
 
-def is_decoding(problem: Problem, q: Tensor, k: Tensor) -> bool:
-    """Whether a call on a GPU has few queries beside many keys, whoever makes it: the portable
-    kernels then divide the keys, as beside a cache.
+def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
+    """The forward of calls of one signature. Where few queries meet many keys on a GPU, and no
+    backend is forced, the portable kernels divide the keys, as beside a cache.
     """
-    if not q.is_cuda or ask("portable", problem, q.device) is not None:
-        return False
-    from .kernels.portable import few_queries
+    problem, scalars, backend = call.problem, call.scalars, call.backend
+    if backend is None and q.is_cuda and ask("portable", problem, q.device) is None:
+        from .kernels.portable import few_queries
 
-    return few_queries.serves(problem, q, k)
+        if few_queries.serves(problem, q, k):
+            return few_queries.Forward(problem, scalars)
+    return choose_for(problem, q, k, v, extras, backend).prepare(problem, scalars, q, k)
 
 
 def has_many(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> bool:

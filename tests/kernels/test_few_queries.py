@@ -9,7 +9,7 @@ import tilewise
 from tilewise import dispatch
 from tilewise.frontend.checks import check
 from tilewise.kernels.portable import few_queries
-from tilewise.problem import NO_EXTRAS, Extras
+from tilewise.problem import NO_EXTRAS, Call, Extras
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
@@ -79,9 +79,12 @@ def test_what_those_kernels_lack_is_left_to_others():
     assert not few_queries.serves(checked(q, k, v, Extras(bias=bias))[0], q, k)
 
 
-def test_on_a_cpu_nobody_asks_them():
+def test_on_a_cpu_they_are_not_asked(monkeypatch):
+    monkeypatch.setattr(few_queries, "serves", lambda *_: pytest.fail("asked"))
     q, k, v = inputs()
-    assert not dispatch.is_decoding(checked(q, k, v)[0], q, k)
+    problem, _, scalars = checked(q, k, v)
+    forward = dispatch.forward_of(Call(problem, scalars), q, k, v, NO_EXTRAS)
+    assert forward(q, k, v, NO_EXTRAS)[0].shape == q.shape
 
 
 @pytest.mark.gpu

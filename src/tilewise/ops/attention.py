@@ -90,12 +90,7 @@ def _prepared(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Ca
     problem = call.problem
     if q.is_meta:
         return lambda q, k, v, extras: empty_out(problem, q)
-    if call.backend is None and dispatch.is_decoding(problem, q, k):
-        from ..kernels.portable import few_queries
-
-        return few_queries.Forward(problem, call.scalars)
-    chosen = dispatch.choose_for(problem, q, k, v, extras, call.backend)
-    return chosen.prepare(problem, call.scalars, q, k)
+    return dispatch.forward_of(call, q, k, v, extras)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
