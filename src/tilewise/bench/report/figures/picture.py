@@ -7,7 +7,7 @@ from ..evidence import OURS, Evidence
 from ..svg import mark, path, style_of, text
 from . import calls
 
-PEERS = {"fwd": ("fa3", "cudnn"), "bwd": ("fa3", "cudnn")}
+PEERS = "fa3", "cudnn"
 TITLES = {"fwd": "Forward", "bwd": "Backward"}
 NAMES = {OURS: "tilewise", "fa3": "FlashAttention-3", "cudnn": "cuDNN"}
 WIDTH, HEIGHT = charts.SMALL
@@ -40,8 +40,8 @@ def speed(evidence: Evidence) -> str:
 
 def _panel(evidence: Evidence, way: str, left: int) -> str:
     """One direction, so far from the left."""
-    names = OURS, *PEERS[way]
-    turns = calls.turns(evidence, PEERS[way], (way, "D128", "causal"))
+    names = OURS, *PEERS
+    turns = calls.turns(evidence, PEERS, (way, "D128", "causal"))
     points = {name: sorted((t.shape.seqlen_q, t.rate(name)) for t in turns) for name in names}
     title = text(left + 8, 16, f"{TITLES[way]}, headdim 128, causal, bf16", "label")
     if not turns:
