@@ -78,18 +78,20 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 	for asked in "--window 1024" "--softcap 30" --alibi --sinks; do \
 		$(BENCH) fwd --seqlen 4k,16k --headdim 128 --causal yes $$asked --against fa3,flex || exit 1; done
 	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3 --sustained
-	for what in "varlen --dense --against fa3 --sustained" "modifiers" "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \
-		"speedup" "blocks" "host" "cold"; do \
+	for what in "varlen --dense --against fa3 --sustained" "modifiers"; do \
 		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
+	for what in "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \
+		"speedup" "blocks" "host" "cold"; do \
+		$(RUN) -m benchmarks $$what --save $(RESULTS) || exit 1; done
 	for lesson in tour/[0-9]*.py; do \
 		TILEWISE_NCU=1 TILEWISE_RECORD=$(RESULTS) $(RUN) $$lesson || exit 1; done
 	$(RUN) benchmarks/cpu.py --save $(RESULTS)
 
 report: $(READY)  ## those rows as a page, report/index.html; without any, the ones of benchmarks/results
-	$(RUN) -m tilewise.cli report $(wildcard $(RESULTS))
+	$(RUN) -m benchmarks report $(wildcard $(RESULTS))
 
 figures: $(READY)  ## README's and the docs' figures anew, from benchmarks/results
-	$(RUN) -m tilewise.bench.report.figures
+	$(RUN) -m benchmarks figures
 
 lint: style types  ## ruff and pyright
 

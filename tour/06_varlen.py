@@ -18,8 +18,8 @@ import triton.language as tl
 from lesson import DEVICE, ON_GPU, Figures, here, show
 
 import tilewise
+from benchmarks.timeline import COLOURS, letter
 from tilewise.bench.lengths import SETS
-from tilewise.cli.timeline import COLOURS, letter
 from tilewise.testing import use_interpreter
 from tilewise.testing.schedule import busy, key_blocks, makespan, simulate, tiles
 from tilewise.testing.tolerance import assert_within
@@ -259,8 +259,8 @@ for dynamic in (False, True):
 #
 # When is the counter worth it? `simulate` gives tiles to processors, each tile costing as many
 # units as it visits blocks of keys, and nothing else costs anything. A batch with one long
-# sequence, causal, on eight processors. (`tilewise schedule --lengths 160,300,4096 --nheads 2
-# --causal` prints it in the terminal, for any lengths.)
+# sequence, causal, on eight processors. (`python -m benchmarks schedule --lengths 160,300,4096
+# --nheads 2 --causal` prints it in the terminal, for any lengths.)
 
 # %%
 PROCESSORS, mixed = 8, [160, 300, 4096]

@@ -11,6 +11,7 @@ and the figures are those that an NVIDIA H200 gave: `benchmarks/results/h200.jso
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from tilewise.testing import interpret
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-RECORDED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+RECORDED = ROOT / "benchmarks" / "results" / "h200.jsonl"
 PICTURES = Path(os.environ.get("TILEWISE_PICTURES", "tour-pictures"))
+
+sys.path.append(str(ROOT))  # of `benchmarks`, which two lessons import
 
 
 def here(kernel: Any) -> Any:

@@ -27,7 +27,7 @@ c.IPKernelApp.log_level = 40
 
 def seen_by_lessons(tour: Path) -> list[Path]:
     """The files on which a lesson's output depends, itself aside."""
-    library = sorted((ROOT / "src").rglob("*.py"))
+    library = sorted(file for name in ("src", "benchmarks") for file in (ROOT / name).rglob("*.py"))
     shared = sorted(set(tour.glob("*.py")) - set(tour.glob(PATTERN)))
     return [*library, *shared, ROOT / "benchmarks" / "results" / "h200.jsonl"]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tilewise.bench.report import write
+from benchmarks.report import write
 from tilewise.bench.row import load
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench.report import write
+from benchmarks.report import write
 from tilewise.bench.row import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]

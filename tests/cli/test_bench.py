@@ -16,6 +16,21 @@ def invoke(*arguments):
     return testing.CliRunner(env={"COLUMNS": "200"}).invoke(command.bench, arguments)
 
 
+@pytest.mark.parametrize("name", ["varlen", "modifiers", "decode"])
+def test_each_has_a_help_of_its_own_and_is_named_in_that_of_bench(name):
+    done = invoke(name, "--help")
+    assert done.exit_code == 0 and f"bench {name} [OPTIONS]" in done.output
+    assert f"bench {name}" in " ".join(invoke("--help").output.split())
+
+
+@pytest.mark.parametrize("name", ["varlen", "modifiers", "decode"])
+def test_exit_code_3_without_a_gpu(name, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert invoke(name, "--device", "cuda").exit_code == 3
+
+
 def test_peers_that_cannot_run_are_listed_and_have_no_row():
     peers = "sdpa-flash,fa3,fa4,sdpa-cudnn"
     sizes = ["--seqlen", "64", "--headdim", "32"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.tiers import sample, sample_rows
 
-from tilewise.bench.matmul import CONFIGS, OUT, descriptors, matmul_kernel
+from benchmarks.matmul import CONFIGS, OUT, descriptors, matmul_kernel
 from tilewise.testing import SMEM_LIMIT, build, stats
 
 pytestmark = pytest.mark.compile

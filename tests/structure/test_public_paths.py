@@ -44,7 +44,6 @@ PUBLIC = {
     "tilewise.bench.lengths": "SETS",
     "tilewise.bench.providers": "Attend Provider",
     "tilewise.bench.standings": "summary",
-    "tilewise.cli.timeline": "COLOURS letter",
     "tilewise.kernels.hopper.compat": "tma_load",
     "tilewise.kernels.portable.step": "attend",
     "tilewise.tile.softmax": "online_step",

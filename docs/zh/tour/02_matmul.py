@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from lesson import DEVICE, ON_GPU, Figures, here, show
 
-from tilewise.bench import matmul as final
-from tilewise.bench.products import (
+from benchmarks import matmul as final
+from benchmarks.products import (
     KINDS,
     Product,
     operands,

@@ -17,8 +17,8 @@ import triton.language as tl
 from lesson import DEVICE, ON_GPU, Figures, here, show
 
 import tilewise
+from benchmarks.timeline import COLOURS, letter
 from tilewise.bench.lengths import SETS
-from tilewise.cli.timeline import COLOURS, letter
 from tilewise.testing import use_interpreter
 from tilewise.testing.schedule import busy, key_blocks, makespan, simulate, tiles
 from tilewise.testing.tolerance import assert_within
@@ -251,7 +251,8 @@ for dynamic in (False, True):
 #
 # 什么时候值得用计数器？`simulate` 把分块分给处理器，一个分块访问几个键块就花几个单位的时间，
 # 此外什么都不花时间。这个批次里有一条长序列，因果，八个处理器。
-# （`tilewise schedule --lengths 160,300,4096 --nheads 2 --causal` 在终端里打印它，长度可以任选。）
+# （`python -m benchmarks schedule --lengths 160,300,4096 --nheads 2 --causal`
+# 在终端里打印它，长度可以任选。）
 
 # %%
 PROCESSORS, mixed = 8, [160, 300, 4096]

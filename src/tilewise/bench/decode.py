@@ -22,10 +22,17 @@ from .caches import Cache, Decode, by_head, make_cache, make_queries, paged
 from .check import Verdict
 from .decode_table import lines_of
 from .decoders import Absent, Decoder
-from .host import HostClock
 from .row import Row, append, stamp
 from .run import Outcome
-from .timer import CallFailed, Clock, CudaClock, Spread, cpu_clock, time_interleaved
+from .timer import (
+    CallFailed,
+    Clock,
+    CudaClock,
+    HostClock,
+    Spread,
+    cpu_clock,
+    time_interleaved,
+)
 
 Tensor = torch.Tensor
 COLD = ("rotate", "flush")

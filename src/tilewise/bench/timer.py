@@ -79,6 +79,23 @@ class CudaClock:
         return [start.elapsed_time(end) for start, end in events]
 
 
+class HostClock:
+    """Wall time of each call, with an idle device before and no wait between."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device.startswith("cuda")
+
+    def __call__(self, call: Call, calls: int) -> list[float]:
+        if not self.on_gpu:
+            return cpu_clock(call, calls)
+        import torch
+
+        torch.cuda.synchronize()
+        times = cpu_clock(call, calls)
+        torch.cuda.synchronize()
+        return times
+
+
 def clock_for(device: str) -> Clock:
     """The clock that tells a device's time."""
     return CudaClock(device) if device.startswith("cuda") else cpu_clock

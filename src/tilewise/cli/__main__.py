@@ -39,21 +39,11 @@ COMMANDS = {
     "verify": Entry("tilewise.cli.verify", "Hold every feature to fp64 on this machine."),
     "mask": Entry("tilewise.cli.mask", "Draw a mask by tiles: full, partial or skipped."),
     "bench": Entry("tilewise.cli.bench", "Time attention beside its peers, correctness first."),
-    "compare": Entry(
-        "tilewise.cli.compare", "What regressed between two sets of result rows, beyond noise."
-    ),
     "tune": Entry("tilewise.cli.tune", "Find the fastest kernel configurations for this GPU."),
     "explain": Entry(
         "tilewise.cli.explain", "Who serves a call and why, in which launches; no GPU needed."
     ),
-    "trace": Entry(
-        "tilewise.cli.trace", "One row's online softmax, block by block, in real numbers."
-    ),
-    "schedule": Entry(
-        "tilewise.cli.schedule", "Draw which SM runs which tile of a ragged batch when."
-    ),
     "hub": Entry("tilewise.cli.hub", "What makes a kernel on Hugging Face's hub be tilewise."),
-    "report": Entry("tilewise.cli.report", "Result rows as one page: HTML and Markdown."),
 }
 
 

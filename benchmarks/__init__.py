@@ -1,0 +1,1 @@
+"""Experiments on tilewise, and the tables and figures that their rows give; run from a clone."""

@@ -1,0 +1,127 @@
+"""How long the first call of a process takes: with an empty kernel cache, and with a warm one.
+
+Each round is a process of its own. The clock starts when torch is imported, the device and autograd
+are awake and the inputs are there, and stops when the results are: importing tilewise and Triton is
+in it. On a CPU nothing is compiled, so there is no cache to fill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tilewise
+from tilewise.bench.check import Verdict
+from tilewise.bench.providers import provider
+from tilewise.bench.row import Row, append, stamp
+from tilewise.bench.run import Outcome, Stage
+from tilewise.bench.shapes import Shape, square
+from tilewise.bench.timer import Spread
+
+PASSES = ("fwd", "bwd")
+CHILD = """
+import json, sys, time, torch
+device, dtype, *shape = json.loads(sys.argv[1])
+q, k, v = (
+    torch.randn(shape, device=device, dtype=getattr(torch, dtype), requires_grad=True)
+    for _ in range(3)
+)
+wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+torch.ones(8, device=device, requires_grad=True).add(1).sum().backward()
+wait()
+times = [time.perf_counter()]
+import tilewise
+out = tilewise.attention(q, k, v, causal=True)
+wait()
+times.append(time.perf_counter())
+torch.autograd.grad(out, (q, k, v), out)
+wait()
+times.append(time.perf_counter())
+print(json.dumps([(b - a) * 1e3 for a, b in zip(times, times[1:])]))
+"""
+
+
+class ChildFailed(RuntimeError):
+    """A process ended without its times; the text is the end of what it said."""
+
+
+def shape_for(device: str) -> Shape:
+    """Causal self-attention of 1024 tokens; of 2 heads on a CPU."""
+    if device.startswith("cuda"):
+        return square("fwd+bwd", 1024, 128, True, tokens=1024)
+    return square("fwd+bwd", 1024, 64, True, tokens=1024, hidden=128, dtype="float32")
+
+
+def first_calls(shape: Shape, device: str, cache: str | None) -> list[float]:
+    """Milliseconds of the first forward and the first backward of a new process."""
+    here = str(Path(tilewise.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment |= {} if cache is None else {"TRITON_CACHE_DIR": cache}
+    sizes = shape.batch, shape.seqlen_q, shape.nheads, shape.headdim
+    asked = json.dumps([device, shape.dtype, *sizes])
+    command = [sys.executable, "-c", CHILD, asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ChildFailed(f"the process ended with {done.returncode}: {done.stderr[-400:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rounds_of(shape: Shape, device: str, rounds: int) -> Iterator[tuple[str, list[float]]]:
+    """For each process the state of its cache, and its times."""
+    for _ in range(rounds):
+        if not device.startswith("cuda"):
+            yield "none", first_calls(shape, device, None)
+            continue
+        with tempfile.TemporaryDirectory() as cache:
+            yield "empty", first_calls(shape, device, cache)
+            yield "warm", first_calls(shape, device, cache)
+
+
+def run_cold(
+    *,
+    device: str = "cpu",
+    rounds: int = 3,
+    save: str | Path | None = None,
+    show: Callable[[str], None] = print,
+) -> list[Row] | Outcome:
+    """A row a pass and state of the cache, or the outcome of a call that is not right."""
+    shape, common = shape_for(device), stamp("cold", device)
+    tried = Stage(shape, device).ready(provider("tilewise"))
+    if isinstance(tried, Outcome):
+        return tried
+    times: dict[str, list[list[float]]] = {}
+    for cache, found in rounds_of(shape, device, rounds):
+        show(f"{cache} cache: " + ", ".join(f"{d} {ms:.0f} ms" for d, ms in zip(PASSES, found)))
+        times.setdefault(cache, []).append(found)
+    rows = [
+        make_row(shape._replace(direction=direction), cache, own, tried.verdict, common)
+        for cache, each in times.items()
+        for direction, own in zip(PASSES, zip(*each))
+    ]
+    if save is not None:
+        append(save, rows)
+    return rows
+
+
+def make_row(shape: Shape, cache: str, times: tuple, verdict: Verdict, common: dict) -> Row:
+    """The row of a pass."""
+    spread = Spread.of(list(times))
+    return Row(
+        **common,
+        shape=shape._asdict(),
+        provider="tilewise",
+        median_ms=spread.median,
+        p20_ms=spread.p20,
+        p80_ms=spread.p80,
+        rounds_ms=list(times),
+        tflops=0.0,
+        max_error=verdict.max_error,
+        bound=verdict.bound,
+        extra={"cache": cache},
+    )

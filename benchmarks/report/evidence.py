@@ -1,0 +1,249 @@
+"""Rows in order: which of them count, which were timed in turns, and where.
+
+The newest row of a shape counts, within one environment (device, torch, Triton). A ratio is taken
+only within a run, so for a shape it is the newest run that counts, of those with somebody to
+compare with if there is one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from tilewise.bench import modifiers
+from tilewise.bench.row import Row
+from tilewise.bench.shapes import DIRECTIONS, SUITES, Shape
+from tilewise.bench.standings import BEST_OF
+from tilewise.bench.timer import Spread, ratio
+from tilewise.bench.ways import median_of, rate_of, rounds_of, way_of
+
+OURS = "tilewise"
+ATTENTION = {"adhoc", "varlen", "modifiers", *SUITES}  # suites whose shapes are attention calls
+BEST = "best peer"
+
+
+class Environment(NamedTuple):
+    """What figures depend on besides the code; rows of two are never mixed."""
+
+    device: str
+    torch: str
+    triton: str
+
+    def __str__(self) -> str:
+        return f"{self.device}, torch {self.torch}, Triton {self.triton}"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is a GPU's."""
+        return "+cpu" not in self.torch and "threads" not in self.device
+
+
+class Entry(NamedTuple):
+    """A row of an attention call."""
+
+    row: Row
+    shape: Shape
+    environment: Environment
+
+    @property
+    def tflops(self) -> float:
+        """Its rate, in the way that counts."""
+        return rate_of(self.row, way_of(self.row))
+
+
+class Turn(NamedTuple):
+    """One shape: who was timed in turns, ours first."""
+
+    environment: Environment
+    shape: Shape
+    rows: dict[str, Row]
+    subject: str  # which of ours the others are divided by; "" where none of ours ran
+
+    @property
+    def ours(self) -> Row | None:
+        """The row that the others are divided by."""
+        return self.rows.get(self.subject)
+
+    @property
+    def way(self) -> str:
+        """How the times that count were taken: sustained where all rows have such, else flushed."""
+        return way_of(*self.rows.values())
+
+    @property
+    def flushed(self) -> Turn:
+        """The same without its sustained times."""
+        rows = {name: replace(row, sustained_ms=[]) for name, row in self.rows.items()}
+        return self._replace(rows=rows)
+
+    def ms(self, name: str) -> float:
+        """A provider's milliseconds."""
+        return median_of(self.rows[name], self.way)
+
+    def rate(self, name: str) -> float:
+        """A provider's TFLOP/s."""
+        return rate_of(self.rows[name], self.way)
+
+    @property
+    def ratios(self) -> dict[str, Spread]:
+        """Time of each other over ours: above 1, ours is the faster."""
+        if self.ours is None:
+            return {}
+        times = {name: list(rounds_of(row, self.way)) for name, row in self.rows.items()}
+        ours = times.pop(self.subject)
+        return {name: ratio(ours, of) for name, of in times.items() if len(of) == len(ours)}
+
+    @property
+    def best(self) -> float | None:
+        """The least of the ratios to the peers that a GPU's best time is looked for among."""
+        found = [of.median for name, of in self.ratios.items() if name in BEST_OF]
+        return min(found) if found else None
+
+
+class Evidence(NamedTuple):
+    """What a report is made of."""
+
+    rows: list[Row]
+    entries: list[Entry]  # the newest of each shape and provider
+    turns: list[Turn]  # the newest of each shape: dense, with features, packed
+    others: dict[str, list[Row]]  # by suite
+    calls: list[Entry]  # every attention call, the oldest first
+
+    @property
+    def environments(self) -> list[Environment]:
+        """GPUs first, then by the number of rows."""
+        counts: dict[Environment, int] = {}
+        for row in self.rows:
+            where = environment_of(row)
+            counts[where] = counts.get(where, 0) + 1
+        return sorted(counts, key=lambda where: (not where.on_gpu, -counts[where]))
+
+
+def collect(rows: Sequence[Row]) -> Evidence:
+    """The rows that count, sorted."""
+    entries, others = [], {}
+    for row in rows:
+        shape = shape_of(row)
+        if shape is None:
+            others.setdefault(row.suite, []).append(row)
+        else:
+            entries.append(Entry(row, shape, environment_of(row)))
+    entries.sort(key=lambda entry: entry.row.date)  # stable: of one date the later line is newer
+    newest = {(e.environment, e.shape, e.row.provider, lane_of(e.row)): e for e in entries}
+    return Evidence(list(rows), list(newest.values()), newest_turns(entries), others, entries)
+
+
+def environment_of(row: Row) -> Environment:
+    """Where a row was taken."""
+    return Environment(row.device, row.torch, row.triton)
+
+
+def shape_of(row: Row) -> Shape | None:
+    """The attention call that a row timed; None where it is something else."""
+    if row.suite not in ATTENTION:
+        return None
+    try:
+        shape = Shape(**row.shape)
+        return shape if shape.flops > 0 and shape.modifier in ("", *modifiers.NAMES) else None
+    except (TypeError, ValueError, KeyError):
+        return None
+
+
+def lane_of(row: Row) -> str:
+    """What tells rows of one shape and provider apart: what they stood beside."""
+    return str(row.extra.get("lane") or row.extra.get("beside") or "")
+
+
+def kind_of(shape: Shape) -> str:
+    """dense, features, packed or modifiers."""
+    if shape.modifier:
+        return "modifiers"
+    return "packed" if shape.lengths else "features" if shape.features else "dense"
+
+
+def newest_turns(entries: Iterable[Entry]) -> list[Turn]:
+    """The turn that counts for each shape, in reading order; entries are the oldest first."""
+    runs: dict[tuple, dict[str, Row]] = {}
+    for entry in entries:
+        if not lane_of(entry.row):
+            key = entry.environment, entry.shape, entry.row.run
+            runs.setdefault(key, {})[entry.row.provider] = entry.row
+    newest: dict[tuple, Turn] = {}
+    for (environment, shape, _), rows in runs.items():
+        subject = subject_of(list(rows))
+        ours_first = {name: rows[name] for name in sorted(rows, key=place_of)}
+        turn = Turn(environment, shape, ours_first, subject)
+        key = environment, shape, subject
+        if key not in newest or len(rows) > 1 or len(newest[key].rows) == 1:
+            newest[key] = turn
+    return sorted(newest.values(), key=reading_order)
+
+
+def subject_of(providers: Sequence[str]) -> str:
+    """Whom the others are divided by: tilewise, else the first that is ours."""
+    if OURS in providers:
+        return OURS
+    return next((name for name in providers if is_ours(name)), "")
+
+
+def is_ours(provider: str) -> bool:
+    """Whether a provider is one of our own ways, such as tilewise:portable."""
+    return provider.split(":")[0] == OURS
+
+
+def place_of(provider: str) -> tuple:
+    """Ours first, then the peers that are looked at first, then by name."""
+    order = ("tilewise", *BEST_OF, "flash", "sdpa", "efficient", "flex", "standard", "math")
+    known = order.index(provider) if provider in order else len(order)
+    return (not is_ours(provider), known, provider)
+
+
+def reading_order(turn: Turn) -> tuple:
+    """Direction, head size, mask, length."""
+    shape = turn.shape
+    return (
+        DIRECTIONS.index(shape.direction),
+        shape.dtype,
+        shape.headdim,
+        shape.nheads,
+        shape.nheads_k,
+        shape.causal,
+        tuple(shape.features),
+        shape.lengths,
+        shape.seqlen_q,
+        shape.batch,
+    )
+
+
+def ratios_by_peer(turns: Iterable[Turn]) -> dict[str, dict[Shape, float]]:
+    """For each other provider, and for the best peer of each shape, the ratios there are."""
+    found: dict[str, dict[Shape, float]] = {}
+    for turn in turns:
+        for name, of in turn.ratios.items():
+            found.setdefault(name, {})[turn.shape] = of.median
+        if turn.best is not None:
+            found.setdefault(BEST, {})[turn.shape] = turn.best
+    rivals = [name for name in found if name in BEST_OF]
+    if len(rivals) < 2:
+        found.pop(BEST, None)  # it is the only one
+    return {name: found[name] for name in sorted(found, key=lambda n: (n == BEST, place_of(n)))}
+
+
+class Standing(NamedTuple):
+    """Ratios to one peer, in figures."""
+
+    mean: float  # geometric
+    least: float
+    most: float
+    ahead: int  # how many are 1 or more
+    rows: int
+    worst: Shape
+
+    @classmethod
+    def of(cls, ratios: dict[Shape, float]) -> Standing:
+        values = list(ratios.values())
+        worst = min(ratios, key=ratios.__getitem__)
+        ahead = sum(value >= 1 for value in values)
+        mean = statistics.geometric_mean(values)
+        return cls(mean, min(values), max(values), ahead, len(values), worst)

@@ -1,0 +1,192 @@
+"""Questions about attention calls: rates, and ratios to peers, over the shapes that words describe.
+
+A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window. A question means every
+shape that answers to all of its words; bf16 and dense go without saying, and so does the GPU, torch
+and Triton that most rows are from, unless a word such as Triton-3.8 names another. Times are the
+sustained ones, where a run has them for all that took part; the word flushed means the other ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from tilewise.bench.shapes import SUITES, Shape, square
+from tilewise.bench.ways import FLUSHED, SUSTAINED
+
+from ..evidence import OURS, Entry, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
+from ..page import length, times
+from ..sections import SHORT
+
+NONE = "–"
+KINDS = {"dense", "features", "packed", "other"}
+CLASSIC = 64, 128, 256  # headdims
+SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
+PORTABLE, TRITON = "portable", "Triton-"
+ASIDE = {PORTABLE, FLUSHED}  # words that say what of a shape is meant, and not which shape
+
+
+@functools.cache
+def words_of(shape: Shape, suite: str = "adhoc") -> frozenset[str]:
+    """What a shape answers to."""
+    features = {word.split()[0] for word in shape.features}
+    words = {
+        *(shape.direction, shape.lengths, suite, *features),
+        *(f"D{shape.headdim}", "causal" if shape.causal else "full"),
+        *(length(shape.seqlen_q), SHORT.get(shape.dtype, shape.dtype)),
+        kind_of(shape) if shape.lengths or is_classic(shape) else "other",
+    }
+    return frozenset(words)
+
+
+def is_classic(shape: Shape) -> bool:
+    """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048, and
+    headdim 64, 128 or 256.
+    """
+    if shape.headdim not in CLASSIC:
+        return False
+    plain = square(shape.direction, shape.seqlen_q, shape.headdim, shape.causal, dtype=shape.dtype)
+    return shape[:SIZES] == plain[:SIZES]
+
+
+def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
+    """The GPU, torch and Triton that are meant."""
+    asked = next((word.removeprefix(TRITON) for word in words if word.startswith(TRITON)), "")
+    found = (one for one in evidence.environments if one.on_gpu)
+    return next((one for one in found if f"{one.triton}.".startswith(asked)), None)
+
+
+def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Turn]:
+    """The newest turn of each shape in which all of these took part."""
+    ours = f"{OURS}:{PORTABLE}" if PORTABLE in words else OURS
+    asked = {word for word in words if word not in ASIDE and not word.startswith(TRITON)}
+    asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
+    asked |= set() if asked & set(SHORT.values()) else {"bf16"}
+    wanted, place = {ours, *peers}, where(evidence, words)
+    runs: dict[tuple, list[Entry]] = {}
+    for entry in evidence.calls:
+        if entry.environment == place and entry.row.provider in wanted and not lane_of(entry.row):
+            if asked <= words_of(entry.shape, entry.row.suite):
+                runs.setdefault((entry.shape, entry.row.run), []).append(entry)
+    whole = [of for of in runs.values() if {entry.row.provider for entry in of} == wanted]
+    found = newest_turns(itertools.chain(*whole))
+    return [turn.flushed for turn in found] if FLUSHED in words else found
+
+
+def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
+    """Time of a peer over ours, a shape each."""
+    return [turn.ratios[peer].median for turn in turns(evidence, [peer], words)]
+
+
+def rate(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Our TFLOP/s at the one shape that is meant."""
+    found = turns(evidence, who, words)
+    if not found:
+        return NONE
+    (turn,) = found
+    return f"{turn.rate(turn.subject):.0f}"
+
+
+def milliseconds(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Median time of the one shape that is meant."""
+    found = turns(evidence, who, words)
+    return digits(found[0].ms(who[0] if who else OURS)) if found else NONE
+
+
+def way(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """How times were taken: sustained, flushed, or in how many shapes sustained."""
+    ways = [turn.way for turn in turns(evidence, who, words)]
+    if not ways:
+        return NONE
+    count = ways.count(SUSTAINED)
+    mixed = f"{SUSTAINED} in {count} of {len(ways)}, else {FLUSHED}"
+    return ways[0] if count in (0, len(ways)) else mixed
+
+
+def over(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """How many times as fast as a peer we are: least to most."""
+    return span(ratios(evidence, who[0], words))
+
+
+def mean(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The geometric mean of these ratios; `{mean best: ...}` is of the best peer of each shape."""
+    if who == ["best"]:
+        found = [turn.best for turn in turns(evidence, ["fa3", "cudnn"], words)]
+        found = [value for value in found if value is not None]
+    else:
+        found = ratios(evidence, who[0], words)
+    return times(statistics.geometric_mean(found)) if found else NONE
+
+
+def ahead(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """In how many shapes we are as fast as a peer or faster, of how many."""
+    found = ratios(evidence, who[0], words)
+    return f"{sum(value >= 1 for value in found)} of {len(found)}" if found else NONE
+
+
+def keeps(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The share of our rate that another of our ways has: mean (least to most)."""
+    found = [1 / value for value in ratios(evidence, who[0], words)]
+    return f"{statistics.geometric_mean(found):.2f} ({span(found)})" if found else NONE
+
+
+def share(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The same, of the one shape that is meant."""
+    return span([1 / value for value in ratios(evidence, who[0], words)])
+
+
+def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The rate of one set of lengths over another's, `{skewed zipf equal4096: fwd}`.
+
+    Each beside the same dense shape of its run, mean over heads and masks.
+    """
+    kept: dict[tuple, dict[str, float]] = {}
+    place = where(evidence)
+    for entry in evidence.calls:
+        shape, extra = entry.shape, entry.row.extra
+        if entry.environment == place and shape.lengths in who and "of_dense" in extra:
+            if entry.row.provider == OURS and set(words) <= words_of(shape):
+                alike = shape.dense, shape.causal
+                kept.setdefault(alike, {})[shape.lengths] = extra["of_dense"]
+    found = [of[who[0]] / of[who[1]] for of in kept.values() if len(of) == 2]
+    return times(statistics.geometric_mean(found)) if found else NONE
+
+
+def environment(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The device, or a version without what is built in: `{environment torch}`."""
+    found = where(evidence)
+    return getattr(found, who[0]).split("+")[0].removesuffix(".0") if found else NONE
+
+
+def digits(value: float) -> str:
+    """Three significant digits, zeros at the end too."""
+    return f"{value:#.3g}".removesuffix(".")
+
+
+def factor(value: float) -> str:
+    """A ratio, with no more digits than it is good for."""
+    return times(value) if value < 10 else digits(value)
+
+
+def span(values: Sequence[float]) -> str:
+    """Least to most, one number where they read the same."""
+    if not values:
+        return NONE
+    least, most = factor(min(values)), factor(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+ANSWERS = {
+    "rate": rate,
+    "ms": milliseconds,
+    "way": way,
+    "over": over,
+    "mean": mean,
+    "ahead": ahead,
+    "keeps": keeps,
+    "share": share,
+    "skewed": skewed,
+    "environment": environment,
+}

@@ -1,0 +1,165 @@
+"""Questions about the experiments: host time, memory, bytes, speed-up, matmul, first calls, CPU.
+
+Rows that are no times of attention calls: each function reads the rows of one `tilewise bench`
+command, the newest of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilewise.bench.row import Row
+from tilewise.bench.timer import ratio
+
+from ...memory import exponent
+from ..evidence import OURS, Environment, Evidence, environment_of, is_ours
+from ..page import length, times
+from .calls import NONE, digits, span, where, words_of
+
+GIB = 1 << 30
+
+
+def newest(evidence: Evidence, suite: str, **extra: str) -> Iterator[Row]:
+    """The GPU's rows of a suite whose `extra` says this, the newest of each shape and provider."""
+    found: dict[tuple, Row] = {}
+    place = where(evidence)
+    for row in sorted(evidence.others.get(suite, []), key=lambda row: row.date):
+        if environment_of(row) == place and extra.items() <= row.extra.items():
+            found[tuple(row.shape.items()), row.provider] = row
+    return iter(found.values())
+
+
+def host(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Microseconds of the host a call: `{host flash: compile}`."""
+    name = who[0] if who else OURS
+    found = [r for r in newest(evidence, "host", mode=words[0]) if r.provider == name]
+    return f"{found[-1].extra['host_us']:.0f}" if found else NONE
+
+
+def peaks(evidence: Evidence, name: str, direction: str) -> dict[int, int]:
+    """Peak bytes by length."""
+    return {
+        row.shape["seqlen_q"]: row.extra["peak_bytes"]
+        for row in newest(evidence, "memory")
+        if (row.provider, row.shape["direction"]) == (name, direction) and "peak_bytes" in row.extra
+    }
+
+
+def peak(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """GiB beside the inputs: `{peak standard: fwd 32Ki}`."""
+    sizes = {length(s): found for s, found in peaks(evidence, who[0], words[0]).items()}
+    return digits(sizes[words[1]] / GIB) if words[1] in sizes else NONE
+
+
+def growth(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """The power of S that peaks grow with."""
+    found = exponent(peaks(evidence, who[0], words[0]))
+    return NONE if found is None else f"{found:.2f}"
+
+
+def moved(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """GB that a call moves: `{moved tilewise formula: fwd+bwd}`, or by the card's counters."""
+    for row in newest(evidence, "io"):
+        if row.provider == who[0] and row.shape["direction"] == words[0]:
+            if who[1] == "formula":
+                return digits(row.extra["bytes"] / 1e9)
+            if "bytes_read" in row.extra:
+                return digits((row.extra["bytes_read"] + row.extra["bytes_written"]) / 1e9)
+    return NONE
+
+
+def speedup(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Times as fast as standard attention, least to most over lengths."""
+    rows = newest(evidence, "speedup", case=" ".join(words[1:]))
+    found = [
+        row.extra["speedup"]
+        for row in rows
+        if row.provider == "standard" and row.shape["direction"] == words[0]
+    ]
+    return span(found)
+
+
+def matmul(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Time of cuBLAS over ours: `{matmul: bf16 4096}`."""
+    kind, size = words[0], int(words[1])
+    rows = {
+        row.provider: row
+        for row in newest(evidence, "matmul")
+        if row.shape["kind"] == kind and {row.shape[x] for x in "mnk"} == {size}
+    }
+    if not {OURS, "cublas"} <= rows.keys():
+        return NONE
+    return times(ratio(rows[OURS].rounds_ms, rows["cublas"].rounds_ms).median)
+
+
+def decode(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Time of a peer over ours for a step beside 8Ki keys: `{decode fa3: 32 1 16}` is that of 32
+    sequences, 1 query each, in pages of 16; pages of 0 are none.
+    """
+    asked = [int(word) for word in words]
+    rows = {
+        row.provider: row
+        for row in newest(evidence, "decode")
+        if [row.shape[x] for x in ("batch", "seqlen_q", "page_size")] == asked
+        and row.shape["seqlen_k"] == 8192
+    }
+    if not {OURS, who[0]} <= rows.keys():
+        return NONE
+    return times(ratio(rows[OURS].rounds_ms, rows[who[0]].rounds_ms).median)
+
+
+def first(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Seconds of the first call of a process: `{first: fwd empty}`."""
+    direction, cache = words
+    rows = newest(evidence, "cold", cache=cache)
+    found = [row for row in rows if row.shape["direction"] == direction]
+    return f"{found[-1].median_ms / 1e3:.1f}" if found else NONE
+
+
+def modifier(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Our rate over that of what it stood beside: `{modifier flex: fwd window 16Ki}`."""
+    place = where(evidence)
+    for entry in reversed(evidence.calls):
+        over = entry.row.extra.get("rate_over", {})
+        if entry.environment == place and is_ours(entry.row.provider) and who[0] in over:
+            shape = entry.shape
+            said = shape.direction, entry.row.extra.get("modifier"), length(shape.seqlen_q)
+            if said == tuple(words):
+                return times(over[who[0]])
+    return NONE
+
+
+def host_alone(evidence: Evidence) -> Environment | None:
+    """The CPU, torch and Triton of the newest row of a CPU."""
+    found = (entry.environment for entry in reversed(evidence.calls))
+    return next((one for one in found if not one.on_gpu), None)
+
+
+def cpu(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Time of torch's SDPA over ours on a CPU: `{cpu: fwd fp32}`."""
+    place = host_alone(evidence)
+    turns = [
+        t for t in evidence.turns if t.environment == place and set(words) <= words_of(t.shape)
+    ]
+    return span([turn.ratios["sdpa"].median for turn in turns if "sdpa" in turn.ratios])
+
+
+def processor(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """That CPU."""
+    place = host_alone(evidence)
+    return place.device if place else NONE
+
+
+ANSWERS = {
+    "host": host,
+    "peak": peak,
+    "growth": growth,
+    "moved": moved,
+    "speedup": speedup,
+    "matmul": matmul,
+    "decode": decode,
+    "first": first,
+    "modifier": modifier,
+    "cpu": cpu,
+    "processor": processor,
+}

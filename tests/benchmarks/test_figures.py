@@ -1,0 +1,169 @@
+"""Figures that pages state: computed from rows, never typed, and dashes where no row answers."""
+
+import dataclasses
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from helpers.made_rows import row
+
+from benchmarks.report import collect, figures
+from benchmarks.report.pages import committed, pages
+from tilewise.bench.shapes import square
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = (figures.README, figures.CHINESE, figures.DOCS)
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    return committed(ROOT)
+
+
+def test_pages_say_what_the_rows_say():
+    for path, text in pages(ROOT).items():
+        assert path.read_text("utf-8") == text, f"{path.name}: `make figures` writes it anew"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_figure_is_typed(name):
+    """Where a page has a table, its cells are questions: a number in one would be nobody's."""
+    text = resources.files(figures.__name__).joinpath(name).read_text("utf-8")
+    rows = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| ")]
+    rows = [cells for cells in rows if any("{" in cell for cell in cells)]
+    assert len(rows) > 7
+    for cell in (cell for cells in rows for cell in cells[1:]):
+        rest = re.sub(r"\b(4096|8192): ", "", figures.QUESTION.sub("", cell))
+        assert not re.search(r"\d", rest), cell
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_rows_there_are_dashes(name):
+    assert "–" in figures.page(name, collect([]))
+
+
+def test_both_languages_ask_the_same():
+    asked = []
+    for name in (figures.README, figures.CHINESE):
+        text = resources.files(figures.__name__).joinpath(name).read_text("utf-8")
+        asked.append(figures.QUESTION.findall(text))
+    assert asked[0] == asked[1]
+
+
+def test_questions_about_calls():
+    rows = [row(ms=1.0, seqlen=1024), row("fa3", 1.5, 1024), row(ms=2.0, seqlen=2048, run="two")]
+    rows += [row("fa3", 1.9, 2048, run="two"), row("tilewise:deterministic", 4.0, 2048, run="two")]
+    evidence = collect(rows)
+    for asked, answer in {
+        "{over fa3: fwd D128 full}": "0.95 to 1.50",
+        "{mean fa3: fwd}": "1.19",
+        "{ahead fa3: fwd}": "1 of 2",
+        "{ms fa3: fwd 2Ki}": "1.90",
+        "{keeps tilewise:deterministic: fwd}": "0.50 (0.50)",
+        "{rate: fwd 1Ki}": f"{rows[0].tflops:.0f}",
+        "{over fa3: fwd D64}": "–",
+        "{over cudnn: fwd}": "–",
+        "{over fa3: fwd Triton-3.8}": "–",
+        "{environment triton}": "3.6",
+    }.items():
+        assert figures.fill(asked, evidence) == answer, asked
+
+
+def loaded(ours, theirs, seqlen=1024, **changed):
+    """A run of one shape, as fast as fa3 with pauses and not under load."""
+    rows = [row(ms=1.0, seqlen=seqlen, **changed), row("fa3", 1.0, seqlen, **changed)]
+    return [dataclasses.replace(x, sustained_ms=[ms] * 8) for x, ms in zip(rows, (ours, theirs))]
+
+
+def test_sustained_times_count_and_flushed_ones_can_be_asked_for():
+    rows = [
+        *loaded(2.0, 2.5),
+        row(ms=1.0, seqlen=2048, run="two"),
+        row("fa3", 1.5, 2048, run="two"),
+    ]
+    tflops = rows[0].tflops
+    for asked, answer in {
+        "{over fa3: fwd 1Ki}": "1.25",
+        "{over fa3: flushed fwd 1Ki}": "1.00",
+        "{mean best: fwd 1Ki}, {mean best: flushed fwd}": "–, –",
+        "{rate: fwd 1Ki}, {rate: flushed fwd 1Ki}": f"{tflops / 2:.0f}, {tflops:.0f}",
+        "{ms fa3: fwd 1Ki}, {ms fa3: flushed fwd 1Ki}": "2.50, 1.00",
+        "{ahead fa3: fwd}, {over fa3: fwd 2Ki}": "2 of 2, 1.50",
+        "{way fa3: fwd 1Ki}, {way fa3: fwd 2Ki}": "sustained, flushed",
+        "{way fa3: fwd}": "sustained in 1 of 2, else flushed",
+        "{way cudnn: fwd}": "–",
+    }.items():
+        assert figures.fill(asked, collect(rows)) == answer, asked
+
+
+def test_pages_say_which_times_they_have():
+    for rows, said in ((loaded(2.0, 2.5), "sustained"), ([row(), row("fa3", 1.5)], "flushed")):
+        assert f"medians of {said} times" in figures.page(figures.README, collect(rows))
+    assert "（持续负载）" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
+
+
+def test_odd_and_wide_headdims_have_a_table():
+    rows = []
+    for headdim, ms in ((100, 1.0), (104, 0.8), (512, 4.0)):
+        for i, direction in enumerate(("fwd", "bwd")):
+            shape = square(direction, 2048, headdim, False)
+            of = dict(shape=shape._asdict(), run=f"{headdim} {direction}")
+            tflops = shape.flops / ms / 1e9
+            rows.append(row(ms=ms, **of, tflops=tflops))
+            rows.append(row("efficient", ms * (1.5 + i), **of, tflops=tflops / (1.5 + i)))
+    found = figures.page(figures.DOCS, collect(rows)).splitlines()
+    for headdim in (100, 104, 512):
+        rates = [f"{x.tflops:.0f}" for x in rows[::2] if x.shape["headdim"] == headdim]
+        (line,) = (line for line in found if re.match(rf"\| D{headdim}(, copied)? \|", line))
+        assert line.split(" | ")[1] == " / ".join(rates) and "– / –" in line
+    (line,) = (line for line in found if line.startswith("| D512 over"))
+    assert line.split(" | ")[1] == "1.50 / 2.50"
+
+
+def test_a_ratio_is_of_the_newest_run_in_which_both_ran():
+    old = [row(ms=1.0, run="old"), row("fa3", 2.0, run="old"), row("cudnn", 3.0, run="old")]
+    later = "2026-02-01T00:00:00+00:00"
+    new = [row(ms=9.0, run="new", date=later), row("fa3", 9.9, run="new", date=later)]
+    evidence = collect(old + new)
+    asked = "{over fa3: fwd}, {over cudnn: fwd}, {mean best: fwd}"
+    assert figures.fill(asked, evidence) == "1.10, 3.00, 2.00"
+
+
+def test_a_question_that_nobody_understands_is_an_error(evidence):
+    with pytest.raises(ValueError, match=r"\{speed: fwd\}: nobody knows 'speed'"):
+        figures.fill("{speed: fwd}", evidence)
+    with pytest.raises(ValueError, match=r"\{over: fwd\} is no question"):
+        figures.fill("{over: fwd}", evidence)
+
+
+def test_other_shapes_do_not_count():
+    rows = [row(ms=1.0), row("fa3", 1.5)]
+    shape = rows[0].shape | dict(batch=7)
+    rows += [row(ms=9.0, shape=shape), row("fa3", 9.9, shape=shape)]
+    assert figures.fill("{over fa3: fwd}, {ms: fwd}", collect(rows)) == "1.50, 1.00"
+
+
+def test_several_shapes_have_no_one_rate(evidence):
+    with pytest.raises(ValueError, match="is no question"):
+        figures.fill("{rate: fwd D64}", evidence)
+
+
+def test_the_report_has_the_page(evidence):
+    section = figures.section(evidence)
+    tables = [block for block in section.blocks if hasattr(block, "columns")]
+    assert len(tables) > 10 and all(table.caption for table in tables)
+    cells = [cell for table in tables for cells in table.rows for cell in cells]
+    assert not any("{" in text for text in cells + section.blocks if isinstance(text, str))
+
+
+def test_a_step_of_decoding():
+    shape = dict(direction="decode", batch=32, seqlen_q=1, seqlen_k=8192, page_size=16)
+    rows = [
+        row(name, suite="decode", shape=shape, ms=ms, run="steps")
+        for name, ms in (("tilewise", 0.2), ("fa3", 0.3))
+    ]
+    evidence = collect(rows)
+    assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "16"]) == "1.50"
+    assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "0"]) == "–"
+    assert figures.experiments.decode(evidence, ["sdpa"], ["32", "1", "16"]) == "–"

@@ -1,0 +1,65 @@
+"""What `make bench-all` would run: commands that there are, with options that they take."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from tilewise.cli.bench import bench
+
+EXPERIMENTS = {"matmul", "memory", "io", "speedup", "blocks", "host", "cold"}
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ["-m", "tilewise.cli", "bench"]
+EXPERIMENT = ["-m", "benchmarks"]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """The arguments of each start of Python."""
+    if shutil.which("make") is None:
+        pytest.skip("no make is found on PATH")
+    folder = tmp_path_factory.mktemp("make")
+    python, log = folder / "python", folder / "log"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {log}\n')
+    python.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-s", "bench-all", f"PYTHON={python}", f"RESULTS={folder / 'rows.jsonl'}"]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
+    return [shlex.split(line) for line in log.read_text().splitlines()]
+
+
+def test_every_command_takes_its_options(lines):
+    asked = [line[len(BENCH) :] for line in lines if line[: len(BENCH)] == BENCH]
+    assert len(asked) == 10
+    for words in asked:
+        context = bench.make_context("bench", list(words))
+        assert not context.args, words
+        assert str(context.params.get("save")).endswith("rows.jsonl")
+
+
+def test_every_experiment_takes_its_options(lines):
+    asked = [line[len(EXPERIMENT) :] for line in lines if line[: len(EXPERIMENT)] == EXPERIMENT]
+    assert {words[0] for words in asked} == EXPERIMENTS
+    for name, *words in asked:
+        context = main.commands[name].make_context(name, words)
+        assert str(context.params.get("save")).endswith("rows.jsonl")
+
+
+def test_what_pages_lead_with_is_timed_under_sustained_load(lines):
+    """Dense, packed and GPT-2's; the backward beside FA3 and cuDNN."""
+    asked = [line[len(BENCH) :] for line in lines if "--sustained" in line]
+    whole = {" ".join(words) for words in asked}
+    assert len(asked) == 4 and any("varlen" in words for words in asked)
+    assert any("bwd" in words and "fa3,cudnn," in " ".join(words) for words in asked), whole
+
+
+def test_packed_and_modifiers_and_every_lesson_are_there(lines):
+    first = {line[len(BENCH)] for line in lines if line[: len(BENCH)] == BENCH}
+    assert {"varlen", "modifiers"} <= first
+    assert ["benchmarks/cpu.py", "--save"] in [line[:2] for line in lines]
+    lessons = {line[0] for line in lines if line[0].startswith("tour/")}
+    assert lessons == {f"tour/{path.name}" for path in (ROOT / "tour").glob("[0-9]*.py")}
