@@ -6,10 +6,10 @@ import json
 
 import click
 
-from tilewise.cli.options import DTYPES, Exit, IntList, OneInt, need_gpu
+from tilewise.cli.bench.options import print_rows, round_options, row_options
+from tilewise.cli.options import DTYPES, Exit, IntList, OneInt
+from tilewise.cli.picture import png_option
 from tilewise.cli.tables import console, digits, table
-
-from .rows import output_options, print_rows, round_options
 
 NEEDS = ("registers", "spilled", "smem KiB", "programs", "occupancy")
 SPEED = ("ms", "TFLOP/s")
@@ -51,7 +51,8 @@ class TileList(click.ParamType):
 @click.option("--dtype", type=click.Choice(list(DTYPES)[:3]), default="bf16", show_default=True)
 @click.option("--on", "target", help="Compile for sm80, sm89, sm90, ...; the GPU here, or sm90.")
 @round_options
-@output_options
+@row_options
+@png_option
 def blocks(
     tiles, warps, stages, kernel, direction, target, device, rounds, round_ms, **options
 ) -> None:
@@ -62,7 +63,6 @@ def blocks(
     held to fp64 and timed in turn with the others, 16 Ki tokens and hidden size 2048. spilled is
     bytes a thread. The line with * is what the tables choose.
     """
-    need_gpu(device or "cpu")
     from tilewise.bench.shapes import square
 
     from ..blocks import KERNELS

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import click
 
-from tilewise.cli.options import Exit, default_device, need_gpu
+from tilewise.cli.bench.options import print_rows, row_options
+from tilewise.cli.options import Exit
+from tilewise.cli.picture import png_option
 from tilewise.cli.tables import console, digits, table
-
-from .rows import output_options, print_rows
 
 
 @click.command()
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@output_options
+@row_options
+@png_option
 def cold(rounds, device, save, as_json, png) -> None:
     """How long the first forward and the first backward of a process take.
 
@@ -20,8 +21,6 @@ def cold(rounds, device, save, as_json, png) -> None:
     where nothing is compiled, one process. Importing tilewise and Triton is in the first forward;
     torch, the device and autograd are awake before the clock starts.
     """
-    device = device or default_device()
-    need_gpu(device)
     from ..cold import ChildFailed, run_cold
 
     screen = console(as_json)

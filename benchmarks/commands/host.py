@@ -6,13 +6,11 @@ from typing import NamedTuple
 
 import click
 
-from tilewise.cli.bench import providers_of
+from tilewise.cli.bench.options import print_rows, providers_of, round_options, row_options
 from tilewise.cli.explain_tables import plain
-from tilewise.cli.options import DTYPES, Exit, NameList, OneInt, default_device, need_gpu
-from tilewise.cli.packed_options import HeadList
+from tilewise.cli.options import DTYPES, Exit, HeadList, NameList, OneInt
+from tilewise.cli.picture import png_option
 from tilewise.cli.tables import console, table
-
-from .rows import output_options, print_rows, round_options
 
 
 class Sizes(NamedTuple):
@@ -39,7 +37,8 @@ CPU = Sizes(seqlen=16, heads=((2, 2, 32),), dtype="fp32")
     "--against", type=NameList(), default="flash,cudnn", show_default=True, help="As for `bench`."
 )
 @round_options
-@output_options
+@row_options
+@png_option
 def host(
     modes, batch, causal, ours, against, device, rounds, round_ms, save, as_json, png, **sizes
 ) -> None:
@@ -53,8 +52,6 @@ def host(
     fwd+bwd: that and the gradients. compile: under torch.compile, no gradient wanted. graph: the
     replay of a CUDA graph of one call.
     """
-    device = device or default_device()
-    need_gpu(device)
     from tilewise.bench.shapes import Shape
 
     from ..host import MODES, run_host

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import click
 
-from tilewise.cli.bench import together
-from tilewise.cli.options import DTYPES, Exit, OneInt, default_device, need_gpu
-from tilewise.cli.packed_options import PassList
+from tilewise.cli.bench.options import print_rows, round_options, row_options
+from tilewise.cli.options import DTYPES, Exit, OneInt, pass_option, together
+from tilewise.cli.picture import png_option
 from tilewise.cli.tables import console, digits, table
-
-from .rows import output_options, print_rows, round_options
 
 NUMBERS = ("GFLOP", "GB", "no cache", "counted", "ms", "TFLOP/s")
 size_options = together(
@@ -24,12 +22,13 @@ size_options = together(
 
 @click.command()
 @size_options
-@click.option("--pass", "passes", type=PassList(), default="fwd,bwd,fwd+bwd", show_default=True)
+@pass_option("fwd,bwd,fwd+bwd")
 @click.option("--counters", is_flag=True, help="Ask the GPU's counters, through Nsight Compute.")
 @click.option("--formula", is_flag=True, help="Formulas alone, as for an H200: nothing runs.")
 @click.option("--steps", is_flag=True, help="Also what each step of standard attention moves.")
 @round_options
-@output_options
+@row_options
+@png_option
 def io(passes, counters, formula, steps, device, as_json, png, **options) -> None:
     """FLOPs, bytes of GPU memory and milliseconds, beside FlashAttention's paper.
 
@@ -38,8 +37,7 @@ def io(passes, counters, formula, steps, device, as_json, png, **options) -> Non
     tensor once a kernel, and, as if there were no cache, each tile reading what it visits. With
     --counters Nsight Compute says what one call really moves, where it may.
     """
-    device = "" if formula else device or default_device()
-    need_gpu(device)
+    device = "" if formula else device
     from ..account import explanation, run_account
 
     shape = shape_of(device, {name: options.pop(name) for name in SIZES})

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import click
 
-from tilewise.cli.bench import run_options
-from tilewise.cli.options import Exit, IntList, NameList, default_device, need_gpu
+from tilewise.cli.bench.options import conclude, run_options, show_with, sustained_option
+from tilewise.cli.options import IntList, NameList
 
 
 @click.command()
@@ -37,9 +34,7 @@ from tilewise.cli.options import Exit, IntList, NameList, default_device, need_g
     type=NameList(),
     help="Of our kernel, by name, or all; without it the one that serves the dtype.",
 )
-@click.option(
-    "--sustained", is_flag=True, help="Also back to back, as `tilewise bench --sustained`."
-)
+@sustained_option
 @run_options
 def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     """Time our matrix product beside torch's, which on a GPU is cuBLAS.
@@ -53,25 +48,16 @@ def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     The kernel is the last of tour/02_matmul.py and lives in benchmarks/matmul.py; on a CPU it is
     interpreted, a test of the kernel and not of its speed.
     """
-    device = device or default_device()
-    need_gpu(device)
-    from tilewise.bench.run import warn
     from tilewise.bench.standings import standings, summary
 
     from ..products import Product, run_products
 
     triples = triples_of(sizes, shapes, device)
     asked = [Product(*triple, kind) for kind in known_kinds(kinds) for triple in triples]
-    show = warn if as_json else click.echo
     named = known_configs(configs)
-    outcomes = run_products(asked, named, device=device, show=show, **options)
-    if as_json:
-        for outcome in outcomes:
-            if outcome.row is not None:
-                click.echo(json.dumps(dataclasses.asdict(outcome.row)))
-    show("\n" + "\n".join([*standings(outcomes), summary(outcomes)]))
-    if any(outcome.wrong for outcome in outcomes if outcome.provider.startswith("tilewise")):
-        raise SystemExit(Exit.FAILED)
+    outcomes = run_products(asked, named, device=device, show=show_with(as_json), **options)
+    ours = {x.provider for x in outcomes if x.provider.startswith("tilewise")}
+    conclude(outcomes, [*standings(outcomes), summary(outcomes)], as_json, ours)
 
 
 def triples_of(sizes, shapes, device: str) -> list[tuple[int, int, int]]:

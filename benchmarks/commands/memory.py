@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import click
 
-from tilewise.cli.bench import providers_of
-from tilewise.cli.options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
-from tilewise.cli.packed_options import HeadList, PassList
+from tilewise.cli.bench.options import print_rows, providers_of, row_options
+from tilewise.cli.options import DTYPES, Exit, HeadList, IntList, NameList, pass_option
+from tilewise.cli.picture import png_option
 from tilewise.cli.tables import console, table
-
-from .rows import output_options, print_rows
 
 
 class Sizes(NamedTuple):
@@ -28,7 +26,7 @@ CPU = Sizes(seqlens=(1024, 2048, 4096), heads=((2, 2, 64),), dtype="fp32")
 
 @click.command()
 @click.option("--seqlens", type=IntList(), help="1k to 64k; on a CPU 1k to 4k.")
-@click.option("--pass", "passes", type=PassList(), default="fwd,fwd+bwd", show_default=True)
+@pass_option("fwd,fwd+bwd")
 @click.option("--heads", type=HeadList(), help="16x128; on a CPU 2x64. The first counts.")
 @click.option("--causal", is_flag=True)
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="bf16; on a CPU fp32.")
@@ -40,7 +38,8 @@ CPU = Sizes(seqlens=(1024, 2048, 4096), heads=((2, 2, 64),), dtype="fp32")
     show_default=True,
     help="standard, and the backends of torch's SDPA; or any that `tilewise bench` knows.",
 )
-@output_options
+@row_options
+@png_option
 def memory(passes, causal, ours, against, device, save, as_json, png, **sizes) -> None:
     """Peak memory of one sequence against its length, beside the inputs.
 
@@ -49,8 +48,6 @@ def memory(passes, causal, ours, against, device, save, as_json, png, **sizes) -
     held to fp64 first. A call that does not fit is a row that says so. The exponent is the slope of
     log(bytes) over log(S): 1 is O(N), 2 is the score matrix.
     """
-    device = device or default_device()
-    need_gpu(device)
     from ..memory import run_memory, shapes_of
 
     usual = GPU if device.startswith("cuda") else CPU

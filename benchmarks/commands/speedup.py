@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import click
 
-from tilewise.cli.options import DTYPES, Exit, IntList, NameList, OneInt, default_device, need_gpu
-from tilewise.cli.packed_options import HeadList, PassList
+from tilewise.cli.bench.options import print_rows, providers_of, round_options, row_options
+from tilewise.cli.options import DTYPES, Exit, HeadList, IntList, NameList, OneInt, pass_option
+from tilewise.cli.picture import png_option
 from tilewise.cli.tables import console, digits, table
-
-from .rows import output_options, print_rows, round_options
 
 
 class Sizes(NamedTuple):
@@ -29,13 +28,14 @@ NUMBERS = ("S", "B", "ms", "standard", "speed-up", "MiB", "standard ", "memory")
 @click.command()
 @click.option("--seqlens", type=IntList(), help="128 to 4k; on a CPU to 1k.")
 @click.option("--cases", type=NameList(), default="no mask,causal,dropout", show_default=True)
-@click.option("--pass", "passes", type=PassList(), default="fwd,fwd+bwd", show_default=True)
+@pass_option("fwd,fwd+bwd")
 @click.option("--tokens", type=OneInt(), help="In the batch: 16k; on a CPU 1k.")
 @click.option("--heads", type=HeadList(), help="16x64; on a CPU 2x64. The first counts.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="fp16; on a CPU fp32.")
 @click.option("--provider", "ours", default="tilewise", show_default=True)
 @round_options
-@output_options
+@row_options
+@png_option
 def speedup(
     cases, passes, dtype, ours, device, rounds, round_ms, save, as_json, png, **sizes
 ) -> None:
@@ -45,8 +45,6 @@ def speedup(
     that a call holds beside its inputs. Dropout is 0.1; standard attention, whose dropout is
     torch's, is held to fp64 without it.
     """
-    device = device or default_device()
-    need_gpu(device)
     from ..speedup import CASES, run_speedup, shapes_of
 
     if unknown := [case for case in cases if case not in CASES]:
@@ -59,7 +57,7 @@ def speedup(
     tell = lambda line: screen.print(line, style="dim")  # noqa: E731
     shapes = shapes_of(passes, cases, asked.seqlens, asked.tokens, asked.heads[0], dtype)
     done = run_speedup(
-        *(shapes, provider_of(ours)),
+        *(shapes, *providers_of(ours)),
         device=device,
         rounds=rounds,
         round_ms=round_ms,
@@ -76,16 +74,6 @@ def speedup(
         draw(png, done)
     if any(gain.ours.wrong for gain in done):
         raise SystemExit(Exit.FAILED)
-
-
-def provider_of(name: str):
-    """Ours, by name."""
-    from tilewise.bench.providers import provider
-
-    try:
-        return provider(name)
-    except KeyError as error:
-        raise click.UsageError(str(error.args[0])) from error
 
 
 def line(gain) -> tuple:

@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 
 def test_a_gpu_is_asked_for_the_figures_that_are_promised(asked, monkeypatch):
-    monkeypatch.setattr("tilewise.cli.bench_decode.need_gpu", lambda device: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     done = invoke("--device", "cuda")
     assert done.exit_code == 0, done.output
     assert [[str(case[0]), len(case)] for case in asked["cases"]] == [

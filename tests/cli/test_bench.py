@@ -7,6 +7,7 @@ import pytest
 testing = pytest.importorskip("click.testing")
 
 from tilewise.cli import bench as command  # noqa: E402
+from tilewise.cli.bench.dense import shapes_of  # noqa: E402
 
 QUICK = ["--device", "cpu", "--dtype", "fp32", "--tokens", "64", "--hidden", "64"]
 QUICK += ["--rounds", "1", "--round-ms", "1", "--causal", "no"]
@@ -45,7 +46,7 @@ def test_peers_that_cannot_run_are_listed_and_have_no_row():
 
 def test_the_classic_grid_can_be_asked_for():
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    shapes = command.shapes_of(
+    shapes = shapes_of(
         ("fwd", "bwd"), lengths, (64, 128, 256), "both", 1, (16384,), (2048,), "bf16"
     )
     assert len(shapes) == 2 * 6 * 3 * 2

@@ -7,7 +7,6 @@ At each shape every provider is first held to fp64, then those that pass are tim
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -247,8 +246,3 @@ def lengths_of(shape: Shape) -> dict:
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' | '.join(lines[:4])[:240]}"
-
-
-def warn(line: str) -> None:
-    """`show` for callers whose standard output is JSON."""
-    print(line, file=sys.stderr)

@@ -8,10 +8,8 @@ import sys
 
 import click
 
-from .bench import together
 from .explain_tables import LAUNCH, launch_column, launches_record, plain, said
-from .options import DTYPES, OneInt
-from .packed_options import DIRECTIONS
+from .options import DIRECTIONS, DTYPES, OneInt, together
 from .picture import png_option, roofline
 from .tables import NO, OK, console, digits, table
 
@@ -47,7 +45,7 @@ cache_options = together(
 )
 
 
-@click.command()
+@click.command(short_help="Who serves a call and why, in which launches; no GPU needed.")
 @call_options
 @feature_options
 @cache_options

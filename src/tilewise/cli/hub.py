@@ -8,7 +8,7 @@ from ..errors import ArgumentError
 from ..integrations.hub import NAME, local_kernels
 
 
-@click.command()
+@click.command(short_help="What makes a kernel on Hugging Face's hub be tilewise.")
 @click.argument("names", nargs=-1, metavar="[OWNER/NAME]...")
 def hub(names: tuple[str, ...]) -> None:
     """What LOCAL_KERNELS must be for kernels on the hub to be tilewise, 'tilewise/attention' unless

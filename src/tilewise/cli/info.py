@@ -36,7 +36,7 @@ class Line(NamedTuple):
     remedy: str = ""
 
 
-@click.command()
+@click.command(short_help="What is usable here, and for the rest why not and what to do.")
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 @click.option("--markdown", is_flag=True, help="The same as a table to paste into an issue.")
 def info(as_json: bool, markdown: bool) -> None:

@@ -33,7 +33,7 @@ class Picture(NamedTuple):
     step: int
 
 
-@click.command()
+@click.command(short_help="Draw a mask by tiles: full, partial or skipped.")
 @click.argument("expression")
 @click.option("--seqlen", type=IntList(), default="2048", show_default=True, help="S, or Sq,Sk.")
 @click.option("--block", type=IntList(), default="128", show_default=True, help="B, or M,N.")

@@ -1,8 +1,10 @@
-"""Option types that commands share: `1k,4k` lists, dtypes by short name, the exit codes."""
+"""What commands share of click: `1k,4k` lists, dtypes by short name, --device, the exit codes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from enum import IntEnum
+from typing import Any
 
 import click
 
@@ -16,51 +18,6 @@ class Exit(IntEnum):
     NO_GPU = 3
 
 
-class IntList(click.ParamType):
-    """`64,128` or `1k,16k` (k is 1024), none less than `least`."""
-
-    name = "list"
-
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
-
-    def convert(self, value, param, ctx) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(_number(part, self.least) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 64,128 or 1k,16k", param, ctx)
-
-
-class OneInt(click.ParamType):
-    """`512` or `4k`."""
-
-    name = "number"
-
-    def __init__(self, least: int = 1) -> None:
-        self.list = IntList(least)
-
-    def convert(self, value, param, ctx) -> int:
-        if isinstance(value, int):
-            return value
-        found = self.list.convert(value, param, ctx)
-        if len(found) != 1:
-            self.fail(f"{value!r} is not one number such as 512 or 4k", param, ctx)
-        return found[0]
-
-
-class NameList(click.ParamType):
-    """`flash,cudnn`."""
-
-    name = "names"
-
-    def convert(self, value, param, ctx) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
 DTYPES = {
     "fp16": "float16",
     "bf16": "bfloat16",
@@ -69,27 +26,148 @@ DTYPES = {
 }
 SHORT = {name: short for short, name in DTYPES.items()}
 DTYPES |= {name: name for name in DTYPES.values()}
+DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 
 
-def _number(text: str, least: int) -> int:
-    text = text.strip().lower()
-    value = int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
-    if value < least:
-        raise ValueError(text)
-    return value
+class Listed(click.ParamType):
+    """Values with commas between them, as a tuple; `such` says in an error what they are."""
+
+    name = "list"
+    such = ""
+
+    def read(self, text: str) -> Any:
+        """One of the values; ValueError where the text is none."""
+        raise NotImplementedError
+
+    def convert(self, value, param, ctx) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self.read(part.strip()) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list {self.such}", param, ctx)
 
 
-def need_gpu(device: str) -> None:
-    """Exit code 3 where a GPU is asked for and there is none."""
+class IntList(Listed):
+    """`64,128` or `1k,16k` (k is 1024), none less than `least`."""
+
+    such = "of numbers such as 64,128 or 1k,16k"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def read(self, text: str) -> int:
+        text = text.lower()
+        value = int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
+        if value < self.least:
+            raise ValueError(text)
+        return value
+
+
+class OneInt(IntList):
+    """`512` or `4k`."""
+
+    name = "number"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, int):
+            return value
+        try:
+            return self.read(value)
+        except ValueError:
+            self.fail(f"{value!r} is not one number such as 512 or 4k", param, ctx)
+
+
+class HeadList(Listed):
+    """`16x128,32:8x128`: query heads, their key heads where these are fewer, headdim."""
+
+    name = "heads"
+    such = "such as 16x128,32:8x128 (query:key heads x headdim)"
+
+    def read(self, text: str) -> tuple[int, int, int]:
+        heads, headdim = text.split("x")
+        nheads, _, nheads_k = heads.partition(":")
+        found = int(nheads), int(nheads_k or nheads), int(headdim)
+        if min(found) < 1 or found[0] % found[1]:
+            raise ValueError(text)
+        return found
+
+
+class NameList(click.ParamType):
+    """`flash,cudnn`; of the names in `known`, where it is given, which is asked for late."""
+
+    name = "names"
+
+    def __init__(
+        self, known: Callable[[], Collection[str]] | None = None, may_be_empty: bool = True
+    ) -> None:
+        self.known, self.may_be_empty = known, may_be_empty
+
+    def convert(self, value, param, ctx) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = tuple(part.strip() for part in value.split(",") if part.strip())
+        known = self.known() if self.known else parts
+        if unknown := [part for part in parts if part not in known]:
+            self.fail(f"{unknown[0]!r} is none of {', '.join(known)}", param, ctx)
+        if not parts and not self.may_be_empty:
+            self.fail(f"there is none of {', '.join(known)}", param, ctx)
+        return parts
+
+
+class LengthSets(click.ParamType):
+    """Names of sets of lengths, or one set as numbers: `zipf,equal512` or `160,300`."""
+
+    name = "sets"
+
+    def convert(self, value, param, ctx) -> tuple[str, ...]:
+        from ..bench.lengths import SETS
+
+        if isinstance(value, tuple):
+            return value
+        parts = NameList().convert(value, param, ctx)
+        if parts and all(part in SETS for part in parts):
+            return parts
+        try:
+            numbers = IntList().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is neither sets ({', '.join(SETS)}) nor one as 160,300 or 1k,4k")
+        return (",".join(map(str, numbers)),)
+
+
+def together(*options: Callable) -> Callable:
+    """Options that several commands have, as one decorator."""
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def usable(ctx: click.Context, param: click.Parameter, device: str | None) -> str:
+    """The device that is asked for, else the GPU if there is one; exit code 3 where it is none."""
     import torch
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if device and device.startswith("cuda") and not has_gpu:
         click.echo("no CUDA GPU is usable here: see `tilewise info`", err=True)
         raise SystemExit(Exit.NO_GPU)
+    return device or ("cuda" if has_gpu else "cpu")
 
 
-def default_device() -> str:
-    """The GPU if there is one."""
-    import torch
+device_option = click.option(
+    "--device", callback=usable, help="cuda or cpu; the GPU if there is one."
+)
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+
+def pass_option(default: str) -> Callable:
+    """`--pass fwd,bwd`."""
+    names = NameList(lambda: DIRECTIONS, may_be_empty=False)
+    return click.option("--pass", "passes", type=names, default=default, show_default=True)
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="The results as JSON; the rest to stderr."
+)

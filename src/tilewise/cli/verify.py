@@ -14,7 +14,7 @@ from typing import NamedTuple
 import click
 
 from .machine import describe_machine
-from .options import DTYPES, SHORT, Exit, NameList, default_device, need_gpu
+from .options import DTYPES, SHORT, Exit, NameList, device_option, json_option
 from .tables import console, error, mark, table
 
 QUICK_TILES = 20  # of a case, with --quick
@@ -36,20 +36,18 @@ class Check(NamedTuple):
     raised: str = ""
 
 
-@click.command()
+@click.command(short_help="Hold every feature to fp64 on this machine.")
 @click.option("--quick", is_flag=True, help="Small cases in one dtype.")
 @click.option("--full", is_flag=True, help="Every case in fp32, bf16 and fp16.")
-@click.option("--device", help="cuda or cpu; the GPU if there is one.")
+@device_option
 @click.option("--dtype", "dtypes", type=NameList(), help="For example fp32,bf16.")
 @click.option("--backend", help="Force one; on the CPU portable is interpreted, hopper emulated.")
 @click.option("-k", "expression", default="", help="Cases by name: 'gqa or (window and not tall)'.")
-@click.option("--json", "as_json", is_flag=True, help="The checks as JSON; the rest to stderr.")
+@json_option
 def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
     """Hold every feature, forward and backward, to fp64 on this machine."""
     if quick and full:
         raise click.UsageError("--quick and --full exclude each other")
-    device = device or default_device()
-    need_gpu(device)
     wanted = dtypes_of(dtypes, quick, full, device)
     cases = select(expression, quick)
     screen = console(as_json)

@@ -1,16 +1,13 @@
-"""The command `tilewise bench decode`: a step of decoding beside its cache."""
+"""`tilewise bench decode`: a step of decoding beside its cache."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 
 import click
 
-from .bench import run_options
-from .options import DTYPES, Exit, IntList, NameList, default_device, need_gpu
-from .packed_options import HeadList, LengthSets
+from ..options import DTYPES, HeadList, IntList, LengthSets, NameList
+from .options import conclude, run_options, show_with
 
 GPU = dict(batch=(32, 1), seqlens=(8192,), heads=((32, 8, 128),), dtype="bf16")
 CPU = dict(GPU, batch=(1,), dtype="fp32")
@@ -72,12 +69,9 @@ def decode(quick, device, ours, against, lengths, pages, queries, as_json, **opt
     and flex (FlexAttention, compiled) know neither pages nor lengths. fa3 is FlashAttention-3's
     forward with a cache, found as `tilewise bench` finds it; it chooses its splits.
     """
-    device = device or default_device()
-    need_gpu(device)
-    from ..bench.decode import run_decode
-    from ..bench.decode_table import summary
-    from ..bench.decoders import decoder
-    from ..bench.run import warn
+    from ...bench.decode import run_decode
+    from ...bench.decode_table import summary
+    from ...bench.decoders import decoder
 
     usual = QUICK if quick else GPU if device.startswith("cuda") else CPU
     asked = {name: options.pop(name) or value for name, value in usual.items()}
@@ -86,21 +80,14 @@ def decode(quick, device, ours, against, lengths, pages, queries, as_json, **opt
         cases = cases_of(asked, lengths, pages, queries)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
-    show = warn if as_json else click.echo
-    done = run_decode(cases, chosen, device=device, show=show, **options)
+    done = run_decode(cases, chosen, device=device, show=show_with(as_json), **options)
     outcomes = [outcome for each in done for outcome in each]
-    if as_json:
-        for outcome in outcomes:
-            if outcome.row is not None:
-                click.echo(json.dumps(dataclasses.asdict(outcome.row)))
-    show("\n" + "\n".join(summary(done)))
-    if any(outcome.wrong for outcome in outcomes if outcome.provider == chosen[0].name):
-        raise SystemExit(Exit.FAILED)
+    conclude(outcomes, summary(done), as_json, [chosen[0].name])
 
 
 def cases_of(asked: dict, lengths, pages, queries) -> list[list]:
     """The steps that take turns: a list for each batch and head."""
-    from ..bench.caches import decode
+    from ...bench.caches import decode
 
     plain = itertools.product(asked["batch"], asked["seqlens"])
     batches: list[tuple[int, int, str]] = [(batch, seqlen, "") for batch, seqlen in plain]

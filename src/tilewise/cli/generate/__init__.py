@@ -15,19 +15,19 @@ import json
 import click
 
 from ..machine import describe_machine
-from ..options import Exit, OneInt, default_device, need_gpu
+from ..options import Exit, OneInt, device_option, json_option
 from ..tables import console, digits, error, mark, table
 
 
-@click.command()
+@click.command(short_help="A Llama served from a paged cache, with continuous batching.")
 @click.option("--requests", "count", type=OneInt(), default=16, show_default=True)
 @click.option("--pages", type=OneInt(), help="In the pool; too few for all, unless given.")
 @click.option("--page-size", type=OneInt(), default=16, show_default=True)
 @click.option("--split-size", type=OneInt(), default=256, show_default=True)
 @click.option("--max-tokens", type=OneInt(), default=256, show_default=True, help="Of one step.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--device", help="cuda or cpu; the GPU if there is one.")
-@click.option("--json", "as_json", is_flag=True, help="The results as JSON; the rest to stderr.")
+@device_option
+@json_option
 def generate(
     count: int,
     pages: int | None,
@@ -35,7 +35,7 @@ def generate(
     split_size: int,
     max_tokens: int,
     seed: int,
-    device: str | None,
+    device: str,
     as_json: bool,
 ) -> None:
     """Serve requests from a paged cache, each with the tokens it has alone.
@@ -43,8 +43,6 @@ def generate(
     A small Llama of random weights, in fp32; prompts of more than two pieces of --split-size keys.
     """
     screen = console(as_json)
-    device = device or default_device()
-    need_gpu(device)
     explain_what_is_missing()
     check_lengths(split_size)
     from . import workload

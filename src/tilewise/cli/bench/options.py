@@ -1,0 +1,107 @@
+"""Options of commands that time providers, and what they do with the outcomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from ..options import DTYPES, Exit, device_option, together
+
+if TYPE_CHECKING:
+    from ...bench.providers import Provider
+    from ...bench.row import Row
+    from ...bench.run import Outcome
+
+MASKS = {"no": (False,), "yes": (True,), "both": (False, True)}
+SCORES = ("window", "softcap", "alibi", "sinks")
+
+causal_option = click.option(
+    "--causal", type=click.Choice(list(MASKS)), default="both", show_default=True
+)
+score_options = together(
+    click.option(
+        "--window",
+        type=click.IntRange(0),
+        help="Keys that a query sees before its own; needs --causal yes.",
+    ),
+    click.option(
+        "--softcap", type=click.FloatRange(0), default=0.0, help="0, the default, is none."
+    ),
+    click.option("--alibi", is_flag=True, help="ALiBi, slope 2^(-8 (i + 1) / heads) for head i."),
+    click.option("--sinks", is_flag=True, help="A sink a head."),
+)
+our_options = together(
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
+    click.option(
+        "--provider",
+        "ours",
+        default="tilewise",
+        show_default=True,
+        help="Or tilewise:portable, tilewise:deterministic.",
+    ),
+)
+round_options = together(
+    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
+    click.option(
+        "--round-ms", default=30.0, show_default=True, help="Time of a provider in a round."
+    ),
+)
+row_options = together(
+    device_option,
+    click.option(
+        "--save", type=click.Path(dir_okay=False), help="Append the rows to this JSONL file."
+    ),
+    click.option(
+        "--json", "as_json", is_flag=True, help="Rows as JSON lines; the table to stderr."
+    ),
+)
+run_options = together(round_options, row_options)
+sustained_option = click.option(
+    "--sustained",
+    is_flag=True,
+    help="Also calls back to back, in spans of 10 ms, 8 rounds or more, after 2 s of load.",
+)
+energy_option = click.option(
+    "--energy",
+    is_flag=True,
+    help="--sustained, and joules a call: two blocks of 2 s a provider, by the GPU's counter.",
+)
+feature_options = together(causal_option, score_options)
+
+
+def providers_of(ours: str, against: Sequence[str] = ()) -> list[Provider]:
+    """Who is timed, ours first."""
+    from ...bench.providers import provider
+
+    try:
+        return [provider(name) for name in (ours, *against)]
+    except KeyError as error:
+        raise click.UsageError(str(error.args[0])) from error
+
+
+def show_with(as_json: bool) -> Callable[[str], None]:
+    """What tells lines: on stderr where standard output is JSON."""
+    return lambda line: click.echo(line, err=as_json)
+
+
+def print_rows(rows: Iterable[Row | None], as_json: bool) -> None:
+    """The rows that there are as JSON lines, if they are asked for."""
+    for row in rows if as_json else ():
+        if row is not None:
+            click.echo(json.dumps(dataclasses.asdict(row)))
+
+
+def conclude(
+    outcomes: Sequence[Outcome], lines: Iterable[str], as_json: bool, ours: Collection[str]
+) -> None:
+    """The rows as JSON if they are asked for, and the last lines; exit code 1 where a result of
+    `ours` is wrong.
+    """
+    print_rows((outcome.row for outcome in outcomes), as_json)
+    show_with(as_json)("\n" + "\n".join(lines))
+    if any(outcome.wrong for outcome in outcomes if outcome.provider in ours):
+        raise SystemExit(Exit.FAILED)
