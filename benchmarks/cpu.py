@@ -81,7 +81,7 @@ def shapes(seqlens: list[int], dtypes: list[str]) -> list[Shape]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seqlen", type=int, nargs="+", default=list(SEQLENS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=7)

@@ -164,7 +164,8 @@ def run_products(
         done = run_product(product, configs, common, device, rounds, round_ms, plan)
         if save is not None:
             append(save, [outcome.row for outcome in done if outcome.row is not None])
-        for line in table_of(product, done):
+        named = {outcome.provider: outcome for outcome in done}
+        for line in table_of(str(product), named, f"time / {done[0].provider}"):
             show(line)
         outcomes += done
     return outcomes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tilewise.bench.modifiers import DROPOUT_P
 from tilewise.bench.providers import PROVIDERS, Provider, standard_attention
-from tilewise.bench.row import append, stamp
+from tilewise.bench.row import Stamp, append, stamp
 from tilewise.bench.run import Outcome, Ready, Stage, call_of, time_ready
 from tilewise.bench.shapes import Shape
 from tilewise.bench.timer import Spread
@@ -103,7 +103,7 @@ def measure(
     case: str,
     shape: Shape,
     ours: Provider,
-    common: dict,
+    common: Stamp,
     device: str,
     timing: tuple[int, float],
 ) -> Gain:

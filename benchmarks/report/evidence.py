@@ -7,7 +7,6 @@ compare with if there is one.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -228,22 +227,3 @@ def ratios_by_peer(turns: Iterable[Turn]) -> dict[str, dict[Shape, float]]:
     if len(rivals) < 2:
         found.pop(BEST, None)  # it is the only one
     return {name: found[name] for name in sorted(found, key=lambda n: (n == BEST, place_of(n)))}
-
-
-class Standing(NamedTuple):
-    """Ratios to one peer, in figures."""
-
-    mean: float  # geometric
-    least: float
-    most: float
-    ahead: int  # how many are 1 or more
-    rows: int
-    worst: Shape
-
-    @classmethod
-    def of(cls, ratios: dict[Shape, float]) -> Standing:
-        values = list(ratios.values())
-        worst = min(ratios, key=ratios.__getitem__)
-        ahead = sum(value >= 1 for value in values)
-        mean = statistics.geometric_mean(values)
-        return cls(mean, min(values), max(values), ahead, len(values), worst)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tilewise.bench.shapes import Shape
-from tilewise.bench.standings import BEST_OF
+from tilewise.bench.standings import BEST_OF, Standing
 from tilewise.bench.ways import FLUSHED, SUSTAINED
 
 from ..roofline import HALVES, bytes_of, peak_of
@@ -17,7 +17,6 @@ from .evidence import (
     Entry,
     Environment,
     Evidence,
-    Standing,
     Turn,
     is_ours,
     kind_of,

@@ -10,9 +10,10 @@ from typing import Any
 
 from tilewise.bench.row import Row
 from tilewise.bench.shapes import Shape
+from tilewise.bench.standings import Standing
 
 from . import charts
-from .evidence import Entry, Evidence, Standing, Turn, environment_of, is_ours, kind_of, place_of
+from .evidence import Entry, Evidence, Turn, environment_of, is_ours, kind_of, place_of
 from .page import BEHIND, Chart, Charts, Heading, Section, Table, number, plural, ratio_cell, times
 from .sections import SHORT, WORDS, figures
 

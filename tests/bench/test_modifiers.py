@@ -12,9 +12,9 @@ from tilewise.bench.beside import (
     Compared,
     comparison,
     comparisons,
+    lines_of,
     run_comparisons,
     summary,
-    table_of,
     too_large,
     with_rates,
 )
@@ -257,7 +257,7 @@ def test_a_rate_is_ours_over_theirs_round_by_round():
     assert done.outcomes["tilewise"].row.extra["rate_over"]["without"] == pytest.approx(0.7)
     ours, other = (done.outcomes[name].row for name in ("tilewise", "without"))
     assert ours.tflops / other.tflops == pytest.approx(0.7)
-    assert "0.700 (0.700-0.700)" in table_of(done)[-1]
+    assert "0.700 (0.700-0.700)" in lines_of(done)[-1]
     assert summary([done])[1].split()[-3:] == ["0.700", "0.700-0.700", "0.75"]
 
 
@@ -276,7 +276,7 @@ def test_a_wrong_result_has_no_row_and_no_rate():
     (done,) = run_comparisons([asked], rounds=1, round_ms=1, show=lambda line: None)
     assert done.outcomes["wrong"].wrong and done.rates == {}
     assert done.outcomes["without"].row is not None
-    assert "WRONG" in "\n".join(table_of(done))
+    assert "WRONG" in "\n".join(lines_of(done))
 
 
 def test_a_bias_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):

@@ -9,10 +9,9 @@ from tilewise.bench import Shape, load, run_suite
 from tilewise.bench.check import judge, make_inputs, results_of, truth
 from tilewise.bench.features import options_of, packing_of
 from tilewise.bench.providers import Provider
-from tilewise.bench.run import Outcome, hold_against_dense
+from tilewise.bench.run import Outcome, hold_against_dense, lines_of
 from tilewise.bench.shapes import packed
 from tilewise.bench.standings import dense_rates, standings
-from tilewise.bench.table import table_of
 from tilewise.bench.timer import Spread
 
 SMALL = packed("fwd", "40,7,64,23", (4, 2, 16), True)
@@ -144,7 +143,7 @@ def test_what_is_kept_is_a_ratio_of_flops_round_by_round():
     assert first.kept == pytest.approx((work / 2,) * 3)
     assert first.row.extra["of_dense"] == pytest.approx(work / 2)
     assert fa3.kept is None and dense.ratio is None
-    assert f"packed keeps {work / 2:.3f}" in table_of(shape, [first, fa3, dense])[-1]
+    assert f"packed keeps {work / 2:.3f}" in lines_of(shape, [first, fa3, dense])[-1]
 
 
 @pytest.mark.parametrize("lost", [(None, [1.0]), ([1.0], None), (None, None)])

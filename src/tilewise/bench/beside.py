@@ -17,10 +17,11 @@ import torch
 from . import modifiers
 from .lengths import documents
 from .providers import Provider, free_memory, provider
-from .row import append, stamp
-from .run import Outcome, run_entries
+from .run import Outcome, Run, run_entries
 from .shapes import Shape, packed
+from .standings import counted
 from .sustained import plan_for
+from .table import aligned, table_of
 from .timer import Spread
 
 FLEX, PACKED, WITHOUT = LANES = ("flex", "packed", "without")
@@ -132,9 +133,8 @@ def run_comparisons(
     each ends.
     """
     plan = plan_for(device, rounds) if sustained else None
-    common = stamp("modifiers", device)
-    versions = f"torch {common['torch']}, triton {common['triton']}"
-    show(f"{common['device']}, {versions}, {rounds} rounds in turns")
+    run = Run("modifiers", device, save, show)
+    run.begin(rounds)
     done = []
     for one in asked:
         if (reason := too_large(one.shape, device)) is not None:
@@ -143,13 +143,10 @@ def run_comparisons(
             )
             found = dict(zip(one.lanes, refused))
         else:
-            timed = run_entries(one.lanes, common, device, rounds, round_ms, plan)
+            timed = run_entries(one.lanes, run.common, device, rounds, round_ms, plan)
             found = dict(zip(one.lanes, timed))
         compared = with_rates(Compared(one, found))
-        if save is not None:
-            append(save, [o.row for o in compared.outcomes.values() if o.row is not None])
-        for line in table_of(compared):
-            show(line)
+        run.keep(compared.outcomes.values(), lines_of(compared))
         done.append(compared)
     return done
 
@@ -184,41 +181,24 @@ def with_rates(compared: Compared) -> Compared:
     return compared._replace(outcomes=outcomes)
 
 
-def table_of(compared: Compared) -> list[str]:
-    """The lines of one comparison; the last column is our rate over that of the line."""
+def lines_of(compared: Compared) -> list[str]:
+    """The lines of one comparison. All in it do the same work, so that the last column is our rate
+    over that of the line.
+    """
     shape = compared.comparison.shape
-    lines = [f"\n{shape}, {int(shape.pairs):,} pairs a head"]
-    head = f"  {'':<20}{'ms':>9}{'p20-p80':>17}{'TFLOP/s':>9}{'error':>10}{'bound':>10}"
-    lines.append(f"{head}  rate of {next(iter(compared.outcomes))} / its")
-    for name, outcome in compared.outcomes.items():
-        if (row := outcome.row) is None:
-            why = f"WRONG: {outcome.wrong}" if outcome.wrong else f"not here: {outcome.refused}"
-            lines.append(f"  {name:<20}{why}")
-            continue
-        spread = f"{row.p20_ms:.3g}-{row.p80_ms:.3g}"
-        rate = compared.rates.get(name)
-        lines.append(
-            f"  {name:<20}{row.median_ms:>9.3g}{spread:>17}{row.tflops:>9.3g}"
-            f"{row.max_error:>10.2g}{row.bound:>10.2g}  {_spread(rate) if rate else ''}".rstrip()
-        )
-    return lines
+    title = f"{shape}, {int(shape.pairs):,} pairs a head"
+    return table_of(title, compared.outcomes, f"rate of {next(iter(compared.outcomes))} / its")
 
 
 def summary(done: Sequence[Compared]) -> list[str]:
     """A line a figure: our rate over another's, and the aim where there is one."""
-    lines = [f"{'':<46}{'rate':>7}{'spread':>16}{'aim':>7}"]
+    rows = [("", "rate", "spread", "aim")]
     for compared in done:
         shape = compared.comparison.shape
         for name, rate in compared.rates.items():
             what = f"{shape.direction} {shape.modifier} {shape.sizes} / {name}"
             spread = f"{rate.p20:.3f}-{rate.p80:.3f}"
-            aim = AIMS.get((shape.modifier, name))
-            lines.append(f"{what:<46}{rate.median:>7.3f}{spread:>16}{aim or '':>7}")
+            aim = AIMS.get((shape.modifier, name), "")
+            rows.append((what, f"{rate.median:.3f}", spread, str(aim)))
     outcomes = [outcome for compared in done for outcome in compared.outcomes.values()]
-    wrong = sum(outcome.wrong is not None for outcome in outcomes)
-    timed = sum(outcome.row is not None for outcome in outcomes)
-    return [*lines, f"{timed} rows timed, {wrong} wrong"]
-
-
-def _spread(of: Spread) -> str:
-    return f"{of.median:.3f} ({of.p20:.3f}-{of.p80:.3f})"
+    return [*aligned(rows), counted(outcomes)]

@@ -22,8 +22,8 @@ from .caches import Cache, Decode, by_head, make_cache, make_queries, paged
 from .check import Verdict
 from .decode_table import lines_of
 from .decoders import Absent, Decoder
-from .row import Row, append, stamp
-from .run import Outcome
+from .row import Row, Stamp
+from .run import Outcome, Run, reason_of
 from .timer import (
     CallFailed,
     Clock,
@@ -168,7 +168,7 @@ def ready(of: Decode, who: Decoder, stage: Stage) -> Ready | Outcome[Decode]:
     except Absent as absent:
         return Outcome(of, who.name, None, refused=str(absent))
     except Exception as error:  # whatever a peer raises is its reason
-        return Outcome(of, who.name, None, refused=_reason(error))
+        return Outcome(of, who.name, None, refused=reason_of(error))
     if not verdict.passes:
         return Outcome(of, who.name, None, wrong=verdict.what)
     return Ready(timed, calls[0], verdict)
@@ -198,26 +198,21 @@ def run_decode(
     """Checks and times the steps of each case, which differ in queries and pages alone. Rows are
     appended to `save` as each case ends.
     """
-    plan, common = Plan(device, rounds, round_ms, cold), stamp("decode", device)
+    plan, run = Plan(device, rounds, round_ms, cold), Run("decode", device, save, show)
     rates = bandwidth(device, rounds, round_ms)
-    versions = f"torch {common['torch']}, triton {common['triton']}"
-    measured = ", ".join(f"{name} {rate:,.0f} GB/s" for name, rate in rates.items())
-    show(f"{common['device']}, {versions}, {rounds} rounds in turns, {measured}")
+    run.begin(rounds, "".join(f", {name} {rate:,.0f} GB/s" for name, rate in rates.items()))
     if not plan.on_gpu:
         show("a CPU: plain calls, host time among it, and a small cache stays in the CPU's own")
     done = []
     for steps in cases:
-        outcomes = run_case(list(steps), decoders, plan, common, max(rates.values()))
-        if save is not None:
-            append(save, [outcome.row for outcome in outcomes if outcome.row is not None])
-        for line in lines_of(outcomes, plan.copies(steps[0])):
-            show(line)
+        outcomes = run_case(list(steps), decoders, plan, run.common, max(rates.values()))
+        run.keep(outcomes, lines_of(outcomes, plan.copies(steps[0])))
         done.append(outcomes)
     return done
 
 
 def run_case(
-    steps: list[Decode], decoders: Sequence[Decoder], plan: Plan, common: dict, rate: float
+    steps: list[Decode], decoders: Sequence[Decoder], plan: Plan, common: Stamp, rate: float
 ) -> list[Outcome[Decode]]:
     """All steps by everybody, in turns; `rate` are the gigabytes a second that memory gave."""
     if plan.on_gpu:
@@ -250,30 +245,13 @@ def in_turns(tried: Tried, what: str, clock: Clock, plan: Plan) -> dict[Name, li
             return time_interleaved(calls, clock=clock, rounds=plan.rounds, round_ms=plan.round_ms)
         except CallFailed as failed:
             of, name = failed.name
-            tried[failed.name] = Outcome(of, name, None, refused=_reason(failed.error))
+            tried[failed.name] = Outcome(of, name, None, refused=reason_of(failed.error))
 
 
 def make_row(
-    of: Decode, name: str, times: list[float], verdict: Verdict, common: dict, rate: float
+    of: Decode, name: str, times: list[float], verdict: Verdict, common: Stamp, rate: float
 ) -> Row:
     """A step's row."""
-    spread = Spread.of(times)
-    moved = of.kv_bytes / spread.median * 1e-6
-    return Row(
-        **common,
-        shape=of._asdict(),
-        provider=name,
-        median_ms=spread.median,
-        p20_ms=spread.p20,
-        p80_ms=spread.p80,
-        rounds_ms=times,
-        tflops=of.flops / spread.median * 1e-9,
-        max_error=verdict.max_error,
-        bound=verdict.bound,
-        extra={"kv_bytes": of.kv_bytes, "gb_per_s": moved, "of_measured": moved / rate},
-    )
-
-
-def _reason(error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first[:200]}"
+    moved = of.kv_bytes / Spread.of(times).median * 1e-6
+    extra = {"kv_bytes": of.kv_bytes, "gb_per_s": moved, "of_measured": moved / rate}
+    return Row.of(common, of, name, times, verdict, flops=of.flops, extra=extra)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .row import Row
-from .table import spread_of
+from .standings import counted
+from .table import aligned, spread_of, why_not
 from .timer import Spread
 from .ways import ratio_of
 
@@ -29,31 +30,29 @@ def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
     """A line a step; the last column is its time over ours of as many queries, on the same pages
     if it has any.
     """
-    first = outcomes[0].shape
-    size = f"{first.kv_bytes / 1e6:,.1f} MB of keys and values"
-    lines = [f"\n{first}, {size}" + (f", {copies} caches in turns" if copies > 1 else "")]
-    head = f"  {'':<12}{'queries':>7}{'page':>6}{'us':>9}{'p20-p80':>17}{'GB/s':>8}{'share':>7}"
-    lines.append(f"{head}{'error':>9}{'bound':>9}{'host us':>9}  time / {outcomes[0].provider}")
+    first = outcomes[0]
+    size = f"{first.shape.kv_bytes / 1e6:,.1f} MB of keys and values"
+    head = ["", "queries", "page", "us", "p20-p80", "GB/s", "share", "error", "bound", "host us"]
+    rows = [[*head, f"time / {first.provider}"]]
     for outcome in outcomes:
         of = outcome.shape
-        named = f"  {outcome.provider:<12}{of.seqlen_q:>7}{of.page_size or '-':>6}"
+        named = [f"  {outcome.provider}", str(of.seqlen_q), str(of.page_size or "-")]
         if (row := outcome.row) is None:
-            why = f"WRONG: {outcome.wrong}" if outcome.wrong else f"not here: {outcome.refused}"
-            lines.append(f"{named}  {why}")
+            rows.append([*named, why_not(outcome)])
             continue
         own = beside(outcome, outcomes)
-        lines.append(f"{named}{_numbers(row)}  {spread_of(ratio_of(own, row)) if own else ''}")
-    return [line.rstrip() for line in lines]
+        rows.append([*named, *_numbers(row), spread_of(ratio_of(own, row)) if own else ""])
+    turns = f", {copies} caches in turns" if copies > 1 else ""
+    return [f"\n{first.shape}, {size}{turns}", *aligned(rows)]
 
 
-def _numbers(row: Row) -> str:
-    us, low, high = (ms * 1e3 for ms in (row.median_ms, row.p20_ms, row.p80_ms))
+def _numbers(row: Row) -> list[str]:
+    us, low, high = (_short(ms * 1e3) for ms in (row.median_ms, row.p20_ms, row.p80_ms))
     host = row.extra.get("host_us")
-    return (
-        f"{_short(us):>9}{f'{_short(low)}-{_short(high)}':>17}{_short(row.extra['gb_per_s']):>8}"
-        f"{row.extra['of_measured']:>7.2f}{row.max_error:>9.1g}{row.bound:>9.1g}"
-        f"{'-' if host is None else _short(host):>9}"
-    )
+    return [
+        *(us, f"{low}-{high}", _short(row.extra["gb_per_s"]), f"{row.extra['of_measured']:.2f}"),
+        *(f"{row.max_error:.1g}", f"{row.bound:.1g}", "-" if host is None else _short(host)),
+    ]
 
 
 def _short(value: float) -> str:
@@ -71,16 +70,16 @@ def beside(outcome: Outcome[Decode], outcomes: Sequence[Outcome[Decode]]) -> Row
 
 def summary(done: Sequence[Sequence[Outcome[Decode]]]) -> list[str]:
     """A line a figure, and how many rows there are."""
-    lines = []
-    for outcomes in done:
-        for figure in figures_of(outcomes):
-            what = f"{outcomes[0].shape.sizes}: {figure.what}"
-            has_aim = figure.aim is not None and is_on_gpu(outcomes)
-            aim = f"aim {figure.aim:.2f}" if has_aim else ""
-            lines.append(f"{what:<60}{spread_of(figure.ratio):>22}  {aim}".rstrip())
-    each = [outcome for outcomes in done for outcome in outcomes]
-    wrong = sum(outcome.wrong is not None for outcome in each)
-    return [*lines, f"{sum(o.row is not None for o in each)} rows timed, {wrong} wrong"]
+    rows = [
+        (
+            f"{outcomes[0].shape.sizes}: {figure.what}",
+            spread_of(figure.ratio),
+            f"aim {figure.aim:.2f}" if figure.aim is not None and is_on_gpu(outcomes) else "",
+        )
+        for outcomes in done
+        for figure in figures_of(outcomes)
+    ]
+    return [*aligned(rows), counted([outcome for outcomes in done for outcome in outcomes])]
 
 
 def is_on_gpu(outcomes: Sequence[Outcome[Decode]]) -> bool:

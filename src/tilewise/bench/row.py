@@ -14,8 +14,14 @@ import math
 import os
 import subprocess
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .timer import Spread
+
+if TYPE_CHECKING:
+    from .check import Verdict
 
 KINDS = {"str": str, "float": (int, float), "float | None": (int, float, type(None)), "dict": dict}
 
@@ -50,6 +56,34 @@ class Row:
     extra: dict = dataclasses.field(default_factory=dict)  # a suite's own numbers, by name
     sustained_ms: list = dataclasses.field(default_factory=list)  # a round each; []: not timed so
     joules: float | None = None  # a call's energy back to back; None: not measured
+
+    @classmethod
+    def of(
+        cls,
+        common: Stamp,
+        shape: Any,
+        provider: str,
+        times: Sequence[float],
+        verdict: Verdict | None,
+        *,
+        flops: float = 0.0,
+        **more: Any,
+    ) -> Row:
+        """Of the times of its rounds; `shape` is a NamedTuple. Without FLOPs there is no rate."""
+        spread = Spread.of(times)
+        return cls(
+            **common,
+            shape=shape._asdict(),
+            provider=provider,
+            median_ms=spread.median,
+            p20_ms=spread.p20,
+            p80_ms=spread.p80,
+            rounds_ms=list(times),
+            tflops=flops / spread.median / 1e9 if flops else 0.0,
+            max_error=verdict.max_error if verdict else None,
+            bound=verdict.bound if verdict else None,
+            **more,
+        )
 
 
 class Stamp(dict):

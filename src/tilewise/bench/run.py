@@ -7,21 +7,22 @@ At each shape every provider is first held to fp64, then those that pass are tim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from .check import Inputs, Verdict, backward_of, judge, make_inputs, truth
 from .providers import Attend, Provider, provider
-from .row import Row, append, stamp
+from .row import Row, Stamp, append, stamp
 from .shapes import Shape
 from .sustained import Plan, Times, measure, plan_for
-from .table import DENSE, table_of
+from .table import spread_of, table_of
 from .timer import CallFailed, Clock, Spread, clock_for, ratio
 from .ways import ratio_of
 
+DENSE = "dense"  # the first provider at the dense shape that a packed one is held against
 Of = TypeVar("Of")
 
 
@@ -39,6 +40,31 @@ class Outcome(NamedTuple, Generic[Of]):
     kept: Spread | None = None  # its FLOP/s on packed sequences over its dense ones, by round
     sustained: Spread | None = None  # as `ratio`, of times under sustained load
     energy: float | None = None  # its joules over the first one's
+
+
+class Run:
+    """What the rows of one run share, the file that they are appended to, and who is told."""
+
+    def __init__(
+        self,
+        suite: str,
+        device: str,
+        save: str | Path | None,
+        show: Callable[[str], object] = print,
+    ) -> None:
+        self.common, self.save, self.show = stamp(suite, device), save, show
+
+    def begin(self, rounds: int, more: str = "") -> None:
+        """Says where it runs."""
+        versions = "torch {torch}, triton {triton}".format_map(self.common)
+        self.show(f"{self.common['device']}, {versions}, {rounds} rounds in turns{more}")
+
+    def keep(self, outcomes: Iterable[Any], lines: Iterable[str] = ()) -> None:
+        """Appends the rows that there are, and says these lines."""
+        if self.save is not None:
+            append(self.save, [one.row for one in outcomes if one.row is not None])
+        for line in lines:
+            self.show(line)
 
 
 class Ready(NamedTuple):
@@ -70,7 +96,7 @@ class Stage:
             if verdict.passes:
                 return Ready(call_of(self.shape, attend, inputs), verdict)
         except Exception as error:  # whatever a peer raises is its reason
-            return Outcome(self.shape, one.name, None, refused=_reason(error))
+            return Outcome(self.shape, one.name, None, refused=reason_of(error))
         return Outcome(self.shape, one.name, None, wrong=verdict.what)
 
 
@@ -97,27 +123,35 @@ def run_suite(
     """
     named = [provider(p) if isinstance(p, str) else p for p in providers]
     chosen = list({one.name: one for one in named}.values())  # two spellings are one provider
-    common = stamp(suite, device)
+    run = Run(suite, device, save, show)
     plan = plan_for(device, rounds, energy) if sustained or energy else None
-    versions = f"torch {common['torch']}, triton {common['triton']}"
-    show(f"{common['device']}, {versions}, {rounds} rounds in turns")
+    run.begin(rounds)
     outcomes = []
     for shape in shapes:
         entries = {one.name: (shape, one) for one in chosen}
         if with_dense and shape.lengths:
             entries[DENSE] = (shape.dense, chosen[0])
-        done = run_entries(entries, common, device, rounds, round_ms, plan)
-        if save is not None:
-            append(save, [outcome.row for outcome in done if outcome.row is not None])
-        for line in table_of(shape, done):
-            show(line)
+        done = run_entries(entries, run.common, device, rounds, round_ms, plan)
+        run.keep(done, lines_of(shape, done))
         outcomes += done
     return outcomes
 
 
+def lines_of(shape: Shape, done: Sequence[Outcome[Shape]]) -> list[str]:
+    """The lines of a shape; those of the dense one beside it say how much of its FLOP/s the first
+    provider keeps on packed sequences.
+    """
+    timed = [one.provider for one in done if one.row is not None]
+    named = {x.provider if x.shape == shape else f"{x.provider} {DENSE}": x for x in done}
+    lines = table_of(str(shape), named, f"time / {timed[0]}" if timed else "")
+    if done[0].kept:
+        lines[-1] += f"; packed keeps {spread_of(done[0].kept)} of its TFLOP/s"
+    return lines
+
+
 def run_entries(
     entries: dict[str, tuple[Shape, Provider]],
-    common: dict,
+    common: Stamp,
     device: str,
     rounds: int,
     round_ms: float,
@@ -135,17 +169,17 @@ def run_entries(
 
 
 def time_ready(
-    entries: dict[str, tuple[Shape, Provider]],
-    tried: dict[str, Ready | Outcome[Shape]],
-    common: dict,
+    entries: Mapping[str, tuple[Of, Any]],
+    tried: Mapping[str, Ready | Outcome[Of]],
+    common: Stamp,
     device: str,
     rounds: int,
     round_ms: float,
     clock: Clock | None = None,
     plan: Plan | None = None,
-) -> list[Outcome[Shape]]:
+) -> list[Outcome[Of]]:
     """Times in turns those that are ready, by the device's clock if by no other, and with a plan
-    under sustained load too; an outcome for each entry.
+    under sustained load too; an outcome for each entry, which is a shape and who has a `name`.
     """
     outcomes = {name: one for name, one in tried.items() if isinstance(one, Outcome)}
     ready = {name: one for name, one in tried.items() if isinstance(one, Ready)}
@@ -158,7 +192,7 @@ def time_ready(
         except CallFailed as failed:
             del calls[failed.name], ready[failed.name]  # and its memory
             shape, one = entries[failed.name]
-            reason = _reason(failed.error)
+            reason = reason_of(failed.error)
             outcomes[failed.name] = Outcome(shape, one.name, None, refused=reason)
     for name, own in times.items():
         shape, one = entries[name]
@@ -215,34 +249,22 @@ def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object
     return lambda: torch.autograd.grad(attend(*arguments), wanted, inputs.dout)
 
 
-def make_row(shape: Shape, name: str, times: Times, verdict: Verdict, common: dict) -> Row:
+def make_row(shape: Any, name: str, times: Times, verdict: Verdict, common: Stamp) -> Row:
     """A provider's row."""
-    spread = Spread.of(times.flushed)
-    return Row(
-        **common,
-        shape=shape._asdict(),
-        provider=name,
-        median_ms=spread.median,
-        p20_ms=spread.p20,
-        p80_ms=spread.p80,
-        rounds_ms=times.flushed,
-        tflops=shape.flops / spread.median / 1e9,
-        max_error=verdict.max_error,
-        bound=verdict.bound,
-        extra=lengths_of(shape) | ({"joules_by": times.joules_by} if times.joules_by else {}),
-        sustained_ms=times.sustained,
-        joules=times.joules,
-    )
+    extra = lengths_of(shape) | ({"joules_by": times.joules_by} if times.joules_by else {})
+    loaded = dict(sustained_ms=times.sustained, joules=times.joules)
+    more = dict(flops=shape.flops, extra=extra, **loaded)
+    return Row.of(common, shape, name, times.flushed, verdict, **more)
 
 
-def lengths_of(shape: Shape) -> dict:
+def lengths_of(shape: Any) -> dict:
     """What a packed row says of its lengths beside their name."""
-    if not shape.lengths:
+    if not isinstance(shape, Shape) or not shape.lengths:
         return {}
     each = shape.sequences
     return {"sequences": len(each), "longest": max(each), "tokens": sum(each)}
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' | '.join(lines[:4])[:240]}"

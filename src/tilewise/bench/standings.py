@@ -8,16 +8,36 @@ the ones that count.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .shapes import Shape
+from .table import aligned
 
 if TYPE_CHECKING:
     from .run import Outcome
 
 BEST_OF = ("fa3", "cudnn", "fa4")  # the peers that a GPU's best time is looked for among
 Measure = Callable[["Outcome"], float | None]
+
+
+class Standing(NamedTuple):
+    """Ratios in figures: above 1 the first provider is the better."""
+
+    mean: float  # geometric
+    least: float
+    most: float
+    ahead: int  # how many are 1 or more
+    rows: int
+    worst: Any  # what has the least
+
+    @classmethod
+    def of(cls, ratios: Mapping[Any, float]) -> Standing:
+        """Of at least one ratio, each under what it is of."""
+        worst, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
+        ahead = sum(value >= 1 for value in ratios.values())
+        mean = statistics.geometric_mean(ratios.values())
+        return cls(mean, ratios[worst], ratios[most], ahead, len(ratios), worst)
 
 
 def _flushed(outcome: Outcome) -> float | None:
@@ -53,23 +73,29 @@ def standings(outcomes: Sequence[Outcome]) -> list[str]:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """One sentence: how the first provider stands against each peer and the best one."""
-    wrong = sum(outcome.wrong is not None for outcome in outcomes)
-    timed = sum(outcome.row is not None for outcome in outcomes)
     is_sustained = any(map(_sustained, outcomes))
-    said = [f"{timed} rows timed, {wrong} wrong"]
+    said = [counted(outcomes)]
     if columns := _columns(ratios_to_first(outcomes, _sustained if is_sustained else _flushed)):
         load = "under sustained load " if is_sustained else ""
-        parts = [f"{name} {_figures(list(column.values()))}" for name, column in columns.items()]
-        said.append(f"{load}not slower than {', '.join(parts)}")
+        said.append(f"{load}not slower than {_figures(columns)}")
     if columns := _columns(ratios_to_first(outcomes, _energy)):
-        parts = [f"{name} {_figures(list(column.values()))}" for name, column in columns.items()]
-        said.append(f"joules not above those of {', '.join(parts)}")
+        said.append(f"joules not above those of {_figures(columns)}")
     return "; ".join(said)
 
 
-def _figures(ratios: list[float]) -> str:
-    mean, ahead = statistics.geometric_mean(ratios), sum(value >= 1 for value in ratios)
-    return f"{ahead}/{len(ratios)} (mean {mean:.3f}, worst {min(ratios):.3f})"
+def counted(outcomes: Sequence[Outcome]) -> str:
+    """How many rows there are, and how many results are wrong."""
+    wrong = sum(outcome.wrong is not None for outcome in outcomes)
+    return f"{sum(outcome.row is not None for outcome in outcomes)} rows timed, {wrong} wrong"
+
+
+def _figures(columns: dict[str, dict[Shape, float]]) -> str:
+    found = {name: Standing.of(column) for name, column in columns.items()}
+    parts = [
+        f"{name} {of.ahead}/{of.rows} (mean {of.mean:.3f}, worst {of.least:.3f})"
+        for name, of in found.items()
+    ]
+    return ", ".join(parts)
 
 
 def ratios_to_first(
@@ -125,16 +151,12 @@ def dense_rates(outcomes: Sequence[Outcome]) -> list[str]:
 
 def _table(title: str, columns: dict[str, dict[Shape, float]]) -> list[str]:
     """A line a name: the geometric mean of its figures, the least of them and where that is."""
-    if not columns:
-        return []
-    width = max(len(name) for name in [*columns, title]) + 2
-    lines = [f"{title:<{width + 2}}{'geometric mean':>14}{'worst':>8}  at"]
+    rows = [(title, "geometric mean", "worst", "at")]
     for name, column in columns.items():
-        mean = statistics.geometric_mean(column.values())
-        worst = min(column, key=column.__getitem__)
-        count = f"{len(column)} shape{'s' if len(column) > 1 else ''}"
-        lines.append(f"  {name:<{width}}{mean:>14.3f}{column[worst]:>8.3f}  {worst}, of {count}")
-    return lines
+        of = Standing.of(column)
+        where = f"{of.worst}, of {of.rows} shape{'s' if of.rows > 1 else ''}"
+        rows.append((f"  {name}", f"{of.mean:.3f}", f"{of.least:.3f}", where))
+    return aligned(rows) if columns else []
 
 
 def _absences(outcomes: Sequence[Outcome]) -> list[str]:

@@ -1,57 +1,74 @@
-"""The lines of one shape while a bench runs: times, errors, and the first provider's ratios."""
+"""What a bench prints: aligned columns, and the lines of one shape while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .timer import Spread
 from .ways import SUSTAINED, rate_of
 
 if TYPE_CHECKING:
+    from .row import Row
     from .run import Outcome
 
-DENSE = "dense"  # the first provider at the dense shape that a packed one is held against
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: the first column to the left, those between to the right. A row may be
+    shorter than others; the last cell of each stands as it is.
 
-def table_of(shape: object, outcomes: Sequence[Outcome]) -> list[str]:
-    """The lines of one shape.
-
-    The last column says how many times as long as the first provider this one took; of a dense
-    shape, how much of its FLOP/s the first provider keeps on packed sequences. What was measured
-    under sustained load is a line below.
+    >>> aligned([("", "ms", "at"), ("fa3", "12.5", "S512"), ("flex", "not here")])
+    ['        ms  at', 'fa3   12.5  S512', 'flex  not here']
     """
-    timed = [o for o in outcomes if o.row is not None]
-    lines = [f"\n{shape}"]
-    if timed:
-        head = f"  {'':<20}{'ms':>9}{'p20-p80':>17}{'TFLOP/s':>9}{'error':>10}{'bound':>10}"
-        lines.append(f"{head}  time / {timed[0].provider}")
-    for outcome in outcomes:
-        is_dense = outcome.shape != shape
-        name = f"{outcome.provider} {DENSE}" if is_dense else outcome.provider
+    columns = max(map(len, rows), default=1) - 1
+    widths = [max(len(row[n]) for row in rows if len(row) > n + 1) for n in range(columns)]
+    lines = []
+    for first, *cells in rows:
+        named = f"{first:<{widths[0]}}" if cells else first
+        between = [f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths[1:])]
+        lines.append("  ".join([named, *between, *cells[-1:]]).rstrip())
+    return lines
+
+
+def table_of(title: str, named: Mapping[str, Outcome], last: str = "") -> list[str]:
+    """The lines of outcomes, by what each is called: times, errors, and how many times as long as
+    the first it took, under the heading `last`. What was measured under sustained load is a line
+    below.
+    """
+    lines: list[tuple[str, ...]] = [("", "ms", "p20-p80", "TFLOP/s", "error", "bound", last)]
+    for name, outcome in named.items():
         if (row := outcome.row) is None:
-            why = f"WRONG: {outcome.wrong}" if outcome.wrong else f"not here: {outcome.refused}"
-            lines.append(f"  {name:<20}{why}")
+            lines.append((f"  {name}", why_not(outcome)))
             continue
-        last = spread_of(outcome.ratio) if outcome.ratio else outcome.shape.sizes
-        if is_dense and outcomes[0].kept:
-            last += f"; packed keeps {spread_of(outcomes[0].kept)} of its TFLOP/s"
-        errors = f"{row.max_error:>10.2g}{row.bound:>10.2g}"
         flushed = Spread(row.median_ms, row.p20_ms, row.p80_ms)
-        lines.append(_line(name, flushed, row.tflops, errors, last))
-        if row.sustained_ms:
-            last = spread_of(outcome.sustained) if outcome.sustained else ""
-            rate = rate_of(row, SUSTAINED)
-            lines.append(_line("  sustained", Spread.of(row.sustained_ms), rate, "", last))
-        if row.joules is not None:
-            last = f"{outcome.energy:.3f}" if outcome.energy else ""
-            lines.append(f"  {'  joules':<20}{row.joules:>9.3g}{'':>46}{last}")
-    return [line.rstrip() for line in lines]
+        ratio = spread_of(outcome.ratio) if outcome.ratio else str(outcome.shape)
+        errors = f"{row.max_error:.2g}", f"{row.bound:.2g}"
+        lines.append((f"  {name}", *times(flushed, row.tflops), *errors, ratio))
+        lines += _loaded(row, outcome)
+    return [f"\n{title}", *aligned(lines)]
 
 
-def _line(name: str, ms: Spread, tflops: float, errors: str, last: str) -> str:
-    spread = f"{ms.p20:.3g}-{ms.p80:.3g}"
-    return f"  {name:<20}{ms.median:>9.3g}{spread:>17}{tflops:>9.3g}{errors:>20}  {last}"
+def _loaded(row: Row, outcome: Outcome) -> list[tuple[str, ...]]:
+    """The lines below a row: back to back, and joules."""
+    lines = []
+    if row.sustained_ms:
+        own = times(Spread.of(row.sustained_ms), rate_of(row, SUSTAINED))
+        ratio = spread_of(outcome.sustained) if outcome.sustained else ""
+        lines.append(("    sustained", *own, "", "", ratio))
+    if row.joules is not None:
+        energy = f"{outcome.energy:.3f}" if outcome.energy else ""
+        lines.append(("    joules", f"{row.joules:.3g}", "", "", "", "", energy))
+    return lines
+
+
+def why_not(outcome: Outcome) -> str:
+    """Why there is no row."""
+    return f"WRONG: {outcome.wrong}" if outcome.wrong else f"not here: {outcome.refused}"
+
+
+def times(ms: Spread, tflops: float) -> tuple[str, str, str]:
+    """Milliseconds, their spread and the rate, to three digits."""
+    return f"{ms.median:.3g}", f"{ms.p20:.3g}-{ms.p80:.3g}", f"{tflops:.3g}"
 
 
 def spread_of(of: Spread) -> str:

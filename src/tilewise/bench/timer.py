@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ class Spread(NamedTuple):
     p80: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Spread:
         """Of at least one value; percentiles are interpolated."""
         return cls(statistics.median(values), _percentile(values, 0.2), _percentile(values, 0.8))
 
@@ -167,7 +167,7 @@ def ratio(times: list[float], baseline: list[float]) -> Spread:
     return Spread.of([other / own for own, other in zip(times, baseline, strict=True)])
 
 
-def _percentile(values: list[float], fraction: float) -> float:
+def _percentile(values: Sequence[float], fraction: float) -> float:
     ordered = sorted(values)
     place = fraction * (len(ordered) - 1)
     low = int(place)

@@ -39,7 +39,7 @@ class Listed(click.ParamType):
         """One of the values; ValueError where the text is none."""
         raise NotImplementedError
 
-    def convert(self, value, param, ctx) -> tuple:
+    def convert(self, value, param, ctx) -> Any:
         if isinstance(value, tuple):
             return value
         try:
@@ -69,7 +69,7 @@ class OneInt(IntList):
 
     name = "number"
 
-    def convert(self, value, param, ctx):
+    def convert(self, value, param, ctx) -> int:
         if isinstance(value, int):
             return value
         try:
