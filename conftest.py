@@ -5,8 +5,7 @@ from importlib.util import find_spec
 # Files of those who have the library
 NEED = {
     "src/tilewise/cli/*": "click",
-    "benchmarks/commands/*": "click",
-    "benchmarks/__main__.py": "click",
+    "benchmarks/*": "click",
     "src/tilewise/integrations/diffusers/*": "diffusers",
     "src/tilewise/integrations/transformers/*": "transformers",
     "tests/integrations/sweep/*": "transformers",

@@ -7,35 +7,31 @@ from __future__ import annotations
 
 import click
 
-from .commands.blocks import blocks
-from .commands.cold import cold
-from .commands.compare import compare
-from .commands.host import host
-from .commands.io import io
-from .commands.matmul import matmul
-from .commands.memory import memory
-from .commands.report import figures, report
-from .commands.schedule import schedule
-from .commands.speedup import speedup
-from .commands.trace import trace
+from .account import io
+from .blocks import blocks
+from .cold import cold
+from .compare import compare
+from .host import host
+from .memory import memory
+from .online import trace
+from .products import matmul
+from .report.command import figures, report
+from .schedule import schedule
+from .speedup import speedup
 
-COMMANDS = (
-    *(memory, io, speedup, blocks, host, cold, matmul),
-    *(compare, report, figures),
-    *(trace, schedule),
+EXPERIMENTS = [memory, io, speedup, blocks, host, cold, matmul]
+
+
+@click.group(
+    commands=[*EXPERIMENTS, compare, report, figures, trace, schedule],
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Experiments on tilewise, beside `tilewise bench`, and what is made of the rows they save.
 
     Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 no GPU where one is needed.
     """
 
-
-for command in COMMANDS:
-    main.add_command(command)
 
 if __name__ == "__main__":
     main(prog_name="python -m benchmarks")

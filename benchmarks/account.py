@@ -1,5 +1,5 @@
-"""The IO account: FLOPs, bytes and time of standard attention and of ours, pass by pass, beside the
-table of FlashAttention's paper (Dao et al. 2022, arXiv 2205.14135, figure 2).
+"""`python -m benchmarks io`: FLOPs, bytes and time of standard attention and of ours, pass by pass,
+beside the table of FlashAttention's paper (Dao et al. 2022, arXiv 2205.14135, figure 2).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import torch
 
 from tilewise import dispatch
@@ -16,13 +17,19 @@ from tilewise.bench.call import call_of
 from tilewise.bench.explain import MATMULS
 from tilewise.bench.launches import launches_of
 from tilewise.bench.providers import provider
-from tilewise.bench.row import append, stamp
-from tilewise.bench.run import Outcome, run_entries
+from tilewise.bench.run import Outcome, Run, run_entries
 from tilewise.bench.shapes import SUITES, Shape
 from tilewise.bench.traffic import PASSES, moved, standard_steps
+from tilewise.cli.bench.options import print_rows, round_options
+from tilewise.cli.options import DTYPES, OneInt, pass_option, together
+from tilewise.cli.picture import Axes
+from tilewise.cli.tables import console, digits, table
 from tilewise.kernels.cpu import tiles
+from tilewise.tuning.select import architecture
 
 from .counters import Counted, Unavailable, count
+from .experiment import fail_if, output_options, progress, sizes_on
+from .pictures import bars
 
 PAPER_SHAPE = SUITES["gpt2-medium"][0]
 STANDARD, OURS = "standard", "tilewise"
@@ -93,19 +100,13 @@ def served_by(shape: Shape, device: str) -> tuple[str, Blocks]:
     else:
         where = torch.device(device)
         backend = dispatch.choose(call.problem, where).NAME
-        target = _target(where)
+        target = architecture(where)
     launches = launches_of(call, backend, target, ("fwd", "bwd"))
     if launches:
         first, *_, last = launches
         return backend, ((first.block_m, first.block_n), (last.block_m, last.block_n))
     own = tiles.BLOCK_M, tiles.BLOCK_N
     return backend, (own, own)
-
-
-def _target(device: torch.device) -> str:
-    from tilewise.tuning.select import architecture
-
-    return architecture(device)
 
 
 def run_account(
@@ -121,19 +122,16 @@ def run_account(
 ) -> list[Entry]:
     """The account of each pass; timed and counted on a device, by formula alone without one."""
     backend, blocks = served_by(shape, device)
-    common = stamp("io", device) if device else None
-    done = []
+    run, done = Run("io", device, save, show) if device else None, []
     for direction in directions:
         at = shape._replace(direction=direction)
         entries = [account(at, name, backend, blocks) for name in (STANDARD, OURS)]
-        if common is not None:
+        if run is not None:
             turns = {name: (at, provider(name)) for name in (OURS, STANDARD)}
-            outcomes = run_entries(turns, common, device, rounds, round_ms)
+            outcomes = run_entries(turns, run.common, device, rounds, round_ms)
             by_name = {outcome.provider: outcome for outcome in outcomes}
             entries = [_finished(one, by_name[one.name], device, with_counters) for one in entries]
-            if save is not None:
-                append(save, [x.outcome.row for x in entries if x.outcome and x.outcome.row])
-            show(f"{at}: measured")
+            run.keep(outcomes_of(entries), [f"{at}: measured"])
         done += entries
     return done
 
@@ -155,6 +153,11 @@ def _finished(entry: Entry, outcome: Outcome, device: str, with_counters: bool) 
         row = dataclasses.replace(outcome.row, extra={**outcome.row.extra, **extra})
         outcome = outcome._replace(row=row)
     return entry._replace(outcome=outcome, counted=counted, uncounted=why)
+
+
+def outcomes_of(entries: Iterable[Entry]) -> list[Outcome]:
+    """Of those that ran."""
+    return [one.outcome for one in entries if one.outcome]
 
 
 def explanation(entries: list[Entry]) -> list[str]:
@@ -189,3 +192,117 @@ def explanation(entries: list[Entry]) -> list[str]:
         f" and {both:.1f} GB with both: each of these reads and writes the matrix again."
     )
     return lines
+
+
+CPU = dict(batch=1, dtype="fp32")
+NUMBERS = ("GFLOP", "GB", "no cache", "counted", "ms", "TFLOP/s")
+size_options = together(
+    click.option("--batch", type=click.IntRange(1), help="64; on a CPU 1."),
+    click.option("--heads", type=click.IntRange(1), default=16, show_default=True),
+    click.option("--seqlen", type=OneInt(), default="1k", show_default=True),
+    click.option("--headdim", type=click.IntRange(1), default=64, show_default=True),
+    click.option("--causal", is_flag=True),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), help="fp16; on a CPU fp32."),
+)
+
+
+@click.command()
+@size_options
+@pass_option("fwd,bwd,fwd+bwd")
+@click.option("--counters", is_flag=True, help="Ask the GPU's counters, through Nsight Compute.")
+@click.option("--formula", is_flag=True, help="Formulas alone, as for an H200: nothing runs.")
+@click.option("--steps", is_flag=True, help="Also what each step of standard attention moves.")
+@round_options
+@output_options
+def io(passes, counters, formula, steps, device, as_json, png, **options) -> None:
+    """FLOPs, bytes of GPU memory and milliseconds, beside FlashAttention's paper.
+
+    The sizes are those of the paper's table: a layer of GPT-2 medium, batch 64, 16 heads of 64,
+    1024 tokens. Bytes are by formula: of standard attention the sum over its steps; of ours each
+    tensor once a kernel, and, as if there were no cache, each tile reading what it visits. With
+    --counters Nsight Compute says what one call really moves, where it may.
+    """
+    device = "" if formula else device
+    shape, screen = shape_of(device, options), console(as_json)
+    if formula:
+        if options["save"] or counters:
+            raise click.UsageError("--formula measures nothing: no --save, no --counters")
+    entries = run_account(
+        shape, passes, device=device, with_counters=counters, show=progress(screen), **options
+    )
+    print_rows((one.row for one in outcomes_of(entries)), as_json)
+    show(screen, entries)
+    if steps:
+        show_steps(screen, shape, passes)
+    for line in explanation(entries):
+        screen.print(line)
+    if png:
+        draw(png, entries)
+    fail_if(any(one.wrong for one in outcomes_of(entries) if one.provider == OURS))
+
+
+def shape_of(device: str, options: dict) -> Shape:
+    """The paper's shape, but for what is asked; one of the batch on a CPU."""
+    usual = sizes_on(device or "cuda", dict(batch=64, dtype="fp16"), CPU, options)
+    seqlen, heads, headdim = (options.pop(name) for name in ("seqlen", "heads", "headdim"))
+    each = seqlen, seqlen, heads, heads, headdim, headdim
+    dtype = DTYPES[usual["dtype"]]
+    return Shape("fwd+bwd", usual["batch"], *each, options.pop("causal"), dtype)
+
+
+def show(screen, entries: list) -> None:
+    """A line a pass and attention, then the paper's."""
+    screen.print(f"\n{str(entries[0].shape._replace(direction='')).strip()}")
+    rows = [line(x) for x in entries]
+    for one in PAPER:
+        numbers = one.gflop, one.gigabytes, "", "", one.ms, ""
+        rows.append(("fwd+bwd", f"paper: {one.name}", *map(str, numbers)))
+    screen.print(table(["pass", "attention", *NUMBERS], rows, numbers=("pass", *NUMBERS)))
+    sizes = str(PAPER_SHAPE._replace(direction="")).strip()
+    screen.print(f"GB: by formula. paper: {sizes}, on an A100", style="dim")
+    for x in entries:
+        if x.outcome and x.outcome.row is None:
+            why = x.outcome.wrong or x.outcome.refused
+            screen.print(f"{x.name} {x.shape.direction}: {why}", style="dim")
+    for why in sorted({x.uncounted for x in entries if x.uncounted}):
+        screen.print(f"no counters: {why}")
+
+
+def line(x) -> tuple:
+    """An entry's cells."""
+    counted = "-" if x.counted is None else gigabytes(x.counted.read + x.counted.written)
+    rate = "-" if x.ms is None else digits(x.gflop / x.ms)
+    tiled = "-" if x.tiled is None else gigabytes(x.tiled)
+    figures = f"{x.gflop:,.1f}", gigabytes(x.moved), tiled, counted, digits(x.ms), rate
+    return x.shape.direction, x.name, *figures
+
+
+def gigabytes(value: float) -> str:
+    """10^9 bytes, as the paper counts."""
+    return f"{value / 1e9:,.2f}" if value >= 1e8 else f"{value / 1e9:.2g}"
+
+
+def show_steps(screen, shape, passes) -> None:
+    """Where standard attention's bytes go."""
+    for direction in passes:
+        rows = [
+            (step.name, gigabytes(step.read), gigabytes(step.written))
+            for step in standard_steps(shape._replace(direction=direction))
+        ]
+        heads = [f"standard, {direction}", "GB read", "GB written"]
+        screen.print(table(heads, rows, numbers=heads[1:]))
+
+
+def draw(path: str, entries: list) -> None:
+    """Bytes by pass, by formula and counted."""
+    passes = list(dict.fromkeys(x.shape.direction for x in entries))
+    series = {}
+    for name in dict.fromkeys(x.name for x in entries):
+        mine = [x for x in entries if x.name == name]
+        series[f"{name}, formula"] = [x.moved / 1e9 for x in mine]
+        if all(x.tiled is not None for x in mine):
+            series[f"{name}, no cache"] = [x.tiled / 1e9 for x in mine]
+        if all(x.counted is not None for x in mine):
+            series[f"{name}, counted"] = [(x.counted.read + x.counted.written) / 1e9 for x in mine]
+    title = f"GB moved,{entries[0].shape._replace(direction='')}"
+    bars(path, Axes(title, "", "GB"), passes, series)

@@ -1,4 +1,4 @@
-"""The block-size experiment: a portable kernel in every tile, its speed beside what it needs.
+"""`python -m benchmarks blocks`: a portable kernel in every tile, its speed beside what it needs.
 
 Larger tiles read K and V less often and need more registers and shared memory, until few programs
 fit on an SM, or registers spill. What a kernel needs the compiler tells, without a GPU; speed takes
@@ -9,19 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import click
+import torch
 
 from tilewise.bench.call import call_of
 from tilewise.bench.launches import Built, build_plan, built_of, config_on, portable_plans
 from tilewise.bench.providers import provider
-from tilewise.bench.row import append, stamp
+from tilewise.bench.row import Row, append, stamp
 from tilewise.bench.run import Outcome, Ready, Stage, time_ready
-from tilewise.bench.shapes import Shape
+from tilewise.bench.shapes import Shape, square
+from tilewise.cli.bench.options import print_rows, round_options
+from tilewise.cli.options import DTYPES, IntList, Listed, OneInt
+from tilewise.cli.picture import Axes
+from tilewise.cli.tables import console, digits, table
+from tilewise.tuning.config import Config
+from tilewise.tuning.select import architecture, override
 
-if TYPE_CHECKING:
-    from tilewise.tuning.config import Config
+from .experiment import fail_if, output_options, progress
+from .pictures import bars
 
 KERNELS = {"fwd": "fwd", "bwd_dkdv": "bwd", "bwd_dq": "bwd"}  # and the pass each is timed in
 PORTABLE = "tilewise:portable"
@@ -38,6 +48,11 @@ class Candidate(NamedTuple):
     is_default: bool  # what the tables say
     outcome: Outcome | None = None
 
+    @property
+    def row(self) -> Row | None:
+        """Where it was timed."""
+        return self.outcome.row if self.outcome else None
+
 
 def configs(
     tiles: Iterable[tuple[int, int]],
@@ -46,8 +61,6 @@ def configs(
     descriptors: Iterable[bool] = (False,),
 ) -> Iterator[Config]:
     """Every combination whose tile of scores fits the registers of its warps."""
-    from tilewise.tuning.config import Config
-
     for (m, n), count, depth, described in itertools.product(tiles, warps, stages, descriptors):
         if m * n <= SCORES_A_THREAD * 32 * count:
             yield Config(m, n, count, depth, described)
@@ -111,8 +124,6 @@ def time_all(
     """The same with times: each is checked, then all take turns. Of a backward kernel the whole
     backward is timed, its other kernels as the tables say.
     """
-    from tilewise.tuning.select import override
-
     shape = shape._replace(direction=KERNELS[kernel])
     stage, common = Stage(shape, device), stamp("blocks", device)
     tried: dict[str, Ready | Outcome] = {}
@@ -130,14 +141,11 @@ def time_all(
     outcomes = time_ready(entries, tried, common, device, rounds, round_ms)
     done = [_finished(one, kernel, x) for one, x in zip(candidates, outcomes)]
     if save is not None:
-        rows = [one.outcome.row for one in done if one.outcome is not None]
-        append(save, [row for row in rows if row is not None])
+        append(save, [one.row for one in done if one.row is not None])
     return done
 
 
 def _under(forced: dict, call: Callable[[], object]) -> Callable[[], object]:
-    from tilewise.tuning.select import override
-
     def forced_call():
         with override(**forced):
             return call()
@@ -148,11 +156,141 @@ def _under(forced: dict, call: Callable[[], object]) -> Callable[[], object]:
 def _finished(one: Candidate, kernel: str, outcome: Outcome) -> Candidate:
     """With its outcome, whose row says what was launched."""
     if (row := outcome.row) is not None:
-        built = {}
-        if one.built is not None:
-            fits = one.built.occupancy
-            built = {**one.built._asdict(), "occupancy": fits._asdict() if fits else None}
+        built = one.built.record if one.built else {}
         extra = {"kernel": kernel, "config": list(one.config), "built": built}
         extra["is_default"] = one.is_default
         outcome = outcome._replace(row=dataclasses.replace(row, extra={**row.extra, **extra}))
     return one._replace(outcome=outcome)
+
+
+NEEDS = ("registers", "spilled", "smem KiB", "programs", "occupancy")
+SPEED = ("ms", "TFLOP/s")
+
+
+class TileList(Listed):
+    """`128x64,64x64`: queries by keys, powers of two from 16 on."""
+
+    name = "tiles"
+    such = "such as 128x64,64x64, powers of two from 16 on"
+
+    def read(self, text: str) -> tuple[int, int]:
+        rows, columns = map(int, text.split("x"))
+        if any(n < 16 or n & (n - 1) for n in (rows, columns)):
+            raise ValueError(text)
+        return rows, columns
+
+
+@click.command()
+@click.option(
+    "--tiles",
+    type=TileList(),
+    default="32x64,64x32,64x64,64x128,128x32,128x64,128x128,256x64",
+    show_default=True,
+)
+@click.option("--warps", type=IntList(), default="4,8", show_default=True)
+@click.option("--stages", type=IntList(), default="2,3", show_default=True)
+@click.option("--kernel", type=click.Choice(["fwd", "bwd_dkdv", "bwd_dq"]), default="fwd")
+@click.option("--pass", "direction", type=click.Choice(["fwd", "bwd"]), help="bwd: bwd_dkdv.")
+@click.option("--seqlen", type=OneInt(), default="4k", show_default=True)
+@click.option("--headdim", type=click.IntRange(1, 512), default=128, show_default=True)
+@click.option("--causal", is_flag=True)
+@click.option("--dtype", type=click.Choice(list(DTYPES)[:3]), default="bf16", show_default=True)
+@click.option("--on", "target", help="Compile for sm80, sm89, sm90, ...; the GPU here, or sm90.")
+@round_options
+@output_options
+def blocks(
+    tiles, warps, stages, kernel, direction, target, device, rounds, round_ms, **options
+) -> None:
+    """A portable kernel in every tile: registers, spills, shared memory, occupancy, and its speed.
+
+    What a kernel needs is the compiler's word, for which no GPU is needed; then there is no speed.
+    programs are those that fit on one SM, occupancy their share of its warps. On a GPU each tile is
+    held to fp64 and timed in turn with the others, 16 Ki tokens and hidden size 2048. spilled is
+    bytes a thread. The line with * is what the tables choose.
+    """
+    kernel = "bwd_dkdv" if direction == "bwd" and kernel == "fwd" else kernel
+    sizes = options.pop("seqlen"), options.pop("headdim"), options.pop("causal")
+    shape = square(KERNELS[kernel], *sizes, dtype=DTYPES[options.pop("dtype")])
+    try:
+        target, where = target_of(target, device)
+        asked, timing = (tiles, warps, stages), (where, rounds, round_ms)
+        done = run(shape, kernel, asked, target, timing, **options)
+    except ImportError as error:
+        raise click.ClickException(f"no kernels without Triton: {error}") from error
+    fail_if(any(x.outcome and x.outcome.wrong for x in done))
+
+
+def target_of(target: str | None, device: str) -> tuple[str, str]:
+    """What is compiled for, and the device to time on where that is the GPU here, else ""."""
+    from tilewise.testing import TARGETS
+
+    here = None if device == "cpu" else architecture(torch.device(device))
+    target = target or here or "sm90"
+    if target not in TARGETS:
+        raise click.UsageError(f"--on is one of {', '.join(TARGETS)}, not {target}")
+    return target, device if target == here else ""
+
+
+def run(shape, kernel, asked, target, timing, *, save, as_json, png) -> list:
+    """Compiles all, times them where they run, and shows them."""
+    screen = console(as_json)
+    done = compile_all(shape, kernel, configs(*asked), target, show=progress(screen))
+    where, rounds, round_ms = timing
+    if where:
+        more = dict(device=where, rounds=rounds, round_ms=round_ms, save=save)
+        done = time_all(shape, kernel, done, **more)
+        print_rows((x.row for x in done), as_json)
+    elif as_json:
+        for x in done:
+            click.echo(json.dumps(as_record(x)))
+    show(screen, done, f"kernel {kernel}, {shape}, {target}")
+    if save and not where:
+        screen.print("nothing was saved: rows are timed, and that takes the GPU")
+    if png:
+        draw(png, done, f"kernel {kernel}, {shape}, {target}")
+    return done
+
+
+def show(screen, done: list, title: str) -> None:
+    """The fastest first; without times as asked."""
+    is_timed = any(x.outcome for x in done)
+    if is_timed:
+        done = sorted(done, key=lambda x: x.row.median_ms if x.row else float("inf"))
+    columns = ["tile", *NEEDS, *(SPEED if is_timed else ()), "limit"]
+    rows = [cells(x, is_timed) for x in done]
+    screen.print(f"\n{title}")
+    screen.print(table(columns, rows, numbers=columns[:-1]))
+
+
+def cells(x: Candidate, is_timed: bool) -> tuple:
+    """A candidate's line."""
+    needs, why, speed, fits = ["-"] * 3, x.failed, (), None
+    if (built := x.built) is not None:
+        needs = [built.registers, built.spills, f"{built.shared_memory / 1024:.0f}"]
+        fits = built.occupancy
+    needs += [fits.programs, f"{100 * fits.share:.0f} %"] if fits else ["-", "-"]
+    if is_timed:
+        speed = (digits(x.row.median_ms), digits(x.row.tflops)) if x.row else ("-", "-")
+    if x.outcome:
+        why = x.outcome.wrong or x.outcome.refused or why
+    why = why or (fits.limit if fits else "")
+    return x.name + (" *" if x.is_default else ""), *needs, *speed, why
+
+
+def as_record(x: Candidate) -> dict:
+    """A candidate that was not timed, as JSON takes it."""
+    built = x.built.record if x.built else None
+    fields = dict(name=x.name, config=list(x.config), is_default=x.is_default)
+    return {**fields, "failed": x.failed, "built": built}
+
+
+def draw(path: str, done: list[Candidate], title: str) -> None:
+    """Speed of each tile if there is one, else its registers and shared memory."""
+    series = {"TFLOP/s": [x.row.tflops if x.row else None for x in done]}
+    if not any(x.outcome for x in done):
+        series = {
+            "registers a thread": [x.built.registers if x.built else None for x in done],
+            "shared memory, KiB": [x.built.shared_memory / 1024 if x.built else None for x in done],
+            "spilled bytes a thread": [x.built.spills if x.built else None for x in done],
+        }
+    bars(path, Axes(title, "", ", ".join(series)), [x.name for x in done], series)

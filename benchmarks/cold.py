@@ -1,4 +1,5 @@
-"""How long the first call of a process takes: with an empty kernel cache, and with a warm one.
+"""`python -m benchmarks cold`: how long the first call of a process takes, with an empty kernel
+cache and with a warm one.
 
 Each round is a process of its own. The clock starts when torch is imported, the device and autograd
 are awake and the inputs are there, and stops when the results are: importing tilewise and Triton is
@@ -15,13 +16,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
+
 import tilewise
-from tilewise.bench.check import Verdict
 from tilewise.bench.providers import provider
 from tilewise.bench.row import Row, append, stamp
 from tilewise.bench.run import Outcome, Stage
 from tilewise.bench.shapes import Shape, square
-from tilewise.bench.timer import Spread
+from tilewise.cli.bench.options import print_rows
+from tilewise.cli.options import Exit
+from tilewise.cli.picture import Axes
+from tilewise.cli.tables import console, digits, table
+
+from .experiment import output_options, progress
+from .pictures import bars
 
 PASSES = ("fwd", "bwd")
 CHILD = """
@@ -100,7 +108,10 @@ def run_cold(
         show(f"{cache} cache: " + ", ".join(f"{d} {ms:.0f} ms" for d, ms in zip(PASSES, found)))
         times.setdefault(cache, []).append(found)
     rows = [
-        make_row(shape._replace(direction=direction), cache, own, tried.verdict, common)
+        Row.of(
+            *(common, shape._replace(direction=direction), "tilewise", own, tried.verdict),
+            extra={"cache": cache},
+        )
         for cache, each in times.items()
         for direction, own in zip(PASSES, zip(*each))
     ]
@@ -109,19 +120,44 @@ def run_cold(
     return rows
 
 
-def make_row(shape: Shape, cache: str, times: tuple, verdict: Verdict, common: dict) -> Row:
-    """The row of a pass."""
-    spread = Spread.of(list(times))
-    return Row(
-        **common,
-        shape=shape._asdict(),
-        provider="tilewise",
-        median_ms=spread.median,
-        p20_ms=spread.p20,
-        p80_ms=spread.p80,
-        rounds_ms=list(times),
-        tflops=0.0,
-        max_error=verdict.max_error,
-        bound=verdict.bound,
-        extra={"cache": cache},
-    )
+@click.command()
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@output_options
+def cold(rounds, device, save, as_json, png) -> None:
+    """How long the first forward and the first backward of a process take.
+
+    Each round starts a process with an empty kernel cache and one that finds it filled; on a CPU,
+    where nothing is compiled, one process. Importing tilewise and Triton is in the first forward;
+    torch, the device and autograd are awake before the clock starts.
+    """
+    screen = console(as_json)
+    try:
+        found = run_cold(device=device, rounds=rounds, save=save, show=progress(screen))
+    except ChildFailed as error:
+        raise click.ClickException(str(error)) from error
+    if isinstance(found, Outcome):
+        screen.print(f"not timed: {found.wrong or found.refused}")
+        raise SystemExit(Exit.FAILED)
+    print_rows(found, as_json)
+    rows = [
+        (row.extra["cache"], row.shape["direction"], *map(digits, seconds(row))) for row in found
+    ]
+    columns = ["cache", "first", "s", "p20", "p80"]
+    screen.print(table(columns, rows, numbers=columns[2:]))
+    if png:
+        draw(png, found)
+
+
+def seconds(row) -> tuple[float, float, float]:
+    """Median, p20 and p80."""
+    return row.median_ms / 1e3, row.p20_ms / 1e3, row.p80_ms / 1e3
+
+
+def draw(path: str, rows: list) -> None:
+    """A bar a pass for each state of the cache."""
+    caches = list(dict.fromkeys(row.extra["cache"] for row in rows))
+    series = {
+        f"first {direction}": [seconds(r)[0] for r in rows if r.shape["direction"] == direction]
+        for direction in ("fwd", "bwd")
+    }
+    bars(path, Axes("First call of a process", "kernel cache", "seconds"), caches, series)

@@ -1,261 +1,184 @@
-"""What became slower or larger between two sets of rows, beyond noise.
-
-Times of two days or two machines differ by themselves. A peer that was timed in turns with ours, in
-the same run, drifts with it: so the peer's time over ours is what is compared, where both sides
-have that peer, and milliseconds only where they do not. Compared are times under sustained load,
-where both sides have them, else flushed ones (`ways`).
-"""
+"""`python -m benchmarks compare A B`: what became slower or larger from A to B, beyond noise."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from tilewise.bench.row import Row
-from tilewise.bench.shapes import Shape
-from tilewise.bench.standings import BEST_OF
-from tilewise.bench.timer import Spread, ratio
-from tilewise.bench.ways import FLUSHED, SUSTAINED, rounds_of, way_of
+import click
 
-from .sides import Side
+from tilewise.bench.standings import Standing
+from tilewise.cli.options import NameList
+from tilewise.cli.tables import FAIL, OK, STYLES, console, table
 
-OURS = "tilewise"  # how the names of our providers begin
-RATIO, TIME, MEMORY = "ratio", "time", "memory"
-REGRESSED, IMPROVED = "regressed", "improved"
-NOISE, SMALL, TOO_FEW = "noise", "small", "few rounds"
-LEAST_ROUNDS = 3  # fewer have no 20th and 80th percentile to speak of
-# What in `extra` says that rows of one shape and provider are not the same measurement. A lane says
-# what a row was timed for, which its neighbours in that run need not say.
-LABELS = ("mode", "cache", "kernel", "config", "modifier", "beside")
-LANE = "lane"
-VERSIONS = ("torch", "triton", "cuda", "driver")
+from .changes import Change, Choice, Comparison, changes_between, rule
+from .experiment import fail_if
+from .sides import Side, read
+
+NUMBERS = ("A", "B", "change")
+MARKS = {"regressed": FAIL, "improved": OK}  # a colour beside the word
 
 
-class Choice(NamedTuple):
-    """What is compared, and from what change on it counts; no providers: all that are ours."""
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--threshold", type=click.FloatRange(0), default=3.0, show_default=True, help="In %.")
+@click.option(
+    "--provider", "providers", type=NameList(), help="Whose rows; all that begin with tilewise."
+)
+@click.option("--peer", default="", help="Compare beside this one alone.")
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+def compare(a, b, threshold, providers, peer, as_json) -> None:
+    """What regressed from A to B, beyond noise: rows that `tilewise bench --save` wrote.
 
-    threshold: float = 0.03
-    providers: tuple[str, ...] = ()
-    peer: str = ""  # the only one that counts; "": the first of `order` that both sides have
+    A and B are FILE, or FILE@WHICH for the rows of one commit or run in it, by the beginning of its
+    name: results.jsonl@27d2d19. A commit of a changed tree ends in '+', and so does its name here.
+    The newest row of a shape and provider on one device counts.
 
+    Compared is the time of a peer over ours, the median of ratios taken round by round, where both
+    sides have that peer in the same run: fa3, else cudnn, fa4, or the first by name. Where they
+    have none it is plain milliseconds, which are only comparable on one machine. Times are the
+    sustained ones where both sides have them, else the flushed ones. Peaks of memory are compared
+    where both rows have one. Rows with neither are counted.
 
-class Change(NamedTuple):
-    """One figure of a shape and provider on both sides."""
+    A change counts where the p20-p80 intervals of the rounds do not overlap (else it is noise) and
+    the medians differ by more than --threshold (else it is small); of fewer than 3 rounds none
+    does. Memory is one number, without noise. The change is of our time (beside the peer's) or
+    memory: + is worse.
 
-    shape: str
-    label: str  # what else says which measurement it is; mostly ""
-    provider: str
-    measure: str  # RATIO: peer's time / ours; TIME: milliseconds; MEMORY: bytes
-    peer: str
-    a: Spread
-    b: Spread
-    rounds: int  # of the side with fewer
-    verdict: str
-    way: str = ""  # of the times: FLUSHED or SUSTAINED
-
-    @property
-    def cost(self) -> float:
-        """Time (beside the peer's) or memory of B over that of A: above 1 is worse."""
-        return cost(self.measure, self.a, self.b)
-
-
-class Comparison(NamedTuple):
-    """All changes, how many series are left out and why, and what else a reader is to know."""
-
-    changes: list[Change]
-    left_out: dict[str, int]
-    notes: list[str]
-
-    @property
-    def has_regressed(self) -> bool:
-        """Whether anything did."""
-        return any(change.verdict == REGRESSED for change in self.changes)
-
-
-def rule(threshold: float) -> str:
-    """When a change is one, in words."""
-    return (
-        f"A change counts where the p20-p80 intervals of the rounds do not overlap (else {NOISE}) "
-        f"and the medians differ by more than {100 * threshold:g} % (else {SMALL}); of fewer than "
-        f"{LEAST_ROUNDS} rounds none does. Memory is one number, without noise."
-    )
+    Exit codes: 0 nothing regressed, 1 something did, 2 a file that cannot be read, or nothing that
+    both sides have.
+    """
+    try:
+        sides = read(a), read(b)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    choice = Choice(threshold / 100, providers or (), peer)
+    found = changes_between(*sides, choice)
+    if not found.changes:
+        raise click.UsageError(nothing(found, sides, choice.providers))
+    if as_json:
+        click.echo(json.dumps(as_record(found, sides, rule(choice.threshold)), indent=1))
+    else:
+        show(console(), found, sides, rule(choice.threshold))
+    fail_if(found.has_regressed)
 
 
-def compare(a: Side, b: Side, choice: Choice) -> Comparison:
-    """Every shape and provider of both sides, by its newest row there."""
-    (newest_a, older_a), (newest_b, older_b) = (newest(x.rows, choice) for x in (a, b))
-    beside_a, beside_b = Neighbours(a.rows), Neighbours(b.rows)
-    changes, pairs = [], []
-    untimed = 0
-    for key, row_a in newest_a.items():
-        if (row_b := newest_b.get(key)) is None:
-            continue
-        found = changes_of(row_a, row_b, (beside_a.of(row_a), beside_b.of(row_b)), choice)
-        changes += found
-        pairs += [(row_a, row_b)] if found else []
-        untimed += not found
-    left_out = {
-        "only in A": len(newest_a.keys() - newest_b.keys()),
-        "only in B": len(newest_b.keys() - newest_a.keys()),
-        "without a time or a peak of memory on both sides": untimed,
-        "older rows": older_a + older_b,
+def nothing(found: Comparison, sides: tuple[Side, Side], providers: tuple[str, ...]) -> str:
+    """Why nothing can be compared, and what there is on each side."""
+    why = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items())
+    whose = ", ".join(providers) or "providers that begin with tilewise"
+    lines = [f"nothing to compare of {whose}: {why or 'neither side has a row'}"]
+    for name, side in zip("AB", sides):
+        has = {row.provider: None for row in side.rows}, {row.device: None for row in side.rows}
+        lines.append(f"{name} has {', '.join(has[0])}; timed on {', '.join(has[1])}")
+    return "\n".join(lines)
+
+
+def show(screen, found: Comparison, sides: tuple[Side, Side], rule: str) -> None:
+    """A table for each measure, provider and peer, the worst change first; counts at the end."""
+    for name, side in zip("AB", sides):
+        screen.print(f"{name}: {described(side)}", soft_wrap=True)
+    for title, changes in grouped(found.changes).items():
+        screen.print(f"\n{title}")
+        changes = sorted(changes, key=lambda change: -change.cost)
+        common, shapes = shortened(changes)
+        rows = [(name, *figures(x), percent(x.cost), x.verdict) for name, x in zip(shapes, changes)]
+        made = table([common, *NUMBERS, ""], rows, numbers=NUMBERS)
+        for line, change in zip(made.rows, changes):
+            line.style = STYLES.get(MARKS.get(change.verdict, ""))
+        screen.print(made)
+        mean = Standing.of({place: change.cost for place, change in enumerate(changes)}).mean
+        screen.print(f"{percent(mean)} in the geometric mean of {len(changes)}.")
+    screen.print(f"\n{rule}")
+    for note in found.notes:
+        screen.print(note)
+    screen.print(counted(found))
+
+
+def grouped(changes: list[Change]) -> dict[str, list[Change]]:
+    """Changes by what a table says in its title."""
+    titles = {
+        "ratio": "{0.provider} beside {0.peer}, timed in turns: time of {0.peer} / time of ours,"
+        " {0.way}",
+        "time": "{0.provider}, plain milliseconds, {0.way}",
+        "memory": "{0.provider}, peak memory in MiB",
     }
-    return Comparison(changes, {why: n for why, n in left_out.items() if n}, notes(changes, pairs))
+    tables: dict[str, list[Change]] = {}
+    for change in changes:
+        tables.setdefault(titles[change.measure].format(change), []).append(change)
+    return tables
 
 
-def newest(rows: Sequence[Row], choice: Choice) -> tuple[dict[tuple, Row], int]:
-    """The newest row of each series that is asked for, and how many rows are older ones."""
-    found: dict[tuple, Row] = {}
-    count = 0
-    for row in rows:
-        if not is_asked(row.provider, choice):
-            continue
-        count += 1
-        key = (shape_key(row), row.provider, row.device, labels(row), str(row.extra.get(LANE)))
-        if key not in found or row.date >= found[key].date:
-            found[key] = row
-    return found, count - len(found)
-
-
-def is_asked(provider: str, choice: Choice) -> bool:
-    """Whether a provider's rows are compared."""
-    return provider in choice.providers if choice.providers else provider.startswith(OURS)
-
-
-class Neighbours:
-    """The rows that were timed in turns with another, by provider."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self.groups: dict[tuple, dict[str, Row]] = {}
-        for row in rows:
-            self.groups.setdefault(self._key(row), {})[row.provider] = row
-
-    def of(self, row: Row) -> dict[str, Row]:
-        """Of its run, shape and labels those with as many rounds, without itself."""
-        return {
-            name: other
-            for name, other in self.groups[self._key(row)].items()
-            if name != row.provider and is_timed(other) and len(other.rounds_ms) == rounds(row)
-        }
-
-    @staticmethod
-    def _key(row: Row) -> tuple:
-        return row.run, shape_key(row), labels(row)
-
-
-def changes_of(
-    a: Row, b: Row, beside: tuple[dict[str, Row], dict[str, Row]], choice: Choice
-) -> list[Change]:
-    """What can be compared of two rows of one series: times, and peaks of memory."""
-    found: list[tuple[str, str, Spread, Spread, int, str]] = []
-    if is_timed(a) and is_timed(b):
-        peer = peer_of(beside, choice)
-        sides = [(x, of[peer]) if peer else (x,) for x, of in zip((a, b), beside)]
-        way = SUSTAINED if all(way_of(*rows) == SUSTAINED for rows in sides) else FLUSHED
-        times = [[list(rounds_of(row, way)) for row in rows] for rows in sides]
-        one, other = (ratio(*of) if peer else Spread.of(*of) for of in times)
-        count = min(len(of[0]) for of in times)
-        found.append((RATIO if peer else TIME, peer, one, other, count, way))
-    most_a, most_b = peak(a), peak(b)
-    if most_a and most_b:
-        held = Spread(most_a, most_a, most_a), Spread(most_b, most_b, most_b)
-        found.append((MEMORY, "", *held, min(rounds(a), rounds(b)), ""))
+def figures(change: Change) -> list[str]:
+    """Both sides: a median with its p20-p80, or one number."""
+    if change.measure == "memory":
+        return [f"{side.median / 2**20:,.1f}" for side in (change.a, change.b)]
     return [
-        Change(
-            *(*words_of(b), b.provider, measure, peer, one, other, count),
-            verdict=verdict(measure, one, other, count, choice.threshold),
-            way=way,
-        )
-        for measure, peer, one, other, count, way in found
+        f"{three(side.median)} ({three(side.p20)}-{three(side.p80)})"
+        for side in (change.a, change.b)
     ]
 
 
-def peer_of(beside: tuple[dict[str, Row], dict[str, Row]], choice: Choice) -> str:
-    """The peer that is compared with, "" for none: no other provider of ours, unless asked for."""
-    both = beside[0].keys() & beside[1].keys()
-    if choice.peer:
-        return choice.peer if choice.peer in both else ""
-    peers = sorted(name for name in both if not name.startswith(OURS))
-    return next((name for name in [*BEST_OF, *peers] if name in both), "")
+def three(value: float) -> str:
+    """Three digits, zeros too: 1.00."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def verdict(measure: str, a: Spread, b: Spread, count: int, threshold: float) -> str:
-    """One word; what `rule` says. It is the opposite one with the sides exchanged."""
-    if measure != MEMORY and count < LEAST_ROUNDS:
-        return TOO_FEW
-    if a.p20 <= b.p80 and b.p20 <= a.p80:
-        return NOISE
-    change = cost(measure, a, b)
-    if max(change, 1 / change) <= 1 + threshold:
-        return SMALL
-    return REGRESSED if change > 1 else IMPROVED
+def shortened(changes: list[Change]) -> tuple[str, list[str]]:
+    """What all shapes begin and end with, for the head of the column, and the rest of each."""
+    words = [change.shape.split(" ") for change in changes]
+    labels = [f" ({change.label})" if change.label else "" for change in changes]
+    begin = end = 0
+    if len({change.shape for change in changes}) > 1:
+        least = min(map(len, words)) - 1  # a word stays
+        begin = min(alike(words), least)
+        end = min(alike([each[::-1] for each in words]), least - begin)
+    head, tail = words[0][:begin], words[0][len(words[0]) - end :]
+    common = " ".join([*head, "...", *tail]) if begin + end else "shape"
+    rest = (" ".join(each[begin : len(each) - end]) for each in words)
+    return common, [shape + label for shape, label in zip(rest, labels)]
 
 
-def cost(measure: str, a: Spread, b: Spread) -> float:
-    """What B takes over what A takes: a ratio is higher where ours is the faster."""
-    return a.median / b.median if measure == RATIO else b.median / a.median
+def alike(rows: list[list[str]]) -> int:
+    """How many words all rows begin with."""
+    columns = list(zip(*rows))
+    return next((n for n, words in enumerate(columns) if len(set(words)) > 1), len(columns))
 
 
-def notes(changes: Sequence[Change], pairs: Sequence[tuple[Row, Row]]) -> list[str]:
-    """What limits the comparison: plain times, and versions that differ."""
-    found = []
-    if plain := sum(change.measure == TIME for change in changes):
-        found.append(
-            f"{plain} in plain milliseconds, as no peer was timed in turns on both sides: these "
-            "are only comparable on one machine."
-        )
-    sustained = sum(any(row.sustained_ms for row in pair) for pair in pairs)
-    if lost := sustained - sum(change.way == SUSTAINED for change in changes):
-        found.append(
-            f"{lost} in {FLUSHED} times: one side has no {SUSTAINED} ones, or its peer has none."
-        )
-    for name in VERSIONS:
-        differ = Counter((getattr(a, name), getattr(b, name)) for a, b in pairs)
-        for (old, new), count in differ.items():
-            if old != new:
-                found.append(
-                    f"{name} is {old} in A and {new} in B ({count} of {len(pairs)}): what that "
-                    "changes, of a peer too, is in the figures."
-                )
-    return found
+def percent(cost: float) -> str:
+    """A factor as a change: 1.05 is +5.0 %."""
+    return f"{100 * (cost - 1):+.1f} %"
 
 
-def shape_key(row: Row) -> str:
-    """A shape by what differs from Shape's defaults: fields that came later are in no old row."""
-    defaults = Shape._field_defaults
-    said = {k: v for k, v in row.shape.items() if k not in defaults or v != defaults[k]}
-    return json.dumps(said, sort_keys=True)
+def described(side: Side) -> str:
+    """A side's name, its commits, dates and devices."""
+    commits, devices, days = (
+        list(dict.fromkeys(of(row) for row in side.rows))
+        for of in (lambda row: row.commit, lambda row: row.device, lambda row: row.date[:10])
+    )
+    when = min(days) if len(days) == 1 else f"{min(days)} to {max(days)}"
+    which = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+    return f"{side.source}: {len(side.rows)} rows, {which}, {when}, {', '.join(devices)}"
 
 
-def labels(row: Row) -> str:
-    """What says that two rows of one shape and provider are not the same measurement."""
-    return json.dumps({name: row.extra[name] for name in LABELS if name in row.extra})
+def counted(found: Comparison) -> str:
+    """How many of which verdict, and what is left out."""
+    verdicts = Counter(change.verdict for change in found.changes)
+    said = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    line = f"{len(found.changes)} compared: {said}."
+    if found.left_out:
+        out = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items())
+        line += f" Left out: {out}."
+    return line
 
 
-def words_of(row: Row) -> tuple[str, str]:
-    """A shape and its labels for a reader."""
-    try:
-        shape = str(Shape(**row.shape))
-    except (TypeError, ValueError, KeyError):  # another's shape, such as a matmul's
-        shape = " ".join(f"{name}={value}" for name, value in row.shape.items())
-    names = [name for name in (*LABELS, LANE) if name in row.extra]
-    return shape, ", ".join(f"{name} {row.extra[name]}" for name in names)
-
-
-def is_timed(row: Row) -> bool:
-    """Whether the row has times: memory's, and others', are 0."""
-    return row.median_ms > 0 and all(0 < time < math.inf for time in row.rounds_ms)
-
-
-def rounds(row: Row) -> int:
-    """How many."""
-    return len(row.rounds_ms)
-
-
-def peak(row: Row) -> float | None:
-    """The most memory that was held, in bytes, where the row knows it."""
-    value = row.extra.get("peak_bytes")
-    return value if isinstance(value, int | float) and value > 0 else None
+def as_record(found: Comparison, sides: tuple[Side, Side], rule: str) -> dict:
+    """The comparison as JSON takes it."""
+    changes = [
+        {**x._asdict(), "a": x.a._asdict(), "b": x.b._asdict(), "cost": x.cost}
+        for x in found.changes
+    ]
+    asked = {name: side.source for name, side in zip("ab", sides)}
+    rest = dict(left_out=found.left_out, notes=found.notes, regressed=found.has_regressed)
+    return {**asked, "rule": rule, **rest, "changes": changes}

@@ -1,4 +1,4 @@
-"""What a call costs the host, in microseconds: the time until Python may go on.
+"""`python -m benchmarks host`: what a call costs the host, in microseconds: until Python may go on.
 
 On a GPU that is checking, choosing and launching; the kernel runs meanwhile, and nobody waits for
 it. A step of decoding launches thousands of times a second, so this bounds it. On a CPU the call's
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import torch
 
 from tilewise.bench.providers import Attend, Provider
@@ -20,6 +21,14 @@ from tilewise.bench.row import append, stamp
 from tilewise.bench.run import Outcome, Ready, Stage, time_ready
 from tilewise.bench.shapes import Shape
 from tilewise.bench.timer import HostClock
+from tilewise.cli.bench.options import print_rows, providers_of, round_options
+from tilewise.cli.explain_tables import plain
+from tilewise.cli.options import DTYPES, HeadList, NameList, OneInt
+from tilewise.cli.picture import Axes
+from tilewise.cli.tables import console, table
+
+from .experiment import fail_if, output_options, sizes_on
+from .pictures import bars
 
 MODES = {
     "no_grad": "eager, no gradient wanted",
@@ -28,6 +37,8 @@ MODES = {
     "compile": "under torch.compile, no gradient wanted",
     "graph": "replay of a CUDA graph of one call",
 }
+GPU = dict(seqlen=128, heads=((16, 16, 128),), dtype="bf16")
+CPU = dict(seqlen=16, heads=((2, 2, 32),), dtype="fp32")
 
 
 class Cost(NamedTuple):
@@ -41,6 +52,49 @@ class Cost(NamedTuple):
     def microseconds(self) -> float | None:
         """The median, if it was timed."""
         return self.outcome.row.median_ms * 1e3 if self.outcome.row else None
+
+
+@click.command()
+@click.option(
+    "--modes",
+    type=NameList(lambda: MODES),
+    default=",".join(MODES),
+    help="Of no_grad,autograd,fwd+bwd,compile,graph; all.",
+)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--seqlen", type=OneInt(), help="128; on a CPU 16.")
+@click.option("--heads", type=HeadList(), help="16x128; on a CPU 2x32. The first counts.")
+@click.option("--causal/--full", default=True, show_default=True)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="bf16; on a CPU fp32.")
+@click.option("--provider", "ours", default="tilewise", show_default=True)
+@click.option(
+    "--against", type=NameList(), default="flash,cudnn", show_default=True, help="As for `bench`."
+)
+@round_options
+@output_options
+def host(modes, batch, causal, ours, against, as_json, png, **options) -> None:
+    """What a call costs the host: microseconds until Python may go on.
+
+    On a GPU that is checks, choice and launch, and not the kernel's own time; the shape is small,
+    so that the queue never fills. On a CPU the work itself is in it, on one thread. All take turns;
+    each mode's result is held to fp64 first.
+
+    no_grad: eager, where no gradient is wanted. autograd: an eager forward that records its graph.
+    fwd+bwd: that and the gradients. compile: under torch.compile, no gradient wanted. graph: the
+    replay of a CUDA graph of one call.
+    """
+    sizes = sizes_on(options["device"], GPU, CPU, options)
+    nheads, nheads_k, headdim = sizes["heads"][0]
+    each = sizes["seqlen"], sizes["seqlen"], nheads, nheads_k, headdim, headdim
+    shape = Shape("fwd", batch, *each, causal, DTYPES[sizes["dtype"]])
+    chosen = providers_of(ours, against)
+    done = run_host(shape, chosen, modes, **options)
+    print_rows((one.outcome.row for one in done), as_json)
+    title = str(shape._replace(direction="")).strip()
+    show(console(as_json), done, title)
+    if png:
+        draw(png, done, title)
+    fail_if(any(one.outcome.wrong for one in done if one.provider == chosen[0].name))
 
 
 def run_host(
@@ -145,3 +199,32 @@ class Captured:
 
 
 WRAPPED: dict[str, Callable[[Attend], Attend]] = {"compile": _compiled, "graph": Captured}
+
+
+def show(screen, done: list[Cost], title: str) -> None:
+    """Modes down, providers across; then why some have no time."""
+    by_place = {one[:2]: one for one in done}  # mode and provider
+    modes, names = (list(dict.fromkeys(keys)) for keys in zip(*by_place))
+    rows = [(mode, *(cell(by_place[mode, name]) for name in names)) for mode in modes]
+    screen.print(f"\n{title}: host microseconds a call, median (p20-p80)")
+    screen.print(table(["call", *names], rows, numbers=["call", *names]))
+    for one in done:
+        if one.outcome.row is None:
+            why = one.outcome.wrong or one.outcome.refused
+            screen.print(f"{one.provider}, {one.mode}: {why}", style="dim")
+
+
+def cell(one: Cost) -> str:
+    """A cost in microseconds."""
+    row = one.outcome.row
+    if row is None:
+        return "WRONG" if one.outcome.wrong else "-"
+    low, middle, high = (plain(x * 1e3) for x in (row.p20_ms, row.median_ms, row.p80_ms))
+    return f"{middle} ({low}-{high})"
+
+
+def draw(path: str, done: list[Cost], title: str) -> None:
+    """A bar a provider in each mode."""
+    modes, names = (list(dict.fromkeys(keys)) for keys in zip(*(one[:2] for one in done)))
+    series = {name: [x.microseconds for x in done if x.provider == name] for name in names}
+    bars(path, Axes(f"Host time, {title}", "", "microseconds a call"), modes, series)

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import torch
 
 from tilewise.bench.check import Verdict
-from tilewise.bench.row import Row, append, stamp
-from tilewise.bench.run import Outcome, timed
-from tilewise.bench.sustained import Plan, Times, measure, plan_for
+from tilewise.bench.run import Outcome, Ready, Run, reason_of, time_ready
+from tilewise.bench.standings import standings, summary
+from tilewise.bench.sustained import plan_for
 from tilewise.bench.table import table_of
-from tilewise.bench.timer import CallFailed, Spread, clock_for
+from tilewise.cli.bench.options import conclude, run_options, show_with, sustained_option
+from tilewise.cli.options import IntList, NameList
 from tilewise.testing import tolerance
 
 Tensor = torch.Tensor
@@ -62,13 +64,6 @@ class Product(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.m} x {self.n} x {self.k}"
-
-
-class Ready(NamedTuple):
-    """A product whose result is right, and what is to be timed."""
-
-    call: Callable[[], object]
-    verdict: Verdict
 
 
 def operands(product: Product, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -155,51 +150,26 @@ def run_products(
 
     Rows are appended to `save` as each product ends.
     """
-    common = stamp(SUITE, device)
-    versions = f"torch {common['torch']}, triton {common['triton']}"
-    show(f"{common['device']}, {versions}, {rounds} rounds in turns")
-    plan = plan_for(device, rounds) if sustained else None
+    run, plan = Run(SUITE, device, save, show), plan_for(device, rounds) if sustained else None
+    run.begin(rounds)
     outcomes = []
     for product in products:
-        done = run_product(product, configs, common, device, rounds, round_ms, plan)
-        if save is not None:
-            append(save, [outcome.row for outcome in done if outcome.row is not None])
+        kind = KINDS[product.kind]
+        calls = {provider_name(config): our_product(kind, config) for config in configs}
+        calls[peer_name(device)] = torch_product(kind)
+        entries = {name: (product, Named(name)) for name in calls}
+        tried = dict(checked(product, calls, device))
+        done = time_ready(entries, tried, run.common, device, rounds, round_ms, plan=plan)
         named = {outcome.provider: outcome for outcome in done}
-        for line in table_of(str(product), named, f"time / {done[0].provider}"):
-            show(line)
+        run.keep(done, table_of(str(product), named, f"time / {done[0].provider}"))
         outcomes += done
     return outcomes
 
 
-def run_product(
-    product: Product,
-    configs: tuple[str | None, ...],
-    common: dict,
-    device: str,
-    rounds: int,
-    round_ms: float,
-    plan: Plan | None,
-) -> list[Outcome[Product]]:
-    """One product by everybody: check, then time."""
-    kind = KINDS[product.kind]
-    named = {provider_name(config): our_product(kind, config) for config in configs}
-    named[peer_name(device)] = torch_product(kind)
-    tried = dict(checked(product, named, device))
-    calls = {name: one.call for name, one in tried.items() if isinstance(one, Ready)}
-    clock, times = clock_for(device), None
-    while times is None:  # again without the one that raised
-        try:
-            times = measure(calls, clock, rounds, round_ms, plan)
-        except CallFailed as failed:
-            del calls[failed.name]
-            tried[failed.name] = refused(product, failed.name, failed.error)
-    outcomes = []
-    for name, one in tried.items():
-        if isinstance(one, Ready):
-            row = make_row(product, name, times[name], one.verdict, common)
-            one = timed(product, row, times[name], next(iter(times.values())))
-        outcomes.append(one)
-    return outcomes
+class Named(NamedTuple):
+    """Who multiplies."""
+
+    name: str
 
 
 def checked(
@@ -214,7 +184,7 @@ def checked(
             with_mean = name.startswith("tilewise") and a.itemsize == 2
             verdict = judge(multiply(a, b), exact, plain, with_mean)
         except Exception as error:  # whatever it raises is its reason
-            yield name, refused(product, name, error)
+            yield name, Outcome(product, name, None, refused=reason_of(error))
             continue
         if verdict.passes:
             yield name, Ready(lambda multiply=multiply: multiply(a, b), verdict)
@@ -227,25 +197,68 @@ def provider_name(config: str | None) -> str:
     return "tilewise" if config is None else f"tilewise:{config}"
 
 
-def refused(product: Product, name: str, error: Exception) -> Outcome[Product]:
-    """It cannot run here."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return Outcome(product, name, None, refused=f"{type(error).__name__}: {first[:200]}")
+def config_names() -> list[str]:
+    """Of our kernel, and the word for all of them."""
+    from .matmul import CONFIGS
+
+    return [*CONFIGS, "all"]
 
 
-def make_row(product: Product, name: str, times: Times, verdict: Verdict, common: dict) -> Row:
-    """A product's row."""
-    spread = Spread.of(times.flushed)
-    return Row(
-        **common,
-        shape=product._asdict(),
-        provider=name,
-        median_ms=spread.median,
-        p20_ms=spread.p20,
-        p80_ms=spread.p80,
-        rounds_ms=times.flushed,
-        sustained_ms=times.sustained,
-        tflops=product.flops / spread.median * 1e-9,
-        max_error=verdict.max_error,
-        bound=verdict.bound,
-    )
+@click.command()
+@click.option(
+    "--sizes",
+    type=IntList(),
+    help="Squares, M = N = K.  [default: 4k,8k; on a CPU 256]",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    type=IntList(),
+    multiple=True,
+    help="M,N,K of one product instead of --sizes; may be repeated.",
+)
+@click.option(
+    "--dtype",
+    "kinds",
+    type=NameList(lambda: KINDS),
+    default="bf16",
+    show_default=True,
+    help="Of bf16, fp16, fp8 (e4m3), tf32, fp32.",
+)
+@click.option(
+    "--configs",
+    type=NameList(config_names),
+    help="Of our kernel, by name, or all; without it the one that serves the dtype.",
+)
+@sustained_option
+@run_options
+def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
+    """Time our matrix product beside torch's, which on a GPU is cuBLAS.
+
+    C = A B with normal A and B, A by row; B by row for bf16, fp16 and fp32, by column for fp8 and
+    tf32, which tensor cores read along K alone. Sums are in fp32, C has the inputs' dtype, that of
+    fp8 bf16. cuBLAS multiplies fp8 with unit scales and fast sums. FLOPs are 2 M N K. Each result
+    is held to fp64 before it is timed: its largest error may be twice that of torch's product (for
+    tf32, of one whose inputs are cut off).
+
+    The kernel is the last of tour/02_matmul.py and lives in benchmarks/matmul.py; on a CPU it is
+    interpreted, a test of the kernel and not of its speed.
+    """
+    from .matmul import CONFIGS
+
+    triples = triples_of(sizes, shapes, device)
+    asked = [Product(*triple, kind) for kind in kinds for triple in triples]
+    named = (None, *CONFIGS) if configs == ("all",) else configs or (None,)
+    outcomes = run_products(asked, named, device=device, show=show_with(as_json), **options)
+    ours = {x.provider for x in outcomes if x.provider.startswith("tilewise")}
+    conclude(outcomes, [*standings(outcomes), summary(outcomes)], as_json, ours)
+
+
+def triples_of(sizes, shapes, device: str) -> list[tuple[int, int, int]]:
+    """M, N and K of each product."""
+    if sizes and shapes:
+        raise click.UsageError("--sizes and --shape exclude each other")
+    if wrong := [shape for shape in shapes if len(shape) != 3]:
+        raise click.UsageError(f"--shape {','.join(map(str, wrong[0]))}: M,N,K are three numbers")
+    default = (4096, 8192) if device.startswith("cuda") else (256,)
+    return list(shapes) or [(size, size, size) for size in sizes or default]

@@ -1,5 +1,5 @@
-"""How much faster than standard attention, and in how much less memory, from short sequences on:
-without a mask, causal, with dropout.
+"""`python -m benchmarks speedup`: how much faster than standard attention, and in how much less
+memory, from short sequences on: without a mask, causal, with dropout.
 
 Standard attention draws its own dropout, which no oracle knows: it is held to fp64 without, then
 timed with. Ours is held to fp64 with the very mask that it draws.
@@ -12,18 +12,31 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
 from tilewise.bench.modifiers import DROPOUT_P
 from tilewise.bench.providers import PROVIDERS, Provider, standard_attention
-from tilewise.bench.row import Stamp, append, stamp
-from tilewise.bench.run import Outcome, Ready, Stage, call_of, time_ready
+from tilewise.bench.row import Stamp
+from tilewise.bench.run import Outcome, Ready, Run, Stage, call_of, time_ready
 from tilewise.bench.shapes import Shape
 from tilewise.bench.timer import Spread
+from tilewise.cli.bench.options import print_rows, providers_of, round_options
+from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, OneInt, pass_option
+from tilewise.cli.picture import Axes
+from tilewise.cli.tables import console, digits, table
 
+from .experiment import fail_if, output_options, progress, sizes_on
 from .memory import input_bytes
 from .peak import is_out_of_memory, peak_bytes
+from .pictures import lines
 
 CASES = ("no mask", "causal", "dropout")
 STANDARD = PROVIDERS["standard"]
+GPU = dict(
+    seqlens=tuple(128 << n for n in range(6)), tokens=16384, heads=((16, 16, 64),), dtype="fp16"
+)
+CPU = dict(seqlens=(128, 256, 512, 1024), tokens=1024, heads=((2, 2, 64),), dtype="fp32")
+NUMBERS = ("S", "B", "ms", "standard", "speed-up", "MiB", "standard ", "memory")
 
 
 class Gain(NamedTuple):
@@ -47,6 +60,40 @@ class Gain(NamedTuple):
         if self.our_peak and self.standard_peak is not None:
             return self.standard_peak / self.our_peak
         return None
+
+
+@click.command()
+@click.option("--seqlens", type=IntList(), help="128 to 4k; on a CPU to 1k.")
+@click.option(
+    "--cases", type=NameList(lambda: CASES), default="no mask,causal,dropout", show_default=True
+)
+@pass_option("fwd,fwd+bwd")
+@click.option("--tokens", type=OneInt(), help="In the batch: 16k; on a CPU 1k.")
+@click.option("--heads", type=HeadList(), help="16x64; on a CPU 2x64. The first counts.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="fp16; on a CPU fp32.")
+@click.option("--provider", "ours", default="tilewise", show_default=True)
+@round_options
+@output_options
+def speedup(cases, passes, ours, as_json, png, **options) -> None:
+    """Speed-up over standard attention, and its memory over ours, from short sequences on.
+
+    Standard attention is the formula in plain torch, its score matrix in memory. Memory is the most
+    that a call holds beside its inputs. Dropout is 0.1; standard attention, whose dropout is
+    torch's, is held to fp64 without it.
+    """
+    sizes, screen = sizes_on(options["device"], GPU, CPU, options), console(as_json)
+    sizes |= dict(heads=sizes["heads"][0], dtype=DTYPES[sizes["dtype"]])
+    shapes = shapes_of(passes, cases, **sizes)
+    done = run_speedup(shapes, *providers_of(ours), show=progress(screen), **options)
+    print_rows((x.row for gain in done for x in (gain.ours, gain.standard)), as_json)
+    for direction in passes:
+        for case in cases:
+            mine = [x for x in done if (x.shape.direction, x.case) == (direction, case)]
+            screen.print(f"\n{direction}, {case}")
+            screen.print(table(NUMBERS, map(line, mine), numbers=NUMBERS))
+    if png:
+        draw(png, done)
+    fail_if(any(gain.ours.wrong for gain in done))
 
 
 def shapes_of(
@@ -88,13 +135,10 @@ def run_speedup(
     show: Callable[[str], None] = print,
 ) -> list[Gain]:
     """Checks, measures and times both at each shape. Rows are appended to `save` shape by shape."""
-    common = stamp("speedup", device)
-    done = []
+    run, done = Run("speedup", device, save, show), []
     for case, shape in asked:
-        gain = measure(case, shape, ours, common, device, (rounds, round_ms))
-        if save is not None:
-            append(save, [x.row for x in (gain.ours, gain.standard) if x.row is not None])
-        show(f"{case}, {shape}: {said(gain)}")
+        gain = measure(case, shape, ours, run.common, device, (rounds, round_ms))
+        run.keep((gain.ours, gain.standard), [f"{case}, {shape}: {said(gain)}"])
         done.append(gain)
     return done
 
@@ -161,3 +205,31 @@ def said(gain: Gain) -> str:
         if outcome.row is None:
             return f"{outcome.provider}: {outcome.wrong or outcome.refused}"
     return "not timed" if gain.speedup is None else f"{gain.speedup.median:.2f} times as fast"
+
+
+def line(gain: Gain) -> tuple:
+    """A gain's cells; what has no number says why."""
+    ms = [digits(x.row.median_ms) if x.row else absent(x) for x in (gain.ours, gain.standard)]
+    peaks = ["-" if x is None else f"{x / 2**20:,.1f}" for x in (gain.our_peak, gain.standard_peak)]
+    ratio = "-" if gain.speedup is None else f"{gain.speedup.median:.2f}"
+    times = "-" if gain.memory is None else f"{gain.memory:.1f} x"
+    return gain.shape.seqlen_q, gain.shape.batch, *ms, ratio, *peaks, times
+
+
+def absent(outcome: Outcome) -> str:
+    """Why there is no time, in a word."""
+    if outcome.wrong:
+        return "WRONG"
+    return "no room" if "GiB" in (outcome.refused or "") else "not here"
+
+
+def draw(path: str, done: list[Gain]) -> None:
+    """Speed-ups over lengths."""
+    series: dict[str, dict[float, float]] = {}
+    for gain in done:
+        if gain.speedup is not None:
+            name = f"{gain.case}, {gain.shape.direction}"
+            series.setdefault(name, {})[gain.shape.seqlen_q] = gain.speedup.median
+    one = done[0].shape
+    title = f"Speed-up over standard attention, H{one.nheads} D{one.headdim} {one.dtype}"
+    lines(path, Axes(title, "sequence length", "times as fast", (True, False)), series)

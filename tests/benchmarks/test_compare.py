@@ -3,7 +3,7 @@
 import pytest
 from helpers.made_rows import made
 
-from benchmarks.compare import Choice, compare, rule
+from benchmarks.changes import Choice, changes_between, rule
 from benchmarks.sides import Side, read
 from tilewise.bench import append
 from tilewise.bench.shapes import square
@@ -26,7 +26,7 @@ def by(factor, times=STEADY):
 
 
 def both(a, b, **choice):
-    return compare(Side("a", a), Side("b", b), Choice(**choice))
+    return changes_between(Side("a", a), Side("b", b), Choice(**choice))
 
 
 def only(a, b, **choice):

@@ -10,7 +10,7 @@ pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
 from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.commands.compare import shortened  # noqa: E402
+from benchmarks.compare import shortened  # noqa: E402
 from tilewise.bench import append  # noqa: E402
 from tilewise.bench.shapes import square  # noqa: E402
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.commands.report import report
+from benchmarks.report.command import report
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "benchmarks" / "results" / "h200.jsonl"

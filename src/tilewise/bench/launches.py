@@ -42,6 +42,12 @@ class Built(NamedTuple):
     warps: int
     occupancy: Occupancy | None
 
+    @property
+    def record(self) -> dict:
+        """As JSON takes it."""
+        fits = self.occupancy
+        return {**self._asdict(), "occupancy": fits._asdict() if fits else None}
+
 
 class Waves(NamedTuple):
     """How tiles spread over a card: `tail` is the share of its time that SMs are busy."""

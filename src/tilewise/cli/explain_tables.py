@@ -46,9 +46,7 @@ def launches_record(launches) -> list[dict]:
     """Launches as JSON takes them."""
     found = []
     for one in launches:
-        built = one.built._asdict() if one.built else None
-        if built and one.built.occupancy:
-            built["occupancy"] = one.built.occupancy._asdict()
+        built = one.built.record if one.built else None
         named = {name: x for name, x in one.launch._asdict().items() if name != "build"}
         found.append({**named, "built": built, "failed": one.failed, **one.waves._asdict()})
     return found

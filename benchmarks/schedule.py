@@ -14,7 +14,7 @@ from tilewise.cli.options import IntList
 from tilewise.cli.tables import console, digits, table
 from tilewise.testing.schedule import Run, Tile, busy, key_blocks, makespan, simulate, tiles
 
-from ..timeline import bar, columns, letter, of_processor, style, svg
+from .timeline import bar, columns, letter, of_processor, style, svg
 
 SMALL = 32  # tiles that a table still shows
 LISTED = 12  # sequences that a table still shows

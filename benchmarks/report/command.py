@@ -8,8 +8,8 @@ import click
 
 from tilewise.bench.row import load
 
-from ..report import write
-from ..report.pages import pages
+from . import write
+from .pages import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
