@@ -7,7 +7,7 @@ from collections import Counter
 
 import click
 
-from tilewise.bench.standings import Standing
+from tilewise.bench.standings import mean_of
 from tilewise.cli.options import NameList
 from tilewise.cli.tables import FAIL, OK, STYLES, console, table
 
@@ -88,7 +88,7 @@ def show(screen, found: Comparison, sides: tuple[Side, Side], rule: str) -> None
         for line, change in zip(made.rows, changes):
             line.style = STYLES.get(MARKS.get(change.verdict, ""))
         screen.print(made)
-        mean = Standing.of({place: change.cost for place, change in enumerate(changes)}).mean
+        mean = mean_of(change.cost for change in changes)
         screen.print(f"{percent(mean)} in the geometric mean of {len(changes)}.")
     screen.print(f"\n{rule}")
     for note in found.notes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewise.bench import modifiers
 from tilewise.bench.row import Row
@@ -117,6 +117,17 @@ class Evidence(NamedTuple):
             where = environment_of(row)
             counts[where] = counts.get(where, 0) + 1
         return sorted(counts, key=lambda where: (not where.on_gpu, -counts[where]))
+
+    def by_environment(self, things: Iterable[Any], kind: str = "") -> dict[Environment, list]:
+        """Rows, entries or turns where they were taken, in the order of environments; of a kind of
+        shapes alone, where it is named.
+        """
+        found: dict[Environment, list] = {where: [] for where in self.environments}
+        for one in things:
+            where = environment_of(one) if isinstance(one, Row) else one.environment
+            if not kind or kind_of(one.shape) == kind:
+                found[where].append(one)
+        return {where: mine for where, mine in found.items() if mine}
 
 
 def collect(rows: Sequence[Row]) -> Evidence:

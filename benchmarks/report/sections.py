@@ -80,12 +80,10 @@ def standing(evidence: Evidence) -> Section:
         f"{RULE} Means are geometric. “{BEST}” is the fastest of {', '.join(BEST_OF)} at each"
         " shape, of those that ran."
     ]
-    found = groups(evidence.turns)
-    for environment in evidence.environments:
-        mine = {key: turns for key, turns in found.items() if key.environment == environment}
+    for environment, taken in evidence.by_environment(evidence.turns).items():
+        mine, rows, pictures = groups(taken), [], []
         if not mine:
             continue
-        rows, pictures = [], []
         for key in sorted(mine, key=lambda key: key.subject):
             what, turns = str(key), mine[key]
             ratios = ratios_by_peer(turns)
@@ -142,11 +140,8 @@ def cards(evidence: Evidence) -> list[Card]:
 
 
 def _first(evidence: Evidence) -> dict[Group, list[Turn]]:
-    found = groups(evidence.turns)
-    for environment in evidence.environments:
-        if mine := {key: turns for key, turns in found.items() if key.environment == environment}:
-            return mine
-    return {}
+    found = map(groups, evidence.by_environment(evidence.turns).values())
+    return next(filter(None, found), {})
 
 
 def roofline(evidence: Evidence) -> Section:
@@ -158,10 +153,8 @@ def roofline(evidence: Evidence) -> Section:
         " maker's data sheet states the peak of dense 16-bit matmuls."
     ]
     devices: dict[str, list[Entry]] = {}
-    for environment in evidence.environments:
-        mine = [entry for entry in evidence.entries if entry.environment == environment]
-        if mine:
-            devices.setdefault(environment.device, []).extend(mine)
+    for environment, mine in evidence.by_environment(evidence.entries).items():
+        devices.setdefault(environment.device, []).extend(mine)
     rows = []
     for device, entries in devices.items():
         blocks.append(Charts([_roofline_of(device, entries)]))
@@ -197,12 +190,9 @@ def _roofline_of(device: str, entries: Sequence[Entry]) -> Chart:
 
 def _shares(device: str, entries: Sequence[Entry]) -> list[list]:
     peak = peak_of(device)
-    best: dict[tuple[str, str], Entry] = {}
-    for entry in entries:
-        key = entry.shape.direction, entry.row.provider
-        if entry.shape.dtype in HALVES and entry.tflops > 0:
-            if key not in best or entry.tflops > best[key].tflops:
-                best[key] = entry
+    halves = [entry for entry in entries if entry.shape.dtype in HALVES and entry.tflops > 0]
+    rising = sorted(halves, key=lambda entry: entry.tflops)
+    best = {(entry.shape.direction, entry.row.provider): entry for entry in rising}
     order = sorted(best, key=lambda key: (list(WORDS).index(key[0]), place_of(key[1])))
     if peak is None:
         return []
@@ -219,13 +209,9 @@ def _shares(device: str, entries: Sequence[Entry]) -> list[list]:
 def speed(evidence: Evidence) -> Section:
     """A small chart for each head size, mask and direction, and all its figures in a table."""
     blocks: list = []
-    for environment in evidence.environments:
-        turns = [t for t in evidence.turns if t.environment == environment]
+    for environment, turns in evidence.by_environment(evidence.turns, "dense").items():
         for direction in WORDS:
-            mine = [
-                t for t in turns if t.shape.direction == direction and kind_of(t.shape) == "dense"
-            ]
-            if mine:
+            if mine := [turn for turn in turns if turn.shape.direction == direction]:
                 title = f"{WORDS[direction].capitalize()}: {environment}"
                 pictures = _curves(mine)
                 blocks.append(Heading(title))

@@ -8,7 +8,7 @@ from tilewise.bench.lengths import SETS
 from tilewise.bench.row import Row
 from tilewise.bench.shapes import DIRECTIONS, SUITES, Shape
 
-from .evidence import Environment, Evidence, environment_of, is_ours, shape_of
+from .evidence import Environment, Evidence, is_ours, shape_of
 from .page import Code, Heading, Section, Table, plural
 
 SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -21,8 +21,7 @@ def environments(evidence: Evidence) -> Section:
     """Device, versions, commits and dates of every row."""
     columns = ["device", "torch", "Triton", "CUDA", "driver", "commits", "dates", "rows", "runs"]
     body = []
-    for environment in evidence.environments:
-        rows = [row for row in evidence.rows if environment_of(row) == environment]
+    for environment, rows in evidence.by_environment(evidence.rows).items():
         days = sorted({row.date[:10] for row in rows})
         body.append(
             [
@@ -58,11 +57,11 @@ def reproduce(evidence: Evidence) -> Section:
         " has changed. Peers that are not installed are left out with the reason (`tilewise bench"
         " --help` says how FlashAttention-3 is found).",
     ]
-    for environment in evidence.environments:
+    by_date = sorted(evidence.rows, key=lambda row: row.date)
+    for environment, rows in evidence.by_environment(by_date).items():
         runs: dict[str, list[Row]] = {}
-        for row in sorted(evidence.rows, key=lambda row: row.date):
-            if environment_of(row) == environment:
-                runs.setdefault(row.run, []).append(row)
+        for row in rows:
+            runs.setdefault(row.run, []).append(row)
         blocks.append(Heading(str(environment)))
         blocks.append(Code("\n".join(_said(runs, environment))))
     return Section("How to reproduce", blocks)

@@ -4,16 +4,15 @@ errors, and whatever other suites there are rows of.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tilewise.bench.row import Row
 from tilewise.bench.shapes import Shape
-from tilewise.bench.standings import Standing
+from tilewise.bench.standings import Standing, mean_of
 
 from . import charts
-from .evidence import Entry, Evidence, Turn, environment_of, is_ours, kind_of, place_of
+from .evidence import Entry, Evidence, Turn, environment_of, is_ours, place_of
 from .page import BEHIND, Chart, Charts, Heading, Section, Table, number, plural, ratio_cell, times
 from .sections import SHORT, WORDS, figures
 
@@ -22,11 +21,9 @@ MIB = 1 << 20
 
 def features(evidence: Evidence) -> Section | None:
     """Window, softcap, ALiBi and sinks: every shape."""
-    turns = [turn for turn in evidence.turns if kind_of(turn.shape) == "features"]
     tables: list = [
-        figures(f"Score features: {where}", [t for t in turns if t.environment == where])
-        for where in evidence.environments
-        if any(turn.environment == where for turn in turns)
+        figures(f"Score features: {where}", turns)
+        for where, turns in evidence.by_environment(evidence.turns, "features").items()
     ]
     return Section("Score features", tables) if tables else None
 
@@ -37,17 +34,11 @@ def packed(evidence: Evidence) -> Section | None:
         "Ratios are geometric means over heads and masks, with their range. “of dense” is how much"
         " of its own FLOP/s on dense batches the packed call keeps."
     ]
-    for environment in evidence.environments:
-        turns = [
-            turn
-            for turn in evidence.turns
-            if turn.environment == environment and kind_of(turn.shape) == "packed"
-        ]
-        if turns:
-            blocks.append(Heading(str(environment)))
-            blocks.append(_by_lengths(str(environment), turns))
-            blocks.append(Charts(_strips_by_lengths(turns)))
-            blocks.append(figures(f"Every packed shape: {environment}", turns, folded=True))
+    for environment, turns in evidence.by_environment(evidence.turns, "packed").items():
+        blocks.append(Heading(str(environment)))
+        blocks.append(_by_lengths(str(environment), turns))
+        blocks.append(Charts(_strips_by_lengths(turns)))
+        blocks.append(figures(f"Every packed shape: {environment}", turns, folded=True))
     return Section("Packed sequences", blocks) if len(blocks) > 1 else None
 
 
@@ -70,7 +61,7 @@ def _by_lengths(where: str, turns: Sequence[Turn]) -> Table:
         means = [Standing.of(of).mean if of else None for of in of_peer.values()]
         ranges = [Standing.of(of) for of in of_peer.values() if of]
         kept = [t.ours.extra["of_dense"] for t in members if t.ours and "of_dense" in t.ours.extra]
-        dense = statistics.geometric_mean(kept) if kept else None
+        dense = mean_of(kept) if kept else None
         rows.append(
             [
                 *(WORDS[direction], lengths, str(len(members))),
@@ -121,8 +112,7 @@ def modifiers(evidence: Evidence) -> Section | None:
         " sequences of the same lengths, without our own call without the modifier: there less"
         " than 1 is the modifier's price."
     ]
-    for environment in evidence.environments:
-        entries = [entry for entry in mine if entry.environment == environment]
+    for environment, entries in evidence.by_environment(mine).items():
         rows = [
             [
                 str(entry.row.extra.get("modifier", entry.shape.modifier)),
@@ -133,9 +123,8 @@ def modifiers(evidence: Evidence) -> Section | None:
             ]
             for entry in entries
         ]
-        if rows:
-            caption = f"Our rate over another's: {environment}"
-            tables.append(Table(caption, columns, rows, frozenset(columns[3:])))
+        caption = f"Our rate over another's: {environment}"
+        tables.append(Table(caption, columns, rows, frozenset(columns[3:])))
     return Section("Masks, score functions, dropout, bias", tables)
 
 
@@ -151,8 +140,7 @@ def memory(evidence: Evidence) -> Section | None:
     if not rows:
         return None
     blocks: list = []
-    for environment in evidence.environments:
-        mine = [row for row in rows if environment_of(row) == environment]
+    for environment, mine in evidence.by_environment(rows).items():
         directions = dict.fromkeys(str(row.shape.get("direction", "")) for row in mine)
         found = [_memory_of(mine, environment, direction) for direction in directions]
         if drawn := [chart for chart, _ in found if chart is not None]:
@@ -228,8 +216,7 @@ def errors(evidence: Evidence) -> Section | None:
         " a plain implementation in the same dtype makes; a row that does not has no time."
     ]
     pictures, rows = [], []
-    for environment in evidence.environments:
-        mine = [entry for entry in checked if entry.environment == environment]
+    for environment, mine in evidence.by_environment(checked).items():
         by: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in mine:
             key = entry.shape.direction, entry.shape.dtype, entry.row.provider

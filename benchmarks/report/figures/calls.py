@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 from collections.abc import Sequence
 
 from tilewise.bench.shapes import SUITES, Shape, square
+from tilewise.bench.standings import Standing, mean_of
 from tilewise.bench.ways import FLUSHED, SUSTAINED
 
 from ..evidence import OURS, Entry, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
@@ -117,19 +117,20 @@ def mean(evidence: Evidence, who: list[str], words: list[str]) -> str:
         found = [value for value in found if value is not None]
     else:
         found = ratios(evidence, who[0], words)
-    return times(statistics.geometric_mean(found)) if found else NONE
+    return times(mean_of(found)) if found else NONE
 
 
 def ahead(evidence: Evidence, who: list[str], words: list[str]) -> str:
     """In how many shapes we are as fast as a peer or faster, of how many."""
     found = ratios(evidence, who[0], words)
-    return f"{sum(value >= 1 for value in found)} of {len(found)}" if found else NONE
+    of = Standing.of(dict(enumerate(found))) if found else None
+    return f"{of.ahead} of {of.rows}" if of else NONE
 
 
 def keeps(evidence: Evidence, who: list[str], words: list[str]) -> str:
     """The share of our rate that another of our ways has: mean (least to most)."""
     found = [1 / value for value in ratios(evidence, who[0], words)]
-    return f"{statistics.geometric_mean(found):.2f} ({span(found)})" if found else NONE
+    return f"{mean_of(found):.2f} ({span(found)})" if found else NONE
 
 
 def share(evidence: Evidence, who: list[str], words: list[str]) -> str:
@@ -151,7 +152,7 @@ def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
                 alike = shape.dense, shape.causal
                 kept.setdefault(alike, {})[shape.lengths] = extra["of_dense"]
     found = [of[who[0]] / of[who[1]] for of in kept.values() if len(of) == 2]
-    return times(statistics.geometric_mean(found)) if found else NONE
+    return times(mean_of(found)) if found else NONE
 
 
 def environment(evidence: Evidence, who: list[str], words: list[str]) -> str:

@@ -21,6 +21,9 @@ BEST_OF = ("fa3", "cudnn", "fa4")  # the peers that a GPU's best time is looked 
 Measure = Callable[["Outcome"], float | None]
 
 
+mean_of = statistics.geometric_mean  # of ratios
+
+
 class Standing(NamedTuple):
     """Ratios in figures: above 1 the first provider is the better."""
 
@@ -36,8 +39,9 @@ class Standing(NamedTuple):
         """Of at least one ratio, each under what it is of."""
         worst, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
         ahead = sum(value >= 1 for value in ratios.values())
-        mean = statistics.geometric_mean(ratios.values())
-        return cls(mean, ratios[worst], ratios[most], ahead, len(ratios), worst)
+        return cls(
+            *(mean_of(ratios.values()), ratios[worst], ratios[most]), ahead, len(ratios), worst
+        )
 
 
 def _flushed(outcome: Outcome) -> float | None:
