@@ -124,9 +124,10 @@ class Evidence(NamedTuple):
         """
         found: dict[Environment, list] = {where: [] for where in self.environments}
         for one in things:
-            where = environment_of(one) if isinstance(one, Row) else one.environment
-            if not kind or kind_of(one.shape) == kind:
-                found[where].append(one)
+            if isinstance(one, Row):
+                found[environment_of(one)].append(one)
+            elif not kind or kind_of(one.shape) == kind:
+                found[one.environment].append(one)
         return {where: mine for where, mine in found.items() if mine}
 
 

@@ -49,22 +49,6 @@ class Absent(Exception):
     """A peer, or one pass of it, is not to be had here; the text says why."""
 
 
-def refuse_fa2(shape: Shape, device: str) -> str | None:
-    return unfit(shape, device, FA2_MAJORS) or _missing(prepare_fa2, shape, device)
-
-
-def refuse_fa3(shape: Shape, device: str) -> str | None:
-    return unfit(shape, device, FA3_MAJORS) or _missing(prepare_fa3, shape, device)
-
-
-def refuse_fa4(shape: Shape, device: str) -> str | None:
-    return unfit(shape, device, FA4_MAJORS) or _missing(prepare_fa4, shape, device)
-
-
-def prepare_fa2(shape: Shape, device: str) -> Attend:
-    return from_package(FA2_MODULES, shape, device)
-
-
 def prepare_fa3(shape: Shape, device: str) -> Attend:
     """From the library that the environment names, else from the package: its operators, where it
     registers some that are known here, cost less than its functions.
@@ -76,10 +60,6 @@ def prepare_fa3(shape: Shape, device: str) -> Attend:
         return from_library(torch.ops.flash_attn_3, shape, device)
     except (Absent, AttributeError):
         return attend
-
-
-def prepare_fa4(shape: Shape, device: str) -> Attend:
-    return from_package(FA4_MODULES, shape, device)
 
 
 def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
@@ -100,12 +80,21 @@ def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
     return None
 
 
-def _missing(prepare: Callable[[Shape, str], Attend], shape: Shape, device: str) -> str | None:
-    try:
-        prepare(shape, device)
-    except Absent as absent:
-        return str(absent)
-    return None
+def asked(
+    prepare: Callable[[Shape, str], Attend], majors: Collection[int]
+) -> tuple[Callable[[Shape, str], str | None], Callable[[Shape, str], Attend]]:
+    """What a provider is made of: why it is not to be had, by trying, and the callable."""
+
+    def refuse(shape: Shape, device: str) -> str | None:
+        if (reason := unfit(shape, device, majors)) is not None:
+            return reason
+        try:
+            prepare(shape, device)
+        except Absent as absent:
+            return str(absent)
+        return None
+
+    return refuse, prepare
 
 
 def features_of(shape: Shape, device: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import features, modifiers, peers
+from .call import call_of
 from .shapes import Shape
 
 Tensor = torch.Tensor
@@ -50,30 +52,11 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         if backend is None:
             return None
         from .. import dispatch
-        from ..frontend.scalars import band
-        from ..mods.flatten import modifiers_of
-        from ..problem import Extras, Scalars, describe
 
         if backend not in dispatch.BACKENDS:
             return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"
-        q, k, v = (torch.empty(s, dtype=getattr(torch, shape.dtype)) for s in _sizes(shape))
-        options = features.options_of(shape, "cpu")
-        sides = band(options["window"], shape.causal)
-        dropout_p = options.get("dropout_p", 0.0)
-        scalars = Scalars(shape.headdim**-0.5, shape.softcap, *sides, dropout_p)
-        starts = features.packing_of(shape, "cpu").get("cu_seqlens_q")
-        extras = Extras(
-            options["alibi_slopes"],
-            options["sinks"],
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            bias=q if shape.modifier in modifiers.BIASES else None,
-        )
-        asked = options.get("score_mod"), options.get("block_mask")
-        mods = modifiers_of(None, *asked, (0, shape.nheads, 0, 0)).mods
-        with_grad = shape.modifier == "learned-bias"
-        problem = describe(q, k, v, extras, scalars, "bottom_right", False, mods, with_grad)
-        return dispatch.ask(backend, problem, torch.device(device))
+        few = shape if shape.lengths else shape._replace(batch=1)
+        return dispatch.ask(backend, call_of(few).problem, torch.device(device))
 
     def prepare(shape: Shape, device: str) -> Attend:
         from .. import attention
@@ -84,15 +67,6 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         return lambda q, k, v, bias=None: cast(Tensor, attention(q, k, v, bias=bias, **options))
 
     return Provider(name, refuse, prepare)
-
-
-def _sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
-    """Shapes of q, k and v with the lengths left out: what selects code needs no memory."""
-    return [
-        (0, 0, shape.nheads, shape.headdim),
-        (0, 0, shape.nheads_k, shape.headdim),
-        (0, 0, shape.nheads_k, shape.headdim_v),
-    ]
 
 
 NARROW = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION  # of torch's on CUDA
@@ -282,9 +256,13 @@ PROVIDERS = {
     "cudnn": _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
     "efficient": _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "math": _sdpa("math", SDPBackend.MATH),
-    "fa2": Provider("fa2", peers.refuse_fa2, peers.prepare_fa2),
-    "fa3": Provider("fa3", peers.refuse_fa3, peers.prepare_fa3),
-    "fa4": Provider("fa4", peers.refuse_fa4, peers.prepare_fa4),
+    "fa2": Provider(
+        "fa2", *peers.asked(partial(peers.from_package, peers.FA2_MODULES), peers.FA2_MAJORS)
+    ),
+    "fa3": Provider("fa3", *peers.asked(peers.prepare_fa3, peers.FA3_MAJORS)),
+    "fa4": Provider(
+        "fa4", *peers.asked(partial(peers.from_package, peers.FA4_MODULES), peers.FA4_MAJORS)
+    ),
     "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),
     "standard": Provider("standard", _refuse_standard, _prepare_standard),
 }
