@@ -8,10 +8,19 @@ import sys
 
 import click
 
-from .explain_tables import LAUNCH, launch_column, launches_record, plain, said
+from .explain_tables import (
+    common_record,
+    launch_column,
+    on_card,
+    plain,
+    roof_rows,
+    show_answers,
+    show_launches,
+    verdict,
+)
 from .options import DIRECTIONS, DTYPES, OneInt, together
 from .picture import png_option, roofline
-from .tables import NO, OK, console, digits, table
+from .tables import console, digits, table
 
 SCORES = ("window", "softcap", "alibi", "sinks")
 FEATURES = (*SCORES, "modifier", "deterministic")
@@ -107,7 +116,7 @@ def in_words():
 
 def picture_of(found) -> tuple:
     """Title, roof and points of its picture."""
-    title = f"{found.shape} on {found.card.name if found.card else 'this CPU'}"
+    title = f"{found.shape} on {on_card(found)}"
     moved, flops = found.work.moved, found.work.flops
     points = {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
     return title, found.work.roof, points
@@ -166,27 +175,11 @@ def shape_of(
 
 def show(screen, found) -> None:
     """Tables: who serves, in which launches, how much work."""
-    where = f"{found.card.name} ({found.target})" if found.card else "this CPU"
-    screen.print(f"{found.shape} on {where}")
-    marks = {"serves": OK}
-    rows = [
-        (x.backend, marks.get(x.kind, NO), said(x, found.backend, found.forced))
-        for x in found.answers
-    ]
-    screen.print(table(["backend", "", ""], rows))
-    if found.how:
-        screen.print(found.how)
-    if not found.backend:
-        screen.print("nothing serves this call.")
-        return
-    if found.launches:
-        rows = zip(LAUNCH, *map(launch_column, found.launches))
-        kernels = [one.launch.kernel for one in found.launches]
-        screen.print(table(["launch", *kernels], rows))
-        for failed in {x.failed for x in found.launches if x.failed}:
-            screen.print(f"the compiler's part is missing: {failed}")
-    screen.print(table(["work", ""], work_rows(found)))
-    screen.print(verdict(found))
+    if show_answers(screen, found, str(found.shape), found.how):
+        show_launches(screen, found, list(map(launch_column, found.launches)))
+        screen.print(table(["work", ""], work_rows(found)))
+        work = found.work
+        screen.print(verdict(found, work.intensity, work.roof, f"{digits(work.least_ms)} ms"))
 
 
 def work_rows(found) -> list[tuple[str, str]]:
@@ -205,19 +198,7 @@ def work_rows(found) -> list[tuple[str, str]]:
     if found.launches:
         tiled = f"{work.moved.tiled / 1e6:,.1f} MB, {plain(work.flops / work.moved.tiled)} FLOPs"
         rows.append(("bytes, were there no cache", f"{tiled} a byte"))
-    height = f"{plain(roof.tflops)} TFLOP/s, {digits(roof.bandwidth)} TB/s"
-    return [*rows, ("roof", height), ("", roof.source)]
-
-
-def verdict(found) -> str:
-    """One sentence."""
-    work = found.work
-    limit = "arithmetic" if work.side == "compute" else "memory"
-    sign = "at least" if work.side == "compute" else "under"
-    return (
-        f"{found.backend} serves it. Limit: {limit}, with {plain(work.intensity)} FLOPs a byte, "
-        f"{sign} the {plain(work.roof.ridge)} of the ridge; {digits(work.least_ms)} ms at the roof."
-    )
+    return [*rows, *roof_rows(roof)]
 
 
 def as_record(found) -> dict:
@@ -225,13 +206,4 @@ def as_record(found) -> dict:
     work = found.work
     sums = dict(intensity=work.intensity, side=work.side, least_ms=work.least_ms)
     fields = {**work._asdict(), "moved": work.moved._asdict(), "roof": work.roof._asdict(), **sums}
-    return {
-        "shape": found.shape._asdict(),
-        "target": found.target,
-        "card": found.card.name if found.card else None,
-        "backend": found.backend,
-        "answers": [answer._asdict() for answer in found.answers],
-        "launches": launches_record(found.launches),
-        "how": found.how,
-        "work": fields,
-    }
+    return {**common_record(found, found.shape), "how": found.how, "work": fields}

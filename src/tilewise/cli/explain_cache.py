@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import click
 
-from .explain_tables import LAUNCH, launch_column, launches_record, plain, said
+from .explain_tables import (
+    common_record,
+    launch_column,
+    on_card,
+    plain,
+    roof_rows,
+    show_answers,
+    show_launches,
+    verdict,
+)
 from .options import DTYPES
-from .tables import NO, OK, digits, table
+from .tables import table
 
 
 def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
@@ -34,31 +43,20 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
 
 def show(screen, found) -> None:
     """Tables: who serves, in which launches, pieces and bytes."""
-    where = f"{found.card.name} ({found.target})" if found.card else "this CPU"
     of = found.of
     queries = "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
     pages = f"pages of {of.page_size}" if of.page_size else "no pages"
-    screen.print(f"{of}, {queries}, {pages}, on {where}")
-    rows = [
-        (x.backend, OK if x.kind == "serves" else NO, said(x, found.backend, found.forced))
-        for x in found.answers
-    ]
-    screen.print(table(["backend", "", ""], rows))
-    if not found.backend:
-        screen.print("nothing serves this call.")
+    if not show_answers(screen, found, f"{of}, {queries}, {pages},"):
         return
-    if found.launches:
-        columns = [launch_column(one) for one in found.launches]
-        for number, (column, one) in enumerate(zip(columns, found.launches)):
-            beside = "all pieces" if number else f"{one.launch.block_n} keys"
-            column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
-        kernels = [one.launch.kernel for one in found.launches]
-        screen.print(table(["launch", *kernels], zip(LAUNCH, *columns)))
-        for failed in {x.failed for x in found.launches if x.failed}:
-            screen.print(f"the compiler's part is missing: {failed}")
+    columns = [launch_column(one) for one in found.launches]
+    for number, (column, one) in enumerate(zip(columns, found.launches)):
+        beside = "all pieces" if number else f"{one.launch.block_n} keys"
+        column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
+    show_launches(screen, found, columns)
     screen.print(table(["pieces", ""], piece_rows(found)))
     screen.print(table(["work", ""], work_rows(found)))
-    screen.print(verdict(found))
+    least = f"{plain(found.least_ms * 1e3)} us"
+    screen.print(verdict(found, found.intensity, found.roof, least))
 
 
 def piece_rows(found) -> list[tuple[str, str]]:
@@ -84,37 +82,19 @@ def work_rows(found) -> list[tuple[str, str]]:
         ("of states between the launches", share),
         ("of queries, out, LSE and table", f"{moved.others / 1e6:,.2f} MB"),
         ("FLOPs", f"{found.of.flops / 1e9:,.3g} G, {plain(found.intensity)} a byte"),
-        ("roof", f"{plain(roof.tflops)} TFLOP/s, {digits(roof.bandwidth)} TB/s"),
-        ("", roof.source),
+        *roof_rows(roof),
     ]
-
-
-def verdict(found) -> str:
-    """One sentence."""
-    is_memory = found.intensity < found.roof.ridge
-    limit, sign = ("memory", "under") if is_memory else ("arithmetic", "at least")
-    return (
-        f"{found.backend} serves it. Limit: {limit}, with {plain(found.intensity)} FLOPs a byte, "
-        f"{sign} the {plain(found.roof.ridge)} of the ridge; "
-        f"{plain(found.least_ms * 1e3)} us at the roof."
-    )
 
 
 def picture_of(found) -> tuple:
     """Title, roof and points of its picture."""
-    title = f"{found.of} on {found.card.name if found.card else 'this CPU'}"
-    return title, found.roof, {"this step": found.intensity}
+    return f"{found.of} on {on_card(found)}", found.roof, {"this step": found.intensity}
 
 
 def as_record(found) -> dict:
     """The explanation as JSON takes it."""
     return {
-        "shape": found.of._asdict(),
-        "target": found.target,
-        "card": found.card.name if found.card else None,
-        "backend": found.backend,
-        "answers": [answer._asdict() for answer in found.answers],
-        "launches": launches_record(found.launches),
+        **common_record(found, found.of),
         "pieces": {**found.pieces._asdict(), "workspace": found.pieces.workspace},
         "moved": {**found.moved._asdict(), "total": found.moved.total},
         "roof": found.roof._asdict(),

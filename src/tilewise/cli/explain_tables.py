@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .tables import digits
+from .tables import NO, OK, digits, table
 
 
 def said(answer, chosen: str, is_forced: bool) -> str:
@@ -40,6 +40,63 @@ LAUNCH = (
 def plain(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else digits(value)
+
+
+def on_card(found) -> str:
+    """Where."""
+    return found.card.name if found.card else "this CPU"
+
+
+def show_answers(screen, found, what: str, how: str = "") -> bool:
+    """Each backend's answer, and in which way the chosen one serves; whether one does."""
+    screen.print(f"{what} on {on_card(found)}" + (f" ({found.target})" if found.card else ""))
+    rows = [
+        (x.backend, OK if x.kind == "serves" else NO, said(x, found.backend, found.forced))
+        for x in found.answers
+    ]
+    screen.print(table(["backend", "", ""], rows))
+    if how:
+        screen.print(how)
+    if not found.backend:
+        screen.print("nothing serves this call.")
+    return bool(found.backend)
+
+
+def show_launches(screen, found, columns: list[list[str]]) -> None:
+    """A column a launch, and what the compiler did not do."""
+    if found.launches:
+        kernels = [one.launch.kernel for one in found.launches]
+        screen.print(table(["launch", *kernels], zip(LAUNCH, *columns)))
+        for failed in {x.failed for x in found.launches if x.failed}:
+            screen.print(f"the compiler's part is missing: {failed}")
+
+
+def roof_rows(roof) -> list[tuple[str, str]]:
+    """What the device can do, and who says so."""
+    height = f"{plain(roof.tflops)} TFLOP/s, {digits(roof.bandwidth)} TB/s"
+    return [("roof", height), ("", roof.source)]
+
+
+def verdict(found, intensity: float, roof, least: str) -> str:
+    """One sentence."""
+    is_memory = intensity < roof.ridge
+    limit, sign = ("memory", "under") if is_memory else ("arithmetic", "at least")
+    return (
+        f"{found.backend} serves it. Limit: {limit}, with {plain(intensity)} FLOPs a byte, "
+        f"{sign} the {plain(roof.ridge)} of the ridge; {least} at the roof."
+    )
+
+
+def common_record(found, of) -> dict:
+    """Whose answers and which launches, as JSON takes them."""
+    return {
+        "shape": of._asdict(),
+        "target": found.target,
+        "card": found.card.name if found.card else None,
+        "backend": found.backend,
+        "answers": [answer._asdict() for answer in found.answers],
+        "launches": launches_record(found.launches),
+    }
 
 
 def launches_record(launches) -> list[dict]:
