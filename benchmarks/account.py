@@ -19,7 +19,7 @@ from tilewise.bench.launches import launches_of
 from tilewise.bench.providers import provider
 from tilewise.bench.run import Outcome, Run, run_entries
 from tilewise.bench.shapes import SUITES, Shape
-from tilewise.bench.traffic import PASSES, moved, standard_steps
+from tilewise.bench.traffic import PASSES, moved
 from tilewise.cli.bench.options import print_rows, round_options
 from tilewise.cli.options import DTYPES, OneInt, pass_option, together
 from tilewise.cli.picture import Axes
@@ -30,6 +30,7 @@ from tilewise.tuning.select import architecture
 from .counters import Counted, Unavailable, count
 from .experiment import fail_if, output_options, progress, sizes_on
 from .pictures import bars
+from .steps import standard_steps
 
 PAPER_SHAPE = SUITES["gpt2-medium"][0]
 STANDARD, OURS = "standard", "tilewise"

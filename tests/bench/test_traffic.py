@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.steps import standard_steps
 from tilewise.bench.shapes import SUITES, packed, square
-from tilewise.bench.traffic import moved, standard_steps, visited_tiles
+from tilewise.bench.traffic import moved, visited_tiles
 
 PAPER = SUITES["gpt2-medium"][0]
 MATRIX = 64 * 16 * 1024 * 1024 * 2  # bytes of the scores

@@ -1,9 +1,8 @@
-"""How many bytes attention moves, by formula: the standard one step by step, ours tile by tile.
+"""How many bytes tilewise moves, by formula, tile by tile.
 
-Standard attention writes its score matrix to memory and reads it again, S x S elements a head at
-every step. tilewise never does. What it moves lies between two counts: `once`, each tensor once a
-kernel, as if the L2 cache kept the rest, and `tiled`, each tile reading what it visits, as if there
-were no cache. The hardware's counters tell where between.
+They lie between two counts: `once`, each tensor once a kernel, as if the L2 cache kept the rest,
+and `tiled`, each tile reading what it visits, as if there were no cache. The hardware's counters
+tell where between.
 """
 
 from __future__ import annotations
@@ -15,14 +14,6 @@ import torch
 from .shapes import Shape
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "fwd+bwd": ("fwd", "bwd")}
-
-
-class Step(NamedTuple):
-    """A step of standard attention, and the bytes that it reads and writes."""
-
-    name: str
-    read: float
-    written: float
 
 
 class Moved(NamedTuple):
@@ -43,61 +34,21 @@ class Sizes(NamedTuple):
     k: float
     v: float
     out: float
-    scores: float  # the matrix
     stats: float  # one fp32 number a query
 
 
 def sizes_of(shape: Shape) -> Sizes:
     """From the lengths of its sequences."""
     itemsize = getattr(torch, shape.dtype).itemsize
-    each = shape.sequences
-    queries = sum(each)
+    queries = sum(shape.sequences)
     keys = queries if shape.lengths else shape.batch * shape.seqlen_k
-    pairs = sum(n * (n if shape.lengths else shape.seqlen_k) for n in each)
     return Sizes(
         queries * shape.nheads * shape.headdim * itemsize,
         keys * shape.nheads_k * shape.headdim * itemsize,
         keys * shape.nheads_k * shape.headdim_v * itemsize,
         queries * shape.nheads * shape.headdim_v * itemsize,
-        pairs * shape.nheads * itemsize,
         queries * shape.nheads * 4,
     )
-
-
-def standard_steps(shape: Shape) -> list[Step]:
-    """What `providers.standard_attention` does, one kernel of torch after the other."""
-    steps = []
-    for direction in PASSES[shape.direction]:
-        steps += _standard_forward(shape) if direction == "fwd" else _standard_backward(shape)
-    return steps
-
-
-def _standard_forward(shape: Shape) -> list[Step]:
-    q, k, v, out, s, _ = sizes_of(shape)
-    steps = [Step("q x scale", q, q), Step("S = Q K^T", q + k, s)]
-    if shape.causal:
-        steps.append(Step("mask", s, s))
-    steps.append(Step("P = softmax S", s, s))
-    if shape.modifier == "dropout":
-        steps.append(Step("dropout", s, s + _kept(shape)))
-    return [*steps, Step("O = P V", s + v, out)]
-
-
-def _standard_backward(shape: Shape) -> list[Step]:
-    q, k, v, out, s, _ = sizes_of(shape)
-    steps = [Step("dV = P^T dO", s + out, v), Step("dP = dO V^T", out + v, s)]
-    if shape.modifier == "dropout":
-        steps.append(Step("dropout'", s + _kept(shape), s))
-    steps.append(Step("dS = softmax' dP", 2 * s, s))
-    if shape.causal:
-        steps.append(Step("mask'", s, s))
-    steps += [Step("dK = dS^T Q", s + q, k), Step("dQ = dS K", s + k, q)]
-    return [*steps, Step("dq x scale", q, q)]
-
-
-def _kept(shape: Shape) -> float:
-    """Bytes of the mask of dropout: one a score."""
-    return sizes_of(shape).scores / getattr(torch, shape.dtype).itemsize
 
 
 def moved(
@@ -121,7 +72,7 @@ def moved(
 
 def _forward(shape: Shape, blocks: tuple[int, int], pack: int) -> Moved:
     """Q, O and the LSE once; K and V once, or whenever a tile of queries visits them."""
-    q, k, v, out, _, stats = sizes_of(shape)
+    q, k, v, out, stats = sizes_of(shape)
     own = q + out + stats
     rows = _visited(shape, blocks) / pack * blocks[1]
     return Moved(own + k + v, own + rows * _key_bytes(shape))
@@ -131,7 +82,7 @@ def _backward(shape: Shape, blocks: tuple[int, int], backend: str) -> Moved:
     """delta, then tiles of keys, for which queries pass; dQ is added up in fp32 (hopper), or
     computed by tiles of queries, for which keys pass once more (portable, cpu).
     """
-    q, k, v, out, _, stats = sizes_of(shape)
+    q, k, v, out, stats = sizes_of(shape)
     visits = _visited(shape, blocks)
     of_queries = (q + out + 2 * stats) / sum(shape.sequences) / shape.nheads  # Q, dO, lse, delta
     delta = 2 * out + 2 * stats  # reads O, dO and lse, writes delta
