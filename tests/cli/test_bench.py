@@ -32,6 +32,16 @@ def test_exit_code_3_without_a_gpu(name, monkeypatch):
     assert invoke(name, "--device", "cuda").exit_code == 3
 
 
+def test_what_names_no_command_is_dense(monkeypatch):
+    seen = []
+    dense = command.bench.commands["dense"]
+    monkeypatch.setattr(dense, "callback", lambda **asked: seen.append(asked["directions"]))
+    for words in (["fwd"], ["--save", "rows.jsonl", "bwd"], ["fwd", "bwd", "--json"], []):
+        assert invoke(*words).exit_code == 0
+    assert seen == [("fwd",), ("bwd",), ("fwd", "bwd"), ()]
+    assert invoke("host").exit_code == 2
+
+
 def test_peers_that_cannot_run_are_listed_and_have_no_row():
     peers = "sdpa-flash,fa3,fa4,sdpa-cudnn"
     sizes = ["--seqlen", "64", "--headdim", "32"]
