@@ -6,6 +6,7 @@ from importlib.util import find_spec
 NEED = {
     "src/tilewise/cli/*": "click",
     "benchmarks/*": "click",
+    "tests/benchmarks/*": "click",
     "src/tilewise/integrations/diffusers/*": "diffusers",
     "src/tilewise/integrations/transformers/*": "transformers",
     "tests/integrations/sweep/*": "transformers",

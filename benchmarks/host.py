@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from tilewise.bench.providers import Attend, Provider
 from tilewise.bench.row import append, stamp
 from tilewise.bench.run import Outcome, Ready, Stage, time_ready
 from tilewise.bench.shapes import Shape
-from tilewise.bench.timer import HostClock
+from tilewise.bench.timer import HostClock, one_thread
 from tilewise.cli.bench.options import print_rows, providers_of, round_options
 from tilewise.cli.explain_tables import plain
 from tilewise.cli.options import DTYPES, HeadList, NameList, OneInt
@@ -113,17 +113,6 @@ def run_host(
     if save is not None:
         append(save, [one.outcome.row for one in done if one.outcome.row is not None])
     return done
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Without threads, which a call of microseconds would only wait for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _timed(shape: Shape, providers, modes, device: str, timing: tuple[int, float]) -> list[Cost]:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.host import one_thread
 from tilewise import attention, merge_states
+from tilewise.bench.timer import one_thread
 from tilewise.emulator.switch import use_interpreter
 
 BACKENDS = ["cpu", "portable"]

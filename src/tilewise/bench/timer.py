@@ -11,10 +11,11 @@ the median of the ratios taken round by round.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -94,6 +95,19 @@ class HostClock:
         times = cpu_clock(call, calls)
         torch.cuda.synchronize()
         return times
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Without threads, which a call of microseconds would only wait for."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def clock_for(device: str) -> Clock:
