@@ -16,16 +16,7 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import (
-    DEVICE,
-    Figures,
-    assert_within,
-    flash_attention_1,
-    here,
-    listing,
-    pictures_04,
-    solutions_04,
-)
+from lesson import DEVICE, Figures, assert_within, here, listing, pictures_04, solutions_04
 
 figures = Figures("04_flash_attention")
 LOG2E = 1.4426950408889634
@@ -259,8 +250,8 @@ pictures_04.steps(figures)
 
 # %%
 pictures_04.block_rule()
-check("FlashAttention-1", flash_attention_1.fa1, *qkv)
-check("FlashAttention-1's steps", flash_attention_1.fa1_steps, *qkv)
+check("FlashAttention-1", pictures_04.fa1, *qkv)
+check("FlashAttention-1's steps", pictures_04.fa1_steps, *qkv)
 
 # %% [markdown]
 # FlashAttention-2 (Dao 2023) makes three changes.
