@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "docs" / "extensions"))
+sys.path.append(str(ROOT / "tour"))
 
 from lesson_cells import cells_of, translate  # noqa: E402
 

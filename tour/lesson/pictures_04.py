@@ -31,7 +31,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TILES = ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 64, 8), (128, 128, 8))
 
 
-def ledger(problems, seqlen, headdim):
+def step_counts(problems, seqlen, headdim):
     """{step: (FLOPs, bytes)} of `problems` heads; a bf16 number has 2 bytes, a mask's bit 1."""
     pairs, rows = problems * seqlen**2, problems * seqlen * headdim
     counts = (
@@ -64,7 +64,7 @@ def the_steps():
 
 def steps(figures):
     """Prints what each step of standard attention computes and moves; draws it, with times."""
-    counts = ledger(64 * 16, 1024, 64)
+    counts = step_counts(64 * 16, 1024, 64)
     print(
         f"{'step':12} {'GFLOP':>7} {'GB':>6} {'FLOP/byte':>10} {'ms of math':>11} {'ms of HBM':>10}"
     )
@@ -168,6 +168,9 @@ def memory(figures, standard, fa2):
             if row["provider"] in found and "peak_bytes" in row["extra"]:
                 peak = row["extra"]["peak_bytes"] / 2**20
                 found[row["provider"]][row["shape"]["seqlen_q"]] = peak
+    if not any(found.values()):
+        print(machine)
+        return
     figure, axes = plt.subplots(figsize=(6, 3.2))
     for (name, line), look in zip(found.items(), ("kx:", "k^--", "ko-")):
         axes.plot(list(line), list(line.values()), look, fillstyle="none", label=name)
@@ -175,7 +178,7 @@ def memory(figures, standard, fa2):
     print("MiB beside the inputs at the peak of a forward, by length")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set(xlabel="sequence length, 16 heads of 128, bf16", ylabel="MiB")
+    axes.set(xlabel="sequence length, 16 heads of 128, bf16", ylabel="MiB beside the inputs")
     axes.legend(fontsize=8)
     axes.set_title(machine, fontsize=9)
     show(figure, "04_memory")

@@ -1,4 +1,4 @@
-"""Lessons as cells: jupytext's percent format, and translations that hold the prose alone.
+"""Lessons as cells: jupytext's percent format, and translations, which hold the prose alone.
 
 `tour/01_vector_add.py` has cells of prose and of code. `tour/zh/01_vector_add.md` has the prose in
 Chinese, a section for each cell of prose, in the same order, with `<!-- code -->` between them. The
@@ -41,16 +41,22 @@ def sections_of(translation: str) -> list[str]:
 
 
 def translate(lesson: str, translation: str) -> str:
-    """The lesson with the translation's prose; ValueError where their numbers differ."""
-    cells, sections = cells_of(lesson), sections_of(translation)
-    count = sum(cell.is_prose for cell in cells)
+    """The lesson with the translation's prose; ValueError where their numbers differ.
+
+    Every other byte is the lesson's, so that its code cells have one hash in both languages.
+    """
+    sections = sections_of(translation)
+    count = sum(cell.is_prose for cell in cells_of(lesson))
     if count != len(sections):
         raise ValueError(f"{len(sections)} sections for {count} cells of prose")
-    prose = iter(sections)
-    return "\n\n".join(
-        f"# %% [markdown]\n{commented(next(prose))}" if cell.is_prose else f"# %%\n{cell.text}"
-        for cell in cells
-    ) + "\n"  # fmt: skip
+    prose, parts = iter(sections), MARK.split(lesson)
+    made = parts[0]
+    for mark, text in zip(parts[1::2], parts[2::2]):
+        if mark.strip() == "[markdown]":
+            space = text[len(text.rstrip()) :]
+            text = commented(next(prose)) + space
+        made += f"# %%{mark}\n{text}"
+    return made
 
 
 def commented(text: str) -> str:
