@@ -1,10 +1,11 @@
 """The tour's lessons, which live in `tour/`, as pages of the site, in English and in Chinese.
 
 They are written below docs/tour and docs/zh/tour, where Sphinx looks, and run there by myst-nb. A
-Chinese page is the English lesson with the prose of `tour/zh` (`tour/lesson_cells.py`). What lessons
-print is kept under a hash of everything that they can see: the library, what lessons share, and the
-recorded figures. So a page is never older than the code, and a build after a change of prose runs
-nothing; a Chinese page has the same code cells, so it finds what the English one printed.
+Chinese page is the English lesson with the prose of `tour/zh` (`tour/lesson_cells.py`). What
+lessons print is kept under a hash of everything that they can see: the library, what lessons share,
+and the recorded figures. So a page is never older than the code, and a build after a change of
+prose runs nothing; a Chinese page has the same code cells, so it finds what the English one
+printed.
 
 A lesson is a script, so its page shows what it prints and draws, and no value of a last line.
 """

@@ -80,7 +80,7 @@ def test_the_innermost_loop_is_found():
 
 
 def test_every_step_of_standard_attention_is_bound_by_memory():
-    for flops, size in pictures.ledger(64 * 16, 1024, 64).values():
+    for flops, size in pictures.step_counts(64 * 16, 1024, 64).values():
         assert flops / pictures.FLOPS < size / pictures.BANDWIDTH
 
 

@@ -52,14 +52,10 @@ def tile_numbers(lengths):
         ax.add_patch(plt.Rectangle((tile, 0), 1, rows / BLOCK, **box))
         ax.add_patch(plt.Rectangle((tile, 0), 1, 1, facecolor="none", edgecolor="black"))
         text = f"{tile}\nseq {batch}\nhead {head}\nblock {block}"
-        place = dict(ha="center", va="center", fontsize=8)
-        ax.text(
-            tile + 0.5, 0.5, text, **place, bbox=dict(facecolor="white", edgecolor="none", pad=1)
-        )
+        around = dict(facecolor="white", edgecolor="none", pad=1)
+        ax.text(tile + 0.5, 0.5, text, ha="center", va="center", fontsize=8, bbox=around)
     ax.set(xlim=(0, tile + 1), ylim=(0, 1), xticks=[], yticks=[])
-    ax.set_title(
-        f"Tiles of sequences of {lengths} rows, two heads; coloured as far as they are full"
-    )
+    ax.set_title(f"Tiles of sequences of {lengths}, two heads; coloured as far as they are full")
     show(fig, "06_tiles")
 
 
