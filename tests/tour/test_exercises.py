@@ -16,6 +16,8 @@ from tour.lessons import NAMES, defined_in  # noqa: I001 (finds `lesson`)
 from lesson import exercise, expect, hopper_parts, hopper_steps
 from lesson import solutions_02, solutions_05
 
+from tilewise.testing import build, stats
+
 
 @triton.jit
 def nothing_kernel(*arguments):
@@ -252,3 +254,34 @@ def test_what_is_expected_of_a_tensor():
     for wrong in (torch.ones(3), torch.zeros(2), torch.full((2,), torch.nan)):
         with pytest.raises(AssertionError, match="ones: "):
             expect(wrong, torch.ones(2), "ones", atol=0.5)
+
+
+F, H, N = torch.empty(64), torch.empty(64, dtype=torch.bfloat16), 64
+STUBS = [
+    ("00_gpu", "strided_write_kernel", (F, F, N, 3), dict(BLOCK=256)),
+    ("01_vector_add", "axpy_kernel", (2.0, F, F, F, N), dict(BLOCK=256)),
+    ("01_vector_add", "persistent_add_kernel", (F, F, F, N), dict(BLOCK=256)),
+    ("02_matmul", "linear_relu_kernel", (F, F, F, F, N, N, N, N, N, N), dict(
+        BLOCK_M=32, BLOCK_N=32, BLOCK_K=16)),
+    ("03_softmax", "lse_kernel", (F, F, N), dict(BLOCK=256)),
+    ("03_softmax", "weighted_sum_kernel", (F, F, F, N), dict(BLOCK=128, D=16)),
+    ("05_backward", "dq_kernel", (F, F, F, F, F, F, F, N, 0.25), dict(
+        D=16, BLOCK_M=32, BLOCK_N=32)),
+]  # fmt: skip
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kernel", "args", "meta"), STUBS, ids=[x[1] for x in STUBS])
+def test_kernels_that_call_an_answer_compile(name, kernel, args, meta, tmp_path):
+    """As a lesson ships them: a GPU compiles the call of a function of another module."""
+    stub = getattr(defined_in(name, kernel, tmp_path), kernel)
+    assert stats(build(stub, *args, **meta))["spill_stores"] == 0
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_partitions_that_call_an_answer_compile(tmp_path):
+    compute = defined_in("07_hopper", "compute_with_waits", tmp_path).compute_with_waits
+    found = hopper_parts.needs(hopper_steps.specialised(compute), 128)
+    assert found["HGMMA"] and not found["spill_stores"]
