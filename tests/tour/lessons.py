@@ -32,6 +32,7 @@ class Ran(NamedTuple):
     module: ModuleType
     printed: str
     pictures: list[Path]
+    on_page: int  # pictures that a notebook would show: those left open
 
 
 def source_of(name: str) -> str:
@@ -85,9 +86,10 @@ def run_lesson(name: str, folder: Path, figures: type | None = None) -> Ran:
     """Runs a lesson as a module of this process, for tests of what it defines: its pictures in
     `folder`, with `figures` in place of lesson.Figures.
     """
-    with _pictures_in(folder), _figures_of(figures):
+    with _pictures_in(folder) as pyplot, _figures_of(figures):
         module, printed = _execute(FOLDER / f"{name}.py", f"tour_{name}")
-    return Ran(module, printed, sorted(folder.glob("*.png")))
+        on_page = len(pyplot.get_fignums())
+    return Ran(module, printed, sorted(folder.glob("*.png")), on_page)
 
 
 def _execute(path: Path, called: str) -> tuple[ModuleType, str]:
@@ -111,7 +113,7 @@ def _pictures_in(folder: Path):
 
     before, lesson.PICTURES = lesson.PICTURES, folder
     try:
-        yield
+        yield pyplot
     finally:
         lesson.PICTURES = before
         pyplot.close("all")

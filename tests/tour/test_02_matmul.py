@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from lesson import matmul as matmul_module
 from tour.lessons import Called, helper, run_lesson
 
-from tilewise.testing import SMEM_LIMIT, tolerance
+from tilewise.testing import SMEM_LIMIT, build, stats, tolerance
 
 NAME = "02_matmul"
 pytestmark = pytest.mark.slow
@@ -67,6 +68,29 @@ def test_the_final_kernel_in_every_format(pictures, name, sizes):
         torchs = (pictures.rounded(a, name) @ pictures.rounded(b, name)).float()
     held = tolerance.judge(pictures.final_matmul(a, b, name), exact, torchs)
     assert held.max_error <= held.max_bound
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp8"])
+def test_the_final_kernel_compiles(name):
+    form = matmul_module.FORMATS[name]
+    a, b = matmul_module.operands(512, 512, 512, name, "cpu")
+    c = torch.empty(512, 512, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    tiles, warps, stages, _ = form.config
+    built = build(
+        matmul_module.matmul_kernel,
+        *matmul_module.descriptors(a, b, c, tiles, form.by_column),
+        *(512, 512, 512),
+        TILES=tiles,
+        B_BY_COLUMN=form.by_column,
+        PRECISION=form.precision,
+        num_warps=warps,
+        num_stages=stages,
+        on="sm90",
+    )
+    found = stats(built)
+    assert found["spill_stores"] == 0 and found["smem"] <= SMEM_LIMIT["sm90"]
+    assert not found["wgmma_serialized"] and found["UTMALDG"] >= 2 * stages
 
 
 def test_formats_lose_what_their_fractions_say(pictures):

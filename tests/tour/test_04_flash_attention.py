@@ -19,7 +19,7 @@ def ran(lesson):
 
 
 def test_it_says_what_it_checked_and_draws(ran):
-    _, said, drawn = ran
+    _, said, drawn, _ = ran
     for name in (
         "FlashAttention-1",
         "FlashAttention-1's steps",
@@ -40,7 +40,7 @@ SHAPES = [(1, 16, 16), (64, 64, 32), (65, 32, 64), (100, 16, 64), (129, 64, 16)]
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen, block_m, block_n", SHAPES)
 def test_kernels_at_other_tiles(ran, seqlen, block_m, block_n, causal):
-    module, _, _ = ran
+    module, _, _, _ = ran
     q, k, v = module.make_qkv(1, 2, seqlen, 32)
     exact = module.standard_attention(q.double(), k.double(), v.double(), causal)
     plain = module.standard_attention(q, k, v, causal)
@@ -66,7 +66,7 @@ def test_block_rule_of_the_paper():
 
 
 def test_the_compiler_agrees_that_fa2_does_less(ran):
-    module, said, _ = ran
+    module, said, _, _ = ran
     count = module.per_score
     assert count["FA2"] < count["FA1's steps, FA2's loops"] <= count["FA1"]
     saved = count["FA1's steps, FA2's loops"] - count["FA2"]
@@ -91,7 +91,7 @@ def test_recorded_experiments_are_shown(ran):
 
 
 def test_what_a_gpu_would_time_runs(ran, monkeypatch):
-    module, _, _ = ran
+    module, _, _, _ = ran
     monkeypatch.setattr(pictures, "GPT2", pictures.GPT2 | dict(batch=1, nheads=1, seqlen=48))
     calls = pictures.the_steps()
     assert list(calls) == [*pictures.PARTS, pictures.FUSED]
@@ -121,7 +121,7 @@ def test_recorded_rows_are_shown(ran, tmp_path, monkeypatch):
         made_up, [row.Row(shape=s, provider=x, **fields) for s, names in shapes for x in names]
     )
     monkeypatch.setattr(sys.modules["lesson"], "RECORDED", made_up)
-    again, said, _ = run_lesson(NAME, tmp_path)
+    again, said, _, _ = run_lesson(NAME, tmp_path)
     assert "recorded 20" in again.figures.machine
     flops = 4 * 16 * 128 * 16384 * 512
     assert f"full    standard     {flops * 1e-9:6.0f}" in said

@@ -22,7 +22,7 @@ def ran(lesson):
 
 
 def test_it_says_what_it_checked_and_draws(ran):
-    _, said, pictures = ran
+    _, said, pictures, _ = ran
     for name in ("the lesson's kernel", "tilewise, portable"):
         for kind in ("full", "causal"):
             assert f"{name}, {kind}: dq off by 0.0" in said
@@ -36,7 +36,7 @@ SHAPES = [(1, 16, 16), (64, 64, 32), (65, 32, 64), (100, 16, 64)]
 
 @pytest.mark.parametrize("seqlen, block_m, block_n", SHAPES)
 def test_kernel_at_other_tiles(ran, seqlen, block_m, block_n):
-    module, _, _ = ran
+    module, _, _, _ = ran
     inputs = torch.randn(4, 1, 2, seqlen, 32).bfloat16().unbind(0)
 
     def backward(causal):
@@ -47,7 +47,7 @@ def test_kernel_at_other_tiles(ran, seqlen, block_m, block_n):
 
 def test_the_account(ran):
     """The numbers of the paper that a count gives, and those that prose derives from the rest."""
-    _, said, _ = ran
+    _, said, _, _ = ran
     (standard_gb, _, _), _ = pictures.count()
     assert f"{standard_gb:.1f}" == "40.3" == str(pictures.PAPER["standard"][1])
     assert "18.0 matrices and 12 tensors" in said and "824.6" in said and "962.1" in said
@@ -73,7 +73,7 @@ SAID = """==PROF== Connected to process 1
 
 
 def test_counters_are_read(ran, monkeypatch):
-    module, said, _ = ran
+    module, said, _, _ = ran
     assert said.count("not recorded") == len(pictures.COUNTERS) or module.figures._known
     result = types.SimpleNamespace(stdout=SAID, stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *command, **how: result)

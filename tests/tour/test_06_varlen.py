@@ -17,7 +17,7 @@ def ran(lesson):
 
 
 def test_it_says_what_it_checked_and_draws(ran):
-    _, said, pictures = ran
+    _, said, pictures, _ = ran
     assert "tile 9: sequence 1, head 1, block 2" in said
     assert "tile 12: 3 ends are before it, so sequence 3; what is left is 2 = 0 * 4 + 2" in said
     assert {path.name for path in pictures} == {"06_tiles.png", "06_timelines.png"}
@@ -30,7 +30,7 @@ LENGTHS = {"one": [5], "empty ones": [0, 17, 0, 0, 33], "exact blocks": [32, 64]
 @pytest.mark.parametrize("longest_first", sample([False, True], True))
 @pytest.mark.parametrize("name", LENGTHS)
 def test_the_kernel_visits_every_tile_once(ran, name, longest_first, dynamic):
-    module, _, _ = ran
+    module, _, _, _ = ran
     lengths = LENGTHS[name]
     v = torch.randn(sum(lengths), 2, 16)
     out, taken_by = module.running_mean(v, lengths, 3, dynamic, longest_first, block=32)
@@ -43,7 +43,7 @@ def test_the_kernel_visits_every_tile_once(ran, name, longest_first, dynamic):
 
 
 def test_timelines_are_those_of_the_prose(ran):
-    module, said, _ = ran
+    module, said, _, _ = ran
     ends = module.done
     assert ends["dynamic, longest first"] < ends["dynamic"] < ends["static"]
     assert "no schedule is done before 134" in said
@@ -52,7 +52,7 @@ def test_timelines_are_those_of_the_prose(ran):
 
 @pytest.mark.slow
 def test_what_a_gpu_would_time_runs(ran, monkeypatch):
-    module, _, _ = ran
+    module, _, _, _ = ran
     small = {"zipf": (40, 3, 9), "prefill-chat": (20, 7)}
     pictures = helper(NAME, "pictures")
     monkeypatch.setattr(pictures, "SETS", small)

@@ -158,7 +158,7 @@ def test_speeds_are_drawn():
 
 @pytest.mark.slow
 def test_the_lesson_runs(tmp_path):
-    module, said, pictures = run_lesson(NAME, tmp_path)
+    module, said, pictures, _ = run_lesson(NAME, tmp_path)
     assert "07-timeline" in {path.stem for path in pictures}
     assert {"right", "wrong numbers"} <= set(module.seen)  # one run shows the race, one does not
     assert "every partition waits" in said

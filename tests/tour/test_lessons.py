@@ -110,6 +110,7 @@ def test_a_lesson_goes_on_with_figures(name, tmp_path):
     ran = run_lesson(name, tmp_path, Invented)
     asked = [x.asked for x in vars(ran.module).values() if isinstance(x, Invented)]
     assert asked and any(asked) and ran.pictures
+    assert ran.on_page == len(ran.pictures)
 
 
 @pytest.mark.gpu

@@ -118,17 +118,11 @@ def final_matmul(a, b, name="bf16"):
     tiles, (m, k), n = config.tiles, a.shape, b.shape[1]
     out = torch.bfloat16 if a.itemsize == 1 else a.dtype
     c = torch.empty((m, n), dtype=out, device=a.device)
-    block_b = [tiles.BLOCK_K, tiles.BLOCK_N]
-    blocks = (
-        (a, [tiles.BLOCK_M, tiles.BLOCK_K]),
-        (b.T, block_b[::-1]) if form.by_column else (b, block_b),
-        (c, [tiles.BLOCK_M, tiles.BLOCK_N // tiles.PARTS]),
-    )
     programs = triton.cdiv(m, tiles.BLOCK_M) * triton.cdiv(n, tiles.BLOCK_N)
     if config.is_persistent:
         programs = min(programs, torch.cuda.get_device_properties(0).multi_processor_count)
     here(matmul_kernel)[(programs,)](
-        *(TensorDescriptor.from_tensor(x, block) for x, block in blocks),
+        *descriptors(a, b, c, tiles, form.by_column),
         *(m, n, k),
         TILES=tiles,
         B_BY_COLUMN=form.by_column,
@@ -137,6 +131,17 @@ def final_matmul(a, b, name="bf16"):
         num_stages=config.stages,
     )
     return c
+
+
+def descriptors(a, b, c, tiles, by_column):
+    """How the TMA finds tiles of A, B and C."""
+    block_b = [tiles.BLOCK_K, tiles.BLOCK_N]
+    blocks = (
+        (a, [tiles.BLOCK_M, tiles.BLOCK_K]),
+        (b.T, block_b[::-1]) if by_column else (b, block_b),
+        (c, [tiles.BLOCK_M, tiles.BLOCK_N // tiles.PARTS]),
+    )
+    return [TensorDescriptor.from_tensor(x, block) for x, block in blocks]
 
 
 def operands(m, n, k, name, device):

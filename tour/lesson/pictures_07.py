@@ -2,7 +2,6 @@
 
 import collections
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
@@ -54,7 +53,6 @@ def timelines(steps):
         print(f"{name:18}{shares}")
     chosen = {name: panels[name] for name in list(steps)[:5]}
     show(draw(chosen, "One program, four blocks of keys"), "07-timeline")
-    plt.close("all")
     return panels
 
 
