@@ -201,10 +201,11 @@ solutions_04.check_merge(merge)
 # ## Which tile?
 #
 # A larger BLOCK_M reads K and V fewer times; a larger BLOCK_N has fewer steps. S, P and O take
-# registers, and stages of K and V take shared memory. The table has the tile, what the compiler
-# made of it, how many programs fit on an SM, and the speed. More registers than 255 a thread are
-# spilled. The fastest two tiles are opposites: two small programs an SM, of which one computes
-# while the other waits, or one large one. So tiles are measured, not guessed.
+# registers, and stages of K and V take shared memory. The recorded table has the tile, what the
+# compiler made of it, how many programs fit on an SM, and the speed; with a GPU you see the speed
+# of the kernel above. More registers than 255 a thread are spilled. The fastest two tiles of an
+# H200 are opposites: two small programs an SM, of which one computes while the other waits, or one
+# large one. So tiles are measured, not guessed.
 
 # %%
 pictures_04.tiles(figures, fa2)
@@ -213,7 +214,8 @@ pictures_04.tiles(figures, fa2)
 # ## The memory test
 #
 # Standard attention keeps S and P: memory grows with the square of the length. The kernel keeps O
-# and one lse a row. A longer line is one that fitted into 140 GiB ("flash" is torch's SDPA).
+# and one lse a row. A line ends where the next length did not fit into memory, or was not tried.
+# "flash" is torch's SDPA.
 
 # %%
 pictures_04.memory(figures, standard_attention, fa2)

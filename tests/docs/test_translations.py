@@ -1,4 +1,6 @@
-"""What is there in Chinese says what the English says: the same headings, code, tables, numbers."""
+"""What is there in Chinese says what the English says: the same headings, code, lists, tables,
+numbers.
+"""
 
 import itertools
 import re
@@ -31,6 +33,7 @@ class Page(NamedTuple):
     headings: list[int]  # their levels
     code: list[str]  # fenced blocks, with the language
     blocks: int  # indented ones
+    items: int  # of lists
     rows: list[tuple[int, list[str]]]  # cells and numbers of each row of a table
 
 
@@ -45,7 +48,8 @@ def parse(text: str) -> Page:
     numbers = [(row.count("|"), re.findall(r"\d[\d.,]*\d|\d", row)) for row in rows]
     pairs = itertools.pairwise(lines)
     blocks = sum(line.startswith("    ") and not before.strip() for before, line in pairs)
-    return Page(headings, code, blocks, numbers)
+    items = sum(bool(re.match(r"(-|\d+\.) ", line)) for line in lines)
+    return Page(headings, code, blocks, items, numbers)
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAGES)
@@ -91,7 +95,13 @@ def test_every_lesson_is_translated():
 
 
 def test_the_check_sees_a_difference():
-    page = "# A\n\n## B\n\n| 1 | 2.5 |\n\n```python\nx = 1\n```\n\n    make test\n"
-    assert parse(page) == Page([1, 2], ["```python\nx = 1\n```"], 1, [(3, ["1", "2.5"])])
-    for old, new in (("## B", "B"), ("2.5", "2.6"), ("x = 1", "x = 2"), ("    make", "make")):
+    page = "# A\n\n## B\n\n- C\n\n| 1 | 2.5 |\n\n```python\nx = 1\n```\n\n    make test\n"
+    assert parse(page) == Page([1, 2], ["```python\nx = 1\n```"], 1, 1, [(3, ["1", "2.5"])])
+    for old, new in (
+        ("## B", "B"),
+        ("- C", "C"),
+        ("2.5", "2.6"),
+        ("x = 1", "x = 2"),
+        ("    make", "make"),
+    ):
         assert parse(page.replace(old, new)) != parse(page)

@@ -125,10 +125,10 @@ def orders(blocks=8):
 def tiles(figures, fa2, seqlen=4096):
     """Prints TFLOP/s by tile: the lesson's kernel on a GPU, else what the portable one gave."""
     flops = 4 * 4 * HEADS * seqlen**2 * HEADDIM
-    line = "{:>9}  {:>5}  {:>9}  {:>10}  {:>7}  {:>8}  {:>7}".format
-    heads = ("registers", "shared KiB", "spilled", "programs", "TFLOP/s")
-    print(line("tile", "warps", *heads))
     if not ON_GPU:
+        line = "{:>9}  {:>5}  {:>9}  {:>10}  {:>7}  {:>8}  {:>7}".format
+        heads = ("registers", "shared KiB", "spilled", "programs", "TFLOP/s")
+        print(line("tile", "warps", *heads))
         rows = recorded_rows("blocks")
         for row in rows:
             m, n, warps, stages, *_ = row["extra"]["config"]
