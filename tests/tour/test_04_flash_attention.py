@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from tour.lessons import helper, run_lesson
+from tour.lessons import Called, Invented, helper, run_lesson
 
 NAME = "04_flash_attention"
 pytestmark = pytest.mark.slow  # the lesson compiles three kernels
@@ -125,3 +125,28 @@ def test_recorded_rows_are_shown(ran, tmp_path, monkeypatch):
     assert "recorded 20" in again.figures.machine
     flops = 4 * 16 * 128 * 16384 * 512
     assert f"full    standard     {flops * 1e-9:6.0f}" in said
+
+
+def test_what_a_gpu_would_measure_of_tiles_and_memory(ran, tmp_path, monkeypatch, capsys):
+    """With a GPU's branches, at sizes of an interpreter; a test's clock and allocator."""
+    module = ran.module
+    monkeypatch.setattr(pictures, "ON_GPU", True)
+    monkeypatch.setattr(pictures, "HEADS", 1)
+    monkeypatch.setattr(sys.modules["lesson"], "PICTURES", tmp_path)
+    figures = Called(NAME)
+    pictures.tiles(figures, module.fa2, seqlen=64)
+    assert [x["what"] for x in figures.asked] == ["tiles"]
+    pictures.memory(Invented(NAME), module.standard_attention, module.fa2)
+    said = capsys.readouterr().out
+    assert "128 x 128, 8 warps" in said and "lesson FA2: 512: 2" in said
+    assert (tmp_path / "04_memory.png").exists()
+    allocated = iter((3 << 20, 10 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(allocated))
+    assert pictures.peak_mib(module.fa2, 16) == 2 and pictures.peak_mib(module.fa2, 32) == 9
+
+    def fails(*inputs):
+        raise torch.OutOfMemoryError
+
+    assert pictures.peak_mib(fails, 16) != pictures.peak_mib(fails, 16), "not a number"
