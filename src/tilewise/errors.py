@@ -19,7 +19,7 @@ class PerformanceWarning(UserWarning):
 
 
 class Words(NamedTuple):
-    """What a face calls its arguments, for its errors."""
+    """The names that a public function gives its arguments, for error messages."""
 
     q: str = "q"
     k: str = "k"

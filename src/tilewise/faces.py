@@ -1,5 +1,5 @@
-"""flash-attn 2's functions as drop-in faces, argument for argument. Each turns its own convention
-into a call as `tilewise.attention` makes it.
+"""flash-attn 2's functions as drop-in replacements, argument for argument. Each translates its
+convention into a call of `tilewise.attention`.
 """
 
 from .frontend.flash_attn import (

@@ -129,7 +129,7 @@ SEEDS = sample(range(20), 0)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_order_of_events(name, seed):
-    """No deadlock, no wrong phase and no missing wait, whoever runs first."""
+    """No deadlock, no wrong phase and no missing wait in any order."""
     records = run_case(VARIANTS[name], "hopper", "cpu", BF16, seed)
     failures = [str(record) for record in records if not record.verdict.ok]
     assert not failures, "\n".join(failures)

@@ -1,4 +1,4 @@
-"""The rules of the source tree, read from its syntax: who imports whom, what stays small."""
+"""The rules of the source tree, read from its syntax: imports point inwards, files stay small."""
 
 import ast
 from pathlib import Path

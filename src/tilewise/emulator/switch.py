@@ -57,7 +57,7 @@ def use_emulator(seed: int = 0) -> Iterator[None]:
     ...     emulator_seed()
     3
 
-    The seed decides who runs when. Blocks nest.
+    The seed decides which partition runs when. Blocks nest.
     """
     with _lock:
         _seeds.append(seed)
@@ -68,6 +68,6 @@ def use_emulator(seed: int = 0) -> Iterator[None]:
             _seeds.pop()
 
 
-def cpu_stand_ins() -> tuple[bool, bool]:
-    """Whether the interpreter and the emulator are on: what a choice of backend depends on."""
+def cpu_modes() -> tuple[bool, bool]:
+    """Whether the interpreter and the emulator are on, on which the choice of a backend depends."""
     return _depth > 0, bool(_seeds)

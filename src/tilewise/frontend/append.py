@@ -53,10 +53,10 @@ def append(
 
     Raises ArgumentError for a wrong argument, and NotImplementedError where one requires grad.
     """
-    asked = Append(k_cache, v_cache, k, v, page_table, seqused_k, cu_seqlens_q, slots, rotary)
-    check_append(asked)
+    new = Append(k_cache, v_cache, k, v, page_table, seqused_k, cu_seqlens_q, slots, rotary)
+    check_append(new)
     check_no_grad(("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
     if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
         if slots is None and knows_values(seqused_k):
-            check_places(asked, seqused_k)
-    cache_ops.append(asked)
+            check_places(new, seqused_k)
+    cache_ops.append(new)

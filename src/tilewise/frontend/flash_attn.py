@@ -1,5 +1,5 @@
-"""flash-attn 2's functions as drop-in faces, argument for argument. Each turns its own convention
-into a call as `tilewise.attention` makes it.
+"""flash-attn 2's functions as drop-in replacements, argument for argument. Each translates its
+convention into a call of `tilewise.attention`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
 ):
     """flash-attn 2's `flash_attn_varlen_func`, argument for argument: sequences of any lengths,
-    packed one behind the other.
+    packed end to end.
 
     >>> import torch, tilewise
     >>> q = k = v = torch.randn(160 + 300, 2, 32)  # two sequences

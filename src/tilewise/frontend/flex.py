@@ -1,5 +1,5 @@
-"""torch's `flex_attention` as a drop-in face: its arguments, its order of dimensions and its words
-in errors.
+"""torch's `flex_attention` as a drop-in function: its arguments, its order of dimensions and its
+argument names in errors.
 """
 
 # pyright: strict, reportUnnecessaryIsInstance=false

@@ -1,4 +1,6 @@
-"""flash-attn's functions for a KV cache as drop-in faces of `attention` and `cache.append`."""
+"""flash-attn's functions for a KV cache as drop-in functions over `attention` and
+`cache.append`.
+"""
 
 from __future__ import annotations
 
@@ -299,8 +301,8 @@ def _attend(
     out: Tensor | None,
     entry: Entry | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention beside a cache: as a call that looked so before, or checked. `entry` is that of the
-    caller's arguments, if it has one.
+    """Attention with a KV cache: relaunched where its signature is cached, else checked. `entry` is
+    the cache entry of the caller's arguments, if it has one.
     """
     slopes, sinks, mask_mod = learned
     causal, scale, window, softcap, split_size = numbers

@@ -1,5 +1,5 @@
-"""torch's `scaled_dot_product_attention` as a drop-in face: its arguments, its order of dimensions
-and its words in errors.
+"""torch's `scaled_dot_product_attention` as a drop-in function: its arguments, its order of
+dimensions and its argument names in errors.
 """
 
 from __future__ import annotations

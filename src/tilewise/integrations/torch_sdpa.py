@@ -6,7 +6,7 @@ While it is active, three things are other than in torch:
 - `aten::scaled_dot_product_attention`, where torch chooses among its kernels, is
   `tilewise.scaled_dot_product_attention`: with masks, dropout and any dtype. On the CPU tilewise
   calls torch's kernel in turn; that operator stays as it is.
-- The flash attention operators are ours (`torch_flash`), for who calls them by themselves:
+- The flash attention operators are tilewise's (`torch_flash`), for direct callers:
   `varlen_attn`, `context_parallel`, compiled programs.
 - The fast path of nn.TransformerEncoder and nn.MultiheadAttention, one operator that has its own
   attention, is off.
@@ -33,7 +33,7 @@ NAME = "tilewise"
 DEVICES = ("CPU", "CUDA")
 SDPA = "scaled_dot_product_attention"
 FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-AGAIN = "torch.compiler.reset() has them compiled anew"
+AGAIN = "torch.compiler.reset() recompiles them"
 
 
 def enable_sdpa() -> Enabled:
@@ -122,12 +122,12 @@ class _Installed:
         self.library = torch.library.Library("aten", "IMPL")
         try:
             _replace(self.library)
-        except RuntimeError:  # torch 2.11 refuses where somebody else has replaced a kernel
+        except RuntimeError:  # torch 2.11 refuses where another library has replaced a kernel
             self.library._destroy()
             raise
         _forget_dispatch()
         torch.backends.mha.set_fastpath_enabled(False)
-        # Caches of compiled programs know torch's call, and not who serves it
+        # Caches of compiled programs are keyed by torch's call, not by its implementation
         compiler.cache_key_tag = f"{self.tag}+{NAME}"
         _state.update(installed=self, before=None)
 
@@ -232,7 +232,7 @@ def _is_sharded(query: Tensor) -> bool:
 
 
 def _announce_fast_paths(library: torch.library.Library, key: str) -> None:
-    """Who turns the fast path on again is told that its attention is torch's."""
+    """Warns when the fast path is used again that its attention is torch's."""
     for name in FAST_PATHS:
         for part in (key, f"NestedTensor{key}"):
             earlier = torch_flash.before(name, part)
@@ -251,7 +251,7 @@ def _announced(earlier: Any, keyset: Any, *args, **options) -> Any:
 
 
 def _say_compiled(what: str) -> None:
-    """Dynamo does not know who serves torch's operators, and keeps what it has compiled."""
+    """Warns that compiled functions keep the implementation that they were compiled with."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     if counters.get("stats", {}).get("unique_graphs"):
         warn_slow(f"enable_sdpa and torch.compile: {what}; {AGAIN}")

@@ -54,11 +54,11 @@ class BlockMask:
     transposed: tuple[BlockLists, BlockLists] | None = None
     ends: Ends | None = None  # of rows and columns, where these are intervals
     documents: Documents | None = None  # where it is a mask of documents
-    asked: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
+    for_kernels: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
 
     def __post_init__(self) -> None:
         check_shape(self.shape, self.block)
-        object.__setattr__(self, "asked", _asked(self.mask, self.ends))
+        object.__setattr__(self, "for_kernels", _for_kernels(self.mask, self.ends))
         self._check_lists(self.partial, self.full, "by queries")
         if self.transposed is None:
             object.__setattr__(self, "transposed", self._by_keys())
@@ -102,12 +102,12 @@ class BlockMask:
 
     def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
         """It serves attention of this shape; else an ArgumentError."""
-        asked = (batch, nheads, seqlen_q, seqlen_k)
-        for own, n, index in zip(self.shape, asked, INDICES):
+        lengths = (batch, nheads, seqlen_q, seqlen_k)
+        for own, n, index in zip(self.shape, lengths, INDICES):
             if own != n and (own != 1 or index[1:] or self.mask.depends_on(index)):
                 raise ArgumentError(
                     f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the call "
-                    f"has {asked}: build it for the call's"
+                    f"has {lengths}: build it for the call's"
                 )
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -209,11 +209,11 @@ def create_block_mask(
     return BlockMask(mask, shape, (block[0], block[1]), partial, full, None, ends, documents)
 
 
-def _asked(mask: Mask, ends: Ends | None) -> Mask:
+def _for_kernels(mask: Mask, ends: Ends | None) -> Mask:
     """The mask that kernels are given: that of its ends, where it has some."""
     if ends is not None:
         return ends.mask()
-    if says_ends(mask.key):  # but nobody has found that its rows are intervals
+    if says_ends(mask.key):  # but its rows were not found to be intervals
         return mask & (lambda b, h, q_idx, kv_idx: q_idx >= 0)
     return mask
 

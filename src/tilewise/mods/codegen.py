@@ -40,7 +40,7 @@ from .expressions import (
     Node,
     Step,
     constant_text,
-    named,
+    lookup,
     steps,
     takes_floats,
 )
@@ -71,8 +71,8 @@ def captured_of(tensors: tuple[Tensor, ...]) -> tuple[Captured, ...]:
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def function_of(key: str) -> JITFunction:
     """The function of an interned tree; one key gives one object, which nothing compiles twice."""
-    expr = named(key)
-    return _jit("mask_mod" if key.startswith("mask") else "score_mod", text_of(expr))
+    expr = lookup(key)
+    return _jit("mask_mod" if key.startswith("mask") else "score_mod", source_of(expr))
 
 
 @functools.lru_cache(maxsize=TABLE_SIZE)
@@ -80,7 +80,7 @@ def place_function_of(key: str) -> JITFunction:
     """Of an interned load the function (b, h, q_idx, k_idx, captured, target), which says how far
     into `target` the element lies, a tensor of the captured one's sizes. It is always within.
     """
-    return _jit("place", text_of_place(named(key)))
+    return _jit("place", source_of_place(lookup(key)))
 
 
 def _jit(name: str, text: str) -> JITFunction:
@@ -96,7 +96,7 @@ def _jit(name: str, text: str) -> JITFunction:
     return triton.jit(scope[name])
 
 
-def text_of(expr: Node) -> str:
+def source_of(expr: Node) -> str:
     """The function's text after its name: a line for each distinct node, in the tree's order."""
     plan = steps(expr)
     check_plan(plan)
@@ -106,7 +106,7 @@ def text_of(expr: Node) -> str:
     return "".join([f"({score}{', '.join(INDICES)}, captured):\n", *(f"    {x}\n" for x in body)])
 
 
-def text_of_place(load: Node) -> str:
+def source_of_place(load: Node) -> str:
     """That function's text after its name."""
     check_plan(steps(load))
     *plan, step = steps(load)
@@ -252,8 +252,8 @@ class _Lines:
         return LONG if self.is_long[len(self.values)] else TYPES[step.kind]
 
     def held(self, step: Step, tensor: str) -> list[str]:
-        """The indices of a load, 64-bit, each held within a tensor's ends; to write by, not read:
-        there a mask is dearer than a minimum.
+        """The indices of a load, 64-bit, each held within a tensor's ends; for stores, where a mask
+        is slower than a minimum.
         """
         indices = []
         for d, i in enumerate(step.inputs):

@@ -13,7 +13,7 @@ from ..tile import predicates
 from .function import TracedFunction, check_sizes
 from .symbols import Symbol
 from .trace import MASK, maximum, trace
-from .trace_cache import kept
+from .trace_cache import trace_once
 
 Tensor = torch.Tensor
 Predicate = Callable[..., Tensor | Symbol | bool]
@@ -100,7 +100,7 @@ def mask(function: Predicate) -> Mask:
             f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
             "or a Mask"
         )
-    return kept(function, _traced)
+    return trace_once(function, _traced)
 
 
 def _traced(function: Predicate) -> Mask:
@@ -143,7 +143,8 @@ def sliding_window(left: int | None, right: int | None = None) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """Causal, and everybody sees the first `prefix` keys: an int, or int32 or int64 (batch,).
+    """Causal, and all queries attend to the first `prefix` keys: an int, or int32 or int64
+    (batch,).
 
     >>> prefix_lm(2).dense(1, 1, 3, 3)[0, 0].int()
     tensor([[1, 1, 0],
@@ -209,8 +210,8 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
             [1, 1, 1, 1, 0],
             [1, 1, 1, 0, 1]], dtype=torch.int32)
 
-    For `tilewise.attention` beside a cache, with its `seqused_k` and `cu_seqlens_q`, int32 (batch,)
-    and (batch + 1,); `ancestors` is (total_q,). Nothing is read on the host.
+    For `tilewise.attention` with a KV cache, with its `seqused_k` and `cu_seqlens_q`, int32
+    (batch,) and (batch + 1,); `ancestors` is (total_q,). Nothing is read on the host.
     """
     _check_tensor("ancestors", ancestors, (1,), "(total_q,)")
     _check_tensor("seqused_k", seqused_k, (1,), "(batch,)")

@@ -16,7 +16,7 @@ from .expressions import Node
 from .function import TracedFunction
 from .symbols import Symbol
 from .trace import SCORE_FUNCTION, trace
-from .trace_cache import kept
+from .trace_cache import trace_once
 
 Tensor = torch.Tensor
 ScoreFunction = Callable[..., Tensor | Symbol | float]
@@ -72,7 +72,7 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
                 "(score, b, h, q_idx, kv_idx)"
             )
     if derivative is None:
-        return kept(function, _derived)
+        return trace_once(function, _derived)
     expr, tensors = trace(function, SCORE_FUNCTION)
     given, tensors = trace(derivative, SCORE_FUNCTION, tensors)
     return ScoreMod(expr, tensors, given)

@@ -1,7 +1,7 @@
 """Trees as text: what crosses torch.library, and so is written into compiled and exported programs.
 
-A text is JSON, a list of [op, numbers of earlier steps, value], the whole tree last. Who loads a
-program loads its texts, and kernels are written from what they say: what `text_of` could not have
+A text is JSON, a list of [op, numbers of earlier steps, value], the whole tree last. A loaded
+program brings its texts, and kernels are generated from them: text that `serialize` could not have
 written is refused, here, and where the tensors are, by `mods.flatten.check_captured`.
 """
 
@@ -27,9 +27,9 @@ from .expressions import (
     intern,
     is_float_constant,
     kind_of_step,
-    named,
-    remember,
+    lookup,
     steps,
+    touch,
     tree_of,
     undefined,
 )
@@ -47,7 +47,7 @@ CONSTANTS = {
 
 
 @gives_constant  # a compiler takes no locks
-def text_of(name: str) -> str:
+def serialize(name: str) -> str:
     """A named tree in words that any process understands. "" of ""."""
     return _text(name)
 
@@ -55,21 +55,19 @@ def text_of(name: str) -> str:
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def _text(name: str) -> str:
     told = []
-    for op, inputs, value, _ in steps(named(name)) if name else ():
+    for op, inputs, value, _ in steps(lookup(name)) if name else ():
         if op == "load":
             value = value[0], str(value[1]).removeprefix("torch.")
         told.append((op, inputs, value))
     return json.dumps(told) if told else ""
 
 
-def name_of(text: str, what: str) -> str:
-    """The name of the tree that a text tells, which is then known here. `what` it must be is MASK
-    or SCORE_FUNCTION.
-    """
+def deserialize(text: str, what: str) -> str:
+    """Registers the tree of a text and returns its name. `what` is MASK or SCORE_FUNCTION."""
     if not text:
         return ""
     name, expr = _told(text, what)
-    remember(name, expr)
+    touch(name, expr)
     return name
 
 
@@ -93,8 +91,8 @@ def tree_of_text(text: str, what: str) -> Node:
 
 
 def check_plan(plan: list[Step]) -> None:
-    """Every step is one that a text may tell; else an ArgumentError. It is what stands between a
-    tree and the source of a kernel.
+    """Checks that every step is one that a text may have; else an ArgumentError. No tree becomes
+    the source of a kernel without this check.
     """
     checked: list[Step] = []
     try:

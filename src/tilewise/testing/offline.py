@@ -1,6 +1,6 @@
 """Compile a kernel for a GPU that is not there, and read what the compiler made of it.
 
-`build` goes through Triton's own launch path with a stand-in driver, so types, alignment and
+`build` goes through Triton's own launch path with a fake driver, so types, alignment and
 specialization come from ordinary arguments, as in a real launch. `stats` reads the result:
 registers, spills, shared memory, and whether wgmma was serialized, which only ptxas's log tells.
 
@@ -173,9 +173,8 @@ def _copies_apart(sass: str) -> int:
 def _idle_barriers(ttgir: str) -> int:
     """Arrays of mbarriers that are made, and nothing more.
 
-    The compiler gives their memory to somebody else, which PTX allows only after `mbarrier.inval`:
-    where another process takes its turn on the GPU, the barriers' first state comes back, over
-    whatever lies there by then.
+    The compiler reuses their memory, which PTX allows only after `mbarrier.inval`: after a context
+    switch to another process the GPU restores the barriers' first state, over the new contents.
     """
     made = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(?:\d+x)*1xi64", ttgir)
     idle = 0

@@ -1,7 +1,7 @@
-"""Who works on which tile of a packed batch, and when: the tile scheduler in plain Python.
+"""The tile scheduler of a packed batch in plain Python: which SM computes which tile, and when.
 
 `tiles` numbers the tiles as `tilewise.tile.varlen` does on a GPU, and is what that is tested
-against. `simulate` hands them out, in a fixed order or to whoever is free first; `tilewise
+against. `simulate` hands them out, in a fixed order or to the first free SM; `tilewise
 schedule` draws the result.
 """
 
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A processor was busy with a tile from `start` to `stop`."""
+    """A processor (SM) computes a tile from `start` to `stop`."""
 
     processor: int
     start: int
@@ -85,7 +85,7 @@ def simulate(costs: Sequence[int], processors: int, dynamic: bool) -> list[Run]:
     >>> simulate([4, 1, 1, 1], 2, dynamic=False)[2]
     Run(processor=0, start=4, stop=5, tile=2)
 
-    Dynamic: the next tile goes to whoever is free first, as a counter gives it to whoever asks.
+    Dynamic: the next tile goes to the first free processor, as a counter in memory assigns it.
 
     >>> simulate([4, 1, 1, 1], 2, dynamic=True)[2]
     Run(processor=1, start=1, stop=2, tile=2)

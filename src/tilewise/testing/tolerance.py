@@ -24,7 +24,7 @@ import torch
 Tensor = torch.Tensor
 MAX_FACTOR = 2.0
 MEAN_FACTOR = 1.1
-FEW = 128  # elements whose mean error is a throw of dice: they have the one bound
+FEW = 128  # up to so many elements the mean error is noise: only the maximum is bounded
 
 
 class Verdict(NamedTuple):

@@ -47,7 +47,7 @@ def stream_of(rng, batch, head):
 
 
 @triton.jit
-def kept(stream, m_start, n_start, offs_m, offs_n, threshold):
+def keep_mask(stream, m_start, n_start, offs_m, offs_n, threshold):
     """Whether each pair (m_start + offs_m, n_start + offs_n) is kept: bool.
 
     offs_m and offs_n are shaped to broadcast over the tile, whichever of its sides is which.

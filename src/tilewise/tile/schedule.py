@@ -8,7 +8,7 @@ the tail.
 import triton
 import triton.language as tl
 
-from .varlen import Hint, in_turns, varlen_tile
+from .varlen import Hint, interleave_heads, varlen_tile
 
 
 @triton.jit
@@ -72,8 +72,10 @@ def key_tile_in_group(tile, queue, seqlen_k, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _in_group(tile, queue, blocks):
-    """Tile number -> (which of its head's blocks, head, batch), the heads of a group in turns."""
-    rank, head = in_turns(tile, blocks, queue.heads, queue.together)
+    """Tile number -> (which of its head's blocks, head, batch), the heads of a group
+    interleaved.
+    """
+    rank, head = interleave_heads(tile, blocks, queue.heads, queue.together)
     return rank, head % queue.nheads, head // queue.nheads
 
 

@@ -10,7 +10,8 @@ to
     m = max(m1, m2),   l = exp(m1 - m) l1 + exp(m2 - m) l2,   O likewise
 
 A piece without a key is m = -inf, l = 0, O = 0 and changes no bit, so that a row's bits do not
-depend on who computes which piece, nor on pieces that a window hides. The row is O / l at the end.
+depend on which program computes which piece, nor on pieces that a window hides. The row is O / l at
+the end.
 
 FlashDecoding (Dao et al. 2023) splits so; that the size of a piece is fixed, and not their number,
 is what makes the result independent of the batch.

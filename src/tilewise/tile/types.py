@@ -114,7 +114,7 @@ class Features(NamedTuple):
     SINKS: bool
     SEQUSED_K: bool
     SEQUSED_Q: bool
-    PACKED: bool  # sequences lie one behind the other; cu_seqlens say where they begin
+    PACKED: bool  # sequences lie end to end; cu_seqlens say where they begin
     BIAS: bool
     DROPOUT: bool
     MASK_M: int  # rows of queries and of keys in a block of the block mask; 0 without one
@@ -176,7 +176,7 @@ class KeyPipeline(NamedTuple):
     ORDERED: bool  # whether tiles add to dQ in the order of their keys
     LSE_FIRST: bool  # whether S starts from -lse, as it can unless something comes between
     RAGGED: bool  # whether each sequence has lengths of its own
-    LABELLED: bool = False  # whether labels say which blocks these are, and bring random numbers
+    HAS_METADATA: bool = False  # per-block metadata: indices and random state
     BIAS_COPIED: bool = False  # whether the bias comes by way of shared memory
     BIAS_GRAD: bool = False  # whether dS leaves by that way, too: it is the gradient of the bias
 

@@ -3,7 +3,7 @@
 Ordinary loads and stores go through the generic proxy; TMA and wgmma read through the asynchronous
 proxy, which sees an ordinary store only after a `fence_async_shared` of the partition that stored.
 Each allocation therefore holds two tensors. A store writes one and poisons the other until the
-fence; a TMA load writes both. Memory nobody wrote holds NaN, or a large odd number.
+fence; a TMA load writes both. Unwritten memory holds NaN, or a large odd number.
 """
 
 import math

@@ -21,8 +21,8 @@ ALIGNMENT = 16  # bytes
 class Descriptor:
     """A tensor in global memory that is copied in blocks: a kernel's view of a descriptor.
 
-    Addresses are those of the copy engine: 64 bits that wrap around, so that a dimension may have a
-    stride that is as good as negative. Each is checked against the memory of the tensor.
+    Addresses are TMA's: 64 bits that wrap around, so that a stride may act as a negative one. Each
+    is checked against the memory of the tensor.
     """
 
     def __init__(self, flat: torch.Tensor, first: int, geometry: Any, padding: str) -> None:
@@ -193,4 +193,4 @@ def store_wait(pendings: Any = 0, read_only: Any = True) -> None:
 def check_end(cta: Any) -> None:
     """What must hold when a CTA has ended."""
     if cta.loads:
-        raise HopperError(f"{cta} ends with {cta.loads} TMA loads on their way to shared memory")
+        raise HopperError(f"{cta} ends with {cta.loads} TMA loads in flight to shared memory")

@@ -16,7 +16,7 @@ from .values import TORCH, Value
 
 
 class Matmul:
-    """One product on its way."""
+    """One matrix product in flight."""
 
     def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc

@@ -2,9 +2,9 @@
 
 Triton's own interpreter is chosen once per process, by an environment variable read before its
 import, and then nothing compiles. This one is chosen per launch: an ordinary `@triton.jit` kernel
-runs here and compiles for a GPU in the same process. It reuses Triton's tensor operations, mended
-(bfloat16 and fp8 are wrong as shipped, see `repair`), and it is stricter: addresses
-must lie in the arguments, int32 must not overflow, and a block has no truth value.
+runs here and compiles for a GPU in the same process. It reuses Triton's tensor operations with
+fixes (bfloat16 and fp8 are wrong as shipped, see `repair`), and it is stricter: addresses must lie
+in the arguments, int32 must not overflow, and a block has no truth value.
 
 One program costs a few milliseconds a tile, whatever the tile's size. Not run here: inline
 assembly, libdevice, bfloat16 atomics, Gluon. Needs numpy.

@@ -2,10 +2,10 @@
 
 Two functions are registered under one name. The mask function runs once per forward and says what
 each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
-the first, transformers builds no mask for a custom name, and padding is ignored in silence.
-Sequences packed in one row are served as packed ones: see `packed`. Masks that are no band are
-stored and read: see `stored`. Whatever cannot be served exactly is refused with a reason;
-`check(model)` says beforehand which layers will reach tilewise.
+the first, transformers builds no mask for a custom name, and silently ignores padding. Sequences
+packed in one row are served as packed ones: see `packed`. Masks other than bands are stored: see
+`stored`. What cannot be served exactly is refused with a reason; `check(model)` says beforehand
+which layers will reach tilewise.
 """
 
 from __future__ import annotations

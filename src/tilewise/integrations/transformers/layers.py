@@ -1,10 +1,9 @@
 """Which layers of a transformers model will reach tilewise, told from their code before a run.
 
 transformers takes an attention function by name from a registry. A model with an attention of its
-own never asks the registry, ignores the name in silence, and computes as it always did; if it also
-adds masks that transformers makes by that name, its forward is refused. So the code of each
-attention module is searched for the registry: the methods of its class, and what they call in its
-package.
+own never reads the registry and silently ignores the name; if it also adds masks that transformers
+makes by that name, its forward is refused. So the code of each attention module is searched for the
+registry: the methods of its class, and what they call in its package.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Layer(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The attention modules of a model; as a string, one line for all that are alike."""
+    """The attention modules of a model; as a string, one line for each kind."""
 
     layers: tuple[Layer, ...]
 

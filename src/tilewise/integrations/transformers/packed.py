@@ -1,8 +1,8 @@
-"""Sequences packed in rows: where they begin, and whether all who say so agree.
+"""Sequences packed in rows: where they begin, and whether all sources of that agree.
 
 transformers says it in three ways. `cu_seq_lens_q` and `cu_seq_lens_k` come with the call
 (FlashAttentionKwargs: `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them), in a
-batch of one row. Position ids that start anew come to the mask function, and to most layers, where
+batch of one row. Position ids that restart come to the mask function, and to most layers, where
 flash attention reads them. Each is enough. What the mask says and `cu_seq_lens` are compared, once
 a forward (under torch.compile by an assertion that runs with the graph). A mask that knows of one
 sequence only contradicts nothing: no position ids were passed, or the model hands it none
@@ -29,7 +29,7 @@ UNKNOWN = (
     f"a KV cache; {ANOTHER}"
 )
 DISAGREE = (
-    "cu_seq_lens_q, cu_seq_lens_k and the mask (of position_ids that start anew) tell of different "
+    "cu_seq_lens_q, cu_seq_lens_k and the mask (of position_ids that restart) tell of different "
     "sequences: pass one of them, or the same in both"
 )
 

@@ -132,7 +132,7 @@ def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
-    """x.contiguous(), which takes thrice as long to find that x is."""
+    """x.contiguous(), which takes three times as long where x is contiguous."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 

@@ -5,8 +5,8 @@ line 4). A gradient that comes in through lse adds dlse * P to dS, which is the 
 delta. A sink is a logit without a value: its dS is P_sink (0 - delta) with P_sink = exp(sink -
 lse), summed here over a tile's rows and on the host over tiles.
 
-Where dQ is added up in memory, its rows are set to zero on the way, and so are the counters that
-say whose turn it is to add.
+Where dQ is accumulated in memory, this kernel zeroes its rows, and the semaphores of ordered
+accumulation.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def bwd_delta_kernel(
     dlse,
     delta,
     accumulated,
-    turns,
+    dq_semaphore,
     sink_parts,
     optionals,
     sizes,
@@ -95,8 +95,8 @@ def bwd_delta_kernel(
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_of_dq = batch_head * accumulated.padded + padded_first + m_start
         tl.store(accumulated.dq + row_of_dq * BLOCK_D + cells, zeros)
-        if turns is not None:  # int32, two a tile
-            tl.store(turns + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        if dq_semaphore is not None:  # int32, two a tile
+            tl.store(dq_semaphore + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         of_rows = p_sink * row_delta

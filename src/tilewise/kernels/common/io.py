@@ -5,7 +5,7 @@ through a tensor descriptor, which Hopper's TMA and Triton's pipeliner serve wit
 registers, or through pointers, which any alignment allows.
 
 Rows are reached with 64-bit arithmetic: a tensor may pass 2^31 elements, and so may one tile of it,
-where a large batch lies between rows. It is not dearer: compiled for sm_90 with Triton 3.6, the
+where a large batch lies between rows. It costs nothing: compiled for sm_90 with Triton 3.6, the
 forward of headdim 64 takes 113 registers, 121 with 32-bit offsets, and dK and dV spill no more.
 """
 

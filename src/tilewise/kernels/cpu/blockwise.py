@@ -63,8 +63,8 @@ def _attend(
         place = None
         if dense.more is not None:
             place = modify.place_of(dense, x, r, start, stop)
-            modify.bend(s, dense, place)
-            modify.shift_and_hide(s, dense, place)
+            modify.apply_score_mod(s, dense, place)
+            modify.apply_bias_and_mask(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
@@ -147,8 +147,8 @@ def _attend_backward(
         if dense.more is not None:
             place = modify.place_of(dense, x, r, start, stop)
             slopes = modify.slopes_of(s, dense, place)
-            derivative = modify.bend(s, dense, place)
-            modify.shift_and_hide(s, dense, place)
+            derivative = modify.apply_score_mod(s, dense, place)
+            modify.apply_bias_and_mask(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
         p = s.sub_(lse).exp_()
         dp = workspace.matmul("dp", do, v.transpose(1, 2))

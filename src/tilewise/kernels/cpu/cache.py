@@ -1,4 +1,5 @@
-"""Attention beside a cache on the CPU: exact, and the bits of a row are the row's own.
+"""Attention with a KV cache on the CPU: exact, and batch-invariant: a row's bits depend on the row
+alone.
 
 Every product has one shape for a problem, whatever the lengths: a tile of queries, those at
 positions [i * TOKENS, (i + 1) * TOKENS), beside a block of keys, blocks being counted from the
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ...mods.evaluation import evaluate
-from ...mods.expressions import named
+from ...mods.expressions import lookup
 from ...tile import predicates
 from ...tile.paging import batch_of, lengths_of, queries_of
 from ...tile.split_kv import State, empty_state, finish, fold, pieces
@@ -142,8 +143,7 @@ def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list
 class Span:
     """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded when they are asked for.
 
-    Where one tile asks, blocks take turns in memory that a core's cache holds; where several ask,
-    all blocks stay.
+    For one tile, blocks share memory that fits a core's cache; for several tiles, all blocks stay.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def _modify(s: Tensor, sequence: Sequence, tile: Tile, span: Span) -> None:
         nheads_k, group = s.shape[1:3]
         h = _positions(0, nheads_k * group).view(nheads_k, group, 1, 1)
         b = torch.tensor(sequence.row, device="cpu")
-        seen = evaluate(named(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
+        seen = evaluate(lookup(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
         s.masked_fill_(~seen, -math.inf)
 
 

@@ -36,7 +36,7 @@ class Workspace:
         self.blocks: dict[tuple[str, int], Memory] = {}
 
     def block(self, name: str, place: int, x: Tensor, n: int) -> Memory:
-        """The memory at a place; place -1 is one for keys and values in turns."""
+        """The memory of a slot; slot -1 serves keys and values alternately."""
         key = name, place
         if key not in self.blocks:
             # Rows a power of two apart would share a set of the CPU's cache

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...mods.evaluation import evaluate
-from ...mods.expressions import named
+from ...mods.expressions import lookup
 from ...tile import random_bytes
 from .dense import Dense, Rows
 from .tiles import Chunk, positions
@@ -45,20 +45,20 @@ def by_index(s: Tensor, place: Place) -> Tensor:
     return s.view(sizes)
 
 
-def bend(s: Tensor, dense: Dense, place: Place) -> Tensor | None:
+def apply_score_mod(s: Tensor, dense: Dense, place: Place) -> Tensor | None:
     """Applies the score function in place; its derivative, None where there is no function."""
     more = dense.more
     if not more.mods.score:
         return None
     s = by_index(s, place)
     at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
-    derivative = evaluate(named(more.mods.derivative), *at, score=s)
+    derivative = evaluate(lookup(more.mods.derivative), *at, score=s)
     derivative = derivative.to(s.dtype).expand_as(s).clone()
-    s.copy_(evaluate(named(more.mods.score), *at, score=s))
+    s.copy_(evaluate(lookup(more.mods.score), *at, score=s))
     return derivative.flatten(0, 1).flatten(1, 2)
 
 
-def shift_and_hide(s: Tensor, dense: Dense, place: Place) -> None:
+def apply_bias_and_mask(s: Tensor, dense: Dense, place: Place) -> None:
     """Adds the bias, and hides what the mask hides."""
     more = dense.more
     s = by_index(s, place)
@@ -66,7 +66,7 @@ def shift_and_hide(s: Tensor, dense: Dense, place: Place) -> None:
         s.add_(of_bias(more.bias, place, dense))
     if more.mods.mask:
         at = place.b, place.h, place.q_idx, place.k_idx
-        s.masked_fill_(~evaluate(named(more.mods.mask), *at, more.of_mask), -math.inf)
+        s.masked_fill_(~evaluate(lookup(more.mods.mask), *at, more.of_mask), -math.inf)
 
 
 def of_bias(bias: Tensor, place: Place, dense: Dense) -> Tensor:
@@ -87,7 +87,7 @@ def add_dbias(dbias: Tensor, ds: Tensor, dense: Dense, place: Place) -> None:
 
 def slopes_of(s: Tensor, dense: Dense, place: Place) -> list[Tensor]:
     """The derivatives of the score function at each target of the call, to be asked for before
-    `bend`.
+    `apply_score_mod`.
     """
     more, s = dense.more, by_index(s, place)
     at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
@@ -113,7 +113,7 @@ def add_captured(ds: Tensor, slopes: list[Tensor], dense: Dense, place: Place) -
             target.grad.add_(share.sum())
 
 
-def kept(dense: Dense, place: Place) -> tuple[Tensor, float] | None:
+def dropout_mask(dense: Dense, place: Place) -> tuple[Tensor, float] | None:
     """Which probabilities dropout keeps, shaped as a tile, and the factor of those."""
     more = dense.more
     if more.rng is None:
@@ -128,5 +128,5 @@ def kept(dense: Dense, place: Place) -> tuple[Tensor, float] | None:
 
 def drop(p: Tensor, dense: Dense, place: Place) -> Tensor:
     """P with what is dropped 0 and the rest grown to make up for it."""
-    found = kept(dense, place)
+    found = dropout_mask(dense, place)
     return p if found is None else torch.where(found[0], p * found[1], 0)

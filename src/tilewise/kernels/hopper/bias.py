@@ -64,8 +64,8 @@ def copy_bias(desc, rings, at, work, n_start, call, TILE: gl.constexpr):
 
 @gluon.jit
 def copied_bias(bias, rings, WG: gl.constexpr, parity, pred, TILE: gl.constexpr):
-    """The bias of a block, (64, BLOCK_N), where it is copied; else what was loaded already. Blocks
-    take turns in parity, over all tiles.
+    """The bias of a block, (64, BLOCK_N), where it is copied; else what was loaded already. The
+    parity alternates from block to block, over all tiles.
     """
     if TILE.BIAS_COPIED:
         mbarrier.wait(rings[WG].full.index(0), parity, pred=pred)

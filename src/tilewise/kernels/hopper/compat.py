@@ -19,7 +19,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Direct(direct.Direct):
-    """A kernel with descriptors, which Triton encodes anew at every call: some 10 us for four."""
+    """A kernel with descriptors, which Triton encodes at every call: some 10 us for four."""
 
     __slots__ = ("_blocks",)
 

@@ -52,8 +52,8 @@ def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> Described:
     64 bits. Triton does the same in `triton.tools.ragged_tma`.
     """
     batch, _, heads, columns = x.shape
-    by_row, by_head, further = ragged_steps(x)
-    shape = [MOST, MOST, (batch - 1) * further + heads, BILLION, columns]
+    by_row, by_head, heads_per_batch = ragged_steps(x)
+    shape = [MOST, MOST, (batch - 1) * heads_per_batch + heads, BILLION, columns]
     return Described(x, shape, [2**34 - by_row, by_row, by_head, by_row, 1], block, layout)
 
 

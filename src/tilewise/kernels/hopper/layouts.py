@@ -32,20 +32,20 @@ def column_of(layout):
 @gluon.constexpr_function
 def pairs_of(columns):
     """(64, columns) pairs of neighbours, each in the thread that has both in an accumulator."""
-    further = [[0, 4 << i] for i in range((columns // 4).bit_length() - 1)]
+    above = [[0, 4 << i] for i in range((columns // 4).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[8, 0], *further], lanes, [[16, 0], [32, 0]], [], [64, columns]
+        [[8, 0], *above], lanes, [[16, 0], [32, 0]], [], [64, columns]
     )
 
 
 @gluon.constexpr_function
 def runs_of_pairs(columns):
     """The same rows, but two neighbouring pairs a thread: what is wide enough for memory."""
-    further = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
+    above = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], *further], lanes, [[16, 0], [32, 0]], [], [64, columns]
+        [[0, 1], [8, 0], *above], lanes, [[16, 0], [32, 0]], [], [64, columns]
     )
 
 

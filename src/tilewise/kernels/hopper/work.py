@@ -2,7 +2,7 @@
 a program of the backward works on is in bwd/work_tile.py.
 
 The load warp fetches tile numbers, works out what they stand for and sends that to all matmul
-warpgroups (mailbox.py), which then walk the same list of (tile, block of keys).
+warpgroups (tile_messages.py), which then walk the same list of (tile, block of keys).
 """
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ atomics at one address would take a hundred times as long as the rest.
 
 A row's dS sum to dLSE, and here they are weighed, by distances say, before they are summed: what
 delta is off, from an O that was rounded, would be all that is left of a small difference of large
-sums. So a first walk over the keys sums delta anew from P and dP, as they are:
+sums. So a first pass over the keys recomputes delta from P and dP:
 
     delta = rowsum(P * dP) - dLSE
 """

@@ -1,4 +1,4 @@
-"""Attention beside a cache: FlashDecoding in two launches.
+"""Attention with a KV cache: FlashDecoding (split-KV) in two launches.
 
 The first has a program for each (sequence, block of queries, key head, piece of split_size keys),
 which walks the piece in tiles of BLOCK_N keys and writes what it has, unnormalised. The second

@@ -1,5 +1,5 @@
-"""A tile of queries on its way over the keys in the backward: what it brings along, and what it
-recomputes at each tile of keys.
+"""A tile of queries in the backward's loop over keys: what it loads once, and what it recomputes
+for each tile of keys.
 """
 
 from typing import Any, NamedTuple

@@ -43,10 +43,10 @@ def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
 def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
     """Copies the bias of a step's block, when both warpgroups have read that of the step before."""
     if TILE.BIAS_COPIED:
-        turn = step + 2  # the step before is in stage (step - 1) % 3
+        previous = step + 2  # the step before is in stage (step - 1) % 3
         last = gl.maximum(step - 1, 0)
         tile = rings.bias
-        mbarrier.wait(rings.exchange.full.index(turn % 3), (last // 3) & 1, pred=step > 0)
+        mbarrier.wait(rings.exchange.full.index(previous % 3), (last // 3) & 1, pred=step > 0)
         full = tile.full.index(0)
         mbarrier.expect(full, 2 * desc.block_type.nbytes)
         # A dimension that the bias does not have is one element long

@@ -1,4 +1,4 @@
-"""dK and dV on their way from registers to memory, by way of shared memory and TMA."""
+"""The epilogue: dK and dV from registers to global memory, through shared memory and TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -22,8 +22,8 @@ from .exchange_wide import make_wide_exchange
 from .load import load_partition
 from .mma import grad_partition
 from .mma_wide import key_partition, value_partition
-from .ordered_add import ask_partition, make_turns, pass_partition
-from .rings import Inputs, Rings, make_keys, make_queries, make_tile_mailbox
+from .ordered_add import make_add_barriers, signal_partition, wait_partition
+from .rings import Inputs, Rings, make_keys, make_queries, make_tile_messages
 
 
 class Outputs(NamedTuple):
@@ -44,7 +44,7 @@ def hopper_bwd_kernel(
     v_desc,
     stats_desc,
     dq,
-    counters,
+    dq_semaphore,
     dk_desc,
     dv_desc,
     bias_desc,
@@ -64,15 +64,15 @@ def hopper_bwd_kernel(
         exchange = make_exchange(dtype, TILE)
     else:
         exchange = make_wide_exchange(dtype, TILE)
-    mailbox = make_tile_mailbox(TILE)
-    turns = make_turns(TILE)
+    messages = make_tile_messages(TILE)
+    add_barriers = make_add_barriers(TILE)
     bias = make_bias(dtype, TILE)
     out_smem = make_out(dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
     outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
-    rings = Rings(keys, queries, exchange, mailbox, turns, bias)
+    rings = Rings(keys, queries, exchange, messages, add_barriers, bias)
     call = Call(queue, optionals, sizes, numbers)
     if TILE.ORDERED:
         gl.warp_specialize(
@@ -80,8 +80,8 @@ def hopper_bwd_kernel(
                 (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
                 (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
                 (load_partition, (inputs, rings, call, FEATURES, TILE)),
-                (ask_partition, (rings, counters, call, FEATURES, TILE)),
-                (pass_partition, (rings, counters, call, FEATURES, TILE)),
+                (wait_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
+                (signal_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],

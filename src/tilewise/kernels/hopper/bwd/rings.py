@@ -9,11 +9,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..layouts import shared
-from ..mailbox import make_mailbox
 from ..pipeline import Ring, make_barriers
+from ..tile_messages import make_messages
 from ..work import WORK_FIELDS
-from .labels import make_labels
-from .ordered_add import Turns
+from .block_metadata import make_metadata
+from .ordered_add import AddBarriers
 from .work_tile import RAGGED_FIELDS
 
 
@@ -47,7 +47,7 @@ class Queries(NamedTuple):
     minus_delta: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    labels: gl.shared_memory_descriptor  # (4, WORDS), see labels.py
+    metadata: gl.shared_memory_descriptor  # (4, WORDS), see block_metadata.py
 
 
 class Rings(NamedTuple):
@@ -56,8 +56,8 @@ class Rings(NamedTuple):
     keys: Keys
     queries: Queries
     exchange: tuple  # what one matmul warpgroup makes and the other needs
-    mailbox: Ring
-    turns: Turns
+    messages: Ring
+    add_barriers: AddBarriers
     bias: tuple = 0  # see bias.py
 
 
@@ -85,11 +85,13 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     full, empty = make_barriers(2, 1, 2)
-    return Queries(q, do, minus_lse, minus_delta, full, empty, make_labels())
+    return Queries(q, do, minus_lse, minus_delta, full, empty, make_metadata())
 
 
 @gluon.jit
-def make_tile_mailbox(TILE: gl.constexpr):
-    """The mailbox of both matmul warpgroups, and of the two warps that order additions."""
+def make_tile_messages(TILE: gl.constexpr):
+    """The work-tile messages to both matmul warpgroups, and to the two warps of ordered
+    accumulation.
+    """
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
-    return make_mailbox(COUNT, 4 if TILE.ORDERED else 2)
+    return make_messages(COUNT, 4 if TILE.ORDERED else 2)

@@ -36,7 +36,7 @@ def selection(kind):
 
 @gluon.jit
 def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr):
-    """A tile in 16 bits, queries down, keys across, 0 where `tile.dropout.kept` is false: two
+    """A tile in 16 bits, queries down, keys across, 0 where `tile.dropout.keep_mask` is false: two
     neighbours a word, (64, BLOCK_N // 2), which is one register.
 
     Three instructions for two elements, since the bytes of keys 2t and 2t + 1 share a word, too.

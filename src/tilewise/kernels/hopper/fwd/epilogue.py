@@ -1,4 +1,4 @@
-"""The end of a tile: O = acc / l and the lse, on their way to memory while the next tile begins.
+"""The epilogue of a tile: O = acc / l and the lse are stored while the next tile begins.
 
 O goes through shared memory, from which TMA writes it in the background: whole rows,
 and none past the sequence's end.

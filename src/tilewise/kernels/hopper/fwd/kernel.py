@@ -21,7 +21,7 @@ from .load import Sources, load_partition
 from .mma import attend_partition
 from .rows import TMA_UNIT
 from .store import store_partition
-from .varlen import make_tile_mailbox
+from .varlen import make_tile_messages
 
 
 class Rings(NamedTuple):
@@ -29,7 +29,7 @@ class Rings(NamedTuple):
 
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
     steps: Steps  # tiles of K and V
-    mailbox: Ring  # what a tile stands for
+    messages: Ring  # what a tile stands for
     bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
 
@@ -61,7 +61,7 @@ def hopper_fwd_kernel(
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
     steps = Steps(k_slots, v_slots, full, empty)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
-    mailbox = make_tile_mailbox(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
+    messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
@@ -72,14 +72,14 @@ def hopper_fwd_kernel(
     out_full, out_empty = make_handovers(WARPGROUPS, FEATURES)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
+    # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
     output = Output(out_desc, out_smem, lse, out_full, out_empty)
     call = Call(queue, optionals, sizes, numbers)
     sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), steps, mailbox, bias)
+        rings = Rings((q_0, q_1), steps, messages, bias)
     else:
-        rings = Rings((q_0, q_1, q_2), steps, mailbox)
+        rings = Rings((q_0, q_1, q_2), steps, messages)
     if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [

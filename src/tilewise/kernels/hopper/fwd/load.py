@@ -14,8 +14,8 @@ from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..bias import copy_bias
 from ..compat import tma_load
-from ..mailbox import send
 from ..pipeline import PipelineState, advance, load, start, wait_empty
+from ..tile_messages import send
 from ..tma import load_ragged
 from ..work import (
     END,
@@ -62,7 +62,7 @@ class RaggedBlock(NamedTuple):
 class Progress(NamedTuple):
     """The warp's states of the rings, and the block whose V is still to come."""
 
-    mailbox: PipelineState
+    messages: PipelineState
     q: PipelineState
     steps: PipelineState
     bias: PipelineState
@@ -94,7 +94,7 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     reset_counter(call.queue, tile, tiles)
     prev = progress.prev_block
     load_step(rings.steps, progress.steps, sources, prev, False, prev, has_values, TILE)
-    send(rings.mailbox, progress.mailbox, no_more(END, FEATURES))
+    send(rings.messages, progress.messages, no_more(END, FEATURES))
 
 
 @gluon.jit
@@ -104,9 +104,9 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     """
     q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    mailbox_state, q_state, steps_state, bias_state, prev_block, has_prev = progress
-    send(rings.mailbox, mailbox_state, work)
-    mailbox_state = advance(mailbox_state, 2)
+    messages_state, q_state, steps_state, bias_state, prev_block, has_prev = progress
+    send(rings.messages, messages_state, work)
+    messages_state = advance(messages_state, 2)
     batch, first_q = place_in(work, FEATURES)
     head_k, member = key_head(work.head, FEATURES, TILE)
     for i in gl.static_range(WARPGROUPS):
@@ -128,7 +128,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         bias_state = advance(bias_state, 1)
         prev_block = block
         has_prev = True
-    progress = Progress(mailbox_state, q_state, steps_state, bias_state, prev_block, has_prev)
+    progress = Progress(messages_state, q_state, steps_state, bias_state, prev_block, has_prev)
     return progress, fetched_tile(fetched)
 
 

@@ -83,12 +83,12 @@ def attend_partition(
     modifiers = modifiers_of(call.optionals)
     call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
-    mailbox_state = start()
+    messages_state = start()
     q_state = start()
     state = start()
     # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
-    work = receive_tile(rings.mailbox, mailbox_state, FEATURES)
-    mailbox_state = advance(mailbox_state, 2)
+    work = receive_tile(rings.messages, messages_state, FEATURES)
+    messages_state = advance(messages_state, 2)
     split = split_blocks(work, WG, call, FEATURES, TILE)
     # Of packed sequences only the device knows how many tiles there are: there may be none for us,
     # and then nothing comes. S is computed from what lies there, as after the last tile.
@@ -157,8 +157,8 @@ def attend_partition(
         if not ONE_Q or split.blocks < 2:
             release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
-        upcoming = receive_tile(rings.mailbox, mailbox_state, FEATURES)
-        mailbox_state = advance(mailbox_state, 2)
+        upcoming = receive_tile(rings.messages, messages_state, FEATURES)
+        messages_state = advance(messages_state, 2)
         goes_on = upcoming.start != END
         wait_full(q_ring, q_state, pred=goes_on)
         wait_full(steps, state)

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The rows of a tile, with what is asked of memory once for all its blocks."""
+    """The rows of a tile, with what is loaded once for all its blocks."""
     slope_log2 = slope_of(work, call.optionals, rows, FEATURES, TILE)
     stream = 0
     if FEATURES.DROPOUT:
