@@ -66,24 +66,36 @@ def attention_reference(
     first: tuple[int, int, int] = (0, 0, 0),
     page_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` in plain torch, with the scores in memory and natural autograd.
+    """`tilewise.attention` in plain torch, with the scores in memory and autograd's own gradients.
 
-    >>> import torch, tilewise
-    >>> q, k, v = torch.randn(3, 2, 16, 4, 32, dtype=torch.float64).unbind(0)
-    >>> out, lse = tilewise.attention_reference(q, k, v, causal=True, return_lse=True)
-    >>> out.shape, lse.shape
-    (torch.Size([2, 16, 4, 32]), torch.Size([2, 4, 16]))
-    >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query sees one key
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> q, k, v = torch.randn(3, 2, 16, 4, 32, dtype=torch.float64).unbind(0)
+        >>> out, lse = tilewise.attention_reference(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 16, 4, 32]), torch.Size([2, 4, 16]))
+        >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query attends to one key
+        True
 
-    Shapes, arguments and errors are those of `tilewise.attention`; any dtype that torch multiplies.
-    The softmax and `lse` are in fp32 (fp64 for fp64). With `upcast` the matrix products are too.
-    Without it they run in the dtype of q, and S and P are rounded to it: what plain code in half
-    precision gives, and so the error that a kernel is allowed.
-    `first` is the (batch, head, query) of a larger call that q begins with: masks, score functions
-    and dropout count from it, so that a call too large to store is computed part by part. A band
-    and ALiBi know only the q and k they are given. Of a cache the keys are gathered, sequence by
-    sequence, and pieces change nothing.
+    Shapes and the other arguments are those of `tilewise.attention`; any dtype that torch
+    multiplies.
+
+    Args:
+        upcast: matrix products in fp32 (fp64 for fp64), as the softmax and lse always are. Without
+            it they run in the dtype of q, and S and P are rounded to it: the error of plain code in
+            half precision, which the error budget of kernels is based on.
+        first: (batch, head, query), the offset of q in a larger call: masks, score functions and
+            dropout count from it, so that a call too large to store is computed in parts. Bands and
+            ALiBi do not use it.
+        page_table: int32 (batch, pages). The keys of a KV cache are gathered, sequence by sequence.
+
+    Returns:
+        out, and with `return_lse` lse, as `tilewise.attention`.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+
+    FlashAttention (Dao et al. 2022, arXiv 2205.14135), section 2.2.
     """
     if is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         cached = check_cached(
@@ -276,21 +288,34 @@ def _arange(x: Tensor) -> Tensor:
 
 
 def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from the results over each: (out, lse).
+    """Merges attention over two disjoint sets of keys into attention over their union.
 
-    >>> import torch, tilewise
-    >>> q, k, v = torch.randn(3, 2, 16, 4, 32).unbind(0)
-    >>> left = tilewise.attention_reference(q, k[:, :5], v[:, :5], return_lse=True)
-    >>> right = tilewise.attention_reference(q, k[:, 5:], v[:, 5:], return_lse=True)
-    >>> out, lse = tilewise.merge_states(*left, *right)
-    >>> torch.allclose(out, tilewise.attention_reference(q, k, v), atol=1e-5)
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> q, k, v = torch.randn(3, 2, 16, 4, 32).unbind(0)
+        >>> left = tilewise.attention_reference(q, k[:, :5], v[:, :5], return_lse=True)
+        >>> right = tilewise.attention_reference(q, k[:, 5:], v[:, 5:], return_lse=True)
+        >>> out, lse = tilewise.merge_states(*left, *right)
+        >>> torch.allclose(out, tilewise.attention_reference(q, k, v), atol=1e-5)
+        True
 
-    out is (..., seqlen, nheads, headdim_v) and lse (..., nheads, seqlen), natural log: batched, or
-    packed without the first dimension. Where both are -inf (no key at all) so is the result, with
-    out 0. Computed in fp32 (fp64 for fp64), differentiable in all four; out has the dtype of out1.
-    Raises ArgumentError where the shapes do not fit. Merge results without sinks, and add the sink
-    once, at the end.
+    Merge results without sinks, and add the sink once, at the end.
+
+    Args:
+        out1: (..., seqlen, nheads, headdim_v), batched, or packed without the first dimension.
+        lse1: (..., nheads, seqlen), natural log, float.
+        out2: shaped as out1.
+        lse2: shaped as lse1.
+
+    Returns:
+        (out, lse), computed in fp32 (fp64 for fp64), out in the dtype of out1, differentiable in
+        all four. Where both lse are -inf (no key at all) lse is -inf and out 0.
+
+    Raises:
+        ArgumentError: shapes do not match.
+
+    FlashDecoding (Dao et al. 2023): out = sum of exp(lse_i - lse) out_i, lse = log of the sum of
+    exp(lse_i).
     """
     _check_states(out1, lse1, out2, lse2)
     exact = torch.promote_types(torch.promote_types(lse1.dtype, lse2.dtype), torch.float32)

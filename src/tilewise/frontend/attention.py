@@ -60,64 +60,81 @@ def attention(
     split_size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the score
-    matrix.
+    """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the scores.
 
-    >>> import torch, tilewise
-    >>> q = torch.randn(2, 128, 8, 64)  # (batch, seqlen_q, nheads, headdim)
-    >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # each key head serves 4 query heads
-    >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
-    torch.Size([2, 128, 8, 64])
+    Example:
+        >>> import torch, tilewise
+        >>> q = torch.randn(2, 128, 8, 64)  # (batch, seqlen_q, nheads, headdim)
+        >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # each key head serves 4 query heads
+        >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
+        torch.Size([2, 128, 8, 64])
 
-    Shapes are (batch, seqlen, nheads, headdim), or (batch, nheads, seqlen, headdim) with
-    `layout="bhsd"`; any strides, as long as the last dimension is contiguous. `v` may have another
-    headdim than `q` and `k`. fp16, bf16, fp32 (fp64 on the CPU).
+    Tensors may have any strides with a contiguous last dimension. dtypes are fp16, bf16 and fp32,
+    and fp64 on the CPU. On a GPU scores must stay below 2^27 in magnitude, for gradients below
+    2^24; TILEWISE_CHECK=1 in the environment refuses q and k whose norms allow more, and checks the
+    values of lengths, which synchronizes.
 
-    causal: True or "bottom_right" lets the last query see the last key; "top_left" lets the first
-    query see the first key only. window: (left, right), how many keys before and after its diagonal
-    a query sees, both ends included; None or -1: no limit. softcap: scores become softcap *
-    tanh(score / softcap), before masks and ALiBi. alibi_slopes: fp32 (nheads,) or (batch, nheads);
-    adds -slope * |distance to the diagonal|. sinks: (nheads,), one learnable logit a head that
-    takes its share of the softmax and gives no value. seqused_k: int32 (batch,), how many keys of
-    each row of the batch are real, the rest being padding on the right. cu_seqlens_q, cu_seqlens_k:
-    int32 (batch + 1,), 0 and then where each sequence ends, for sequences of any lengths, packed
-    end to end: q is then (total_q, nheads, headdim), and k and v are (total_k, nheads_k, headdim).
-    Lengths stay on the device. `seqused_q` and `seqused_k` say how many rows of each sequence are
-    real; a query that is not has out 0 and lse -inf. `max_seqlen_q` and `max_seqlen_k` are bounds
-    that nothing needs; where 2048 queries are not the most, tiles are those of long sequences, else
-    those of the mean length. On a GPU the values are checked only with TILEWISE_CHECK=1 in the
-    environment, as that waits for it. On a GPU scores, scale * q k, must stay below 2^27, for
-    gradients below 2^24: see the page on what goes wrong. TILEWISE_CHECK=1 refuses q and k whose
-    norms allow more than 2^27. bias: added to the scores, in the dtype of q or fp32, (batch or 1,
-    nheads or 1, seqlen_q or 1, seqlen_k or 1); differentiable. mask_mod: which keys a query sees, a
-    predicate of (b, h, q_idx, kv_idx) made of plain operators (`tilewise.mods.trace` lists them),
-    or a Mask of `tilewise.mods`; with `causal` and `window`, both must hold. It is asked for every
-    pair. `block_mask`, of `tilewise.sparse.create_block_mask`, holds a mask with the tiles that it
-    hides, which then cost nothing; it may be FlexAttention's BlockMask. A band joins it as
-    `tilewise.mods.causal()` and not as an argument here. Positions count from 0 in each sequence.
-    Under torch.compile make masks before, and hand them in. score_mod: a function of (score, b, h,
-    q_idx, kv_idx), FlexAttention's, applied to the scaled (and capped) score, before ALiBi, bias
-    and masks. Float tensors that it captures and that want gradients get them; under torch.compile
-    make it before, with `tilewise.scores.score`. dropout_p: this share of the probabilities,
-    rounded to a multiple of 1/256, becomes 0 and the rest grows to make up for it. `dropout_rng`,
-    int64 (2,), seed and offset on the device of q, pins which; else they are drawn from torch's
-    generator. deterministic: the same bits in every backward. backend: the name of one to force.
-    page_table: int32 (batch, pages); k and v are then a pool of pages, (num_pages, page_size,
-    nheads_k, headdim), and key j of sequence b is row j % page_size of page page_table[b, j //
-    page_size]. `seqused_k` counts the keys of each sequence, those of its queries included, which
-    are its last ones; positions of masks count from its first key. Packed queries, `cu_seqlens_q`
-    alone, are any number for each sequence, beside pages or a cache (batch, seqlen_k, nheads_k,
-    headdim); those past its end are not written. What is not in use may hold anything. split_size:
-    keys are summed in pieces of so many, counted from key 0, and the pieces folded from left to
-    right, so that a row's bits depend on the row alone: see the page on the cache. `out`: written
-    in place and returned. With any of the three there is no dropout, bias, block_mask and
-    score_mod, and but for split_size alone no gradient.
+    Args:
+        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
+        k: (batch, seqlen_k, nheads_k, headdim), nheads a multiple of nheads_k; (total_k, nheads_k,
+            headdim) with `cu_seqlens_k`; (num_pages, page_size, nheads_k, headdim) with
+            `page_table`.
+        v: as k, with its own headdim_v.
+        causal: True or "bottom_right": the last query attends to the last key; "top_left": the
+            first query attends to the first key only.
+        scale: softmax scale, positive; 1 / sqrt(headdim) by default.
+        window: (left, right), the keys before and after its diagonal that a query attends to, both
+            ends included; None or -1 is no limit.
+        softcap: scores become softcap * tanh(score / softcap), before masks and ALiBi.
+        alibi_slopes: fp32 (nheads,) or (batch, nheads); adds -slope * abs(distance to the
+            diagonal).
+        sinks: (nheads,), a learnable logit per head that joins the softmax without a value.
+        seqused_k: int32 (batch,), valid keys of each sequence; the rest is padding on the right.
+            With a KV cache: its keys, those of the call's queries included, which are the last
+            ones.
+        seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
+            lse -inf.
+        cu_seqlens_q: int32 (batch + 1,), 0 and the end of each sequence's queries, which are packed
+            end to end. Without `cu_seqlens_k`: packed queries over a KV cache.
+        cu_seqlens_k: the same for keys. Lengths stay on the device.
+        max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
+            sequences are used where it is over 2048 or absent, else those for the mean length.
+        max_seqlen_k: upper bound of key lengths; it has no effect.
+        bias: added to the scores, dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
+            seqlen_k or 1); differentiable.
+        mask_mod: which keys a query attends to: a predicate of (b, h, q_idx, kv_idx) made of plain
+            operators (`tilewise.mods.trace` lists them), or a `Mask`, evaluated for every pair;
+            `causal` and `window` must hold, too. Positions count from 0 in each sequence. Under
+            torch.compile create it outside of the graph.
+        block_mask: a mask with its hidden tiles, which are skipped: of
+            `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
+            `window`, which join it as masks.
+        score_mod: FlexAttention's function of (score, b, h, q_idx, kv_idx), applied to the scaled
+            and capped score, before ALiBi, bias and masks. Captured float tensors that require grad
+            get gradients. Under torch.compile create it outside, with `tilewise.scores.score`.
+        dropout_p: probability of dropping a probability, rounded to a multiple of 1/256; the rest
+            is rescaled.
+        dropout_rng: int64 (2,), seed and offset on the device of q; drawn from torch's generator by
+            default.
+        layout: "bshd", or "bhsd" for (batch, nheads, seqlen, headdim).
+        deterministic: gradients are the same bits in every run.
+        return_lse: whether to return the log-sum-exp, too.
+        backend: the name of a backend to force.
+        page_table: int32 (batch, pages): key j of sequence b is row j % page_size of page
+            page_table[b, j // page_size]. Unused entries and rows may hold anything.
+        split_size: keys per split, counted from key 0; splits are folded in order, so that a row's
+            bits depend on the row alone (see the page on the cache).
+        out: written in place and returned. With `page_table`, `split_size` or `out` there is no
+            dropout, bias, block_mask and score_mod, and no gradient, but for `split_size` alone.
 
-    Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
-    each row's scores: natural log, fp32, (batch, nheads, seqlen_q), packed (nheads, total_q),
-    differentiable, sink included. A row that sees no key has out 0 and lse -inf (its sink's logit,
-    if it has one). Raises ArgumentError for a wrong argument and
-    NotImplementedError, with every backend's reason, where nothing serves it.
+    Returns:
+        `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,
+        fp32, (batch, nheads, seqlen_q), packed (nheads, total_q), differentiable, sink included. A
+        row without keys has out 0 and lse -inf, or its sink's logit.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
@@ -131,7 +148,7 @@ def attention(
         if max_seqlen_q is not None or max_seqlen_k is not None:
             words += as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         entry = find(tensors, (*words, *sides, backend))
-        known = None if entry is None else again(entry, (q, k, v), tensors[3:], layout)
+        known = None if entry is None else launch_known(entry, (q, k, v), tensors[3:], layout)
         if known is not None:
             return known if return_lse else known[0]
     align = check_causal(causal)
@@ -211,7 +228,7 @@ def documents_in(
     return documents if is_view else None
 
 
-def again(
+def launch_known(
     entry: Entry,
     inputs: tuple[Tensor, Tensor, Tensor],
     others: tuple[Tensor | None, ...],

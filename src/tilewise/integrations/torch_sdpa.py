@@ -37,25 +37,28 @@ AGAIN = "torch.compiler.reset() recompiles them"
 
 
 def enable_sdpa() -> Enabled:
-    """`torch.nn.functional.scaled_dot_product_attention` is tilewise's from here on, or in a `with`
-    block, for CPU and CUDA tensors.
+    """Makes tilewise the implementation of `torch.nn.functional.scaled_dot_product_attention`, for
+    CPU and CUDA tensors, from here on or within a `with` block.
 
-    >>> import torch, tilewise
-    >>> import torch.nn.functional as F
-    >>> q = torch.randn(1, 4, 16, 32)
-    >>> with tilewise.enable_sdpa():
-    ...     out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
-    >>> torch.nn.attention.current_flash_attention_impl() is None
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> import torch.nn.functional as F
+        >>> q = torch.randn(1, 4, 16, 32)
+        >>> with tilewise.enable_sdpa():
+        ...     out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        >>> torch.nn.attention.current_flash_attention_impl() is None
+        True
 
-    So are nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder, whose fast path
-    is off meanwhile, `torch.nn.attention.varlen`, inside `context_parallel` and what is compiled
-    meanwhile. Blocks may be nested; `disable_sdpa`, or the end of the outermost block, gives back
-    what was there before. It is the same as `activate_flash_attention_impl("tilewise")` of
-    `torch.nn.attention`, except that a block restores FA3 or FA4.
+    It serves nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder, whose fast
+    path is off meanwhile, `torch.nn.attention.varlen`, `context_parallel` and functions that are
+    compiled meanwhile. It is the same as `activate_flash_attention_impl("tilewise")` of
+    `torch.nn.attention`, except that a block restores FA3 or FA4. What tilewise refuses goes to
+    torch's own kernel, with a PerformanceWarning that says why; so do calls inside of `sdpa_kernel`
+    without FLASH_ATTENTION.
 
-    What tilewise refuses goes to torch's own kernel, with a PerformanceWarning that says why. So do
-    calls inside of `sdpa_kernel` without FLASH_ATTENTION, as they ask for it.
+    Returns:
+        A context manager. Blocks nest; `disable_sdpa`, or the end of the outermost block, restores
+        the previous implementation.
     """
     was_enabled, before = is_enabled(), attention.current_flash_attention_impl()
     if not was_enabled:
@@ -65,14 +68,15 @@ def enable_sdpa() -> Enabled:
 
 
 def disable_sdpa() -> None:
-    """Takes `enable_sdpa` back, however often it was called: torch's own kernels, or FA3 or FA4
-    where it was active before, serve again.
+    """Reverts `enable_sdpa`, however often it was called, to torch's own kernels, or FA3 or FA4
+    where one was active before.
 
-    >>> import torch, tilewise
-    >>> _ = tilewise.enable_sdpa()
-    >>> tilewise.disable_sdpa()
-    >>> torch.nn.attention.current_flash_attention_impl() is None
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> _ = tilewise.enable_sdpa()
+        >>> tilewise.disable_sdpa()
+        >>> torch.nn.attention.current_flash_attention_impl() is None
+        True
 
     Functions that were compiled meanwhile keep tilewise until `torch.compiler.reset()`.
     """
@@ -94,7 +98,7 @@ def is_enabled() -> bool:
 
 
 class Enabled:
-    """What `enable_sdpa` returns: a context whose end takes it back."""
+    """The context manager that `enable_sdpa` returns: its end reverts the call."""
 
     def __init__(self, was_enabled: bool) -> None:
         self._was_enabled = was_enabled

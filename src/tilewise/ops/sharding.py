@@ -18,11 +18,15 @@ _registered = False
 
 
 def register() -> bool:
-    """Registers the rules of both operators, once; False where torch has no DTensor to tell.
+    """Registers the sharding rules of both operators with DTensor, once.
 
-    >>> from tilewise.integrations import dtensor
-    >>> dtensor.register() == torch.distributed.is_available()
-    True
+    Example:
+        >>> from tilewise.integrations import dtensor
+        >>> dtensor.register() == torch.distributed.is_available()
+        True
+
+    Returns:
+        False where torch has no DTensor.
     """
     global _registered
     if _registered or not torch.distributed.is_available():

@@ -28,7 +28,7 @@ FEW = 128  # up to so many elements the mean error is noise: only the maximum is
 
 
 class Verdict(NamedTuple):
-    """Errors beside their bounds; `ok` also says that infinities are where they belong."""
+    """Errors with their bounds; `ok` also requires that infinities are where they belong."""
 
     max_error: float
     max_bound: float
@@ -42,17 +42,21 @@ class Verdict(NamedTuple):
 
 
 def judge(result: Tensor, oracle: Tensor, *plain: Tensor) -> Verdict:
-    """Holds `result` to the budget.
+    """Judges a result by the error budget.
 
-    >>> import torch
-    >>> oracle = torch.linspace(-1, 1, 100, dtype=torch.float64)
-    >>> judge(oracle.bfloat16(), oracle, oracle.bfloat16()).ok
-    True
-    >>> judge(oracle.bfloat16() + 0.1, oracle, oracle.bfloat16()).ok
-    False
+    Example:
+        >>> import torch
+        >>> oracle = torch.linspace(-1, 1, 100, dtype=torch.float64)
+        >>> judge(oracle.bfloat16(), oracle, oracle.bfloat16()).ok
+        True
+        >>> judge(oracle.bfloat16() + 0.1, oracle, oracle.bfloat16()).ok
+        False
 
-    All have one shape; `result` and the first `plain` have the dtype whose rounding is allowed. The
-    errors of several plain runs add, element by element.
+    Args:
+        result: in the dtype whose rounding is allowed.
+        oracle: fp64, of the same shape.
+        plain: results of plain code in the precision of `result`; the errors of several add,
+            element by element.
     """
     dtype = plain[0].dtype
     if result.shape != oracle.shape or result.dtype != dtype:
@@ -82,7 +86,17 @@ def rounding_band(oracle: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_within(result: Tensor, oracle: Tensor, plain: Tensor, name: str = "result") -> None:
-    """AssertionError, with the figures, unless `result` is within the budget."""
+    """Asserts that a result is within the error budget.
+
+    Args:
+        result: in the dtype whose rounding is allowed.
+        oracle: fp64, of the same shape.
+        plain: the result of plain code in that precision.
+        name: the name of the result in the message.
+
+    Raises:
+        AssertionError: it is not; the message has the figures.
+    """
     verdict = judge(result, oracle, plain)
     if not verdict.ok:
         raise AssertionError(f"{name} is out of its budget: {verdict}{_misplaced(result, oracle)}")

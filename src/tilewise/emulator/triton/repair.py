@@ -41,9 +41,10 @@ _repaired = False
 
 
 def repair() -> None:
-    """Fixes Triton's interpreter in this process, once; `interpret` calls it for you.
+    """Fixes bfloat16 and fp8 in Triton's interpreter for this process, once; `interpret` calls it.
 
-    >>> repair()
+    Example:
+        >>> repair()
     """
     global _repaired
     if _repaired:

@@ -19,15 +19,22 @@ from .masks import visible_keys
 
 
 def register(name: str = "tilewise") -> None:
-    """Makes `attn_implementation=name` known to transformers; calling it again changes nothing.
+    """Registers `attn_implementation=name` with transformers; calling it again changes nothing.
 
-    >>> from transformers import AutoModel, BertConfig
-    >>> from tilewise.integrations import transformers
-    >>> transformers.register()
-    >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-    >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
+    Example:
+        >>> from transformers import AutoModel, BertConfig
+        >>> from tilewise.integrations import transformers
+        >>> transformers.register()
+        >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
 
     `AutoModel.from_pretrained(path, attn_implementation="tilewise")` takes the name, too.
+
+    Args:
+        name: the name; without "flash" and "/", which transformers looks for on its hub.
+
+    Raises:
+        ArgumentError: the name has one of these.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -53,19 +60,26 @@ def is_registered(name: str = "tilewise") -> bool:
 
 
 def check(model: torch.nn.Module) -> Checked:
-    """Lists a model's attention modules, and for each whether it will reach tilewise.
+    """Lists a model's attention modules, and for each whether it will call tilewise.
 
-    >>> from transformers import AutoModel, BertConfig
-    >>> from tilewise.integrations import transformers
-    >>> transformers.register()
-    >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3)
-    >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
-    >>> print(transformers.check(model))
-    3 BertSelfAttention: tilewise (it calls the attention that its config names)
+    Example:
+        >>> from transformers import AutoModel, BertConfig
+        >>> from tilewise.integrations import transformers
+        >>> transformers.register()
+        >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3)
+        >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
+        >>> print(transformers.check(model))
+        3 BertSelfAttention: tilewise (it calls the attention that its config names)
 
-    Each of `check(model).layers` has a name, a kind (its class), the attention that will run and
-    the reason: "tilewise"; "refused", where the model adds masks that only tilewise's attention
-    reads; "own", where the layer ignores the name; "unknown"; or the name that the model was
-    loaded with. It is told from code, without a run: a call may still be refused for its arguments.
+    It is found from the code, without a run: a call may still be refused for its arguments.
+
+    Args:
+        model: a model of transformers.
+
+    Returns:
+        `layers`, each with a name, a kind (its class), the reason, and the attention that will run,
+        which is "tilewise"; "refused", where the model adds masks that only tilewise's attention
+        reads; "own", where the layer ignores the name; "unknown"; or the name that the model was
+        loaded with.
     """
     return check_model(model, is_registered)
