@@ -35,8 +35,8 @@ def problem_of(q=(1, 8, 2, 64), k=(1, 8, 2, 64), headdim_v=64, dtype=BF16, extra
 def test_described_has_all_that_a_descriptor_has():
     """The launcher of this Triton may read any of it."""
     theirs = {x.name: x.default for x in dataclasses.fields(TensorDescriptor)}
-    defaults = descriptors.Described._field_defaults
-    assert theirs.keys() <= set(descriptors.Described._fields)
+    defaults = descriptors.DescriptorFields._field_defaults
+    assert theirs.keys() <= set(descriptors.DescriptorFields._fields)
     assert all(theirs[name] == default for name, default in defaults.items() if name in theirs)
 
 

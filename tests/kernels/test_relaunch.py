@@ -15,7 +15,7 @@ from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.relaunch import distinct_views, pattern_of
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.kernels.hopper.bwd import relaunch as bwd_again
-from tilewise.kernels.hopper.descriptors import Described
+from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
@@ -64,7 +64,7 @@ def plain(args):
     """Arguments as the driver gets them."""
     found = []
     for x in args:
-        if isinstance(x, (TensorDescriptor, Described)):
+        if isinstance(x, (TensorDescriptor, DescriptorFields)):
             found += [x.base.data_ptr(), *x.shape, *x.strides]
         elif isinstance(x, torch.Tensor):
             found.append(x.data_ptr())

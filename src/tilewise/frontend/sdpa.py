@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError, Words
-from ..mods.flatten import NO_MODIFIERS, Modifiers, modifiers_by
+from ..mods.flatten import NO_MODIFIERS, FlatMods, modifiers_by
 from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
@@ -148,7 +148,7 @@ def alignment(attn_mask: Tensor | None, scores: tuple[int, ...]) -> str | None:
     return "bottom_right"
 
 
-def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Modifiers]:
+def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, FlatMods]:
     """An attn_mask of torch's for a call of these shapes: numbers are a bias, bools a mask."""
     if attn_mask is None:
         return None, NO_MODIFIERS

@@ -184,7 +184,7 @@ OPERATORS = {
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
 
 
-def undefined(op: str, operands: Sequence[Node] | Sequence[Step]) -> str:
+def undefined(op: str, operands: Sequence[Node] | Sequence[TreeStep]) -> str:
     """What is wrong with an operator of these nodes, or steps; "" if nothing is."""
     if op not in (*DIVISIONS, *SHIFTS) or operands[1].op != INT:
         return ""
@@ -235,7 +235,7 @@ def slots_of(expr: Node) -> int:
     return 1 + max((x.value[0] for x in nodes_of(expr) if x.op == "load"), default=-1)
 
 
-class Step(NamedTuple):
+class TreeStep(NamedTuple):
     """A node whose inputs are given by their numbers, as computers take them."""
 
     op: str
@@ -244,14 +244,14 @@ class Step(NamedTuple):
     kind: str
 
 
-def steps(expr: Node) -> list[Step]:
+def steps(expr: Node) -> list[TreeStep]:
     """The distinct nodes as steps: what stands in the tree twice is here once."""
-    found: list[Step] = []
+    found: list[TreeStep] = []
     numbers: dict[Node, int] = {}
     for node in nodes_of(expr):
         numbers[node] = len(found)
         inputs = tuple(numbers[x] for x in node.inputs)
-        found.append(Step(node.op, inputs, node.value, node.kind))
+        found.append(TreeStep(node.op, inputs, node.value, node.kind))
     return found
 
 

@@ -23,7 +23,7 @@ Sides = tuple[BlockLists, BlockLists]  # of n_blocks per m_block, and the transp
 BLOCK_TENSORS = 8  # of a block mask: counts and indices, partial and full, by queries and by keys
 
 
-class Modifiers(NamedTuple):
+class FlatMods(NamedTuple):
     """What modifies scores, as `Problem` and `Extras` carry it."""
 
     mods: Mods = NO_MODS
@@ -44,7 +44,7 @@ def modifiers_of(
     score_mod: scores.ScoreFunction | None,
     block_mask: BlockMask | None,
     sizes: tuple[int, int, int, int],
-) -> Modifiers:
+) -> FlatMods:
     """The modifiers of a call, as users write them; `sizes` are batch, nheads, seqlen_q and
     seqlen_k, lengths of 0 where they are not known.
     """
@@ -72,12 +72,12 @@ def modifiers_of(
     )
     of_mask = () if mask is None else mask.tensors
     of_score = () if score is None else score.tensors
-    return Modifiers(names, (*blocks, *of_mask, *of_score))
+    return FlatMods(names, (*blocks, *of_mask, *of_score))
 
 
-def modifiers_by(seen: Tensor) -> Modifiers:
+def modifiers_by(seen: Tensor) -> FlatMods:
     """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
-    return Modifiers(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
+    return FlatMods(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
 
 
 @gives_constant
@@ -246,4 +246,4 @@ def loads_per_pair(names: Mods) -> bool:
     return False
 
 
-NO_MODIFIERS = Modifiers()
+NO_MODIFIERS = FlatMods()

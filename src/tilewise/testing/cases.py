@@ -43,7 +43,7 @@ class Case(NamedTuple):
         return zlib.crc32(self.name.encode())
 
 
-class Described(Protocol):
+class CallSpec(Protocol):
     """What says which call is made."""
 
     @property
@@ -339,13 +339,13 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
     return _as_rows(x, case).sum(-1)
 
 
-def run(attend, case: Described, inputs: Inputs, **how) -> dict[str, Tensor]:
+def run(attend, case: CallSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
     return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
 
 
 def _attend(
-    attend, case: Described, inputs: Inputs, **how
+    attend, case: CallSpec, inputs: Inputs, **how
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors that want gradients, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}

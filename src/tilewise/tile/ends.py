@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-class Interval(NamedTuple):
+class RowInterval(NamedTuple):
     """What each row sees of its columns: first <= column < stop."""
 
     first: tl.tensor
@@ -16,7 +16,7 @@ class Interval(NamedTuple):
 @triton.jit
 def load_ends(row, batch, head, ends):
     """What each row sees, by the first two of these tensors; nothing past the last row."""
-    return Interval(load_end(ends[0], row, batch, head), load_end(ends[1], row, batch, head))
+    return RowInterval(load_end(ends[0], row, batch, head), load_end(ends[1], row, batch, head))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ are: so an element takes one comparison for each end that there is.
 import triton
 import triton.language as tl
 
-from .ends import Interval, load_ends
+from .ends import RowInterval, load_ends
 
 LAST = tl.constexpr(0x7FFFFFFF)  # past every column
 
@@ -45,11 +45,11 @@ def band_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.constexp
         stop = k_idx - (diagonal - left - 1)
         if not FEATURES.RIGHT:
             stop = tl.where(is_key, stop, -LAST)
-        return Interval(first, stop)
+        return RowInterval(first, stop)
     else:
         first = q_idx + (diagonal - left)
         stop = tl.minimum(q_idx + (diagonal + right + 1), seqlen_k) if FEATURES.RIGHT else seqlen_k
-        return Interval(first, stop)
+        return RowInterval(first, stop)
 
 
 @triton.jit
@@ -60,11 +60,11 @@ def ends_seen(q_idx, k_idx, seq, TRANSPOSED: tl.constexpr):
     if TRANSPOSED:
         seen = load_ends(k_idx, seq.batch, seq.head, (first_query, stop_query))
         first = tl.where(k_idx < seqlen_k, seen.first - seq.origin, LAST)
-        return Interval(first, seen.stop - seq.origin)
+        return RowInterval(first, seen.stop - seq.origin)
     else:
         seen = load_ends(q_idx, seq.batch, seq.head, (first_key, stop_key))
         stop = tl.minimum(seen.stop - seq.origin, seqlen_k)
-        return Interval(seen.first - seq.origin, stop)
+        return RowInterval(seen.first - seq.origin, stop)
 
 
 @triton.jit

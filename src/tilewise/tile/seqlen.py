@@ -10,7 +10,7 @@ import triton.language as tl
 from .bounds import clamp
 from .dropout import stream_of
 from .score import load_slope
-from .types import Lengths, Place, Sequence
+from .types import Lengths, Sequence, SequenceOffsets
 
 
 @triton.jit
@@ -19,9 +19,9 @@ def place_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     if FEATURES.PACKED:
         first_q, rows_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
         first_k, rows_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
-        return Place(batch * 0, first_q, first_k, rows_q, rows_k)
+        return SequenceOffsets(batch * 0, first_q, first_k, rows_q, rows_k)
     else:
-        return Place(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
+        return SequenceOffsets(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
 
 
 @triton.jit

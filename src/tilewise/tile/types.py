@@ -189,7 +189,7 @@ class Lengths(NamedTuple):
     diagonal: int
 
 
-class Place(NamedTuple):
+class SequenceOffsets(NamedTuple):
     """Where a sequence lies in its tensors, and how many rows it has there, used or not."""
 
     batch: int  # 0 where sequences are packed

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from .machine import HopperError, running
-from .memory import Memory, poison
+from .memory import SmemView, poison
 from .values import TRITON, to_value
 
 ALIGNMENT = 16  # bytes
@@ -78,7 +78,7 @@ class Descriptor:
             )
         return self.flat.as_strided(outer, steps, offset), tuple(inner)
 
-    def in_shared(self, memory: Memory) -> Memory:
+    def in_shared(self, memory: SmemView) -> SmemView:
         """The shared memory of one block, in the shape of the block."""
         if memory.dtype != self.dtype or memory.numel != math.prod(self.block_shape):
             raise ValueError(
@@ -128,7 +128,7 @@ def load(
 class Store:
     """A copy out of shared memory: it reads once, late, and writes later."""
 
-    def __init__(self, descriptor: Descriptor, coord: Any, source: Memory, combine: Any) -> None:
+    def __init__(self, descriptor: Descriptor, coord: Any, source: SmemView, combine: Any) -> None:
         self.descriptor, self.coord = descriptor, [int(i) for i in coord]
         self.source, self.combine = descriptor.in_shared(source), combine
         self.data: torch.Tensor | None = None

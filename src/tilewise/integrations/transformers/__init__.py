@@ -14,7 +14,7 @@ import torch
 
 from ...errors import ArgumentError
 from .forward import attention_forward
-from .layers import Checked, check_model
+from .layers import LayerReport, check_model
 from .masks import visible_keys
 
 
@@ -59,7 +59,7 @@ def is_registered(name: str = "tilewise") -> bool:
     return AttentionInterface().get(name) is attention_forward
 
 
-def check(model: torch.nn.Module) -> Checked:
+def check(model: torch.nn.Module) -> LayerReport:
     """Lists a model's attention modules, and for each whether it will call tilewise.
 
     Example:

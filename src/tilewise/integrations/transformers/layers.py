@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     reason: str
 
 
-class Checked(NamedTuple):
+class LayerReport(NamedTuple):
     """The attention modules of a model; as a string, one line for each kind."""
 
     layers: tuple[Layer, ...]
@@ -45,7 +45,7 @@ class Checked(NamedTuple):
         return "\n".join(lines) or "no attention modules found"
 
 
-def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> Checked:
+def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> LayerReport:
     """`is_ours`: whether that name of an implementation is tilewise's."""
     layers = []
     parents: list[tuple[str, torch.nn.Module]] = []  # from the model down to the module
@@ -56,7 +56,7 @@ def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> Check
         above = [parent for _, parent in parents]
         if _is_attention(module):
             layers.append(_layer(name, module, above, is_ours))
-    return Checked(tuple(layers))
+    return LayerReport(tuple(layers))
 
 
 def _layer(name, module, above: list[torch.nn.Module], is_ours: Callable[[str], bool]) -> Layer:

@@ -17,7 +17,7 @@ import triton.language as tl
 from ...tile.types import Strided
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """The rows of one head: where they start, how far apart they lie, how many there are."""
 
     ptr: tl.tensor
@@ -59,7 +59,7 @@ def open_rows(
             head_of(x, batch, head), [rows, D], [x.row.to(tl.int64), 1], [ROWS, BLOCK_D]
         )
     else:
-        return Rows(head_of(x, batch, head), x.row, limit)
+        return HeadRows(head_of(x, batch, head), x.row, limit)
 
 
 @triton.jit

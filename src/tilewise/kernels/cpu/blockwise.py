@@ -24,7 +24,7 @@ import torch
 
 from ...problem import Grads
 from . import modify, tiles
-from .dense import Dense, Rows, rows
+from .dense import Dense, QueryRange, rows
 from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
 
 Tensor = torch.Tensor
@@ -46,7 +46,7 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
 
 
 def _attend(
-    dense: Dense, x: Chunk, r: Rows, q: Tensor, workspace: Workspace
+    dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """O and LSE of one block of scaled queries (heads, group * rows, headdim)."""
     heads, nrows, _ = q.shape
@@ -125,7 +125,7 @@ class Given(NamedTuple):
 def _attend_backward(
     dense: Dense,
     x: Chunk,
-    r: Rows,
+    r: QueryRange,
     given: Given,
     targets: tuple[Tensor, Tensor, Tensor | None],
     workspace: Workspace,
@@ -170,7 +170,7 @@ def _attend_backward(
     return dq.mul_(dense.scale)
 
 
-def _add_dsinks(dsinks: Tensor, x: Chunk, r: Rows, given: Given) -> None:
+def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, given: Given) -> None:
     """The sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
     by_head = (x.sinks.shape[0], x.group, r.stop - r.start, 1)
     ds = torch.exp(x.sinks - given.lse.view(by_head)) * given.delta.view(by_head)

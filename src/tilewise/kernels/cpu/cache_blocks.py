@@ -21,7 +21,7 @@ ALIGN = 16  # elements: 64 bytes in fp32
 FEW_PAGES = 2  # are copied one by one
 
 
-class Memory(NamedTuple):
+class BlockBuffers(NamedTuple):
     """A block's, and what products read of it."""
 
     rows: Tensor  # (n, nheads_k, ...)
@@ -33,9 +33,9 @@ class Workspace:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype  # of blocks
-        self.blocks: dict[tuple[str, int], Memory] = {}
+        self.blocks: dict[tuple[str, int], BlockBuffers] = {}
 
-    def block(self, name: str, place: int, x: Tensor, n: int) -> Memory:
+    def block(self, name: str, place: int, x: Tensor, n: int) -> BlockBuffers:
         """The memory of a slot; slot -1 serves keys and values alternately."""
         key = name, place
         if key not in self.blocks:
@@ -46,7 +46,7 @@ class Workspace:
             flat = x.new_empty(n * pitch, dtype=self.dtype) if flat is None else flat
             rows = flat.view(n, pitch)[:, :width].unflatten(1, x.shape[2:])
             factor = rows.permute(1, 2, 0) if name == "k" else rows.transpose(0, 1)
-            self.blocks[key] = Memory(rows, factor)
+            self.blocks[key] = BlockBuffers(rows, factor)
         return self.blocks[key]
 
 

@@ -84,7 +84,7 @@ def make_dense(
     return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, *band)
 
 
-class Rows(NamedTuple):
+class QueryRange(NamedTuple):
     """A block of queries [start, stop) and the keys it sees.
 
     Keys [first, last) are seen by some query; [full_first, full_last), a part of them, by all.
@@ -98,7 +98,7 @@ class Rows(NamedTuple):
     full_last: int
 
 
-def rows(dense: Dense, block: int) -> Iterator[Rows]:
+def rows(dense: Dense, block: int) -> Iterator[QueryRange]:
     """Blocks of queries from the top, each with the band of keys that it needs to look at."""
     seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
     for start in range(0, seqlen_q, block):
@@ -111,4 +111,4 @@ def rows(dense: Dense, block: int) -> Iterator[Rows]:
         if dense.right >= 0:
             last = min(seqlen_k, stop + dense.diagonal + dense.right)
             full_last = min(seqlen_k, start + dense.diagonal + dense.right + 1)
-        yield Rows(start, stop, first, last, full_first, full_last)
+        yield QueryRange(start, stop, first, last, full_first, full_last)

@@ -19,7 +19,7 @@ END = gl.constexpr(-1)  # the start that says: no more
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """What all partitions know of the call."""
 
     queue: Queue

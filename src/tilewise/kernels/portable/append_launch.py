@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def append(new: Append) -> None:
-    """Writes k and v to the caches; positions turn k first."""
+    """Writes k and v to the caches; rotary tables rotate k first."""
     if new.k_cache.numel() and new.k.numel():
         run(plan_of(new), new.k.device)
 
@@ -31,7 +31,7 @@ def plan_of(new: Append) -> SplitPlan:
     positions = 0 if cos is None else cos.shape[0]
     if half * positions == 0:  # nothing is turned
         cos, sin, half = None, None, 0
-    new = NewKeys(
+    keys = NewKeys(
         *(strided_of(k), strided_of(v), used, starts, _contiguous(new.slots)),
         *(batch, k.shape[-3], cos, sin, positions),
     )
@@ -41,7 +41,7 @@ def plan_of(new: Append) -> SplitPlan:
     padded = (triton.next_power_of_2(n) for n in sizes)
     widths = Widths(*sizes, *padded, half, is_interleaved)
     cache = cache_of(new.k_cache, new.v_cache, new.page_table)
-    return SplitPlan(cache_append_kernel, total, (new, cache, total), dict(WIDTHS=widths))
+    return SplitPlan(cache_append_kernel, total, (keys, cache, total), dict(WIDTHS=widths))
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -26,7 +26,7 @@ from ...tile.score import scaled
 from .queries import open_queries, recompute_block
 
 
-class Load(NamedTuple):
+class CapturedLoad(NamedTuple):
     """A place where a score function reads what it captured; constants of the kernel."""
 
     SLOPE: Any  # d f / d t[index], a function as FEATURES.SCORE_MOD is

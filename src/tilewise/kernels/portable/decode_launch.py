@@ -16,7 +16,7 @@ from ..common.building import first_launch
 from ..common.cached import Cached
 from ..common.relaunch import Launched, distinct_extras, distinct_views
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
-from .decode_relaunch import Step, step_of
+from .decode_relaunch import DecodeStep, step_of
 from .launch import on_device, padded_headdims
 
 Tensor = torch.Tensor
@@ -99,7 +99,7 @@ def tile_of(problem: Problem) -> Tile:
     return Tile(block_m, block_n, block_d, block_dv, False)
 
 
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
     again, where the call has an entry.
     """

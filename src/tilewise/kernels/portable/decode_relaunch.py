@@ -15,7 +15,7 @@ from ..common.relaunch import Launched, Relaunch, addresses_of, may_relaunch, re
 Tensor = torch.Tensor
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """The launches of a decode step. Holds no tensor."""
 
     launches: list[Relaunch]
@@ -49,10 +49,10 @@ class Step(NamedTuple):
 
 def step_of(
     cached: Cached, out: Tensor, lse: Tensor, states: Sequence[Tensor], launches: list[Launched]
-) -> Step | None:
+) -> DecodeStep | None:
     """The launches of a call; None where it may not be relaunched."""
     relaunches = relaunches_of(launches, (*cached.tensors, out, lse, *states))
     if relaunches is None:
         return None
     shapes = tuple(out.shape), tuple(lse.shape), tuple(x.numel() for x in states)
-    return Step(relaunches, cached.q.device.index, *shapes)
+    return DecodeStep(relaunches, cached.q.device.index, *shapes)

@@ -17,7 +17,7 @@ from ...tile.split_kv import default_split_size
 from ..common.cached import Cached
 from ..common.outputs import empty_out
 from . import decode_launch
-from .decode_relaunch import Step
+from .decode_relaunch import DecodeStep
 
 Tensor = torch.Tensor
 MOST_ROWS = 16  # queries times query heads of a key head: one tile
@@ -42,7 +42,7 @@ class Forward:
         self.problem = problem
         self.scalars = scalars
         self.split_size = default_split_size(problem.group)
-        self.step: Step | None = None
+        self.step: DecodeStep | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         cached = Cached(q, k, v, None, extras, self.scalars, self.split_size, entry=self)

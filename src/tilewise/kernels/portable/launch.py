@@ -45,7 +45,7 @@ from ..common.relaunch import (
     may_relaunch,
     relaunches_of,
 )
-from .bwd_captured import Load, attn_bwd_captured_kernel
+from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
 from .fit import fit_to_memory
@@ -325,11 +325,11 @@ def plan_captured(
     return plans
 
 
-def load_of(load: Node, slope: Node, is_wide: bool) -> Load:
+def load_of(load: Node, slope: Node, is_wide: bool) -> CapturedLoad:
     """A load, and the score function's slope there, as kernels take it."""
     indices_used = {node.op for node in nodes_of(load)}
     functions = function_of(intern(slope)), place_function_of(intern(load))
-    return Load(*functions, "q_idx" in indices_used, "k_idx" in indices_used, is_wide)
+    return CapturedLoad(*functions, "q_idx" in indices_used, "k_idx" in indices_used, is_wide)
 
 
 def run(plan: Plan) -> Launched:

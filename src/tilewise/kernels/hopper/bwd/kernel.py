@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..layouts import shared
-from ..work import Call
+from ..work import KernelCall
 from .bias import make_bias
 from .exchange import make_exchange
 from .exchange_wide import make_wide_exchange
@@ -23,7 +23,7 @@ from .load import load_partition
 from .mma import grad_partition
 from .mma_wide import key_partition, value_partition
 from .ordered_add import make_add_barriers, signal_partition, wait_partition
-from .rings import Inputs, Rings, make_keys, make_queries, make_tile_messages
+from .rings import Rings, Sources, make_keys, make_queries, make_tile_messages
 
 
 class Outputs(NamedTuple):
@@ -70,10 +70,10 @@ def hopper_bwd_kernel(
     out_smem = make_out(dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
+    inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
     outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
     rings = Rings(keys, queries, exchange, messages, add_barriers, bias)
-    call = Call(queue, optionals, sizes, numbers)
+    call = KernelCall(queue, optionals, sizes, numbers)
     if TILE.ORDERED:
         gl.warp_specialize(
             [

@@ -26,7 +26,7 @@ from .. import assembly
 from ..bias_memory import has_tiles
 from ..descriptors import (
     ELEMENTS,
-    Described,
+    DescriptorFields,
     checked,
     in_steps,
     is_in_steps,
@@ -69,17 +69,17 @@ class Plan(NamedTuple):
 class BwdArgs(NamedTuple):
     """The arguments of the kernel but its constants."""
 
-    q: Described
-    dout: Described
-    k: Described
-    v: Described
-    stats: Described
+    q: DescriptorFields
+    dout: DescriptorFields
+    k: DescriptorFields
+    v: DescriptorFields
+    stats: DescriptorFields
     dq: Tensor  # accumulated
     dq_semaphore: Tensor | None
-    dk: Described
-    dv: Described
-    bias: Described | None
-    dbias: Described | None
+    dk: DescriptorFields
+    dv: DescriptorFields
+    bias: DescriptorFields | None
+    dbias: DescriptorFields | None
     heads_per_batch: tuple[int, int]  # batch strides of k and v, in heads; see `ragged_by_head`
     queue: Queue
     optionals: Optionals

@@ -16,7 +16,7 @@ from ..work import END, Work, is_partial, reset_counter
 from .bias import copy_bias
 from .block_list import count_listed, listed_block, listed_blocks
 from .block_metadata import write_metadata
-from .query_blocks import Block, block_after, count_blocks, first_block
+from .query_blocks import QueryBlock, block_after, count_blocks, first_block
 from .work_tile import (
     RaggedWork,
     fetch_tile,
@@ -121,7 +121,7 @@ def load_blocks(
             listed = listed_blocks(work.start, work.batch, head, modifiers, call, FEATURES, TILE)
             for i in range(count_listed(listed, FEATURES, TILE)):
                 m_block, is_listed_partial = listed_block(listed, i, FEATURES, TILE)
-                block = Block(head, m_block)
+                block = QueryBlock(head, m_block)
                 masked = is_listed_partial | ~is_whole
                 load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
                 copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)

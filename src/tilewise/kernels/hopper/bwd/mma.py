@@ -45,7 +45,7 @@ from .query_blocks import block_after, block_index, count_blocks, first_block
 from .work_tile import receive_tile, tile_lengths
 
 
-class Recomputed(NamedTuple):
+class RecomputedBlock(NamedTuple):
     """A block of probabilities, and what dS is a multiple of."""
 
     operand: gl.tensor  # (64, BLOCK_M), in 16 bits, as dV takes it
@@ -335,7 +335,7 @@ def recompute(
         keep_bits = draw_block(k_start, block, call, FEATURES, TILE)
         p = marked(p, keep_bits, FEATURES, TILE)
         operand = dropped_operand(p, keep_bits, dtype, False, FEATURES, TILE)
-    return Recomputed(operand, weight_of(p, scored.derivative, FEATURES, TILE), keep_bits)
+    return RecomputedBlock(operand, weight_of(p, scored.derivative, FEATURES, TILE), keep_bits)
 
 
 @gluon.jit

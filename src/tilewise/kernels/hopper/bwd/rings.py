@@ -17,7 +17,7 @@ from .ordered_add import AddBarriers
 from .work_tile import RAGGED_FIELDS
 
 
-class Inputs(NamedTuple):
+class Sources(NamedTuple):
     """What the load warp copies from."""
 
     q: tma.tensor_descriptor
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
-class Keys(NamedTuple):
+class KeyRing(NamedTuple):
     """The tile of keys that a program holds: a ring of one stage."""
 
     k: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_D)
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Queries(NamedTuple):
+class QueryRing(NamedTuple):
     """A ring of blocks of queries, two stages: all that comes with one."""
 
     q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D)
@@ -53,8 +53,8 @@ class Queries(NamedTuple):
 class Rings(NamedTuple):
     """All that passes through shared memory between warps."""
 
-    keys: Keys
-    queries: Queries
+    keys: KeyRing
+    queries: QueryRing
     exchange: tuple  # what one matmul warpgroup makes and the other needs
     messages: Ring
     add_barriers: AddBarriers
@@ -70,7 +70,7 @@ def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
     k = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype))
     v = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(1, 1, 2)
-    return Keys(k, v, full, empty)
+    return KeyRing(k, v, full, empty)
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     full, empty = make_barriers(2, 1, 2)
-    return Queries(q, do, minus_lse, minus_delta, full, empty, make_metadata())
+    return QueryRing(q, do, minus_lse, minus_delta, full, empty, make_metadata())
 
 
 @gluon.jit

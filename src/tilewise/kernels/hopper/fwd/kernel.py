@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..bias import make_biases
 from ..layouts import shared
 from ..pipeline import Ring, Steps, make_barriers, make_ring
-from ..work import Call
+from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output, make_handovers
 from .load import Sources, load_partition
 from .mma import attend_partition
@@ -74,7 +74,7 @@ def hopper_fwd_kernel(
 
     # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
     output = Output(out_desc, out_smem, lse, out_full, out_empty)
-    call = Call(queue, optionals, sizes, numbers)
+    call = KernelCall(queue, optionals, sizes, numbers)
     sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
     if WARPGROUPS == 2:
         rings = Rings((q_0, q_1), steps, messages, bias)

@@ -36,7 +36,7 @@ from ..bias_memory import bias_step, has_tiles, in_pairs
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import (
     ELEMENTS,
-    Described,
+    DescriptorFields,
     checked,
     descriptors,
     in_steps,
@@ -71,10 +71,10 @@ class Plan(NamedTuple):
 class FwdArgs(NamedTuple):
     """What the kernel is launched with, but its constants."""
 
-    q: Described
-    k: Described
-    v: Described
-    out: Described | Strided
+    q: DescriptorFields
+    k: DescriptorFields
+    v: DescriptorFields
+    out: DescriptorFields | Strided
     lse: Tensor
     queue: Queue
     optionals: Optionals
@@ -82,7 +82,7 @@ class FwdArgs(NamedTuple):
     numbers: Numbers
     heads_per_batch: tuple[int, int]  # batch strides of k and v, in heads; see `ragged_by_head`
     v_step: int  # where v is flat, elements from a head to the next
-    bias: Described | None
+    bias: DescriptorFields | None
 
 
 def forward(

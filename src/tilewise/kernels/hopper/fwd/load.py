@@ -20,7 +20,7 @@ from ..tma import load_ragged
 from ..work import (
     END,
     LANES,
-    Call,
+    KernelCall,
     fetch_next_tile,
     fetched_tile,
     key_block,
@@ -42,7 +42,7 @@ class Sources(NamedTuple):
     v_step: gl.tensor  # where V is flat, elements from a head of it to the next
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Where a block of keys lies."""
 
     batch: gl.tensor
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     n_start: gl.tensor
 
 
-class RaggedBlock(NamedTuple):
+class RaggedKeyBlock(NamedTuple):
     """The same where a sequence may end inside the tensor: see `tma`."""
 
     head: tuple  # of K, and of V
@@ -66,14 +66,14 @@ class Progress(NamedTuple):
     q: PipelineState
     steps: PipelineState
     bias: PipelineState
-    prev_block: Block
+    prev_block: KeyBlock
     has_prev: gl.tensor  # the first step of all has no V, the last one no K
 
 
 @gluon.jit
 def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     modifiers = modifiers_of(call.optionals)
-    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
+    call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
     progress = Progress(start(), start(), start(), start(), nowhere(FEATURES), False)
     tile = gl.program_id(0)
     if FEATURES.PACKED:
@@ -136,9 +136,9 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
 def nowhere(FEATURES: gl.constexpr):
     """Before the first block."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return RaggedBlock((0, 0), 0, 0, 0)
+        return RaggedKeyBlock((0, 0), 0, 0, 0)
     else:
-        return Block(0, 0, 0)
+        return KeyBlock(0, 0, 0)
 
 
 @gluon.jit
@@ -147,9 +147,9 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
         heads_k, heads_v = sources.heads_per_batch
         heads = head_k + batch * heads_k, head_k + batch * heads_v
-        return RaggedBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
+        return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
     else:
-        return Block(batch, head_k, n_start)
+        return KeyBlock(batch, head_k, n_start)
 
 
 @gluon.jit

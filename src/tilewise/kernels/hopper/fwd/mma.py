@@ -26,7 +26,7 @@ from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, left_operand, row_of
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
-from ..work import END, Call, key_block
+from ..work import END, KernelCall, key_block
 from .dropout import from_pairs
 from .epilogue import write_tile
 from .scores import dropout, open_rows, prefetch_bias, to_scores
@@ -41,7 +41,7 @@ class BlockSplit(NamedTuple):
     idle: gl.tensor  # because it has no rows at all
 
 
-class Step(NamedTuple):
+class BlockSoftmax(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
     p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see dropout.py
@@ -81,7 +81,7 @@ def attend_partition(
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     scale = exp_scale(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
     modifiers = modifiers_of(call.optionals)
-    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
+    call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
     messages_state = start()
     q_state = start()
@@ -271,7 +271,7 @@ def softmax_step(
 ):
     """The softmax of a block with exponentials p, after blocks with the sums l_i."""
     kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-    return Step(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
+    return BlockSoftmax(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.dropout import stream_of
-from ....tile.ends import Interval, load_ends
+from ....tile.ends import RowInterval, load_ends
 from ....tile.score import exp_scale, load_slope, score_without_bias
 from ....tile.softmax import running_max
 from ....tile.types import Lengths, Sequence
@@ -23,14 +23,14 @@ from .rows import head_of_row, query_of_row
 from .varlen import lengths_in
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """The rows of a tile, as scores and masks want them."""
 
     work: Work
     rows: gl.tensor
     slope_log2: gl.tensor
     stream: tuple  # of dropout's random numbers
-    seen: Interval  # keys, of a mask that keeps such ends
+    seen: RowInterval  # keys, of a mask that keeps such ends
 
 
 @gluon.jit
@@ -40,11 +40,11 @@ def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     stream = 0
     if FEATURES.DROPOUT:
         stream = stream_of(call.optionals.dropout_rng, work.batch, work.head)
-    seen = Interval(0, 0)
+    seen = RowInterval(0, 0)
     if FEATURES.ENDS:
         q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
         seen = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
-    return Rows(work, rows, slope_log2, stream, seen)
+    return TileRows(work, rows, slope_log2, stream, seen)
 
 
 @gluon.jit
@@ -120,7 +120,7 @@ def to_scores(
         if FEATURES.ENDS:
             first, stop = tile.seen.first[:, None], tile.seen.stop[:, None]
             stop = gl.minimum(stop - seq.origin, seq.lengths.seqlen_k)
-            s = hide_outside(s, Interval(first - seq.origin, stop))
+            s = hide_outside(s, RowInterval(first - seq.origin, stop))
         else:
             s = hide(s, q_idx, k_idx, seq, FEATURES)
         m_i = running_max(s, m_i, scale)
