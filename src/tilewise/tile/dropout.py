@@ -1,8 +1,8 @@
 """Which pairs of a tile dropout keeps: the map of `tilewise.tile.random_bytes`, for kernels.
 
-Every element asks for the words of its group. Elements of one group that lie in one thread ask the
-same question, and the compiler computes it once: in wgmma's accumulator layout, queries down, a
-thread has all 16 of a group; keys down (the backward's S^T) it has four.
+Every element computes the words of its group. The compiler merges the equal computations of
+elements of one group in one thread: in wgmma's accumulator layout, queries down, a thread has all
+16 of a group; keys down (the backward's S^T) it has four.
 """
 
 from typing import NamedTuple

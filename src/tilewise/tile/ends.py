@@ -1,4 +1,4 @@
-"""The ends of a mask whose rows are intervals, where they are kept in memory (`mods.ends`)."""
+"""Loads the ends of a mask whose rows are intervals (`mods.ends`)."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class RowInterval(NamedTuple):
-    """What each row sees of its columns: first <= column < stop."""
+    """The unmasked columns of each row: first <= column < stop."""
 
     first: tl.tensor
     stop: tl.tensor
@@ -15,7 +15,9 @@ class RowInterval(NamedTuple):
 
 @triton.jit
 def load_ends(row, batch, head, ends):
-    """What each row sees, by the first two of these tensors; nothing past the last row."""
+    """The unmasked interval of each row, from the first two of these tensors; empty past the last
+    row.
+    """
     return RowInterval(load_end(ends[0], row, batch, head), load_end(ends[1], row, batch, head))
 
 

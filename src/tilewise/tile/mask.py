@@ -1,8 +1,8 @@
 """The mask of a tile of scores: a band, as an interval of columns for each row, and a function.
 
 Query i sees key j where i + diagonal - left <= j <= i + diagonal + right and j < seqlen_k
-(`tilewise.tile.predicates`). Both ends are numbers a row, whichever of a tile's sides the queries
-are: so an element takes one comparison for each end that there is.
+(`tilewise.tile.predicates`). Both ends are per row, whether queries are rows or columns of the
+tile: so an element takes one comparison for each end.
 """
 
 import triton
@@ -69,16 +69,14 @@ def ends_seen(q_idx, k_idx, seq, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def function_allows(q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """What the mask function says of each pair."""
+    """The mask function's value for each pair."""
     tensors = seq.modifiers.mask_tensors
     return FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)
 
 
 @triton.jit
 def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the
-    tile.
-    """
+    """Sets masked scores to -inf; q_idx and k_idx broadcast over the tile."""
     TRANSPOSED: tl.constexpr = k_idx.shape[1] == 1
     LEFT: tl.constexpr = FEATURES.LEFT
     seen = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)

@@ -54,8 +54,8 @@ def query_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
 def query_tile_in_group(tile, queue, seqlen_q, BLOCK_M: tl.constexpr):
     """Tile number -> (m_block, head, batch), for programs that take tile after tile.
 
-    Heads come in groups, so that the programs at work read few keys and values; in each group the
-    longest tiles come first.
+    Heads come in groups, so that concurrent programs read few keys and values (L2 reuse); in each
+    group the longest tiles come first.
     """
     m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     rank, head, batch = _in_group(tile, queue, m_blocks)

@@ -22,15 +22,15 @@ import triton.language as tl
 
 from .seqlen import rows_of
 
-GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
+GROUP = tl.constexpr(32)  # sequences per group: the lanes of a warp
 # Blocks: interleaved heads of 4-block sequences were 6 % slower (H200, headdim 64, backward), of 32
 # blocks 1 % faster
 INTERLEAVE_FROM = tl.constexpr(16)
 
 
 class Hint(NamedTuple):
-    """Where to begin to look: the first sequence of a group, and the tiles before it. It serves
-    every tile from that number on; Hint(0, 0) serves all.
+    """Where to begin the search: the first sequence of a group, and the tiles before it. It is
+    valid for every tile from that number on; Hint(0, 0) for all.
     """
 
     batch: tl.tensor

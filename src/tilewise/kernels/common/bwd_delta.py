@@ -1,4 +1,4 @@
-"""Before the backward: delta = rowsum(dO * O) - dlse, and the gradient of the sinks.
+"""Preprocessing of the backward: delta = rowsum(dO * O) - dlse, and the gradient of the sinks.
 
 delta is what softmax's Jacobian subtracts from every dP of a row (FlashAttention-2, algorithm 2,
 line 4). A gradient that comes in through lse adds dlse * P to dS, which is the same as a smaller
@@ -21,7 +21,7 @@ from .io import from_row, load_once, row_stats
 
 
 class Accumulated(NamedTuple):
-    """What a backward needs that adds up dQ: all is filled here."""
+    """Memory of a backward that accumulates dQ: this kernel fills it."""
 
     dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32
     stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
@@ -77,14 +77,14 @@ def bwd_delta_kernel(
     if dlse is not None:
         dlse_rows = row_stats(dlse, batch, head, sizes) + first
         dlse_row = tl.load(dlse_rows + q_idx, mask=exists, other=0.0)
-        # a row that saw no key has no gradient, whatever comes in
+        # a row without keys has no gradient
         row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
     if delta is not None:
         tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=exists)
     if accumulated is not None:
         batch_head = batch.to(tl.int64) * sizes.nheads + head
         row = accumulated.stats + batch_head * 2 * accumulated.padded + padded_first
-        # rows past the end count as rows that saw nothing
+        # rows past the end count as rows without keys
         tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
         minus_delta = -row_delta
         if FEATURES.DROPOUT:
@@ -100,6 +100,6 @@ def bwd_delta_kernel(
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         of_rows = p_sink * row_delta
-        if FEATURES.SEQUSED_Q:  # rows that are not used have no sink, and may hold anything
+        if FEATURES.SEQUSED_Q:  # padding rows have no sink, and may hold anything
             of_rows = tl.where(lse_row == float("-inf"), 0.0, of_rows)
         tl.store(sink_parts + tile, -tl.sum(of_rows, 0))

@@ -1,4 +1,4 @@
-"""What the backward recomputes between one tile of queries and one tile of keys."""
+"""The backward's recomputation for one tile of queries and one tile of keys."""
 
 from typing import NamedTuple
 

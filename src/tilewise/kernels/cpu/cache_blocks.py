@@ -1,5 +1,5 @@
-"""Blocks of keys and values of a cache, in memory of their own: of one shape and one pitch for a
-problem, wherever its keys lie.
+"""Blocks of keys and values of a cache, copied to buffers of one shape and pitch for a problem,
+whatever the layout of the cache.
 """
 
 from __future__ import annotations

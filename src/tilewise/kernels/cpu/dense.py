@@ -1,6 +1,6 @@
 """One dense attention: lengths known, padding cut off, the mask a band in plain integers.
 
-A `Dense` is what is left of a call on the CPU once `seqused_k` has become slices. Its tensors are
+A `Dense` is a call on the CPU whose `seqused_k` has been applied as slices. Its tensors are
 views in (batch, nheads, seqlen, headdim) order. A side of the band that hides nothing is open.
 """
 
@@ -35,7 +35,7 @@ class Dense(NamedTuple):
 
 
 class More(NamedTuple):
-    """What depends on more than the distance between a query and a key."""
+    """Inputs that depend on more than the distance between a query and a key."""
 
     first: int  # the index of the first row of the batch, or of a packed sequence
     mods: Mods

@@ -1,5 +1,4 @@
-"""What changes, masks and drops the scores of one tile beyond its band: score function, bias, mask
-and dropout, by the indices of its rows and columns.
+"""Score function, bias, mask and dropout of one tile, by the indices of its rows and columns.
 
 A tile is (heads, group * rows, keys), and seen by index (batch, nheads_k, group, rows, keys).
 """
@@ -21,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class TileIndices(NamedTuple):
-    """Where a tile lies: positions that broadcast against its view by index."""
+    """The indices of a tile: positions that broadcast against its view by index."""
 
     b: Tensor  # (batch, 1, 1, 1, 1)
     h: Tensor  # (nheads_k, group, 1, 1)
@@ -59,7 +58,7 @@ def apply_score_mod(s: Tensor, dense: Dense, place: TileIndices) -> Tensor | Non
 
 
 def apply_bias_and_mask(s: Tensor, dense: Dense, place: TileIndices) -> None:
-    """Adds the bias, and hides what the mask hides."""
+    """Adds the bias, and masks."""
     more = dense.more
     s = by_index(s, place)
     if more.bias is not None:
@@ -100,7 +99,7 @@ def add_captured(ds: Tensor, slopes: list[Tensor], dense: Dense, place: TileIndi
     more, ds = dense.more, by_index(ds, place)
     at = place.b, place.h, place.q_idx, place.k_idx, more.of_score
     for target, slope in zip(more.targets, slopes):
-        share = torch.where(ds == 0, 0, ds * slope)  # where nothing is seen a slope may be infinite
+        share = torch.where(ds == 0, 0, ds * slope)  # masked: a slope may be inf
         index = [evaluate(node, *at) for node in target.load.inputs]
         index = [x.clamp(0, n - 1) for x, n in zip(index, target.grad.shape)]
         shape = torch.broadcast_shapes(*(x.shape for x in index))

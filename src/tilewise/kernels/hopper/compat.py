@@ -1,4 +1,4 @@
-"""What differs between Triton 3.6 and the newest release: names, and the way past its launcher."""
+"""Differences between Triton 3.6 and the newest release: names, and direct launches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_described(operand: Any) -> bool:
 
 
 class At:
-    """A tensor of which nothing is known but its address."""
+    """A tensor that has only an address."""
 
     def __init__(self, address: int) -> None:
         self._address = address

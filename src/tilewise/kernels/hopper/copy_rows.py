@@ -1,5 +1,5 @@
-"""Rows copied from some strides to others: as fast as memory allows, where a row is no whole number
-of 16 bytes, too.
+"""Copies rows between strides at memory bandwidth, also where a row is not a multiple of 16
+bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors as TMA takes them."""
+"""TMA descriptors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float3
 
 
 class DescriptorFields(NamedTuple):
-    """A tensor as TMA takes it: the fields of a TensorDescriptor, without its checks,
-    which would take as long as the launch.
+    """The fields of a TensorDescriptor, without its checks, which would take as long as the
+    launch.
     """
 
     base: Tensor

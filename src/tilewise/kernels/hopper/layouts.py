@@ -1,4 +1,4 @@
-"""Where the elements of a tile live: registers of a warpgroup, or shared memory.
+"""Layouts of tiles in a warpgroup's registers or in shared memory.
 
 A warpgroup is four warps. In one wgmma instruction each warp computes 16 rows; a thread holds pairs
 of neighbouring columns of two of them, so a row is spread over four threads and no wider: a row's

@@ -29,7 +29,7 @@ def plan_of(new: Append) -> SplitPlan:
     cos, sin = (None, None) if rotary is None else map(_contiguous, rotary[:2])
     half = 0 if cos is None else cos.shape[1]
     positions = 0 if cos is None else cos.shape[0]
-    if half * positions == 0:  # nothing is turned
+    if half * positions == 0:  # nothing is rotated
         cos, sin, half = None, None, 0
     keys = NewKeys(
         *(strided_of(k), strided_of(v), used, starts, _contiguous(new.slots)),

@@ -27,7 +27,7 @@ from .queries import open_queries, recompute_block
 
 
 class CapturedLoad(NamedTuple):
-    """A place where a score function reads what it captured; constants of the kernel."""
+    """A load of a captured tensor in a score function; constants of the kernel."""
 
     SLOPE: Any  # d f / d t[index], a function as FEATURES.SCORE_MOD is
     PLACE: Any  # (b, h, q_idx, k_idx, captured, target) -> where t[index] lies in the gradient

@@ -1,9 +1,9 @@
 """Attention with a KV cache: FlashDecoding (split-KV) in two launches.
 
 The first has a program for each (sequence, block of queries, key head, piece of split_size keys),
-which walks the piece in tiles of BLOCK_N keys and writes what it has, unnormalised. The second
-folds the pieces of a tile from left to right. Where there is one piece, or no room for what lies
-between, one launch walks all pieces of a block and folds as it goes: the same sums.
+which loops over the piece in tiles of BLOCK_N keys and writes its unnormalised partial result. The
+second folds the pieces of a tile from left to right. With one piece, or too large partial results,
+one launch loops over all pieces of a block and folds as it goes: the same sums.
 
 A tile has whole groups of query heads, row r being token r // GROUP and head r % GROUP, so that
 keys are read once for all of a group. A block is ROW_TILES tiles, one after the other in the

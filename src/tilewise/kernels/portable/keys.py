@@ -1,4 +1,4 @@
-"""The keys that a tile of queries walks over, opened: the same in the forward and the backward."""
+"""Tile views of the keys and values of a tile of queries, for forward and backward."""
 
 from typing import Any, NamedTuple
 

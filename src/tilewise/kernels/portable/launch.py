@@ -1,4 +1,4 @@
-"""Host side: allocates what comes back, picks the tiles, launches.
+"""Host side: allocates results, picks the tiles, launches.
 
 A `Plan` is a launch that lacks its configuration. The same plans serve a call, which looks its
 configuration up, and `tilewise tune`, which tries many.

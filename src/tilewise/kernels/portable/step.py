@@ -1,5 +1,5 @@
-"""What happens between one tile of queries and one tile of keys: the forward update. The backward's
-recomputation is in kernels/common/bwd_step.py.
+"""The forward's inner step: one tile of queries and one tile of keys. The backward's recomputation
+is in kernels/common/bwd_step.py.
 """
 
 from typing import NamedTuple

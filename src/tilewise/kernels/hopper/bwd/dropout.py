@@ -2,12 +2,12 @@
 
     dV = factor Pd^T dO          dS = P (factor dPd - delta)
 
-where Pd and dPd are 0 for dropped pairs. A bit for each pair says which these are, see
-dropout_bits.py, and waits for dP beside P. The factor waits until all is summed: the loop computes
-dS / factor, for which the stored delta is divided by it. So dP may still start at -delta, and
-dropped pairs, for which no dP comes in, take -delta alone.
+where Pd and dPd are 0 for dropped pairs. A bit for each pair says which these are
+(dropout_bits.py), and is held in registers with P until dP is there. The factor is applied after
+the sums: the loop computes dS / factor, for which the stored delta is divided by it. So dP may
+still start at -delta, and dropped pairs, for which no dP comes in, take -delta alone.
 
-For wide heads P goes to another warpgroup. It is positive, and its sign free to take the bit along.
+For wide heads P goes to the other warpgroup. It is positive, so its sign encodes the bit.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Which pairs of a tile dropout keeps, in the backward: a bit for each pair.
+"""The dropout mask of a tile in the backward: a bit for each pair.
 
 Keys lie down in S^T: a thread has four pairs of each group of 16, two threads of a warp need the
 same groups, of keys c and c + 1, c even. Each draws half of the groups for both and

@@ -1,11 +1,11 @@
 """The backward for Hopper: one warp that loads, two warpgroups that compute.
 
-A program stays on its SM and works through tiles of keys that a counter hands out. It holds a tile
-and walks the queries that see it (`load`; `mma`, or `mma_wide` where a head dim is above 128). dK
-and dV stay in registers until the tile is done. dQ belongs to the queries, of which every tile of
-keys knows only its part: the parts meet in an fp32 accumulator in memory, by atomics that nothing
-waits for. FlashAttention-2 (arXiv 2307.08691), algorithm 2, laid out for Hopper as in
-FlashAttention-3 (arXiv 2407.08608).
+The kernel is persistent: a program processes tiles of keys that a counter hands out. It keeps a
+tile of K and V and loops over the queries that attend to it (`load`; `mma`, or `mma_wide` where a
+head dim is above 128). dK and dV stay in registers until the tile is done. Every tile of keys has
+only a part of dQ: the parts are added to an fp32 accumulator in memory, by atomics without a wait.
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, laid out for Hopper as in FlashAttention-3 (arXiv
+2407.08608).
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ from .rings import Rings, Sources, make_keys, make_queries, make_tile_messages
 
 
 class Outputs(NamedTuple):
-    """What the matmul warpgroups write to."""
+    """The outputs of the matmul warpgroups."""
 
     dq: gl.tensor  # the accumulator, in the order of registers
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
-    smem: gl.shared_memory_descriptor  # which dK and dV pass through: (2, 64, BLOCK_D)
+    smem: gl.shared_memory_descriptor  # staging buffer of dK and dV: (2, 64, BLOCK_D)
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def matmul_partition(
 
 @gluon.jit
 def make_out(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for dK and dV. Those of wide heads pass through the shared memory of K and V."""
+    """Allocates the staging buffer of dK and dV. Wide heads use the shared memory of K and V."""
     if TILE.BLOCK_N == 128:
         D: gl.constexpr = TILE.BLOCK_D
         return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))

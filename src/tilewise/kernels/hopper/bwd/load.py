@@ -1,5 +1,5 @@
-"""The load warp of the backward: a tile of keys once, then the queries that see it, one block after
-the other.
+"""The load warp of the backward: a tile of keys once, then the queries that attend to it, block by
+block.
 """
 
 from triton.experimental import gluon

@@ -4,13 +4,13 @@ keys.
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
 S and dP are computed transposed, so that P^T and dS^T are in registers just where wgmma wants its
-left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each
-warpgroup computes half of dQ. It does so a block late, when the other's dS has long been there:
-the two need not keep step, and one computes with vectors while the other computes with matrices.
+left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each warpgroup
+computes half of dQ. It does so one block later, when the other's dS has been written: the two
+warpgroups need not be in step, and one uses CUDA cores while the other uses tensor cores.
 
 Of a thread's 240 registers dK and dV take 128 at headdim 128, and the tiles of a block up to 80:
-the rest is what every address and counter has to fit in. Where the code counts steps instead of
-keeping pipeline states, that is why.
+addresses and counters share the rest. So the code derives stages and phases from a step counter
+instead of keeping pipeline states.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ from .work_tile import receive_tile, tile_lengths
 
 
 class RecomputedBlock(NamedTuple):
-    """A block of probabilities, and what dS is a multiple of."""
+    """A recomputed block: probabilities, and the factor of dS."""
 
     operand: gl.tensor  # (64, BLOCK_M), in 16 bits, as dV takes it
     weight: gl.tensor  # in fp32, times the derivative of the score
@@ -81,7 +81,7 @@ def grad_partition(
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
-        # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
+        # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
         wait_full(keys, PipelineState(0, tiles & 1))
         wait_full(queries, state_of(step), pred=is_seen)
         minus_lse = load_row(queries.minus_lse, step, no_scores)
@@ -108,7 +108,7 @@ def grad_partition(
             ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
             wait_full(exchange, last_ds_state, pred=i > 0)
             share_scores(exchange.ds, ds_state.stage, WG, ds, TILE)
-            fence_async_shared()  # what threads wrote, before wgmma reads it
+            fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(exchange.full.index(ds_state.stage), count=1)
             write_scores(outputs.dbias, exchange.ds, ds_state.stage, WG, work, visited, TILE)
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first

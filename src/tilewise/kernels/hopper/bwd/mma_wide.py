@@ -5,8 +5,8 @@ other with their dK, each 128 registers a thread.
     dP^T = V dO^T  dS = P (dP - delta)    dK += dS^T Q    and the second
 
 Both left operands that come from scores are in registers where they are needed, so shared memory is
-read less than if each had half of the scores. P goes from the first to the second in
-fp32, dS back in 16 bits, where wgmma reads it.
+read less than with half of the scores in each. P goes from the first to the second in fp32, dS back
+in 16 bits, where wgmma reads it.
 """
 
 from triton.experimental import gluon
@@ -161,7 +161,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 minus_delta = load_row(queries.minus_delta, step, no_scores)
             ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
             exchange.ds.buffers.index(step & 1).store(ds)
-            fence_async_shared()  # what threads wrote, before wgmma reads it
+            fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)

@@ -1,6 +1,4 @@
-"""What the warps of the backward share: where the load warp copies from, and the tiles in shared
-memory that they hand to each other.
-"""
+"""Pipelines of the backward: the load warp's sources, and the rings of tiles in shared memory."""
 
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ from .work_tile import RAGGED_FIELDS
 
 
 class Sources(NamedTuple):
-    """What the load warp copies from."""
+    """The load warp's sources."""
 
     q: tma.tensor_descriptor
     do: tma.tensor_descriptor
@@ -30,7 +28,7 @@ class Sources(NamedTuple):
 
 
 class KeyRing(NamedTuple):
-    """The tile of keys that a program holds: a ring of one stage."""
+    """The pipeline of K and V tiles: one stage."""
 
     k: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_D)
     v: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_DV)
@@ -39,7 +37,7 @@ class KeyRing(NamedTuple):
 
 
 class QueryRing(NamedTuple):
-    """A ring of blocks of queries, two stages: all that comes with one."""
+    """The pipeline of query blocks, with their statistics and metadata: two stages."""
 
     q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D)
     do: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_DV)
@@ -51,7 +49,7 @@ class QueryRing(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """All that passes through shared memory between warps."""
+    """All pipelines of the kernel."""
 
     keys: KeyRing
     queries: QueryRing
@@ -63,7 +61,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for a tile of keys, with two readers."""
+    """Allocates the pipeline of keys, with two consumers."""
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
@@ -75,7 +73,7 @@ def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for two blocks of queries, with two readers."""
+    """Allocates the pipeline of queries, with two consumers."""
     M: gl.constexpr = TILE.BLOCK_M
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV

@@ -1,6 +1,6 @@
-"""What a program of the backward works on: a tile of keys, and the blocks of queries that see it.
+"""Work tiles of the backward: a tile of keys, and the blocks of queries that attend to it.
 
-As in the forward (work.py) one warp fetches tile numbers and sends what they stand for. Where
+As in the forward (work.py) one warp fetches tile numbers and sends work-tile messages. Where
 lengths are ragged, which is where sequences are packed or `seqused_k` says how many keys there are,
 the message says more: how long the sequence is, and where its rows lie.
 """

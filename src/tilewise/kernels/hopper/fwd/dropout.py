@@ -1,5 +1,5 @@
-"""Dropout in the forward, of tiles that lie as wgmma leaves them, in assembly that LLVM's optimiser
-cannot spoil.
+"""Dropout in the forward, of tiles in wgmma's accumulator layout, in assembly that LLVM cannot
+pessimise.
 
 The mask as a comparison and a `where` takes a third to a half more instructions: the optimiser
 multiplies by other constants for each byte of a word, and packs a tile's comparisons into integers.

@@ -1,9 +1,8 @@
-"""The forward for Hopper: warps that only load, warpgroups that only compute.
+"""The forward for Hopper, warp-specialized: a producer warp loads, consumer warpgroups compute.
 
-A program stays on its SM and works through tiles that a counter hands out. Inside it one warp
-starts copies from global to shared memory (`load`), and WARPGROUPS warpgroups each hold 64
-queries (`mma`): they share the tiles of K and V that pass through the rings. FlashAttention-3
-(arXiv 2407.08608), algorithm 1.
+The kernel is persistent: a program processes tiles that a counter hands out. One warp issues TMA
+loads (`load`), and WARPGROUPS warpgroups each compute 64 queries (`mma`): they share the tiles of K
+and V in the pipeline. FlashAttention-3 (arXiv 2407.08608), algorithm 1.
 """
 
 from typing import NamedTuple
@@ -25,11 +24,11 @@ from .varlen import make_tile_messages
 
 
 class Rings(NamedTuple):
-    """All that passes through shared memory from the load warp to the matmuls."""
+    """All pipelines from the load warp to the matmul warpgroups."""
 
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
     steps: Steps  # tiles of K and V
-    messages: Ring  # what a tile stands for
+    messages: Ring  # work-tile messages
     bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
 

@@ -1,4 +1,4 @@
-"""The load warp of the forward: it keeps the rings full and computes nothing.
+"""The load warp of the forward (producer): it keeps the pipelines full and computes nothing.
 
 One thread of it starts the copies, which TMA carries out. It runs ahead of the matmuls, into the
 next tile, until the rings are full.
@@ -32,7 +32,7 @@ from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 
 class Sources(NamedTuple):
-    """What is copied."""
+    """The load warp's sources."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """Where a block of keys lies."""
+    """The coordinates of a block of keys."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -60,7 +60,7 @@ class RaggedKeyBlock(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The warp's states of the rings, and the block whose V is still to come."""
+    """The warp's pipeline states, and the block whose V is still to be loaded."""
 
     messages: PipelineState
     q: PipelineState
@@ -143,7 +143,7 @@ def nowhere(FEATURES: gl.constexpr):
 
 @gluon.jit
 def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
-    """Where a block of keys lies."""
+    """The coordinates of a block of keys."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
         heads_k, heads_v = sources.heads_per_batch
         heads = head_k + batch * heads_k, head_k + batch * heads_v

@@ -62,8 +62,8 @@ def attend_partition(
         FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
     )
     UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT)
-    # Asked for before the exponentials, the next step costs no wait after them; but where the ring
-    # holds only two, it is not there that soon
+    # Waited for before the exponentials, the next step needs no wait after them; but with two
+    # stages it has not landed that early
     EARLY: gl.constexpr = STAGES > 2
     # Q has one stage: released after the last S of a tile, it is full again when the next begins
     ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
@@ -86,7 +86,7 @@ def attend_partition(
     messages_state = start()
     q_state = start()
     state = start()
-    # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
+    # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
     work = receive_tile(rings.messages, messages_state, FEATURES)
     messages_state = advance(messages_state, 2)
     split = split_blocks(work, WG, call, FEATURES, TILE)

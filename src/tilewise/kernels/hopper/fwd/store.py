@@ -1,4 +1,4 @@
-"""Two warps that store O where TMA cannot: rows of headdim 100 begin at no multiple of 16 bytes.
+"""Two warps that store O where TMA cannot: rows of headdim 100 are not aligned to 16 bytes.
 
 The matmul warpgroups leave O in shared memory, as they do for TMA, and begin the next tile.
 """
