@@ -35,6 +35,7 @@ RETIRED = {
     r"(an?|the|each|every|one|per) turn of the loop|the loop turns": "iteration",
     r"registers are dealt": "setmaxnreg",
     r"seams?": "boundary, overlap",
+    r"rings? of steps|ring of keys": "K and V pipeline",
     r"edge launch(es)?|run_edge": "pre- and post-processing kernels",
     r"labelled|(make|read|write)_labels?": "per-block metadata",
     r"is_bent|bents?|bends?|bending": "non-linear score_mod, apply_score_mod",

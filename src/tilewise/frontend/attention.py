@@ -159,10 +159,10 @@ def attention(
     if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         others = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
         refuse_beside_cache(others, backend)
-        learned = alibi_slopes, sinks, mask_mod
+        score_args = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
         cached = check_cached(
-            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(learned, numbers, layout)
+            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(score_args, numbers, layout)
         )
         cached = cached._replace(backend=backend, entry=entry)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
@@ -333,8 +333,10 @@ def call(
     known = None if entry is None else entry.call  # a compiler would watch the table
     if known is None:
         problem, _, scalars = check(q, k, v, extras=extras, words=words, **asked)
-        learned = () if needs_dispatcher else (q, k, v, extras.sinks, extras.bias, *extras.captured)
-        known = Call(problem, scalars, backend, ops.needs_grad(*learned))
+        differentiable = (
+            () if needs_dispatcher else (q, k, v, extras.sinks, extras.bias, *extras.captured)
+        )
+        known = Call(problem, scalars, backend, ops.needs_grad(*differentiable))
         if entry is not None:
             entry.call = known
     if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":

@@ -65,15 +65,15 @@ def check_cached(
     v: Tensor,
     page_table: Tensor | None,
     lengths: tuple[Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None, Predicate | None],
+    score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool | str, float | None, Window, float | None, int | None],
     layout: str,
 ) -> Cached:
-    """`lengths` are seqused_k and cu_seqlens_q; `learned` alibi_slopes, sinks and mask_mod;
+    """`lengths` are seqused_k and cu_seqlens_q; `score_args` alibi_slopes, sinks and mask_mod;
     `numbers` causal, scale, window, softcap and split_size.
     """
     seqused_k, cu_seqlens_q = lengths
-    slopes, sinks, mask_mod = learned
+    slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     q, k, v = _in_order(q, k, v, cu_seqlens_q, layout)
     _check_shapes(q, k, v, cu_seqlens_q)

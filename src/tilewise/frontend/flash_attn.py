@@ -79,12 +79,12 @@ def flash_attn_func(
     """
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
-    learned = alibi_slopes, learnable_sink
+    score_args = alibi_slopes, learnable_sink
     entry = None
     if is_plain(dropout_p, attention_chunk):
-        entry = find((q, k, v, *learned), ("flash_attn", softmax_scale, *flags, *sides))
+        entry = find((q, k, v, *score_args), ("flash_attn", softmax_scale, *flags, *sides))
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, q, k, v, learned, "bshd")
+            out, lse = launch(entry.call, q, k, v, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
     q, k, v = _ranked(q, k, v)
@@ -93,7 +93,7 @@ def flash_attn_func(
     rng = _rng(dropout_p, q)
     out, lse = call(
         *(q, k, v),
-        extras=Extras(*learned, dropout_rng=rng, captured=chunks.captured),
+        extras=Extras(*score_args, dropout_rng=rng, captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -165,20 +165,20 @@ def flash_attn_varlen_func(
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
-    learned = alibi_slopes, learnable_sink
+    score_args = alibi_slopes, learnable_sink
     entry = None
     if block_table is None and is_plain(dropout_p, attention_chunk):
         words = "flash_attn_varlen", softmax_scale, *bounds, *flags, *sides
-        entry = find((q, k, v, *learned, *lengths), words)
+        entry = find((q, k, v, *score_args, *lengths), words)
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, q, k, v, (*learned, *lengths), "bshd")
+            out, lse = launch(entry.call, q, k, v, (*score_args, *lengths), "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
     if block_table is not None:
         numbers = _flag(causal), softmax_scale, window_size, softcap
         others = attention_chunk, dropout_p
-        found = varlen_of_pages(q, k, v, block_table, lengths, learned, numbers, others)
+        found = varlen_of_pages(q, k, v, block_table, lengths, score_args, numbers, others)
         return _returned(*found, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
     rng = _rng(dropout_p, q)
     out, lse = call(
         *(q, k, v),
-        extras=Extras(*learned, *lengths, None, rng, chunks.captured),
+        extras=Extras(*score_args, *lengths, None, rng, chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,

@@ -161,10 +161,10 @@ def flash_attn_with_kvcache(
         used = used - cache_leftpad
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    learned = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
+    score_args = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
     numbers = causal, softmax_scale, window, softcap, None
     cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
-    found, lse = _attend(cache_of, learned, numbers, out, None if chunk else entry)
+    found, lse = _attend(cache_of, score_args, numbers, out, None if chunk else entry)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
@@ -299,7 +299,7 @@ def varlen_of_pages(
     v: Tensor,
     block_table: Tensor | None,
     lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None],
+    score_args: tuple[Tensor | None, Tensor | None],
     numbers: tuple[bool, float | None, Window, float],
     others: tuple[int, float],
 ) -> tuple[Tensor, Tensor]:
@@ -314,13 +314,13 @@ def varlen_of_pages(
     if used_k is None and starts_k is not None:
         used_k = starts_k.diff()
     cache = q, k, v, block_table, used_k, starts_q
-    modified = *learned, chunked(chunk) if chunk else None
+    modified = *score_args, chunked(chunk) if chunk else None
     return _attend(cache, modified, (causal, scale, window, softcap, None), None)
 
 
 def _attend(
     cache: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None, Predicate | None],
+    score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool, float | None, Window, float, None],
     out: Tensor | None,
     entry: Entry | None = None,
@@ -328,7 +328,7 @@ def _attend(
     """Attention with a KV cache: relaunched where its signature is cached, else checked. `entry` is
     the cache entry of the caller's arguments, if it has one.
     """
-    slopes, sinks, mask_mod = learned
+    slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     sides = window if type(window) is tuple else (window,)
     tensors = *cache, slopes, sinks
@@ -339,5 +339,5 @@ def _attend(
         known = launch_step(entry.step, tensors, out)
         if known is not None:
             return known
-    cached = check_cached(*cache[:4], cache[4:], learned, numbers, "bshd")
+    cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd")
     return attend_cached(cached._replace(entry=entry), out, "bshd")

@@ -47,8 +47,8 @@ def gradients(
     if not mods.score or not any(needs):
         return tuple(grads)
     first = len(grads) - len(take_apart(mods, extras.captured).score)
-    learned = {load.value[0] for load, _ in by_loads(mods.score)}
-    wanted = [i for i in sorted(learned) if needs[first + i]]
+    differentiable = {load.value[0] for load, _ in by_loads(mods.score)}
+    wanted = [i for i in sorted(differentiable) if needs[first + i]]
     if wanted:
         differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         compute = _CapturedGrads.apply if differentiable else _CapturedGrads.forward
@@ -95,11 +95,11 @@ def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
 
 def _check_wanted(score: str, wanted: list[int]) -> None:
     """What an operator is asked for has a gradient; a saved program may ask for anything."""
-    learned = {load.value[0] for load, _ in by_loads(score)} if score else set()
-    if not learned.issuperset(wanted):
+    differentiable = {load.value[0] for load, _ in by_loads(score)} if score else set()
+    if not differentiable.issuperset(wanted):
         raise ArgumentError(
-            f"wanted is {list(wanted)}: it must be of {sorted(learned)}, what the score function "
-            "captured that has a gradient"
+            f"wanted is {list(wanted)}: it must be of {sorted(differentiable)}, what the score "
+            "function captured that has a gradient"
         )
 
 

@@ -75,7 +75,7 @@ def _in_group(tile, queue, blocks):
     """Tile number -> (which of its head's blocks, head, batch), the heads of a group
     interleaved.
     """
-    rank, head = interleave_heads(tile, blocks, queue.heads, queue.together)
+    rank, head = interleave_heads(tile, blocks, queue.heads, queue.l2_group)
     return rank, head % queue.nheads, head // queue.nheads
 
 

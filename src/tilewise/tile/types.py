@@ -146,7 +146,8 @@ class Queue(NamedTuple):
     tiles: int
     nheads: int  # of one sequence; key heads where their query heads share a tile
     heads: int  # of the whole batch
-    together: int  # heads in a group: their tiles are mixed; packed, backward: blocks of such heads
+    # heads whose tiles are interleaved for L2 reuse; packed, backward: blocks of such heads
+    l2_group: int
 
 
 class Pipeline(NamedTuple):

@@ -61,7 +61,7 @@ def varlen_tile(
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr = 1,
     LONGEST_FIRST: tl.constexpr = False,
-    together=None,
+    l2_group=None,
 ):
     """Tile number -> VarlenTile, of sequences that have `total` rows together; `lane` is 0 .. 31 in
     the caller's layout.
@@ -73,7 +73,7 @@ def varlen_tile(
     LONGEST_FIRST reverses the blocks of a head, of which the last see the most keys under a causal
     mask. An empty sequence has no tile.
 
-    Heads of a long sequence whose blocks are at most `together` are interleaved, so that equal
+    Heads of a long sequence whose blocks are at most `l2_group` are interleaved, so that equal
     blocks of several heads are neighbours.
     """
     times = nheads * NUM_SPLITS
@@ -100,11 +100,11 @@ def varlen_tile(
     within = tl.where(is_tile, tile - start, 0)
     m_blocks = tl.maximum(m_blocks, 1)  # 0 where there is no tile
     split_idx = within % NUM_SPLITS
-    if together is None:
+    if l2_group is None:
         m_block = within // NUM_SPLITS % m_blocks
         head = within // NUM_SPLITS // m_blocks
     else:
-        width = tl.where(m_blocks >= INTERLEAVE_FROM, tl.maximum(together // m_blocks, 1), 1)
+        width = tl.where(m_blocks >= INTERLEAVE_FROM, tl.maximum(l2_group // m_blocks, 1), 1)
         m_block, head = interleave_heads(within // NUM_SPLITS, m_blocks, nheads, width)
     if LONGEST_FIRST:
         m_block = m_blocks - 1 - m_block

@@ -24,7 +24,7 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Steps(NamedTuple):
+class KVRing(NamedTuple):
     """The pipeline of one iteration's operands: K of a block, and V of the previous block, whose
     probabilities are computed by then. One pair of barriers serves both tiles, which are waited for
     and released at the same time.

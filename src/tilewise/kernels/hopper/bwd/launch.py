@@ -52,7 +52,7 @@ from .relaunch import (
 
 Tensor = torch.Tensor
 ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
-AT_ONCE = 16 << 20  # bytes of queries that programs under a causal mask are at: `together`
+AT_ONCE = 16 << 20  # bytes of queries: `heads_per_l2_group`
 TINY = 1e-30  # a scale under this is no divisor
 
 
@@ -299,7 +299,7 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
         mixed = blocks if problem.is_causal and not problem.deterministic else 0
         return Queue(counter, heads * n_blocks, nheads_k, heads, mixed)
     n_blocks = triton.cdiv(seqlen_k, plan.tile.BLOCK_N)
-    return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
+    return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
 
 
 def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None:
@@ -318,7 +318,7 @@ def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None
     return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
 
 
-def together(problem: Problem, q: Tensor) -> int:
+def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
     """Key heads whose tiles are mixed, evenly.
 
     Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,

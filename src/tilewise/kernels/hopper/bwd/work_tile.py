@@ -144,7 +144,7 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     LAST_FIRST: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of accumulation
     found = varlen_tile(
         *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
-        *(TILE.BLOCK_N, 1, LAST_FIRST, call.queue.together),
+        *(TILE.BLOCK_N, 1, LAST_FIRST, call.queue.l2_group),
     )
     return FoundTile(tile, found.m_block, found.head, found.batch, found.hint)
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..bias import make_biases
 from ..layouts import shared
-from ..pipeline import Ring, Steps, make_barriers, make_ring
+from ..pipeline import KVRing, Ring, make_barriers, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output, make_handovers
 from .load import Sources, load_partition
@@ -27,7 +27,7 @@ class Rings(NamedTuple):
     """All pipelines from the load warp to the matmul warpgroups."""
 
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
-    steps: Steps  # tiles of K and V
+    kv_ring: KVRing  # tiles of K and V
     messages: Ring  # work-tile messages
     bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
@@ -58,7 +58,7 @@ def hopper_fwd_kernel(
     k_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
     v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
-    steps = Steps(k_slots, v_slots, full, empty)
+    kv_ring = KVRing(k_slots, v_slots, full, empty)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
     messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype)
@@ -76,9 +76,9 @@ def hopper_fwd_kernel(
     call = KernelCall(queue, optionals, sizes, numbers)
     sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), steps, messages, bias)
+        rings = Rings((q_0, q_1), kv_ring, messages, bias)
     else:
-        rings = Rings((q_0, q_1, q_2), steps, messages)
+        rings = Rings((q_0, q_1, q_2), kv_ring, messages)
     if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [

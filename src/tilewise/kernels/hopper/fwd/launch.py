@@ -328,7 +328,7 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int =
         bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
         return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
     m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
-    heads, together = batch * nheads, 1
+    heads, l2_group = batch * nheads, 1
     # Tiles of a block mask come as those of no mask, head by head: only lists on the device say
     # which are long, and neighbours find in the L2 cache what they both read
     if problem.is_causal:
@@ -336,8 +336,8 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int =
         most = max(1, group_bytes(k.shape[1], tile) * sharing // head_bytes)
         # Evenly: a last group of few heads ends with long tiles that nothing levels out
         # (headdim 256, 16Ki: 8 heads as 6 and 2 take 1.14 times as long as 4 and 4)
-        together = triton.cdiv(heads, triton.cdiv(heads, most))
-    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, together)
+        l2_group = triton.cdiv(heads, triton.cdiv(heads, most))
+    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, l2_group)
 
 
 def group_bytes(seqlen_k: int, tile: Pipeline) -> int:

@@ -64,7 +64,7 @@ class Progress(NamedTuple):
 
     messages: PipelineState
     q: PipelineState
-    steps: PipelineState
+    kv_state: PipelineState
     bias: PipelineState
     prev_block: KeyBlock
     has_prev: gl.tensor  # the first step of all has no V, the last one no K
@@ -93,7 +93,7 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
         has_values = True
     reset_counter(call.queue, tile, tiles)
     prev = progress.prev_block
-    load_step(rings.steps, progress.steps, sources, prev, False, prev, has_values, TILE)
+    load_kv(rings.kv_ring, progress.kv_state, sources, prev, False, prev, has_values, TILE)
     send(rings.messages, progress.messages, no_more(END, FEATURES))
 
 
@@ -104,7 +104,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     """
     q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    messages_state, q_state, steps_state, bias_state, prev_block, has_prev = progress
+    messages_state, q_state, kv_state, bias_state, prev_block, has_prev = progress
     send(rings.messages, messages_state, work)
     messages_state = advance(messages_state, 2)
     batch, first_q = place_in(work, FEATURES)
@@ -122,13 +122,13 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         fetched = fetch_next_tile(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
-        load_step(rings.steps, steps_state, sources, block, True, prev_block, has_prev, TILE)
-        steps_state = advance(steps_state, TILE.STAGES)
+        load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
+        kv_state = advance(kv_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
         bias_state = advance(bias_state, 1)
         prev_block = block
         has_prev = True
-    progress = Progress(messages_state, q_state, steps_state, bias_state, prev_block, has_prev)
+    progress = Progress(messages_state, q_state, kv_state, bias_state, prev_block, has_prev)
     return progress, fetched_tile(fetched)
 
 
@@ -153,21 +153,21 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def load_step(steps, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
+def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
     """Fills a stage with K of one block and V of another, as soon as it is empty; TMA arrives at
     `full` when the last byte of both is there.
     """
     K_BYTES: gl.constexpr = sources.k.block_type.nbytes
     V_BYTES: gl.constexpr = sources.v.block_type.nbytes
-    wait_empty(steps, state)
-    full = steps.full.index(state.stage)
+    wait_empty(kv_ring, state)
+    full = kv_ring.full.index(state.stage)
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
-    load_rows(sources.k, keys, 0, full, steps.k.index(state.stage), has_keys, 0, False)
+    load_rows(sources.k, keys, 0, full, kv_ring.k.index(state.stage), has_keys, 0, False)
     load_rows(
         sources.v,
-        *(values, 1, full, steps.v.index(state.stage), has_values, sources.v_step, TILE.V_FLAT),
+        *(values, 1, full, kv_ring.v.index(state.stage), has_values, sources.v_step, TILE.V_FLAT),
     )
 
 
