@@ -1,8 +1,8 @@
 """An attention call after validation: one hashable record that selects the code to run.
 
 A `Problem` holds only what selects code (heads, head dims, dtype, which features are on). Lengths,
-strides and the values of scale, softcap and window are runtime numbers and travel beside it, so
-that no kernel is compiled per length.
+strides and the values of scale, softcap and window are runtime numbers and are passed separately,
+so that no kernel is compiled per length.
 
 Causal and window masks are one thing here, a band around a diagonal: query i sees key j when
 
@@ -166,8 +166,8 @@ class Call:
 
 
 class Saved(NamedTuple):
-    """What a backward reads beside the extras: the gradients that come in, and what the forward
-    read and wrote.
+    """The inputs of a backward besides the extras: output gradients, and the forward's inputs and
+    outputs.
     """
 
     dout: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a model does with its cache besides attention: new keys and values are appended to it."""
+"""Appends new keys and values to a KV cache."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def flex_attention(
 
 
 def _check_returns(return_lse: bool, return_aux: AuxRequest | None) -> bool:
-    """What is asked for beside out."""
+    """Checks which results are requested besides out."""
     return_lse = check_flag("return_lse", return_lse)
     if return_aux is None:
         return return_lse

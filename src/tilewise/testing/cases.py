@@ -262,7 +262,7 @@ def records(results: dict, oracle: dict, *plain: dict) -> list[Record]:
 
 def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     """The plain run of FlashAttention-2, which stores out and LSE and not P; in fp32 at least.
-    `how` are arguments of the reference beside the case's.
+    `how` are arguments of the reference in addition to the case's.
 
     Its scores are rounded in another way than those behind out and LSE: q is scaled first. With
     P' = exp(S - LSE') of those scores and w = exp(LSE' - LSE), autograd of the reference gives

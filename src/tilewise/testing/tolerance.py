@@ -7,10 +7,10 @@
 so the budget follows the inputs and no tolerance is guessed. An algorithm that stores LSE and not P
 has errors of its own: its plain run is a second one, whose errors add (`cases.recomputed`). `band`
 is measured as well: what the oracle loses when it and its sum and difference with 0.3 of its size
-are rounded, that is, the error of three more operations. A mean beside the maximum keeps a drift
-from hiding under one bad element; its band is that of fp32, in which kernels sum whatever the
-dtype, as plain code rounds the result once, too. All must be finite but the -inf of the oracle,
-which are matched exactly.
+are rounded, that is, the error of three more operations. Bounding the mean, too, keeps a drift from
+hiding under one bad element; its band is that of fp32, in which kernels sum whatever the dtype, as
+plain code rounds the result once, too. All must be finite but the -inf of the oracle, which are
+matched exactly.
 """
 
 from __future__ import annotations

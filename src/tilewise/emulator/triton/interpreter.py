@@ -128,7 +128,7 @@ def interpreting(args: Any, check: bool = True) -> Iterator[None]:
 
 
 def _language() -> Iterator[tuple[Any, str, Any]]:
-    """What changes in Triton beside its own interpreter's patches."""
+    """Patches of Triton in addition to those of its own interpreter."""
     # Those are in place for the whole launch: a call of a helper need not put them in again.
     inert = types.SimpleNamespace(restore=lambda: None)
     yield triton_interpreter, "_patch_lang", lambda fn: inert

@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class LayerFeatures(NamedTuple):
-    """What a layer asks for besides the mask, as `tilewise.attention` names it."""
+    """A layer's arguments besides the mask, by their names in `tilewise.attention`."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -136,7 +136,7 @@ def attend_packed(
 
 
 def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: LayerFeatures) -> Tensor:
-    """A mask beside the band: slots that are not written yet are cut off behind the last query."""
+    """A mask in addition to the band; unwritten slots after the last query are cut off."""
     keys = ALL
     if visible.band[1] == 0:
         keys = slice(0, visible.offset() + q.shape[1])

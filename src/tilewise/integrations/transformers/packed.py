@@ -22,7 +22,7 @@ from .visible import Band, Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# What comes beside them: nothing here needs the longest, and seq_idx numbers the same sequences.
+# Related arguments: nothing here needs the longest, and seq_idx indexes the same sequences.
 BESIDE = ("max_length_q", "max_length_k", "seq_idx")
 UNKNOWN = (
     "the mask does not know of these sequences: position_ids tell it of them, without padding and "

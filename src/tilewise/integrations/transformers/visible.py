@@ -51,7 +51,7 @@ class Visible(NoTensor):
         return self
 
     def offset(self) -> int:
-        """`diagonal` as a number, which it is beside runs."""
+        """`diagonal` as a number, which it is with runs."""
         return 0 if self.diagonal is None else int(self.diagonal)
 
 

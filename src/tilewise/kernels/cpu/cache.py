@@ -2,7 +2,7 @@
 alone.
 
 Every product has one shape for a problem, whatever the lengths: a tile of queries, those at
-positions [i * TOKENS, (i + 1) * TOKENS), beside a block of keys, blocks being counted from the
+positions [i * TOKENS, (i + 1) * TOKENS), times a block of keys, blocks being counted from the
 beginning of a piece. A tile that is not full has rows of zeros, a block has keys that no row sees,
 and both are copied to memory of their own. So a query lies in the same row of the same product
 whether it is decoded alone, verified with others or part of a prefill, and BLAS has nothing to

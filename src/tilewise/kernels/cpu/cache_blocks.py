@@ -55,7 +55,7 @@ _of_thread = threading.local()
 
 def _kept(name: str, dtype: torch.dtype, numel: int) -> Tensor | None:
     """Memory that outlives the call, if that is not too much: a MiB of fresh pages took 0.5 ms, a
-    twentieth of a decode step beside 8Ki keys (AMD EPYC, 2026-11-23).
+    twentieth of a decode step over 8Ki keys (AMD EPYC, 2026-11-23).
     """
     if numel * dtype.itemsize > KEPT_BYTES:
         return None

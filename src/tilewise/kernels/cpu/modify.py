@@ -29,7 +29,7 @@ class TileIndices(NamedTuple):
 
 
 def place_of(dense: Dense, x: Chunk, r: QueryRange, start: int, stop: int) -> TileIndices:
-    """Keys [start, stop) beside a block of queries."""
+    """Keys [start, stop) of a block of queries."""
     batch = range(dense.q.shape[0])[x.batch]
     heads = range(dense.k.shape[1])[x.heads]
     b = positions(batch.start, batch.stop) + dense.more.first

@@ -19,13 +19,13 @@ def accumulator(columns):
 
 @gluon.constexpr_function
 def row_of(layout):
-    """One number a row, beside a tile of this layout."""
+    """The layout of one number per row of a tile."""
     return gl.SliceLayout(1, layout)
 
 
 @gluon.constexpr_function
 def column_of(layout):
-    """One number a column, beside a tile of this layout."""
+    """The layout of one number per column of a tile."""
     return gl.SliceLayout(0, layout)
 
 

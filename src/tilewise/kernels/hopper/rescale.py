@@ -10,9 +10,9 @@ or 128 multiplications of its part of O.
 
 The branch is inline assembly, because it is one warp's own: an `if` in Gluon is the same for all
 warps of a partition. It has a second use. A branch ends a basic block, and ptxas moves no
-instruction that is needed before it behind it: what is PINNED is computed beside the P V that is in
-flight, before the wait for it. Such a branch is never taken, which the compiler must not be able to
-prove, and what it skips must have an effect (`nanosleep`), or it is removed.
+instruction that is needed before it behind it: what is PINNED is computed during the P V in flight,
+before the wait for it. Such a branch is never taken, which the compiler must not be able to prove,
+and what it skips must have an effect (`nanosleep`), or it is removed.
 """
 
 import torch

@@ -56,7 +56,7 @@ def add_key_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of keys beside its queries into the target."""
+    """Adds the gradient of one tile of keys to the target."""
     block = recompute_block(queries, delta, n_start, FEATURES, TILE, MASKED)
     s = scaled(block.qk, queries.seq, FEATURES).s
     q_idx = queries.m_start + tl.arange(0, TILE.BLOCK_M)[:, None]

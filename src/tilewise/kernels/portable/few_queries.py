@@ -4,8 +4,8 @@
 A program for each block of queries would leave most of a GPU's SMs idle, and reads keys once for
 each query head. So such a call takes the split-KV kernels (decode.py), which divide the keys into
 pieces and read them once for all query heads of a key head. One sequence of 32 query heads on an
-H200 (training kernels over these, in a CUDA graph): 8 key heads, a query, 1.2 beside 512 keys, 2.2
-beside 2Ki, 6.8 beside 8Ki; 32 key heads 1.3, 2.2, 2.1. Of 64 rows 0.4, 1.0 and 1.2 to 3.1.
+H200 (training kernels over these, in a CUDA graph): 8 key heads, a query, 1.2 with 512 keys, 2.2
+with 2Ki, 6.8 with 8Ki; 32 key heads 1.3, 2.2, 2.1. Of 64 rows 0.4, 1.0 and 1.2 to 3.1.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def fit_to_memory(config: Config, key: Key, problem: Problem, side: str) -> Conf
 
     Numbers of a whole tile of scores lie in shared memory, a tile a stage: Triton's pipeliner puts
     them there. Rows of a head that is no multiple of 16 come through registers, since Triton knows
-    strides only by 16: 64 of them spill 11,990 bytes on sm80 beside a block mask, and 32 of them
+    strides only by 16: 64 of them spill 11,990 bytes on sm80 with a block mask, and 32 of them
     none. A forced tile is not cut.
     """
     walked = "BLOCK_N" if side == "BLOCK_M" else "BLOCK_M"
@@ -31,7 +31,7 @@ def fit_to_memory(config: Config, key: Key, problem: Problem, side: str) -> Conf
         most[walked] = min(32, most[walked])
         if key.block_d > 256:  # headdim 260, the forward on sm90: 1,832 bytes spilled, and none
             most = {side: min(32, most[side]), walked: 16}
-    # Headdim 512 on sm89: dK and dV of 32 keys have 128 bytes too many beside a captured table
+    # Headdim 512 on sm89: dK and dV of 32 keys have 128 bytes too many with a captured table
     if (is_read_in_tiles or is_padded) and has_little_room(key) and not is_overridden():
         most = dict.fromkeys(most, 16)
     return config._replace(**most, num_stages=stages)

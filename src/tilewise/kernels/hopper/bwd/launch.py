@@ -1,6 +1,6 @@
 """Host side of the backward: delta, then all gradients, then dQ from its accumulator.
 
-Memory beside the gradients: dQ in fp32, and two floats a query; of packed sequences for up to 128
+Memory besides the gradients: dQ in fp32, and two floats a query; of packed sequences for up to 128
 queries a sequence more.
 """
 
@@ -322,12 +322,12 @@ def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
     """Key heads whose tiles are mixed, evenly.
 
     Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
-    beside FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997, 1.002;
-    with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles wait
-    for each other as many as have 16Ki rows, at headdim 64 64Ki: neighbours of one head then start
-    at different times, and what they add to is still in the L2 cache (H200, back to back, of the
-    unordered backward: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with two, 4Ki, 0.72,
-    0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95 with 16).
+    relative to FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997,
+    1.002; with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles
+    wait for each other as many as have 16Ki rows, at headdim 64 64Ki: neighbours of one head then
+    start at different times, and what they add to is still in the L2 cache (H200, back to back, of
+    the unordered backward: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with two, 4Ki,
+    0.72, 0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95 with 16).
     """
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]

@@ -122,8 +122,9 @@ def grad_partition(
             pending_dq = multiply_scores(exchange.ds, last_ds_state.stage, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
-            # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
-            # from shared memory, by the path that atomics take: beside it they cost 2 to 6 %
+            # The atomics overlap with dK, whose left operand is in registers. S^T reads both of its
+            # operands from shared memory, by the path that atomics take: overlapped with it they
+            # cost 2 to 6 %
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if not TILE.LSE_FIRST:
                 # Not behind the atomics: what a thread compares would go into a register of their
@@ -178,7 +179,7 @@ def half_of(buffers, WG: gl.constexpr, step):
 
 @gluon.jit
 def load_row(row, step, like):
-    """One number a query, (1, BLOCK_M), beside a tile `like` this one."""
+    """One number per query, (1, BLOCK_M), in a slice of the layout of `like`."""
     return row.index(step & 1).load(like.type.layout)
 
 
@@ -293,7 +294,8 @@ def recompute(
     """P^T of a block, masked where it needs it.
 
     The branch does more than save the mask: the compiler may not move the wait for dP before it. So
-    the exponentials belong inside, and run beside dP; and so do the conversions that dV waits for.
+    the exponentials belong inside, and overlap with dP; and so do the conversions that dV waits
+    for.
     """
     S_LAYOUT: gl.constexpr = qk.type.layout
     IS_POSITION: gl.constexpr = (

@@ -135,7 +135,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
-    # of the dQ of the block before, beside which dS is made
+    # of the previous block's dQ, which overlaps with the computation of dS
     LAST_PART: gl.constexpr = 2 if is_trimmed(FEATURES.HEADDIM, D) else 3
 
     step = gl.to_tensor(0)

@@ -27,7 +27,7 @@ NO_PAIRS: list[list] = [[None], [None]]  # descriptors of the bias and its gradi
 
 
 class Scratch(NamedTuple):
-    """Memory of a backward beside its gradients; or what it is allocated by."""
+    """Temporary memory of a backward; or its shapes."""
 
     dq: Any  # (batch, nheads, padded, BLOCK_D), fp32
     stats: Any  # (batch, nheads, 2, padded)

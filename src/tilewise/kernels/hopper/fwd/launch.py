@@ -346,9 +346,9 @@ def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
 
     Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
     478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki,
-    beside FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857, 0.935,
-    0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000, 0.995 and
-    0.989).
+    relative to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857,
+    0.935, 0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000,
+    0.995 and 0.989).
     """
     most = 64 if tile.BLOCK_D == 64 else 128
     return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE

@@ -4,7 +4,7 @@ While the tensor cores compute
 
     S(next) = Q K^T        and        O += P V
 
-the warpgroup waits only for S(next), whose maxima it takes beside P V (FlashAttention-3, arXiv
+the warpgroup waits only for S(next), whose maxima overlap with P V (FlashAttention-3, arXiv
 2407.08608, algorithm 2). The last P V of a tile overlaps the first S of the next.
 """
 
@@ -67,7 +67,8 @@ def attend_partition(
     EARLY: gl.constexpr = STAGES > 2
     # Q has one stage: released after the last S of a tile, it is full again when the next begins
     ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
-    # Factors beside P V, before the wait for it; three warpgroups have no registers for that
+    # Rescale factors overlap with P V, before the wait for it; three warpgroups have no registers
+    # for that
     PINNED: gl.constexpr = TILE.WARPGROUPS == 2
     # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
     # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
@@ -153,7 +154,7 @@ def attend_partition(
         if UNEVEN:
             state = skip(kv_ring, state, split.idle, STAGES)
 
-        # The last P V of this tile, beside the first S of the next
+        # The last P V of this tile overlaps with the first S of the next
         if not ONE_Q or split.blocks < 2:
             release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
@@ -291,7 +292,7 @@ def as_operand(p, O_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def row_factor(x, layout: gl.constexpr):
-    """A number a row, beside a tile of this layout."""
+    """One number per row, in a slice of this layout."""
     return gl.convert_layout(x, row_of(layout))
 
 

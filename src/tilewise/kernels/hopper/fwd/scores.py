@@ -59,7 +59,9 @@ def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.constexpr_function
 def is_prefetched(dtype):
-    """Whether registers hold the bias of a block beside its S: at 16 bits, or as pairs."""
+    """Whether registers can hold the bias of a block in addition to its S: at 16 bits, or as
+    pairs.
+    """
     return dtype != gl.float32
 
 
@@ -92,7 +94,7 @@ def to_scores(
     """Scores of the i-th block of keys, masked where it needs it, and the maxima with them.
 
     The branch does more than save the mask: the compiler may not move the wait for P V before it.
-    So maxima belong inside, and run beside P V.
+    So maxima belong inside, and overlap with P V.
     """
     HAS_SCORE_MOD: gl.constexpr = FEATURES.SCORE_MOD is not None
     HAS_MASK_MOD: gl.constexpr = FEATURES.MASK_MOD is not None
