@@ -1,5 +1,5 @@
-"""A step of decoding that was launched before, for other tensors of the same signature: no checks,
-and no arguments but the addresses.
+"""Relaunches of a decode step for other tensors of the same signature: no checks, and addresses as
+the only arguments.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from ..common.cached import Cached
-from ..common.relaunch import Again, Launched, addresses_of, again_of, may_relaunch
+from ..common.relaunch import Launched, Relaunch, addresses_of, may_relaunch, relaunches_of
 
 Tensor = torch.Tensor
 
 
-class Step(NamedTuple):
-    """What a call launched. It holds no tensor."""
+class DecodeStep(NamedTuple):
+    """The launches of a decode step. Holds no tensor."""
 
-    launches: list[Again]
+    launches: list[Relaunch]
     device: int | None
     out: tuple[int, ...]  # shapes
     lse: tuple[int, ...]
@@ -49,10 +49,10 @@ class Step(NamedTuple):
 
 def step_of(
     cached: Cached, out: Tensor, lse: Tensor, states: Sequence[Tensor], launches: list[Launched]
-) -> Step | None:
-    """What was launched; None where it may not be again."""
-    again = again_of(launches, (*cached.tensors, out, lse, *states))
-    if again is None:
+) -> DecodeStep | None:
+    """The launches of a call; None where it may not be relaunched."""
+    relaunches = relaunches_of(launches, (*cached.tensors, out, lse, *states))
+    if relaunches is None:
         return None
     shapes = tuple(out.shape), tuple(lse.shape), tuple(x.numel() for x in states)
-    return Step(again, cached.q.device.index, *shapes)
+    return DecodeStep(relaunches, cached.q.device.index, *shapes)

@@ -1,6 +1,6 @@
 """A step of decoding that looks like the one before launches what that one did, on its own tensors.
 
-No GPU: kernels are stand-ins that write down how they are called.
+No GPU: kernels are fakes that record their calls.
 """
 
 import contextlib
@@ -79,13 +79,13 @@ def log(monkeypatch):
 
 def moved(x, by):
     """The same numbers, `by` elements past an aligned address."""
-    room = torch.zeros(x.numel() + by, dtype=x.dtype)
-    return room[by:].view(x.shape).copy_(x)
+    fit = torch.zeros(x.numel() + by, dtype=x.dtype)
+    return fit[by:].view(x.shape).copy_(x)
 
 
-def tensors(room=2048, queries=1):
+def tensors(fit=2048, queries=1):
     """New tensors of a call."""
-    k, v = torch.randn(2, 2, room, 2, 64).to(BF16).unbind(0)
+    k, v = torch.randn(2, 2, fit, 2, 64).to(BF16).unbind(0)
     return dict(q=torch.randn(2, queries, 8, 64).to(BF16), k=k, v=v, causal=True)
 
 
@@ -164,7 +164,7 @@ def ways(log):
     return found
 
 
-def test_a_face_takes_the_same_way(log):
+def test_a_drop_in_function_takes_the_same_way(log):
     """`flash_attn_with_kvcache` after itself, and `flash_attn_varlen_func` over pages."""
     for given in (in_pages(), in_pages(), in_pages(causal=False)):
         q, k, v, used = (given[x] for x in ("q", "k", "v", "seqused_k"))
@@ -229,7 +229,7 @@ def test_what_is_not_launched_again(log, monkeypatch, what):
     if what == "another device":
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     if what == "a profiler":
-        monkeypatch.setattr(relaunch, "is_watched", lambda: True)
+        monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: True)
     if what == "checks":
         monkeypatch.setenv("TILEWISE_CHECK", "1")
     call(given)
@@ -239,8 +239,8 @@ def test_what_is_not_launched_again(log, monkeypatch, what):
 def test_steps_are_bounded_and_keep_no_tensor(log, monkeypatch):
     kept = functools.lru_cache(maxsize=2)(calls._entry.__wrapped__)
     monkeypatch.setattr(calls, "_entry", kept)
-    for room in (1024, 1040, 1056, 1072):
-        given = tensors(room) | dict(split_size=512)
+    for fit in (1024, 1040, 1056, 1072):
+        given = tensors(fit) | dict(split_size=512)
         call(given)
         assert kept.cache_info().currsize <= 2
     call(given)

@@ -1,4 +1,4 @@
-"""The drop-in faces: flash-attn 2's and torch's signatures whole, their conventions kept."""
+"""The drop-in functions: whole signatures and conventions of flash-attn 2 and torch."""
 
 import inspect
 
@@ -115,19 +115,19 @@ def test_packed_twins_equal_unpacked(features):
     qkv = torch.randn(2, 12, 3, 2, 16)
     sinks = torch.randn(2)
 
-    def run(face, *tensors):
+    def run(function, *tensors):
         leaves = [x.clone().requires_grad_() for x in (*tensors, sinks)]
-        out, lse = face(*leaves[:-1], **features, return_lse=True, learnable_sink=leaves[-1])
+        out, lse = function(*leaves[:-1], **features, return_lse=True, learnable_sink=leaves[-1])
         (out.square().sum() + lse.sum()).backward()
         return out.detach(), lse.detach(), [x.grad for x in leaves]
 
     q, k, v = qkv.unbind(2)
     out, lse, (dq, dk, dv, dsinks) = run(tilewise.flash_attn_func, q, k, v)
-    for face, tensors, grads in [
+    for function, tensors, grads in [
         (tilewise.flash_attn_qkvpacked_func, [qkv], [torch.stack([dq, dk, dv], 2)]),
         (tilewise.flash_attn_kvpacked_func, [q, qkv[:, :, 1:]], [dq, torch.stack([dk, dv], 2)]),
     ]:
-        got = run(face, *tensors)
+        got = run(function, *tensors)
         torch.testing.assert_close(got, (out, lse, [*grads, dsinks]), rtol=1e-6, atol=1e-6)
 
 
@@ -155,9 +155,9 @@ def test_sdpa_equals_torchs(shapes, is_causal):
     """With top-left causal, as torch has it, wherever the lengths differ."""
     leaves = [torch.randn(2, 4, s, 16) for s in (shapes[0], shapes[1], shapes[1])]
     results = []
-    for face in (tilewise.scaled_dot_product_attention, torch_sdpa):
+    for function in (tilewise.scaled_dot_product_attention, torch_sdpa):
         q, k, v = (x.clone().requires_grad_() for x in leaves)
-        out = face(q, k, v, None, 0.0, is_causal, scale=0.3)
+        out = function(q, k, v, None, 0.0, is_causal, scale=0.3)
         out.square().sum().backward()
         results.append((out.detach(), q.grad, k.grad, v.grad))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
@@ -165,9 +165,9 @@ def test_sdpa_equals_torchs(shapes, is_causal):
 
 def test_sdpa_shares_key_heads_only_when_asked():
     q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16)
-    for face in (tilewise.scaled_dot_product_attention, torch_sdpa):
+    for function in (tilewise.scaled_dot_product_attention, torch_sdpa):
         with pytest.raises(RuntimeError):
-            face(q, k, k)
+            function(q, k, k)
     with pytest.raises(tilewise.ArgumentError, match=r"4 heads.* 2.*enable_gqa=True"):
         tilewise.scaled_dot_product_attention(q, k, k)
     got = tilewise.scaled_dot_product_attention(q, k, k, enable_gqa=True)

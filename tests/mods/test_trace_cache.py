@@ -104,10 +104,10 @@ def test_nothing_keeps_a_function_alive():
         mods.mask(lambda b, h, q_idx, kv_idx: table[h] < kv_idx)
 
     gc.collect()
-    before = len(trace_cache._kept)
+    before = len(trace_cache._traces)
     traced()
     gc.collect()
-    assert len(trace_cache._kept) == before
+    assert len(trace_cache._traces) == before
 
 
 def test_what_was_computed_from_a_tensor_is_not_kept():

@@ -24,7 +24,7 @@ SEQLEN, NHEADS = 200, 4
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Launches that went past Triton's, of calls that nobody made before."""
+    """Relaunches, with an empty cache of calls."""
     launches, call = [], compat.Direct.__call__
     calls._entry.cache_clear()
 
@@ -105,8 +105,8 @@ def test_forward(name, device, quick):
 
 
 @on_devices
-def test_biases_of_one_shape_take_turns(device, quick):
-    """Strides and alignment tell them apart, and none is read as another."""
+def test_biases_of_one_shape_alternate(device, quick):
+    """Strides and alignment distinguish them, and none is read as another."""
     looks = ("bias", "moved bias", "turned bias", "bias", "moved bias", "turned bias")
     for name in looks:
         q, k, v = tensors(device)

@@ -19,18 +19,18 @@ def words_of(count):
 
 
 @gluon.jit
-def make_mailbox(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """Room for two messages of COUNT integers, which READERS partitions read."""
+def make_messages(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """Allocates a ring of two messages of COUNT integers, which READERS partitions read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return make_ring(gl.int32, [words_of(COUNT)], layout, 2, 1, READERS)
 
 
 @gluon.jit
-def send(mailbox, state, fields, BY_LANE: gl.constexpr = False):
-    """Sends a tuple of integers, once all readers have the message before it. BY_LANE: each lane of
-    the warp holds one of them, which takes fewer registers than all of them in each.
+def send(messages, state, fields, BY_LANE: gl.constexpr = False):
+    """Sends a tuple of integers, once all readers have released the stage. BY_LANE: each lane of
+    the warp holds one integer, which takes fewer registers than all of them in each lane.
     """
-    WORDS: gl.constexpr = mailbox.buffers.shape[1]
+    WORDS: gl.constexpr = messages.buffers.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1 if BY_LANE else WORDS], [32], [1], [0])
     word = gl.arange(0, WORDS, layout)
     # The order of selections that takes the fewest instructions (Triton 3.6)
@@ -39,18 +39,19 @@ def send(mailbox, state, fields, BY_LANE: gl.constexpr = False):
     for i in gl.static_range(1, len(fields)):
         if i != START:
             message = gl.where(word == i, fields[i], message)
-    wait_empty(mailbox, state)
-    mailbox.buffers.index(state.stage).store(message)
-    mbarrier.arrive(mailbox.full.index(state.stage), count=1)
+    wait_empty(messages, state)
+    messages.buffers.index(state.stage).store(message)
+    mbarrier.arrive(messages.full.index(state.stage), count=1)
 
 
 @gluon.jit
-def receive(mailbox, state, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
+def receive(messages, state, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
     """The COUNT integers of a message, in every thread of a partition of WARPS warps."""
-    WORDS: gl.constexpr = mailbox.buffers.shape[1]
-    wait_full(mailbox, state)
-    message = mailbox.buffers.index(state.stage).load(gl.BlockedLayout([WORDS], [32], [WARPS], [0]))
-    release(mailbox, state)
+    WORDS: gl.constexpr = messages.buffers.shape[1]
+    wait_full(messages, state)
+    layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [WARPS], [0])
+    message = messages.buffers.index(state.stage).load(layout)
+    release(messages, state)
     fields = ()
     for i in gl.static_range(COUNT):
         fields = fields + (field(message, i),)

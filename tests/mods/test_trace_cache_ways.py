@@ -1,4 +1,4 @@
-"""A function that reads something in a way that its names do not tell is traced anew."""
+"""A function whose reads its bytecode does not prove is traced at every call."""
 
 import builtins
 import contextlib
@@ -363,9 +363,9 @@ def test_what_is_read_is_read_again(way, monkeypatch, tmp_path):
         assert mods.mask(function).key == mods.mask(lambda b, h, q_idx, kv_idx: kv_idx < 3).key
         return
     again = mods.mask(function)
-    assert again.key == tracing_anew(function).key
+    assert again.key == traced_again(function).key
     assert again.key != first.key
 
 
-def tracing_anew(function):
+def traced_again(function):
     return mods.Mask(*trace.trace(function, trace.MASK))

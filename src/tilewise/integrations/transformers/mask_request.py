@@ -11,7 +11,7 @@ from .visible import Predicate
 Tensor = torch.Tensor
 
 
-class Asked(NamedTuple):
+class MaskRequest(NamedTuple):
     """A mask, as transformers describes it."""
 
     predicate: Predicate
