@@ -20,7 +20,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.errors import ArgumentError
 from tilewise.testing import interpret
 
-from .matmul_kernel import grouped_tile as grouped_tile  # lesson 02 draws its order
 from .matmul_kernel import matmul_kernel
 
 Tensor = torch.Tensor

@@ -24,7 +24,7 @@ from .pictures import lines
 Tensor = torch.Tensor
 
 
-class Block(NamedTuple):
+class BlockState(NamedTuple):
     """The state after a block of keys [start, stop), of which the row sees `seen`."""
 
     start: int
@@ -74,7 +74,7 @@ def make_row(
     return Row(s, v, last + 1 if is_causal else seqlen)
 
 
-def steps(row: Row, block: int) -> Iterator[Block]:
+def steps(row: Row, block: int) -> Iterator[BlockState]:
     """The row's state after each block.
 
     Scores 1 and 3 come before 2: the second raises m from 1 to 3, so what was summed is multiplied
@@ -90,7 +90,9 @@ def steps(row: Row, block: int) -> Iterator[Block]:
         stop = min(start + block, len(row.s))
         s = row.s[start : min(stop, row.seen)]
         if len(s) == 0:
-            yield Block(start, stop, 0, -math.inf, float(m), 1.0, 0.0, float(l), o.clone(), True)
+            yield BlockState(
+                start, stop, 0, -math.inf, float(m), 1.0, 0.0, float(l), o.clone(), True
+            )
             continue
         m_new = torch.maximum(m, s.max())
         alpha = torch.exp(m - m_new)
@@ -100,7 +102,7 @@ def steps(row: Row, block: int) -> Iterator[Block]:
         o = alpha * o + p.to(row.v.dtype).to(o.dtype) @ row.v[start : start + len(s)].to(o.dtype)
         m = m_new
         figures = float(s.max()), float(m), float(alpha), float(p.sum()), float(l)
-        yield Block(start, stop, len(s), *figures, o.clone(), False)
+        yield BlockState(start, stop, len(s), *figures, o.clone(), False)
 
 
 def plain(row: Row) -> tuple[Tensor, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS / "extensions"), str(ROOT / "src"), str(ROOT)]
+sys.path[:0] = [str(DOCS / "extensions"), *(str(ROOT / x) for x in ("src", "tour")), str(ROOT)]
 # Notebooks run in processes of their own; lessons import `lesson`, which stands beside them.
 here = [str(ROOT / "src"), str(ROOT / "tour")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -19,7 +19,7 @@ language = "en"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "docstrings",
+    "sphinx.ext.napoleon",
     "features",
     "interactive",
     "languages",
@@ -49,6 +49,8 @@ nb_merge_streams = True
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 add_module_names = False
 default_role = "py:obj"
 python_maximum_signature_line_length = 88

@@ -3,10 +3,10 @@
     python examples/diffusion_transformer.py             # a CPU is enough: half a minute
     python examples/diffusion_transformer.py --steps 2000 --device cuda
 
-Images are of 16 x 16 pixels, and of 8 x 16 and 16 x 8 beside them: their patches are packed one
-behind the other, without padding, and `cu_seqlens` says where each image begins. A model predicts
-the velocity from noise to an image (rectified flow, arXiv 2209.03003); time and class steer each
-block by adaptive layer norms that begin as zeros (DiT, arXiv 2212.09748).
+Images are of 16 x 16 pixels, and of 8 x 16 and 16 x 8 beside them: their patches are packed end to
+end, without padding, and `cu_seqlens` says where each image begins. A model predicts the velocity
+from noise to an image (rectified flow, arXiv 2209.03003); time and class steer each block by
+adaptive layer norms that begin as zeros (DiT, arXiv 2212.09748).
 """
 
 from __future__ import annotations

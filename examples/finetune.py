@@ -21,7 +21,13 @@ from pathlib import Path
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-WHO = ["Ada", "my neighbour from the second floor", "the new student", "everybody", "the cook"]
+SUBJECTS = [
+    "Ada",
+    "my neighbour from the second floor",
+    "the new student",
+    "the whole class",
+    "the cook",
+]
 WHAT = ["open the window", "bring the letters that came this morning", "paint the fence"]
 WHAT += ["wash the red car", "call the doctor about the appointment on Tuesday", "water the roses"]
 PAST = {"open": "opened", "bring": "brought", "paint": "painted", "wash": "washed"}
@@ -31,10 +37,10 @@ PAST |= {"call": "called", "water": "watered"}
 def sentences() -> list[tuple[str, int]]:
     """Statements (0) and requests (1) with the same words."""
     found = []
-    for who, what in itertools.product(WHO, WHAT):
+    for subject, what in itertools.product(SUBJECTS, WHAT):
         verb, _, rest = what.partition(" ")
-        found.append((f"{who} {PAST[verb]} {rest}".capitalize(), 0))
-        found.append((f"could {who} {verb} {rest}".capitalize(), 1))
+        found.append((f"{subject} {PAST[verb]} {rest}".capitalize(), 0))
+        found.append((f"could {subject} {verb} {rest}".capitalize(), 1))
     random.Random(0).shuffle(found)
     return found
 

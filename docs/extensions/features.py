@@ -1,4 +1,4 @@
-"""`{feature-table}`: who serves what, as each backend's own `supports` answers at this build.
+"""`{feature-table}`: which backend supports what, by each backend's `supports` at this build.
 
 The backends for GPUs are asked as on a GPU: the interpreter and the emulator stand in for one, and
 what these serve is what the kernels serve.

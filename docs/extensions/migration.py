@@ -1,4 +1,5 @@
-"""docs/migration.md: arguments of our faces, read from their signatures, beside those of others.
+"""docs/migration.md: arguments of our drop-in functions, read from their signatures, beside those
+of others.
 
     PYTHONPATH=src python docs/extensions/migration.py
 
@@ -26,7 +27,7 @@ class Word(NamedTuple):
     remark: str = ""
 
 
-# flash-attn 3's own order; what is here alone no face of ours takes.
+# flash-attn 3's own order; what is here alone no function of ours takes.
 FLASH_3 = (
     *("q", "k", "v", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale"),
     *("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic"),
@@ -95,16 +96,16 @@ FLEX = {
 }
 
 
-def parameters(face: Callable) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(face).parameters)
+def parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
 
 
 def place(name: str, names: tuple[str, ...]) -> str:
     return str(names.index(name) + 1) if name in names else NONE
 
 
-def positional(face: Callable) -> tuple[str, ...]:
-    found = parameters(face).items()
+def positional(function: Callable) -> tuple[str, ...]:
+    found = parameters(function).items()
     return tuple(name for name, one in found if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
@@ -121,9 +122,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def flash_table(face: Callable, flash_3: tuple[str, ...]) -> str:
-    """Where each argument stands in all three; flash-attn 2's places are those of our face."""
-    ours, flash_2 = parameters(face), positional(face)
+def flash_table(function: Callable, flash_3: tuple[str, ...]) -> str:
+    """Where each argument stands in all three; flash-attn 2's places are those of our function."""
+    ours, flash_2 = parameters(function), positional(function)
     head = ["argument", "default", "place in flash-attn 2, and here", "in FA3"]
     head += ["in `attention`", ""]
     rows = [
@@ -141,16 +142,16 @@ def flash_table(face: Callable, flash_3: tuple[str, ...]) -> str:
     return table(head, rows)
 
 
-def torch_table(face: Callable, words: dict[str, Word]) -> str:
+def torch_table(function: Callable, words: dict[str, Word]) -> str:
     head = ["argument", "default", "in `attention`", ""]
     rows = [
         [f"`{name}`", default(one), told(words[name]), words[name].remark]
-        for name, one in parameters(face).items()
+        for name, one in parameters(function).items()
     ]
     return table(head, rows)
 
 
-def packed_faces() -> str:
+def packed_functions() -> str:
     """The relatives, which take the same behind their tensors."""
     known = ("flash_attn_func", "flash_attn_varlen_func")
     names = [n for n in tilewise.__all__ if n.startswith("flash_attn") and n not in known]
@@ -163,7 +164,7 @@ def page() -> str:
     return TEXT.read_text("utf-8").format(
         flash=flash_table(tilewise.flash_attn_func, FLASH_3),
         varlen=flash_table(tilewise.flash_attn_varlen_func, FLASH_3_VARLEN),
-        packed=packed_faces(),
+        packed=packed_functions(),
         sdpa=torch_table(tilewise.scaled_dot_product_attention, SDPA),
         flex=torch_table(tilewise.flex_attention, FLEX),
     )

@@ -45,7 +45,7 @@ class UsedBy(SphinxDirective):
                 line += nodes.literal(text=name)
             items += nodes.list_item("", line)
         if not items:
-            raise self.error(f"nobody imports tile/{self.arguments[0]}.py")
+            raise self.error(f"no kernel imports tile/{self.arguments[0]}.py")
         return [items]
 
 

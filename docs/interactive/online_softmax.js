@@ -1,7 +1,7 @@
 // One row's online softmax, block by block, as tile/softmax.py computes it (there in base 2).
 //
 // m is the largest score so far, l the sum of e^(s - m), o the sum of e^(s - m) v. A new block can
-// only raise m; what was summed before is then too large, and alpha = e^(m_before - m) mends it.
+// only raise m; what was summed before is then too large, and alpha = e^(m_before - m) corrects it.
 
 /** Numbers separated by commas or spaces; "-inf" is a masked score. */
 export function parseNumbers(text) {

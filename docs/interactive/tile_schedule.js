@@ -19,7 +19,7 @@ export function keyBlocks(length, mBlock, block, causal) {
 }
 
 /** When each tile runs and where, by tile number. Static: tile i runs on processor i % processors.
- * Dynamic: the next tile goes to whoever is free first; of several, to the first of them. */
+ * Dynamic: the next tile goes to the first free SM; of several, to the lowest number. */
 export function simulate(costs, processors, dynamic) {
   const free = Array.from({ length: processors }, () => 0);
   return costs.map((cost, tile) => {

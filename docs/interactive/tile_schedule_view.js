@@ -1,10 +1,10 @@
-// The varlen tile scheduler: who runs which tile when, in a fixed order and by a counter.
+// The varlen tile scheduler: which SM runs which tile when, in a fixed order and by a counter.
 
 import { choice, draw, field, make, onWidth, stepper, table, tick } from "./dom.js";
 import { busy, letter, makespan, parseLengths, plan } from "./tile_schedule.js";
 
 const [MOST, LONGEST, MOST_TILES] = [64, 16384, 2000];
-// Okabe and Ito's colours, told apart by every kind of sight; letters say it again.
+// Okabe and Ito's colours, distinct under colour blindness; letters repeat the distinction.
 const COLOURS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#8FA8FF"];
 const [ROW, LABEL] = [20, 44];
 const NAMES = {

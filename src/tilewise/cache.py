@@ -1,4 +1,4 @@
-"""What a model does with its cache besides attention: new keys and values are appended to it.
+"""KV caches: appends new keys and values; attention over a cache is `tilewise.attention`.
 
 >>> import torch, tilewise
 >>> from tilewise import cache

@@ -1,13 +1,12 @@
-"""Which backend serves a problem: an ordered tuple, asked one by one, each answering None or the
-reason why not.
+"""Backend selection: the first of an ordered tuple of backends that supports a problem. Each
+backend answers None or the reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`,
 `prepare(problem, scalars, q, k)`, which returns `(q, k, v, extras) -> (out, lse)` for all calls of
 one signature, and `prepare_backward(problem, scalars)`, which returns `(saved, extras) -> Grads`
-for all that look alike. One that `NEEDS_ALIGNMENT` says by `why_copied(problem)` why it copies what
-is not aligned, or None where it refuses that.
-Refusals are data: the error for a problem that nothing serves prints them all, and `tilewise info`
-shows them.
+for all backwards of one signature. A backend with `NEEDS_ALIGNMENT` has `why_copied(problem)`: why
+it copies unaligned tensors, or None where it refuses them. Refusals are data: the error for a
+problem that nothing serves prints them all, and `tilewise info` shows them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from .problem import Call, Extras, Problem
 Tensor = torch.Tensor
 Forward = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]
 
-# In the order of preference. A module is imported when it is first asked, so that a machine without
-# Triton never needs it.
+# In order of preference. A module is imported on first use, so that a machine without Triton never
+# needs it.
 BACKENDS = {
     "hopper": "tilewise.kernels.hopper",
     "portable": "tilewise.kernels.portable",
@@ -35,12 +34,12 @@ BACKENDS = {
 }
 
 
-# By count: copying a key takes as long as the Hopper kernels save, beside the portable ones, with
-# some 350 queries that see it; causal masks hide half of them, and short calls wait for launches
+# Copying a key takes as long as the Hopper kernels save over the portable ones on about 350 queries
+# that attend to it; causal masks hide half of the pairs, and launches dominate short calls
 MANY = 1024
 UNALIGNED = Avoidable(
     "rows, heads and batches of q, k and v must start at multiples of 16 bytes, and none be "
-    "expanded, for the copy engine: q.contiguous() does that"
+    "expanded, for TMA: q.contiguous() does that"
 )
 
 FEW = Slower(
@@ -98,8 +97,8 @@ def choose_for(
 
 
 def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Forward:
-    """The forward of calls of one signature. Where few queries meet many keys on a GPU, and no
-    backend is forced, the portable kernels divide the keys, as beside a cache.
+    """The forward of calls of one signature. With few queries and many keys on a GPU, and no forced
+    backend, the portable split-KV kernels serve the call, as with a KV cache.
     """
     problem, scalars, backend = call.problem, call.scalars, call.backend
     if backend is None and q.is_cuda and ask("portable", problem, q.device) is None:
@@ -111,8 +110,8 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> F
 
 
 def has_many(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> bool:
-    """Whether queries and keys meet so many of each other that copies of them are worth their time;
-    packed sequences in the mean.
+    """Whether each key serves so many queries, and each query so many keys, that copying them pays
+    off; packed sequences by their mean length.
     """
     sequences = max(1, packed_in(extras))
     return min(q.shape[1] * problem.group, k.shape[1]) >= MANY * sequences

@@ -7,7 +7,7 @@ import torch
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An argument is wrong: the message names it, its shape or value, and the remedy.
+    """A wrong argument: the message names it, its shape or value, and the remedy.
 
     It is a ValueError and a RuntimeError, because callers of flash-attn catch the one and callers
     of torch the other.
@@ -15,11 +15,13 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class PerformanceWarning(UserWarning):
-    """A slower way serves this call than the caller may expect; the message says why, once."""
+    """A slower implementation serves this call than the caller may expect; the message says why,
+    once per reason.
+    """
 
 
 class Words(NamedTuple):
-    """What a face calls its arguments, for its errors."""
+    """The names that a public function gives its arguments, for error messages."""
 
     q: str = "q"
     k: str = "k"

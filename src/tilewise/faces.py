@@ -1,12 +1,11 @@
-"""flash-attn 2's functions as drop-in faces, argument for argument. Each turns its own convention
-into a call as `tilewise.attention` makes it.
+"""flash-attn 2's functions as drop-in replacements, argument for argument. Each translates its
+convention into a call of `tilewise.attention`.
 """
 
-from .frontend.flash_attn import (
-    flash_attn_func,
+from .frontend.flash_attn import flash_attn_func, flash_attn_varlen_func
+from .frontend.flash_attn_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )

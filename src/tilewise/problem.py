@@ -1,9 +1,8 @@
-"""What is asked of an attention call: one record, made once at the door, after which nobody
-re-validates.
+"""An attention call after validation: one hashable record that selects the code to run.
 
 A `Problem` holds only what selects code (heads, head dims, dtype, which features are on). Lengths,
-strides and the values of scale, softcap and window are runtime numbers and travel beside it, so
-that no kernel is compiled per length.
+strides and the values of scale, softcap and window are runtime numbers and are passed separately,
+so that no kernel is compiled per length.
 
 Causal and window masks are one thing here, a band around a diagonal: query i sees key j when
 
@@ -25,7 +24,7 @@ OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 
 class Mods(NamedTuple):
-    """Functions of scores and positions, by the names under which `mods.expressions.named` knows
+    """Functions of scores and positions, by the names under which `mods.expressions.lookup` knows
     their trees; "" is none.
     """
 
@@ -54,9 +53,9 @@ class Problem(NamedTuple):
     has_sinks: bool
     has_seqused_k: bool
     has_seqused_q: bool
-    is_packed: bool  # sequences lie one behind the other in a batch of 1
+    is_packed: bool  # sequences lie end to end in a batch of 1
     has_bias: bool
-    has_bias_grad: bool  # whether somebody will ask for it
+    has_bias_grad: bool  # whether it is requested
     has_dropout: bool
     mods: Mods
     deterministic: bool
@@ -163,12 +162,12 @@ class Call:
         self.needs_grad = needs_grad
         self.has_extras = problem.has_extras
         self.forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-        self.backwards: dict[Any, Callable[..., Grads]] = {}  # by what tells them apart
+        self.backwards: dict[Any, Callable[..., Grads]] = {}  # by `ops.calls.layout_key`
 
 
 class Saved(NamedTuple):
-    """What a backward reads beside the extras: the gradients that come in, and what the forward
-    read and wrote.
+    """The inputs of a backward besides the extras: output gradients, and the forward's inputs and
+    outputs.
     """
 
     dout: torch.Tensor
@@ -181,7 +180,7 @@ class Saved(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What a backend's backward returns; the last two are None where nobody asked."""
+    """What a backend's backward returns; the last two are None where they were not requested."""
 
     dq: torch.Tensor
     dk: torch.Tensor

@@ -1,4 +1,4 @@
-"""Attention as the formula says it, in plain torch: chapter one, and what every kernel is held to.
+"""Attention by its definition, in plain torch: the oracle that every kernel is tested against.
 
     S   = scale * Q K^T                   (batch, nheads, seqlen_q, seqlen_k)
     S   = softcap * tanh(S / softcap)     if there is a softcap
@@ -66,24 +66,36 @@ def attention_reference(
     first: tuple[int, int, int] = (0, 0, 0),
     page_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` in plain torch, with the scores in memory and natural autograd.
+    """`tilewise.attention` in plain torch, with the scores in memory and autograd's own gradients.
 
-    >>> import torch, tilewise
-    >>> q, k, v = torch.randn(3, 2, 16, 4, 32, dtype=torch.float64).unbind(0)
-    >>> out, lse = tilewise.attention_reference(q, k, v, causal=True, return_lse=True)
-    >>> out.shape, lse.shape
-    (torch.Size([2, 16, 4, 32]), torch.Size([2, 4, 16]))
-    >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query sees one key
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> q, k, v = torch.randn(3, 2, 16, 4, 32, dtype=torch.float64).unbind(0)
+        >>> out, lse = tilewise.attention_reference(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 16, 4, 32]), torch.Size([2, 4, 16]))
+        >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query attends to one key
+        True
 
-    Shapes, arguments and errors are those of `tilewise.attention`; any dtype that torch multiplies.
-    The softmax and `lse` are in fp32 (fp64 for fp64). With `upcast` the matrix products are too.
-    Without it they run in the dtype of q, and S and P are rounded to it: what plain code in half
-    precision gives, and so the error that a kernel is allowed.
-    `first` is the (batch, head, query) of a larger call that q begins with: masks, score functions
-    and dropout count from it, so that a call too large to store is computed part by part. A band
-    and ALiBi know only the q and k they are given. Of a cache the keys are gathered, sequence by
-    sequence, and pieces change nothing.
+    Shapes and the other arguments are those of `tilewise.attention`; any dtype that torch
+    multiplies.
+
+    Args:
+        upcast: matrix products in fp32 (fp64 for fp64), as the softmax and lse always are. Without
+            it they run in the dtype of q, and S and P are rounded to it: the error of plain code in
+            half precision, which the error budget of kernels is based on.
+        first: (batch, head, query), the offset of q in a larger call: masks, score functions and
+            dropout count from it, so that a call too large to store is computed in parts. Bands and
+            ALiBi do not use it.
+        page_table: int32 (batch, pages). The keys of a KV cache are gathered, sequence by sequence.
+
+    Returns:
+        out, and with `return_lse` lse, as `tilewise.attention`.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+
+    FlashAttention (Dao et al. 2022, arXiv 2205.14135), section 2.2.
     """
     if is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         cached = check_cached(
@@ -115,9 +127,9 @@ def attention_reference(
     check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
     numbers = *check_numbers(scale, softcap, q.shape[3], q.dtype), *sides, dropout_p
     mask_mod = mask_mod if block_mask is None else block_mask.mask
-    asked = _Asked(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast, first)
+    options = _Options(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast, first)
     attend = _attend_packed if is_packed else _attend
-    out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), asked)
+    out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if is_packed:
@@ -125,8 +137,8 @@ def attention_reference(
     return (out, lse) if return_lse else out
 
 
-class _Asked(NamedTuple):
-    """What is asked of one call."""
+class _Options(NamedTuple):
+    """The options of one call."""
 
     align: str
     extras: Extras
@@ -140,7 +152,7 @@ class _Asked(NamedTuple):
 def _attend_cached(
     cached: Cached, mask_mod: masks.Predicate | None, upcast: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sequences beside a cache, one by one, from the position of their first query on."""
+    """Sequences with a KV cache, one by one, from the position of their first query on."""
     q, extras, table = cached.q, cached.extras, cached.page_table
     cu_seqlens_q = extras.cu_seqlens_q
     out = q.new_zeros(*q.shape[:-1], cached.v.shape[3])
@@ -153,20 +165,20 @@ def _attend_cached(
         slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + 1]
         first = b, 0, length - queries.shape[0]
         own = Extras(slopes, extras.sinks)
-        asked = _Asked("bottom_right", own, cached.scalars, mask_mod, None, upcast, first)
+        options = _Options("bottom_right", own, cached.scalars, mask_mod, None, upcast, first)
         inputs = queries.unsqueeze(0).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        parts = _attend(*inputs, asked)
+        parts = _attend(*inputs, options)
         out_rows.copy_(parts[0][0].transpose(0, 1))
         lse_rows.copy_(parts[1][0].T)
     return out, lse
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> tuple[Tensor, Tensor]:
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     """Packed sequences, one by one; rows that are not used have out 0 and lse -inf."""
     outs, lses = [], []
-    sequence, *others = asked.first
-    for i, ((a, b, c), (d, e, _), extras) in enumerate(_sequences(asked.extras)):
-        alone = asked._replace(extras=extras, first=(sequence + i, *others))
+    sequence, *others = options.first
+    for i, ((a, b, c), (d, e, _), extras) in enumerate(_sequences(options.extras)):
+        alone = options._replace(extras=extras, first=(sequence + i, *others))
         out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v[:, :, d:e], alone)
         outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
         lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
@@ -195,11 +207,11 @@ def _attend(
     q: Tensor,  # (batch, nheads, seqlen_q, headdim)
     k: Tensor,
     v: Tensor,
-    asked: _Asked,
+    options: _Options,
 ) -> tuple[Tensor, Tensor]:
-    extras, scalars = asked.extras, asked.scalars
+    extras, scalars = options.extras, options.scalars
     dtype, exact = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    if asked.upcast:
+    if options.upcast:
         q, k, v = q.to(exact), k.to(exact), v.to(exact)
     q_idx, k_idx = _arange(q).unsqueeze(-1), _arange(k)
     seqlen_k = k.shape[2]
@@ -208,8 +220,8 @@ def _attend(
         padding = ~predicates.is_key(k_idx.unsqueeze(-1), seqlen_k)
         # Padding may hold anything, and 0 * NaN is NaN.
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-    diagonal = seqlen_k - q.shape[2] if asked.align == "bottom_right" else 0
-    first_b, first_h, first_q = asked.first
+    diagonal = seqlen_k - q.shape[2] if options.align == "bottom_right" else 0
+    first_b, first_h, first_q = options.first
     b = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1) + first_b
     h = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1) + first_h
     at = b, h, q_idx + first_q, k_idx
@@ -217,16 +229,16 @@ def _attend(
     s = scalars.scale * _matmul(q, k.transpose(2, 3)).to(exact)
     if scalars.softcap:
         s = scalars.softcap * torch.tanh(s / scalars.softcap)
-    if asked.score_mod is not None:
-        s = scores.score(asked.score_mod)(s, *at).to(exact).expand_as(s)
+    if options.score_mod is not None:
+        s = scores.score(options.score_mod)(s, *at).to(exact).expand_as(s)
     if extras.alibi_slopes is not None:
         slopes = extras.alibi_slopes.to(exact)[..., None, None]
         s = s - slopes * (q_idx + diagonal - k_idx).abs()
     if extras.bias is not None:
         s = s + extras.bias.to(exact)
     visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
-    if asked.mask_mod is not None:
-        mask = masks.mask(asked.mask_mod)
+    if options.mask_mod is not None:
+        mask = masks.mask(options.mask_mod)
         visible = visible & evaluate(mask.expr, *at, mask.tensors)
     p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
     if extras.dropout_rng is not None:
@@ -276,21 +288,34 @@ def _arange(x: Tensor) -> Tensor:
 
 
 def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from the results over each: (out, lse).
+    """Merges attention over two disjoint sets of keys into attention over their union.
 
-    >>> import torch, tilewise
-    >>> q, k, v = torch.randn(3, 2, 16, 4, 32).unbind(0)
-    >>> left = tilewise.attention_reference(q, k[:, :5], v[:, :5], return_lse=True)
-    >>> right = tilewise.attention_reference(q, k[:, 5:], v[:, 5:], return_lse=True)
-    >>> out, lse = tilewise.merge_states(*left, *right)
-    >>> torch.allclose(out, tilewise.attention_reference(q, k, v), atol=1e-5)
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> q, k, v = torch.randn(3, 2, 16, 4, 32).unbind(0)
+        >>> left = tilewise.attention_reference(q, k[:, :5], v[:, :5], return_lse=True)
+        >>> right = tilewise.attention_reference(q, k[:, 5:], v[:, 5:], return_lse=True)
+        >>> out, lse = tilewise.merge_states(*left, *right)
+        >>> torch.allclose(out, tilewise.attention_reference(q, k, v), atol=1e-5)
+        True
 
-    out is (..., seqlen, nheads, headdim_v) and lse (..., nheads, seqlen), natural log: batched, or
-    packed without the first dimension. Where both are -inf (no key at all) so is the result, with
-    out 0. Computed in fp32 (fp64 for fp64), differentiable in all four; out has the dtype of out1.
-    Raises ArgumentError where the shapes do not fit. Merge results without sinks, and add the sink
-    once, at the end.
+    Merge results without sinks, and add the sink once, at the end.
+
+    Args:
+        out1: (..., seqlen, nheads, headdim_v), batched, or packed without the first dimension.
+        lse1: (..., nheads, seqlen), natural log, float.
+        out2: shaped as out1.
+        lse2: shaped as lse1.
+
+    Returns:
+        (out, lse), computed in fp32 (fp64 for fp64), out in the dtype of out1, differentiable in
+        all four. Where both lse are -inf (no key at all) lse is -inf and out 0.
+
+    Raises:
+        ArgumentError: shapes do not match.
+
+    FlashDecoding (Dao et al. 2023): out = sum of exp(lse_i - lse) out_i, lse = log of the sum of
+    exp(lse_i).
     """
     _check_states(out1, lse1, out2, lse2)
     exact = torch.promote_types(torch.promote_types(lse1.dtype, lse2.dtype), torch.float32)

@@ -1,4 +1,4 @@
-"""Calls that look alike are checked once; what differs is another call."""
+"""Calls of one signature are checked once; another signature is another call."""
 
 import functools
 import gc
@@ -57,7 +57,7 @@ def entered(call):
     return found
 
 
-FACES = {
+FUNCTIONS = {
     "attention": lambda q, k, v: attention(q, k, v, causal=True),
     "by heads": lambda *x: attention(*(t.transpose(1, 2) for t in x), layout="bhsd"),
     "flash_attn": lambda q, k, v: tilewise.flash_attn_func(q, k, v, 0.0, None, True),
@@ -65,19 +65,19 @@ FACES = {
 }
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_known_call_enters_few_functions(face):
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_known_call_enters_few_functions(function):
     q, k, v = tensors(32, 32)
     with torch.no_grad():
-        FACES[face](q, k, v)
-        found = entered(lambda: FACES[face](q, k, v))
+        FUNCTIONS[function](q, k, v)
+        found = entered(lambda: FUNCTIONS[function](q, k, v))
     assert len(found) <= 12, found
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_every_face_is_checked_once(face, checked):
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_is_checked_once(function, checked):
     for _ in range(3):
-        FACES[face](*tensors(32, 32))
+        FUNCTIONS[function](*tensors(32, 32))
     assert len(checked) == 1
 
 

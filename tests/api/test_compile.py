@@ -117,14 +117,14 @@ def test_no_recompile_for_a_window():
 
 
 @pytest.mark.parametrize(
-    "face",
+    "function",
     [tilewise.flash_attn_func, tilewise.scaled_dot_product_attention],
     ids=lambda f: f.__name__,
 )
-def test_the_drop_in_faces_compile(face):
-    again, counter = compiled(face)
+def test_the_drop_in_functions_compile(function):
+    again, counter = compiled(function)
     x = torch.randn(2, 4, 4, 16)
-    torch.testing.assert_close(again(x, x, x), face(x, x, x))
+    torch.testing.assert_close(again(x, x, x), function(x, x, x))
     assert counter.frame_count == 1
 
 

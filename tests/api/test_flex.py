@@ -282,7 +282,7 @@ def test_lists_are_converted_once(monkeypatch):
     blocks.mask_mod = prefix
     torch.testing.assert_close(attend(), tilewise.flex_attention(*tensors, None, blocks_of(prefix)))
     assert len(made) == 3
-    blocks.kv_num_blocks.add_(0)  # as those do who keep the tensors and fill them anew
+    blocks.kv_num_blocks.add_(0)  # as a caller that reuses the tensors
     attend()
     assert len(made) == 4
 

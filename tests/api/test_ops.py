@@ -124,7 +124,7 @@ def test_flops_are_the_formulas(name):
         out = tilewise.attention(*tensors, **features)
     assert counter.get_total_flops() == work * (16 + 8)
     with FlopCounterMode(display=False) as counter:
-        out.sum().backward()  # the forward was not watched
+        out.sum().backward()  # the forward skipped the dispatcher
     assert counter.get_total_flops() == work * (3 * 16 + 2 * 8)
 
 
@@ -283,7 +283,7 @@ def test_autocast_casts_and_gradients_come_back():
     tensors = [*qkv(), torch.randn(4, requires_grad=True)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = tilewise.attention(*tensors[:3], sinks=tensors[3], return_lse=True)
-        watched = torch.ops.tilewise.flash_attn_forward(
+        dispatched = torch.ops.tilewise.flash_attn_forward(
             *tensors[:3],
             None,
             tensors[3],
@@ -294,7 +294,7 @@ def test_autocast_casts_and_gradients_come_back():
             None,
         )
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(watched, (out, lse), rtol=0, atol=0)
+    torch.testing.assert_close(dispatched, (out, lse), rtol=0, atol=0)
     (out.float().sum() + lse.sum()).backward()
     assert [x.grad.dtype for x in tensors] == [torch.float32] * 4
     cast = [x.detach().bfloat16() for x in tensors[:3]]

@@ -14,7 +14,7 @@ import torch
 import tilewise
 from tilewise import ArgumentError, mods, scores
 from tilewise.mods.flatten import modifiers_of
-from tilewise.mods.serialize import text_of
+from tilewise.mods.serialize import serialize
 from tilewise.problem import Extras
 from tilewise.testing import use_interpreter
 
@@ -121,7 +121,7 @@ def test_a_copy_is_taken(saved):
 def arguments(mask=None, score=None, block_mask=None):
     """Of the forward operator after q, k and v: the extras, and what follows them."""
     made = modifiers_of(mask, score, block_mask, (1, 2, 16, 16))
-    texts = [text_of(x) for x in made.mods[:3]]
+    texts = [serialize(x) for x in made.mods[:3]]
     numbers = (0.3, 0.0, -1, -1, 0.0, "bottom_right", False)
     extras = Extras(captured=made.captured).arguments
     return list(extras), [*numbers, *texts, made.mods.block, False, False, None]

@@ -272,9 +272,9 @@ def test_odd_shapes_compile():
 def opinfo():
     """torch's own samples of the function; what they are made with wants `expecttest`."""
     if "expecttest" not in sys.modules:
-        stand_in = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase
-        sys.modules["expecttest"] = stand_in
+        fake = types.ModuleType("expecttest")
+        fake.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = fake
     from torch.testing._internal.common_methods_invocations import op_db
 
     return next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")

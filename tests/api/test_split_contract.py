@@ -161,7 +161,7 @@ def test_c4_a_prefix_that_is_shared(seed, prefix, own):
     expected = run(s, size, seed, causal=True)
     k, v, table = paged(s, size, seed)
     for row in table[1:]:
-        k[row[:prefix].long()] = torch.nan  # what nobody names is free
+        k[row[:prefix].long()] = torch.nan  # pages that no table names may hold anything
         row[:prefix] = table[0, :prefix]
     at = dict(page_table=table, seqused_k=s.lengths, cu_seqlens_q=s.starts, split_size=SPLIT)
     found = tilewise.attention(torch.cat(s.q), k, v, return_lse=True, causal=True, **at)

@@ -110,7 +110,7 @@ def test_vmap_of_some_in_any_dimension(in_dims):
 def test_vmap_of_functions_that_tell_rows_or_heads_apart(index, via, monkeypatch):
     """A mapped call counts its batch from 0, as a call by itself does."""
     if via == "operator":
-        monkeypatch.setattr(ops, "is_watched", lambda *_: True)
+        monkeypatch.setattr(ops, "needs_dispatcher", lambda *_: True)
         monkeypatch.setattr(ops, "_is_transformed", lambda: False)
     tensors = qkv(SIZE)
 
@@ -156,8 +156,8 @@ def test_grad_of_vmap():
 def test_jacrev_is_the_jacobian(part):
     q, k, v = (x[:1, :3, :1, :4].contiguous() for x in qkv())
 
-    def attend(q, face=tilewise.attention):
-        return face(q, k, v, return_lse=True)[part]
+    def attend(q, function=tilewise.attention):
+        return function(q, k, v, return_lse=True)[part]
 
     want = torch.autograd.functional.jacobian(lambda q: attend(q, tilewise.attention_reference), q)
     torch.testing.assert_close(jacrev(attend)(q), want)

@@ -1,4 +1,4 @@
-"""Packed sequences: the faces, what a compiler makes of them, and what is refused."""
+"""Packed sequences: the public functions, under a compiler, and what is refused."""
 
 import contextlib
 
@@ -41,7 +41,7 @@ def test_a_loop_over_sequences_gives_the_same(causal):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_the_faces_of_flash_attn():
+def test_flash_attns_functions():
     q, k, v = packed((2, 2, 2))
     out, lse = one_by_one(q, k, v, causal=True)
     bounds = STARTS, STARTS, 33, 33
@@ -151,8 +151,8 @@ def test_values_on_a_gpu_are_looked_at_only_if_asked(monkeypatch):
 
 
 @pytest.mark.parametrize(("bound", "is_long"), [(None, False), (2048, False), (2049, True)])
-@pytest.mark.parametrize("watched", [False, True])
-def test_the_bound_reaches_the_kernels(bound, is_long, watched, monkeypatch):
+@pytest.mark.parametrize("is_dispatched", [False, True])
+def test_the_bound_reaches_the_kernels(bound, is_long, is_dispatched, monkeypatch):
     seen = []
     choose = dispatch.choose
 
@@ -165,6 +165,6 @@ def test_the_bound_reaches_the_kernels(bound, is_long, watched, monkeypatch):
     x = torch.randn(3000, 1, 8, requires_grad=True)
     starts = torch.tensor([0, 3000], dtype=INT32)
     asked = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=bound, window=(3, 3))
-    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+    with FlopCounterMode(display=False) if is_dispatched else contextlib.nullcontext():
         tilewise.attention(x, x, x, **asked).sum().backward()
     assert seen == [is_long, is_long]

@@ -1,4 +1,4 @@
-"""Every face refuses in the words of its own signature."""
+"""Every public function's errors name its own arguments."""
 
 import re
 
@@ -18,7 +18,7 @@ def bhsd(**kwargs):
 
 
 META = {"device": "meta"}
-# What is passed to torch's face beside good tensors, and what the error says
+# Wrong arguments of torch's function with good tensors, and what the error says
 OF_TORCH = {
     "query a list": (dict(query=[1.0]), "query is a list"),
     "query of rank 1": (
@@ -104,7 +104,7 @@ OF_TORCH = {
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_torchs_face_speaks_of_its_own_arguments(name):
+def test_torchs_function_speaks_of_its_own_arguments(name):
     wrong, *pieces = OF_TORCH[name]
     tensors = {x: bhsd() for x in ("query", "key", "value")}
     for _ in range(2):
@@ -147,7 +147,7 @@ STARTS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", OF_FLASH)
-def test_the_faces_of_flash_attn_speak_of_their_own_arguments(name, is_packed):
+def test_flash_attns_functions_speak_of_their_own_arguments(name, is_packed):
     wrong, *pieces = OF_FLASH[name]
     with pytest.raises(ArgumentError) as refusal:
         if is_packed:

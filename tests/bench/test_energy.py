@@ -8,7 +8,7 @@ import pytest
 from tilewise.bench import run_suite
 from tilewise.bench.energy import BLOCK_MS, COUNTER, POWER, Meter, NoEnergy, Nvml, block
 from tilewise.bench.shapes import square
-from tilewise.bench.sustained import Plan, joules_of, plan_for
+from tilewise.bench.sustained import Plan, joules_of, measure, plan_for
 from tilewise.bench.timer import CallFailed
 
 
@@ -151,12 +151,29 @@ def test_power_is_asked_for_while_calls_run():
     assert len(asked) >= before + 3
 
 
-def test_blocks_stand_in_opposite_orders():
+def plan_of(card):
+    return Plan(card.span, random.Random(0), meter=Meter(card))
+
+
+def test_the_order_of_blocks_is_drawn_anew_for_each_shape():
     card = Card(a=(1.0, 700.0), b=(2.0, 600.0))
-    joules = joules_of(card.calls, card.span, Meter(card))
-    assert joules == {"a": pytest.approx(0.7), "b": pytest.approx(1.2)}
-    blocks = [name for name, spent in card.spans if spent >= BLOCK_MS]
-    assert blocks == ["a", "b", "b", "a"]
+    plan, orders = plan_of(card), set()
+    for _ in range(8):
+        card.spans.clear()
+        joules = joules_of(card.calls, plan)
+        assert joules == {"a": pytest.approx(0.7), "b": pytest.approx(1.2)} and list(joules) == [
+            "a",
+            "b",
+        ]
+        orders.add("".join(name for name, spent in card.spans if spent >= BLOCK_MS))
+    assert orders == {"ab", "ba"}
+
+
+def test_blocks_of_energy_are_most_of_the_load_before_sustained_rounds():
+    card = Card(a=(1.0, 700.0), b=(2.0, 600.0))
+    measured = measure(card.calls, lambda call, count: [1.0] * count, 1, 1.0, plan_of(card))
+    assert measured["a"].joules == pytest.approx(0.7) and len(measured["a"].sustained) == 8
+    assert sum(spent for _, spent in card.spans) < 2 * (BLOCK_MS + 200) + 1000
 
 
 def test_a_row_says_its_joules_and_what_they_are_measured_by(monkeypatch):
@@ -169,7 +186,8 @@ def test_a_row_says_its_joules_and_what_they_are_measured_by(monkeypatch):
         return card.span(lambda: known[call], count)
 
     known = {}
-    plan = Plan(span, random.Random(0), meter=Meter(card))
+    in_order = types.SimpleNamespace(sample=lambda names, count: list(names))
+    plan = Plan(span, in_order, meter=Meter(card))
     monkeypatch.setattr("tilewise.bench.run.plan_for", lambda *asked: plan)
     lines = []
     shape = square("fwd", 32, 16, True, dtype="float32", tokens=64, hidden=32)
@@ -191,7 +209,7 @@ def test_who_raises_in_its_block_is_named():
 
     card = Card(a=(1.0, 700.0))
     with pytest.raises(CallFailed, match="b: no memory"):
-        joules_of({**card.calls, "b": fails}, card.span, Meter(card))
+        joules_of({**card.calls, "b": fails}, plan_of(card))
 
 
 def test_a_card_that_says_nothing_is_an_error():

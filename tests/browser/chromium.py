@@ -43,7 +43,7 @@ class Failed(Exception):
 
 
 class Message(NamedTuple):
-    """What a page wrote to its console; an exception that nobody caught has the kind `error`."""
+    """What a page wrote to its console; an uncaught exception has the kind `error`."""
 
     kind: str
     text: str
@@ -165,7 +165,7 @@ class Page:
 
     @property
     def errors(self) -> list[str]:
-        """Console errors, exceptions that nobody caught, and what could not be loaded."""
+        """Console errors, uncaught exceptions, and what could not be loaded."""
         return [message.text for message in self.console if message.kind in ("error", "assert")]
 
     @property

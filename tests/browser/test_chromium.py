@@ -50,7 +50,7 @@ def test_a_reader_clicks_and_presses_keys(good):
     with pytest.raises(Failed, match="there is no #nothing"):
         good.click("#nothing")
     with pytest.raises(Failed, match="ReferenceError"):
-        good.evaluate("nobody()")
+        good.evaluate("undefined_function()")
 
 
 def test_light_and_dark_narrow_and_wide(good, tmp_path):

@@ -38,7 +38,7 @@ MODIFIED = {
     "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 20, 4)),
     "mask": (dict(mask="packed"), (0, 16, 0)),
     "score": (dict(score="tilted"), (0, 0, 0)),
-    "derivative": (dict(score="bent"), (0, 180, 0)),
+    "derivative": (dict(score="nonlinear"), (0, 180, 0)),
     "bias": (dict(bias=True), (0, 12, 0)),
     "learned-bias": (dict(bias=True, learned=True), (0, 0, 0)),
     "dropout": (dict(dropout=0.1), (0, 52, 20)),
@@ -52,7 +52,7 @@ FEATURES = {
     "alibi": dict(causal=True, alibi=True),
     "softcap": dict(causal=True, softcap=30.0),
     "groups": dict(nheads_k=1),
-    "turns": dict(causal=True, deterministic=True),
+    "ordered": dict(causal=True, deterministic=True),
 }
 
 
@@ -102,9 +102,9 @@ def launch_of(
     groups = optionals_of(extras, names), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     blocks = bwd_launch.padded_blocks(problem, groups[1])
     padded = blocks * bwd_launch.ROWS
-    turns = torch.empty(batch, 4, blocks, 2, dtype=torch.int32) if deterministic else None
+    dq_semaphore = torch.empty(batch, 4, blocks, 2, dtype=torch.int32) if deterministic else None
     dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
-    added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), turns
+    added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), dq_semaphore
     pairs = biases, target_of(plan, grads, None)
     saved = Saved(out, None, q, k, v, out, lse)
     args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
@@ -118,7 +118,7 @@ def functions_of(mask, score, is_by_blocks, shape):
     masks = {"causal": mods.causal(), "documents": documents, "packed": mods.causal() & documents}
     scored = {
         "tilted": lambda score, b, h, q_idx, kv_idx: score + 0.01 * (kv_idx - q_idx) * (h + 1),
-        "bent": lambda score, b, h, q_idx, kv_idx: 3 * torch.tanh(score / 3),
+        "nonlinear": lambda score, b, h, q_idx, kv_idx: 3 * torch.tanh(score / 3),
         "": None,
     }[score]
     if is_by_blocks:
@@ -153,7 +153,7 @@ def test_plain(headdim, causal):
     compiled_stats(headdim, causal=causal)
 
 
-def test_turns():
+def test_ordered_accumulation():
     compiled_stats(128, causal=True, deterministic=True)
 
 
@@ -184,7 +184,7 @@ def test_modifiers(name, at):
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_a_copied_bias(headdim):
-    """It comes by the copy engine."""
+    """It is loaded by TMA."""
     found = compiled_stats(headdim, bias=True)
     assert found["UTMALDG"] > compiled_stats(headdim)["UTMALDG"]
 
@@ -192,8 +192,10 @@ def test_a_copied_bias(headdim):
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_modifiers_together(headdim):
-    """They compile, in a batch with heads that share keys and in packed sequences with turns."""
-    asked = dict(dropout=0.1, mask="packed", score="bent", most=1600)
+    """They compile, in a batch with heads that share keys and in packed sequences with ordered
+    dQ.
+    """
+    asked = dict(dropout=0.1, mask="packed", score="nonlinear", most=1600)
     compiled_stats(headdim, nheads_k=1, bias=True, is_by_blocks=True, **asked)
     compiled_stats(headdim, sequences=8, deterministic=True, **asked)
 

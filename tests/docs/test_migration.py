@@ -1,4 +1,4 @@
-"""The page for those who come from another attention: every argument of our faces, and theirs."""
+"""The migration page: every argument of our drop-in functions, and of the originals."""
 
 import importlib.util
 import inspect
@@ -28,14 +28,14 @@ def names(function):
 
 
 def test_page_is_what_the_signatures_say():
-    command = "PYTHONPATH=src python docs/extensions/migration.py writes it anew"
+    command = "PYTHONPATH=src python docs/extensions/migration.py writes it"
     assert migration.PAGE.read_text("utf-8") == migration.page(), command
 
 
 def test_every_argument_of_ours_is_there():
     assert set().union(*map(names, FLASH)) == migration.FLASH.keys()
-    for face, words in WORDS.items():
-        assert names(face) == words.keys()
+    for function, words in WORDS.items():
+        assert names(function) == words.keys()
 
 
 def test_every_argument_of_theirs_is_there():
@@ -80,13 +80,13 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("face", "theirs", "ours"), SAME)
-def test_both_columns_say_the_same(face, theirs, ours):
+@pytest.mark.parametrize(("function", "theirs", "ours"), SAME)
+def test_both_columns_say_the_same(function, theirs, ours):
     """Each argument that has another name or another value in `attention`."""
     q, k, v = torch.randn(1, 6, 2, 8), *torch.randn(2, 1, 9, 2, 8)
     expected = tilewise.attention(q, k, v, **ours)
-    if face is tilewise.scaled_dot_product_attention:
-        got = face(*(x.transpose(1, 2) for x in (q, k, v)), **theirs).transpose(1, 2)
+    if function is tilewise.scaled_dot_product_attention:
+        got = function(*(x.transpose(1, 2) for x in (q, k, v)), **theirs).transpose(1, 2)
     else:
-        got = face(q, k, v, **theirs)
+        got = function(q, k, v, **theirs)
     torch.testing.assert_close(got, expected)

@@ -156,7 +156,7 @@ def test_tile_schedule_is_the_worked_example(see):
 
 
 @pytest.mark.parametrize("name", [piece.replace("_", "-") for piece in PIECES])
-def test_pieces_are_for_everybody(see, name):
+def test_pieces_are_accessible(see, name):
     """Every control has a name, and every picture a description."""
     page = see(name, width=360, dark=True)
     nameless = """[...document.querySelectorAll(".interactive :is(input, select, button)")]

@@ -17,7 +17,7 @@ half precision also by 2^-13 where torch's own kernel for the CPU may serve, who
 Plain code keeps its scores in fp32, so that in half precision the budget is tighter than that of a
 matrix of scores in half.
 
-Rows that see no key, and gradients of what nobody sees, are exact.
+Rows that see no key, and gradients of keys that no query sees, are exact.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _inner_gradients(given: Given, result: Result) -> list[tuple[Tensor, Tensor,
 
 
 def _zeros(given: Given, result: Result) -> dict[str, Tensor]:
-    """Where out and dq, and dk and dv, are 0 because nothing is seen, or nobody sees it:
+    """Where out and dq, and dk and dv, are 0 because a row sees no key, or no row sees a key:
     (rows, heads).
     """
     q, k = given.tensors["q"], given.tensors["k"]

@@ -21,8 +21,8 @@ MARGIN = 512
 class Inputs(NamedTuple):
     """What a call takes, in its layout, and the same for the oracle, by rows."""
 
-    leaves: dict[str, Tensor]  # what gradients are asked of, by name
-    captured: dict[str, Tensor]  # what masks and score functions read and no gradient is asked of
+    leaves: dict[str, Tensor]  # tensors that require a gradient, by name
+    captured: dict[str, Tensor]  # what masks and score functions read, without a gradient
     slopes: Tensor | None
     lengths: dict[str, Tensor]
     rng: Tensor | None
@@ -154,7 +154,7 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _unused(case: Case, side: str) -> Tensor:
-    """bool, (rows,) or (batch, seqlen): rows that nobody may read."""
+    """bool, (rows,) or (batch, seqlen): rows that must not be read."""
     used, spare = (case.queries, case.spare_q) if side == "q" else (case.keys, case.spare_k)
     flags = [torch.arange(a + b) >= a for a, b in zip(used, spare)]
     return torch.cat(flags) if case.look.packed else torch.stack(flags)

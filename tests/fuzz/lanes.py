@@ -32,7 +32,7 @@ class Lane(NamedTuple):
     def name(self) -> str:
         return f"{self.backend or 'choice'}-{self.device}"
 
-    def stand_in(self, seed: int) -> contextlib.AbstractContextManager:
+    def on_cpu(self, seed: int) -> contextlib.AbstractContextManager:
         """What runs a GPU backend on CPU tensors."""
         from tilewise.testing import use_emulator, use_interpreter
 

@@ -70,8 +70,8 @@ class Result(NamedTuple):
 
 
 def attention(tensors: dict[str, Tensor], spans: list[Span], terms: Terms) -> Result:
-    """q, k and v are (rows, heads, headdim), rows of all sequences one behind the other; `tensors`
-    may have slopes (nheads,) or (batch, nheads), sinks, bias and `captured.` ones.
+    """q, k and v are (rows, heads, headdim), rows of all sequences end to end; `tensors` may have
+    slopes (nheads,) or (batch, nheads), sinks, bias and `captured.` ones.
 
     In fp64 it is the oracle. In another dtype it is plain code of that precision: sums in fp32, and
     p and the gradient of s rounded to the dtype, since matrix products take them.

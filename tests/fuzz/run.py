@@ -42,7 +42,7 @@ def run(case: Case, attend: Attend = tilewise.attention) -> Outcome:
     try:
         # With half of the seeds new memory is full of NaN, which shows what is never written
         fresh = poisoned() if case.seed % 2 else contextlib.nullcontext()
-        with case.lane.stand_in(case.seed), warnings.catch_warnings(), fresh:
+        with case.lane.on_cpu(case.seed), warnings.catch_warnings(), fresh:
             warnings.simplefilter("ignore", tilewise.PerformanceWarning)
             asked = arguments(case, inputs)
             results = _compute(attend, inputs, asked)

@@ -1,4 +1,4 @@
-"""Dropout in a CUDA graph: who draws draws anew at each replay, and forward and backward of one
+"""Dropout in a CUDA graph: random numbers are new at each replay, and forward and backward of one
 replay drop the same pairs.
 """
 

@@ -206,7 +206,7 @@ def test_cuda_graphs(calls):
 # torch's own
 
 
-def test_who_asks_for_another_kernel_gets_it(calls):
+def test_an_explicit_choice_of_kernel_is_kept(calls):
     q = square(**LARGE)[0].detach()
     backend = attention.SDPBackend
     # Of what other tests compiled a warning would tell; torch 2.11's reset does not forget it

@@ -1,4 +1,4 @@
-"""Wrong lengths and lists on a GPU, where nobody looks at their values: nothing outside the call's
+"""Wrong lengths and lists on a GPU, where their values are not checked: nothing outside the call's
 own tensors changes, no address is illegal, and every kernel ends.
 
 All tensors of a call, those that it allocates too, lie in one arena with canaries between them.
@@ -88,7 +88,7 @@ class Arena(TorchFunctionMode):
 
 
 def ends():
-    """Waits for the device, but not for ever."""
+    """Waits for the device, with a timeout."""
     event, since = torch.cuda.Event(), time.monotonic()
     event.record()
     while not event.query():

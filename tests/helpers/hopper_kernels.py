@@ -1,8 +1,8 @@
 """Small Gluon kernels for Hopper that run in the emulator and compile for sm_90.
 
 Each uses what real kernels use: rings of TMA tiles between a producer and consumers, asynchronous
-matmuls, a mailbox of tiles, stores through a staging buffer. `test_hopper_mutations` plants bugs in
-this file's text.
+matmuls, a messages of tiles, stores through a staging buffer. `test_hopper_mutations` plants bugs
+in this file's text.
 """
 
 from typing import NamedTuple
@@ -128,7 +128,7 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mailbox, problem, SHAPE: gl.constexpr):
+def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, messages, problem, SHAPE: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     N: gl.constexpr = SHAPE.N
     K: gl.constexpr = SHAPE.K
@@ -141,9 +141,9 @@ def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mailbox, problem, SHAPE
         # The last message, -1, ends the consumers.
         message = gl.where(tile < n_tiles, tile, -1)
         slot = sent % 2
-        mbarrier.wait(mailbox.empty.index(slot), ((sent // 2) & 1) ^ 1)  # mailbox
-        mailbox.tiles.index(slot).store(gl.full([1], 0, gl.int32, ONE) + message)
-        mbarrier.arrive(mailbox.full.index(slot), count=1)
+        mbarrier.wait(messages.empty.index(slot), ((sent // 2) & 1) ^ 1)  # messages
+        messages.tiles.index(slot).store(gl.full([1], 0, gl.int32, ONE) + message)
+        mbarrier.arrive(messages.full.index(slot), count=1)
         sent += 1
         if message >= 0:
             row = tile // problem.n_columns
@@ -163,23 +163,23 @@ def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, mailbox, problem, SHAPE
 
 
 @gluon.jit
-def read_message(mailbox, n):
+def read_message(messages, n):
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = n % 2
-    mbarrier.wait(mailbox.full.index(slot), (n // 2) & 1)  # mailbox
-    message = gl.max(mailbox.tiles.index(slot).load(ALL), 0)
-    mbarrier.arrive(mailbox.empty.index(slot), count=1)  # mailbox
+    mbarrier.wait(messages.full.index(slot), (n // 2) & 1)  # messages
+    message = gl.max(messages.tiles.index(slot).load(ALL), 0)
+    mbarrier.arrive(messages.empty.index(slot), count=1)  # messages
     return message
 
 
 @gluon.jit
-def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, mailbox, problem, SHAPE: gl.constexpr):
+def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, messages, problem, SHAPE: gl.constexpr):
     N: gl.constexpr = SHAPE.N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     STAGES: gl.constexpr = SHAPE.STAGES
     it = 0
     received = 0
-    tile = read_message(mailbox, received)
+    tile = read_message(messages, received)
     while tile >= 0:
         received += 1
         acc = gl.zeros([64, N], gl.float32, ACC)
@@ -198,7 +198,7 @@ def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, mailbox, problem, SH
         columns = column + gl.arange(0, N, gl.SliceLayout(0, ACC))
         at = c_ptr + rows[:, None].to(gl.int64) * problem.stride + columns[None, :]
         gl.store(at, gl.load(at) + acc)
-        tile = read_message(mailbox, received)
+        tile = read_message(messages, received)
 
 
 @gluon.jit
@@ -214,13 +214,13 @@ def matmul_kernel(
     MESSAGES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_ring = make_ring(dtype, [STAGES, 128, K], A, 2)
     b_ring = make_ring(dtype, [STAGES, K, N], B, 2)
-    mailbox = make_ring(gl.int32, [2, 1], MESSAGES, 2)
+    messages = make_ring(gl.int32, [2, 1], MESSAGES, 2)
     fence_async_shared()  # the barriers of the matmul
     gl.warp_specialize(
         [
-            (matmul_compute, (0, c_ptr, a_ring, b_ring, mailbox, problem, SHAPE)),
-            (matmul_compute, (1, c_ptr, a_ring, b_ring, mailbox, problem, SHAPE)),
-            (matmul_load, (a_desc, b_desc, counter, a_ring, b_ring, mailbox, problem, SHAPE)),
+            (matmul_compute, (0, c_ptr, a_ring, b_ring, messages, problem, SHAPE)),
+            (matmul_compute, (1, c_ptr, a_ring, b_ring, messages, problem, SHAPE)),
+            (matmul_load, (a_desc, b_desc, counter, a_ring, b_ring, messages, problem, SHAPE)),
         ],
         [4, 1],
         [200, 24],

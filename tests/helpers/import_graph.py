@@ -1,4 +1,4 @@
-"""Who imports whom in the library, read from its syntax: files, folders as rooms, floors.
+"""The library's imports, read from its syntax: files, folders as rooms, floors.
 
     python tests/helpers/import_graph.py  # the counts that test_structure.py states
 

@@ -1,4 +1,4 @@
-"""Result rows that nobody measured, for tests of what is made of rows."""
+"""Invented result rows, for tests of what is made of rows."""
 
 from tilewise.bench.row import Row
 from tilewise.bench.shapes import square

@@ -122,7 +122,7 @@ def test_wrong_arguments_are_named():
         attention_forward(query, key, value, padding(), is_causal=True)
 
 
-def test_nothing_is_registered_where_nobody_imported_diffusers(monkeypatch):
+def test_nothing_is_registered_without_diffusers(monkeypatch):
     monkeypatch.delitem(sys.modules, "diffusers.models.attention_dispatch", False)
     assert not is_registered()
 

@@ -237,7 +237,7 @@ def _indices_job(mesh) -> None:
         got.sum().backward(), want.sum().backward()
         for x, y in zip(placed, whole):
             torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=1e-5, atol=1e-5)
-    # One that does not is cut as ever
+    # One that does not is sharded as before
     placed = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
     cut = tilewise.attention(*placed, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
     assert cut.placements == (Shard(2),)

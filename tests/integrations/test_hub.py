@@ -1,4 +1,4 @@
-"""tilewise as a hub kernel: the folder, who loads it, and whose validators take its name."""
+"""tilewise as a hub kernel: the folder, its loaders, and the validators of its name."""
 
 import copy
 import importlib.util
@@ -17,7 +17,7 @@ FUNCTIONS = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcac
 
 @pytest.fixture
 def local(monkeypatch):
-    """The environment of a user who exported LOCAL_KERNELS."""
+    """The environment without LOCAL_KERNELS."""
     monkeypatch.delenv("LOCAL_KERNELS", raising=False)
     monkeypatch.setenv("LOCAL_KERNELS", hub.local_kernels(hub.NAME, AS_FLASH))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -53,7 +53,7 @@ def agree(row, known):
 
 
 def test_page_says_what_the_rows_say():
-    command = "python -m tests.integrations.sweep writes it anew"
+    command = "python -m tests.integrations.sweep writes it"
     assert PAGE.read_text("utf-8") == page(list(ROWS.values())), command
 
 

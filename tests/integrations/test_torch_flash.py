@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 import tilewise
 from tilewise import PerformanceWarning, errors
 from tilewise.integrations import torch_flash
-from tilewise.integrations.torch_flash import Asked
+from tilewise.integrations.torch_flash import FlashArguments
 
 STARTS = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
 aten = torch.ops.aten
@@ -143,9 +143,9 @@ def test_what_is_refused_is_named(name):
 
 
 def test_what_a_newer_torch_adds_is_refused_where_it_is_set():
-    assert torch_flash._asked((1,) * 10, dict(novelty=None, scale=2.0)).scale == 2.0
+    assert torch_flash._arguments((1,) * 10, dict(novelty=None, scale=2.0)).scale == 2.0
     with pytest.raises(NotImplementedError, match="novelty"):
-        torch_flash._asked((1,) * 10, dict(novelty=3))
+        torch_flash._arguments((1,) * 10, dict(novelty=3))
 
 
 def test_slopes():
@@ -216,7 +216,7 @@ def refuses(*args):
 
 def test_arguments_are_those_of_torch():
     """In its order, as far as this torch has them."""
-    assert list(Asked._fields[: len(NAMES)]) == NAMES
+    assert list(FlashArguments._fields[: len(NAMES)]) == NAMES
     for name in (torch_flash.OF_DENSE, torch_flash.OF_PACKED):
         names = [x.name for x in getattr(aten, name).default._schema.arguments]
         assert names[6:12] == ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]

@@ -267,7 +267,7 @@ def test_checkpointing_by_name_saves_us(calls):
 # torch's own
 
 
-def test_who_asks_for_another_kernel_gets_it(calls):
+def test_an_explicit_choice_of_kernel_is_kept(calls):
     with warnings.catch_warnings(), tilewise.enable_sdpa():
         warnings.simplefilter("error")
         with attention.sdpa_kernel(attention.SDPBackend.MATH):
@@ -363,7 +363,7 @@ def test_what_was_active_before_is_active_again(other):
     assert current() == other
 
 
-def test_who_takes_our_place_is_left_there_and_said(other, calls):
+def test_another_implementation_is_left_in_place(other, calls):
     """As torchtitan's varlen attention does with FA3, when a model is made."""
     with tilewise.enable_sdpa():
         with pytest.warns(PerformanceWarning, match=r"no longer tilewise's.*enable_sdpa\(\) again"):

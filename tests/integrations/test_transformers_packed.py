@@ -1,4 +1,4 @@
-"""Sequences packed in one row: each gets what it gets alone, and who disagrees is told so."""
+"""Sequences packed in one row: each gets what it gets alone, and contradictions are refused."""
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_position_ids_of_one_sequence_are_no_packed_ones():
         torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
-REFUSED = "position_ids start anew within a row: packed sequences are served"
+REFUSED = "position_ids restart within a row: packed sequences are served"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -169,7 +169,7 @@ def test_position_ids_are_read_once_a_forward(monkeypatch, mode):
             got = packed(ours, ids, True, position_ids=positions)
         assert len(made) == 2 and ours.config.num_hidden_layers == 2
         torch.testing.assert_close(got, alone(eager, ids), atol=1e-5, rtol=1e-5)
-        positions.copy_(torch.arange(sum(LENGTHS))[None])  # the next forward reads them anew
+        positions.copy_(torch.arange(sum(LENGTHS))[None])  # the next forward reads them again
         got = packed(ours, ids, True, position_ids=positions)
         torch.testing.assert_close(got, eager(ids).logits, atol=1e-5, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Biases of positions: T5 and its kin, with the gradients of what they learn."""
+"""Position biases: T5 and similar models, with gradients of the learned biases."""
 
 import itertools
 

@@ -241,7 +241,7 @@ def test_check_says_which_have_their_own(name):
 
 def test_check_of_what_it_cannot_tell():
     class SomeAttention(torch.nn.Module):
-        """It has no parameters: whoever holds it may compute in its place."""
+        """It has no parameters: its parent may compute in its place."""
 
     class Model(torch.nn.Module):
         def __init__(self):

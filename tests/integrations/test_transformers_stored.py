@@ -209,7 +209,7 @@ def test_a_stored_mask_is_no_tensor():
 
 
 def test_packed_rows_and_a_stored_mask():
-    """It knows of sequences, or who tells of them is told that it does not."""
+    """A stored mask separates the sequences, or `cu_seq_lens` are refused."""
     _, ours = pair(config_of("llama"))
     q, k, v = torch.randn(3, 1, 2, sum(LENGTHS), 8).unbind(0)
 
@@ -223,7 +223,7 @@ def test_packed_rows_and_a_stored_mask():
     for told in (told_by_positions(), told_by_lengths(), told_by_lengths() | told_by_positions()):
         torch.testing.assert_close(out(knows, **told), expected)
     whole = with_blocks(ours.config)
-    with pytest.raises(NotImplementedError, match="position_ids start anew"):
+    with pytest.raises(NotImplementedError, match="position_ids restart"):
         out(whole, **told_by_positions())
     with pytest.raises(NotImplementedError, match="does not know of these sequences"):
         out(whole, **told_by_lengths())

@@ -16,7 +16,7 @@ from tilewise.testing.inputs import guarded, poisoned
 from tilewise.testing.tolerance import judge
 
 ROWS_Q, ROWS_K = 200, 330
-STAND_INS = {"cpu": contextlib.nullcontext, "portable": use_interpreter, "hopper": use_emulator}
+CONTEXTS = {"cpu": contextlib.nullcontext, "portable": use_interpreter, "hopper": use_emulator}
 
 
 def near(b, h, q_idx, kv_idx):
@@ -36,7 +36,7 @@ def run(attend, given, dout, **how):
 
 def check(backend, blocks, given, dout, **how):
     """Out and gradients against the same mask asked for every pair, in fp64."""
-    with STAND_INS[backend](), poisoned():
+    with CONTEXTS[backend](), poisoned():
         found = run(tilewise.attention, given, dout, block_mask=blocks, backend=backend, **how)
     exact = [x.detach().double().requires_grad_() for x in given]
     dense = dict(mask_mod=blocks.mask, **how)
@@ -157,7 +157,7 @@ def test_full_blocks_end_before_the_sequence():
 
 
 def test_the_operator_refuses_other_lists():
-    """Anybody may call it, as a program that was saved and changed does."""
+    """Any code may call it, such as a program that was saved and changed."""
     given, _ = tensors(256, 256)
     blocks = create_block_mask(near, 1, 1, 256, 256)
     exported = torch.export.export(Model(blocks), tuple(given))
@@ -210,5 +210,5 @@ def test_lists_that_changed_read_and_write_nothing_else(name, rows, backend):
             getattr(held, field).fill_(value)
     bias = guarded(torch.randn(1, 1, rows, rows).to(dtype)).requires_grad_()
     how = dict(block_mask=blocks, bias=bias, backend=backend)
-    with STAND_INS[backend](), mock.patch.object(BlockMask, "check", lambda *_: None):
+    with CONTEXTS[backend](), mock.patch.object(BlockMask, "check", lambda *_: None):
         run(tilewise.attention, given, dout, **how)

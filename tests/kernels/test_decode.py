@@ -229,8 +229,8 @@ def test_lengths_and_entries_that_are_wrong_read_what_is_there():
     used = torch.tensor([2**31 - 1, -5], dtype=INT32)
     at = dict(page_table=table[:, :3], cu_seqlens_q=s.starts, split_size=16, backend="portable")
     found = tilewise.attention(torch.cat(s.q), k, v, seqused_k=used, **at)
-    room = torch.tensor([48, 0], dtype=INT32)
-    expected = tilewise.attention(torch.cat(s.q), k, v, seqused_k=room, **at)
+    fit = torch.tensor([48, 0], dtype=INT32)
+    expected = tilewise.attention(torch.cat(s.q), k, v, seqused_k=fit, **at)
     assert torch.equal(found, expected) and (found[1] == 0).all()
 
 
@@ -263,7 +263,7 @@ def test_appending(page_size, packed, interleaved):
     k, v = torch.randn(2, 3, 4, 3, 24).unbind(0)
     starts = torch.tensor([0, 7, 7, 10], dtype=INT32) if packed else None
     if packed:
-        k, v = k.flatten(0, 1), v.flatten(0, 1)  # two rows belong to nobody
+        k, v = k.flatten(0, 1), v.flatten(0, 1)  # two rows belong to no sequence
     rotary = None if interleaved is None else cache.Rotary(*tables(20, 16), interleaved)
     table = torch.tensor([[5, 0, -1], [8, 2, 1], [3, 2**31 - 1, 4]], dtype=INT32)
     used = torch.tensor([9, 2, 13], dtype=INT32)

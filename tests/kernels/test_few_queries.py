@@ -1,4 +1,4 @@
-"""Few queries beside many keys take the kernels of decoding, whoever asks."""
+"""Few queries and many keys take the split-KV kernels, from every function."""
 
 import functools
 
@@ -45,7 +45,7 @@ def test_they_are_right(causal):
     hold((out, lse), (q, k, v), causal=causal)
 
 
-def test_lengths_and_sinks_are_heard():
+def test_lengths_and_sinks_are_used():
     q, k, v = inputs()
     extras = Extras(sinks=torch.randn(4), seqused_k=torch.tensor([700, 2], dtype=torch.int32))
     problem, _, scalars = checked(q, k, v, extras)

@@ -191,7 +191,7 @@ def test_any_score_function(text, derived):
 
 
 def test_offsets_pass_32_bits():
-    """In memory that nobody touched, of which a page or two are read."""
+    """In untouched memory, of which a page or two are read."""
     rows = torch.empty(5 * 2**29, dtype=torch.uint8).as_strided((5, 64), (2**29, 1))
     rows[4] = torch.arange(64)
     check(mask(lambda b, h, q, k: rows[h + 2, k] % 3 == 1))

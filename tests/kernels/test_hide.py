@@ -1,4 +1,4 @@
-"""The text of the mask's assembly says what its stand-in in the emulator computes."""
+"""The mask's assembly computes what its function in the emulator computes."""
 
 import itertools
 import operator

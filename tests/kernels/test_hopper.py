@@ -35,8 +35,8 @@ def problem_of(q=(1, 8, 2, 64), k=(1, 8, 2, 64), headdim_v=64, dtype=BF16, extra
 def test_described_has_all_that_a_descriptor_has():
     """The launcher of this Triton may read any of it."""
     theirs = {x.name: x.default for x in dataclasses.fields(TensorDescriptor)}
-    defaults = descriptors.Described._field_defaults
-    assert theirs.keys() <= set(descriptors.Described._fields)
+    defaults = descriptors.DescriptorFields._field_defaults
+    assert theirs.keys() <= set(descriptors.DescriptorFields._fields)
     assert all(theirs[name] == default for name, default in defaults.items() if name in theirs)
 
 
@@ -48,7 +48,7 @@ def test_groups_of_heads_are_even(seqlen, nheads, groups):
     q = torch.empty(1, seqlen, nheads, 256, dtype=BF16)
     problem = describe(q, q, q, Extras(), Scalars(1.0, right=0), "bottom_right", False)
     queue = launch._queue(problem, launch.plan_for(problem, q).tile, q, q)
-    assert queue.together == nheads // groups
+    assert queue.l2_group == nheads // groups
 
 
 def test_refuses_with_a_reason():
@@ -129,7 +129,7 @@ SEEDS = sample(range(20), 0)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_order_of_events(name, seed):
-    """No deadlock, no wrong phase and no missing wait, whoever runs first."""
+    """No deadlock, no wrong phase and no missing wait in any order."""
     records = run_case(VARIANTS[name], "hopper", "cpu", BF16, seed)
     failures = [str(record) for record in records if not record.verdict.ok]
     assert not failures, "\n".join(failures)

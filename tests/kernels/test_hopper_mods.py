@@ -208,14 +208,14 @@ def test_bias_in_any_memory(memory, device):
 @pytest.mark.emulator
 @pytest.mark.parametrize("seed", range(4))
 def test_a_copied_bias_in_any_order_of_events(seed):
-    """Nobody reads a bias that is not there yet, or one that is there no more."""
+    """No bias is read before it has landed or after its buffer was reused."""
     q, k, v = inputs(2, 300, 264, 2, 1, 64, "cpu")
     check(q, k, v, seed, bias=randn(1, 2, 300, 264), causal=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_which_biases_are_copied(headdim):
-    """Those whose tiles the copy engine can read, where shared memory has room for them."""
+    """Those whose tiles TMA can read, where shared memory has room for them."""
     q = torch.empty(2, 300, 4, headdim, dtype=BF16)
     bias = torch.empty(2, 4, 300, 264, dtype=BF16)
 

@@ -66,9 +66,9 @@ CASES = (
     # Score functions
     Case("score-tilted", PAIR, Features(score="tilted", lse_grad=True)),
     Case("score-table", PAIR, Features(causal=True, score="table")),
-    Case("score-bent", TALL, Features(score="bent", alibi="heads")),
-    Case("score-bent-128", _sizes(PAIR, 128), Features(score="bent", softcap=4.0)),
-    Case("score-bent-wide", _sizes(SQUARE, 256), Features(score="bent")),
+    Case("score-nonlinear", TALL, Features(score="nonlinear", alibi="heads")),
+    Case("score-nonlinear-128", _sizes(PAIR, 128), Features(score="nonlinear", softcap=4.0)),
+    Case("score-nonlinear-wide", _sizes(SQUARE, 256), Features(score="nonlinear")),
     Case("score-hiding", TALL, Features(score="hiding", sinks=True)),
     # A bias, in every way that it can be shared
     Case("bias", PAIR, Features(bias="bhqk")),
@@ -87,7 +87,7 @@ CASES = (
     Case("dropout-128", _sizes(PAIR, 128), Features(dropout=0.3, causal=True)),
     Case("dropout-wide", _sizes(SQUARE, 256), Features(dropout=0.3)),
     Case("dropout-used", SQUARE, Features(dropout=0.2, seqused_k=(150, 70), softcap=3.0)),
-    Case("dropout-bent-wide", _sizes(SQUARE, 256), Features(dropout=0.3, score="bent")),
+    Case("dropout-nonlinear-wide", _sizes(SQUARE, 256), Features(dropout=0.3, score="nonlinear")),
     # All at once
     Case(
         "everything",
@@ -112,7 +112,7 @@ CASES = (
             bias="bqk",
             mask="documents",
             blocks=BLOCKS,
-            score="bent",
+            score="nonlinear",
             dropout=0.2,
             seqused_k=(100, 200),
         ),
@@ -127,10 +127,12 @@ PACKED = (
         "everything",
         (100, 60),
         (90, 150),
-        Features(window=(90, 0), mask="by-head", score="bent", dropout=0.3, alibi="batch"),
+        Features(window=(90, 0), mask="by-head", score="nonlinear", dropout=0.3, alibi="batch"),
         _sizes(ONE, 128),
     ),
-    PackedCase("wide", (70, 30), (90, 5), Features(score="bent", dropout=0.3), _sizes(ONE, 256)),
+    PackedCase(
+        "wide", (70, 30), (90, 5), Features(score="nonlinear", dropout=0.3), _sizes(ONE, 256)
+    ),
 )
 
 
@@ -218,7 +220,13 @@ def assert_right(grads, oracle, plain):
 FAST = [
     *("mask-by-head-window", "mask-holes", "mask-documents", "mask-wide"),
     *("blocks-causal", "blocks-documents", "blocks-used", "blocks-three-quarters"),
-    *("score-tilted", "score-table", "score-bent", "score-bent-128", "score-bent-wide"),
+    *(
+        "score-tilted",
+        "score-table",
+        "score-nonlinear",
+        "score-nonlinear-128",
+        "score-nonlinear-wide",
+    ),
     *("bias", "bias-heads", "bias-of-heads", "bias-blocks", "dropout-causal", "dropout-wide"),
 ]
 
@@ -245,7 +253,7 @@ SOME = ("bias-heads", "blocks-holes", "dropout-wide", "blocks-wide")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", [x for x in CASES if x.name in SOME], ids=lambda case: case.name)
 def test_any_order_of_events(case, seed):
-    """Nobody reads a label or a bias that is not there yet, or one that is there no more."""
+    """No metadata and no bias is read before it is written or after its buffer was reused."""
     given, oracle, plain = call_of(case)
     assert_right(backward(given, seed), oracle, plain)
 
@@ -283,7 +291,7 @@ def test_a_shared_bias_without_memory_for_sums(name, monkeypatch):
 
 
 def test_a_bias_in_a_part_of_a_tensor():
-    """Its gradient is a tensor of its own, with rows that the copy engine cannot write."""
+    """Its gradient is a tensor of its own, with rows that TMA cannot write."""
     case = Case("sliced", PAIR._replace(seqlen_k=199), Features(bias="bhqk"))
     given, oracle, plain = call_of(case)
     bias = torch.zeros(2, 4, 130, 208, dtype=BF16)[..., :199]

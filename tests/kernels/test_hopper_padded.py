@@ -98,7 +98,7 @@ def watch_copies(monkeypatch):
 
 
 def test_rows_that_are_padded_already_are_read_where_they_lie(monkeypatch):
-    """What lies between them is NaN, and nobody reads it."""
+    """The padding is NaN and is not read."""
     memory = [torch.full((2, 70, 2, 104), torch.nan, dtype=BF16) for _ in "qkv"]
     q, k, v = (x[..., :100].normal_() for x in memory)
     copied = watch_copies(monkeypatch)

@@ -94,7 +94,7 @@ CASES = (
     PackedCase("softcap", (50, 70), (20, 170), Features(softcap=2.0), ONE),
     PackedCase("alibi", (50, 70), (120, 60), Features(alibi="batch"), TWO),
     PackedCase("sinks", (50, 0, 70), (20, 4, 0), Features(sinks=True), TWO),
-    # Rows that nobody uses, full of NaN.
+    # Padding rows full of NaN.
     PackedCase("used", (50, 0, 70), (20, 30, 160), Features(), TWO, spare=9),
     PackedCase("used-causal", (50, 0, 70), (20, 30, 160), CAUSAL, TWO, spare=70),
     PackedCase("used-shared", (5, 1, 9), (70, 0, 9), CAUSAL, ONE._replace(nheads=4), spare=3),
@@ -158,7 +158,7 @@ def test_launches_share_a_counter(monkeypatch, seed):
 
 @pytest.mark.emulator
 def test_a_launch_without_tiles(monkeypatch):
-    """Rows that belong to no sequence are nobody's."""
+    """Rows that belong to no sequence are not written."""
     counter = one_counter(monkeypatch)
     q, starts = torch.randn(70, 1, 64, dtype=BF16), torch.zeros(3, dtype=torch.int32)
     problem_of = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)

@@ -153,7 +153,7 @@ def assert_right(grads, oracle, plain, features=None):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
 def test_packed_sequences(case, seed):
-    """Each gets the gradients of a call of its own, whoever runs first."""
+    """Each gets the gradients of a call of its own, in any order of events."""
     given, oracle, plain = packed_call(case)
     assert_right(backward(given, seed), oracle, plain)
 

@@ -19,7 +19,7 @@ from helpers.modified_tiles import (
 import tilewise
 from tilewise import ArgumentError, mods
 from tilewise.mods import causal, document, mask, score
-from tilewise.mods.codegen import text_of
+from tilewise.mods.codegen import source_of
 from tilewise.mods.expressions import INT, OPERATORS, Node, steps
 from tilewise.mods.widths import BITS_32, are_long, ranges_of
 from tilewise.sparse import create_block_mask
@@ -107,7 +107,7 @@ ORDINARY = {
 def test_ordinary_functions_stay_in_32_bits_and_guard_nothing(name):
     plan = steps(ORDINARY[name].expr)
     assert not any(are_long(plan, ranges_of(plan)))
-    assert "== 0), 1" not in text_of(ORDINARY[name].expr)
+    assert "== 0), 1" not in source_of(ORDINARY[name].expr)
 
 
 def test_what_may_not_fit_is_long():

@@ -1,6 +1,6 @@
 """Later launches get what Triton's launcher would: the same arguments, of the tensors of that call.
 
-No GPU: kernels are stand-ins that write down how they are called.
+No GPU: kernels are fakes that record their calls.
 """
 
 import math
@@ -12,10 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import jit
 
 from tilewise.kernels.common import relaunch
-from tilewise.kernels.common.relaunch import apart, pattern_of
+from tilewise.kernels.common.relaunch import distinct_views, pattern_of
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.kernels.hopper.bwd import relaunch as bwd_again
-from tilewise.kernels.hopper.descriptors import Described
+from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
@@ -64,7 +64,7 @@ def plain(args):
     """Arguments as the driver gets them."""
     found = []
     for x in args:
-        if isinstance(x, (TensorDescriptor, Described)):
+        if isinstance(x, (TensorDescriptor, DescriptorFields)):
             found += [x.base.data_ptr(), *x.shape, *x.strides]
         elif isinstance(x, torch.Tensor):
             found.append(x.data_ptr())
@@ -101,7 +101,7 @@ def log(monkeypatch):
     for module, kernels in names.items():
         for name in kernels:
             monkeypatch.setattr(module, name, Kernel(name, log))
-        monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
         monkeypatch.setattr(module, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
     for module in (launch, bwd_again):
         monkeypatch.setattr(module, "direct_of", Quick)
@@ -157,8 +157,8 @@ def starts(n):
 
 def moved(x, by):
     """The same numbers, `by` elements past an aligned address."""
-    room = torch.zeros(x.numel() + by, dtype=x.dtype)
-    return room[by:].view(x.shape).copy_(x)
+    fit = torch.zeros(x.numel() + by, dtype=x.dtype)
+    return fit[by:].view(x.shape).copy_(x)
 
 
 def reads_tables(block_mask):
@@ -318,7 +318,7 @@ def test_portable_backward(log, name, monkeypatch):
 
 def without_scratch(launched):
     """Arguments without the addresses of delta and the parts of the gradient of the sinks, which
-    every call makes anew.
+    every call allocates.
     """
     name, *_, args = launched
     args = list(args)
@@ -333,7 +333,7 @@ def without_scratch(launched):
 def test_backwards_of_one_call_that_look_different(log, monkeypatch):
     """A gradient of other strides, or with one of lse, is another launch's."""
     monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_: bwd_launch)
-    monkeypatch.setattr(ops, "cpu_stand_ins", lambda: ops.look_of(seen))
+    monkeypatch.setattr(ops, "cpu_modes", lambda: ops.layout_key(seen))
     call = call_of("plain")
     q = call[2][0]
     known = Call(*call[:2])
@@ -362,7 +362,7 @@ def test_backwards_of_one_call_are_bounded(log, monkeypatch):
     call = call_of("plain")
     known = Call(*call[:2])
     for look in range(20):
-        monkeypatch.setattr(ops, "cpu_stand_ins", lambda look=look: look)
+        monkeypatch.setattr(ops, "cpu_modes", lambda look=look: look)
         ops.run_backward(known, *saved_of(call, torch.randn(call[2][0].shape).to(BF16)))
         assert len(known.backwards) <= ops.LOOKS
     assert [*known.backwards] == [*range(20 - ops.LOOKS, 20)]
@@ -398,14 +398,14 @@ def test_a_copied_tensor_is_copied_each_time(log):
         for _ in range(2):
             one(q, keys, keys, extras)
             back(Saved(q, None, q, keys, keys, out, lse), extras)
-        assert one.again is None and back.again is None
+        assert one.relaunch is None and back.ready is None
     assert {how for _, how, *_ in log} == {"front"}
 
 
 def test_a_profiler_sees_every_launch(log, monkeypatch):
     call = call_of("sinks")
     one, back = launch.Forward(*call[:2]), bwd_launch.Backward(*call[:2])
-    monkeypatch.setattr(relaunch, "is_watched", lambda: True)
+    monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: True)
     for _ in range(2):
         one(*call[2], call[3])
         back(*saved_of(call, call[2][0]))
@@ -427,18 +427,18 @@ def test_another_device_is_current(log, monkeypatch):
 def test_looks():
     x = torch.zeros(65)
     seen = (x[:64], x[1:], x[:64].view(8, 8), x[:64].view(8, 8).T)
-    assert len({calls.look_of((a,)) for a in seen}) == 4
-    assert calls.look_of((x[:5], None)) == calls.look_of((x[:6], None))
+    assert len({calls.layout_key((a,)) for a in seen}) == 4
+    assert calls.layout_key((x[:5], None)) == calls.layout_key((x[:6], None))
 
 
 def test_patterns_keep_no_tensor():
-    x, y = apart((torch.zeros(2), torch.zeros(3)))
+    x, y = distinct_views((torch.zeros(2), torch.zeros(3)))
     args = 1, (x, (2, None), 0), "constant", ((y,), x)
     pattern = pattern_of(args, (y, None, x))
     for addresses in ([48, 0, 32], [48, 0, 32], [16, 0, 64]):
         a, _, b = addresses
         assert pattern.filled(addresses) == (1, (b, (2, None), 0), "constant", ((a,), b))
     assert pattern_of(args, (x,)) is None
-    one, other = apart((x, x))
+    one, other = distinct_views((x, x))
     assert one is not other and one.data_ptr() == other.data_ptr()
     assert relaunch.ALIGNMENT == 16

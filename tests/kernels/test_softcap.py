@@ -11,7 +11,7 @@ from tilewise.testing import use_emulator, use_interpreter
 from tilewise.testing.tolerance import judge
 
 CAPS = [0.5, 50.0, 1e3, 1e4, 1e6, 1e30]
-STAND_INS = {"cpu": contextlib.nullcontext, "portable": use_interpreter, "hopper": use_emulator}
+CONTEXTS = {"cpu": contextlib.nullcontext, "portable": use_interpreter, "hopper": use_emulator}
 
 
 def run(attend, given, dout, **how):
@@ -22,7 +22,7 @@ def run(attend, given, dout, **how):
 def check(backend, dtype, rows, headdim, **how):
     given = [torch.randn(1, rows, 1, headdim).to(dtype).requires_grad_() for _ in range(3)]
     dout = torch.randn(1, rows, 1, headdim).to(dtype)
-    with STAND_INS[backend]():
+    with CONTEXTS[backend]():
         found = run(tilewise.attention, given, dout, backend=backend, **how)
     exact = [x.detach().double().requires_grad_() for x in given]
     oracle = run(tilewise.attention_reference, exact, dout, **how)

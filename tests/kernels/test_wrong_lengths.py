@@ -80,14 +80,14 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
     scalars = Scalars(headdim**-0.5, 0.0, -1, 0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
     forward, backward = portable.forward, portable.backward
-    stand_in, counter = use_interpreter(), torch.zeros(1, dtype=torch.int32)
+    context, counter = use_interpreter(), torch.zeros(1, dtype=torch.int32)
     if backend == "hopper":
-        forward, backward, stand_in = hopper.forward, hopper_backward.backward, use_emulator(1)
+        forward, backward, context = hopper.forward, hopper_backward.backward, use_emulator(1)
     counters = [
         mock.patch.object(module, "counter_of", lambda device: counter)
         for module in (hopper, hopper_backward)
     ]
-    with stand_in, poisoned(), counters[0], counters[1]:
+    with context, poisoned(), counters[0], counters[1]:
         out, lse = forward(problem, q, k, v, extras, scalars)
         assert counter.item() == 0
         grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)

@@ -143,7 +143,7 @@ def test_long_chains_stay_small():
 def test_slopes_have_no_constants_past_fp32(small):
     """A text of one is refused."""
     made = score(lambda s, b, h, q, k: torch.tanh(s / small) + s * 3e38 * 3e38)
-    text = serialize.text_of(made.derivative.key)
+    text = serialize.serialize(made.derivative.key)
     assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is made.derivative.expr
 
 
@@ -157,12 +157,12 @@ def test_work_grows_with_distinct_steps():
     start = time.perf_counter()
     made = nested(64)
     names = Mods(score=made.key, derivative=made.derivative.key)
-    assert flatten.mentions(names) >= {"abs", "where"} and not flatten.reads_tiles(names)
+    assert flatten.indices_used(names) >= {"abs", "where"} and not flatten.loads_per_pair(names)
     assert flatten.count_tensors(names.derivative) == 0
-    text = serialize.text_of(names.derivative)
+    text = serialize.serialize(names.derivative)
     assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is made.derivative.expr
     assert len(repr(made.derivative)) < 2000 and hash(made.derivative.expr)
-    lines = [codegen.text_of(nested(n).derivative.expr).count("\n") for n in (16, 32, 64)]
+    lines = [codegen.source_of(nested(n).derivative.expr).count("\n") for n in (16, 32, 64)]
     assert lines[2] - lines[1] == 2 * (lines[1] - lines[0])
     x = torch.linspace(-3, 3, 5, dtype=torch.float64)
     check(made, x + 0.1, 0, 0, 0, 0)

@@ -34,21 +34,21 @@ OTHERS = {
 def test_ends_are_the_mask(name, block):
     sizes = 2, 3, SEQLEN, SEQLEN
     blocks = create_block_mask(INTERVALS[name], *sizes, block=block)
-    assert ends.says_ends(blocks.asked.key)
-    assert torch.equal(blocks.asked.dense(*sizes), INTERVALS[name].dense(*sizes))
+    assert ends.says_ends(blocks.for_kernels.key)
+    assert torch.equal(blocks.for_kernels.dense(*sizes), INTERVALS[name].dense(*sizes))
 
 
 def test_of_other_lengths():
     mask, sizes = mods.sliding_window(9, 30), (1, 1, 100, 250)
     blocks = create_block_mask(mask, *sizes, block=(32, 64))
     assert [x.shape[2] for x in blocks.ends] == [100, 100, 250, 250]
-    assert torch.equal(blocks.asked.dense(*sizes), mask.dense(*sizes))
+    assert torch.equal(blocks.for_kernels.dense(*sizes), mask.dense(*sizes))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_have_none(name):
     blocks = create_block_mask(OTHERS[name], 1, 1, SEQLEN, SEQLEN)
-    assert blocks.ends is None and blocks.asked is blocks.mask
+    assert blocks.ends is None and blocks.for_kernels is blocks.mask
 
 
 def test_a_mask_written_like_ends_is_not_taken_for_them():
@@ -58,9 +58,9 @@ def test_a_mask_written_like_ends_is_not_taken_for_them():
     mask = ends.Ends(first, stop, first.clone(), stop.clone()).mask()
     blocks = create_block_mask(mask, 1, 1, SEQLEN, SEQLEN)
     assert ends.says_ends(mask.key) and blocks.ends is None
-    assert not ends.says_ends(blocks.asked.key)
+    assert not ends.says_ends(blocks.for_kernels.key)
     sizes = 1, 1, SEQLEN, SEQLEN
-    assert torch.equal(blocks.asked.dense(*sizes), mask.dense(*sizes))
+    assert torch.equal(blocks.for_kernels.dense(*sizes), mask.dense(*sizes))
 
 
 def test_memory_is_bounded(monkeypatch):

@@ -195,7 +195,7 @@ def test_equal_programs_have_one_key():
     assert causal().key == mask(lambda b, h, q, k: q + 0 >= 0 + k).key
     constants = [mask(lambda b, h, q, k, c=c: where(q < k, c, 2) == 1).key for c in (1, 1.0)]
     assert constants[0] != constants[1]
-    assert expressions.named(window(8).key) == window(8).expr
+    assert expressions.lookup(window(8).key) == window(8).expr
 
 
 def test_a_key_names_the_tree_alone():
@@ -213,8 +213,8 @@ def test_the_table_is_bounded(monkeypatch):
         _ = causal(diagonal=i).key
     assert len(expressions._table) <= 8
     with pytest.raises(ArgumentError, match="no longer known.*build the mask again"):
-        expressions.named(name)
-    assert expressions.named(first.key) == first.expr  # asking for the key enters it anew
+        expressions.lookup(name)
+    assert expressions.lookup(first.key) == first.expr  # reading the key registers it again
 
 
 def test_trees_are_described_as_written():

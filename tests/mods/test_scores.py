@@ -118,7 +118,7 @@ def test_equal_functions_have_one_key():
     zeros = [score(lambda s, b, h, q, k, z=z: s * z).key for z in (0.0, -0.0)]
     assert zeros[0] != zeros[1]
     assert re.fullmatch("score_[0-9a-f]{24}", capped(30.0).key)
-    assert expressions.named(alibi(SLOPES).key) == alibi(SLOPES).expr
+    assert expressions.lookup(alibi(SLOPES).key) == alibi(SLOPES).expr
 
 
 def test_score_functions_inside_score_functions():

@@ -13,9 +13,17 @@ import pytest
 import torch
 
 from tilewise import ArgumentError, mods, scores
-from tilewise.mods import causal, dilated, document, expressions, mask, serialize, where
+from tilewise.mods import causal, dilated, document, expressions, mask, where
+from tilewise.mods import serialize as serialization
 from tilewise.mods.expressions import Node
-from tilewise.mods.serialize import MASK, MAX_STEPS, SCORE_FUNCTION, name_of, text_of, tree_of_text
+from tilewise.mods.serialize import (
+    MASK,
+    MAX_STEPS,
+    SCORE_FUNCTION,
+    deserialize,
+    serialize,
+    tree_of_text,
+)
 
 DOC = torch.tensor([0, 0, 1, 1, 1, 3, 3, 2, 2, 2, 2, 5], dtype=torch.int32)
 TABLE = torch.linspace(-1, 1, 24).view(2, 12)
@@ -38,7 +46,7 @@ HONEST = {
 def told(name: str) -> tuple[str, str]:
     """A function's text, and what it is."""
     made = HONEST[name]
-    return text_of(made.key), MASK if isinstance(made, mods.Mask) else SCORE_FUNCTION
+    return serialize(made.key), MASK if isinstance(made, mods.Mask) else SCORE_FUNCTION
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -46,13 +54,13 @@ def test_a_text_is_the_tree(name, monkeypatch):
     """Also for a process that never saw the function."""
     text, what = told(name)
     monkeypatch.setattr(expressions, "_table", OrderedDict())
-    serialize._told.cache_clear()
-    assert name_of(text, what) == HONEST[name]._name
-    assert expressions.named(HONEST[name]._name) is HONEST[name].expr
+    serialization._told.cache_clear()
+    assert deserialize(text, what) == HONEST[name]._name
+    assert expressions.lookup(HONEST[name]._name) is HONEST[name].expr
 
 
 def test_a_text_of_nothing():
-    assert text_of("") == name_of("", MASK) == name_of("", SCORE_FUNCTION) == ""
+    assert serialize("") == deserialize("", MASK) == deserialize("", SCORE_FUNCTION) == ""
 
 
 TRUE, Q, SCORE = ["bool", [], True], ["q_idx", [], None], ["score", [], None]
@@ -70,7 +78,7 @@ REFUSED = {
     "a number": "7",
     "deep": "[" * 100_000,
     "a long number": f'[["int", [], {"9" * 10_000}]]',
-    "long": " " * (serialize.MAX_LETTERS + 1),
+    "long": " " * (serialization.MAX_LETTERS + 1),
     "no step": [7],
     "two parts": [["bool", []]],
     "no op": [[7, [], None]],
@@ -124,13 +132,13 @@ def test_other_texts_are_refused(name):
     text = REFUSED[name]
     text = text if isinstance(text, str) else json.dumps(text)
     with pytest.raises(ArgumentError, match="text of a mask is not one that tilewise writes"):
-        name_of(text, MASK)
+        deserialize(text, MASK)
 
 
 @pytest.mark.parametrize("steps", [[TRUE], [Q]])
 def test_a_score_function_gives_floats(steps):
     with pytest.raises(ArgumentError, match="text of a score function .*not float"):
-        name_of(json.dumps(steps), SCORE_FUNCTION)
+        deserialize(json.dumps(steps), SCORE_FUNCTION)
 
 
 PIECES = [
@@ -196,9 +204,9 @@ def test_a_changed_text_is_a_tree_or_refused(mutated):
             refused += 1
         else:
             taken += 1
-            again = tree_of_text(text_of(expressions.intern(expr)), what)
+            again = tree_of_text(serialize(expressions.intern(expr)), what)
             assert again is expr, text
-            serialize.check_plan(expressions.steps(expr))
+            serialization.check_plan(expressions.steps(expr))
         assert time.perf_counter() - start < 5, text
     assert taken > 20 and refused > 200, (taken, refused)
 
@@ -213,11 +221,11 @@ def doubling(op: str, leaf: Node, n: int) -> Node:
 def test_what_stands_in_a_tree_many_times_is_looked_at_once():
     start = time.perf_counter()
     text = json.dumps([TRUE, *(["&", [i, i], None] for i in range(40))])
-    name = name_of(text, MASK)
-    expr = expressions.named(name)
+    name = deserialize(text, MASK)
+    expr = expressions.lookup(name)
     assert expr is doubling("&", Node("bool", (), True), 40)
     assert hash(expr) == hash(doubling("&", Node("bool", (), True), 40))
-    assert len(expressions.steps(expr)) == 41 and text_of(name) == text
+    assert len(expressions.steps(expr)) == 41 and serialize(name) == text
     made = mods.Mask(expr)
     assert len(repr(expr)) < 2000 and len(repr(made)) < 2000
     assert bool(made(0, 0, torch.arange(3), 0))

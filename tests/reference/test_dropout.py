@@ -86,7 +86,7 @@ def test_a_tile_is_its_pairs(start, size):
     assert tile[0, 1].equal(keep(RNG, 0, 1, *narrow, 100))
 
 
-def test_nobody_asks_the_device_for_numbers():
+def test_drawing_does_not_synchronize():
     rng = torch.empty(2, dtype=torch.int64, device="meta")
     assert keep_tile(rng, 0, 1, 5, 6, 7, 8, 9).shape == (7, 8)
     index = torch.arange(8, device="meta")

@@ -12,15 +12,15 @@ import pytest
 
 import tilewise
 
-FACES = """flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func
+DROP_IN = """flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func
     flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func
     flex_attention"""
 SCORES = "ScoreMod alibi relative_bias score softcapped"
 PUBLIC = {
-    "tilewise": f"""{FACES} ArgumentError PerformanceWarning __version__ attention
+    "tilewise": f"""{DROP_IN} ArgumentError PerformanceWarning __version__ attention
         attention_reference cache disable_sdpa enable_sdpa flash_attn_combine
         flash_attn_with_kvcache merge_states scaled_dot_product_attention""",
-    "tilewise.faces": FACES,
+    "tilewise.faces": DROP_IN,
     "tilewise.cache": "Append Rotary append",
     "tilewise.bert_padding": """index_first_axis index_first_axis_residual index_put_first_axis
         pad_input unpad_input unpad_input_for_concatenated_sequences""",
@@ -83,7 +83,8 @@ def test_public_modules_are_found_and_say_what_they_are(name):
 
 def test_import_tilewise_brings_the_public_modules():
     """Code that says `tilewise.sparse.create_block_mask` imports nothing but tilewise."""
-    modules = "cache errors faces integrations mods reference scores sparse testing".split()
+    modules = ["cache", "errors", "faces", "integrations", "mods", "reference", "scores"]
+    modules += ["sparse", "testing"]
     code = f"import tilewise\nfor x in {modules}: getattr(tilewise, x).__doc__"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)

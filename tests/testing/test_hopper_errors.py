@@ -1,4 +1,4 @@
-"""What is wrong with a kernel is said in words: who, where, which barrier, which address."""
+"""Errors of a kernel name the partition, the line, the barrier and the address."""
 
 import threading
 import traceback
@@ -49,16 +49,16 @@ def meet(phase=0, count=1, arrivals=1, fence=True, seed=0, grid=(2,)):
     emulate(meeting_kernel, seed)[grid](phase, COUNT=count, ARRIVALS=arrivals, FENCE=fence)
 
 
-def test_a_deadlock_names_who_waits_for_what_and_where():
+def test_a_deadlock_names_each_partition_and_its_wait():
     meet()
     with pytest.raises(Deadlock) as caught:
         meet(count=2)
     message = str(caught.value)
-    assert message.startswith("nothing is on its way and every partition waits:\n")
+    assert message.startswith("nothing is in flight and every partition waits:\n")
     assert message.count("waits for phase 0 of barrier ready[1]") == 4
     assert caught.value.__notes__ == ["in the emulation of meeting_kernel with seed 0"]
-    for who in ("CTA (0, 0, 0) wait_for[0] ", "CTA (1, 0, 0) wait_for[1] "):
-        assert who in message
+    for name in ("CTA (0, 0, 0) wait_for[0] ", "CTA (1, 0, 0) wait_for[1] "):
+        assert name in message
     assert "in phase 0 with 1 of 2 arrivals" in message
     number = wait_for.fn.__code__.co_firstlineno + 2
     assert f"test_hopper_errors.py:{number}: mbarrier.wait(barriers.index(i), phase)" in message
@@ -144,7 +144,7 @@ def spinning_kernel(flag):
 
 def test_a_loop_that_spins_for_ever(monkeypatch):
     monkeypatch.setattr(machine, "_PATIENCE", 1000)
-    with pytest.raises(Deadlock, match="a loop may spin for ever"):
+    with pytest.raises(Deadlock, match="a loop may never end"):
         emulate(spinning_kernel)[(2,)](torch.zeros(1, dtype=torch.int32))
 
 
@@ -158,10 +158,10 @@ def test_a_copy_outside_the_memory_says_where():
 
 
 class Waiting:
-    """A partition that leaves as soon as it is woken, and is its own turn."""
+    """A partition that leaves as soon as its token is released, and is its own token."""
 
     def __init__(self, over):
-        self.over, self.turn = over, self
+        self.over, self.token = over, self
 
     def locked(self):
         return True

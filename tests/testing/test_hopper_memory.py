@@ -83,7 +83,7 @@ def forgetful_kernel(a, c, KIND: gl.constexpr):
     [
         ("read", "uses the result of an asynchronous matmul .* warpgroup_mma_wait"),
         ("add", "uses the result of an asynchronous matmul"),
-        ("leave", r"ends with 1 matmul\(s\) nobody waited for"),
+        ("leave", r"ends with 1 matmul\(s\) that were not waited for"),
     ],
 )
 def test_a_matmul_in_flight_has_no_value(kind, words):

@@ -137,7 +137,7 @@ def test_copies_of_parted_lanes(meeting, apart):
 
 
 @pytest.mark.parametrize(("used", "idle"), [("%full", 1), ("%full, %empty", 0)])
-def test_barriers_that_nobody_uses(used, idle):
+def test_unused_barriers(used, idle):
     ttgir = f"""
         %full = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared3, #smem, mutable>
         %empty = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared3, #smem, mutable>

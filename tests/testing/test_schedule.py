@@ -36,7 +36,7 @@ def test_every_tile_once_and_by_the_formula(num_splits, longest_first):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_everybody_does_one_thing_at_a_time(dynamic, seed):
+def test_a_processor_runs_one_tile_at_a_time(dynamic, seed):
     draw = random.Random(seed)
     costs = [draw.randrange(1, 30) for _ in range(draw.randrange(80))]
     processors = draw.randrange(1, 9)
@@ -46,7 +46,7 @@ def test_everybody_does_one_thing_at_a_time(dynamic, seed):
     for processor in range(processors):
         mine = [run for run in runs if run.processor == processor]
         ends = [0, *(run.stop for run in mine)]
-        assert [run.start for run in mine] == ends[:-1]  # nobody waits while tiles are left
+        assert [run.start for run in mine] == ends[:-1]  # no processor waits while tiles are left
     if costs:
         assert sum(costs) / processors <= makespan(runs) <= sum(costs)
         assert busy(runs, processors) == sum(costs) / processors / makespan(runs)
@@ -66,7 +66,7 @@ def test_dynamic_is_never_later_with_the_longest_first(seed):
 
 
 def test_longest_first_levels_out_the_end():
-    """One causal head: in order the longest tile starts last, and everybody waits for it."""
+    """One causal head: in order the longest tile starts last, and all SMs wait for it."""
     ends = []
     for longest_first in (False, True):
         order = tiles([4096], 1, 128, longest_first=longest_first)

@@ -64,7 +64,7 @@ def ranges_of(kernel, tiles, seq, on, tile, first_block=0, most=100):
 
 
 def visible_pairs(seq, on):
-    """(seqlen_q, seqlen_k): who sees whom."""
+    """(seqlen_q, seqlen_k): which query sees which key."""
     q_idx = torch.arange(seq.lengths.seqlen_q)[:, None]
     k_idx = torch.arange(seq.lengths.seqlen_k)[None, :]
     visible = torch.ones(seq.lengths[:2], dtype=torch.bool)

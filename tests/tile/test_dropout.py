@@ -16,12 +16,12 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
 from tilewise.kernels.hopper.bwd.dropout import select
-from tilewise.kernels.hopper.bwd.dropout_bits import draw_kept
+from tilewise.kernels.hopper.bwd.dropout_bits import draw_keep_bits
 from tilewise.kernels.hopper.fwd import dropout
 from tilewise.kernels.hopper.fwd.dropout import drop_pairs, from_pairs
 from tilewise.kernels.hopper.layouts import accumulator, column_of, row_of
 from tilewise.testing import build, emulate, interpret
-from tilewise.tile.dropout import kept, philox, stream_of
+from tilewise.tile.dropout import keep_mask, philox, stream_of
 from tilewise.tile.random_bytes import keep_tile
 
 RNGS = [(0, 0), (1, 2), (-1, -1), (0x0123_4567_89AB_CDEF, -(2**63))]
@@ -47,7 +47,7 @@ def kept_kernel(
         offs_m, offs_n = offs_m[None, :], offs_n[:, None]
     else:
         offs_m, offs_n = offs_m[:, None], offs_n[None, :]
-    keep = kept(stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
+    keep = keep_mask(stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
     tl.store(out + offs_m * N + offs_n, keep.to(tl.int8))
 
 
@@ -71,7 +71,7 @@ def heads_in_a_tile_kernel(out, rng, threshold, M: tl.constexpr, N: tl.constexpr
     """Rows are two heads of each query in turn, as where the heads of a group share a tile."""
     rows, offs_n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     stream = stream_of(rng, 4, rows % 2)
-    keep = kept(stream, 0, 64, 5 + rows // 2, offs_n, threshold)
+    keep = keep_mask(stream, 0, 64, 5 + rows // 2, offs_n, threshold)
     tl.store(out + rows * N + offs_n, keep.to(tl.int8))
 
 
@@ -122,20 +122,20 @@ def hopper_kernel(
     cells = out + rows * N + columns
     ones = gl.load(cells)
     if HOW == "select":
-        x = select(draw_kept(stream, at.m_start, at.n_start, threshold, N), ones, 0.0)
+        x = select(draw_keep_bits(stream, at.m_start, at.n_start, threshold, N), ones, 0.0)
     elif HOW == "drop_pairs":
         rows = gl.arange(0, 64, row_of(LAYOUT))
         pairs = drop_pairs(ones, stream, at.m_start, at.n_start, rows, threshold, gl.bfloat16)
         x = gl.convert_layout(from_pairs(pairs, gl.bfloat16), LAYOUT).to(gl.float32)
-    elif HOW == "kept":
-        keep = kept(stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
+    elif HOW == "keep_mask":
+        keep = keep_mask(stream, at.m_start, at.n_start, offs_m, offs_n, threshold)
         x = gl.where(keep, ones, 0.0)
     else:
         x = ones * gl.load(rng)
     gl.store(cells, x)
 
 
-WAYS = [(False, "kept"), (True, "kept"), (False, "drop_pairs"), (True, "select")]
+WAYS = [(False, "keep_mask"), (True, "keep_mask"), (False, "drop_pairs"), (True, "select")]
 
 
 @pytest.mark.emulator
@@ -173,7 +173,7 @@ def test_elements_share_words(n):
     it asks its neighbour for half of them.
     """
     assert drawn_groups(False, "none", n) == 0
-    assert drawn_groups(False, "drop_pairs", n) == drawn_groups(False, "kept", n) == n / 32
+    assert drawn_groups(False, "drop_pairs", n) == drawn_groups(False, "keep_mask", n) == n / 32
     assert drawn_groups(True, "select", n) == n / 16
 
 

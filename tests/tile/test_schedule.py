@@ -67,23 +67,23 @@ def queue_kernel(out, queue, seqlen_q, BLOCK: tl.constexpr):
     tl.store(out + 3 * tile + 2, block)
 
 
-def handed_out(batch, nheads, blocks, together):
+def handed_out(batch, nheads, blocks, l2_group):
     """(batch, head, block) in the order of the counter."""
     tiles = batch * nheads * blocks
     out = torch.full((tiles, 3), -7)
-    queue = Queue(torch.zeros(1), tiles, nheads, batch * nheads, together)
+    queue = Queue(torch.zeros(1), tiles, nheads, batch * nheads, l2_group)
     interpret(queue_kernel)[(tiles,)](out, queue, 32 * blocks - 5, BLOCK=32)
     return [tuple(row) for row in out.tolist()]
 
 
-@pytest.mark.parametrize("together", [1, 2, 4, 6])
-def test_queue_hands_out_every_tile_once(together):
-    found = handed_out(2, 3, 5, together)
+@pytest.mark.parametrize("l2_group", [1, 2, 4, 6])
+def test_queue_hands_out_every_tile_once(l2_group):
+    found = handed_out(2, 3, 5, l2_group)
     assert sorted(found) == list(itertools.product(range(2), range(3), range(5)))
 
 
 def test_queue_order():
     """Groups of two heads, the last group one; the longest tiles first in each."""
-    found = handed_out(1, 3, 2, together=2)
+    found = handed_out(1, 3, 2, l2_group=2)
     heads_and_blocks = [(head, block) for _, head, block in found]
     assert heads_and_blocks == [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (2, 0)]

@@ -105,7 +105,7 @@ RAGGED = [(5, 0, 130, 128, 1, 70), (0, 0, 0), (128,) * 4, (127, 129, 1), (1,) * 
 
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
 def test_padded_sequences_share_no_block(lengths):
-    """Each has room for its last block, the empty ones too, and nobody lies past the end."""
+    """Each has room for its last block, the empty ones too, and none lies past the end."""
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     out = torch.full((len(lengths) + 1,), -7)
     interpret(padded_kernel)[(len(lengths) + 1,)](out, starts, ROWS=128)

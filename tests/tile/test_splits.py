@@ -21,7 +21,7 @@ LN_2 = math.log(2)
 
 @triton.jit
 def fold_kernel(acc_o, m_i, l_i, pieces, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Pieces one behind the other; the result takes the place of the first."""
+    """Folds consecutive pieces; the result takes the place of the first."""
     rows = tl.arange(0, ROWS)
     tile = rows[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
     state = SplitState(tl.load(acc_o + tile), tl.load(m_i + rows), tl.load(l_i + rows))

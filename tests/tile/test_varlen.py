@@ -219,10 +219,10 @@ def test_one_warp_needs_no_shared_memory(batch_size, nheads):
 
 
 @triton.jit
-def turns_kernel(out, cu_seqlens, total, batch_size, nheads, together, BLOCK: tl.constexpr):
+def interleaved_kernel(out, cu_seqlens, total, batch_size, nheads, l2_group, BLOCK: tl.constexpr):
     tile, lane = tl.program_id(0), tl.arange(0, 32)
     sequences = cu_seqlens, total, batch_size
-    found = varlen_tile(tile, Hint(0, 0), lane, *sequences, nheads, BLOCK, 1, False, together)
+    found = varlen_tile(tile, Hint(0, 0), lane, *sequences, nheads, BLOCK, 1, False, l2_group)
     write(out + 5 * tile, found)
 
 
@@ -231,7 +231,7 @@ def test_heads_of_long_sequences_take_turns():
     lengths, nheads = [70, 512, 1280], 5
     tiles = upper_bound(lengths, nheads, 32)
     out = torch.full((tiles, 5), -7, dtype=torch.int32)
-    interpret(turns_kernel)[(tiles,)](
+    interpret(interleaved_kernel)[(tiles,)](
         out, cumulative(lengths), sum(lengths), len(lengths), nheads, 50, BLOCK=32
     )
     found = [(batch, head, block) for is_tile, batch, head, block, _ in out.tolist() if is_tile]

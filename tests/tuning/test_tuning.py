@@ -95,19 +95,19 @@ def test_what_is_broken_is_one_warning(folder, content):
     assert config[0] == TABLE[KEY]
     [message] = messages
     assert str(path) in message and "tilewise tune" in message and "delete it" in message
-    assert path.read_bytes() == content, "who reads changes nothing"
+    assert path.read_bytes() == content, "reading changes nothing"
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_tune_keeps_what_was_broken_beside_the_new_file(folder, content):
     (folder / "tuning.json").write_bytes(content)
-    path, [message] = warned(lambda: select.remember(torch.device("cuda"), {KEY: MINE}))
+    path, [message] = warned(lambda: select.add_measured(torch.device("cuda"), {KEY: MINE}))
     assert store.read(path) == ({GPU: {KEY: MINE}}, "")
     assert (folder / "tuning.broken").read_bytes() == content
     assert str(folder / "tuning.broken") in message
     path.write_bytes(content)
     errors._said.clear()
-    warned(lambda: select.remember(torch.device("cuda"), {KEY: MINE}))
+    warned(lambda: select.add_measured(torch.device("cuda"), {KEY: MINE}))
     assert (folder / "tuning.broken2").read_bytes() == content
 
 

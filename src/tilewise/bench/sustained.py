@@ -91,10 +91,12 @@ def measure(
     flushed = time_interleaved(calls, clock=clock, rounds=rounds, round_ms=round_ms)
     if plan is None:
         return {name: Times(times, []) for name, times in flushed.items()}
-    sustained = time_sustained(calls, plan)
     if plan.meter is None:
+        sustained = time_sustained(calls, plan)
         return {name: Times(flushed[name], sustained[name]) for name in calls}
-    joules, by = joules_of(calls, plan.span, plan.meter), plan.meter.kind
+    joules, by = joules_of(calls, plan), plan.meter.kind
+    # The blocks have put the card under load; what is left learns how long a call takes
+    sustained = time_sustained(calls, plan._replace(load_ms=plan.load_ms / 10))
     return {name: Times(flushed[name], sustained[name], joules[name], by) for name in calls}
 
 
@@ -119,11 +121,14 @@ def time_sustained(calls: Mapping[str, Call], plan: Plan) -> dict[str, list[floa
     return times
 
 
-def joules_of(calls: Mapping[str, Call], span: Span, meter: Meter) -> dict[str, float]:
-    """Joules a call: two blocks of each, the second ones in the opposite order, so that a card that
-    warms up favours nobody.
+def joules_of(calls: Mapping[str, Call], plan: Plan) -> dict[str, float]:
+    """Joules a call: a block of each, in an order drawn anew for each shape, so that over the rows
+    of a table no provider has the warmer card.
     """
-    blocks: dict[str, list[float]] = {name: [] for name in calls}
-    for name in [*calls, *reversed(list(calls))]:
-        blocks[name].append(attempt(name, lambda name=name: block(calls[name], span, meter)))
-    return {name: sum(of) / len(of) for name, of in blocks.items()}
+    assert plan.meter is not None
+    span, meter = plan.span, plan.meter
+    names = plan.draw.sample(list(calls), len(calls))
+    found = {
+        name: attempt(name, lambda name=name: block(calls[name], span, meter)) for name in names
+    }
+    return {name: found[name] for name in calls}

@@ -31,7 +31,7 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
         click.echo("tilewise tune: no CUDA or ROCm GPU here, so there is nothing to time", err=True)
         raise SystemExit(Exit.NO_GPU)
     from ..bench.tune import Workload, search
-    from ..tuning.select import remember
+    from ..tuning.select import add_measured
 
     device = torch.device("cuda", torch.cuda.current_device())
     works = [
@@ -47,7 +47,7 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
     else:
         screen.print(_table(found))
     try:
-        path = None if dry_run else remember(device, {row.key: row.config for row in found})
+        path = None if dry_run else add_measured(device, {row.key: row.config for row in found})
     except OSError as error:
         click.echo(
             f"tilewise tune: nothing was kept, {error}; let TILEWISE_CACHE name a folder that can "

@@ -17,19 +17,21 @@ _seeds: list[int] = []
 def interpreter_is_on() -> bool:
     """Whether portable kernels run in the interpreter and so accept CPU tensors.
 
-    >>> interpreter_is_on()
-    False
+    Example:
+        >>> interpreter_is_on()
+        False
     """
     return _depth > 0
 
 
 @contextlib.contextmanager
 def use_interpreter() -> Iterator[None]:
-    """Run portable kernels on CPU tensors, in the interpreter, within this block.
+    """Runs portable kernels on CPU tensors, in the interpreter, within this block.
 
-    >>> with use_interpreter():
-    ...     interpreter_is_on()
-    True
+    Example:
+        >>> with use_interpreter():
+        ...     interpreter_is_on()
+        True
 
     The flag is the process's, not the thread's: autograd may run a backward in a thread of its own.
     Blocks nest.
@@ -51,13 +53,15 @@ def emulator_seed() -> int | None:
 
 @contextlib.contextmanager
 def use_emulator(seed: int = 0) -> Iterator[None]:
-    """Run Hopper kernels on CPU tensors, in the emulator, within this block.
+    """Runs Hopper kernels on CPU tensors, in the emulator, within this block.
 
-    >>> with use_emulator(seed=3):
-    ...     emulator_seed()
-    3
+    Example:
+        >>> with use_emulator(seed=3):
+        ...     emulator_seed()
+        3
 
-    The seed decides who runs when. Blocks nest.
+    Args:
+        seed: selects which partition runs when. Blocks nest.
     """
     with _lock:
         _seeds.append(seed)
@@ -68,6 +72,6 @@ def use_emulator(seed: int = 0) -> Iterator[None]:
             _seeds.pop()
 
 
-def cpu_stand_ins() -> tuple[bool, bool]:
-    """Whether the interpreter and the emulator are on: what a choice of backend depends on."""
+def cpu_modes() -> tuple[bool, bool]:
+    """Whether the interpreter and the emulator are on, on which the choice of a backend depends."""
     return _depth > 0, bool(_seeds)

@@ -1,4 +1,4 @@
-"""The door of `cache.append`."""
+"""Argument validation of `cache.append`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .qkv import DTYPES, check_tensor
 Tensor = torch.Tensor
 
 
-def check_append(asked: Append) -> None:
-    """Shapes, dtypes and devices, and that every new key has a place."""
-    _check_rows(asked)
-    k, batch = asked.k, _batch(asked)
-    if asked.slots is None and asked.seqused_k is None:
+def check_append(new: Append) -> None:
+    """Checks shapes, dtypes and devices, and that every new key has a slot."""
+    _check_rows(new)
+    k, batch = new.k, _batch(new)
+    if new.slots is None and new.seqused_k is None:
         raise ArgumentError(
             "seqused_k and slots are missing: pass seqused_k, the keys of each sequence with the "
             "new ones, or slots, where each new key goes"
         )
-    if asked.slots is not None:
-        check_tensor("slots", asked.slots)
-        check_kind("slots", asked.slots, k, (torch.int64,), "k")
-        if asked.slots.shape != k.shape[:-2]:
+    if new.slots is not None:
+        check_tensor("slots", new.slots)
+        check_kind("slots", new.slots, k, (torch.int64,), "k")
+        if new.slots.shape != k.shape[:-2]:
             raise ArgumentError(
-                f"slots has shape {tuple(asked.slots.shape)}: it must be {tuple(k.shape[:-2])}, "
+                f"slots has shape {tuple(new.slots.shape)}: it must be {tuple(k.shape[:-2])}, "
                 "one for each new key"
             )
-    for name, x, dims in (("page_table", asked.page_table, 2), ("seqused_k", asked.seqused_k, 1)):
+    for name, x, dims in (("page_table", new.page_table, 2), ("seqused_k", new.seqused_k, 1)):
         if x is not None:
             check_tensor(name, x)
             check_kind(name, x, k, (torch.int32,), "k")
@@ -40,35 +40,35 @@ def check_append(asked: Append) -> None:
                     f"{name} has shape {tuple(x.shape)}: with {batch} sequences it must be "
                     f"({batch}{', pages)' if dims == 2 else ',)'}"
                 )
-    if asked.slots is None and asked.page_table is None and asked.k_cache.shape[0] != batch:
+    if new.slots is None and new.page_table is None and new.k_cache.shape[0] != batch:
         raise ArgumentError(
-            f"k_cache has {asked.k_cache.shape[0]} sequences and {batch} get new keys: they must "
+            f"k_cache has {new.k_cache.shape[0]} sequences and {batch} get new keys: they must "
             "be equal, or page_table or slots say where keys go"
         )
-    if asked.rotary is not None:
-        _check_rotary(asked)
+    if new.rotary is not None:
+        _check_rotary(new)
 
 
-def _batch(asked: Append) -> int:
-    if asked.cu_seqlens_q is not None:
-        return asked.cu_seqlens_q.shape[0] - 1
-    if asked.k.dim() == 3:  # keys by slots alone
-        return 0 if asked.seqused_k is None else asked.seqused_k.shape[0]
-    return asked.k.shape[0]
+def _batch(new: Append) -> int:
+    if new.cu_seqlens_q is not None:
+        return new.cu_seqlens_q.shape[0] - 1
+    if new.k.dim() == 3:  # keys by slots alone
+        return 0 if new.seqused_k is None else new.seqused_k.shape[0]
+    return new.k.shape[0]
 
 
-def _check_rows(asked: Append) -> None:
-    starts = asked.cu_seqlens_q
+def _check_rows(new: Append) -> None:
+    starts = new.cu_seqlens_q
     if starts is not None:
         check_tensor("cu_seqlens_q", starts)
-        check_kind("cu_seqlens_q", starts, asked.k, (torch.int32,), "k")
+        check_kind("cu_seqlens_q", starts, new.k, (torch.int32,), "k")
         if starts.dim() != 1 or starts.shape[0] == 0:
             raise ArgumentError(
                 f"cu_seqlens_q has shape {tuple(starts.shape)}: it must be (batch + 1,)"
             )
-    for name, x in zip(Append._fields[:4], asked[:4]):
+    for name, x in zip(Append._fields[:4], new[:4]):
         check_tensor(name, x)
-        is_packed = starts is not None or (asked.slots is not None and x.dim() == 3)
+        is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
         if x.dim() != dims:
             shape = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
@@ -77,36 +77,36 @@ def _check_rows(asked: Append) -> None:
             raise ArgumentError(
                 f"{name} has stride {x.stride(-1)} in its last dimension: it must be contiguous"
             )
-        check_kind(name, x, asked.k, (asked.k.dtype,), "k")
-    check_kind("k", asked.k, asked.k, DTYPES, "k")
-    for name, new, old in (("k", asked.k, asked.k_cache), ("v", asked.v, asked.v_cache)):
-        if new.shape[-2:] != old.shape[-2:]:
+        check_kind(name, x, new.k, (new.k.dtype,), "k")
+    check_kind("k", new.k, new.k, DTYPES, "k")
+    for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
+        if x.shape[-2:] != cache.shape[-2:]:
             raise ArgumentError(
-                f"{name} has {new.shape[-2]} heads of {new.shape[-1]} and {name}_cache "
-                f"{old.shape[-2]} of {old.shape[-1]}: they must be equal"
+                f"{name} has {x.shape[-2]} heads of {x.shape[-1]} and {name}_cache "
+                f"{cache.shape[-2]} of {cache.shape[-1]}: they must be equal"
             )
-    for name, a, b in (("v", asked.k, asked.v), ("v_cache", asked.k_cache, asked.v_cache)):
+    for name, a, b in (("v", new.k, new.v), ("v_cache", new.k_cache, new.v_cache)):
         if a.shape[:-1] != b.shape[:-1]:
             raise ArgumentError(
                 f"{name} has shape {tuple(b.shape)} and {name.replace('v', 'k', 1)} "
                 f"{tuple(a.shape)}: they must be equal but for headdim"
             )
     if starts is not None and knows_values(starts):
-        check_starts(starts, asked.k.shape[0], "keys")
+        check_starts(starts, new.k.shape[0], "keys")
 
 
-def _check_rotary(asked: Append) -> None:
-    rotary = asked.rotary
+def _check_rotary(new: Append) -> None:
+    rotary = new.rotary
     if not isinstance(rotary, Rotary):
         raise ArgumentError(
             f"rotary is a {type(rotary).__name__}: it must be a tilewise.cache.Rotary or None"
         )
-    if asked.seqused_k is None or (asked.k.dim() == 3 and asked.cu_seqlens_q is None):
+    if new.seqused_k is None or (new.k.dim() == 3 and new.cu_seqlens_q is None):
         raise ArgumentError(
             "rotary needs the positions of new keys: pass seqused_k, and cu_seqlens_q if they are "
             "packed"
         )
-    check_tables(rotary, asked.k, "k")
+    check_tables(rotary, new.k, "k")
 
 
 def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
@@ -122,12 +122,14 @@ def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
             )
 
 
-def check_places(asked: Append, seqused_k: Tensor) -> None:
-    """Every key that is told of has a place, and every position its angle."""
-    check_reach(asked.k_cache, asked.page_table, seqused_k)
+def check_places(new: Append, seqused_k: Tensor) -> None:
+    """Checks that every new key has a slot in the cache, and every position a row in the rotary
+    tables.
+    """
+    check_reach(new.k_cache, new.page_table, seqused_k)
     longest = max(seqused_k.tolist(), default=0)
-    if asked.rotary is not None and longest > asked.rotary.cos.shape[0]:
+    if new.rotary is not None and longest > new.rotary.cos.shape[0]:
         raise ArgumentError(
-            f"seqused_k has {longest} keys and rotary.cos {asked.rotary.cos.shape[0]} positions: "
+            f"seqused_k has {longest} keys and rotary.cos {new.rotary.cos.shape[0]} positions: "
             "make longer tables"
         )

@@ -1,4 +1,4 @@
-"""`tilewise.attention`, and the one way that every face of it takes: a Problem, then one op."""
+"""`tilewise.attention`, and the common path of all public functions: a Problem, then one op."""
 
 from __future__ import annotations
 
@@ -60,69 +60,81 @@ def attention(
     split_size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the score
-    matrix.
+    """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the scores.
 
-    >>> import torch, tilewise
-    >>> q = torch.randn(2, 128, 8, 64)  # (batch, seqlen_q, nheads, headdim)
-    >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # each key head serves 4 query heads
-    >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
-    torch.Size([2, 128, 8, 64])
+    Example:
+        >>> import torch, tilewise
+        >>> q = torch.randn(2, 128, 8, 64)  # (batch, seqlen_q, nheads, headdim)
+        >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # each key head serves 4 query heads
+        >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
+        torch.Size([2, 128, 8, 64])
 
-    Shapes are (batch, seqlen, nheads, headdim), or (batch, nheads, seqlen, headdim) with
-    `layout="bhsd"`; any strides, as long as the last dimension is contiguous. `v` may have another
-    headdim than `q` and `k`. fp16, bf16, fp32 (fp64 on the CPU).
+    Tensors may have any strides with a contiguous last dimension. dtypes are fp16, bf16 and fp32,
+    and fp64 on the CPU. On a GPU scores must stay below 2^27 in magnitude, for gradients below
+    2^24; TILEWISE_CHECK=1 in the environment refuses q and k whose norms allow more, and checks the
+    values of lengths, which synchronizes.
 
-    causal: True or "bottom_right" lets the last query see the last key; "top_left" lets the first
-    query see the first key only.
-    window: (left, right), how many keys before and after its diagonal a query sees, both ends
-    included; None or -1: no limit.
-    softcap: scores become softcap * tanh(score / softcap), before masks and ALiBi.
-    alibi_slopes: fp32 (nheads,) or (batch, nheads); adds -slope * |distance to the diagonal|.
-    sinks: (nheads,), one learnable logit a head that takes its share of the softmax and gives no
-    value.
-    seqused_k: int32 (batch,), how many keys of each row of the batch are real, the rest being
-    padding on the right.
-    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), 0 and then where each sequence ends, for
-    sequences of any lengths, packed one behind the other: q is then (total_q, nheads, headdim), and
-    k and v are (total_k, nheads_k, headdim). Lengths stay on the device. `seqused_q` and
-    `seqused_k` say how many rows of each sequence are real; a query that is not has out 0 and lse
-    -inf. `max_seqlen_q` and `max_seqlen_k` are bounds that nothing needs; where 2048 queries are
-    not the most, tiles are those of long sequences, else those of the mean length. On a GPU the
-    values are checked only with TILEWISE_CHECK=1 in the environment, as that waits for it.
-    On a GPU scores, scale * q k, must stay below 2^27, for gradients below 2^24: see the page on
-    what goes wrong. TILEWISE_CHECK=1 refuses q and k whose norms allow more than 2^27.
-    bias: added to the scores, in the dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
-    seqlen_k or 1); differentiable.
-    mask_mod: which keys a query sees, a predicate of (b, h, q_idx, kv_idx) made of plain operators
-    (`tilewise.mods.trace` lists them), or a Mask of `tilewise.mods`; with `causal` and `window`,
-    both must hold. It is asked for every pair. `block_mask`, of
-    `tilewise.sparse.create_block_mask`, holds a mask with the tiles that it hides, which then cost
-    nothing; it may be FlexAttention's BlockMask. A band joins it as `tilewise.mods.causal()` and
-    not as an argument here. Positions count from 0 in each sequence. Under torch.compile make masks
-    before, and hand them in. score_mod: a function of (score, b, h, q_idx, kv_idx),
-    FlexAttention's, applied to the scaled (and capped) score, before ALiBi, bias and masks. Float
-    tensors that it captures and that want gradients get them; under torch.compile make it before,
-    with `tilewise.scores.score`. dropout_p: this share of the probabilities, rounded to a multiple
-    of 1/256, becomes 0 and the rest grows to make up for it. `dropout_rng`, int64 (2,), seed and
-    offset on the device of q, pins which; else they are drawn from torch's generator.
-    deterministic: the same bits in every backward. backend: the name of one to force.
-    page_table: int32 (batch, pages); k and v are then a pool of pages, (num_pages, page_size,
-    nheads_k, headdim), and key j of sequence b is row j % page_size of page page_table[b, j //
-    page_size]. `seqused_k` counts the keys of each sequence, those of its queries included, which
-    are its last ones; positions of masks count from its first key. Packed queries, `cu_seqlens_q`
-    alone, are any number for each sequence, beside pages or a cache (batch, seqlen_k, nheads_k,
-    headdim); those past its end are not written. What is not in use may hold anything.
-    split_size: keys are summed in pieces of so many, counted from key 0, and the pieces folded from
-    left to right, so that a row's bits depend on the row alone: see the page on the cache. `out`:
-    written in place and returned. With any of the three there is no dropout, bias, block_mask and
-    score_mod, and but for split_size alone no gradient.
+    Args:
+        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
+        k: (batch, seqlen_k, nheads_k, headdim), nheads a multiple of nheads_k; (total_k, nheads_k,
+            headdim) with `cu_seqlens_k`; (num_pages, page_size, nheads_k, headdim) with
+            `page_table`.
+        v: as k, with its own headdim_v.
+        causal: True or "bottom_right": the last query attends to the last key; "top_left": the
+            first query attends to the first key only.
+        scale: softmax scale, positive; 1 / sqrt(headdim) by default.
+        window: (left, right), the keys before and after its diagonal that a query attends to, both
+            ends included; None or -1 is no limit.
+        softcap: scores become softcap * tanh(score / softcap), before masks and ALiBi.
+        alibi_slopes: fp32 (nheads,) or (batch, nheads); adds -slope * abs(distance to the
+            diagonal).
+        sinks: (nheads,), a learnable logit per head that joins the softmax without a value.
+        seqused_k: int32 (batch,), valid keys of each sequence; the rest is padding on the right.
+            With a KV cache: its keys, those of the call's queries included, which are the last
+            ones.
+        seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
+            lse -inf.
+        cu_seqlens_q: int32 (batch + 1,), 0 and the end of each sequence's queries, which are packed
+            end to end. Without `cu_seqlens_k`: packed queries over a KV cache.
+        cu_seqlens_k: the same for keys. Lengths stay on the device.
+        max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
+            sequences are used where it is over 2048 or absent, else those for the mean length.
+        max_seqlen_k: upper bound of key lengths; it has no effect.
+        bias: added to the scores, dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
+            seqlen_k or 1); differentiable.
+        mask_mod: which keys a query attends to: a predicate of (b, h, q_idx, kv_idx) made of plain
+            operators (`tilewise.mods.trace` lists them), or a `Mask`, evaluated for every pair;
+            `causal` and `window` must hold, too. Positions count from 0 in each sequence. Under
+            torch.compile create it outside of the graph.
+        block_mask: a mask with its hidden tiles, which are skipped: of
+            `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
+            `window`, which join it as masks.
+        score_mod: FlexAttention's function of (score, b, h, q_idx, kv_idx), applied to the scaled
+            and capped score, before ALiBi, bias and masks. Captured float tensors that require grad
+            get gradients. Under torch.compile create it outside, with `tilewise.scores.score`.
+        dropout_p: probability of dropping a probability, rounded to a multiple of 1/256; the rest
+            is rescaled.
+        dropout_rng: int64 (2,), seed and offset on the device of q; drawn from torch's generator by
+            default.
+        layout: "bshd", or "bhsd" for (batch, nheads, seqlen, headdim).
+        deterministic: gradients are the same bits in every run.
+        return_lse: whether to return the log-sum-exp, too.
+        backend: the name of a backend to force.
+        page_table: int32 (batch, pages): key j of sequence b is row j % page_size of page
+            page_table[b, j // page_size]. Unused entries and rows may hold anything.
+        split_size: keys per split, counted from key 0; splits are folded in order, so that a row's
+            bits depend on the row alone (see the page on the cache).
+        out: written in place and returned. With `page_table`, `split_size` or `out` there is no
+            dropout, bias, block_mask and score_mod, and no gradient, but for `split_size` alone.
 
-    Returns `out`, shaped as `q` with v's headdim, and with `return_lse` also the log-sum-exp of
-    each row's scores: natural log, fp32, (batch, nheads, seqlen_q), packed (nheads, total_q),
-    differentiable, sink included. A row that sees no key has out 0 and lse -inf (its sink's logit,
-    if it has one). Raises ArgumentError for a wrong argument and
-    NotImplementedError, with every backend's reason, where nothing serves it.
+    Returns:
+        `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,
+        fp32, (batch, nheads, seqlen_q), packed (nheads, total_q), differentiable, sink included. A
+        row without keys has out 0 and lse -inf, or its sink's logit.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
@@ -136,7 +148,7 @@ def attention(
         if max_seqlen_q is not None or max_seqlen_k is not None:
             words += as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         entry = find(tensors, (*words, *sides, backend))
-        known = None if entry is None else again(entry, (q, k, v), tensors[3:], layout)
+        known = None if entry is None else launch_known(entry, (q, k, v), tensors[3:], layout)
         if known is not None:
             return known if return_lse else known[0]
     align = check_causal(causal)
@@ -147,10 +159,10 @@ def attention(
     if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         others = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
         refuse_beside_cache(others, backend)
-        learned = alibi_slopes, sinks, mask_mod
+        score_args = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
         cached = check_cached(
-            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(learned, numbers, layout)
+            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(score_args, numbers, layout)
         )
         cached = cached._replace(backend=backend, entry=entry)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
@@ -216,13 +228,13 @@ def documents_in(
     return documents if is_view else None
 
 
-def again(
+def launch_known(
     entry: Entry,
     inputs: tuple[Tensor, Tensor, Tensor],
     others: tuple[Tensor | None, ...],
     layout: str,
 ) -> tuple[Tensor, Tensor] | None:
-    """`out` and `lse` of a call of `attention` whose signature is known; else None."""
+    """`out` and `lse` of a call of `attention` with a cached signature; else None."""
     q, k, v = inputs
     *optional, page_table, out = others
     if entry.step is not None:
@@ -235,7 +247,7 @@ def again(
 def launch(
     call: Call, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None], layout: str
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a known call of tensors in a layout; `optional` begin its Extras."""
+    """`out` and `lse` of a cached call, of tensors in `layout`; `optional` are the first Extras."""
     extras = extras_of(*optional) if call.has_extras else NO_EXTRAS
     if call.problem.is_packed:
         out, lse = ops.launch(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), extras)
@@ -253,7 +265,7 @@ def launch_step(
     out: Tensor | None,
     layout: str = "bshd",
 ) -> tuple[Tensor, Tensor] | None:
-    """`out` and `lse` of a known step; None where it may not be launched now."""
+    """`out` and `lse` of a cached decode step; None where it may not be launched now."""
     refuse_shards()
     found: tuple[Tensor, Tensor] | None = step(cache, out)
     if found is None or out is not None or layout == "bshd":
@@ -262,7 +274,9 @@ def launch_step(
 
 
 def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
-    """What of a bound on lengths tells calls apart: whether it is a long one, where it is right."""
+    """The part of a bound on lengths that is in the cache key: whether it is long, where it is
+    valid.
+    """
     return bound > LONG if type(bound) is int and bound >= 0 else bound
 
 
@@ -299,37 +313,39 @@ def call(
     words: Words = OURS,
     entry: Entry | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every face ends here: cast as autocast asks, check once, go. `numbers` are scale, softcap
-    and dropout_p, `window` is where the diagonal ends and what lies left and right of it, `words`
-    are the face's own, and `entry` is that of its arguments. What is no part of the signature here,
-    or equals something else there, has been checked before a call is looked for.
+    """The common path of all public functions: autocast, one check per signature, launch. `numbers`
+    are scale, softcap and dropout_p, `window` is the alignment of the diagonal and the keys left
+    and right of it, `words` are the function's argument names, and `entry` is the cache entry of
+    its arguments. What is not in the signature here has been checked before the lookup.
     """
     deterministic = check_flag("deterministic", deterministic)
     dispatch.check_backend(backend)
     tensors = q, k, v, *extras.tensors
-    is_watched = ops.is_watched(*tensors)
-    if is_watched or is_any_autocast_on():
+    needs_dispatcher = ops.needs_dispatcher(*tensors)
+    if needs_dispatcher or is_any_autocast_on():
         q, k, v = ops.autocast(q, k, v)
         tensors = q, k, v, *extras.tensors
     asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
     asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
-    if entry is None and not is_watched and may_keep(numbers, extras):
+    if entry is None and not needs_dispatcher and may_keep(numbers, extras):
         flags = deterministic, mods, is_long, backend
         entry = entry_of(tensors, *numbers, *window, *flags)
     known = None if entry is None else entry.call  # a compiler would watch the table
     if known is None:
         problem, _, scalars = check(q, k, v, extras=extras, words=words, **asked)
-        learned = () if is_watched else (q, k, v, extras.sinks, extras.bias, *extras.captured)
-        known = Call(problem, scalars, backend, ops.needs_grad(*learned))
+        differentiable = (
+            () if needs_dispatcher else (q, k, v, extras.sinks, extras.bias, *extras.captured)
+        )
+        known = Call(problem, scalars, backend, ops.needs_grad(*differentiable))
         if entry is not None:
             entry.call = known
-    if not is_watched and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":
+    if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":
         check_scores(q, k, *known.scalars[:2], words)
-    return ops.attention(known, q, k, v, extras, is_watched)
+    return ops.attention(known, q, k, v, extras, needs_dispatcher)
 
 
 def may_keep(numbers: tuple[float | None, float | None, float], extras: Extras) -> bool:
-    """Whether a call's numbers cannot change, and its checks read no tensor."""
+    """Whether a call may be cached: its numbers cannot change, and its checks read no tensor."""
     scale, softcap, dropout_p = numbers
     is_fixed = all(x is None or type(x) is float for x in (scale, softcap))
     return is_fixed and type(dropout_p) in (int, float) and not has_values(extras)

@@ -24,19 +24,26 @@ __all__ = [
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows that a mask keeps, packed: flash-attn 2.7's `unpad_input`, with its five results.
+    """Packs the rows that a mask keeps: flash-attn 2.7's `unpad_input`, with its five results.
 
-    >>> x, mask = torch.arange(6.0).view(2, 3, 1), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> rows, indices, cu_seqlens, longest, used = unpad_input(x, mask)
-    >>> rows.flatten(), indices, cu_seqlens, longest
-    (tensor([0., 1., 3.]), tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32), 2)
+    Example:
+        >>> x, mask = torch.arange(6.0).view(2, 3, 1), torch.tensor([[1, 1, 0], [1, 0, 0]])
+        >>> rows, indices, cu_seqlens, longest, used = unpad_input(x, mask)
+        >>> rows.flatten(), indices, cu_seqlens, longest
+        (tensor([0., 1., 3.]), tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32), 2)
 
-    hidden_states: (batch, seqlen, ...), any dtype.
-    attention_mask: (batch, seqlen), bools, or 1 for a row that is kept and 0 for one that is not.
-    unused_mask: the same, for rows that are kept and not used.
-    Returns the rows (total, ...), their indices (total,), int64, cu_seqlens (batch + 1,), int32,
-    the longest sequence, an int, and how many rows of each are used (batch,), int32. Raises
-    ArgumentError.
+    Args:
+        hidden_states: (batch, seqlen, ...), any dtype.
+        attention_mask: (batch, seqlen), bools, or 1 for a row that is kept and 0 for one that is
+            not.
+        unused_mask: (batch, seqlen), rows that are kept as padding.
+
+    Returns:
+        The rows (total, ...); their indices, int64 (total,); cu_seqlens, int32 (batch + 1,); the
+        longest sequence, an int; the valid rows of each sequence, int32 (batch,).
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
     kept = attention_mask
@@ -50,18 +57,25 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> Unpadded:
-    """The rows of several sequences in each row of a batch, packed, each sequence on its own.
+    """Packs rows of a batch that hold several sequences each, every sequence on its own.
 
-    >>> x, lengths = torch.arange(8.0).view(2, 4, 1), torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
-    >>> rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
-    >>> rows.flatten(), cu_seqlens, longest
-    (tensor([0., 1., 2., 4., 5., 6.]), tensor([0, 2, 3, 6], dtype=torch.int32), 3)
+    Example:
+        >>> x, lengths = torch.arange(8.0).view(2, 4, 1), torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+        >>> rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+        >>> rows.flatten(), cu_seqlens, longest
+        (tensor([0., 1., 2., 4., 5., 6.]), tensor([0, 2, 3, 6], dtype=torch.int32), 3)
 
-    hidden_states: (batch, seqlen, ...), any dtype.
-    attention_mask_in_length: integers (batch, seqlen): the lengths of a row's sequences, which
-    stand side by side from its begin, among zeros.
-    Returns the rows (total, ...), their indices, cu_seqlens (sequences + 1,), int32, and the
-    longest sequence. Raises ArgumentError.
+    Args:
+        hidden_states: (batch, seqlen, ...), any dtype.
+        attention_mask_in_length: integers (batch, seqlen): the lengths of a row's sequences, which
+            lie end to end from its start, then zeros.
+
+    Returns:
+        The rows (total, ...), their indices, cu_seqlens, int32 (sequences + 1,), and the longest
+        sequence.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     lengths = attention_mask_in_length
     _check_mask("attention_mask_in_length", lengths, hidden_states)
@@ -70,38 +84,67 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed rows back in a batch, zeros where there are none: (batch, seqlen, ...).
+    """Puts packed rows back in a batch, with zeros as padding.
 
-    >>> pad_input(torch.ones(3, 1), torch.tensor([0, 1, 3]), 2, 3).squeeze(-1)
-    tensor([[1., 1., 0.],
-            [1., 0., 0.]])
+    Example:
+        >>> pad_input(torch.ones(3, 1), torch.tensor([0, 1, 3]), 2, 3).squeeze(-1)
+        tensor([[1., 1., 0.],
+                [1., 0., 0.]])
 
-    hidden_states (total, ...), any dtype; indices (total,), those of `unpad_input`. Raises
-    ArgumentError.
+    Args:
+        hidden_states: (total, ...), any dtype.
+        indices: (total,), those of `unpad_input`.
+        batch: rows of the result.
+        seqlen: length of each.
+
+    Returns:
+        (batch, seqlen, ...).
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows at these indices: (n, ...) to (len(indices), ...).
+    """Gathers rows by index.
 
-    >>> index_first_axis(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0])).flatten()
-    tensor([3., 1.])
+    Example:
+        >>> index_first_axis(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0])).flatten()
+        tensor([3., 1.])
 
-    Any dtype; indices int64 or int32. Raises ArgumentError.
+    Args:
+        input: (n, ...), any dtype.
+        indices: int64 or int32 (m,).
+
+    Returns:
+        (m, ...).
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     _check_indices(indices)
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Rows put at these indices of zeros: (len(indices), ...) to (first_axis_dim, ...).
+    """Scatters rows by index into zeros.
 
-    >>> index_put_first_axis(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0]), 3).flatten()
-    tensor([2., 0., 1.])
+    Example:
+        >>> index_put_first_axis(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0]), 3).flatten()
+        tensor([2., 0., 1.])
 
-    Any dtype; indices int64 or int32, each once. Raises ArgumentError.
+    Args:
+        values: (m, ...), any dtype.
+        indices: int64 or int32 (m,), each once.
+        first_axis_dim: rows of the result.
+
+    Returns:
+        (first_axis_dim, ...).
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     _check_indices(indices)
     if not isinstance(values, Tensor) or values.dim() < 1 or len(values) != len(indices):
@@ -114,13 +157,22 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`index_first_axis`, and the input again, whose gradient joins that of the rows.
+    """`index_first_axis`, and the input again, whose gradient is added to that of the rows.
 
-    >>> rows, x = index_first_axis_residual(torch.tensor([[1.0], [2.0]]), torch.tensor([1]))
-    >>> rows, x.shape
-    (tensor([[2.]]), torch.Size([2, 1]))
+    Example:
+        >>> rows, x = index_first_axis_residual(torch.tensor([[1.0], [2.0]]), torch.tensor([1]))
+        >>> rows, x.shape
+        (tensor([[2.]]), torch.Size([2, 1]))
 
-    Dtypes and errors are those of `index_first_axis`.
+    Args:
+        input: (n, ...), any dtype.
+        indices: int64 or int32 (m,).
+
+    Returns:
+        The rows (m, ...), and the input.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     return index_first_axis(input, indices), input
 

@@ -1,6 +1,4 @@
-"""The door of calls with a cache: arguments as users write them become a `Cached`, or an
-ArgumentError that names the culprit.
-"""
+"""Argument validation of calls with a KV cache: returns a `Cached` or raises an ArgumentError."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ Tensor = torch.Tensor
 def is_cached(
     k: Tensor, page_table: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> bool:
-    """Whether k and v are a cache: pages, or rows of a batch beside packed queries."""
+    """Whether k and v are a KV cache: pages, or rows of a batch with packed queries."""
     if page_table is not None:
         return True
     if cu_seqlens_q is None or cu_seqlens_k is not None:
@@ -47,7 +45,9 @@ NOT_SERVED = {
 
 
 def refuse_beside_cache(others: tuple[object, ...], backend: str | None) -> None:
-    """What a call with a cache does not take, in the order of NOT_SERVED: each None, or refused."""
+    """Refuses what a call with a cache does not take, in the order of NOT_SERVED, unless it is
+    None.
+    """
     for (name, remedy), value in zip(NOT_SERVED.items(), others):
         if value is not None:
             raise NotImplementedError(
@@ -65,15 +65,15 @@ def check_cached(
     v: Tensor,
     page_table: Tensor | None,
     lengths: tuple[Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None, Predicate | None],
+    score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool | str, float | None, Window, float | None, int | None],
     layout: str,
 ) -> Cached:
-    """`lengths` are seqused_k and cu_seqlens_q; `learned` alibi_slopes, sinks and mask_mod;
+    """`lengths` are seqused_k and cu_seqlens_q; `score_args` alibi_slopes, sinks and mask_mod;
     `numbers` causal, scale, window, softcap and split_size.
     """
     seqused_k, cu_seqlens_q = lengths
-    slopes, sinks, mask_mod = learned
+    slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     q, k, v = _in_order(q, k, v, cu_seqlens_q, layout)
     _check_shapes(q, k, v, cu_seqlens_q)
@@ -117,7 +117,7 @@ def _in_order(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
-    """As `check_tensors` asks, but for the batch: pages belong to nobody."""
+    """The checks of `check_tensors` but that of the batch, which pages do not have."""
     if k.shape[0] != v.shape[0]:
         raise ArgumentError(
             f"k has {k.shape[0]} pages or rows and v has {v.shape[0]}: they must be equal"
@@ -131,7 +131,7 @@ def _rows(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
-    """Shapes of page table and lengths, and their values where those may be looked at."""
+    """Checks the shapes of page table and lengths, and their values where they may be read."""
     cu_seqlens_q, seqused_k = extras.cu_seqlens_q, extras.seqused_k
     for name, x, dims, shape in (
         ("page_table", page_table, 2, "(batch, pages)"),
@@ -184,7 +184,7 @@ def check_starts(starts: Tensor, total: int, what: str = "queries") -> None:
 
 
 def check_reach(k: Tensor, page_table: Tensor | None, seqused_k: Tensor) -> None:
-    """Every key that is in use has a place, in a page that is there."""
+    """Checks that every key in use has a slot, in an existing page."""
     room, lengths = capacity(k, page_table), seqused_k.tolist()
     if any(n < 0 or n > room for n in lengths):
         place = f"k has {room} rows a sequence"
@@ -263,7 +263,7 @@ def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
 
 
 def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
-    """No gradient is asked for."""
+    """Refuses tensors that require a gradient."""
     for name, x in tensors:
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(

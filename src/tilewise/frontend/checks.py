@@ -1,5 +1,5 @@
-"""The door: arguments as users write them become (Problem, Extras, Scalars), or an ArgumentError
-that names the culprit.
+"""Argument validation: returns (Problem, Extras, Scalars), or raises an ArgumentError that names
+the argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class Checked(NamedTuple):
-    """A call that has passed the door."""
+    """A call after argument validation."""
 
     problem: Problem
     extras: Extras
@@ -102,7 +102,7 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
 
 
 def check_order(captured: tuple[Tensor, ...]) -> None:
-    """Nothing that a score function captured wants a gradient, which has no fixed order."""
+    """Refuses captured tensors that require a gradient, which is summed in no fixed order."""
     for x in captured:
         if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
             raise NotImplementedError(
@@ -171,14 +171,14 @@ def _check_starts(name: str, starts: Tensor, total: int) -> None:
 
 
 def has_values(extras: Extras) -> bool:
-    """Whether lengths are among the tensors whose values the checks look at."""
+    """Whether there are lengths, whose values the checks read."""
     lengths = extras.seqused_k, extras.seqused_q, extras.cu_seqlens_q, extras.cu_seqlens_k
     return any(x is not None and knows_values(x) for x in lengths)
 
 
 def knows_values(x: Tensor) -> bool:
-    """Whether a tensor's values may be looked at: on the CPU, and on a GPU, where that waits for
-    it, if TILEWISE_CHECK=1 asks. Never while traced.
+    """Whether the checks may read a tensor's values: on the CPU, and on a GPU with
+    TILEWISE_CHECK=1, as it synchronizes. Never while traced.
     """
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return False
@@ -196,8 +196,8 @@ LARGEST_SCORE = 2.0**27
 def check_scores(
     q: Tensor, k: Tensor, scale: float, softcap: float = 0.0, words: Words = OURS
 ) -> None:
-    """The norms of q and k, or a softcap, allow no score past LARGEST_SCORE: on a GPU it
-    would give NaN. Waits for the device, so it is asked with TILEWISE_CHECK=1 alone.
+    """The norms of q and k, or a softcap, allow no score past LARGEST_SCORE: on a GPU it would give
+    NaN. It synchronizes with the device, so it runs only with TILEWISE_CHECK=1.
     """
     if q.numel() == 0 or k.numel() == 0 or 0 < softcap <= LARGEST_SCORE:
         return

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..mods.compilers import gives_constant
-from ..mods.flatten import NO_MODIFIERS, Modifiers
+from ..mods.flatten import NO_MODIFIERS, FlatMods
 from ..mods.masks import Mask, chunked, mask
 from ..problem import OPEN, Mods
 from .scalars import as_int
@@ -42,7 +42,7 @@ def chunk_band(chunk: int, sides: tuple[int, int]) -> tuple[int, int]:
     return left, right
 
 
-def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> Modifiers:
+def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> FlatMods:
     """The mask of chunks for (batch, seqlen, nheads, headdim)."""
     if not chunk or q.shape[1] == k.shape[1]:
         return _modifiers(chunk, None)
@@ -50,7 +50,7 @@ def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> Modifiers:
     return _modifiers(chunk, diagonal)
 
 
-def chunk_of_packed(chunk: int, lengths: Lengths) -> Modifiers:
+def chunk_of_packed(chunk: int, lengths: Lengths) -> FlatMods:
     """The mask of chunks for packed sequences, of seqused_k and _q and of cu_seqlens_q and _k; it
     stays on the device. What is wrong with those is for their own checks to say.
     """
@@ -67,12 +67,12 @@ def chunk_of_packed(chunk: int, lengths: Lengths) -> Modifiers:
     return _modifiers(chunk, of_k - of_q)
 
 
-def _modifiers(chunk: int, diagonal: Tensor | None) -> Modifiers:
+def _modifiers(chunk: int, diagonal: Tensor | None) -> FlatMods:
     """`diagonal` is the key that query 0 of each sequence stands on, where that is not 0."""
     if not chunk:
         return NO_MODIFIERS
     captured = () if diagonal is None else (diagonal,)
-    return Modifiers(Mods(mask=_name(chunk, diagonal is not None)), captured)
+    return FlatMods(Mods(mask=_name(chunk, diagonal is not None)), captured)
 
 
 @gives_constant

@@ -1,10 +1,8 @@
-"""flash-attn 2's functions as drop-in faces, argument for argument. Each turns its own convention
-into a call as `tilewise.attention` makes it.
+"""flash-attn 2's functions as drop-in replacements, argument for argument. Each translates its
+convention into a call of `tilewise.attention`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -43,32 +41,50 @@ def flash_attn_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
 ):
-    """flash-attn 2's `flash_attn_func`, argument for argument, with the newer ones keyword-only
-    after it.
+    """flash-attn 2's `flash_attn_func`, argument for argument; newer arguments are keyword-only.
 
-    >>> import torch, tilewise
-    >>> q = k = v = torch.randn(1, 16, 2, 32)
-    >>> tilewise.flash_attn_func(q, k, v, 0.0, None, True).shape
-    torch.Size([1, 16, 2, 32])
+    Example:
+        >>> import torch, tilewise
+        >>> q = k = v = torch.randn(1, 16, 2, 32)
+        >>> tilewise.flash_attn_func(q, k, v, 0.0, None, True).shape
+        torch.Size([1, 16, 2, 32])
 
-    (batch, seqlen, nheads, headdim); causal is bottom-right; `window_size` counts both ends in, -1
-    is no limit; GQA by head counts. Returns out; (out, lse) with `return_lse`; (out, lse, None)
-    with `return_attn_probs` (flash-attn's third item is a dropout mask). A row that sees no key has
-    lse -inf (flash-attn 2: +inf). `dropout_p` draws from torch's generator.
+    Numbers may be numpy's. A row without keys has lse -inf (flash-attn 2: +inf).
 
-    `attention_chunk`, flash-attn 3's: keys in chunks of so many, of which a query sees the one that
-    its diagonal lies in; 0 is one chunk of all. `window_size` may be a tensor of two, and numbers
-    may be numpy's. `num_splits` and `pack_gqa` are hints, which choose among equal results in
-    flash-attn: they are checked and change nothing here. Raises ArgumentError.
+    Args:
+        q: (batch, seqlen_q, nheads, headdim); fp16, bf16, fp32 (fp64 on the CPU).
+        k: (batch, seqlen_k, nheads_k, headdim), nheads a multiple of nheads_k.
+        v: (batch, seqlen_k, nheads_k, headdim_v).
+        dropout_p: probability of dropping a probability; bits come from torch's generator.
+        softmax_scale: positive; 1 / sqrt(headdim) by default.
+        causal: bottom-right causal mask.
+        window_size: (left, right) or a tensor of two, both ends included; -1 is no limit.
+        softcap: scores become softcap * tanh(score / softcap); 0 is none.
+        alibi_slopes: fp32 (nheads,) or (batch, nheads).
+        deterministic: gradients are the same bits in every run.
+        return_attn_probs: returns (out, lse, None); flash-attn's third item is a dropout mask.
+        return_lse: returns (out, lse).
+        learnable_sink: (nheads,), a logit per head that joins the softmax without a value.
+        attention_chunk: flash-attn 3's: a query attends to keys in the chunk of so many keys that
+            its diagonal is in; 0 is one chunk.
+        num_splits: a hint, checked and without effect.
+        pack_gqa: a hint, checked and without effect.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim_v); lse is fp32 (batch, nheads, seqlen_q), natural
+        log.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
-    learned = alibi_slopes, learnable_sink
+    score_args = alibi_slopes, learnable_sink
     entry = None
     if is_plain(dropout_p, attention_chunk):
-        entry = find((q, k, v, *learned), ("flash_attn", softmax_scale, *flags, *sides))
+        entry = find((q, k, v, *score_args), ("flash_attn", softmax_scale, *flags, *sides))
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, q, k, v, learned, "bshd")
+            out, lse = launch(entry.call, q, k, v, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
     q, k, v = _ranked(q, k, v)
@@ -77,7 +93,7 @@ def flash_attn_func(
     rng = _rng(dropout_p, q)
     out, lse = call(
         *(q, k, v),
-        extras=Extras(*learned, dropout_rng=rng, captured=chunks.captured),
+        extras=Extras(*score_args, dropout_rng=rng, captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -86,102 +102,6 @@ def flash_attn_func(
         entry=entry,
     )
     return _returned(out, lse, return_attn_probs, return_lse)
-
-
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    return_lse: bool = False,
-    learnable_sink: Tensor | None = None,
-    attention_chunk: int = 0,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-):
-    """`flash_attn_func` on q, k and v stacked in one tensor (batch, seqlen, 3, nheads, headdim),
-    read in place.
-
-    >>> import torch, tilewise
-    >>> tilewise.flash_attn_qkvpacked_func(torch.randn(1, 16, 3, 2, 32), causal=True).shape
-    torch.Size([1, 16, 2, 32])
-
-    Arguments, returns and errors are those of `flash_attn_func`.
-    """
-    q, k, v = _unpack("qkv", qkv, 3)
-    flags = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return flash_attn_func(
-        *(q, k, v, *flags),
-        return_lse=return_lse,
-        learnable_sink=learnable_sink,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-    )
-
-
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    return_lse: bool = False,
-    learnable_sink: Tensor | None = None,
-    attention_chunk: int = 0,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-):
-    """`flash_attn_func` on k and v stacked in one tensor (batch, seqlen_k, 2, nheads_k, headdim),
-    read in place.
-
-    >>> import torch, tilewise
-    >>> q, kv = torch.randn(1, 4, 6, 32), torch.randn(1, 16, 2, 2, 32)
-    >>> tilewise.flash_attn_kvpacked_func(q, kv).shape
-    torch.Size([1, 4, 6, 32])
-
-    Arguments, returns and errors are those of `flash_attn_func`.
-    """
-    k, v = _unpack("kv", kv, 2)
-    flags = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return flash_attn_func(
-        *(q, k, v, *flags),
-        return_lse=return_lse,
-        learnable_sink=learnable_sink,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-    )
 
 
 def flash_attn_varlen_func(
@@ -211,20 +131,33 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
 ):
     """flash-attn 2's `flash_attn_varlen_func`, argument for argument: sequences of any lengths,
-    packed one behind the other.
+    packed end to end.
 
-    >>> import torch, tilewise
-    >>> q = k = v = torch.randn(160 + 300, 2, 32)  # two sequences
-    >>> cu_seqlens = torch.tensor([0, 160, 460], dtype=torch.int32)
-    >>> tilewise.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, causal=True).shape
-    torch.Size([460, 2, 32])
+    Example:
+        >>> import torch, tilewise
+        >>> q = k = v = torch.randn(160 + 300, 2, 32)  # two sequences
+        >>> cu_seqlens = torch.tensor([0, 160, 460], dtype=torch.int32)
+        >>> tilewise.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, causal=True).shape
+        torch.Size([460, 2, 32])
 
-    q is (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim); cu_seqlens int32 (batch +
-    1,), on the device of q, and never copied to the host. `max_seqlen_q` and `max_seqlen_k` may be
-    left out. `seqused_q` and `seqused_k`, int32 (batch,): how many rows of a sequence are real.
-    Newer arguments, returns and errors are those of `flash_attn_func`, lse (nheads, total_q);
-    with `block_table`, int32 (batch, pages), k and v are pages (num_pages, page_size, nheads_k,
-    headdim), and there is no gradient.
+    Args:
+        q: (total_q, nheads, headdim).
+        k: (total_k, nheads_k, headdim), or pages (num_pages, page_size, nheads_k, headdim) with
+            `block_table`.
+        v: shaped as k, with its own headdim_v.
+        cu_seqlens_q: int32 (batch + 1,), where sequences begin, on the device of q; never copied to
+            the host.
+        cu_seqlens_k: the same for keys; None with `block_table`.
+        max_seqlen_q: upper bound of query lengths; optional here.
+        max_seqlen_k: upper bound of key lengths; optional here.
+        block_table: int32 (batch, pages), the pages of each sequence; without gradients.
+        seqused_q: int32 (batch,), valid queries of each sequence.
+        seqused_k: int32 (batch,), valid keys of each sequence.
+
+    The other arguments and errors are those of `flash_attn_func`.
+
+    Returns:
+        out (total_q, nheads, headdim_v); lse is fp32 (nheads, total_q).
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
@@ -232,20 +165,20 @@ def flash_attn_varlen_func(
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
-    learned = alibi_slopes, learnable_sink
+    score_args = alibi_slopes, learnable_sink
     entry = None
     if block_table is None and is_plain(dropout_p, attention_chunk):
         words = "flash_attn_varlen", softmax_scale, *bounds, *flags, *sides
-        entry = find((q, k, v, *learned, *lengths), words)
+        entry = find((q, k, v, *score_args, *lengths), words)
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, q, k, v, (*learned, *lengths), "bshd")
+            out, lse = launch(entry.call, q, k, v, (*score_args, *lengths), "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
     if block_table is not None:
         numbers = _flag(causal), softmax_scale, window_size, softcap
         others = attention_chunk, dropout_p
-        found = varlen_of_pages(q, k, v, block_table, lengths, learned, numbers, others)
+        found = varlen_of_pages(q, k, v, block_table, lengths, score_args, numbers, others)
         return _returned(*found, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
@@ -253,7 +186,7 @@ def flash_attn_varlen_func(
     rng = _rng(dropout_p, q)
     out, lse = call(
         *(q, k, v),
-        extras=Extras(*learned, *lengths, None, rng, chunks.captured),
+        extras=Extras(*score_args, *lengths, None, rng, chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -265,52 +198,6 @@ def flash_attn_varlen_func(
     return _returned(out.squeeze(0), lse.squeeze(0), return_attn_probs, return_lse)
 
 
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *flags: Any, **options: Any
-):
-    """`flash_attn_varlen_func` on q, k and v stacked in one tensor (total, 3, nheads, headdim),
-    read in place.
-
-    >>> import torch, tilewise
-    >>> starts = torch.tensor([0, 3, 16], dtype=torch.int32)
-    >>> tilewise.flash_attn_varlen_qkvpacked_func(torch.randn(16, 3, 2, 32), starts).shape
-    torch.Size([16, 2, 32])
-
-    What follows `max_seqlen` is as in `flash_attn_varlen_func` from `dropout_p` on, without
-    `block_table`; so are returns and errors.
-    """
-    q, k, v = _unpack("qkv", qkv, 3, 1)
-    bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *flags: Any,
-    **options: Any,
-):
-    """`flash_attn_varlen_func` on k and v stacked in one tensor (total_k, 2, nheads_k, headdim),
-    read in place.
-
-    >>> import torch, tilewise
-    >>> starts = torch.tensor([0, 3, 16], dtype=torch.int32)
-    >>> q, kv = torch.randn(16, 4, 32), torch.randn(16, 2, 2, 32)
-    >>> tilewise.flash_attn_varlen_kvpacked_func(q, kv, starts, starts).shape
-    torch.Size([16, 4, 32])
-
-    What follows is as in `flash_attn_varlen_func` from `dropout_p` on, without `block_table`; so
-    are returns and errors.
-    """
-    k, v = _unpack("kv", kv, 2, 1)
-    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
-
-
 def is_plain(dropout_p: float, attention_chunk: int) -> bool:
     """Neither dropout nor chunks, which make tensors of their own at every call."""
     has_none = type(dropout_p) in (int, float) and dropout_p == 0
@@ -320,17 +207,6 @@ def is_plain(dropout_p: float, attention_chunk: int) -> bool:
 def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_rank(q, k, v, WORDS)
     return q, k, v
-
-
-def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor, ...]:
-    is_tensor = isinstance(packed, torch.Tensor)
-    if not is_tensor or packed.dim() != dim + 3 or packed.shape[dim] != parts:
-        shape = tuple(packed.shape) if is_tensor else type(packed).__name__
-        rows = "batch, seqlen" if dim == 2 else "total"
-        raise ArgumentError(
-            f"{name} has shape {shape}: it must be ({rows}, {parts}, nheads, headdim)"
-        )
-    return packed.unbind(dim)
 
 
 def _flag(causal: bool) -> bool:

@@ -1,5 +1,5 @@
-"""torch's `flex_attention` as a drop-in face: its arguments, its order of dimensions and its words
-in errors.
+"""torch's `flex_attention` as a drop-in function: its arguments, its order of dimensions and its
+argument names in errors.
 """
 
 # pyright: strict, reportUnnecessaryIsInstance=false
@@ -46,25 +46,40 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ):
-    """`torch.nn.attention.flex_attention.flex_attention`: (batch, nheads, seqlen, headdim), a score
-    function and a block mask, without a compiler.
+    """`torch.nn.attention.flex_attention.flex_attention` without a compiler: a score function and a
+    block mask.
 
-    >>> import torch, tilewise
-    >>> from tilewise.sparse import create_block_mask
-    >>> q = torch.randn(1, 4, 256, 32)
-    >>> blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 1, 1, 256, 256)
-    >>> tilewise.flex_attention(q, q, q, block_mask=blocks).shape
-    torch.Size([1, 4, 256, 32])
+    Example:
+        >>> import torch, tilewise
+        >>> from tilewise.sparse import create_block_mask
+        >>> q = torch.randn(1, 4, 256, 32)
+        >>> blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 1, 1, 256, 256)
+        >>> tilewise.flex_attention(q, q, q, block_mask=blocks).shape
+        torch.Size([1, 4, 256, 32])
 
-    `block_mask` is FlexAttention's own BlockMask or one of `tilewise.sparse`. Its mask_mod and
-    `score_mod` are made of what `tilewise.mods.trace` lists; `and_masks` and `or_masks` join. Fewer
-    key heads than query heads need `enable_gqa=True`; key and value may have batch 1 beside a block
-    mask. fp16, bf16, fp32 (fp64 on the CPU).
+    Args:
+        query: (batch, nheads, seqlen_q, headdim); fp16, bf16, fp32 (fp64 on the CPU).
+        key: (batch or 1, nheads_k, seqlen_k, headdim); batch 1 only with a block mask.
+        value: (batch or 1, nheads_k, seqlen_k, headdim_v).
+        score_mod: function of (score, b, h, q_idx, kv_idx), made of what `tilewise.mods.trace`
+            lists.
+        block_mask: FlexAttention's BlockMask or one of `tilewise.sparse`; `and_masks` and
+            `or_masks` join.
+        scale: softmax scale; 1 / sqrt(headdim) by default.
+        enable_gqa: allows fewer key heads than query heads.
+        return_lse: whether to return (out, lse).
+        kernel_options: ignored: options of torch's kernels, which change no result.
+        return_aux: an AuxRequest: returns (out, AuxOutput).
 
-    Returns out; (out, lse) with `return_lse`; (out, AuxOutput) with `return_aux`: lse is (batch,
-    nheads, seqlen_q), the natural logarithm, fp32 (fp64 for fp64), differentiable, -inf where a row
-    sees no key. `kernel_options` tune torch's kernels and change no result, so they are ignored.
-    Raises ArgumentError, and NotImplementedError for `max_scores`, which no kernel stores.
+    Returns:
+        out (batch, nheads, seqlen_q, headdim_v), with lse (batch, nheads, seqlen_q) if requested,
+        natural log, fp32 (fp64 for fp64), differentiable, -inf for a row without keys.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: `max_scores`, which no kernel stores.
+
+    FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
     check_rank(query, key, value, WORDS)
     has_gqa = check_flag("enable_gqa", enable_gqa)
@@ -99,7 +114,7 @@ def flex_attention(
 
 
 def _check_returns(return_lse: bool, return_aux: AuxRequest | None) -> bool:
-    """What is asked for beside out."""
+    """Checks which results are requested besides out."""
     return_lse = check_flag("return_lse", return_lse)
     if return_aux is None:
         return return_lse

@@ -1,4 +1,6 @@
-"""flash-attn's functions for a KV cache as drop-in faces of `attention` and `cache.append`."""
+"""flash-attn's functions for a KV cache as drop-in functions over `attention` and
+`cache.append`.
+"""
 
 from __future__ import annotations
 
@@ -60,34 +62,49 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     out: Tensor | None = None,
 ):
-    """flash-attn 2's `flash_attn_with_kvcache`, argument for argument, with flash-attn 3's newer
-    ones keyword-only after it.
+    """flash-attn 2's `flash_attn_with_kvcache`, argument for argument; flash-attn 3's newer ones
+    are keyword-only.
 
-    >>> import torch, tilewise
-    >>> q, k, v = torch.randn(3, 2, 1, 4, 32).unbind(0)  # one new token for each of 2 sequences
-    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32).unbind(0)
-    >>> seqlens = torch.tensor([20, 3], dtype=torch.int32)  # before the new ones
-    >>> tilewise.flash_attn_with_kvcache(
-    ...     q, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True
-    ... ).shape
-    torch.Size([2, 1, 4, 32])
+    Example:
+        >>> import torch, tilewise
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 32).unbind(0)  # one new token for each of 2 sequences
+        >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32).unbind(0)
+        >>> seqlens = torch.tensor([20, 3], dtype=torch.int32)  # before the new ones
+        >>> tilewise.flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True
+        ... ).shape
+        torch.Size([2, 1, 4, 32])
 
-    k and v, if given, are appended in place at `cache_seqlens`, an int or int32 (batch,): the
-    length of each sequence before them (None: the cache is full). `block_table` and `page_table`
-    are one: int32 (batch, pages) of a cache (num_pages, page_size, nheads_k, headdim), any
-    page_size. `cache_batch_idx`: which row of the cache is whose; `cache_leftpad`: at which row a
-    sequence begins. Neither goes with pages. Packed: `cu_seqlens_q`, and `cu_seqlens_k_new` of k
-    and v.
+    Args:
+        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
+        k_cache: (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, nheads_k,
+            headdim) with `block_table`, of any page_size.
+        v_cache: shaped as k_cache, with its own headdim_v.
+        k: new keys, (batch, seqlen_new, nheads_k, headdim), appended in place at `cache_seqlens`;
+            packed with `cu_seqlens_k_new`.
+        v: new values, with k.
+        rotary_cos: (positions, rotary_dim / 2); rotates k by its positions from `cache_seqlens` on,
+            and q likewise with causal or a window, else all of q by the first position. Needs k.
+        rotary_sin: shaped as rotary_cos.
+        cache_seqlens: int or int32 (batch,), keys of each sequence before the new ones; None: the
+            cache is full.
+        cache_batch_idx: int32 (batch,), the cache row of each sequence; not with pages.
+        cache_leftpad: int32 (batch,), the first row of each sequence; not with pages.
+        block_table: int32 (batch, pages); `page_table` is another name of it.
+        rotary_seqlens: int32 (batch,), replaces cache_seqlens for rotary positions.
+        out: written in place and returned.
 
-    `rotary_cos` and `rotary_sin`, (positions, rotary_dim / 2), turn k by its positions, `cache_
-    seqlens` (or `rotary_seqlens`) and on, and q likewise with causal or a window, else all of q by
-    the first. They need k.
+    The other arguments are those of `flash_attn_func`. `num_splits`, `max_seqlen_q`,
+    `scheduler_metadata`, `pack_gqa` and `sm_margin` have no effect: splits are those of
+    `split_size=None` of `tilewise.attention`.
 
-    `num_splits`, `max_seqlen_q`, `scheduler_metadata`, `pack_gqa` and `sm_margin` change nothing:
-    pieces are as `split_size=None` of `tilewise.attention` has them, and no call plans. qv and
-    descales raise NotImplementedError, as does what requires grad. Returns out, or (out, lse) with
-    `return_softmax_lse`, lse (batch, nheads, seqlen_q) or (nheads, total_q); a row without keys has
-    lse -inf.
+    Returns:
+        out, or (out, lse) with `return_softmax_lse`, lse (batch, nheads, seqlen_q) or (nheads,
+        total_q); -inf for a row without keys.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: qv or descales are given, or a tensor requires grad.
     """
     entry = None
     place = block_table if page_table is None else page_table
@@ -144,10 +161,10 @@ def flash_attn_with_kvcache(
         used = used - cache_leftpad
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    learned = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
+    score_args = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
     numbers = causal, softmax_scale, window, softcap, None
     cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
-    found, lse = _attend(cache_of, learned, numbers, out, None if chunk else entry)
+    found, lse = _attend(cache_of, score_args, numbers, out, None if chunk else entry)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
@@ -229,18 +246,27 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """flash-attn 3's `flash_attn_combine`: results over disjoint keys as one, (out, lse).
+    """flash-attn 3's `flash_attn_combine`: merges results over disjoint keys.
 
-    >>> import torch, tilewise
-    >>> out, lse = torch.randn(3, 2, 5, 4, 32), torch.randn(3, 2, 5, 4)  # 3 splits
-    >>> out, lse = tilewise.flash_attn_combine(out, lse)
-    >>> out.shape, lse.shape
-    (torch.Size([2, 5, 4, 32]), torch.Size([2, 5, 4]))
+    Example:
+        >>> import torch, tilewise
+        >>> out, lse = torch.randn(3, 2, 5, 4, 32), torch.randn(3, 2, 5, 4)  # 3 splits
+        >>> out, lse = tilewise.flash_attn_combine(out, lse)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 5, 4, 32]), torch.Size([2, 5, 4]))
 
-    out_partial (splits, batch, seqlen, nheads, headdim_v), or packed (splits, total, nheads,
-    headdim_v), lse_partial the same without the last dimension, natural log. They are folded from
-    the first split to the last, in fp32 (fp64 for fp64). `out` is written in place; else its dtype
-    is `out_dtype`, by default that of out_partial.
+    Args:
+        out_partial: (splits, batch, seqlen, nheads, headdim_v), or packed (splits, total, nheads,
+            headdim_v).
+        lse_partial: the same without the last dimension, natural log.
+        out: written in place; else allocated.
+        out_dtype: dtype of the result, that of out_partial by default.
+
+    Returns:
+        (out, lse), folded from the first split to the last in fp32 (fp64 for fp64).
+
+    Raises:
+        ArgumentError: shapes or dtypes do not match.
     """
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         check_tensor(name, x)
@@ -273,7 +299,7 @@ def varlen_of_pages(
     v: Tensor,
     block_table: Tensor | None,
     lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None],
+    score_args: tuple[Tensor | None, Tensor | None],
     numbers: tuple[bool, float | None, Window, float],
     others: tuple[int, float],
 ) -> tuple[Tensor, Tensor]:
@@ -288,21 +314,21 @@ def varlen_of_pages(
     if used_k is None and starts_k is not None:
         used_k = starts_k.diff()
     cache = q, k, v, block_table, used_k, starts_q
-    modified = *learned, chunked(chunk) if chunk else None
+    modified = *score_args, chunked(chunk) if chunk else None
     return _attend(cache, modified, (causal, scale, window, softcap, None), None)
 
 
 def _attend(
     cache: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    learned: tuple[Tensor | None, Tensor | None, Predicate | None],
+    score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool, float | None, Window, float, None],
     out: Tensor | None,
     entry: Entry | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention beside a cache: as a call that looked so before, or checked. `entry` is that of the
-    caller's arguments, if it has one.
+    """Attention with a KV cache: relaunched where its signature is cached, else checked. `entry` is
+    the cache entry of the caller's arguments, if it has one.
     """
-    slopes, sinks, mask_mod = learned
+    slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     sides = window if type(window) is tuple else (window,)
     tensors = *cache, slopes, sinks
@@ -313,5 +339,5 @@ def _attend(
         known = launch_step(entry.step, tensors, out)
         if known is not None:
             return known
-    cached = check_cached(*cache[:4], cache[4:], learned, numbers, "bshd")
+    cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd")
     return attend_cached(cached._replace(entry=entry), out, "bshd")

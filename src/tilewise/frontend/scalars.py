@@ -1,5 +1,5 @@
-"""The numbers of a call: scale, softcap, window and bounds as users write them become what
-`Scalars` holds, or an ArgumentError that names the culprit.
+"""Validation of a call's numbers: scale, softcap, window and bounds become `Scalars`, or an
+ArgumentError that names the argument.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""torch's `scaled_dot_product_attention` as a drop-in face: its arguments, its order of dimensions
-and its words in errors.
+"""torch's `scaled_dot_product_attention` as a drop-in function: its arguments, its order of
+dimensions and its argument names in errors.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError, Words
-from ..mods.flatten import NO_MODIFIERS, Modifiers, modifiers_by
+from ..mods.flatten import NO_MODIFIERS, FlatMods, modifiers_by
 from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
@@ -40,24 +40,38 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention`: (..., nheads, seqlen, headdim), causal
     top-left.
 
-    >>> import torch, tilewise
-    >>> q = torch.randn(1, 4, 16, 32)
-    >>> ours = tilewise.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    >>> torch.allclose(ours, theirs, atol=1e-5)
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> q = torch.randn(1, 4, 16, 32)
+        >>> ours = tilewise.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> torch.allclose(ours, theirs, atol=1e-5)
+        True
 
-    Shapes are torch's: 2 dimensions or more, of which those before the last two broadcast. Fewer
-    key heads than query heads (but not one) need `enable_gqa=True`. fp16, bf16, fp32 (fp64 on the
-    CPU). `attn_mask` broadcasts over (..., nheads, seqlen_q, seqlen_k): bools say which keys are
-    seen, numbers, in the dtype of query or fp32, are added to the scores, with a gradient; a
-    `torch.nn.attention.bias.CausalBias` is a causal mask. A row that sees no key gives 0.
+    Tensors are copied only where kernels cannot read them: a last dimension that is not contiguous,
+    two or more batch dimensions of which one is broadcast, different key and value heads, and query
+    for a scale of 0 or below. A PerformanceWarning says so. Gradients are the same bits in every
+    run where `torch.use_deterministic_algorithms` is on.
 
-    Nothing is copied but what kernels cannot read: a last dimension that is not contiguous, two or
-    more batch dimensions of which one is broadcast, key and value heads that differ, query for a
-    scale of 0 or below. A PerformanceWarning says so. Gradients are the same bits in every run
-    where `torch.use_deterministic_algorithms` asks. Raises ArgumentError, also for attn_mask with
-    is_causal (torch's CPU kernels take some of those).
+    Args:
+        query: (..., nheads, seqlen_q, headdim), 2 dimensions or more; fp16, bf16, fp32 (fp64 on the
+            CPU). Dimensions before the last two broadcast.
+        key: (..., nheads_k, seqlen_k, headdim).
+        value: (..., nheads_k, seqlen_k, headdim_v).
+        attn_mask: broadcasts over (..., nheads, seqlen_q, seqlen_k). Bools: True where a query
+            attends to a key; floats, in the dtype of query or fp32, are added to the scores and
+            differentiable; a `torch.nn.attention.bias.CausalBias` is a causal mask.
+        dropout_p: probability of dropping a probability, rounded to a multiple of 1/256.
+        is_causal: top-left causal mask; not with attn_mask.
+        scale: softmax scale; 1 / sqrt(headdim) by default.
+        enable_gqa: key heads are shared by nheads // nheads_k query heads each.
+
+    Returns:
+        (..., nheads, seqlen_q, headdim_v). A row without keys is 0.
+
+    Raises:
+        ArgumentError: an argument is wrong, also for attn_mask with is_causal (torch's CPU kernels
+            take some of those).
     """
     flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
     return with_lse(query, key, value, *flags)[0]
@@ -134,7 +148,7 @@ def alignment(attn_mask: Tensor | None, scores: tuple[int, ...]) -> str | None:
     return "bottom_right"
 
 
-def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Modifiers]:
+def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, FlatMods]:
     """An attn_mask of torch's for a call of these shapes: numbers are a bias, bools a mask."""
     if attn_mask is None:
         return None, NO_MODIFIERS

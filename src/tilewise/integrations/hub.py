@@ -1,7 +1,7 @@
-"""tilewise as a hub kernel, for programs that take no line of Python.
+"""tilewise as a hub kernel, for programs that run without user code.
 
-The `kernels` library loads attention from a folder of a certain layout. One such folder lies in
-this package, `FOLDER`, and LOCAL_KERNELS in the environment makes a name with a "/" stand for it:
+The `kernels` library loads attention from a folder of a certain layout. This package has one,
+`FOLDER`, and LOCAL_KERNELS in the environment maps a name with a "/" to it::
 
     export LOCAL_KERNELS=$(tilewise hub)
     trl sft --attn_implementation tilewise/attention ...
@@ -23,10 +23,17 @@ FOLDER = Path(__file__).parent / "hub_kernel"
 
 
 def local_kernels(*names: str) -> str:
-    """LOCAL_KERNELS as it is, but that `names`, or "tilewise/attention", stand for our folder.
+    """LOCAL_KERNELS with entries for `names` that point to this package's folder.
 
-    >>> local_kernels("kernels-community/flash-attn2").endswith("hub_kernel")
-    True
+    Example:
+        >>> local_kernels("kernels-community/flash-attn2").endswith("hub_kernel")
+        True
+
+    Args:
+        names: "owner/name" each; "tilewise/attention" by default.
+
+    Raises:
+        ArgumentError: a name has another form.
     """
     names = names or (NAME,)
     for name in names:

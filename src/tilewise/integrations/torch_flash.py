@@ -33,7 +33,7 @@ OF_DENSE, OF_PACKED = f"{DENSE}_backward", "_flash_attention_backward"
 INTO = f"{PACKED}_no_dropout_inplace"  # since torch 2.12
 
 
-class Asked(NamedTuple):
+class FlashArguments(NamedTuple):
     """What `_flash_attention_forward` is given, in torch's order and names."""
 
     query: Tensor
@@ -55,41 +55,41 @@ class Asked(NamedTuple):
     num_splits: int | None = None  # a hint: it chooses among equal results
 
 
-def attend(asked: Asked) -> tuple[Tensor, Tensor]:
+def attend(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    _refuse(asked)
-    if asked.block_table is not None:
-        return _attend_pages(asked)
-    q, k, v = _in_batch(asked.cum_seq_q is not None, *asked[:INPUTS])
-    problem, extras, scalars = _checked(asked, q, k, v)
+    _refuse(arguments)
+    if arguments.block_table is not None:
+        return _attend_pages(arguments)
+    q, k, v = _in_batch(arguments.cum_seq_q is not None, *arguments[:INPUTS])
+    problem, extras, scalars = _checked(arguments, q, k, v)
     call = ops.known_call(Call(problem, scalars), (q, k, v, *extras.tensors))
     out, lse = ops.run_forward(call, q, k, v, extras)
-    if asked.cum_seq_q is not None:
+    if arguments.cum_seq_q is not None:
         return out.squeeze(0), lse.squeeze(0)
     return out, lse
 
 
-def _attend_pages(asked: Asked) -> tuple[Tensor, Tensor]:
+def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     """Over pages: `seqused_k` says how many keys each sequence has."""
-    q, k, v = _rows(*asked[:INPUTS])
-    window = asked.window_size_left, asked.window_size_right
+    q, k, v = _rows(*arguments[:INPUTS])
+    window = arguments.window_size_left, arguments.window_size_right
     with torch.no_grad():
         return varlen_of_pages(
-            *(q, k, v, asked.block_table),
-            (asked.seqused_k, None, asked.cum_seq_q, None),
-            (asked.alibi_slopes, None),
-            (asked.is_causal, asked.scale, window, 0.0),
+            *(q, k, v, arguments.block_table),
+            (arguments.seqused_k, None, arguments.cum_seq_q, None),
+            (arguments.alibi_slopes, None),
+            (arguments.is_causal, arguments.scale, window, 0.0),
             (0, 0.0),
         )
 
 
-def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
+def differentiate(saved: Saved, arguments: FlashArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    _refuse(asked)
-    is_packed = asked.cum_seq_q is not None
+    _refuse(arguments)
+    is_packed = arguments.cum_seq_q is not None
     given = saved.dout, saved.q, saved.k, saved.v, saved.out
     dout, q, k, v, out = _in_batch(is_packed, *given)
-    problem, extras, scalars = _checked(asked, q, k, v)
+    problem, extras, scalars = _checked(arguments, q, k, v)
     call = ops.known_call(Call(problem, scalars), (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
@@ -100,25 +100,25 @@ def differentiate(saved: Saved, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def _refuse(asked: Asked) -> None:
+def _refuse(arguments: FlashArguments) -> None:
     """What no kernel of ours computes."""
-    if asked.block_table is not None and asked.seqused_k is None:
+    if arguments.block_table is not None and arguments.seqused_k is None:
         raise NotImplementedError(
             "block_table without seqused_k: pages do not say how full they are"
         )
-    if asked.return_debug_mask:
+    if arguments.return_debug_mask:
         raise NotImplementedError("return_debug_mask: a dropout mask is not stored")
-    if asked.dropout_p:
+    if arguments.dropout_p:
         raise NotImplementedError(
             "dropout_p: tilewise serves dropout in F.scaled_dot_product_attention, not below it"
         )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in asked[:INPUTS]):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:INPUTS]):
         for name in (
             "alibi_slopes",
             "seqused_k",
             "block_table",
         ):  # torch's formula hands them to no backward
-            if getattr(asked, name) is not None:
+            if getattr(arguments, name) is not None:
                 raise NotImplementedError(f"{name} with a gradient: torch tells no backward of it")
 
 
@@ -132,27 +132,27 @@ def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _checked(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Checked:
+def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor) -> Checked:
     """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
     left, right = (
         OPEN if side is None or side < 0 else side
-        for side in (asked.window_size_left, asked.window_size_right)
+        for side in (arguments.window_size_left, arguments.window_size_right)
     )
     extras = Extras(
-        asked.alibi_slopes,
-        seqused_k=asked.seqused_k,
-        cu_seqlens_q=asked.cum_seq_q,
-        cu_seqlens_k=asked.cum_seq_k,
+        arguments.alibi_slopes,
+        seqused_k=arguments.seqused_k,
+        cu_seqlens_q=arguments.cum_seq_q,
+        cu_seqlens_k=arguments.cum_seq_k,
     )
     with torch.no_grad():
         return check(
             *(q, k, v),
             extras=extras,
-            numbers=(asked.scale, None),
+            numbers=(arguments.scale, None),
             align="bottom_right",
-            window=(left, 0 if asked.is_causal else right),
+            window=(left, 0 if arguments.is_causal else right),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            is_long=asked.cum_seq_q is not None and asked.max_q > LONG,
+            is_long=arguments.cum_seq_q is not None and arguments.max_q > LONG,
             words=WORDS,
         )
 
@@ -165,8 +165,10 @@ def _dense(
 ):
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = query.shape[2], key.shape[2]
-    asked = Asked(*(q, k, v), None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale)
-    out, lse = attend(asked)
+    arguments = FlashArguments(
+        *(q, k, v), None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale
+    )
+    out, lse = attend(arguments)
     return _as_like(query, out.transpose(1, 2)), lse, None, None, *sizes, *_unused(query)
 
 
@@ -175,14 +177,14 @@ def _dense_backward(*args, scale=None):
     dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
     flags = max_q, max_k, dropout_p, is_causal, False, scale
     saved = Saved(dout, None, q, k, v, out, lse)
-    grads = differentiate(saved, Asked(q, k, v, None, None, *flags))
+    grads = differentiate(saved, FlashArguments(q, k, v, None, None, *flags))
     return tuple(_as_like(x, grad.transpose(1, 2)) for x, grad in zip(tensors[1:4], grads))
 
 
 def _packed(*args, **options):
-    asked = _asked(args, options)
-    out, lse = attend(asked)
-    return _as_like(asked.query, out), lse, *_unused(asked.query)
+    arguments = _arguments(args, options)
+    out, lse = attend(arguments)
+    return _as_like(arguments.query, out), lse, *_unused(arguments.query)
 
 
 def _packed_backward(*args, scale=None, window_size_left=None, window_size_right=None):
@@ -191,27 +193,27 @@ def _packed_backward(*args, scale=None, window_size_left=None, window_size_right
     lengths = cum_seq_q, cum_seq_k, max_q, max_k
     flags = dropout_p, is_causal, False, scale, window_size_left, window_size_right
     saved = Saved(dout, None, q, k, v, out, lse)
-    grads = differentiate(saved, Asked(q, k, v, *lengths, *flags))
+    grads = differentiate(saved, FlashArguments(q, k, v, *lengths, *flags))
     return tuple(_as_like(x, grad) for x, grad in zip(inputs, grads))
 
 
 def _packed_into(out, *args, **options):
-    found, lse = attend(_asked(args, options))
+    found, lse = attend(_arguments(args, options))
     out.copy_(found)
     return lse
 
 
-def _asked(args: tuple, options: dict) -> Asked:
+def _arguments(args: tuple, options: dict) -> FlashArguments:
     """What a torch newer than this file adds is refused, where it is set."""
-    newer = [name for name in options if name not in Asked._fields]
+    newer = [name for name in options if name not in FlashArguments._fields]
     if any(options[name] is not None for name in newer):
         raise NotImplementedError(f"{', '.join(newer)}: unknown to tilewise")
-    return Asked(*args, **{name: x for name, x in options.items() if name not in newer})
+    return FlashArguments(*args, **{name: x for name, x in options.items() if name not in newer})
 
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The last results of torch's forward: the state of its random numbers, one that nobody reads,
-    and the stored dropout mask.
+    """The last results of torch's forward: the state of its random numbers, an unused one, and the
+    stored dropout mask.
     """
     state, unread = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
     return state, unread, query.new_empty(0)

@@ -6,7 +6,7 @@ While it is active, three things are other than in torch:
 - `aten::scaled_dot_product_attention`, where torch chooses among its kernels, is
   `tilewise.scaled_dot_product_attention`: with masks, dropout and any dtype. On the CPU tilewise
   calls torch's kernel in turn; that operator stays as it is.
-- The flash attention operators are ours (`torch_flash`), for who calls them by themselves:
+- The flash attention operators are tilewise's (`torch_flash`), for direct callers:
   `varlen_attn`, `context_parallel`, compiled programs.
 - The fast path of nn.TransformerEncoder and nn.MultiheadAttention, one operator that has its own
   attention, is off.
@@ -33,29 +33,32 @@ NAME = "tilewise"
 DEVICES = ("CPU", "CUDA")
 SDPA = "scaled_dot_product_attention"
 FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-AGAIN = "torch.compiler.reset() has them compiled anew"
+AGAIN = "torch.compiler.reset() recompiles them"
 
 
 def enable_sdpa() -> Enabled:
-    """`torch.nn.functional.scaled_dot_product_attention` is tilewise's from here on, or in a `with`
-    block, for CPU and CUDA tensors.
+    """Makes tilewise the implementation of `torch.nn.functional.scaled_dot_product_attention`, for
+    CPU and CUDA tensors, from here on or within a `with` block.
 
-    >>> import torch, tilewise
-    >>> import torch.nn.functional as F
-    >>> q = torch.randn(1, 4, 16, 32)
-    >>> with tilewise.enable_sdpa():
-    ...     out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
-    >>> torch.nn.attention.current_flash_attention_impl() is None
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> import torch.nn.functional as F
+        >>> q = torch.randn(1, 4, 16, 32)
+        >>> with tilewise.enable_sdpa():
+        ...     out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        >>> torch.nn.attention.current_flash_attention_impl() is None
+        True
 
-    So are nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder, whose fast path
-    is off meanwhile, `torch.nn.attention.varlen`, inside `context_parallel` and what is compiled
-    meanwhile. Blocks may be nested; `disable_sdpa`, or the end of the outermost block, gives back
-    what was there before. It is the same as `activate_flash_attention_impl("tilewise")` of
-    `torch.nn.attention`, except that a block restores FA3 or FA4.
+    It serves nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder, whose fast
+    path is off meanwhile, `torch.nn.attention.varlen`, `context_parallel` and functions that are
+    compiled meanwhile. It is the same as `activate_flash_attention_impl("tilewise")` of
+    `torch.nn.attention`, except that a block restores FA3 or FA4. What tilewise refuses goes to
+    torch's own kernel, with a PerformanceWarning that says why; so do calls inside of `sdpa_kernel`
+    without FLASH_ATTENTION.
 
-    What tilewise refuses goes to torch's own kernel, with a PerformanceWarning that says why. So do
-    calls inside of `sdpa_kernel` without FLASH_ATTENTION, as they ask for it.
+    Returns:
+        A context manager. Blocks nest; `disable_sdpa`, or the end of the outermost block, restores
+        the previous implementation.
     """
     was_enabled, before = is_enabled(), attention.current_flash_attention_impl()
     if not was_enabled:
@@ -65,14 +68,15 @@ def enable_sdpa() -> Enabled:
 
 
 def disable_sdpa() -> None:
-    """Takes `enable_sdpa` back, however often it was called: torch's own kernels, or FA3 or FA4
-    where it was active before, serve again.
+    """Reverts `enable_sdpa`, however often it was called, to torch's own kernels, or FA3 or FA4
+    where one was active before.
 
-    >>> import torch, tilewise
-    >>> _ = tilewise.enable_sdpa()
-    >>> tilewise.disable_sdpa()
-    >>> torch.nn.attention.current_flash_attention_impl() is None
-    True
+    Example:
+        >>> import torch, tilewise
+        >>> _ = tilewise.enable_sdpa()
+        >>> tilewise.disable_sdpa()
+        >>> torch.nn.attention.current_flash_attention_impl() is None
+        True
 
     Functions that were compiled meanwhile keep tilewise until `torch.compiler.reset()`.
     """
@@ -94,7 +98,7 @@ def is_enabled() -> bool:
 
 
 class Enabled:
-    """What `enable_sdpa` returns: a context whose end takes it back."""
+    """The context manager that `enable_sdpa` returns: its end reverts the call."""
 
     def __init__(self, was_enabled: bool) -> None:
         self._was_enabled = was_enabled
@@ -122,12 +126,12 @@ class _Installed:
         self.library = torch.library.Library("aten", "IMPL")
         try:
             _replace(self.library)
-        except RuntimeError:  # torch 2.11 refuses where somebody else has replaced a kernel
+        except RuntimeError:  # torch 2.11 refuses where another library has replaced a kernel
             self.library._destroy()
             raise
         _forget_dispatch()
         torch.backends.mha.set_fastpath_enabled(False)
-        # Caches of compiled programs know torch's call, and not who serves it
+        # Caches of compiled programs are keyed by torch's call, not by its implementation
         compiler.cache_key_tag = f"{self.tag}+{NAME}"
         _state.update(installed=self, before=None)
 
@@ -232,7 +236,7 @@ def _is_sharded(query: Tensor) -> bool:
 
 
 def _announce_fast_paths(library: torch.library.Library, key: str) -> None:
-    """Who turns the fast path on again is told that its attention is torch's."""
+    """Warns when the fast path is used again that its attention is torch's."""
     for name in FAST_PATHS:
         for part in (key, f"NestedTensor{key}"):
             earlier = torch_flash.before(name, part)
@@ -251,7 +255,7 @@ def _announced(earlier: Any, keyset: Any, *args, **options) -> Any:
 
 
 def _say_compiled(what: str) -> None:
-    """Dynamo does not know who serves torch's operators, and keeps what it has compiled."""
+    """Warns that compiled functions keep the implementation that they were compiled with."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     if counters.get("stats", {}).get("unique_graphs"):
         warn_slow(f"enable_sdpa and torch.compile: {what}; {AGAIN}")

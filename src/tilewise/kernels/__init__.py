@@ -1,1 +1,1 @@
-"""The backends: portable (Triton, any GPU), cpu (plain torch)."""
+"""The backends: hopper (Gluon, sm_90), portable (Triton, any GPU), cpu (plain torch)."""

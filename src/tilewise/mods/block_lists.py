@@ -13,10 +13,12 @@ SKIPPED, PARTIAL, FULL, UNKNOWN = range(4)
 
 
 class BlockLists(NamedTuple):
-    """For each (batch, nheads, block) how many blocks of the other side, and which, ascending.
+    """Block-sparse indices: for each (batch, nheads, block), the blocks of the other side,
+    ascending.
 
-    counts: int32 (batch, nheads, blocks)
-    indices: int32 (batch, nheads, blocks, width): zeros after the first `counts`
+    Args:
+        counts: int32 (batch, nheads, blocks), how many.
+        indices: int32 (batch, nheads, blocks, width), which; zeros after the first `counts`.
     """
 
     counts: Tensor

@@ -35,14 +35,15 @@ PAIRS_AT_ONCE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """A mask by blocks. batch and nheads are 1 where all share one.
+    """A mask with its partial and full blocks; batch and nheads are 1 where all share one mask.
 
-    >>> from tilewise.mods import causal
-    >>> blocks = create_block_mask(causal(), 1, 1, 512, 512)
-    >>> blocks
-    BlockMask((1, 1, 512, 512), block=(128, 128), 4 partial, 6 full, 37.5% skipped)
-    >>> blocks.full.counts[0, 0], blocks.full.indices[0, 0, 3]
-    (tensor([0, 1, 2, 3], dtype=torch.int32), tensor([0, 1, 2], dtype=torch.int32))
+    Example:
+        >>> from tilewise.mods import causal
+        >>> blocks = create_block_mask(causal(), 1, 1, 512, 512)
+        >>> blocks
+        BlockMask((1, 1, 512, 512), block=(128, 128), 4 partial, 6 full, 37.5% skipped)
+        >>> blocks.full.counts[0, 0], blocks.full.indices[0, 0, 3]
+        (tensor([0, 1, 2, 3], dtype=torch.int32), tensor([0, 1, 2], dtype=torch.int32))
     """
 
     mask: Mask
@@ -54,11 +55,11 @@ class BlockMask:
     transposed: tuple[BlockLists, BlockLists] | None = None
     ends: Ends | None = None  # of rows and columns, where these are intervals
     documents: Documents | None = None  # where it is a mask of documents
-    asked: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
+    for_kernels: Mask = dataclasses.field(init=False)  # the same mask as kernels are given it
 
     def __post_init__(self) -> None:
         check_shape(self.shape, self.block)
-        object.__setattr__(self, "asked", _asked(self.mask, self.ends))
+        object.__setattr__(self, "for_kernels", _for_kernels(self.mask, self.ends))
         self._check_lists(self.partial, self.full, "by queries")
         if self.transposed is None:
             object.__setattr__(self, "transposed", self._by_keys())
@@ -95,23 +96,27 @@ class BlockMask:
         return kinds_of(self.partial, self.full, self.grid[3])
 
     def sparsity(self) -> float:
-        """The percentage of blocks that are skipped; it waits for the device."""
+        """The percentage of blocks that are skipped; it synchronizes."""
         listed = sum(int(lists.counts.sum()) for lists in (self.partial, self.full))
         count = self.partial.counts.numel() * self.grid[3]
         return 100 * (1 - listed / count) if count else 0.0
 
     def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
-        """It serves attention of this shape; else an ArgumentError."""
-        asked = (batch, nheads, seqlen_q, seqlen_k)
-        for own, n, index in zip(self.shape, asked, INDICES):
+        """Checks that the mask fits attention of this shape.
+
+        Raises:
+            ArgumentError: it does not.
+        """
+        lengths = (batch, nheads, seqlen_q, seqlen_k)
+        for own, n, index in zip(self.shape, lengths, INDICES):
             if own != n and (own != 1 or index[1:] or self.mask.depends_on(index)):
                 raise ArgumentError(
                     f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the call "
-                    f"has {asked}: build it for the call's"
+                    f"has {lengths}: build it for the call's"
                 )
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same on another device, its mask's captured tensors too."""
+        """A copy on another device, with the mask's captured tensors."""
         partial, full, *by_keys = (
             BlockLists(*(x.to(device) for x in lists)) for lists in self.lists
         )
@@ -130,10 +135,11 @@ class BlockMask:
 
     @classmethod
     def from_flex(cls, block_mask) -> BlockMask:
-        """From torch.nn.attention.flex_attention.BlockMask, whose mask_mod must be traceable.
+        """Converts a BlockMask of `torch.nn.attention.flex_attention`.
 
-        Its lists are taken to say no less than its mask_mod; without one they are the mask. Its
-        BLOCK_SIZE must be of multiples of 16.
+        Args:
+            block_mask: its mask_mod must be traceable, its BLOCK_SIZE of multiples of 16. Its lists
+                must cover its mask_mod; without a mask_mod they are the mask.
         """
         return from_flex.converted(block_mask, cls).made
 
@@ -155,25 +161,33 @@ def create_block_mask(
     device: torch.device | str | None = None,
     block: tuple[int, int] = (128, 128),
 ) -> BlockMask:
-    """Finds the partial and full blocks of a mask, without making seqlen_q x seqlen_k of anything.
+    """Finds the partial and full blocks of a mask without storing seqlen_q x seqlen_k of anything.
 
-    Intervals of the mask's tree (`tilewise.mods.intervals`) settle most blocks at once; the rest
-    are evaluated pair by pair. Held at once: one byte a block, the lists, 32 bytes for each open
-    one of 2^20 blocks, and for each operator of the mask whose value is alive 16 bytes for each of
-    2^20 blocks or 8 for each of 2^20 pairs. A batch or nheads that the mask does not mention
-    becomes 1.
+    Example:
+        >>> doc_ids = torch.arange(1024, dtype=torch.int32) // 256
+        >>> create_block_mask(
+        ...     lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx], 1, 1, 1024, 1024
+        ... )
+        BlockMask((1, 1, 1024, 1024), block=(128, 128), 0 partial, 16 full, 75.0% skipped)
 
-    On a GPU the host waits once for each 2^20 blocks, to learn how many are unsettled, and twice
-    for each of the four lists, to learn how long it is, and three times to learn whether all rows
-    and columns are intervals, and of documents: nothing waits when the mask is used. Of intervals
-    kernels read the ends, 16 bytes for each query and key of a head (`ends`). A mask of documents
-    (`documents`) is served by the kernels for packed sequences, where nothing but it asks for
-    positions.
+    Interval arithmetic on the mask's tree (`tilewise.mods.intervals`) settles most blocks at once;
+    the others are evaluated pair by pair. Memory: one byte a block, the lists, 32 bytes for each
+    open one of 2^20 blocks, and for each live operator of the mask 16 bytes for each of 2^20 blocks
+    or 8 for each of 2^20 pairs.
+
+    On a GPU the host synchronizes once for each 2^20 blocks, twice for each of the four lists, and
+    three times to find out whether all rows and columns are intervals, and of documents; the use of
+    the mask does not synchronize. Of intervals kernels read the ends, 16 bytes for each query and
+    key of a head (`ends`). A mask of documents (`documents`) is served by the kernels for packed
+    sequences, where nothing but it depends on positions.
 
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
-        batch, nheads, seqlen_q, seqlen_k: the extents of its indices.
-        device: where to build; that of the captured tensors (else the CPU) unless given.
+        batch: batch size; becomes 1 where the mask does not use b.
+        nheads: query heads; becomes 1 where the mask does not use h.
+        seqlen_q: queries.
+        seqlen_k: keys.
+        device: where to build; that of the captured tensors (else the CPU) by default.
         block: (BLOCK_M, BLOCK_N), multiples of 16. Tiles of a kernel are the largest powers of two
             that divide them, so odd multiples of 16 are slow.
 
@@ -181,11 +195,7 @@ def create_block_mask(
         ArgumentError: an extent or a block size is wrong, the predicate cannot be traced, or a
             captured tensor is too short or on another device.
 
-    >>> doc_ids = torch.arange(1024, dtype=torch.int32) // 256
-    >>> create_block_mask(
-    ...     lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx], 1, 1, 1024, 1024
-    ... )
-    BlockMask((1, 1, 1024, 1024), block=(128, 128), 0 partial, 16 full, 75.0% skipped)
+    FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
     mask = masks.mask(mask)
     shape = (batch, nheads, seqlen_q, seqlen_k)
@@ -209,11 +219,11 @@ def create_block_mask(
     return BlockMask(mask, shape, (block[0], block[1]), partial, full, None, ends, documents)
 
 
-def _asked(mask: Mask, ends: Ends | None) -> Mask:
+def _for_kernels(mask: Mask, ends: Ends | None) -> Mask:
     """The mask that kernels are given: that of its ends, where it has some."""
     if ends is not None:
         return ends.mask()
-    if says_ends(mask.key):  # but nobody has found that its rows are intervals
+    if says_ends(mask.key):  # but its rows were not found to be intervals
         return mask & (lambda b, h, q_idx, kv_idx: q_idx >= 0)
     return mask
 

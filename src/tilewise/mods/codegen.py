@@ -38,9 +38,9 @@ from .expressions import (
     SHIFTS,
     TABLE_SIZE,
     Node,
-    Step,
+    TreeStep,
     constant_text,
-    named,
+    lookup,
     steps,
     takes_floats,
 )
@@ -71,8 +71,8 @@ def captured_of(tensors: tuple[Tensor, ...]) -> tuple[Captured, ...]:
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def function_of(key: str) -> JITFunction:
     """The function of an interned tree; one key gives one object, which nothing compiles twice."""
-    expr = named(key)
-    return _jit("mask_mod" if key.startswith("mask") else "score_mod", text_of(expr))
+    expr = lookup(key)
+    return _jit("mask_mod" if key.startswith("mask") else "score_mod", source_of(expr))
 
 
 @functools.lru_cache(maxsize=TABLE_SIZE)
@@ -80,7 +80,7 @@ def place_function_of(key: str) -> JITFunction:
     """Of an interned load the function (b, h, q_idx, k_idx, captured, target), which says how far
     into `target` the element lies, a tensor of the captured one's sizes. It is always within.
     """
-    return _jit("place", text_of_place(named(key)))
+    return _jit("place", source_of_place(lookup(key)))
 
 
 def _jit(name: str, text: str) -> JITFunction:
@@ -96,7 +96,7 @@ def _jit(name: str, text: str) -> JITFunction:
     return triton.jit(scope[name])
 
 
-def text_of(expr: Node) -> str:
+def source_of(expr: Node) -> str:
     """The function's text after its name: a line for each distinct node, in the tree's order."""
     plan = steps(expr)
     check_plan(plan)
@@ -106,7 +106,7 @@ def text_of(expr: Node) -> str:
     return "".join([f"({score}{', '.join(INDICES)}, captured):\n", *(f"    {x}\n" for x in body)])
 
 
-def text_of_place(load: Node) -> str:
+def source_of_place(load: Node) -> str:
     """That function's text after its name."""
     check_plan(steps(load))
     *plan, step = steps(load)
@@ -120,7 +120,7 @@ def text_of_place(load: Node) -> str:
 class _Lines:
     """The lines that compute a plan, and the name or constant that each step's value goes by."""
 
-    def __init__(self, plan: list[Step]):
+    def __init__(self, plan: list[TreeStep]):
         self.plan = plan
         self.ranges = ranges_of(plan)
         self.is_long = are_long(plan, self.ranges)
@@ -133,7 +133,7 @@ class _Lines:
         self.text.append(f"{name} = {text}")
         return name
 
-    def _value(self, step: Step) -> str:
+    def _value(self, step: TreeStep) -> str:
         if step.op in CONSTANTS:
             return self._constant(step)
         if step.op in LEAVES:
@@ -151,7 +151,7 @@ class _Lines:
             return self._assign(name, f"tl.abs({operands[0]} * 2) >> 1")
         return self._assign(name, OPERATORS[step.op].text.format(*operands))
 
-    def _constant(self, step: Step) -> str:
+    def _constant(self, step: TreeStep) -> str:
         """A number; one that Triton would not take for 32 bits with its type."""
         text = constant_text(step.value)
         if self.is_long[len(self.values)]:
@@ -159,7 +159,7 @@ class _Lines:
         is_tiny = step.op == FLOAT and 0 < abs(step.value) < SMALLEST
         return f"tl.cast({text}, {TYPES[FLOAT]})" if is_tiny else text
 
-    def _operands(self, step: Step) -> list[str]:
+    def _operands(self, step: TreeStep) -> list[str]:
         """The operands of an operator: integers as floats where it takes these, and one of those
         that are to give 64 bits in these.
         """
@@ -182,12 +182,12 @@ class _Lines:
             operands[at] = f"tl.cast({operands[at]}, {LONG})"
         return operands
 
-    def _bounds(self, step: Step) -> tuple[Range, Range]:
+    def _bounds(self, step: TreeStep) -> tuple[Range, Range]:
         """The ranges of two integers."""
         x, y = (self.ranges[i] or BITS_64 for i in step.inputs)
         return x, y
 
-    def _divided(self, step: Step, x: str, d: str) -> str:
+    def _divided(self, step: TreeStep, x: str, d: str) -> str:
         """`//` or `%`, as `tilewise.mods.integers` has them: Triton rounds towards zero, and leaves
         open what is divided by 0, or the least integer by -1.
         """
@@ -206,7 +206,7 @@ class _Lines:
             found = f"tl.where({is_known}, {text}, {found})"
         return found
 
-    def _shifted(self, step: Step, x: str, y: str) -> str:
+    def _shifted(self, step: TreeStep, x: str, y: str) -> str:
         """`<<` or `>>`; past the last bit, what moves every bit out gives."""
         last = 63 if self.is_long[len(self.values)] else 31
         if self._bounds(step)[1].fits(Range(0, last)):
@@ -216,7 +216,7 @@ class _Lines:
             return f"({x} >> tl.where({is_far}, {last}, {y}))"
         return f"tl.where({is_far}, 0, {x} << tl.where({is_far}, 0, {y}))"
 
-    def _rounded_down(self, step: Step, x: str, d: str) -> str:
+    def _rounded_down(self, step: TreeStep, x: str, d: str) -> str:
         """`//` or `%` by a divisor that is not 0, rounded down."""
         of_x, of_d = self._bounds(step)
         if of_x.lo >= 0 and of_d.lo >= 0:
@@ -229,7 +229,7 @@ class _Lines:
             return f"{rest} + tl.where({is_below}, {d}, 0)"
         return f"{x} // {d} - tl.where({is_below}, 1, 0)"
 
-    def _load(self, step: Step) -> str:
+    def _load(self, step: TreeStep) -> str:
         """A captured element, by 64-bit offsets and from within the tensor: computed indices are
         held at its ends, and where q_idx or k_idx itself lies past them, in a ragged tile, 0 is
         read. b, h and constants lie within: callers check.
@@ -248,12 +248,12 @@ class _Lines:
         mask = f", mask={' & '.join(within)}, other=0" if within else ""
         return f"tl.cast(tl.load({' + '.join(address)}{mask}), {self._type(step)})"
 
-    def _type(self, step: Step) -> str:
+    def _type(self, step: TreeStep) -> str:
         return LONG if self.is_long[len(self.values)] else TYPES[step.kind]
 
-    def held(self, step: Step, tensor: str) -> list[str]:
-        """The indices of a load, 64-bit, each held within a tensor's ends; to write by, not read:
-        there a mask is dearer than a minimum.
+    def held(self, step: TreeStep, tensor: str) -> list[str]:
+        """The indices of a load, 64-bit, each held within a tensor's ends; for stores, where a mask
+        is slower than a minimum.
         """
         indices = []
         for d, i in enumerate(step.inputs):

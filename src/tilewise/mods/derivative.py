@@ -23,7 +23,7 @@ from .expressions import (
     SCORE,
     Node,
     describe,
-    named,
+    lookup,
     nodes_of,
 )
 
@@ -47,7 +47,7 @@ def derivative(expr: Node, by: Node = OF_SCORE) -> Node:
 @functools.lru_cache(maxsize=1024)
 def by_loads(name: str) -> tuple[tuple[Node, Node], ...]:
     """Each load of floats in the score function of a name, and the function's derivative by it."""
-    expr = named(name)
+    expr = lookup(name)
     loads = [x for x in nodes_of(expr) if x.op == "load" and x.kind == FLOAT]
     slopes = [(load, derivative(expr, load)) for load in loads]
     return tuple((load, slope) for load, slope in slopes if slope != ZERO)

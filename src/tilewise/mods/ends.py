@@ -29,7 +29,7 @@ class Ends(NamedTuple):
     stop_query: Tensor
 
     def mask(self) -> Mask:
-        """The mask that they are, traced anew."""
+        """The mask that the ends describe, traced."""
         return _mask_of(self)
 
 

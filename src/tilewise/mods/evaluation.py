@@ -14,7 +14,7 @@ from .expressions import (
     OPERATORS,
     SCORE,
     Node,
-    Step,
+    TreeStep,
     kind_of_dtype,
     steps,
     takes_floats,
@@ -63,7 +63,7 @@ def _tensor(x) -> Tensor:
     return x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
 
 
-def _compute_of(step: Step, plan: list[Step]) -> Callable[..., Tensor]:
+def _compute_of(step: TreeStep, plan: list[TreeStep]) -> Callable[..., Tensor]:
     if step.op in BY_CONSTANT:
         second = plan[step.inputs[1]]
         if second.op == INT and second.value > 0:
@@ -71,7 +71,7 @@ def _compute_of(step: Step, plan: list[Step]) -> Callable[..., Tensor]:
     return OPERATORS[step.op].compute
 
 
-def _leaf(step: Step, index: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:
+def _leaf(step: TreeStep, index: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:
     if step.op in given:
         return given[step.op]
     if step.op == "load":

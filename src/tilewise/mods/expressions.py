@@ -2,8 +2,8 @@
 
 A tree is a nest of `Node`s: the four indices, the score, constants, loads from captured tensors,
 and the operators of `OPERATORS`, which are all there is. Two functions that compute the same by the
-same steps have equal trees, constants included, so that a tree is a key: a closure made anew at
-every call compiles nothing anew.
+same steps have equal trees, constants included, so that a tree is a key: a closure that is created
+at every call is compiled once.
 
 Integers are exact within 64 bits and wrap beyond, the same in torch and in kernels; those compute
 in 32 bits what is seen to fit (`mods.widths`). `//` and `%` round down as Python's do, x // 0 is
@@ -184,7 +184,7 @@ OPERATORS = {
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
 
 
-def undefined(op: str, operands: Sequence[Node] | Sequence[Step]) -> str:
+def undefined(op: str, operands: Sequence[Node] | Sequence[TreeStep]) -> str:
     """What is wrong with an operator of these nodes, or steps; "" if nothing is."""
     if op not in (*DIVISIONS, *SHIFTS) or operands[1].op != INT:
         return ""
@@ -235,7 +235,7 @@ def slots_of(expr: Node) -> int:
     return 1 + max((x.value[0] for x in nodes_of(expr) if x.op == "load"), default=-1)
 
 
-class Step(NamedTuple):
+class TreeStep(NamedTuple):
     """A node whose inputs are given by their numbers, as computers take them."""
 
     op: str
@@ -244,14 +244,14 @@ class Step(NamedTuple):
     kind: str
 
 
-def steps(expr: Node) -> list[Step]:
+def steps(expr: Node) -> list[TreeStep]:
     """The distinct nodes as steps: what stands in the tree twice is here once."""
-    found: list[Step] = []
+    found: list[TreeStep] = []
     numbers: dict[Node, int] = {}
     for node in nodes_of(expr):
         numbers[node] = len(found)
         inputs = tuple(numbers[x] for x in node.inputs)
-        found.append(Step(node.op, inputs, node.value, node.kind))
+        found.append(TreeStep(node.op, inputs, node.value, node.kind))
     return found
 
 
@@ -304,11 +304,11 @@ def intern(expr: Node) -> str:
     plan = steps(expr)
     kind = "mask" if plan[-1].kind == BOOL else "score"
     name = f"{kind}_{hashlib.sha256(repr(plan).encode()).hexdigest()[:24]}"
-    remember(name, expr)
+    touch(name, expr)
     return name
 
 
-def remember(name: str, expr: Node) -> None:
+def touch(name: str, expr: Node) -> None:
     """Keeps a tree under the name that `intern` gave it, as the one that was used last."""
     with _lock:
         _table.setdefault(name, expr)
@@ -317,7 +317,7 @@ def remember(name: str, expr: Node) -> None:
             _table.popitem(last=False)
 
 
-def named(name: str) -> Node:
+def lookup(name: str) -> Node:
     """The tree of a name that `intern` gave."""
     with _lock:
         if name in _table:

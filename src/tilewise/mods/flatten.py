@@ -15,7 +15,7 @@ from . import masks, scores
 from .block_checks import check_block, check_form
 from .block_mask import BlockLists, BlockMask
 from .compilers import gives_constant
-from .expressions import INDICES, INT, Node, named, nodes_of, slots_of
+from .expressions import INDICES, INT, Node, lookup, nodes_of, slots_of
 from .function import check_lengths, check_sizes
 
 Tensor = torch.Tensor
@@ -23,7 +23,7 @@ Sides = tuple[BlockLists, BlockLists]  # of n_blocks per m_block, and the transp
 BLOCK_TENSORS = 8  # of a block mask: counts and indices, partial and full, by queries and by keys
 
 
-class Modifiers(NamedTuple):
+class FlatMods(NamedTuple):
     """What modifies scores, as `Problem` and `Extras` carry it."""
 
     mods: Mods = NO_MODS
@@ -44,7 +44,7 @@ def modifiers_of(
     score_mod: scores.ScoreFunction | None,
     block_mask: BlockMask | None,
     sizes: tuple[int, int, int, int],
-) -> Modifiers:
+) -> FlatMods:
     """The modifiers of a call, as users write them; `sizes` are batch, nheads, seqlen_q and
     seqlen_k, lengths of 0 where they are not known.
     """
@@ -57,7 +57,7 @@ def modifiers_of(
                 "mask_mod and block_mask: a block mask brings its own predicate, so pass one of "
                 "them; join predicates with & before the block mask is made"
             )
-        mask_mod, block = block_mask.asked, block_mask.block
+        mask_mod, block = block_mask.for_kernels, block_mask.block
         blocks = tuple(x for lists in block_mask.lists for x in lists)
     mask = None if mask_mod is None else masks.mask(mask_mod)
     score = None if score_mod is None else scores.score(score_mod)
@@ -72,12 +72,12 @@ def modifiers_of(
     )
     of_mask = () if mask is None else mask.tensors
     of_score = () if score is None else score.tensors
-    return Modifiers(names, (*blocks, *of_mask, *of_score))
+    return FlatMods(names, (*blocks, *of_mask, *of_score))
 
 
-def modifiers_by(seen: Tensor) -> Modifiers:
+def modifiers_by(seen: Tensor) -> FlatMods:
     """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
-    return Modifiers(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
+    return FlatMods(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
 
 
 @gives_constant
@@ -124,7 +124,7 @@ class Load(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def loads_of(name: str) -> tuple[Load, ...]:
     """The loads of the tree of a name."""
-    nodes = nodes_of(named(name)) if name else []
+    nodes = nodes_of(lookup(name)) if name else []
     loads = [(*x.value, x.inputs) for x in nodes if x.op == "load"]
     return tuple(Load(slot, dtype, tuple(map(_index, inputs))) for slot, dtype, inputs in loads)
 
@@ -134,8 +134,8 @@ def _index(node: Node) -> int | str | None:
 
 
 def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
-    """An operator has the tensors that its functions read: who saved a program may have changed it
-    since, and kernels trust what passes here.
+    """Checks that an operator has the tensors that its functions read: a saved program may have
+    been changed, and kernels do not check again.
     """
     if names == NO_MODS:
         return
@@ -225,20 +225,20 @@ def _lists_in(captured: tuple[Tensor, ...]) -> tuple[Sides, Sides]:
 @functools.lru_cache(maxsize=1024)
 def count_tensors(name: str) -> int:
     """How many tensors the tree of a name reads."""
-    return slots_of(named(name)) if name else 0
+    return slots_of(lookup(name)) if name else 0
 
 
 @functools.lru_cache(maxsize=1024)
-def mentions(names: Mods) -> frozenset[str]:
+def indices_used(names: Mods) -> frozenset[str]:
     """What the trees are made of, "b" and "h" among it where they tell rows or heads apart."""
-    return frozenset(node.op for name in names[:3] if name for node in nodes_of(named(name)))
+    return frozenset(node.op for name in names[:3] if name for node in nodes_of(lookup(name)))
 
 
 @functools.lru_cache(maxsize=1024)
-def reads_tiles(names: Mods) -> bool:
+def loads_per_pair(names: Mods) -> bool:
     """Whether a mask or score function reads a number of its own for each pair."""
     sides: dict[Node, frozenset[str]] = {}  # of q_idx and k_idx those that a node depends on
-    for node in (node for name in names[:3] if name for node in nodes_of(named(name))):
+    for node in (node for name in names[:3] if name for node in nodes_of(lookup(name))):
         own = {node.op} & {"q_idx", "k_idx"}
         sides[node] = frozenset(own).union(*(sides[x] for x in node.inputs))
         if node.op == "load" and len(sides[node]) == 2:
@@ -246,4 +246,4 @@ def reads_tiles(names: Mods) -> bool:
     return False
 
 
-NO_MODIFIERS = Modifiers()
+NO_MODIFIERS = FlatMods()

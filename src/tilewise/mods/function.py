@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ArgumentError
 from .evaluation import evaluate
-from .expressions import INDICES, MOST, Node, describe, descriptions, intern, nodes_of, remember
+from .expressions import INDICES, MOST, Node, describe, descriptions, intern, nodes_of, touch
 from .symbols import Symbol
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ class TracedFunction:
         True
         """
         if not torch.compiler.is_compiling():  # a compiler takes no locks
-            remember(self._name, self.expr)
+            touch(self._name, self.expr)
         return self._name
 
     @property
@@ -63,7 +63,7 @@ class TracedFunction:
         """Whether the tree mentions an index: "b", "h", "q_idx" or "k_idx"."""
         return index in self._mentions
 
-    def device(self, asked: torch.device | str | None = None) -> torch.device:
+    def device(self, wanted: torch.device | str | None = None) -> torch.device:
         """The device of the captured tensors, which must be the one asked for; else the CPU."""
         found = {x.device for x in self.tensors}
         if len(found) > 1:
@@ -72,15 +72,15 @@ class TracedFunction:
                 f"the {self.KIND} captured tensors on {names}: move them to one device"
             )
         own = found.pop() if found else None
-        if asked is None:
+        if wanted is None:
             return own or torch.device("cpu")
-        asked = torch.device(asked)
-        if own is not None and (own.type != asked.type or asked.index not in (None, own.index)):
+        wanted = torch.device(wanted)
+        if own is not None and (own.type != wanted.type or wanted.index not in (None, own.index)):
             raise ArgumentError(
-                f"the {self.KIND} captured tensors on {own} and is asked for on {asked}: call "
-                f'{self.KIND.split()[0]}.to("{asked}")'
+                f"the {self.KIND} captured tensors on {own} and is asked for on {wanted}: call "
+                f'{self.KIND.split()[0]}.to("{wanted}")'
             )
-        return own or asked
+        return own or wanted
 
     @overload
     def _value(

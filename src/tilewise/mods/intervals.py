@@ -4,9 +4,9 @@ Interval arithmetic (Moore 1966): every node gets a [lo, hi] that holds all its 
 block, for all blocks at once by broadcasting. Of bools, lo says "true everywhere" and hi "true
 somewhere, perhaps". What is not followed is [-inf, inf] or [False, True]: never wrong, only wide.
 
-Integers lie in float64, exact to 2^52, and open beyond. Floats are not followed, because what they
-round to depends on who computes them. A captured tensor is followed where its last index is q_idx
-or k_idx plus a constant: by its minimum and maximum over the block.
+Integers lie in float64, exact to 2^52, and open beyond. Floats are not followed, because their
+rounding differs between torch and kernels. A captured tensor is followed where its last index is
+q_idx or k_idx plus a constant: by its minimum and maximum over the block.
 """
 
 from __future__ import annotations

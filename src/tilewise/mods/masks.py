@@ -13,7 +13,7 @@ from ..tile import predicates
 from .function import TracedFunction, check_sizes
 from .symbols import Symbol
 from .trace import MASK, maximum, trace
-from .trace_cache import kept
+from .trace_cache import trace_once
 
 Tensor = torch.Tensor
 Predicate = Callable[..., Tensor | Symbol | bool]
@@ -22,21 +22,31 @@ DENSE_LIMIT = 1 << 26  # bools that `dense` will make
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Mask(TracedFunction):
-    """A predicate, as its tree and the tensors it captured; made by `mask` and the named ones.
+    """A mask: its predicate as an expression tree, and the tensors that it captured; made by `mask`
+    and the named masks.
 
-    >>> window = causal() & ~mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx > 2)
-    >>> window.dense(1, 1, 4, 4)[0, 0].int()
-    tensor([[1, 0, 0, 0],
-            [1, 1, 0, 0],
-            [1, 1, 1, 0],
-            [0, 1, 1, 1]], dtype=torch.int32)
+    Example:
+        >>> window = causal() & ~mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx > 2)
+        >>> window.dense(1, 1, 4, 4)[0, 0].int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [0, 1, 1, 1]], dtype=torch.int32)
     """
 
     KIND: ClassVar[str] = "mask"
 
     def __call__(self, b, h, q_idx, kv_idx):
-        """The answer for integer tensors (or ints) that broadcast against each other: bools, of
-        the shape of those indices that matter. Inside another function, a part of it.
+        """Evaluates the predicate; inside another mask's function, a part of that function.
+
+        Args:
+            b: batch index, int or integer tensor; the four broadcast against each other.
+            h: query head index.
+            q_idx: position of the query.
+            kv_idx: position of the key.
+
+        Returns:
+            Bools, of the broadcast shape of those indices that the predicate uses.
         """
         return self._value(b, h, q_idx, kv_idx)
 
@@ -71,7 +81,21 @@ class Mask(TracedFunction):
         seqlen_k: int,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Every answer, bool (batch, nheads, seqlen_q, seqlen_k): to test and to draw with."""
+        """Evaluates the predicate for all pairs, for tests and pictures.
+
+        Args:
+            batch: batch size.
+            nheads: query heads.
+            seqlen_q: queries.
+            seqlen_k: keys.
+            device: that of the captured tensors, else the CPU, by default.
+
+        Returns:
+            bool (batch, nheads, seqlen_q, seqlen_k).
+
+        Raises:
+            ArgumentError: the mask would be too large.
+        """
         shape = (batch, nheads, seqlen_q, seqlen_k)
         count = batch * nheads * seqlen_q * seqlen_k
         if count > DENSE_LIMIT:
@@ -87,11 +111,21 @@ class Mask(TracedFunction):
 
 
 def mask(function: Predicate) -> Mask:
-    """A mask from any predicate of (b, h, q_idx, kv_idx).
+    """Makes a mask from any predicate of (b, h, q_idx, kv_idx).
 
-    >>> strided = mask(lambda b, h, q_idx, kv_idx: (q_idx + h) % 2 == kv_idx % 2)
-    >>> strided
-    Mask((((q_idx + h) % 2) == (k_idx % 2)))
+    Example:
+        >>> strided = mask(lambda b, h, q_idx, kv_idx: (q_idx + h) % 2 == kv_idx % 2)
+        >>> strided
+        Mask((((q_idx + h) % 2) == (k_idx % 2)))
+
+    Args:
+        function: a predicate made of what `tilewise.mods.trace` lists; True where a query attends
+            to a key.
+
+    Raises:
+        ArgumentError: the function cannot be traced.
+
+    FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
     if isinstance(function, Mask):
         return function
@@ -100,7 +134,7 @@ def mask(function: Predicate) -> Mask:
             f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
             "or a Mask"
         )
-    return kept(function, _traced)
+    return trace_once(function, _traced)
 
 
 def _traced(function: Predicate) -> Mask:
@@ -108,23 +142,32 @@ def _traced(function: Predicate) -> Mask:
 
 
 def causal(diagonal: int = 0) -> Mask:
-    """Keys up to the query's own position plus `diagonal` (seqlen_k - seqlen_q: bottom-right).
+    """Keys up to the query's own position plus `diagonal`.
 
-    >>> causal(diagonal=1).dense(1, 1, 2, 4)[0, 0].int()
-    tensor([[1, 1, 0, 0],
-            [1, 1, 1, 0]], dtype=torch.int32)
+    Example:
+        >>> causal(diagonal=1).dense(1, 1, 2, 4)[0, 0].int()
+        tensor([[1, 1, 0, 0],
+                [1, 1, 1, 0]], dtype=torch.int32)
+
+    Args:
+        diagonal: keys; 0 is top-left, seqlen_k - seqlen_q bottom-right.
     """
     _check_int("diagonal", diagonal)
     return mask(lambda b, h, q_idx, kv_idx: predicates.within_right(q_idx, kv_idx, diagonal, 0))
 
 
 def sliding_window(left: int | None, right: int | None = None) -> Mask:
-    """Keys at most `left` before and `right` after the query's position; None or -1: no limit.
+    """Keys at most `left` before and `right` after the query's position.
 
-    >>> sliding_window(1, 0).dense(1, 1, 3, 3)[0, 0].int()
-    tensor([[1, 0, 0],
-            [1, 1, 0],
-            [0, 1, 1]], dtype=torch.int32)
+    Example:
+        >>> sliding_window(1, 0).dense(1, 1, 3, 3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+
+    Args:
+        left: keys before the query; None or -1: no limit.
+        right: keys after it; None or -1: no limit.
     """
     for name, side in (("left", left), ("right", right)):
         if side is not None:
@@ -143,12 +186,16 @@ def sliding_window(left: int | None, right: int | None = None) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """Causal, and everybody sees the first `prefix` keys: an int, or int32 or int64 (batch,).
+    """Causal, and all queries attend to the first `prefix` keys.
 
-    >>> prefix_lm(2).dense(1, 1, 3, 3)[0, 0].int()
-    tensor([[1, 1, 0],
-            [1, 1, 0],
-            [1, 1, 1]], dtype=torch.int32)
+    Example:
+        >>> prefix_lm(2).dense(1, 1, 3, 3)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+
+    Args:
+        prefix: keys: an int, or int32 or int64 (batch,).
     """
     if not isinstance(prefix, Tensor):
         _check_int("prefix", prefix, 0)
@@ -158,12 +205,16 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
 
 def document(doc_ids: Tensor) -> Mask:
-    """Keys of the query's own document: int32 or int64 `doc_ids`, (seqlen,) or (batch, seqlen).
+    """Keys of the query's own document.
 
-    >>> document(torch.tensor([0, 0, 1], dtype=torch.int32)).dense(1, 1, 3, 3)[0, 0].int()
-    tensor([[1, 1, 0],
-            [1, 1, 0],
-            [0, 0, 1]], dtype=torch.int32)
+    Example:
+        >>> document(torch.tensor([0, 0, 1], dtype=torch.int32)).dense(1, 1, 3, 3)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
+
+    Args:
+        doc_ids: int32 or int64, (seqlen,) or (batch, seqlen), the document of each position.
     """
     _check_tensor("doc_ids", doc_ids, (1, 2), "(seqlen,) or (batch, seqlen)")
     if doc_ids.ndim == 1:
@@ -172,24 +223,34 @@ def document(doc_ids: Tensor) -> Mask:
 
 
 def chunked(size: int) -> Mask:
-    """Keys of the query's own chunk of `size` positions (with causal: Llama 4's local layers).
+    """Keys of the query's own chunk (with causal: Llama 4's local layers).
 
-    >>> chunked(2).dense(1, 1, 3, 3)[0, 0].int()
-    tensor([[1, 1, 0],
-            [1, 1, 0],
-            [0, 0, 1]], dtype=torch.int32)
+    Example:
+        >>> chunked(2).dense(1, 1, 3, 3)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
+
+    Args:
+        size: positions of a chunk.
     """
     _check_int("size", size, 1)
     return mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
 
 
 def dilated(stride: int) -> Mask:
-    """Keys a multiple of `stride` away (Longformer, Beltagy et al. 2020, arXiv:2004.05150).
+    """Keys at distances that are multiples of `stride`.
 
-    >>> dilated(2).dense(1, 1, 3, 3)[0, 0].int()
-    tensor([[1, 0, 1],
-            [0, 1, 0],
-            [1, 0, 1]], dtype=torch.int32)
+    Example:
+        >>> dilated(2).dense(1, 1, 3, 3)[0, 0].int()
+        tensor([[1, 0, 1],
+                [0, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+
+    Args:
+        stride: positions.
+
+    Longformer (Beltagy et al. 2020, arXiv 2004.05150).
     """
     _check_int("stride", stride, 1)
     # abs: kernels then need no care for what % gives below 0
@@ -197,20 +258,26 @@ def dilated(stride: int) -> Mask:
 
 
 def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
-    """Drafted tokens that are verified at once: the queries of a sequence are its last keys, and
-    bit j of a query's int64 `ancestors` says whether it sees draft j of its sequence (itself, too,
-    if it should). All keys before the drafts are seen. Up to 64 drafts a sequence.
+    """A tree of draft tokens (speculative decoding), with a KV cache: queries are the last keys of
+    their sequence.
 
-    >>> ancestors = torch.tensor([0b001, 0b011, 0b101])  # two children of the first draft
-    >>> starts, used = torch.tensor([0, 3]).int(), torch.tensor([5]).int()
-    >>> q_idx, kv_idx = torch.arange(2, 5)[:, None], torch.arange(5)
-    >>> tree(ancestors, used, starts)(0, 0, q_idx, kv_idx).int()
-    tensor([[1, 1, 1, 0, 0],
-            [1, 1, 1, 1, 0],
-            [1, 1, 1, 0, 1]], dtype=torch.int32)
+    Example:
+        >>> ancestors = torch.tensor([0b001, 0b011, 0b101])  # two children of the first draft
+        >>> starts, used = torch.tensor([0, 3]).int(), torch.tensor([5]).int()
+        >>> q_idx, kv_idx = torch.arange(2, 5)[:, None], torch.arange(5)
+        >>> tree(ancestors, used, starts)(0, 0, q_idx, kv_idx).int()
+        tensor([[1, 1, 1, 0, 0],
+                [1, 1, 1, 1, 0],
+                [1, 1, 1, 0, 1]], dtype=torch.int32)
 
-    For `tilewise.attention` beside a cache, with its `seqused_k` and `cu_seqlens_q`, int32 (batch,)
-    and (batch + 1,); `ancestors` is (total_q,). Nothing is read on the host.
+    Keys before the drafts are visible to all queries. Up to 64 drafts per sequence; nothing is read
+    on the host.
+
+    Args:
+        ancestors: int64 (total_q,): bit j says whether the query attends to draft j of its
+            sequence; set its own bit, too.
+        seqused_k: int32 (batch,), keys of each sequence, as of `tilewise.attention`.
+        cu_seqlens_q: int32 (batch + 1,), where the queries of each sequence begin.
     """
     _check_tensor("ancestors", ancestors, (1,), "(total_q,)")
     _check_tensor("seqused_k", seqused_k, (1,), "(batch,)")

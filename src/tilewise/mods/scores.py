@@ -16,7 +16,7 @@ from .expressions import Node
 from .function import TracedFunction
 from .symbols import Symbol
 from .trace import SCORE_FUNCTION, trace
-from .trace_cache import kept
+from .trace_cache import trace_once
 
 Tensor = torch.Tensor
 ScoreFunction = Callable[..., Tensor | Symbol | float]
@@ -24,14 +24,16 @@ ScoreFunction = Callable[..., Tensor | Symbol | float]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScoreMod(TracedFunction):
-    """A score function, as its tree and the tensors it captured; made by `score` and named ones.
+    """A score function: its expression as a tree, and the tensors that it captured; made by `score`
+    and named ones.
 
-    >>> halved = score(lambda score, b, h, q_idx, kv_idx: score / 2 + (kv_idx - q_idx))
-    >>> halved, halved.derivative
-    (ScoreMod(((score / 2) + (k_idx - q_idx))), ScoreMod(0.5))
-    >>> halved(torch.ones(2, 2), 0, 0, torch.arange(2)[:, None], torch.arange(2))
-    tensor([[ 0.5000,  1.5000],
-            [-0.5000,  0.5000]])
+    Example:
+        >>> halved = score(lambda score, b, h, q_idx, kv_idx: score / 2 + (kv_idx - q_idx))
+        >>> halved, halved.derivative
+        (ScoreMod(((score / 2) + (k_idx - q_idx))), ScoreMod(0.5))
+        >>> halved(torch.ones(2, 2), 0, 0, torch.arange(2)[:, None], torch.arange(2))
+        tensor([[ 0.5000,  1.5000],
+                [-0.5000,  0.5000]])
     """
 
     KIND: ClassVar[str] = "score function"
@@ -39,8 +41,17 @@ class ScoreMod(TracedFunction):
     given: Node | None = None  # the derivative, where it is not to be derived
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        """The new score, for a float tensor and integer tensors (or ints) that broadcast against
-        each other: fp32, or fp64 if the score is. Inside another score function, a part of it.
+        """Evaluates the function; inside another score function, a part of that function.
+
+        Args:
+            score: float tensor; it and the indices broadcast against each other.
+            b: batch index, int or integer tensor.
+            h: query head index.
+            q_idx: position of the query.
+            kv_idx: position of the key.
+
+        Returns:
+            The new score, fp32, or fp64 if the score is.
         """
         return self._value(b, h, q_idx, kv_idx, score)
 
@@ -56,12 +67,22 @@ class ScoreMod(TracedFunction):
 
 
 def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> ScoreMod:
-    """A ScoreMod from any function of (score, b, h, q_idx, kv_idx), and its derivative by score
-    from a function of the same, if it is not to be found from the tree.
+    """Makes a score function from any function of (score, b, h, q_idx, kv_idx).
 
-    >>> bias = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
-    >>> score(lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx])
-    ScoreMod((score + t0[q_idx, k_idx]))
+    Example:
+        >>> bias = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+        >>> score(lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx])
+        ScoreMod((score + t0[q_idx, k_idx]))
+
+    Args:
+        function: made of what `tilewise.mods.trace` lists.
+        derivative: its derivative by score, a function of the same arguments; found from the tree
+            by default.
+
+    Raises:
+        ArgumentError: a function cannot be traced, or has no known derivative.
+
+    FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
     if isinstance(function, ScoreMod) and derivative is None:
         return function
@@ -72,7 +93,7 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
                 "(score, b, h, q_idx, kv_idx)"
             )
     if derivative is None:
-        return kept(function, _derived)
+        return trace_once(function, _derived)
     expr, tensors = trace(function, SCORE_FUNCTION)
     given, tensors = trace(derivative, SCORE_FUNCTION, tensors)
     return ScoreMod(expr, tensors, given)
@@ -85,23 +106,34 @@ def _derived(function: ScoreFunction) -> ScoreMod:
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """A head's slope times how far the key lies behind the query (Press et al. 2022,
-    arXiv:2108.12409); keys ahead gain, so join it with a causal mask. `slopes`: float (nheads,).
+    """ALiBi: subtracts a head's slope times the distance from the query back to the key.
 
-    >>> near = alibi(torch.tensor([1.0, 0.5]))
-    >>> near(torch.zeros(1, 1), 0, 1, torch.arange(2)[:, None], torch.arange(2))
-    tensor([[ 0.0000,  0.5000],
-            [-0.5000,  0.0000]])
+    Example:
+        >>> near = alibi(torch.tensor([1.0, 0.5]))
+        >>> near(torch.zeros(1, 1), 0, 1, torch.arange(2)[:, None], torch.arange(2))
+        tensor([[ 0.0000,  0.5000],
+                [-0.5000,  0.0000]])
+
+    Keys after the query gain, so use it with a causal mask.
+
+    Args:
+        slopes: float (nheads,).
+
+    Press et al. 2022, arXiv 2108.12409.
     """
     _check_floats("slopes", slopes, 1, "(nheads,)")
     return score(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx))
 
 
 def softcapped(cap: float) -> ScoreMod:
-    """Scores held within cap on both sides: cap * tanh(score / cap), as in Gemma 2.
+    """Softcap: cap * tanh(score / cap), as in Gemma 2.
 
-    >>> softcapped(30.0)(torch.tensor([0.0, 1000.0]), 0, 0, 0, 0)
-    tensor([ 0., 30.])
+    Example:
+        >>> softcapped(30.0)(torch.tensor([0.0, 1000.0]), 0, 0, 0, 0)
+        tensor([ 0., 30.])
+
+    Args:
+        cap: positive.
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float)):
         raise ArgumentError(f"cap is a {type(cap).__name__}: it must be a number")
@@ -111,14 +143,19 @@ def softcapped(cap: float) -> ScoreMod:
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """A learned number for each distance from query to key, cut at the table's ends (Shaw et al.
-    2018, arXiv:1803.02155). `table`: float (nheads, 2 * reach + 1), the middle for distance 0.
+    """A learned bias for each distance from query to key, clamped at the table's ends.
 
-    >>> table = torch.tensor([[-1.0, 0.0, 1.0]])  # reach 1
-    >>> relative_bias(table)(torch.zeros(1, 1), 0, 0, torch.arange(3)[:, None], torch.arange(3))
-    tensor([[ 0.,  1.,  1.],
-            [-1.,  0.,  1.],
-            [-1., -1.,  0.]])
+    Example:
+        >>> table = torch.tensor([[-1.0, 0.0, 1.0]])  # reach 1
+        >>> relative_bias(table)(torch.zeros(1, 1), 0, 0, torch.arange(3)[:, None], torch.arange(3))
+        tensor([[ 0.,  1.,  1.],
+                [-1.,  0.,  1.],
+                [-1., -1.,  0.]])
+
+    Args:
+        table: float (nheads, 2 * reach + 1), the middle for distance 0.
+
+    Shaw et al. 2018, arXiv 1803.02155.
     """
     _check_floats("table", table, 2, "(nheads, 2 * reach + 1)")
     if table.shape[1] % 2 == 0:

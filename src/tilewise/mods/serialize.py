@@ -1,7 +1,7 @@
 """Trees as text: what crosses torch.library, and so is written into compiled and exported programs.
 
-A text is JSON, a list of [op, numbers of earlier steps, value], the whole tree last. Who loads a
-program loads its texts, and kernels are written from what they say: what `text_of` could not have
+A text is JSON, a list of [op, numbers of earlier steps, value], the whole tree last. A loaded
+program brings its texts, and kernels are generated from them: text that `serialize` could not have
 written is refused, here, and where the tensors are, by `mods.flatten.check_captured`.
 """
 
@@ -23,13 +23,13 @@ from .expressions import (
     SCORE,
     TABLE_SIZE,
     Node,
-    Step,
+    TreeStep,
     intern,
     is_float_constant,
     kind_of_step,
-    named,
-    remember,
+    lookup,
     steps,
+    touch,
     tree_of,
     undefined,
 )
@@ -47,7 +47,7 @@ CONSTANTS = {
 
 
 @gives_constant  # a compiler takes no locks
-def text_of(name: str) -> str:
+def serialize(name: str) -> str:
     """A named tree in words that any process understands. "" of ""."""
     return _text(name)
 
@@ -55,21 +55,19 @@ def text_of(name: str) -> str:
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def _text(name: str) -> str:
     told = []
-    for op, inputs, value, _ in steps(named(name)) if name else ():
+    for op, inputs, value, _ in steps(lookup(name)) if name else ():
         if op == "load":
             value = value[0], str(value[1]).removeprefix("torch.")
         told.append((op, inputs, value))
     return json.dumps(told) if told else ""
 
 
-def name_of(text: str, what: str) -> str:
-    """The name of the tree that a text tells, which is then known here. `what` it must be is MASK
-    or SCORE_FUNCTION.
-    """
+def deserialize(text: str, what: str) -> str:
+    """Registers the tree of a text and returns its name. `what` is MASK or SCORE_FUNCTION."""
     if not text:
         return ""
     name, expr = _told(text, what)
-    remember(name, expr)
+    touch(name, expr)
     return name
 
 
@@ -92,11 +90,11 @@ def tree_of_text(text: str, what: str) -> Node:
     return tree_of([step[:3] for step in plan])
 
 
-def check_plan(plan: list[Step]) -> None:
-    """Every step is one that a text may tell; else an ArgumentError. It is what stands between a
-    tree and the source of a kernel.
+def check_plan(plan: list[TreeStep]) -> None:
+    """Checks that every step is one that a text may have; else an ArgumentError. No tree becomes
+    the source of a kernel without this check.
     """
-    checked: list[Step] = []
+    checked: list[TreeStep] = []
     try:
         for step in plan:
             checked.append(_step(*step[:3], checked))
@@ -108,7 +106,7 @@ class _Wrong(Exception):
     """What is wrong with a text."""
 
 
-def _plan_of_text(text: str) -> list[Step]:
+def _plan_of_text(text: str) -> list[TreeStep]:
     if len(text) > MAX_LETTERS:
         raise _Wrong(f"{len(text)} letters, over {MAX_LETTERS}")
     try:
@@ -117,7 +115,7 @@ def _plan_of_text(text: str) -> list[Step]:
         raise _Wrong(f"no JSON, {type(error).__name__}") from None
     if not isinstance(told, list) or not told:
         raise _Wrong("no list of steps")
-    plan: list[Step] = []
+    plan: list[TreeStep] = []
     for step in told:
         if not isinstance(step, list) or len(step) != 3 or not isinstance(step[1], list):
             raise _Wrong(f"step {len(plan)} is no [op, inputs, value]")
@@ -136,7 +134,7 @@ def _read_of_told(value: Any, number: int) -> tuple[Any, torch.dtype]:
     return value[0], NAMES[value[1]]
 
 
-def _step(op: Any, inputs: tuple, value: Any, plan: list[Step]) -> Step:
+def _step(op: Any, inputs: tuple, value: Any, plan: list[TreeStep]) -> TreeStep:
     """The step after those of `plan`."""
     which = f"step {len(plan)}"
     if len(plan) == MAX_STEPS:
@@ -157,14 +155,14 @@ def _step(op: Any, inputs: tuple, value: Any, plan: list[Step]) -> Step:
         raise _Wrong(f"{which} is no operator of its operands")
     if wrong := undefined(op, operands):
         raise _Wrong(f"{which} {wrong}")
-    return Step(op, inputs, value, kind)
+    return TreeStep(op, inputs, value, kind)
 
 
 def _is_below(value: Any, stop: int) -> bool:
     return type(value) is int and 0 <= value < stop
 
 
-def _check_result(plan: list[Step], what: str) -> None:
+def _check_result(plan: list[TreeStep], what: str) -> None:
     kind = BOOL if what == MASK else FLOAT
     if plan[-1].kind != kind:
         raise _Wrong(f"it gives {plan[-1].kind}, not {kind}")

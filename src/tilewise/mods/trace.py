@@ -1,7 +1,7 @@
-"""How a plain function of indices becomes a tree: it is called once, on symbols that write down
-what is done to them.
+"""Traces a function of indices: it is called once, on symbols that record their operators in a
+tree.
 
-A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may use:
+A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may use::
 
     + - * // %   < <= > >= == !=   & | ^ ~ << >>   -x abs(x)
     where, minimum, maximum     of `tilewise.mods`, or torch's own
@@ -12,9 +12,9 @@ A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may us
 A score function takes (score, b, h, q_idx, kv_idx), as its score_mod does, and may use / as well,
 and torch's exp, exp2, log, log2, sqrt, rsqrt, tanh and sigmoid.
 
-Nothing else: Python asks a symbol for its truth at `and`, `or`, `not`, `if` and a chained
-comparison, and a symbol has none. Trees are kept canonical in small ways: `a > b` is `b < a`, and
-x + 0, x & True and x | False are x.
+Nothing else: a symbol has no truth value, which Python needs for `and`, `or`, `not`, `if` and
+chained comparisons. Trees are canonical in small ways: `a > b` is `b < a`, and ``x + 0``,
+``x & True`` and ``x | False`` are x.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a function was traced to, kept for as long as the function reads the same things.
+"""A cache of traces, valid as long as a function reads the same globals and free variables.
 
-Tracing takes a function apart, a hundred microseconds and more, and a model passes the same one at
-every call. A function may read numbers and tensors from around it, and those may be others the next
-time. So what is kept goes with all that was read, and nothing is kept of a function unless its
-bytecode proves that it reads nothing else (`tilewise.mods.bytecode`), nor of one that computes with
-a tensor, whose values are read by kernels at every call but by torch only now.
+Tracing takes 100 us and more, and a model passes the same function at every call. A function may
+read numbers and tensors from its environment, which may change between calls. So a trace is stored
+with all that the function read. It is not cached unless the function's bytecode proves that it
+reads nothing else (`tilewise.mods.bytecode`), nor if the function computes with a tensor: kernels
+read tensors at every call, and torch only during the trace.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .trace import maximum, minimum, where
 Made = TypeVar("Made", bound=TracedFunction)
 
 
-class Kept(NamedTuple):
-    """What a function was traced to, by whom, with the code and all that it read then."""
+class CachedTrace(NamedTuple):
+    """A function's trace, with the code, the tracer and all that the function read then."""
 
     code: types.CodeType
     proven: Reads | None
@@ -38,31 +38,31 @@ class Kept(NamedTuple):
     made: Any = None  # what `make` gave
 
 
-_kept: weakref.WeakKeyDictionary[Callable, Kept] = weakref.WeakKeyDictionary()
-# By code too, as a function that is made anew at every call comes with the same
+_traces: weakref.WeakKeyDictionary[Callable, CachedTrace] = weakref.WeakKeyDictionary()
+# By code too: a function that is created at every call has the same code
 _proven: weakref.WeakKeyDictionary[types.CodeType, Reads | None] = weakref.WeakKeyDictionary()
 
 
-def kept(function: Callable, make: Callable[[Callable], Made]) -> Made:
-    """make(function), or what that was before."""
+def trace_once(function: Callable, make: Callable[[Callable], Made]) -> Made:
+    """make(function), or the cached result."""
     if type(function) is not types.FunctionType or torch.compiler.is_compiling():
         return make(function)
     reads = reads_of(function)
     if reads is None:
         return make(function)
-    before = _kept[function]
+    before = _traces[function]
     if before.make is make and before.reads == reads:
         return before.made
-    listener = _Listener()
+    recorder = _TorchRecorder()
 
     @functools.wraps(function)
-    def heard(*symbols):
-        with listener:
+    def recorded(*symbols):
+        with recorder:
             return function(*symbols)
 
-    made = make(heard)
-    if not listener.computed:
-        _kept[function] = before._replace(make=make, reads=reads, made=made)
+    made = make(recorded)
+    if not recorder.computed:
+        _traces[function] = before._replace(make=make, reads=reads, made=made)
     return made
 
 
@@ -105,12 +105,12 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
 
 def _proof(function: types.FunctionType) -> Reads | None:
     """What the function's code is proven to read; a function may get another code."""
-    code, known = function.__code__, _kept.get(function)
+    code, known = function.__code__, _traces.get(function)
     if known is not None and known.code is code:
         return known.proven
     if code not in _proven:
         _proven[code] = reads_in(code)
-    _kept[function] = Kept(code, _proven[code])
+    _traces[function] = CachedTrace(code, _proven[code])
     return _proven[code]
 
 
@@ -164,7 +164,7 @@ _LOOKS = {
 }
 
 
-class _Listener(TorchFunctionMode):
+class _TorchRecorder(TorchFunctionMode):
     """Whether a function has torch compute something else than a step of the tree."""
 
     computed = False

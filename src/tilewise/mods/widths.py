@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .expressions import INT, MOST, Step
+from .expressions import INT, MOST, TreeStep
 from .integers import LAST_BIT
 
 
@@ -34,7 +34,7 @@ class Range(NamedTuple):
 BITS_32, BITS_64 = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
 
 
-def ranges_of(plan: list[Step]) -> list[Range | None]:
+def ranges_of(plan: list[TreeStep]) -> list[Range | None]:
     """The range of each step that is an integer."""
     found: list[Range | None] = []
     for step in plan:
@@ -42,7 +42,7 @@ def ranges_of(plan: list[Step]) -> list[Range | None]:
     return found
 
 
-def _range(step: Step, operands: list) -> Range:
+def _range(step: TreeStep, operands: list) -> Range:
     if step.op in MOST:
         return Range(0, MOST[step.op] - 1)
     if step.op == INT:
@@ -126,7 +126,7 @@ RULES: dict[str, Callable[..., Range]] = {
 }
 
 
-def are_long(plan: list[Step], ranges: list[Range | None]) -> list[bool]:
+def are_long(plan: list[TreeStep], ranges: list[Range | None]) -> list[bool]:
     """Which steps are computed in 64 bits: what does not fit in 32, and what is made of such."""
     found: list[bool] = []
     for step, own in zip(plan, ranges):

@@ -1,8 +1,8 @@
-"""The two operators, forward and backward, and the way a call takes to them.
+"""The two operators, forward and backward, and how a call reaches them.
 
 In eager mode with plain tensors a call goes straight to the backend (with autograd: through one
-`autograd.Function`), because the dispatcher costs more than a decode step can spare. Where somebody
-watches or rewrites the call (torch.compile, export, a dispatch mode such as FlopCounterMode or
+`autograd.Function`), because the dispatcher costs more than a decode step can spare. Where the call
+is traced or intercepted (torch.compile, export, a dispatch mode such as FlopCounterMode or
 selective checkpointing, a tensor subclass such as FakeTensor or DTensor), it goes through
 `torch.ops.tilewise.flash_attn_forward` and `.flash_attn_backward`, whose schemas carry the
 Problem's fields as scalars. Selective checkpointing by name looks for `flash_attn`.
@@ -19,15 +19,15 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
-from ..emulator.switch import cpu_stand_ins
+from ..emulator.switch import cpu_modes
 from ..kernels.common.outputs import empty_grads, empty_out
-from ..mods.flatten import mentions
+from ..mods.flatten import indices_used
 from ..problem import NO_EXTRAS, OPTIONAL, Call, Extras, Grads, Saved, extras_of
 from . import captured_grads
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .autograd_key import straight
-from .calls import TENSORS, entry_of, look_of
+from .calls import TENSORS, entry_of, layout_key
 from .context_parallel import refuse_shards
 from .late import register_late
 from .schema import (
@@ -38,11 +38,11 @@ from .schema import (
     SAVED,
     Once,
     Options,
-    asked,
     flat,
     no_double_backward,
     options_of,
     parts_of,
+    problem_from,
 )
 
 Tensor = torch.Tensor
@@ -55,21 +55,21 @@ LIBRARY.define(f"flash_attn_backward({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor
 
 
 def attention(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras, watched: bool
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras, is_dispatched: bool
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a checked call, differentiable in all that is learned; `watched` is
-    what `is_watched` said of its tensors.
+    """`out` and `lse` of a checked call, differentiable in all inputs that require grad;
+    `is_dispatched` is what `needs_dispatcher` returned.
     """
-    if not (watched and torch.compiler.is_compiling()) and _is_transformed():
+    if not (is_dispatched and torch.compiler.is_compiling()) and _is_transformed():
         return _Attention.apply(call, q, k, v, *extras.tensors)
-    if watched:
+    if is_dispatched:
         register_late()
         return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *options_of(call))
     return launch(call, q, k, v, extras)
 
 
 def launch(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """The same where nothing else must see the call."""
+    """The same without the dispatcher."""
     if call.needs_grad:
         tensors = () if extras is NO_EXTRAS else extras.tensors
         return _apply_eagerly(call, q, k, v, *tensors)
@@ -93,9 +93,9 @@ def _prepared(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Ca
     return dispatch.forward_of(call, q, k, v, extras)
 
 
-def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether something above us must see an operator: a compiler, a dispatch mode, or a tensor
-    subclass.
+def needs_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a call must go through torch's dispatcher: for a compiler, a dispatch mode, or a
+    tensor subclass.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
@@ -135,11 +135,11 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     out, lse, q, k, v, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * (1 + INPUTS + len(tensors))
-    if dout is None:  # only the gradient of lse is asked
+    if dout is None:  # only the gradient of lse is requested
         dout = torch.zeros_like(out)
     call, saved = ctx.call, Saved(dout, dlse, q, k, v, out, lse)
     is_seen = _is_transformed() or is_legacy_batchedtensor(dout)
-    if not (torch.is_grad_enabled() or is_seen or is_watched(dout, dlse, q, k, v)):
+    if not (torch.is_grad_enabled() or is_seen or needs_dispatcher(dout, dlse, q, k, v)):
         grads = run_backward(call, saved, extras_of(*tensors))
         if not tensors:
             return None, grads.dq, grads.dk, grads.dv
@@ -150,7 +150,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
 
 
 def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) -> Grads:
-    """The gradients where something else sees them."""
+    """The gradients through the dispatcher."""
     if is_legacy_batchedtensor(saved.dout):
         raise NotImplementedError(
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
@@ -181,16 +181,16 @@ def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
     if q.is_cpu:
-        look = cpu_stand_ins()
+        key = cpu_modes()
     else:
-        look = look_of(saved if extras is NO_EXTRAS else (*saved, *extras.tensors))
-    prepared = call.backwards.get(look)
+        key = layout_key(saved if extras is NO_EXTRAS else (*saved, *extras.tensors))
+    prepared = call.backwards.get(key)
     if prepared is None:
         chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
         prepared = chosen.prepare_backward(call.problem, call.scalars)
         for old in list(call.backwards)[: 1 - LOOKS]:
             call.backwards.pop(old, None)
-        call.backwards[look] = prepared
+        call.backwards[key] = prepared
     return prepared(saved, extras)
 
 
@@ -251,7 +251,7 @@ class _Attention(torch.autograd.Function):
     def vmap(info, in_dims, *args):
         call, *tensors = args
         attend = functools.partial(_Attention.apply, call)
-        counts_rows = "b" in mentions(call.problem.mods)
+        counts_rows = "b" in indices_used(call.problem.mods)
         tensors = tuple(tensors)
         return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tensors)
 
@@ -262,7 +262,7 @@ class _AttentionBackward(Once):
     @staticmethod
     def forward(call, *tensors):
         saved, extras = Saved(*tensors[:GIVEN]), extras_of(*tensors[GIVEN:])
-        if is_watched(*saved[:5]) or _is_transformed():
+        if needs_dispatcher(*saved[:5]) or _is_transformed():
             register_late()
             given = *saved, *extras.arguments
             return torch.ops.tilewise.flash_attn_backward(*given, *options_of(call))
@@ -281,7 +281,7 @@ def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
 
 
 def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
-    """The gradients as an operator returns them: empty where nobody asked."""
+    """The gradients as an operator returns them: empty where none was requested."""
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -310,16 +310,16 @@ BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
 
 
 def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
-    """The call that an operator's arguments ask for; `inputs` are q, k and v."""
-    return Call(asked(inputs, extras, options), options.scalars, options.backend)
+    """The call of an operator's arguments; `inputs` are q, k and v."""
+    return Call(problem_from(inputs, extras, options), options.scalars, options.backend)
 
 
 def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
-    """The same, one for all of a signature: what is compiled passes no check that would keep it.
-    `tensors` are all of an operator's.
+    """The same, cached by signature, for compiled graphs, which do not pass through
+    `frontend.attention.call`. `tensors` are all of an operator's.
     """
     flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
-    entry = None if is_watched(*tensors) else entry_of(tensors, *flags)
+    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *flags)
     if entry is None:
         return _call_of(inputs, extras, options)
     if entry.call is None:
@@ -330,9 +330,9 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
 
 
 def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
-    """The one that is kept of calls like this, with such tensors."""
-    asked = call.problem, call.scalars, call.backend
-    entry = None if is_watched(*tensors) else entry_of(tensors, *asked)
+    """The cached call of this signature."""
+    key = call.problem, call.scalars, call.backend
+    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *key)
     if entry is None:
         return call
     if entry.call is None:
@@ -358,13 +358,13 @@ def _backward_kernel(*args):
 
 def _forward_fake(*args):
     inputs, extras, options = parts_of(args, INPUTS)
-    return empty_out(asked(inputs, extras, options), inputs[0])
+    return empty_out(problem_from(inputs, extras, options), inputs[0])
 
 
 def _backward_fake(*args):
     tensors, extras, options = parts_of(args, GIVEN)
     q, k, v = tensors[2 : 2 + INPUTS]
-    return _filled(empty_grads(asked((q, k, v), extras, options), q, k, v, extras), q)
+    return _filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
 
 
 LIBRARY.impl("flash_attn_forward", _forward_kernel, "CompositeExplicitAutograd")

@@ -1,5 +1,5 @@
-"""An operator that nobody differentiates goes straight to its kernel: torch's kernel for autograd
-calls the dispatcher again, with all arguments, which takes as long as the call itself.
+"""Operators without a gradient skip torch's autograd kernel, which calls the dispatcher again with
+all arguments and takes as long as the call itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def straight(
 
 
 def is_plain(tensors: tuple) -> bool:
-    """Whether nothing else must see the operator: no gradient, mode, transform or subclass."""
+    """Whether the operator may skip the dispatcher: no gradient, mode, transform or subclass."""
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
     if peek_interpreter_stack() is not None:

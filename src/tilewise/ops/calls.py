@@ -1,9 +1,9 @@
-"""The calls that are known, under their signatures.
+"""The cache of calls, keyed by signature.
 
-A signature is all that checks, backends and compilers see of a call without reading a tensor's
-values: of each tensor shape, strides, dtype, device, alignment and whether it requires a gradient,
-and what else was asked for. A call that looks like an earlier one is neither checked nor planned
-again, and is launched with nothing but its own addresses. No tensor is kept.
+A signature is all of a call that checks, backends and compilers depend on, but the tensors' values:
+of each tensor its shape, strides, dtype, device, alignment and whether it requires a gradient, and
+the other arguments. A call with a cached signature is neither checked nor planned again, and only
+its addresses are passed to the launch. No tensor is cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..emulator.switch import cpu_stand_ins
+from ..emulator.switch import cpu_modes
 from ..problem import Call
 
 Tensor = torch.Tensor
@@ -28,15 +28,15 @@ WORDS = frozenset({bool, int, float, str, type(None)})
 
 
 # `os.environ.get` encodes what it looks for and raises where it is not there: a fifth of all that
-# is asked here
+# is spent here
 _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _encode = getattr(os.environ, "encodekey", str)
 _CHECK = _encode("TILEWISE_CHECK") if _environment is not os.environ else "TILEWISE_CHECK"
 
 
 class Entry:
-    """What is kept under a signature, once a call of it was checked: the call, or, of calls with a
-    cache, what is called as `step(tensors)` to launch one.
+    """The cache entry of a signature: the checked call, or, with a KV cache, the function
+    `step(tensors)` that launches one.
     """
 
     __slots__ = ("call", "step")
@@ -52,8 +52,8 @@ def _entry(*signature: Hashable) -> Entry:
 
 
 def find(tensors: Sequence[Tensor | None], words: tuple[Any, ...]) -> Entry | None:
-    """The entry of a call as its caller writes it, q first among its tensors. None where values are
-    read, casts come before, a number may change, or something else must see the call.
+    """The entry of a call's arguments, q first among its tensors. None where values are read,
+    autocast is on, a number may change, or the call needs the dispatcher.
     """
     kinds = tuple(map(type, words))
     if (
@@ -79,20 +79,20 @@ def is_read(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def entry_of(tensors: Sequence[Tensor | None], *asked: Hashable) -> Entry | None:
+def entry_of(tensors: Sequence[Tensor | None], *key: Hashable) -> Entry | None:
     """The entry of a call of plain tensors; None of tensors without strides or memory."""
     try:
-        return _entry(*signature(tensors), *asked)
+        return _entry(*signature(tensors), *key)
     except RuntimeError:  # of sparse and nested tensors, and of those of torch's transforms
         return None
 
 
 def signature(tensors: Sequence[Tensor | None]) -> list[Hashable]:
-    """What is seen of tensors, q first, and of what decides how they are computed."""
+    """The signature of tensors, q first, and of the flags that select a backend."""
     q = tensors[0]
     seen: list[Hashable] = [torch.is_grad_enabled()]
     if q is not None and q.is_cpu:
-        seen.append(cpu_stand_ins())
+        seen.append(cpu_modes())
     for x in tensors:
         if x is None:
             seen.append(None)
@@ -102,8 +102,10 @@ def signature(tensors: Sequence[Tensor | None]) -> list[Hashable]:
     return seen
 
 
-def look_of(tensors: tuple[Tensor | None, ...]) -> tuple[Hashable, ...]:
-    """What may differ between backwards of one forward: strides and alignment."""
+def layout_key(tensors: tuple[Tensor | None, ...]) -> tuple[Hashable, ...]:
+    """The cache key of a backward: strides and alignment, which may differ between backwards of one
+    forward.
+    """
     seen: list[Hashable] = []
     for x in tensors:
         if x is None:

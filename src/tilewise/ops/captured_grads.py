@@ -1,8 +1,8 @@
 """Gradients of what a score function captured: slopes, tables, temperatures that are learned.
 
 They are an operator of their own, `torch.ops.tilewise.flash_attn_captured_grads`, which recomputes
-the scores once more: who captures nothing that wants a gradient pays nothing for it. What a mask
-captured decides and is not added, so it has none.
+the scores once more: no cost unless a captured tensor requires grad. Tensors that a mask captured
+have no gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .schema import (
     SAVED,
     Once,
     Options,
-    asked,
     flat,
     no_double_backward,
     options_of,
     parts_of,
+    problem_from,
 )
 
 Tensor = torch.Tensor
@@ -41,16 +41,14 @@ LIBRARY.define(f"flash_attn_captured_grads({SAVED}, {CALL}, int[] wanted) -> Ten
 def gradients(
     call: Call, needs: Sequence[bool], saved: Saved, extras: Extras
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of each captured tensor, None where `needs` says that nobody asked or where
-    there is none.
-    """
+    """The gradient of each captured tensor, None where `needs` is False or where there is none."""
     grads: list[Tensor | None] = [None] * len(extras.captured)
     mods = call.problem.mods
     if not mods.score or not any(needs):
         return tuple(grads)
     first = len(grads) - len(take_apart(mods, extras.captured).score)
-    learned = {load.value[0] for load, _ in by_loads(mods.score)}
-    wanted = [i for i in sorted(learned) if needs[first + i]]
+    differentiable = {load.value[0] for load, _ in by_loads(mods.score)}
+    wanted = [i for i in sorted(differentiable) if needs[first + i]]
     if wanted:
         differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         compute = _CapturedGrads.apply if differentiable else _CapturedGrads.forward
@@ -80,7 +78,7 @@ class _CapturedGrads(Once):
 def _kernel(*args):
     saved, extras, options, wanted = _parts_of(args)
     q, k, v = saved.q, saved.k, saved.v
-    problem = asked((q, k, v), extras, options)
+    problem = problem_from((q, k, v), extras, options)
     _check_wanted(problem.mods.score, wanted)
     chosen = dispatch.choose_for(problem, q, k, v, extras, options.backend)
     emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
@@ -97,18 +95,18 @@ def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
 
 def _check_wanted(score: str, wanted: list[int]) -> None:
     """What an operator is asked for has a gradient; a saved program may ask for anything."""
-    learned = {load.value[0] for load, _ in by_loads(score)} if score else set()
-    if not learned.issuperset(wanted):
+    differentiable = {load.value[0] for load, _ in by_loads(score)} if score else set()
+    if not differentiable.issuperset(wanted):
         raise ArgumentError(
-            f"wanted is {list(wanted)}: it must be of {sorted(learned)}, what the score function "
-            "captured that has a gradient"
+            f"wanted is {list(wanted)}: it must be of {sorted(differentiable)}, what the score "
+            "function captured that has a gradient"
         )
 
 
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     """What the score function captured, and which of it wants a gradient."""
     saved, extras, options, wanted = _parts_of(args)
-    problem = asked((saved.q, saved.k, saved.v), extras, options)
+    problem = problem_from((saved.q, saved.k, saved.v), extras, options)
     _check_wanted(problem.mods.score, wanted)
     return take_apart(problem.mods, extras.captured).score, wanted
 

@@ -15,7 +15,7 @@ _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 def refuse_shards() -> None:
     """NotImplementedError inside of `context_parallel`, however the call came there."""
     module = sys.modules.get(_MODULE)
-    # What torch puts in its place while the context is entered; the table keeps it ever after
+    # torch's replacement while the context is entered; the table keeps it afterwards
     if module is not None and torch.nn.functional.scaled_dot_product_attention in getattr(
         module, "_replaced_functions", ()
     ):

@@ -1,4 +1,4 @@
-"""The operators of calls with a cache, and the way a call takes to them: plain eager calls go
+"""The operators of calls with a KV cache, and how a call reaches them: plain eager calls go
 straight to the backend, as in `attention`.
 """
 
@@ -13,11 +13,11 @@ from .. import dispatch
 from ..emulator.switch import interpreter_is_on
 from ..kernels.common.cached import Append, Cached, lse_shape
 from ..mods.flatten import check_captured
-from ..mods.serialize import MASK, name_of, text_of
+from ..mods.serialize import MASK, deserialize, serialize
 from ..problem import Call, Extras, Mods, Scalars
 from ..tile.rotary import Rotary
 from . import attention as ops
-from .attention import is_watched
+from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
 from .schema import LIBRARY
 
@@ -42,7 +42,7 @@ LIBRARY.define(
 def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call; `out` is written where it is given."""
     tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
-    if not is_watched(*tensors):
+    if not needs_dispatcher(*tensors):
         return _run(cached, out)
     if out is None:
         return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
@@ -59,7 +59,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "mask_mod with split_size and a gradient: positions count from the first key here and "
             "from the first query in the backward; pass as many queries as keys"
         )
-    if is_watched(q, k, v, *cached.extras.tensors):
+    if needs_dispatcher(q, k, v, *cached.extras.tensors):
         raise NotImplementedError(
             "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
             "subclass is not served: call it eagerly, or leave out split_size"
@@ -77,7 +77,7 @@ def _arguments(cached: Cached) -> tuple:
         *(cached.q, cached.k, cached.v, cached.page_table, extras.seqused_k, extras.cu_seqlens_q),
         *(extras.alibi_slopes, extras.sinks, list(extras.captured) or None),
         *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
-        *(cached.split_size, text_of(cached.mask), cached.backend),
+        *(cached.split_size, serialize(cached.mask), cached.backend),
     )
 
 
@@ -86,7 +86,7 @@ def _cached(*args) -> Cached:
     q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args
     *numbers, split_size, mask, backend = numbers
     extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=tuple(captured or ()))
-    name = name_of(mask, MASK)
+    name = deserialize(mask, MASK)
     if name:
         starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
         rank4 = q if q.dim() == 4 else q.unsqueeze(0)
@@ -98,27 +98,27 @@ def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
 
 
-def append(asked: Append) -> None:
+def append(new: Append) -> None:
     """New keys and values, checked, into a cache."""
-    rotary = asked.rotary
+    rotary = new.rotary
     turned = (None, None, True) if rotary is None else rotary
-    tensors = *asked[:-1], *turned[:2]
-    if is_watched(*tensors):
+    tensors = *new[:-1], *turned[:2]
+    if needs_dispatcher(*tensors):
         torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2])
     else:
-        _run_append(asked)
+        _run_append(new)
 
 
-def _run_append(asked: Append) -> None:
+def _run_append(new: Append) -> None:
     refuse_shards()
-    if asked.k.is_meta:
+    if new.k.is_meta:
         return
-    device = asked.k.device
+    device = new.k.device
     if device.type != "cpu" or interpreter_is_on():
         name = "tilewise.kernels.portable.append_launch"
     else:
         name = "tilewise.kernels.cpu.append"
-    importlib.import_module(name).append(asked)
+    importlib.import_module(name).append(new)
 
 
 def _append_kernel(*args):
@@ -139,7 +139,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     return fresh, lse
 
 
-# In the order of preference; imported when they are asked
+# In order of preference; imported on first use
 BACKENDS = {
     "portable": "tilewise.kernels.portable.decode_launch",
     "cpu": "tilewise.kernels.cpu.cache",
@@ -155,7 +155,7 @@ def _backend_of(cached: Cached) -> ModuleType:
             return importlib.import_module(BACKENDS[name])
         reasons.append(f"  {name}: {reason}")
     lines = "\n".join(reasons)
-    raise NotImplementedError(f"no backend serves attention beside a cache on {device}:\n{lines}")
+    raise NotImplementedError(f"no backend serves attention with a KV cache on {device}:\n{lines}")
 
 
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What is registered with torch once somebody has loaded the module that needs it."""
+"""Registrations with torch that wait until the module that needs them is loaded."""
 
 from __future__ import annotations
 

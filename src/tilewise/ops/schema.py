@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..mods.flatten import check_captured
-from ..mods.serialize import MASK, SCORE_FUNCTION, name_of, text_of
+from ..mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
 from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, describe, extras_of
 
 Tensor = torch.Tensor
@@ -45,10 +45,10 @@ class Options(NamedTuple):
     def mods(self) -> Mods:
         """The modifiers among them."""
         score, derivative = (
-            name_of(x, SCORE_FUNCTION) for x in (self.score_mod, self.score_derivative)
+            deserialize(x, SCORE_FUNCTION) for x in (self.score_mod, self.score_derivative)
         )
         rows, keys = self.mask_block
-        return Mods(name_of(self.mask_mod, MASK), score, derivative, (rows, keys))
+        return Mods(deserialize(self.mask_mod, MASK), score, derivative, (rows, keys))
 
 
 CALL = (
@@ -61,15 +61,15 @@ SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Te
 
 
 def options_of(call: Call) -> Options:
-    """The inverse of `asked`."""
+    """The inverse of `problem_from`."""
     problem, scalars, mods = call.problem, call.scalars, call.problem.mods
     return Options(
         *scalars,
         align=problem.align,
         deterministic=problem.deterministic,
-        mask_mod=text_of(mods.mask),
-        score_mod=text_of(mods.score),
-        score_derivative=text_of(mods.derivative),
+        mask_mod=serialize(mods.mask),
+        score_mod=serialize(mods.score),
+        score_derivative=serialize(mods.derivative),
         mask_block=mods.block,
         has_bias_grad=problem.has_bias_grad,
         is_long=problem.is_long,
@@ -91,7 +91,7 @@ def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
     return tensors[:before], extras_of(*tensors[before:]), Options(*rest)
 
 
-def asked(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
+def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
     """The problem that an operator's arguments ask for; `inputs` are q, k and v."""
     q, k, v = inputs
     mods = options.mods

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..mods.flatten import mentions
+from ..mods.flatten import indices_used
 from ..problem import OPTIONAL
 from .schema import Options
 
@@ -18,11 +18,15 @@ _registered = False
 
 
 def register() -> bool:
-    """Registers the rules of both operators, once; False where torch has no DTensor to tell.
+    """Registers the sharding rules of both operators with DTensor, once.
 
-    >>> from tilewise.integrations import dtensor
-    >>> dtensor.register() == torch.distributed.is_available()
-    True
+    Example:
+        >>> from tilewise.integrations import dtensor
+        >>> dtensor.register() == torch.distributed.is_available()
+        True
+
+    Returns:
+        False where torch has no DTensor.
     """
     global _registered
     if _registered or not torch.distributed.is_available():
@@ -41,14 +45,14 @@ def _forward_rules(q, k, v, *call) -> list[tuple]:
     extras, (captured, *options) = call[:OPTIONAL], call[OPTIONAL:]
     return [
         ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + [None] * (1 + len(options)))
-        for way in _ways(q, k, captured, mentions(Options(*options).mods), *extras)
+        for way in _ways(q, k, captured, indices_used(Options(*options).mods), *extras)
     ]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
     extras, (captured, *options) = call[:OPTIONAL], call[OPTIONAL:]
     rules = []
-    for way in _ways(q, k, captured, mentions(Options(*options).mods), *extras):
+    for way in _ways(q, k, captured, indices_used(Options(*options).mods), *extras):
         given = [_if(dout, way.bshd), _if(dlse, way.bhs)]
         saved = [way.bshd] * 4 + [way.bhs]
         grads = [way.bshd] * 3 + [way.dsinks, way.dbias]

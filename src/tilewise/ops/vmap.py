@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import warn_slow
-from ..mods.flatten import mentions
+from ..mods.flatten import indices_used
 from ..problem import extras_of
 from .schema import GIVEN, INPUTS, Options, flat
 
@@ -74,7 +74,7 @@ def forward_op(info, in_dims, *args):
         extras = extras_of(*tensors[INPUTS:])
         return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *rest)
 
-    counts_rows = "b" in mentions(Options(*rest).mods)
+    counts_rows = "b" in indices_used(Options(*rest).mods)
     return forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
 
 

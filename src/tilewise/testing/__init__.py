@@ -1,4 +1,6 @@
-"""What tests of attention need, ours and yours: kernels without a GPU, inputs, error budgets.
+"""Tools for tests of attention: kernels without a GPU, inputs, error budgets.
+
+Example::
 
     from tilewise.testing import interpret
     interpret(my_kernel)[grid](*cpu_tensors, BLOCK=64)     # maths, masks, addresses
@@ -6,7 +8,7 @@
     from tilewise.testing import build, stats
     stats(build(my_kernel, *cpu_tensors, on="sm90", BLOCK=64))     # registers, spills, memory
 
-Names are imported when first used: the modules behind them want numpy or Triton.
+Names are imported on first use: the modules behind them need numpy or Triton.
 """
 
 import importlib

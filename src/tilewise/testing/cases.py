@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Case(NamedTuple):
-    """One call: its name, its sizes and what is asked of it."""
+    """One call: its name, sizes and features."""
 
     name: str
     sizes: Sizes
@@ -43,7 +43,7 @@ class Case(NamedTuple):
         return zlib.crc32(self.name.encode())
 
 
-class Described(Protocol):
+class CallSpec(Protocol):
     """What says which call is made."""
 
     @property
@@ -93,7 +93,7 @@ CASES: tuple[Case, ...] = (
     _case("128x500-top-left", _lengths(128, 500), causal="top_left"),
     _case("1023x1024", _lengths(1023, 1024)),
     _case("1023x1024-causal", _lengths(1023, 1024), causal=True, lse_grad=True),
-    # Nothing to see, nobody to see it, no batch.
+    # No keys, no queries, no batch.
     _case("no-keys", _lengths(33, 0)),
     _case("no-keys-sinks", _lengths(33, 0), sinks=True, lse_grad=True),
     _case("no-queries", _lengths(0, 33), causal=True),
@@ -126,7 +126,7 @@ CASES: tuple[Case, ...] = (
     _case("window-tall", _TALL, window=(10, 7), lse_grad=True),
     _case("window-top-left", _WIDE, causal="top_left", window=(33, 0)),
     _case("window-wider-than-all", _SQUARE, window=(1000, 1000)),
-    # Scores that are bent or shifted.
+    # Non-linear score functions and shifts.
     _case("softcap", _WIDE, softcap=1.5, lse_grad=True),
     _case("softcap-causal", _SQUARE, softcap=1.5, causal=True),
     _case("softcap-logits", _SQUARE, softcap=30.0, logits=100.0),
@@ -170,7 +170,7 @@ CASES: tuple[Case, ...] = (
     # Score functions.
     _case("score-tilted", _WIDE, score="tilted", lse_grad=True),
     _case("score-table-causal", _WIDE, score="table", causal=True),
-    _case("score-bent", _TALL, score="bent", alibi="heads"),
+    _case("score-nonlinear", _TALL, score="nonlinear", alibi="heads"),
     _case("score-hiding", _TALL, score="hiding", bias="hk", sinks=True),
     _case("learned-table", _WIDE, score="table", learned=True, causal=True, lse_grad=True),
     _case("learned-by-key", _TALL, score="by-key", learned=True, sinks=True, window=(60, 50)),
@@ -230,15 +230,15 @@ def run_case(
     if not isinstance(case, Case):
         return case.run(backend, device, dtype, seed)
     inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
-    with stand_in(backend, device, case.seed if seed is None else seed), poisoned():
+    with on_cpu(backend, device, case.seed if seed is None else seed), poisoned():
         results = run(attention, case, inputs, backend=backend)
     return records(results, *standards(case, inputs))
 
 
-def stand_in(
+def on_cpu(
     backend: str | None, device: str | torch.device, seed: int
 ) -> contextlib.AbstractContextManager:
-    """What runs a GPU backend on CPU tensors."""
+    """The context in which a GPU backend runs on CPU tensors."""
     if torch.device(device).type == "cpu" and backend == "portable":
         return use_interpreter()
     if torch.device(device).type == "cpu" and backend == "hopper":
@@ -262,7 +262,7 @@ def records(results: dict, oracle: dict, *plain: dict) -> list[Record]:
 
 def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     """The plain run of FlashAttention-2, which stores out and LSE and not P; in fp32 at least.
-    `how` are arguments of the reference beside the case's.
+    `how` are arguments of the reference in addition to the case's.
 
     Its scores are rounded in another way than those behind out and LSE: q is scaled first. With
     P' = exp(S - LSE') of those scores and w = exp(LSE' - LSE), autograd of the reference gives
@@ -271,13 +271,13 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
         dS = P (dP - delta) = P' ((w dO) V^T - rowsum(w dO * O') + dLSE')
                               given dLSE' = rowsum(w dO * O') - w delta
 
-    A row's LSE and delta are off by a throw of dice, and may be all that a gradient's error comes
+    The errors of a row's LSE and delta are random, and may be all that a gradient's error comes
     from. So here they are off by what rounding can do, with u = eps / 2 for each operation and, in
     a sum, of the sizes of its terms: LSE by u |S| + u |LSE| and 2 u for exp and 1 / l; delta, and
     dP which it meets, by u |dO| |O|. The sign changes from row to row. And kernels sum in sequence:
     of n terms, n roundings of the running sum, each u / sqrt(3) in the mean. So S is off over
-    headdim, with a sign that changes from key to key, and results over keys or queries. A cap's
-    t = tanh(x) is off by u t, which is u t / (1 - t^2) in x, or u sinh(2x) / 2x of it.
+    headdim, with a sign that changes from key to key, and results over keys or queries. A cap's t =
+    tanh(x) is off by u t, which is u t / (1 - t^2) in x, or u sinh(2x) / 2x of it.
     """
     dtype = torch.promote_types(inputs.q.dtype, torch.float32)
     eps = torch.finfo(dtype).eps
@@ -325,7 +325,7 @@ def _in_sequence(terms: int, eps: float) -> float:
 
 
 def _signs(x: Tensor) -> Tensor:
-    """1 and -1 by turns for (batch, nheads, seqlen, ...)."""
+    """1 and -1 alternating along seqlen, for (batch, nheads, seqlen, ...)."""
     return 1 - 2 * (torch.arange(x.shape[2], device=x.device) % 2)
 
 
@@ -339,13 +339,13 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
     return _as_rows(x, case).sum(-1)
 
 
-def run(attend, case: Described, inputs: Inputs, **how) -> dict[str, Tensor]:
+def run(attend, case: CallSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
     return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
 
 
 def _attend(
-    attend, case: Described, inputs: Inputs, **how
+    attend, case: CallSpec, inputs: Inputs, **how
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors that want gradients, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}

@@ -40,7 +40,8 @@ store wait      1 stores
 True
 
 With phase 1 to wait for, some seeds fail and some copy NaN; with 4097 bytes to expect, all raise
-`Deadlock`, which says who waits for which barrier, where. `breakpoint()` works in a kernel.
+`Deadlock`, which names the waiting partitions, their barriers and source lines. `breakpoint()`
+works in a kernel.
 
 What is modelled, one idea a file: `machine` has CTAs, partitions and the order they run in;
 `memory` shared memory and `fence_async_shared`; `barriers`, `tma` and `wgmma` these; `pointers`

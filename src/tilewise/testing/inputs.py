@@ -1,7 +1,7 @@
 """Inputs of a test: equal values on every device, in memory as users lay it out.
 
-Values come from a seed, on the CPU. Each tensor lies between margins of NaN, so that a kernel that
-reads past its end, or what lies between its strides, gives itself away.
+Values come from a seed, on the CPU. Each tensor lies between margins of NaN, so that reads past its
+end, or between its strides, are detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What is asked of a call beside its sizes; the first eight are arguments of `attention`."""
+    """The features of a call besides its sizes; the first eight are arguments of `attention`."""
 
     causal: bool | str = False
     window: tuple[int, int] | None = None
@@ -97,7 +97,7 @@ def make_inputs(
     used = None if used is None else torch.tensor(used, dtype=torch.int32, device=device)
     place = MEMORY[features.memory]
     q, k, v = place(*(x.to(device, dtype) for x in (q, k, v)))
-    if used is not None:  # whatever lies past seqused_k, nobody may read it
+    if used is not None:  # no kernel may read past seqused_k
         for x in (k, v):
             x[torch.arange(seqlen_k, device=device) >= used.long().unsqueeze(1)] = math.nan
     dout = guarded(dout.to(device, dtype))
@@ -176,7 +176,7 @@ MEMORY = {
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Within this block `torch.empty` and its kin give memory full of NaN.
+    """Within this block `torch.empty` and its variants give memory full of NaN.
 
     >>> with poisoned():
     ...     torch.empty(2)

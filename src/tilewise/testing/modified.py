@@ -68,7 +68,7 @@ def _by_head(sizes: Sizes, device) -> Callable:
 
 
 def _holes(sizes: Sizes, device) -> Callable:
-    """Queries that see nothing, and keys that nobody sees."""
+    """Queries without keys, and keys without queries."""
     return lambda b, h, q_idx, kv_idx: ((q_idx // 40) % 2 == 0) & ((kv_idx // 40) % 2 == 1)
 
 
@@ -114,7 +114,7 @@ def _by_key(table: torch.Tensor) -> Callable:
     return by_key
 
 
-def _bent(sizes: Sizes, device) -> Callable:
+def _nonlinear(sizes: Sizes, device) -> Callable:
     return lambda score, b, h, q_idx, kv_idx: 3 * torch.tanh(score / 3) + 0.1 * score * score
 
 
@@ -127,7 +127,7 @@ SCORES: dict[str, Callable] = {
     "tilted": _tilted,
     "table": _table,
     "by-key": lambda sizes, device: _by_key(_distances(sizes, device)),
-    "bent": _bent,
+    "nonlinear": _nonlinear,
     "hiding": _hiding,
 }
 LEARNED: dict[str, Callable] = {"table": _relative, "by-key": _by_key}

@@ -1,6 +1,6 @@
 """Compile a kernel for a GPU that is not there, and read what the compiler made of it.
 
-`build` goes through Triton's own launch path with a stand-in driver, so types, alignment and
+`build` goes through Triton's own launch path with a fake driver, so types, alignment and
 specialization come from ordinary arguments, as in a real launch. `stats` reads the result:
 registers, spills, shared memory, and whether wgmma was serialized, which only ptxas's log tells.
 
@@ -41,22 +41,30 @@ _one_at_a_time = threading.RLock()
 
 
 def build(kernel: Any, *args: Any, on: str = "sm90", **meta: Any) -> Any:
-    """Compile a `@triton.jit` or `@gluon.jit` kernel for the GPU named by `on`, with none present.
+    """Compiles a `@triton.jit` or `@gluon.jit` kernel for a GPU that need not be present.
 
-    >>> import torch, triton, triton.language as tl
-    >>> @triton.jit
-    ... def double_kernel(x, BLOCK: tl.constexpr):
-    ...     offs = tl.arange(0, BLOCK)
-    ...     tl.store(x + offs, 2 * tl.load(x + offs))
-    >>> compiled = build(double_kernel, torch.empty(64), on="sm90", BLOCK=64)
-    >>> stats(compiled)["spill_stores"]
-    0
+    Example:
+        >>> import torch, triton, triton.language as tl
+        >>> @triton.jit
+        ... def double_kernel(x, BLOCK: tl.constexpr):
+        ...     offs = tl.arange(0, BLOCK)
+        ...     tl.store(x + offs, 2 * tl.load(x + offs))
+        >>> compiled = build(double_kernel, torch.empty(64), on="sm90", BLOCK=64)
+        >>> stats(compiled)["spill_stores"]
+        0
 
-    Arguments and options are those of a launch, with CPU tensors (or torch dtypes) for pointers,
-    host descriptors over CPU tensors, numbers, and tuples or NamedTuples of them. `TARGETS` lists
-    the values of `on`; another raises ValueError. Returns Triton's compiled kernel: `asm`,
-    `metadata` and, of an NVIDIA target, `ptxas_log`. What does not compile raises what Triton
-    raises.
+    Args:
+        kernel: the kernel.
+        args: those of a launch: CPU tensors (or torch dtypes) for pointers, host descriptors over
+            CPU tensors, numbers, and tuples or NamedTuples of them.
+        on: a key of `TARGETS`.
+        meta: constexprs and options of a launch.
+
+    Returns:
+        Triton's compiled kernel, with `asm`, `metadata` and, for NVIDIA targets, `ptxas_log`.
+
+    Raises:
+        ValueError: an unknown target. Compile errors are Triton's.
     """
     if on not in TARGETS:
         raise ValueError(f"no target {on!r}; known are {', '.join(TARGETS)}")
@@ -72,22 +80,29 @@ def build(kernel: Any, *args: Any, on: str = "sm90", **meta: Any) -> Any:
 
 
 def stats(compiled: Any) -> dict[str, int | bool]:
-    """What a kernel from `build` needs and contains.
+    """Resources and instruction counts of a kernel from `build`.
 
-    >>> import torch, triton, triton.language as tl
-    >>> @triton.jit
-    ... def copy_kernel(x, y):
-    ...     tl.store(y, tl.load(x))
-    >>> stats(build(copy_kernel, torch.empty(1), torch.empty(1)))  # doctest: +ELLIPSIS
-    {'smem': 0, 'warps': 4, 'registers': ..., 'spill_stores': 0, 'spill_loads': 0, ...}
+    Example:
+        >>> import torch, triton, triton.language as tl
+        >>> @triton.jit
+        ... def copy_kernel(x, y):
+        ...     tl.store(y, tl.load(x))
+        >>> stats(build(copy_kernel, torch.empty(1), torch.empty(1)))  # doctest: +ELLIPSIS
+        {'smem': 0, 'warps': 4, 'registers': ..., 'spill_stores': 0, 'spill_loads': 0, ...}
 
-    Everywhere: `smem` in bytes, `warps`. NVIDIA: `registers` a thread, `spill_stores` and
-    `spill_loads` in bytes, `wgmma_serialized`, and how often instructions occur (HGMMA, HMMA,
-    UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA, FSEL); `copies_apart`: how many TMA loads stand
-    where a warp's lanes may have parted, as lanes that run ahead read what is not there yet;
-    `idle_barriers`: how many mbarriers are made and not used, whose memory becomes another's. AMD:
-    `vgpr_count`, `agpr_count`, `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`. A kernel that
-    `build` did not compile raises ValueError.
+    Args:
+        compiled: what `build` returned.
+
+    Returns:
+        `smem` in bytes and `warps`. For NVIDIA `registers` a thread, `spill_stores` and
+        `spill_loads` in bytes, `wgmma_serialized`, counts of instructions (HGMMA, HMMA, UTCHMMA,
+        UTMALDG, LDL, STL, MUFU.EX2, FFMA, FSEL), `copies_apart` (TMA loads where a warp's lanes may
+        have diverged, as lanes that run ahead read data that has not landed), and `idle_barriers`
+        (mbarriers that are created and not used, whose memory is reused). For AMD `vgpr_count`,
+        `agpr_count`, `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`.
+
+    Raises:
+        ValueError: the kernel was not compiled by `build`.
     """
     found = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
     if "amdgcn" in compiled.asm:
@@ -173,9 +188,8 @@ def _copies_apart(sass: str) -> int:
 def _idle_barriers(ttgir: str) -> int:
     """Arrays of mbarriers that are made, and nothing more.
 
-    The compiler gives their memory to somebody else, which PTX allows only after `mbarrier.inval`:
-    where another process takes its turn on the GPU, the barriers' first state comes back, over
-    whatever lies there by then.
+    The compiler reuses their memory, which PTX allows only after `mbarrier.inval`: after a context
+    switch to another process the GPU restores the barriers' first state, over the new contents.
     """
     made = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(?:\d+x)*1xi64", ttgir)
     idle = 0

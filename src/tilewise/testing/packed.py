@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .cases import Case, Record, records, run, stand_in, standards
+from .cases import Case, Record, on_cpu, records, run, standards
 from .inputs import Features, Inputs, Sizes, guarded, make_inputs, poisoned
 
 Tensor = torch.Tensor
@@ -53,7 +53,7 @@ class PackedCase(NamedTuple):
         parts = [make_inputs(*part[1:], dtype, device, part.seed) for part in self.parts]
         parts = [part._replace(sinks=parts[0].sinks) for part in parts]  # of heads, not sequences
         packed, lengths = self.pack(parts)
-        with stand_in(backend, device, self.seed if seed is None else seed), poisoned():
+        with on_cpu(backend, device, self.seed if seed is None else seed), poisoned():
             results = run(attention, self, packed, backend=backend, **lengths)
         alone = [standards(*both) for both in zip(self.parts, parts)]
         return records(results, *(self.join(runs) for runs in zip(*alone)))
@@ -65,7 +65,7 @@ class PackedCase(NamedTuple):
             tensors = [getattr(part, name) for part in parts]
             if tensors[0] is not None:
                 dim = 2 if name == "dlse" else 1
-                value = 0.0 if name == "dlse" else math.nan  # nobody may read what is not used
+                value = 0.0 if name == "dlse" else math.nan  # padding must not be read
                 joined[name] = guarded(self._cat(tensors, dim, value).squeeze(0))
         slopes = parts[0].alibi_slopes
         if slopes is not None and slopes.dim() == 2:
@@ -93,7 +93,7 @@ class PackedCase(NamedTuple):
         return joined
 
     def _cat(self, tensors: list[Tensor], dim: int, value: float) -> Tensor:
-        """One behind the other, each followed by the rows that are not used."""
+        """Concatenates the sequences, each followed by its padding rows."""
         after = [0, 0] * (tensors[0].dim() - 1 - dim) + [0, self.spare]
         return torch.cat([F.pad(x, after, value=value) for x in tensors], dim)
 

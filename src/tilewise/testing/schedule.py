@@ -1,7 +1,7 @@
-"""Who works on which tile of a packed batch, and when: the tile scheduler in plain Python.
+"""The tile scheduler of a packed batch in plain Python: which SM computes which tile, and when.
 
 `tiles` numbers the tiles as `tilewise.tile.varlen` does on a GPU, and is what that is tested
-against. `simulate` hands them out, in a fixed order or to whoever is free first; `tilewise
+against. `simulate` hands them out, in a fixed order or to the first free SM; `tilewise
 schedule` draws the result.
 """
 
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A processor was busy with a tile from `start` to `stop`."""
+    """A processor (SM) computes a tile from `start` to `stop`."""
 
     processor: int
     start: int
@@ -40,21 +40,25 @@ def tiles(
 ) -> Iterator[Tile]:
     """The tiles of a packed batch in the order of their numbers: batch, head, block, split.
 
-    Lengths 160 and 300 with blocks of 128 have 2 and 3 blocks:
+    Example:
+        >>> [(tile.tile, tile.batch, tile.m_block) for tile in tiles([160, 300], 1, 128)]
+        [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 1, 2)]
 
-    >>> [(tile.tile, tile.batch, tile.m_block) for tile in tiles([160, 300], 1, 128)]
-    [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 1, 2)]
+    Lengths 160 and 300 have 2 and 3 blocks of 128. With more heads, tile = m_block + head *
+    blocks(batch) + nheads * (blocks before the sequence); block 2 of head 1 of sequence 1 is tile 2
+    + 1 * 3 + 2 * 2:
 
-    With more heads, tile = m_block + head * blocks(batch) + nheads * (blocks before the sequence);
-    block 2 of head 1 of sequence 1 is tile 2 + 1 * 3 + 2 * 2:
+        >>> list(tiles([160, 300], 2, 128))[9]
+        Tile(tile=9, batch=1, head=1, m_block=2, split_idx=0)
+        >>> [tile.m_block for tile in tiles([160, 300], 1, 128, longest_first=True)]
+        [1, 0, 2, 1, 0]
 
-    >>> list(tiles([160, 300], 2, 128))[9]
-    Tile(tile=9, batch=1, head=1, m_block=2, split_idx=0)
-
-    `longest_first` gives the blocks of a head from the last to the first:
-
-    >>> [tile.m_block for tile in tiles([160, 300], 1, 128, longest_first=True)]
-    [1, 0, 2, 1, 0]
+    Args:
+        lengths: queries of each sequence.
+        nheads: heads.
+        block: queries of a tile.
+        num_splits: splits of each tile's keys.
+        longest_first: gives the blocks of a head from the last to the first.
     """
     tile = 0
     for batch, length in enumerate(lengths):
@@ -67,28 +71,37 @@ def tiles(
 
 
 def key_blocks(length: int, m_block: int, block: int, causal: bool) -> int:
-    """How many blocks of keys a tile visits in the self-attention of its sequence: its cost.
+    """The cost of a tile: how many blocks of keys it visits in the self-attention of its sequence.
 
-    >>> [key_blocks(300, m_block, 128, causal=True) for m_block in range(3)]
-    [1, 2, 3]
-    >>> [key_blocks(300, m_block, 128, causal=False) for m_block in range(3)]
-    [3, 3, 3]
+    Example:
+        >>> [key_blocks(300, m_block, 128, causal=True) for m_block in range(3)]
+        [1, 2, 3]
+        >>> [key_blocks(300, m_block, 128, causal=False) for m_block in range(3)]
+        [3, 3, 3]
+
+    Args:
+        length: tokens of the sequence.
+        m_block: the tile's block of queries.
+        block: tokens of a block.
+        causal: whether the mask is causal.
     """
     return m_block + 1 if causal else -(-length // block)
 
 
 def simulate(costs: Sequence[int], processors: int, dynamic: bool) -> list[Run]:
-    """When each tile runs and where, by tile number.
+    """When each tile runs and on which processor (SM), by tile number.
 
-    Static: tile i runs on processor i % processors, after that one's tiles before it.
+    Example:
+        >>> simulate([4, 1, 1, 1], 2, dynamic=False)[2]
+        Run(processor=0, start=4, stop=5, tile=2)
+        >>> simulate([4, 1, 1, 1], 2, dynamic=True)[2]
+        Run(processor=1, start=1, stop=2, tile=2)
 
-    >>> simulate([4, 1, 1, 1], 2, dynamic=False)[2]
-    Run(processor=0, start=4, stop=5, tile=2)
-
-    Dynamic: the next tile goes to whoever is free first, as a counter gives it to whoever asks.
-
-    >>> simulate([4, 1, 1, 1], 2, dynamic=True)[2]
-    Run(processor=1, start=1, stop=2, tile=2)
+    Args:
+        costs: the time of each tile.
+        processors: how many SMs.
+        dynamic: the next tile goes to the first free processor, as a counter in memory assigns it;
+            else tile i runs on processor i % processors, after that one's tiles before it.
     """
     free = [(0, processor) for processor in range(processors)]
     runs = []
@@ -105,17 +118,19 @@ def simulate(costs: Sequence[int], processors: int, dynamic: bool) -> list[Run]:
 def makespan(runs: Sequence[Run]) -> int:
     """When the last tile is done.
 
-    >>> makespan(simulate([4, 1, 1, 1], 2, dynamic=False))
-    5
+    Example:
+        >>> makespan(simulate([4, 1, 1, 1], 2, dynamic=False))
+        5
     """
     return max((run.stop for run in runs), default=0)
 
 
 def busy(runs: Sequence[Run], processors: int) -> float:
-    """The share of its time until the makespan that a processor is at work, over all of them.
+    """The share of the makespan in which processors compute, over all of them.
 
-    >>> busy(simulate([4, 1, 1, 1], 2, dynamic=False), 2)
-    0.7
+    Example:
+        >>> busy(simulate([4, 1, 1, 1], 2, dynamic=False), 2)
+        0.7
     """
     work = sum(run.stop - run.start for run in runs)
     return work / (processors * makespan(runs)) if work else 1.0

@@ -7,10 +7,10 @@
 so the budget follows the inputs and no tolerance is guessed. An algorithm that stores LSE and not P
 has errors of its own: its plain run is a second one, whose errors add (`cases.recomputed`). `band`
 is measured as well: what the oracle loses when it and its sum and difference with 0.3 of its size
-are rounded, that is, the error of three more operations. A mean beside the maximum keeps a drift
-from hiding under one bad element; its band is that of fp32, in which kernels sum whatever the
-dtype, as plain code rounds the result once, too. All must be finite but the -inf of the oracle,
-which are matched exactly.
+are rounded, that is, the error of three more operations. Bounding the mean, too, keeps a drift from
+hiding under one bad element; its band is that of fp32, in which kernels sum whatever the dtype, as
+plain code rounds the result once, too. All must be finite but the -inf of the oracle, which are
+matched exactly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 Tensor = torch.Tensor
 MAX_FACTOR = 2.0
 MEAN_FACTOR = 1.1
-FEW = 128  # elements whose mean error is a throw of dice: they have the one bound
+FEW = 128  # up to so many elements the mean error is noise: only the maximum is bounded
 
 
 class Verdict(NamedTuple):
-    """Errors beside their bounds; `ok` also says that infinities are where they belong."""
+    """Errors with their bounds; `ok` also requires that infinities are where they belong."""
 
     max_error: float
     max_bound: float
@@ -42,17 +42,21 @@ class Verdict(NamedTuple):
 
 
 def judge(result: Tensor, oracle: Tensor, *plain: Tensor) -> Verdict:
-    """Holds `result` to the budget.
+    """Judges a result by the error budget.
 
-    >>> import torch
-    >>> oracle = torch.linspace(-1, 1, 100, dtype=torch.float64)
-    >>> judge(oracle.bfloat16(), oracle, oracle.bfloat16()).ok
-    True
-    >>> judge(oracle.bfloat16() + 0.1, oracle, oracle.bfloat16()).ok
-    False
+    Example:
+        >>> import torch
+        >>> oracle = torch.linspace(-1, 1, 100, dtype=torch.float64)
+        >>> judge(oracle.bfloat16(), oracle, oracle.bfloat16()).ok
+        True
+        >>> judge(oracle.bfloat16() + 0.1, oracle, oracle.bfloat16()).ok
+        False
 
-    All have one shape; `result` and the first `plain` have the dtype whose rounding is allowed. The
-    errors of several plain runs add, element by element.
+    Args:
+        result: in the dtype whose rounding is allowed.
+        oracle: fp64, of the same shape.
+        plain: results of plain code in the precision of `result`; the errors of several add,
+            element by element.
     """
     dtype = plain[0].dtype
     if result.shape != oracle.shape or result.dtype != dtype:
@@ -82,7 +86,17 @@ def rounding_band(oracle: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_within(result: Tensor, oracle: Tensor, plain: Tensor, name: str = "result") -> None:
-    """AssertionError, with the figures, unless `result` is within the budget."""
+    """Asserts that a result is within the error budget.
+
+    Args:
+        result: in the dtype whose rounding is allowed.
+        oracle: fp64, of the same shape.
+        plain: the result of plain code in that precision.
+        name: the name of the result in the message.
+
+    Raises:
+        AssertionError: it is not; the message has the figures.
+    """
     verdict = judge(result, oracle, plain)
     if not verdict.ok:
         raise AssertionError(f"{name} is out of its budget: {verdict}{_misplaced(result, oracle)}")

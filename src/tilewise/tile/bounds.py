@@ -1,11 +1,11 @@
 """Which blocks a tile visits, and which of them need no mask.
 
-Query i sees keys i + diagonal - left .. i + diagonal + right. A tile of queries therefore visits
-one interval of key blocks, and the blocks that all its rows see whole form an interval inside it:
-masks cost only in the partial blocks around that. The backward asks the same question the other way
-round, for a tile of keys. FlashAttention-2 (arXiv 2307.08691), section 3.1. A block mask has lists
-of both kinds instead: its blocks may be larger than a tile, but not smaller. The lists are on the
-device, where they are not validated: counts and numbers are held to the blocks that there are.
+Query i attends to keys i + diagonal - left .. i + diagonal + right. A tile of queries therefore
+visits one interval of key blocks, and its full blocks, unmasked for all rows, form an interval
+inside it: only the partial blocks around that are masked. The backward does the same for a tile of
+keys. FlashAttention-2 (arXiv 2307.08691), section 3.1. A block mask has lists of both kinds
+instead: its blocks may be larger than a tile, but not smaller. The lists are not validated on the
+device: counts and indices are clamped to the existing blocks.
 """
 
 import triton
@@ -55,7 +55,7 @@ def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
         if FEATURES.RIGHT:
             stop = m_last + seq.lengths.diagonal + seq.numbers.right + 1
             full_stop = m_start + seq.lengths.diagonal + seq.numbers.right + 1
-        if FEATURES.MASK_MOD is not None:  # it is asked for every pair
+        if FEATURES.MASK_MOD is not None:  # it is evaluated for every pair
             full_stop = 0
         limit = seq.lengths.seqlen_k
         return _block_range(first, stop, full_first, full_stop, limit, TILE.BLOCK_N)

@@ -1,8 +1,8 @@
 """Which pairs of a tile dropout keeps: the map of `tilewise.tile.random_bytes`, for kernels.
 
-Every element asks for the words of its group. Elements of one group that lie in one thread ask the
-same question, and the compiler computes it once: in wgmma's accumulator layout, queries down, a
-thread has all 16 of a group; keys down (the backward's S^T) it has four.
+Every element computes the words of its group. The compiler merges the equal computations of
+elements of one group in one thread: in wgmma's accumulator layout, queries down, a thread has all
+16 of a group; keys down (the backward's S^T) it has four.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def stream_of(rng, batch, head):
 
 
 @triton.jit
-def kept(stream, m_start, n_start, offs_m, offs_n, threshold):
+def keep_mask(stream, m_start, n_start, offs_m, offs_n, threshold):
     """Whether each pair (m_start + offs_m, n_start + offs_n) is kept: bool.
 
     offs_m and offs_n are shaped to broadcast over the tile, whichever of its sides is which.

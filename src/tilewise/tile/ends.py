@@ -1,4 +1,4 @@
-"""The ends of a mask whose rows are intervals, where they are kept in memory (`mods.ends`)."""
+"""Loads the ends of a mask whose rows are intervals (`mods.ends`)."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 
-class Interval(NamedTuple):
-    """What each row sees of its columns: first <= column < stop."""
+class RowInterval(NamedTuple):
+    """The unmasked columns of each row: first <= column < stop."""
 
     first: tl.tensor
     stop: tl.tensor
@@ -15,8 +15,10 @@ class Interval(NamedTuple):
 
 @triton.jit
 def load_ends(row, batch, head, ends):
-    """What each row sees, by the first two of these tensors; nothing past the last row."""
-    return Interval(load_end(ends[0], row, batch, head), load_end(ends[1], row, batch, head))
+    """The unmasked interval of each row, from the first two of these tensors; empty past the last
+    row.
+    """
+    return RowInterval(load_end(ends[0], row, batch, head), load_end(ends[1], row, batch, head))
 
 
 @triton.jit

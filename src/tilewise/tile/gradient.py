@@ -2,8 +2,8 @@
 
     P = exp(S - lse)        dS = P (dP - delta)        delta = rowsum(dO O)
 
-FlashAttention-2, algorithm 2, lines 11 and 14; dS is the gradient of scale * q k^T, so that the
-score's own derivative joins here.
+FlashAttention-2, algorithm 2, lines 11 and 14; dS is the gradient of scale * q k^T, so it includes
+the score's own derivative.
 """
 
 import triton

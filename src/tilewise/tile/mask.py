@@ -1,14 +1,14 @@
 """The mask of a tile of scores: a band, as an interval of columns for each row, and a function.
 
 Query i sees key j where i + diagonal - left <= j <= i + diagonal + right and j < seqlen_k
-(`tilewise.tile.predicates`). Both ends are numbers a row, whichever of a tile's sides the queries
-are: so an element takes one comparison for each end that there is.
+(`tilewise.tile.predicates`). Both ends are per row, whether queries are rows or columns of the
+tile: so an element takes one comparison for each end.
 """
 
 import triton
 import triton.language as tl
 
-from .ends import Interval, load_ends
+from .ends import RowInterval, load_ends
 
 LAST = tl.constexpr(0x7FFFFFFF)  # past every column
 
@@ -45,11 +45,11 @@ def band_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.constexp
         stop = k_idx - (diagonal - left - 1)
         if not FEATURES.RIGHT:
             stop = tl.where(is_key, stop, -LAST)
-        return Interval(first, stop)
+        return RowInterval(first, stop)
     else:
         first = q_idx + (diagonal - left)
         stop = tl.minimum(q_idx + (diagonal + right + 1), seqlen_k) if FEATURES.RIGHT else seqlen_k
-        return Interval(first, stop)
+        return RowInterval(first, stop)
 
 
 @triton.jit
@@ -60,25 +60,23 @@ def ends_seen(q_idx, k_idx, seq, TRANSPOSED: tl.constexpr):
     if TRANSPOSED:
         seen = load_ends(k_idx, seq.batch, seq.head, (first_query, stop_query))
         first = tl.where(k_idx < seqlen_k, seen.first - seq.origin, LAST)
-        return Interval(first, seen.stop - seq.origin)
+        return RowInterval(first, seen.stop - seq.origin)
     else:
         seen = load_ends(q_idx, seq.batch, seq.head, (first_key, stop_key))
         stop = tl.minimum(seen.stop - seq.origin, seqlen_k)
-        return Interval(seen.first - seq.origin, stop)
+        return RowInterval(seen.first - seq.origin, stop)
 
 
 @triton.jit
 def function_allows(q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """What the mask function says of each pair."""
+    """The mask function's value for each pair."""
     tensors = seq.modifiers.mask_tensors
     return FEATURES.MASK_MOD(seq.batch, seq.head, q_idx, k_idx, tensors)
 
 
 @triton.jit
 def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """Scores of pairs that may not see each other become -inf; q_idx and k_idx broadcast over the
-    tile.
-    """
+    """Sets masked scores to -inf; q_idx and k_idx broadcast over the tile."""
     TRANSPOSED: tl.constexpr = k_idx.shape[1] == 1
     LEFT: tl.constexpr = FEATURES.LEFT
     seen = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)

@@ -1,4 +1,4 @@
-"""Where the keys of a cache lie.
+"""Addresses of the keys of a KV cache.
 
 A cache is (batch, seqlen_k, nheads_k, headdim), or with a page table, int32 (batch, pages), a pool
 of pages (num_pages, page_size, nheads_k, headdim): key j of sequence b is row j % page_size of page
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def capacity(k: Tensor, page_table: Tensor | None) -> int:
-    """How many keys a sequence has room for."""
+    """The capacity of a sequence, in keys."""
     if page_table is None:
         return k.shape[1]
     return page_table.shape[1] * k.shape[1] if k.shape[0] else 0
@@ -29,7 +29,7 @@ def batch_of(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
 def lengths_of(
     k: Tensor, page_table: Tensor | None, seqused_k: Tensor | None, batch: int
 ) -> list[int]:
-    """How many keys each sequence has, none more than it has room for."""
+    """The keys of each sequence, at most its capacity."""
     room = capacity(k, page_table)
     if seqused_k is None:
         return [room] * batch

@@ -198,7 +198,7 @@ def draw_rng(device: torch.device | str, generator: torch.Generator | None = Non
 
     It comes from the device's default generator, or the one that is passed, by one of torch's own
     random operators: `torch.manual_seed` and `torch.utils.checkpoint` reach it, a CUDA graph draws
-    anew at each replay, and the host never waits.
+    new words at each replay, and the host never waits.
     """
     words = torch.randint(
         -(2**31), 2**31, (4,), dtype=torch.int32, device=device, generator=generator

@@ -10,9 +10,16 @@ Tensor = torch.Tensor
 
 
 class Rotary(NamedTuple):
-    """Tables of angles by position, (positions, rotary_dim / 2); the first rotary_dim dimensions of
-    a head are rotated. `interleaved` pairs dimensions 0 and 1, 2 and 3 (GPT-J), else 0 and
-    rotary_dim / 2, 1 and rotary_dim / 2 + 1 (GPT-NeoX, Llama).
+    """Tables of rotary embeddings (RoPE) by position.
+
+    Args:
+        cos: (positions, rotary_dim / 2), float: the first rotary_dim dimensions of a head are
+            rotated.
+        sin: shaped as cos.
+        interleaved: pairs dimensions 0 and 1, 2 and 3 (GPT-J); else 0 and rotary_dim / 2, 1 and
+            rotary_dim / 2 + 1 (GPT-NeoX, Llama).
+
+    RoFormer (Su et al. 2021, arXiv 2104.09864), equation 34.
     """
 
     cos: Tensor

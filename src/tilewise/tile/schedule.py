@@ -8,7 +8,7 @@ the tail.
 import triton
 import triton.language as tl
 
-from .varlen import Hint, in_turns, varlen_tile
+from .varlen import Hint, interleave_heads, varlen_tile
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def query_tile(tile, sizes, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
 def query_tile_in_group(tile, queue, seqlen_q, BLOCK_M: tl.constexpr):
     """Tile number -> (m_block, head, batch), for programs that take tile after tile.
 
-    Heads come in groups, so that the programs at work read few keys and values; in each group the
-    longest tiles come first.
+    Heads come in groups, so that concurrent programs read few keys and values (L2 reuse); in each
+    group the longest tiles come first.
     """
     m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     rank, head, batch = _in_group(tile, queue, m_blocks)
@@ -72,8 +72,10 @@ def key_tile_in_group(tile, queue, seqlen_k, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _in_group(tile, queue, blocks):
-    """Tile number -> (which of its head's blocks, head, batch), the heads of a group in turns."""
-    rank, head = in_turns(tile, blocks, queue.heads, queue.together)
+    """Tile number -> (which of its head's blocks, head, batch), the heads of a group
+    interleaved.
+    """
+    rank, head = interleave_heads(tile, blocks, queue.heads, queue.l2_group)
     return rank, head % queue.nheads, head // queue.nheads
 
 

@@ -6,10 +6,10 @@
     score = ... - slope * |q_idx + diagonal - k_idx|    with ALiBi
     score = ... + bias[b, h, q_idx, k_idx]              with a bias
 
-ALiBi is Press et al. 2022, arXiv 2108.12409. Softmax works on 2^x, so scores are wanted times
-log2(e). Where nothing is added that factor, with the scale or the softcap, is left to the exponent,
-where it joins the subtraction of the maximum in one fused multiply-add: `exp_scale` is what the
-exponent multiplies by. A score function and a bias work in natural units, and leave it log2(e).
+ALiBi is Press et al. 2022, arXiv 2108.12409. Softmax uses 2^x, so scores are needed times log2(e).
+Where nothing is added, that factor, with the scale or the softcap, is applied in the exponent, in
+the fused multiply-add that subtracts the maximum: `exp_scale` is the exponent's factor. A score
+function and a bias work in natural units, so that the factor is log2(e).
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def tanh(x):
 
 @triton.jit
 def fast_tanh(x):
-    """One instruction of NVIDIA's GPUs, within 2^-11 of the value: what rounding to fp16 costs."""
+    """NVIDIA's tanh.approx, within 2^-11 of the value: the error of rounding to fp16."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
     )
@@ -61,9 +61,7 @@ def exp_scale(seq, FEATURES: tl.constexpr):
 
 @triton.jit
 def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """Scores of a tile; q_idx and k_idx are shaped to broadcast over it, whichever of its sides is
-    which.
-    """
+    """Scores of a tile; q_idx and k_idx are shaped to broadcast over it."""
     scored = score_without_bias(qk, q_idx, k_idx, seq, FEATURES)
     if FEATURES.BIAS:
         return Score(scored.s + load_bias(q_idx, k_idx, seq), scored.derivative)

@@ -1,7 +1,7 @@
-"""What one head of one sequence is: where it lies, how long, where its diagonal is, its slope.
+"""One head of one sequence: its offsets, lengths, diagonal and ALiBi slope.
 
-Lengths come from the device and are not validated. So they are held to the room there is where they
-are read: a length that is wrong makes a wrong result, and no wrong address.
+Lengths come from the device and are not validated. So they are clamped where they are read: a wrong
+length makes a wrong result, and no out-of-bounds access.
 """
 
 import triton
@@ -10,18 +10,18 @@ import triton.language as tl
 from .bounds import clamp
 from .dropout import stream_of
 from .score import load_slope
-from .types import Lengths, Place, Sequence
+from .types import Lengths, Sequence, SequenceOffsets
 
 
 @triton.jit
 def place_of(batch, sizes, optionals, FEATURES: tl.constexpr):
-    """Where the sequence lies: a row of the batch, or rows of packed tensors."""
+    """The offsets of the sequence: a row of the batch, or rows of packed tensors."""
     if FEATURES.PACKED:
         first_q, rows_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
         first_k, rows_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
-        return Place(batch * 0, first_q, first_k, rows_q, rows_k)
+        return SequenceOffsets(batch * 0, first_q, first_k, rows_q, rows_k)
     else:
-        return Place(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
+        return SequenceOffsets(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
 
 @triton.jit
 def lengths_in(place, batch, optionals, FEATURES: tl.constexpr):
-    """The same, where it is known where the sequence lies."""
+    """The same, given the sequence's offsets."""
     seqlen_q = place.rows_q
     if FEATURES.SEQUSED_Q:
         seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, place.rows_q)
@@ -70,9 +70,9 @@ def padded_row(first_row, sequence, ROWS: tl.constexpr):
 
 @triton.jit
 def modifiers_of(optionals):
-    """The modifiers, to be asked for before any loop: in a loop Triton (3.6 to 3.9) forgets the
-    values of the constants that it found in tuples of tuples, strides of 1, unless a function has
-    returned them.
+    """The modifiers, to be called before any loop: in a loop Triton (3.6 to 3.9) forgets the values
+    of the constants that it found in tuples of tuples, strides of 1, unless a function has returned
+    them.
     """
     return optionals.modifiers
 

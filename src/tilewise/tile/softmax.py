@@ -62,7 +62,7 @@ def exponentials(s, m_i, m_new, exp_scale, MASKED: tl.constexpr):
 
 @triton.jit
 def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
-    """The factor 1 / l and the lse. A sink is a logit that takes its share and has no value."""
+    """The factor 1 / l and the lse. A sink is a logit that joins the softmax without a value."""
     rescale = 1.0
     if FEATURES.SINKS:
         m_new = tl.maximum(m_i, sink_log2)

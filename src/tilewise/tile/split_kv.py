@@ -4,13 +4,14 @@ Piece i holds keys [i * split_size, (i + 1) * split_size), counted from key 0. O
 
     m = max_j S_j,   l = sum_j exp(S_j - m),   O = sum_j exp(S_j - m) V_j
 
-are computed without a look at other pieces, in fp32 (fp64 for fp64), and two neighbours are folded
+are computed independently of other pieces, in fp32 (fp64 for fp64), and two neighbours are folded
 to
 
     m = max(m1, m2),   l = exp(m1 - m) l1 + exp(m2 - m) l2,   O likewise
 
 A piece without a key is m = -inf, l = 0, O = 0 and changes no bit, so that a row's bits do not
-depend on who computes which piece, nor on pieces that a window hides. The row is O / l at the end.
+depend on which program computes which piece, nor on pieces that a window hides. The row is O / l at
+the end.
 
 FlashDecoding (Dao et al. 2023) splits so; that the size of a piece is fixed, and not their number,
 is what makes the result independent of the batch.
@@ -27,7 +28,7 @@ Tensor = torch.Tensor
 
 
 class State(NamedTuple):
-    """What is known of rows after some keys: maximum, sum, and unnormalised output."""
+    """The softmax state of rows: maximum, sum, and unnormalised output."""
 
     m_i: Tensor  # (..., rows, 1)
     l_i: Tensor  # (..., rows, 1)
@@ -42,7 +43,7 @@ def default_split_size(group: int) -> int:
 
 
 def pieces(first: int, last: int, split_size: int) -> range:
-    """The numbers of the pieces that keys [first, last) lie in."""
+    """The indices of the pieces that contain keys [first, last)."""
     return range(first // split_size, -(-last // split_size)) if first < last else range(0)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class SplitState(NamedTuple):
-    """Rows on their way over the keys: unnormalised output, maximum and sum."""
+    """The state of rows in the loop over keys: unnormalised output, maximum and sum."""
 
     acc_o: tl.tensor  # (BLOCK_M, BLOCK_DV)
     m_i: tl.tensor  # (BLOCK_M,), base 2

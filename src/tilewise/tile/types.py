@@ -1,4 +1,4 @@
-"""What crosses a kernel's boundary: arguments in groups, each a NamedTuple.
+"""Kernel arguments in groups, each a NamedTuple.
 
 The runtime groups hold pointers and numbers; `Features` and `Tile` are constexpr and select code.
 """
@@ -38,8 +38,8 @@ class Optionals(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """score_mod, mask_mod, bias and block lists. What is absent is 0: functions return these,
-    and Triton's functions return no None.
+    """score_mod, mask_mod, bias and block lists; 0 stands for None, which Triton functions cannot
+    return.
     """
 
     bias: Bias | int
@@ -74,7 +74,7 @@ class Lists(NamedTuple):
     full_width: int
     batch_rows: int  # 0 where all share one mask
     head_rows: int
-    blocks: int  # of the other side, which the lists number
+    blocks: int  # of the other side, which the lists index
 
 
 class Sizes(NamedTuple):
@@ -100,7 +100,7 @@ class Numbers(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Which code a kernel holds."""
+    """Constexprs that select a kernel's code."""
 
     HEADDIM: int
     HEADDIM_V: int
@@ -114,7 +114,7 @@ class Features(NamedTuple):
     SINKS: bool
     SEQUSED_K: bool
     SEQUSED_Q: bool
-    PACKED: bool  # sequences lie one behind the other; cu_seqlens say where they begin
+    PACKED: bool  # sequences lie end to end; cu_seqlens say where they begin
     BIAS: bool
     DROPOUT: bool
     MASK_M: int  # rows of queries and of keys in a block of the block mask; 0 without one
@@ -146,11 +146,12 @@ class Queue(NamedTuple):
     tiles: int
     nheads: int  # of one sequence; key heads where their query heads share a tile
     heads: int  # of the whole batch
-    together: int  # heads in a group: their tiles are mixed; packed, backward: blocks of such heads
+    # heads whose tiles are interleaved for L2 reuse; packed, backward: blocks of such heads
+    l2_group: int
 
 
 class Pipeline(NamedTuple):
-    """A tile and how it passes through a Hopper program."""
+    """The tile shape and pipeline of a Hopper program."""
 
     BLOCK_M: int  # queries: 64 rows a warpgroup, divided by PACK
     BLOCK_N: int
@@ -162,12 +163,14 @@ class Pipeline(NamedTuple):
     PACK: int  # heads of a group that share a tile, as neighbouring rows
     BIAS_STEP: int = 0  # from one key's bias to the next: 1, or 2 where two may be read at once;
     # 0 where keys share it, -1 where they are further apart
-    BIAS_COPIED: bool = False  # whether the bias comes by way of shared memory
+    BIAS_COPIED: bool = False  # whether TMA loads the bias
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
 
 
 class KeyPipeline(NamedTuple):
-    """A tile of the Hopper backward: keys that a program holds, and blocks of queries that pass."""
+    """The tile shape and pipeline of the Hopper backward: a program holds a tile of keys and loops
+    over blocks of queries.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -176,9 +179,9 @@ class KeyPipeline(NamedTuple):
     ORDERED: bool  # whether tiles add to dQ in the order of their keys
     LSE_FIRST: bool  # whether S starts from -lse, as it can unless something comes between
     RAGGED: bool  # whether each sequence has lengths of its own
-    LABELLED: bool = False  # whether labels say which blocks these are, and bring random numbers
-    BIAS_COPIED: bool = False  # whether the bias comes by way of shared memory
-    BIAS_GRAD: bool = False  # whether dS leaves by that way, too: it is the gradient of the bias
+    HAS_METADATA: bool = False  # per-block metadata: indices and random state
+    BIAS_COPIED: bool = False  # whether TMA loads the bias
+    BIAS_GRAD: bool = False  # whether TMA stores dS, which is the gradient of the bias
 
 
 class Lengths(NamedTuple):
@@ -189,8 +192,8 @@ class Lengths(NamedTuple):
     diagonal: int
 
 
-class Place(NamedTuple):
-    """Where a sequence lies in its tensors, and how many rows it has there, used or not."""
+class SequenceOffsets(NamedTuple):
+    """A sequence's offsets in its tensors, and its rows there, padding included."""
 
     batch: int  # 0 where sequences are packed
     first_q: int  # 0 where they are not
@@ -213,8 +216,8 @@ class Sequence(NamedTuple):
 
 
 class ListedBlocks(NamedTuple):
-    """Blocks by the lists of a block mask: how many, and where their numbers stand. A number is
-    less than `blocks`, of a full block less than `whole`.
+    """Blocks of a block mask: how many, and the addresses of their indices. An index is less than
+    `blocks`, of a full block less than `whole`.
     """
 
     partial_count: int

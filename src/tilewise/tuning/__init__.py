@@ -1,1 +1,1 @@
-"""Tile shapes: what was measured (tables), who picks (select), how to measure more (search)."""
+"""Tile shapes: measured ones (tables), the choice among them (select), their files (store)."""

@@ -78,7 +78,7 @@ def user_table(device: torch.device) -> dict[Key, Config]:
     return rows_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
 
 
-def remember(device: torch.device, rows: dict[Key, Config]) -> Path:
+def add_measured(device: torch.device, rows: dict[Key, Config]) -> Path:
     """Adds rows to the user's cache and returns its path."""
     path = add(torch.cuda.get_device_name(device), rows)
     _measured.cache_clear()

@@ -19,7 +19,7 @@ from .tables import TABLE
 Table = dict[Key, Config]
 PORTABLE = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_delta")  # the kernels that `tilewise tune` times
 MOST_SCORES = 2048  # of a warp: more than 64 a thread spill
-REMEDY = "run `tilewise tune` again, which keeps the old file beside the new one, or delete it"
+REMEDY = "run `tilewise tune` again, which keeps a copy of the old file, or delete it"
 
 
 class Stored(NamedTuple):
@@ -49,7 +49,7 @@ def rows_of(gpu: str) -> Table:
 
 def add(gpu: str, rows: Table) -> Path:
     """Adds rows to those of a GPU and returns the file's path; OSError where nothing can be
-    written. A file with something wrong in it is kept beside the new one, and a warning says where.
+    written. A file with something wrong in it is kept as a copy, and a warning names it.
     """
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)

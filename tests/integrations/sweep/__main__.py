@@ -14,15 +14,15 @@ from .subjects import subjects
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations.sweep")
-    parser.add_argument("--only", nargs="+", metavar="CLASS", help="these classes, anew")
-    parser.add_argument("--task", help="classes for this task, anew")
-    parser.add_argument("--anew", action="store_true", help="all classes, whatever is known")
+    parser.add_argument("--only", nargs="+", metavar="CLASS", help="these classes again")
+    parser.add_argument("--task", help="classes for this task again")
+    parser.add_argument("--all", action="store_true", help="all classes, whatever is known")
     asked = parser.parse_args()
     rows, every = load(), subjects()
     wanted = asked.only or [
         name
         for name, subject in every.items()
-        if asked.anew or subject.task == asked.task or (not asked.task and name not in rows)
+        if asked.all or subject.task == asked.task or (not asked.task and name not in rows)
     ]
     warm()
     for name in wanted:

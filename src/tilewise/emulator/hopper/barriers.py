@@ -1,4 +1,4 @@
-"""mbarriers: they count arrivals and bytes on their way, phase by phase.
+"""mbarriers: they count arrivals and expected bytes, phase by phase.
 
 A phase of a barrier ends when its `count` arrivals have come and every expected byte has landed;
 the next begins at once. `wait(barrier, phase)` passes when the phase of that parity has ended. A
@@ -39,7 +39,7 @@ class Barrier:
         self.unfenced_by = None
 
     def usable(self, by_tma: bool = False) -> "Barrier":
-        """Itself, unless whoever asks may not use it yet."""
+        """Returns the barrier; raises if the running partition may not use it yet."""
         if not self.count:
             raise HopperError(f"{running()} uses barrier {self.name()}, which is not initialised")
         if self.unfenced_by not in (None, running()) or (by_tma and self.unfenced_by):
@@ -77,7 +77,7 @@ class Barrier:
 
     def _check_phase(self) -> None:
         if self.pending == 0 and self.bytes == 0:
-            self.home.cta.machine.turns = 0
+            self.home.cta.machine.switches = 0
             self.phase ^= 1
             self.pending = self.count
 

@@ -29,15 +29,22 @@ Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
 
 class emulate:
-    """Launch a `@gluon.jit` kernel on CPU tensors: `emulate(kernel)[grid](*args, **meta)`.
+    """Launches a `@gluon.jit` kernel on CPU tensors: `emulate(kernel)[grid](*args, **meta)`.
 
     Arguments are those of a launch on a GPU: CPU tensors, host TensorDescriptors over them,
-    numbers, None, tuples and NamedTuples of these. The option num_warps is taken, others that the
-    kernel has no parameter for are ignored.
+    numbers, None, tuples and NamedTuples of these. Of options num_warps is used; others that the
+    kernel has no parameter for are ignored. See `tilewise.testing.hopper` for an example.
 
-    `seed` picks one order of events of the many that a GPU may show: try twenty. `resident` is how
-    many CTAs run at a time, `asm` maps inline assembly to functions of tensors, and `trace`, a
-    function or a list, receives (cta, partition, event, detail) of everything that happens.
+    Args:
+        kernel: a `@gluon.jit` kernel.
+        seed: selects one order of events of the many that a GPU may show: try twenty.
+        resident: how many CTAs run at a time.
+        asm: functions of tensors by inline assembly text.
+        trace: a function or a list that receives (cta, partition, event, detail) of every event.
+
+    Raises:
+        Deadlock: every partition waits and nothing is in flight.
+        HopperError: the kernel does what the hardware forbids or leaves undefined.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""CTAs and their partitions, one of which runs at a time, and whatever is on its way in memory.
+"""CTAs and their partitions, one of which runs at a time, and operations in flight.
 
-Every partition is a thread, and the threads pass one turn around. A partition may lose its turn
-wherever another could see what it did: at a barrier, a copy, a matmul, an access to memory. Who
-runs next, and whether a copy gets on in between, is drawn from a seeded generator. The seed also
-sets the temper of the whole run: copies that land at once or only when all else waits, partitions
-that fall asleep in the middle of something. Any nine seeds in a row cover all of these.
+Every partition is a thread, and one thread runs at a time. A partition may be switched out wherever
+another could observe its effects: at a barrier, a copy, a matmul, an access to memory. Which
+partition runs next, and whether a copy progresses in between, is drawn from a seeded generator. The
+seed also sets the mode of the whole run: copies that land at once or only when all partitions wait,
+partitions that pause at any point. Any nine consecutive seeds cover all modes.
 
-When every partition waits and nothing is on its way, the kernel hangs: that is `Deadlock`.
+When every partition waits and nothing is in flight, the kernel hangs: that is `Deadlock`.
 """
 
 import random
@@ -21,10 +21,10 @@ from .places import kernel_frames, line_of
 
 SHARED_MEMORY = 232448  # bytes one CTA may have on Hopper: 227 KiB
 
-# How often a partition gives its turn away unforced, and how often all sleepers wake up.
-_RESTLESSNESS, _WAKING = 0.5, 0.02
-_SPINNING = 50  # turns in which nothing changes but a loop that polls memory: copies land then
-# Turns that may pass without a phase ending, a copy landing or a partition leaving.
+# How often a partition is switched out where it could run, and how often all pauses end.
+_SWITCHING, _RESUMING = 0.5, 0.02
+_SPINNING = 50  # switches in which nothing changes but a loop that polls memory: copies land then
+# Switches that may pass without a phase ending, a copy landing or a partition leaving.
 _PATIENCE = 1_000_000
 
 _here = threading.local()
@@ -35,7 +35,7 @@ class HopperError(RuntimeError):
 
 
 class Deadlock(HopperError):
-    """Every partition waits and nothing is on its way. The message says who waits for what."""
+    """Every partition waits and nothing is in flight. The message names what each waits for."""
 
 
 class _Stopped(BaseException):
@@ -43,17 +43,17 @@ class _Stopped(BaseException):
 
 
 def running() -> "Partition":
-    """The partition that has the turn, which is the one that asks."""
+    """The running partition."""
     return _here.partition
 
 
 class Cta:
-    """One program of the grid: its partitions share what hangs here."""
+    """One program of the grid, with what its partitions share."""
 
     def __init__(self, machine: "Machine", program: tuple[int, int, int]) -> None:
         self.machine, self.program = machine, program
         self.allocations: list[Any] = []  # shared memory and barriers, in order
-        self.loads = 0  # copies on their way into shared memory
+        self.loads = 0  # copies in flight into shared memory
         self.smem_bytes = 0
 
     def __str__(self) -> str:
@@ -76,29 +76,29 @@ class Partition:
         self.machine = cta.machine
         self.condition: Callable[[], bool] | None = None  # what it waits for; None: it could run
         self.reason: Callable[[], str] = str  # what that is, in words
-        self.is_done = self.is_asleep = False
+        self.is_done = self.is_paused = False
         self.matmuls: list[Any] = []  # asynchronous matmuls, oldest first
         self.stores: list[Any] = []  # TMA stores, oldest first
         # Shared memory it wrote that the asynchronous proxy cannot see yet: an ordered set.
         self.unfenced: dict[Any, None] = {}
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.token = threading.Lock()
+        self.token.acquire()
         self.thread = threading.Thread(target=self._run, name=f"{cta} {name}", daemon=True)
 
     def __str__(self) -> str:
         return f"{self.cta} {self.name}"
 
     def pause(self) -> None:
-        """A point where others may go first."""
+        """A point where other partitions may run first."""
         machine = self.machine
         machine.check_stopped()
         chance = machine.random.random()
-        if chance < _RESTLESSNESS:
-            self.is_asleep = chance < _RESTLESSNESS * machine.drowsiness
+        if chance < _SWITCHING:
+            self.is_paused = chance < _SWITCHING * machine.pausing
             machine.switch(self)
 
     def wait(self, condition: Callable[[], bool], reason: Callable[[], str]) -> None:
-        """Give the turn away until the condition holds."""
+        """Switches to other partitions until the condition holds."""
         self.condition, self.reason = condition, reason
         self.machine.switch(self)
 
@@ -113,7 +113,7 @@ class Partition:
 
     def _run(self) -> None:
         _here.partition = self
-        self.turn.acquire()
+        self.token.acquire()
         with torch.inference_mode(self.machine.inference), torch.no_grad():
             try:
                 self.machine.check_stopped()
@@ -128,7 +128,7 @@ class Partition:
     def _check_end(self) -> None:
         if self.matmuls:
             raise HopperError(
-                f"{self} ends with {len(self.matmuls)} matmul(s) nobody waited for:"
+                f"{self} ends with {len(self.matmuls)} matmul(s) that were not waited for:"
                 " call warpgroup_mma_wait(0, ...)"
             )
         if any(not store.was_awaited for store in self.stores):
@@ -139,18 +139,18 @@ class Partition:
 
 
 class Machine:
-    """The resident CTAs of one launch, the operations on their way, and the turn."""
+    """The resident CTAs of one launch, the operations in flight, and which partition runs."""
 
     def __init__(self, seed: int, resident: int, trace: Any = None) -> None:
         self.random = random.Random(seed)
         self.resident, self.trace = resident, trace
         self.grid: tuple[int, int, int] = (1, 1, 1)
         self.asm: Mapping[str, Callable[..., Any]] = {}
-        self.turns = 0  # since something last changed for good
+        self.switches = 0  # since a phase ended, a copy landed or a partition left
         self.inference = torch.is_inference_mode_enabled()
-        # How often an operation gets on by itself, and how often a partition falls asleep.
-        self.haste = (0.02, 0.0, 0.3)[seed % 3]
-        self.drowsiness = (0.1, 0.5, 0.0)[seed // 3 % 3]
+        # How often an operation progresses by itself, and how often a partition pauses.
+        self.progress = (0.02, 0.0, 0.3)[seed % 3]
+        self.pausing = (0.1, 0.5, 0.0)[seed // 3 % 3]
         self.in_flight: list[Callable[[], bool]] = []
         self.partitions: list[Partition] = []
         self.threads: list[threading.Thread] = []
@@ -166,7 +166,7 @@ class Machine:
                 self._next_cta()
             chosen = self._choose()
             if chosen:
-                chosen.turn.release()
+                chosen.token.release()
                 self._over.wait()
         except BaseException as error:
             self.fail(error)
@@ -179,51 +179,51 @@ class Machine:
             self._advance()
 
     def start(self, partition: Partition) -> None:
-        """Let a new partition take part."""
+        """Starts a new partition."""
         self.partitions.append(partition)
         self.threads.append(partition.thread)
         partition.thread.start()
 
     def launch(self, operation: Callable[[], bool]) -> None:
-        """Put an operation on its way: called now and then, until it says that it is done."""
+        """Puts an operation in flight: it is called until it returns True."""
         self.in_flight.append(operation)
 
     def switch(self, me: Partition) -> None:
-        """Pass the turn on and wait to get it back."""
+        """Runs another partition, and returns when this one is chosen again."""
         chosen = self._choose()
         if chosen is not None and chosen is not me:
-            chosen.turn.release()
-            me.turn.acquire()
+            chosen.token.release()
+            me.token.acquire()
         self.check_stopped()
         me.condition = None
 
     def leave(self, me: Partition) -> None:
-        """The partition has ended; the turn goes on without it."""
-        self.turns = 0
+        """Ends the partition and runs another."""
+        self.switches = 0
         me.is_done = True
         self.partitions.remove(me)
         try:
             if not self.error:
                 chosen = self._choose()
                 if chosen:
-                    chosen.turn.release()
+                    chosen.token.release()
         except BaseException as error:
             self.fail(error)
         if not self.partitions:
             self._over.set()
 
     def end_cta(self) -> None:
-        """One CTA has ended: another of the grid moves in."""
+        """Ends a CTA and starts the next one of the grid."""
         self._next_cta()
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error and wake everybody to stop."""
+        """Keeps the first error and stops all partitions."""
         if self.error is None:
             self.error = error
-            # A copy, as each takes itself off the list once it is woken
+            # A copy, as each partition removes itself from the list once it is released
             for partition in list(self.partitions):
-                if partition.turn.locked():
-                    partition.turn.release()
+                if partition.token.locked():
+                    partition.token.release()
         self._over.set()
 
     def check_stopped(self) -> None:
@@ -236,30 +236,30 @@ class Machine:
             self._start(Cta(self, program))
 
     def _choose(self) -> Partition | None:
-        """Who runs next; what is on its way may get on first. None when all have ended."""
-        self.turns += 1
-        if self.turns > _PATIENCE:
-            raise self._deadlock(f"nothing changed in {_PATIENCE} turns, a loop may spin for ever")
+        """The partition that runs next; None when all have ended. Operations may progress first."""
+        self.switches += 1
+        if self.switches > _PATIENCE:
+            raise self._deadlock(f"nothing changed in {_PATIENCE} switches: a loop may never end")
         while True:
-            is_due = self.random.random() < self.haste or self.turns > _SPINNING
+            is_due = self.random.random() < self.progress or self.switches > _SPINNING
             if self.in_flight and is_due:
                 self._advance()
             ready = [p for p in self.partitions if p.condition is None or p.condition()]
             if ready:
-                awake = [p for p in ready if not p.is_asleep]
-                if awake and self.random.random() > _WAKING:
-                    return self.random.choice(awake)
+                running = [p for p in ready if not p.is_paused]
+                if running and self.random.random() > _RESUMING:
+                    return self.random.choice(running)
                 for partition in ready:
-                    partition.is_asleep = False
+                    partition.is_paused = False
                 return self.random.choice(ready)
             if not self.partitions:
                 return None
             if not self.in_flight:
-                raise self._deadlock("nothing is on its way and every partition waits")
+                raise self._deadlock("nothing is in flight and every partition waits")
             self._advance()
 
     def _advance(self) -> None:
-        self.turns = 0
+        self.switches = 0
         index = self.random.randrange(len(self.in_flight))
         if self.in_flight[index]():
             self.in_flight.pop(index)

@@ -3,7 +3,7 @@
 Ordinary loads and stores go through the generic proxy; TMA and wgmma read through the asynchronous
 proxy, which sees an ordinary store only after a `fence_async_shared` of the partition that stored.
 Each allocation therefore holds two tensors. A store writes one and poisons the other until the
-fence; a TMA load writes both. Memory nobody wrote holds NaN, or a large odd number.
+fence; a TMA load writes both. Unwritten memory holds NaN, or a large odd number.
 """
 
 import math
@@ -37,7 +37,7 @@ class Allocation:
         return self._name
 
 
-class Memory:
+class SmemView:
     """A view of shared memory: what `gl.shared_memory_descriptor` is to a kernel."""
 
     __slots__ = ("_indexed", "allocation", "dtype", "fenced", "layout", "plain")
@@ -48,7 +48,7 @@ class Memory:
         self.allocation, self.dtype, self.layout = allocation, dtype, layout
         self.plain = plain  # what loads see
         self.fenced = fenced  # what TMA and wgmma see
-        self._indexed: dict[int, Memory] = {}
+        self._indexed: dict[int, SmemView] = {}
 
     def __repr__(self) -> str:
         return f"shared memory {self.allocation.name()} {self.shape}"
@@ -70,32 +70,32 @@ class Memory:
         return self.numel * self.plain.element_size()
 
     @property
-    def type(self) -> "Memory":
+    def type(self) -> "SmemView":
         return self
 
     @property
     def element_ty(self) -> Any:
         return self.dtype
 
-    def index(self, index: Any) -> "Memory":
+    def index(self, index: Any) -> "SmemView":
         i = int(index)
         if i not in self._indexed:
             self._check(0, i, 1)
             self._indexed[i] = self._view(lambda tensor: tensor[i])
         return self._indexed[i]
 
-    def slice(self, start: Any, length: Any, dim: Any = 0) -> "Memory":
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> "SmemView":
         start, length, dim = int(start), int(length), int(dim)
         self._check(dim, start, length)
         return self._view(lambda tensor: tensor.narrow(dim, start, length))
 
-    def permute(self, order: Any) -> "Memory":
+    def permute(self, order: Any) -> "SmemView":
         return self._view(lambda tensor: tensor.permute(*map(int, order)))
 
-    def reshape(self, shape: Any) -> "Memory":
+    def reshape(self, shape: Any) -> "SmemView":
         return self._view(lambda tensor: tensor.view(*map(int, shape)))
 
-    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Memory":
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "SmemView":
         kind, shape = TORCH[dtype], [int(n) for n in shape]
         size = math.prod(shape)
 
@@ -104,7 +104,7 @@ class Memory:
 
         if not self.plain.is_contiguous():
             raise HopperError(f"{self!r} is reinterpreted through a permuted view")
-        return Memory(self.allocation, dtype, layout, view(self.plain), view(self.fenced))
+        return SmemView(self.allocation, dtype, layout, view(self.plain), view(self.fenced))
 
     _reinterpret = reinterpret
 
@@ -128,21 +128,21 @@ class Memory:
     def _keep_alive(self) -> None:
         pass
 
-    def _view(self, view: Any) -> "Memory":
+    def _view(self, view: Any) -> "SmemView":
         fenced, plain = view(self.fenced), view(self.plain)
-        return Memory(self.allocation, self.dtype, self.layout, plain, fenced)
+        return SmemView(self.allocation, self.dtype, self.layout, plain, fenced)
 
     def _check(self, dim: int, start: int, length: int) -> None:
         if not 0 <= start <= start + length <= self.plain.shape[dim]:
             raise IndexError(f"{self!r} has no [{start}:{start + length}] in dimension {dim}")
 
 
-def allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Memory:
+def allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> SmemView:
     """Room for one tensor, with nothing in it, or with a block stored."""
     cta = running().cta
     plain = torch.empty([int(n) for n in shape], dtype=TORCH[dtype])
     allocation = Allocation(cta, plain.numel() * plain.element_size())
-    memory = Memory(allocation, dtype, layout, poison(plain), poison(torch.empty_like(plain)))
+    memory = SmemView(allocation, dtype, layout, poison(plain), poison(torch.empty_like(plain)))
     if value is not None:
         memory.store(value)
     return memory

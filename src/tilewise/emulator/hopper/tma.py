@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from .machine import HopperError, running
-from .memory import Memory, poison
+from .memory import SmemView, poison
 from .values import TRITON, to_value
 
 ALIGNMENT = 16  # bytes
@@ -21,8 +21,8 @@ ALIGNMENT = 16  # bytes
 class Descriptor:
     """A tensor in global memory that is copied in blocks: a kernel's view of a descriptor.
 
-    Addresses are those of the copy engine: 64 bits that wrap around, so that a dimension may have a
-    stride that is as good as negative. Each is checked against the memory of the tensor.
+    Addresses are TMA's: 64 bits that wrap around, so that a stride may act as a negative one. Each
+    is checked against the memory of the tensor.
     """
 
     def __init__(self, flat: torch.Tensor, first: int, geometry: Any, padding: str) -> None:
@@ -78,7 +78,7 @@ class Descriptor:
             )
         return self.flat.as_strided(outer, steps, offset), tuple(inner)
 
-    def in_shared(self, memory: Memory) -> Memory:
+    def in_shared(self, memory: SmemView) -> SmemView:
         """The shared memory of one block, in the shape of the block."""
         if memory.dtype != self.dtype or memory.numel != math.prod(self.block_shape):
             raise ValueError(
@@ -128,7 +128,7 @@ def load(
 class Store:
     """A copy out of shared memory: it reads once, late, and writes later."""
 
-    def __init__(self, descriptor: Descriptor, coord: Any, source: Memory, combine: Any) -> None:
+    def __init__(self, descriptor: Descriptor, coord: Any, source: SmemView, combine: Any) -> None:
         self.descriptor, self.coord = descriptor, [int(i) for i in coord]
         self.source, self.combine = descriptor.in_shared(source), combine
         self.data: torch.Tensor | None = None
@@ -193,4 +193,4 @@ def store_wait(pendings: Any = 0, read_only: Any = True) -> None:
 def check_end(cta: Any) -> None:
     """What must hold when a CTA has ended."""
     if cta.loads:
-        raise HopperError(f"{cta} ends with {cta.loads} TMA loads on their way to shared memory")
+        raise HopperError(f"{cta} ends with {cta.loads} TMA loads in flight to shared memory")

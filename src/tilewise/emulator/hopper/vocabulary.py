@@ -113,7 +113,7 @@ def is_builtin(value: Any) -> bool:
 
 
 def unknown(builtin: Any) -> Any:
-    """A stand-in that says what is missing, once it is called."""
+    """A function that raises an error which names the missing builtin, once it is called."""
     name = f"{getattr(builtin, '__module__', '')}.{getattr(builtin, '__name__', builtin)}"
 
     def missing(*_: Any, **hints: Any) -> None:

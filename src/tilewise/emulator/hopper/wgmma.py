@@ -11,12 +11,12 @@ import torch
 import triton.language as tl
 
 from .machine import HopperError, running
-from .memory import Memory
+from .memory import SmemView
 from .values import TORCH, Value
 
 
 class Matmul:
-    """One product on its way."""
+    """One matrix product in flight."""
 
     def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
@@ -79,7 +79,7 @@ def warpgroup_mma(
 ) -> Any:
     """Start acc = a @ b (+ acc)."""
     partition = running()
-    if not isinstance(b, Memory):
+    if not isinstance(b, SmemView):
         raise HopperError("the right operand of warpgroup_mma must lie in shared memory")
     use_acc = bool(use_acc)
     matmul = Matmul(a, b, acc, use_acc)
@@ -119,7 +119,7 @@ def _resolve(dep: Any) -> Any:
 
 def _matrix(operand: Any, dtype: Any) -> torch.Tensor:
     """An operand as the tensor cores take it, in the accumulator's type, or a wider one."""
-    tensor = operand.fenced if isinstance(operand, Memory) else operand.data
+    tensor = operand.fenced if isinstance(operand, SmemView) else operand.data
     if tensor.dtype == torch.float32 and dtype == tl.float32:
         # tf32: the low 13 bits of the mantissa are not read.
         return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
@@ -135,4 +135,4 @@ def _check_shapes(a: Any, b: Any, acc: Any) -> None:
 
 
 def _words(operand: Any) -> str:
-    return operand.allocation.name() if isinstance(operand, Memory) else "registers"
+    return operand.allocation.name() if isinstance(operand, SmemView) else "registers"

@@ -2,9 +2,9 @@
 
 Triton's own interpreter is chosen once per process, by an environment variable read before its
 import, and then nothing compiles. This one is chosen per launch: an ordinary `@triton.jit` kernel
-runs here and compiles for a GPU in the same process. It reuses Triton's tensor operations, mended
-(bfloat16 and fp8 are wrong as shipped, see `repair`), and it is stricter: addresses
-must lie in the arguments, int32 must not overflow, and a block has no truth value.
+runs here and compiles for a GPU in the same process. It reuses Triton's tensor operations with
+fixes (bfloat16 and fp8 are wrong as shipped, see `repair`), and it is stricter: addresses must lie
+in the arguments, int32 must not overflow, and a block has no truth value.
 
 One program costs a few milliseconds a tile, whatever the tile's size. Not run here: inline
 assembly, libdevice, bfloat16 atomics, Gluon. Needs numpy.
@@ -43,26 +43,33 @@ _COMPILER = ("triton.language.core", "triton.language.semantic")
 
 
 class interpret:
-    """Launch a `@triton.jit` kernel on CPU tensors: `interpret(kernel)[grid](*args, **meta)`.
+    """Launches a `@triton.jit` kernel on CPU tensors: `interpret(kernel)[grid](*args, **meta)`.
 
-    >>> @triton.jit
-    ... def double_kernel(x, n, BLOCK: tl.constexpr):
-    ...     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ...     keep = offs < n
-    ...     tl.store(x + offs, 2 * tl.load(x + offs, mask=keep), mask=keep)
-    >>> x = torch.ones(5, dtype=torch.bfloat16)
-    >>> interpret(double_kernel)[(2,)](x, 5, BLOCK=4)
-    >>> x.tolist()
-    [2.0, 2.0, 2.0, 2.0, 2.0]
+    Example:
+        >>> @triton.jit
+        ... def double_kernel(x, n, BLOCK: tl.constexpr):
+        ...     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     keep = offs < n
+        ...     tl.store(x + offs, 2 * tl.load(x + offs, mask=keep), mask=keep)
+        >>> x = torch.ones(5, dtype=torch.bfloat16)
+        >>> interpret(double_kernel)[(2,)](x, 5, BLOCK=4)
+        >>> x.tolist()
+        [2.0, 2.0, 2.0, 2.0, 2.0]
 
     Arguments are those of a launch on a GPU: CPU tensors, host descriptors, numbers, None, tuples
-    and NamedTuples of them, nested as you like. Launch options such as num_warps are ignored, of
-    an autotuned kernel the first configuration runs, and the grid may be a tuple or a function.
+    and NamedTuples of them, nested as you like. Launch options such as num_warps are ignored, of an
+    autotuned kernel the first configuration runs, and the grid may be a tuple or a function.
 
-    `check=False` skips the address and overflow checks. With them an access outside the storage
-    of every argument raises IndexError, an int32 overflow OverflowError and a failed
-    `tl.device_assert` AssertionError. A block used as a condition raises TypeError, a tensor on a
-    device ValueError.
+    Args:
+        kernel: a `@triton.jit` kernel.
+        check: whether to check addresses and int32 overflow.
+
+    Raises:
+        IndexError: an access outside the storage of every argument.
+        OverflowError: an int32 operation overflows.
+        AssertionError: a `tl.device_assert` fails.
+        TypeError: a block is used as a condition.
+        ValueError: a tensor is on a device.
     """
 
     def __init__(self, kernel: Any, check: bool = True) -> None:
@@ -94,11 +101,15 @@ class interpret:
 
 @contextlib.contextmanager
 def interpreting(args: Any, check: bool = True) -> Iterator[None]:
-    """Give `triton.language` its meaning on numpy arrays within this block.
+    """Gives `triton.language` its meaning on numpy arrays within this block, for calling jitted
+    functions by hand.
 
-    `interpret` is usually what you want; this is its inside, for calling jitted functions by hand.
-    `args` is what `check` lets kernels address. Triton is patched for the whole process, under a
-    lock: do not compile in another thread meanwhile.
+    Triton is patched for the whole process, under a lock: do not compile in another thread
+    meanwhile.
+
+    Args:
+        args: the tensors that `check` lets kernels address.
+        check: whether to check addresses and int32 overflow.
     """
     repair()
     knobs = triton.knobs
@@ -117,7 +128,7 @@ def interpreting(args: Any, check: bool = True) -> Iterator[None]:
 
 
 def _language() -> Iterator[tuple[Any, str, Any]]:
-    """What changes in Triton beside its own interpreter's patches."""
+    """Patches of Triton in addition to those of its own interpreter."""
     # Those are in place for the whole launch: a call of a helper need not put them in again.
     inert = types.SimpleNamespace(restore=lambda: None)
     yield triton_interpreter, "_patch_lang", lambda fn: inert

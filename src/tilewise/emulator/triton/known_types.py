@@ -1,6 +1,6 @@
 """Types of Triton's interpreter, made once each.
 
-Each operation makes a tensor and its type anew: as shipped, a quarter of a kernel's time goes into
+Each operation creates a tensor and its type: as shipped, a quarter of a kernel's time goes into
 their shapes, names and numpy's dtypes, which are those of the operation before.
 """
 

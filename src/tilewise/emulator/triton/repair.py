@@ -1,7 +1,7 @@
 """bfloat16 and fp8 in Triton's interpreter, made to round as a GPU does.
 
 The interpreter keeps these types as integers of the same width. As shipped, arithmetic then works
-on those integers, float32 to bfloat16 truncates, and fp8 loses subnormals. Mended: bfloat16
+on those integers, float32 to bfloat16 truncates, and fp8 loses subnormals. Fixed here: bfloat16
 arithmetic is float32 arithmetic rounded to nearest even, casts are torch's, and a cast to fp8
 saturates, as PTX's satfinite does.
 """
@@ -41,9 +41,10 @@ _repaired = False
 
 
 def repair() -> None:
-    """Mend Triton's interpreter in this process, once; `interpret` calls it for you.
+    """Fixes bfloat16 and fp8 in Triton's interpreter for this process, once; `interpret` calls it.
 
-    >>> repair()
+    Example:
+        >>> repair()
     """
     global _repaired
     if _repaired:

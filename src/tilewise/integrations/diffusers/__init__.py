@@ -22,16 +22,18 @@ TESTED = ("0.40", "0.41", "0.42")
 
 
 def register(*, untested: bool = False) -> None:
-    """Makes "tilewise" a backend of diffusers; calling it again changes nothing.
+    """Registers "tilewise" as an attention backend of diffusers; calling it again changes nothing.
 
-    >>> from diffusers import DiTTransformer2DModel
-    >>> from tilewise.integrations import diffusers
-    >>> diffusers.register()
-    >>> sizes = dict(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=8)
-    >>> model = DiTTransformer2DModel(**sizes)  # or a pipeline's `pipe.transformer`
-    >>> model.set_attention_backend("tilewise")
+    Example:
+        >>> from diffusers import DiTTransformer2DModel
+        >>> from tilewise.integrations import diffusers
+        >>> diffusers.register()
+        >>> sizes = dict(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=8)
+        >>> model = DiTTransformer2DModel(**sizes)  # or a pipeline's `pipe.transformer`
+        >>> model.set_attention_backend("tilewise")
 
-    untested: try a version of diffusers that tilewise is not tested with.
+    Args:
+        untested: try a version of diffusers that tilewise is not tested with.
     """
     if is_registered():
         return

@@ -37,7 +37,7 @@ def attend_shards(
     run = dispatch._templated_context_parallel_attention
     has_mask = mask is not None
     is_ring = config.context_parallel_config.ring_degree > 1
-    asked = {
+    unsupported = {
         "attn_mask that differs by query or head": has_mask and not _is_of_keys(mask),
         "attn_mask beside a ring, which passes keys on without it (Ulysses takes it),": has_mask
         and is_ring,
@@ -47,8 +47,8 @@ def attend_shards(
         "is_causal": is_causal,
         "enable_gqa": enable_gqa and query.shape[2] != key.shape[2],
     }
-    for what, is_asked in asked.items():
-        if is_asked:
+    for what, is_used in unsupported.items():
+        if is_used:
             raise NotImplementedError(
                 f"{what} is not served under context parallelism: leave it out, or load the model "
                 "without `parallel_config` and `enable_parallelism`"

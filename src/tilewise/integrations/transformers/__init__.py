@@ -2,10 +2,10 @@
 
 Two functions are registered under one name. The mask function runs once per forward and says what
 each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
-the first, transformers builds no mask for a custom name, and padding is ignored in silence.
-Sequences packed in one row are served as packed ones: see `packed`. Masks that are no band are
-stored and read: see `stored`. Whatever cannot be served exactly is refused with a reason;
-`check(model)` says beforehand which layers will reach tilewise.
+the first, transformers builds no mask for a custom name, and silently ignores padding. Sequences
+packed in one row are served as packed ones: see `packed`. Masks other than bands are stored: see
+`stored`. What cannot be served exactly is refused with a reason; `check(model)` says beforehand
+which layers will reach tilewise.
 """
 
 from __future__ import annotations
@@ -14,20 +14,27 @@ import torch
 
 from ...errors import ArgumentError
 from .forward import attention_forward
-from .layers import Checked, check_model
+from .layers import LayerReport, check_model
 from .masks import visible_keys
 
 
 def register(name: str = "tilewise") -> None:
-    """Makes `attn_implementation=name` known to transformers; calling it again changes nothing.
+    """Registers `attn_implementation=name` with transformers; calling it again changes nothing.
 
-    >>> from transformers import AutoModel, BertConfig
-    >>> from tilewise.integrations import transformers
-    >>> transformers.register()
-    >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-    >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
+    Example:
+        >>> from transformers import AutoModel, BertConfig
+        >>> from tilewise.integrations import transformers
+        >>> transformers.register()
+        >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
 
     `AutoModel.from_pretrained(path, attn_implementation="tilewise")` takes the name, too.
+
+    Args:
+        name: the name; without "flash" and "/", which transformers looks for on its hub.
+
+    Raises:
+        ArgumentError: the name has one of these.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -52,20 +59,27 @@ def is_registered(name: str = "tilewise") -> bool:
     return AttentionInterface().get(name) is attention_forward
 
 
-def check(model: torch.nn.Module) -> Checked:
-    """Lists a model's attention modules, and for each whether it will reach tilewise.
+def check(model: torch.nn.Module) -> LayerReport:
+    """Lists a model's attention modules, and for each whether it will call tilewise.
 
-    >>> from transformers import AutoModel, BertConfig
-    >>> from tilewise.integrations import transformers
-    >>> transformers.register()
-    >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3)
-    >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
-    >>> print(transformers.check(model))
-    3 BertSelfAttention: tilewise (it calls the attention that its config names)
+    Example:
+        >>> from transformers import AutoModel, BertConfig
+        >>> from tilewise.integrations import transformers
+        >>> transformers.register()
+        >>> config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3)
+        >>> model = AutoModel.from_config(config, attn_implementation="tilewise")
+        >>> print(transformers.check(model))
+        3 BertSelfAttention: tilewise (it calls the attention that its config names)
 
-    Each of `check(model).layers` has a name, a kind (its class), the attention that will run and
-    the reason: "tilewise"; "refused", where the model adds masks that only tilewise's attention
-    reads; "own", where the layer ignores the name; "unknown"; or the name that the model was
-    loaded with. It is told from code, without a run: a call may still be refused for its arguments.
+    It is found from the code, without a run: a call may still be refused for its arguments.
+
+    Args:
+        model: a model of transformers.
+
+    Returns:
+        `layers`, each with a name, a kind (its class), the reason, and the attention that will run,
+        which is "tilewise"; "refused", where the model adds masks that only tilewise's attention
+        reads; "own", where the layer ignores the name; "unknown"; or the name that the model was
+        loaded with.
     """
     return check_model(model, is_registered)

@@ -17,8 +17,8 @@ from .visible import Band, Visible
 Tensor = torch.Tensor
 
 
-class Features(NamedTuple):
-    """What a layer asks for besides the mask, as `tilewise.attention` names it."""
+class LayerFeatures(NamedTuple):
+    """A layer's arguments besides the mask, by their names in `tilewise.attention`."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -27,7 +27,7 @@ class Features(NamedTuple):
     deterministic: bool = False
     bias: Tensor | None = None
 
-    def cut(self, rows: slice, queries: slice, keys: slice) -> Features:
+    def cut(self, rows: slice, queries: slice, keys: slice) -> LayerFeatures:
         """Those of some rows, queries and keys."""
         if self.bias is None:
             return self
@@ -48,7 +48,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     band: Band,
-    features: Features,
+    features: LayerFeatures,
     align: str = "bottom_right",
     mask: Tensor | None = None,
     *,
@@ -88,7 +88,9 @@ def attend(
     return out
 
 
-def attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Visible, features: Features) -> Tensor:
+def attend_visible(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, features: LayerFeatures
+) -> Tensor:
     """One call, or one a row where the rows' first keys differ."""
     if visible.used is not None:
         align = "bottom_right" if visible.diagonal is None else "top_left"
@@ -119,7 +121,7 @@ def attend_packed(
     v: Tensor,
     starts: tuple[Tensor, Tensor],
     band: Band,
-    features: Features,
+    features: LayerFeatures,
     kept: Tensor | None = None,
 ) -> Tensor:
     """The sequences of all rows, side by side; of each the first keys alone, `kept` of them."""
@@ -133,8 +135,8 @@ def attend_packed(
     return out.unflatten(0, q.shape[:2])
 
 
-def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: Features) -> Tensor:
-    """A mask beside the band: slots that are not written yet are cut off behind the last query."""
+def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: LayerFeatures) -> Tensor:
+    """A mask in addition to the band; unwritten slots after the last query are cut off."""
     keys = ALL
     if visible.band[1] == 0:
         keys = slice(0, visible.offset() + q.shape[1])
@@ -142,7 +144,7 @@ def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: Features) 
     return attend(q, k[:, keys], v[:, keys], visible.band, features, mask=mask)
 
 
-def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: Features) -> Tensor:
+def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: LayerFeatures) -> Tensor:
     """Keys start..stop alone. Queries that stand before the first of them give 0; so do those past
     the last, unless the band is causal.
     """
@@ -158,7 +160,9 @@ def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: Featu
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - seqlen))
 
 
-def _attend_late(q, k, v, visible: Visible, run: tuple[int, int], features: Features) -> Tensor:
+def _attend_late(
+    q, k, v, visible: Visible, run: tuple[int, int], features: LayerFeatures
+) -> Tensor:
     """Queries past the last key see what comes before them: the last one of a prompt that is padded
     on the right gives its next token.
     """

@@ -1,9 +1,9 @@
 """Chunked attention: a query sees the keys before it that are in its own chunk of positions.
 
-Chunks are counted from a row's first real token (Llama 4). Each is a sequence by itself, so a
-batch of chunked rows is served as packed sequences: chunks that lie in order, rows one behind the
-other. Where they begin is computed from lengths and padding alone, and no value is read, so that a
-compiled step over a static cache is served, too.
+Chunks are counted from a row's first real token (Llama 4). Each is a sequence by itself, so a batch
+of chunked rows is served as packed sequences: chunks in order, row after row. Where they begin is
+computed from lengths and padding alone, and no value is read, so that a compiled step over a static
+cache is served, too.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def twin_of(name: str) -> str:
 
 
 def register(name: str) -> None:
-    """Lets models that ask for `name` into continuous batching, where transformers has it as
-    5.23 has; elsewhere it refuses the name, as ever.
+    """Lets models that ask for `name` into continuous batching, where transformers has it as 5.23
+    has; other versions refuse the name.
     """
     try:
         from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -78,7 +78,7 @@ def _switch_or(switch):
 
 
 def _takes_flash(model) -> bool:
-    """Whether the model computes with flash attention, and with anybody's."""
+    """Whether the model computes with flash attention, of any implementation."""
     if getattr(model, "_compatible_flash_implementations", None) is not None:
         return False
     return getattr(model, "_supports_flash_attn", False) and model._can_set_attn_implementation()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from .attend import Features, attend, attend_packed, attend_visible
+from .attend import LayerFeatures, attend, attend_packed, attend_visible
 from .opaque import ANOTHER
 from .packed import apart, starts_of
 from .positions import PACKING
@@ -83,7 +83,9 @@ def attention_forward(
                 visible = padded(attention_mask, band, q, k)
         starts = starts_of(visible, kwargs, q, k)
     refuse(kwargs)
-    features = Features(scaling, softcap, s_aux, dropout, bool(deterministic), _of_scores(bias, q))
+    features = LayerFeatures(
+        scaling, softcap, s_aux, dropout, bool(deterministic), _of_scores(bias, q)
+    )
     if starts is not None and bias is not None:
         visible, starts = apart(starts, band, q, k), None
     if starts is not None:

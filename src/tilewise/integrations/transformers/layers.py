@@ -1,10 +1,9 @@
 """Which layers of a transformers model will reach tilewise, told from their code before a run.
 
 transformers takes an attention function by name from a registry. A model with an attention of its
-own never asks the registry, ignores the name in silence, and computes as it always did; if it also
-adds masks that transformers makes by that name, its forward is refused. So the code of each
-attention module is searched for the registry: the methods of its class, and what they call in its
-package.
+own never reads the registry and silently ignores the name; if it also adds masks that transformers
+makes by that name, its forward is refused. So the code of each attention module is searched for the
+registry: the methods of its class, and what they call in its package.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Layer(NamedTuple):
     reason: str
 
 
-class Checked(NamedTuple):
-    """The attention modules of a model; as a string, one line for all that are alike."""
+class LayerReport(NamedTuple):
+    """The attention modules of a model; as a string, one line for each kind."""
 
     layers: tuple[Layer, ...]
 
@@ -46,7 +45,7 @@ class Checked(NamedTuple):
         return "\n".join(lines) or "no attention modules found"
 
 
-def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> Checked:
+def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> LayerReport:
     """`is_ours`: whether that name of an implementation is tilewise's."""
     layers = []
     parents: list[tuple[str, torch.nn.Module]] = []  # from the model down to the module
@@ -57,7 +56,7 @@ def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> Check
         above = [parent for _, parent in parents]
         if _is_attention(module):
             layers.append(_layer(name, module, above, is_ours))
-    return Checked(tuple(layers))
+    return LayerReport(tuple(layers))
 
 
 def _layer(name, module, above: list[torch.nn.Module], is_ours: Callable[[str], bool]) -> Layer:

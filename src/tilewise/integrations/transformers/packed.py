@@ -1,8 +1,8 @@
-"""Sequences packed in rows: where they begin, and whether all who say so agree.
+"""Sequences packed in rows: where they begin, and whether all sources of that agree.
 
 transformers says it in three ways. `cu_seq_lens_q` and `cu_seq_lens_k` come with the call
 (FlashAttentionKwargs: `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them), in a
-batch of one row. Position ids that start anew come to the mask function, and to most layers, where
+batch of one row. Position ids that restart come to the mask function, and to most layers, where
 flash attention reads them. Each is enough. What the mask says and `cu_seq_lens` are compared, once
 a forward (under torch.compile by an assertion that runs with the graph). A mask that knows of one
 sequence only contradicts nothing: no position ids were passed, or the model hands it none
@@ -22,14 +22,14 @@ from .visible import Band, Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# What comes beside them: nothing here needs the longest, and seq_idx numbers the same sequences.
+# Related arguments: nothing here needs the longest, and seq_idx indexes the same sequences.
 BESIDE = ("max_length_q", "max_length_k", "seq_idx")
 UNKNOWN = (
     "the mask does not know of these sequences: position_ids tell it of them, without padding and "
     f"a KV cache; {ANOTHER}"
 )
 DISAGREE = (
-    "cu_seq_lens_q, cu_seq_lens_k and the mask (of position_ids that start anew) tell of different "
+    "cu_seq_lens_q, cu_seq_lens_k and the mask (of position_ids that restart) tell of different "
     "sequences: pass one of them, or the same in both"
 )
 

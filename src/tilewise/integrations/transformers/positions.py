@@ -14,12 +14,12 @@ from .visible import Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 UNTOLD = (
-    "position_ids start anew within a row: under torch.compile pass cu_seq_lens_q and "
+    "position_ids restart within a row: under torch.compile pass cu_seq_lens_q and "
     "cu_seq_lens_k, too"
 )
 PACKING = (
     "packed sequences are served where cu_seq_lens_q and cu_seq_lens_k tell of them (in a batch of "
-    "one row), or position_ids that start anew at 0 (without padding and keys of an earlier call): "
+    "one row), or position_ids that restart at 0 (without padding and keys of an earlier call): "
     "pad the batch instead, or " + ANOTHER
 )
 
@@ -41,18 +41,18 @@ def starts_by_positions(
     for ids, version, starts in known:
         if ids is position_ids and version == _version(position_ids):
             return starts
-    anew = (position_ids[:, 1:] == 0) | (position_ids[:, 1:] < position_ids[:, :-1])
+    restarts = (position_ids[:, 1:] == 0) | (position_ids[:, 1:] < position_ids[:, :-1])
     joined = None if visible is None else joined_of(visible, batch)
     if joined is not None:
-        anew = anew & joined.to(anew.device)
+        restarts = restarts & joined.to(restarts.device)
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        assert_later(~anew.any(), UNTOLD)  # no value can be read
+        assert_later(~restarts.any(), UNTOLD)  # no value can be read
         return None
     starts: tuple[Tensor, Tensor] | None = None
-    if anew.any():
-        if joined is not None or k.shape[1] != seqlen or (position_ids[:, 1:][anew] != 0).any():
-            raise NotImplementedError(f"position_ids start anew within a row: {PACKING}")
-        begins = torch.nn.functional.pad(anew, (1, 0), value=True).to(q.device)
+    if restarts.any():
+        if joined is not None or k.shape[1] != seqlen or (position_ids[:, 1:][restarts] != 0).any():
+            raise NotImplementedError(f"position_ids restart within a row: {PACKING}")
+        begins = torch.nn.functional.pad(restarts, (1, 0), value=True).to(q.device)
         if visible is not None and visible.chunk is not None:
             begins = cut(begins, visible.chunk)
         once = starts_from(begins.expand(batch, -1))

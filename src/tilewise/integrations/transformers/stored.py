@@ -1,8 +1,8 @@
 """Masks that are stored as bools, where no band, no runs and no sequences say them.
 
-Keys hidden amid others are a bool a key beside the band; what is no band is transformers' own mask,
-a bool a pair. Attention reads either as a captured mask. In a compiled graph, where no value can be
-read, padding is stored, too.
+Keys hidden among others are a bool a key in addition to the band; other masks are transformers'
+own, a bool a pair. Attention reads either as a captured mask. In a compiled graph, where no value
+can be read, padding is stored, too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ...errors import warn_slow
-from .asked import Asked
+from .mask_request import MaskRequest
 from .opaque import ANOTHER
 from .visible import HOLES, Band, Visible, runs_of, simplest
 
 Tensor = torch.Tensor
 KEYS = (
-    "attention_mask hides keys amid the real ones of a row, so attention reads it for every key: "
+    "attention_mask hides keys among the real ones of a row, so attention reads it for each key: "
     "pad on the left to generate, where that is too slow"
 )
 PAIRS = (
@@ -32,19 +32,19 @@ GIVEN = (
 )
 
 
-def beside(asked: Asked, band: Band, padding: Tensor) -> Visible:
+def beside(request: MaskRequest, band: Band, padding: Tensor) -> Visible:
     """A band, and which keys are padding: (batch, 1, 1, keys). Reads no value."""
-    (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
+    (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
     mask = _real_keys(padding, kv_offset, kv_length)
-    if asked.is_step and band[1] == 0:
-        return Visible(band, None, asked.lengths, used=asked.used(), mask=mask)
-    if asked.is_on_device() and torch.compiler.is_compiling():
-        return pairs(asked)
+    if request.is_step and band[1] == 0:
+        return Visible(band, None, request.lengths, used=request.used(), mask=mask)
+    if request.is_on_device() and torch.compiler.is_compiling():
+        return pairs(request)
     diagonal = int(q_offset) - kv_offset
     end = diagonal + q_length  # behind the last query's key
     if band == (None, None) or end == kv_length or (band[1] == 0 and end < kv_length):
-        return Visible(band, diagonal, asked.lengths, mask=mask)
-    return pairs(asked)
+        return Visible(band, diagonal, request.lengths, mask=mask)
+    return pairs(request)
 
 
 def padded(padding: Tensor, band: Band, q: Tensor, k: Tensor) -> Visible:
@@ -65,27 +65,27 @@ def _real_keys(padding: Tensor, start: int, length: int) -> Tensor:
     return real[:, None, None]
 
 
-def pairs(asked: Asked) -> Visible:
+def pairs(request: MaskRequest) -> Visible:
     """transformers' own mask, (batch, 1, queries, keys)."""
     from transformers.masking_utils import sdpa_mask
 
-    (q_length, kv_length), (q_offset, kv_offset) = asked.lengths, asked.offsets
+    (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
     queries: dict[str, Any] = dict(q_length=q_length, q_offset=q_offset)
-    if asked.cache_position is not None:
-        queries = dict(cache_position=asked.cache_position)
+    if request.cache_position is not None:
+        queries = dict(cache_position=request.cache_position)
     mask = sdpa_mask(
-        batch_size=asked.batch,
+        batch_size=request.batch,
         kv_length=kv_length,
         kv_offset=kv_offset,
-        mask_function=asked.predicate,
-        attention_mask=asked.padding,
+        mask_function=request.predicate,
+        attention_mask=request.padding,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
-        use_vmap=asked.use_vmap,
-        device=asked.device,
+        use_vmap=request.use_vmap,
+        device=request.device,
         **queries,
     )
-    return Visible((None, None), q_offset - kv_offset, asked.lengths, mask=mask)
+    return Visible((None, None), q_offset - kv_offset, request.lengths, mask=mask)
 
 
 def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:

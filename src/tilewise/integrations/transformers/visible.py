@@ -23,13 +23,13 @@ NO_KEYS: Band = (-1, -1)  # a window of 0, which models that use none set
 HOLES: Runs = ()  # in the place of runs: the real keys of a row are no single one
 NOT_ASSUMED = (
     "the mask is neither causal nor the layer's window, as a compiled graph assumes: rows of a "
-    "batch whose position_ids start anew, and masks of other kinds, are not served compiled"
+    "batch whose position_ids restart, and masks of other kinds, are not served compiled"
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visible(NoTensor):
-    """Which keys each query sees. It takes a mask's place on its way through a model."""
+    """Which keys each query attends to. The model passes it along in the place of a mask."""
 
     band: Band  # keys to the left and right of a query's own position; None: no limit
     # The first query's key; None: the last query's is the last used one, or nothing depends on it.
@@ -51,12 +51,12 @@ class Visible(NoTensor):
         return self
 
     def offset(self) -> int:
-        """`diagonal` as a number, which it is beside runs."""
+        """`diagonal` as a number, which it is with runs."""
         return 0 if self.diagonal is None else int(self.diagonal)
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """An assertion whose value nobody waits for, as a compiled graph has it."""
+    """An asynchronous assertion, as a compiled graph has it."""
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
 
 

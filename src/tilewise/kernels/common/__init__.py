@@ -1,1 +1,1 @@
-"""What the backends share."""
+"""Code that the backends share."""

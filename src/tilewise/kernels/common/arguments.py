@@ -1,4 +1,4 @@
-"""Arguments as kernels take them: tensors with their strides, and numbers in base 2."""
+"""Kernel arguments: tensors with their strides, and scalars in base 2."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def features_of(problem: Problem) -> Features:
 def _function(name: str) -> Any:
     if not name:
         return None
-    from ...mods.codegen import function_of  # it wants Triton, and attention on the CPU does not
+    from ...mods.codegen import function_of  # imports Triton
 
     return function_of(name)
 
@@ -132,7 +132,7 @@ def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
-    """x.contiguous(), which takes thrice as long to find that x is."""
+    """x.contiguous(), which takes three times as long where x is contiguous."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 

@@ -1,6 +1,4 @@
-"""The first launch of a kernel, which compiles it: what Triton then raises about the machine gets a
-remedy.
-"""
+"""The first launch of a kernel, which compiles it: errors about the machine get a remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def first_launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes a GPU current that is not."""
+    """Makes `device` current where it is not."""
     if device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
         return contextlib.nullcontext()
     return torch.cuda.device(device)

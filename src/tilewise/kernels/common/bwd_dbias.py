@@ -2,7 +2,7 @@
 
     dBias[b, h, i, j] = sum of dS over the batches, heads, queries and keys that read that element
 
-dS is recomputed as for dQ, so that nothing is added with atomics: the same bits in every run.
+dS is recomputed as for dQ, so that no atomics are needed: the same bits in every run.
 """
 
 import math

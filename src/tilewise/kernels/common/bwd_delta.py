@@ -1,12 +1,12 @@
-"""Before the backward: delta = rowsum(dO * O) - dlse, and the gradient of the sinks.
+"""Preprocessing of the backward: delta = rowsum(dO * O) - dlse, and the gradient of the sinks.
 
 delta is what softmax's Jacobian subtracts from every dP of a row (FlashAttention-2, algorithm 2,
 line 4). A gradient that comes in through lse adds dlse * P to dS, which is the same as a smaller
 delta. A sink is a logit without a value: its dS is P_sink (0 - delta) with P_sink = exp(sink -
 lse), summed here over a tile's rows and on the host over tiles.
 
-Where dQ is added up in memory, its rows are set to zero on the way, and so are the counters that
-say whose turn it is to add.
+Where dQ is accumulated in memory, this kernel zeroes its rows, and the semaphores of ordered
+accumulation.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from .io import from_row, load_once, row_stats
 
 
 class Accumulated(NamedTuple):
-    """What a backward needs that adds up dQ: all is filled here."""
+    """Memory of a backward that accumulates dQ: this kernel fills it."""
 
     dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32
     stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
@@ -38,7 +38,7 @@ def bwd_delta_kernel(
     dlse,
     delta,
     accumulated,
-    turns,
+    dq_semaphore,
     sink_parts,
     optionals,
     sizes,
@@ -77,14 +77,14 @@ def bwd_delta_kernel(
     if dlse is not None:
         dlse_rows = row_stats(dlse, batch, head, sizes) + first
         dlse_row = tl.load(dlse_rows + q_idx, mask=exists, other=0.0)
-        # a row that saw no key has no gradient, whatever comes in
+        # a row without keys has no gradient
         row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
     if delta is not None:
         tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=exists)
     if accumulated is not None:
         batch_head = batch.to(tl.int64) * sizes.nheads + head
         row = accumulated.stats + batch_head * 2 * accumulated.padded + padded_first
-        # rows past the end count as rows that saw nothing
+        # rows past the end count as rows without keys
         tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
         minus_delta = -row_delta
         if FEATURES.DROPOUT:
@@ -95,11 +95,11 @@ def bwd_delta_kernel(
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_of_dq = batch_head * accumulated.padded + padded_first + m_start
         tl.store(accumulated.dq + row_of_dq * BLOCK_D + cells, zeros)
-        if turns is not None:  # int32, two a tile
-            tl.store(turns + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        if dq_semaphore is not None:  # int32, two a tile
+            tl.store(dq_semaphore + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         of_rows = p_sink * row_delta
-        if FEATURES.SEQUSED_Q:  # rows that are not used have no sink, and may hold anything
+        if FEATURES.SEQUSED_Q:  # padding rows have no sink, and may hold anything
             of_rows = tl.where(lse_row == float("-inf"), 0.0, of_rows)
         tl.store(sink_parts + tile, -tl.sum(of_rows, 0))

@@ -1,11 +1,11 @@
-"""What the backward recomputes between one tile of queries and one tile of keys."""
+"""The backward's recomputation for one tile of queries and one tile of keys."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ...tile.dropout import kept
+from ...tile.dropout import keep_mask
 from ...tile.gradient import probabilities
 from ...tile.mask import apply_mask
 from ...tile.score import score
@@ -51,7 +51,7 @@ def recompute(
     dropped = p
     if FEATURES.DROPOUT:
         threshold = seq.numbers.dropout_threshold
-        keep = kept(seq.stream, m_start, n_start, offs_m, offs_n, threshold)
+        keep = keep_mask(seq.stream, m_start, n_start, offs_m, offs_n, threshold)
         dropped = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * seq.numbers.dropout_factor, 0.0)
     ds = p * (dp - delta)

@@ -1,4 +1,4 @@
-"""Calls with a cache, checked: what operators and kernels are handed."""
+"""Calls with a cache after validation: the arguments of operators and kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 class Cached(NamedTuple):
-    """A call with a cache that has passed the door."""
+    """A call with a KV cache after argument validation."""
 
     q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
     k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, ...)
@@ -28,7 +28,7 @@ class Cached(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All but what the mask captured, in the order in which a step is launched again."""
+        """All tensors but those that the mask captured, in the order of a relaunch."""
         extras = self.extras
         read = self.q, self.k, self.v, self.page_table, extras.seqused_k, extras.cu_seqlens_q
         return *read, extras.alibi_slopes, extras.sinks
@@ -42,7 +42,7 @@ class Cached(NamedTuple):
 
 
 class Append(NamedTuple):
-    """What is appended to what."""
+    """The arguments of `cache.append`."""
 
     k_cache: Tensor
     v_cache: Tensor

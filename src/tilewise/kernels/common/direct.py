@@ -1,5 +1,5 @@
-"""The way to a compiled kernel past Triton's Python: its launcher in C, with what it wants before a
-kernel's arguments.
+"""Launches through a compiled kernel's C launcher, without Triton's Python, with what the launcher
+takes before a kernel's arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Direct:
 
     def __init__(self, compiled: Any, programs: int, launcher: Callable, packs: bool) -> None:
         run = compiled.run
-        hooks = (None, None, None)  # the launch's metadata, and who is called before and after
+        hooks = (None, None, None)  # the launch's metadata and its hooks
         scratch = (None, None)
         before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
         if packs:

@@ -5,7 +5,7 @@ through a tensor descriptor, which Hopper's TMA and Triton's pipeliner serve wit
 registers, or through pointers, which any alignment allows.
 
 Rows are reached with 64-bit arithmetic: a tensor may pass 2^31 elements, and so may one tile of it,
-where a large batch lies between rows. It is not dearer: compiled for sm_90 with Triton 3.6, the
+where a large batch lies between rows. It costs nothing: compiled for sm_90 with Triton 3.6, the
 forward of headdim 64 takes 113 registers, 121 with 32-bit offsets, and dK and dV spill no more.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from ...tile.types import Strided
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """The rows of one head: where they start, how far apart they lie, how many there are."""
 
     ptr: tl.tensor
@@ -59,7 +59,7 @@ def open_rows(
             head_of(x, batch, head), [rows, D], [x.row.to(tl.int64), 1], [ROWS, BLOCK_D]
         )
     else:
-        return Rows(head_of(x, batch, head), x.row, limit)
+        return HeadRows(head_of(x, batch, head), x.row, limit)
 
 
 @triton.jit

@@ -1,5 +1,4 @@
-"""What a backend returns, allocated: shapes and strides in one place, because a traced graph
-asserts them.
+"""Allocates results: shapes and strides in one place, because a traced graph asserts them.
 
 `out` is dense in (batch, seqlen, nheads, headdim) order, whatever the layout of the call: so the
 projection that follows reads it without a copy, as after torch's own attention. `lse` is contiguous

@@ -1,10 +1,10 @@
-"""The way to a kernel that is compiled already: past Triton's look at every argument, which takes
+"""Launches of compiled kernels without Triton's front end, which inspects every argument and takes
 longer than a short kernel runs.
 
 So does building the arguments: kernels take tensors in groups, with numbers such as their strides.
 But calls of one signature differ in the addresses of their tensors alone. So the arguments of the
-first are kept as a `Pattern`, in which the addresses of the next are filled in. That keeps no
-tensor alive: launchers take an address for a pointer.
+first call are stored as a `Pattern`, into which the addresses of later calls are filled. That keeps
+no tensor alive: launchers take an address for a pointer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
 
 
-def is_watched() -> bool:
-    """Whether a profiler has hooked itself into Triton's launches, which then must see them."""
+def has_launch_hooks() -> bool:
+    """Whether a profiler has set Triton's launch hooks, which must then be called."""
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if getattr(hook, "calls", hook):
@@ -33,15 +33,15 @@ def is_watched() -> bool:
 
 
 def may_relaunch(device: int | None) -> bool:
-    """Whether kernels of a device may be launched past Triton: it is current, and no profiler must
-    see them.
+    """Whether kernels may be launched without Triton's front end: the device is current, and no
+    profiler has set launch hooks.
     """
-    return torch._C._cuda_getDevice() == device and not is_watched()
+    return torch._C._cuda_getDevice() == device and not has_launch_hooks()
 
 
 def relaunch(compiled: Any, programs: int, index: int, *args: Any) -> None:
     """Launches on the current stream of device `index`, which is current. `args` are all of the
-    kernel's, constants too, alike in type and alignment to those that it was compiled for.
+    kernel's, constants too, with the types and alignment that it was compiled for.
     """
     stream = torch._C._cuda_getCurrentRawStream(index)
     before = (stream, compiled.function, compiled.packed_metadata, None, None, None)
@@ -49,7 +49,7 @@ def relaunch(compiled: Any, programs: int, index: int, *args: Any) -> None:
 
 
 def class_of(x: Tensor | int | None) -> Any:
-    """What Triton compiles for, of an argument: all values of a class are served by one kernel."""
+    """The specialization class of an argument: one compiled kernel serves all its values."""
     if x is None:
         return None
     if isinstance(x, int):
@@ -57,20 +57,20 @@ def class_of(x: Tensor | int | None) -> Any:
     return x.dtype, x.data_ptr() % ALIGNMENT == 0
 
 
-def apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same memory as objects of which no two are one. A pattern tells tensors apart by who they
-    are, and k may be q in one call and not in the next.
+def distinct_views(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Distinct tensor objects over the same memory. A pattern identifies tensors by `id`, and q and
+    k may be one object in one call and two in the next.
     """
     return [None if x is None else x.detach() for x in tensors]
 
 
-def extras_apart(extras: Extras) -> Extras:
-    """The same of a call's extras."""
-    return extras_of(*apart(extras.tensors))
+def distinct_extras(extras: Extras) -> Extras:
+    """`distinct_views` of a call's extras."""
+    return extras_of(*distinct_views(extras.tensors))
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Where tensors lie; 0 for None."""
+    """The addresses of tensors; 0 for None."""
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
@@ -92,8 +92,8 @@ class Pattern(NamedTuple):
 
 
 def pattern_of(args: tuple, row: Sequence[Any]) -> Pattern | None:
-    """The pattern of nested arguments, with a gap for each that is in the row, which are objects of
-    which no two are one. None where a tensor is not among them, such as a contiguous copy.
+    """The pattern of nested arguments, with a gap for each that is in `row`, whose objects are
+    distinct. None where a tensor is not in `row`, such as a contiguous copy.
     """
     places = {id(x): place for place, x in enumerate(row) if x is not None}
     constants: list[Any] = []
@@ -108,7 +108,7 @@ def pattern_of(args: tuple, row: Sequence[Any]) -> Pattern | None:
 
 
 def _collect(args: tuple, places: dict[int, int], constants: list, groups: list) -> None:
-    """Where the items of a tuple come from; those of the tuples in it are groups before its own."""
+    """Records where the items of a tuple come from; nested tuples become earlier groups."""
     found = []
     for item in args:
         if id(item) in places or isinstance(item, torch.Tensor):
@@ -130,34 +130,34 @@ def has_tensors(args: tuple) -> bool:
 
 
 def _taking(places: list[int]) -> Callable[[list], tuple]:
-    """What takes these of its argument: of several items, at the speed of C."""
+    """A function that takes these items of its argument; in C where there are several."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda values: tuple([values[place] for place in places])
 
 
-class Again(NamedTuple):
-    """A kernel without descriptors, to be launched for other tensors of the same signature."""
+class Relaunch(NamedTuple):
+    """A kernel without descriptors and its arguments, for other tensors of the same signature."""
 
     kernel: Callable[..., None]
     args: Pattern  # constants too
 
     def launch(self, stream: int, values: Sequence[Any]) -> None:
-        """On a stream of the current device, with these values in the gaps of its arguments."""
+        """Launches on a stream of the current device, with these values in the gaps."""
         self.kernel(stream, *self.args.filled(values))
 
 
 class Launched(NamedTuple):
-    """A launch as it went through Triton's launcher; a grid of no programs has no kernel."""
+    """A launch through Triton's launcher; an empty grid has no kernel."""
 
     compiled: Any
     programs: int
     args: tuple  # constants too
 
 
-def again_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Again] | None:
-    """The launches again, of tensors in the order of the row; None where one may not be: on AMD,
-    with a tensor that is not in the row, or without a compiled kernel.
+def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Relaunch] | None:
+    """Relaunches for tensors in the order of `row`; None on AMD, with a tensor that is not in
+    `row`, or without a compiled kernel.
     """
     patterns = [pattern_of(x.args, row) for x in launches]
     if torch.version.hip is not None or None in patterns:
@@ -165,4 +165,4 @@ def again_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Again] | 
     if any(x.compiled is None for x in launches):
         return None
     kernels = [past_triton(x.compiled, x.programs) for x in launches]
-    return [Again(kernel, args) for kernel, args in zip(kernels, patterns) if args is not None]
+    return [Relaunch(kernel, args) for kernel, args in zip(kernels, patterns) if args is not None]

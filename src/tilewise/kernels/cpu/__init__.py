@@ -118,7 +118,7 @@ def captured_grads(
 ) -> list[Tensor]:
     """Gradients of those tensors that the score function captured, by their numbers."""
     exact = saved.lse.dtype
-    if saved.q.dtype != exact:  # an O that was rounded is no match for sums of weighed dS
+    if saved.q.dtype != exact:  # delta from a rounded O is not accurate enough
         dout, q, k, v = (x.to(exact) for x in (saved.dout, saved.q, saved.k, saved.v))
         problem = problem._replace(dtype=exact)
         out, lse = forward(problem, q, k, v, extras, scalars)

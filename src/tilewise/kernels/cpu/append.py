@@ -10,44 +10,44 @@ from ..common.cached import Append
 Tensor = torch.Tensor
 
 
-def append(asked: Append) -> None:
+def append(new: Append) -> None:
     """Writes k and v to the caches; positions turn k first."""
-    k, v = asked.k, asked.v
+    k, v = new.k, new.v
     if k.numel() == 0 and v.numel() == 0:
         return
     sequence, position = None, None
-    if asked.slots is None or asked.rotary is not None:
-        sequence, position = positions(asked)
-    if asked.rotary is not None:
-        k = rotate(k, asked.rotary, position.view(k.shape[:-2]))
-    slots = asked.slots
+    if new.slots is None or new.rotary is not None:
+        sequence, position = positions(new)
+    if new.rotary is not None:
+        k = rotate(k, new.rotary, position.view(k.shape[:-2]))
+    slots = new.slots
     if slots is None:
-        slots = _slots(asked, sequence, position)
-    _write(asked, k.flatten(0, -3), v.flatten(0, -3), slots.flatten())
+        slots = _slots(new, sequence, position)
+    _write(new, k.flatten(0, -3), v.flatten(0, -3), slots.flatten())
 
 
-def positions(asked: Append) -> tuple[Tensor, Tensor]:
+def positions(new: Append) -> tuple[Tensor, Tensor]:
     """The sequence of each new key, and its position there; below 0 where it belongs to none."""
-    if asked.cu_seqlens_q is None:
-        batch, seqlen = asked.k.shape[:2]
+    if new.cu_seqlens_q is None:
+        batch, seqlen = new.k.shape[:2]
         sequence = torch.arange(batch, device="cpu").repeat_interleave(seqlen)
         row = torch.arange(seqlen, device="cpu").repeat(batch)
-        return sequence, asked.seqused_k.long()[sequence] - seqlen + row
-    starts = asked.cu_seqlens_q.long()
-    row = torch.arange(asked.k.shape[0], device="cpu")
+        return sequence, new.seqused_k.long()[sequence] - seqlen + row
+    starts = new.cu_seqlens_q.long()
+    row = torch.arange(new.k.shape[0], device="cpu")
     sequence = torch.searchsorted(starts[1:], row, right=True)
     is_in = sequence < len(starts) - 1
     if not len(starts) - 1:
         return sequence, torch.full_like(row, -1)
     sequence = sequence.clamp(max=len(starts) - 2)
     ends = starts[1:][sequence]
-    return sequence, torch.where(is_in, asked.seqused_k.long()[sequence] - ends + row, -1)
+    return sequence, torch.where(is_in, new.seqused_k.long()[sequence] - ends + row, -1)
 
 
-def _slots(asked: Append, sequence: Tensor, position: Tensor) -> Tensor:
+def _slots(new: Append, sequence: Tensor, position: Tensor) -> Tensor:
     """Where the key of each position goes, -1 for nowhere."""
-    num_pages, page_size = asked.k_cache.shape[:2]
-    table = asked.page_table
+    num_pages, page_size = new.k_cache.shape[:2]
+    table = new.page_table
     if table is None:
         has_place = (position >= 0) & (position < page_size)
         return torch.where(has_place, sequence * page_size + position, -1)
@@ -60,9 +60,9 @@ def _slots(asked: Append, sequence: Tensor, position: Tensor) -> Tensor:
     return torch.where(has_place, page * page_size + position % page_size, -1)
 
 
-def _write(asked: Append, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def _write(new: Append, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Rows (total, nheads_k, headdim) to their slots; of equal slots the last is kept."""
-    num_pages, page_size = asked.k_cache.shape[:2]
+    num_pages, page_size = new.k_cache.shape[:2]
     slots, order = slots.sort(stable=True)
     is_last = torch.ones_like(slots, dtype=torch.bool)
     is_last[:-1] = slots[1:] != slots[:-1]
@@ -70,5 +70,5 @@ def _write(asked: Append, k: Tensor, v: Tensor, slots: Tensor) -> None:
     slots, order = slots[is_kept], order[is_kept]
     if len(slots):
         at = slots // page_size, slots % page_size
-        asked.k_cache.index_put_(at, k[order])
-        asked.v_cache.index_put_(at, v[order])
+        new.k_cache.index_put_(at, k[order])
+        new.v_cache.index_put_(at, v[order])

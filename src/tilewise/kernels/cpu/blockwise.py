@@ -24,7 +24,7 @@ import torch
 
 from ...problem import Grads
 from . import modify, tiles
-from .dense import Dense, Rows, rows
+from .dense import Dense, QueryRange, rows
 from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
 
 Tensor = torch.Tensor
@@ -46,7 +46,7 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
 
 
 def _attend(
-    dense: Dense, x: Chunk, r: Rows, q: Tensor, workspace: Workspace
+    dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """O and LSE of one block of scaled queries (heads, group * rows, headdim)."""
     heads, nrows, _ = q.shape
@@ -63,8 +63,8 @@ def _attend(
         place = None
         if dense.more is not None:
             place = modify.place_of(dense, x, r, start, stop)
-            modify.bend(s, dense, place)
-            modify.shift_and_hide(s, dense, place)
+            modify.apply_score_mod(s, dense, place)
+            modify.apply_bias_and_mask(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
@@ -125,7 +125,7 @@ class Given(NamedTuple):
 def _attend_backward(
     dense: Dense,
     x: Chunk,
-    r: Rows,
+    r: QueryRange,
     given: Given,
     targets: tuple[Tensor, Tensor, Tensor | None],
     workspace: Workspace,
@@ -147,8 +147,8 @@ def _attend_backward(
         if dense.more is not None:
             place = modify.place_of(dense, x, r, start, stop)
             slopes = modify.slopes_of(s, dense, place)
-            derivative = modify.bend(s, dense, place)
-            modify.shift_and_hide(s, dense, place)
+            derivative = modify.apply_score_mod(s, dense, place)
+            modify.apply_bias_and_mask(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
         p = s.sub_(lse).exp_()
         dp = workspace.matmul("dp", do, v.transpose(1, 2))
@@ -170,7 +170,7 @@ def _attend_backward(
     return dq.mul_(dense.scale)
 
 
-def _add_dsinks(dsinks: Tensor, x: Chunk, r: Rows, given: Given) -> None:
+def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, given: Given) -> None:
     """The sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
     by_head = (x.sinks.shape[0], x.group, r.stop - r.start, 1)
     ds = torch.exp(x.sinks - given.lse.view(by_head)) * given.delta.view(by_head)

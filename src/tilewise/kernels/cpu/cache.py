@@ -1,7 +1,8 @@
-"""Attention beside a cache on the CPU: exact, and the bits of a row are the row's own.
+"""Attention with a KV cache on the CPU: exact, and batch-invariant: a row's bits depend on the row
+alone.
 
 Every product has one shape for a problem, whatever the lengths: a tile of queries, those at
-positions [i * TOKENS, (i + 1) * TOKENS), beside a block of keys, blocks being counted from the
+positions [i * TOKENS, (i + 1) * TOKENS), times a block of keys, blocks being counted from the
 beginning of a piece. A tile that is not full has rows of zeros, a block has keys that no row sees,
 and both are copied to memory of their own. So a query lies in the same row of the same product
 whether it is decoded alone, verified with others or part of a prefill, and BLAS has nothing to
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ...mods.evaluation import evaluate
-from ...mods.expressions import named
+from ...mods.expressions import lookup
 from ...tile import predicates
 from ...tile.paging import batch_of, lengths_of, queries_of
 from ...tile.split_kv import State, empty_state, finish, fold, pieces
@@ -36,7 +37,7 @@ TOKENS = 4
 ROWS = 16  # of a tile, unless one token has more
 
 
-class Sequence(NamedTuple):
+class CachedSequence(NamedTuple):
     """One sequence of a call."""
 
     cached: Cached
@@ -51,7 +52,7 @@ class Sequence(NamedTuple):
     count: int  # blocks of a span
 
 
-class Tile(NamedTuple):
+class TokenTile(NamedTuple):
     """Queries [start, start + tokens), by position, of one sequence; rows are (group, tokens)."""
 
     start: int
@@ -75,7 +76,7 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
                 _store(sequence, tile, state, outs, lses)
 
 
-def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Sequence:
+def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> CachedSequence:
     nheads, nheads_k = cached.q.shape[-2], cached.k.shape[2]
     group = nheads // nheads_k
     tokens = max(1, min(TOKENS, ROWS // group))
@@ -89,10 +90,10 @@ def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Se
         sinks = sinks.to(dtype).view(nheads_k, group, 1).expand(-1, -1, tokens)
         sinks = sinks.reshape(nheads_k, group * tokens, 1)
     blocks = blocks_of(cached)
-    return Sequence(cached, row, length, first, diagonal, tokens, slopes, sinks, *blocks)
+    return CachedSequence(cached, row, length, first, diagonal, tokens, slopes, sinks, *blocks)
 
 
-def _tiles(sequence: Sequence, queries: Tensor, dtype: torch.dtype) -> Iterator[Tile]:
+def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Iterator[TokenTile]:
     """The tiles that queries (seqlen_q, nheads, headdim) lie in."""
     seqlen_q, nheads, headdim = queries.shape
     nheads_k, tokens = sequence.cached.k.shape[2], sequence.tokens
@@ -102,10 +103,12 @@ def _tiles(sequence: Sequence, queries: Tensor, dtype: torch.dtype) -> Iterator[
         q = queries.new_zeros(nheads_k, group, tokens, headdim, dtype=dtype)
         a, b = max(start, first), min(start + tokens, first + seqlen_q)
         q[:, :, a - start : b - start].copy_(by_group[:, :, a - first : b - first])
-        yield Tile(start, q.mul_(sequence.cached.scalars.scale).flatten(1, 2))
+        yield TokenTile(start, q.mul_(sequence.cached.scalars.scale).flatten(1, 2))
 
 
-def _store(sequence: Sequence, tile: Tile, state: State, outs: Tensor, lses: Tensor) -> None:
+def _store(
+    sequence: CachedSequence, tile: TokenTile, state: State, outs: Tensor, lses: Tensor
+) -> None:
     """The rows of a tile that are queries, to (seqlen_q, nheads, ...)."""
     out, lse = finish(state, sequence.sinks)
     first, tokens = sequence.diagonal, sequence.tokens
@@ -117,7 +120,7 @@ def _store(sequence: Sequence, tile: Tile, state: State, outs: Tensor, lses: Ten
         target[a - first : b - first].unflatten(1, found.shape[1:3]).copy_(found)
 
 
-def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list[State]:
+def _attend(sequence: CachedSequence, tiles: list[TokenTile], workspace: Workspace) -> list[State]:
     """The states of tiles after all keys."""
     totals: list[State | None] = [None] * len(tiles)
     size = sequence.cached.split_size
@@ -142,12 +145,11 @@ def _attend(sequence: Sequence, tiles: list[Tile], workspace: Workspace) -> list
 class Span:
     """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded when they are asked for.
 
-    Where one tile asks, blocks take turns in memory that a core's cache holds; where several ask,
-    all blocks stay.
+    For one tile, blocks share memory that fits a core's cache; for several tiles, all blocks stay.
     """
 
     def __init__(
-        self, sequence: Sequence, start: int, stop: int, workspace: Workspace, stays: bool
+        self, sequence: CachedSequence, start: int, stop: int, workspace: Workspace, stays: bool
     ):
         self.sequence, self.workspace, self.stays = sequence, workspace, stays
         self.start, self.stop = start, stop
@@ -179,7 +181,9 @@ class Span:
         return factor
 
 
-def _spans(sequence: Sequence, start: int, workspace: Workspace, stays: bool) -> Iterator[Span]:
+def _spans(
+    sequence: CachedSequence, start: int, workspace: Workspace, stays: bool
+) -> Iterator[Span]:
     """The spans of a piece that hold keys."""
     stop = start + sequence.cached.split_size
     width = sequence.n * sequence.count
@@ -189,7 +193,7 @@ def _spans(sequence: Sequence, start: int, workspace: Workspace, stays: bool) ->
             yield Span(sequence, a, b, workspace, stays)
 
 
-def _sees(sequence: Sequence, tile: Tile, start: int, stop: int) -> bool:
+def _sees(sequence: CachedSequence, tile: TokenTile, start: int, stop: int) -> bool:
     """Whether some query of a tile may see some key of [start, stop)."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
     last = tile.start + sequence.tokens - 1
@@ -197,7 +201,7 @@ def _sees(sequence: Sequence, tile: Tile, start: int, stop: int) -> bool:
     return not is_left and not (right >= 0 and start > last + right)
 
 
-def _step(sequence: Sequence, tile: Tile, span: Span, state: State | None) -> State:
+def _step(sequence: CachedSequence, tile: TokenTile, span: Span, state: State | None) -> State:
     """A span of keys into the state of a tile, None before the first of a piece."""
     nheads_k, rows = tile.q.shape[:2]
     s = tile.q.new_empty(span.count, nheads_k, rows, span.n)
@@ -225,7 +229,7 @@ def _step(sequence: Sequence, tile: Tile, span: Span, state: State | None) -> St
     return State(m_i, l_i, acc_o)
 
 
-def _modify(s: Tensor, sequence: Sequence, tile: Tile, span: Span) -> None:
+def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, span: Span) -> None:
     """Softcap, ALiBi and masks, on scaled scores (count, nheads_k, rows, n) in place."""
     cached, scalars = sequence.cached, sequence.cached.scalars
     if scalars.softcap:
@@ -246,11 +250,11 @@ def _modify(s: Tensor, sequence: Sequence, tile: Tile, span: Span) -> None:
         nheads_k, group = s.shape[1:3]
         h = _positions(0, nheads_k * group).view(nheads_k, group, 1, 1)
         b = torch.tensor(sequence.row, device="cpu")
-        seen = evaluate(named(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
+        seen = evaluate(lookup(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
         s.masked_fill_(~seen, -math.inf)
 
 
-def _sides(sequence: Sequence, tile: Tile, span: Span) -> tuple[bool, bool, bool]:
+def _sides(sequence: CachedSequence, tile: TokenTile, span: Span) -> tuple[bool, bool, bool]:
     """Whether the keys of a span are not all in use, and which sides of the band cut a tile."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
     stop = span.start + span.count * span.n
@@ -261,16 +265,16 @@ def _sides(sequence: Sequence, tile: Tile, span: Span) -> tuple[bool, bool, bool
     )
 
 
-def _in_use(sequence: Sequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+def _in_use(sequence: CachedSequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     stop = min(span.stop, sequence.length)
     return predicates.is_key(k_idx, stop) & (k_idx >= sequence.first)
 
 
-def _within_left(sequence: Sequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+def _within_left(sequence: CachedSequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     return predicates.within_left(q_idx, k_idx, 0, sequence.cached.scalars.left)
 
 
-def _within_right(sequence: Sequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+def _within_right(sequence: CachedSequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     return predicates.within_right(q_idx, k_idx, 0, sequence.cached.scalars.right)
 
 

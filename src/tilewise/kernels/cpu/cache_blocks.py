@@ -1,5 +1,5 @@
-"""Blocks of keys and values of a cache, in memory of their own: of one shape and one pitch for a
-problem, wherever its keys lie.
+"""Blocks of keys and values of a cache, copied to buffers of one shape and pitch for a problem,
+whatever the layout of the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIGN = 16  # elements: 64 bytes in fp32
 FEW_PAGES = 2  # are copied one by one
 
 
-class Memory(NamedTuple):
+class BlockBuffers(NamedTuple):
     """A block's, and what products read of it."""
 
     rows: Tensor  # (n, nheads_k, ...)
@@ -33,10 +33,10 @@ class Workspace:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype  # of blocks
-        self.blocks: dict[tuple[str, int], Memory] = {}
+        self.blocks: dict[tuple[str, int], BlockBuffers] = {}
 
-    def block(self, name: str, place: int, x: Tensor, n: int) -> Memory:
-        """The memory at a place; place -1 is one for keys and values in turns."""
+    def block(self, name: str, place: int, x: Tensor, n: int) -> BlockBuffers:
+        """The memory of a slot; slot -1 serves keys and values alternately."""
         key = name, place
         if key not in self.blocks:
             # Rows a power of two apart would share a set of the CPU's cache
@@ -46,7 +46,7 @@ class Workspace:
             flat = x.new_empty(n * pitch, dtype=self.dtype) if flat is None else flat
             rows = flat.view(n, pitch)[:, :width].unflatten(1, x.shape[2:])
             factor = rows.permute(1, 2, 0) if name == "k" else rows.transpose(0, 1)
-            self.blocks[key] = Memory(rows, factor)
+            self.blocks[key] = BlockBuffers(rows, factor)
         return self.blocks[key]
 
 
@@ -55,7 +55,7 @@ _of_thread = threading.local()
 
 def _kept(name: str, dtype: torch.dtype, numel: int) -> Tensor | None:
     """Memory that outlives the call, if that is not too much: a MiB of fresh pages took 0.5 ms, a
-    twentieth of a decode step beside 8Ki keys (AMD EPYC, 2026-11-23).
+    twentieth of a decode step over 8Ki keys (AMD EPYC, 2026-11-23).
     """
     if numel * dtype.itemsize > KEPT_BYTES:
         return None

@@ -1,6 +1,6 @@
 """One dense attention: lengths known, padding cut off, the mask a band in plain integers.
 
-A `Dense` is what is left of a call on the CPU once `seqused_k` has become slices. Its tensors are
+A `Dense` is a call on the CPU whose `seqused_k` has been applied as slices. Its tensors are
 views in (batch, nheads, seqlen, headdim) order. A side of the band that hides nothing is open.
 """
 
@@ -35,7 +35,7 @@ class Dense(NamedTuple):
 
 
 class More(NamedTuple):
-    """What depends on more than the distance between a query and a key."""
+    """Inputs that depend on more than the distance between a query and a key."""
 
     first: int  # the index of the first row of the batch, or of a packed sequence
     mods: Mods
@@ -84,7 +84,7 @@ def make_dense(
     return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, *band)
 
 
-class Rows(NamedTuple):
+class QueryRange(NamedTuple):
     """A block of queries [start, stop) and the keys it sees.
 
     Keys [first, last) are seen by some query; [full_first, full_last), a part of them, by all.
@@ -98,7 +98,7 @@ class Rows(NamedTuple):
     full_last: int
 
 
-def rows(dense: Dense, block: int) -> Iterator[Rows]:
+def rows(dense: Dense, block: int) -> Iterator[QueryRange]:
     """Blocks of queries from the top, each with the band of keys that it needs to look at."""
     seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
     for start in range(0, seqlen_q, block):
@@ -111,4 +111,4 @@ def rows(dense: Dense, block: int) -> Iterator[Rows]:
         if dense.right >= 0:
             last = min(seqlen_k, stop + dense.diagonal + dense.right)
             full_last = min(seqlen_k, start + dense.diagonal + dense.right + 1)
-        yield Rows(start, stop, first, last, full_first, full_last)
+        yield QueryRange(start, stop, first, last, full_first, full_last)

@@ -1,4 +1,4 @@
-"""Packed sequences on the CPU: each is a call of its own."""
+"""Varlen on the CPU: each packed sequence is a call of its own."""
 
 from __future__ import annotations
 

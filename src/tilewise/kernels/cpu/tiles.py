@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...tile import predicates
-from .dense import Dense, Rows
+from .dense import Dense, QueryRange
 
 Tensor = torch.Tensor
 BLOCK_M = 128
@@ -71,12 +71,12 @@ def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chun
     return Chunk(batch, heads, group, k, v, slopes, sinks)
 
 
-def load(x: Tensor, r: Rows, dtype: torch.dtype) -> Tensor:
+def load(x: Tensor, r: QueryRange, dtype: torch.dtype) -> Tensor:
     """A block of rows of `by_group`, (heads, group * rows, headdim)."""
     return x[:, :, :, r.start : r.stop].to(dtype).flatten(2, 3).flatten(0, 1)
 
 
-def store(x: Tensor, r: Rows, tile: Tensor) -> None:
+def store(x: Tensor, r: QueryRange, tile: Tensor) -> None:
     """The inverse of `load`."""
     target = x[:, :, :, r.start : r.stop]
     target.copy_(tile.view(target.shape))
@@ -102,7 +102,7 @@ def positions(start: int, stop: int) -> Tensor:
     return torch.arange(start, stop, device="cpu")
 
 
-def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: Rows, start: int, stop: int) -> None:
+def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: QueryRange, start: int, stop: int) -> None:
     """Adds ALiBi to the scores of keys [start, stop), and hides those outside of the band."""
     s = s.view(s.shape[0], x.group, r.stop - r.start, stop - start)
     if x.slopes is not None:
@@ -115,7 +115,7 @@ def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: Rows, start: int, stop: 
             s[..., a - start : b - start].masked_fill_(_hidden(dense, r, a, b), -math.inf)
 
 
-def _hidden(dense: Dense, r: Rows, start: int, stop: int) -> Tensor:
+def _hidden(dense: Dense, r: QueryRange, start: int, stop: int) -> Tensor:
     q_idx, k_idx = positions(r.start, r.stop).unsqueeze(1), positions(start, stop)
     hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool, device="cpu")
     if dense.left >= 0:

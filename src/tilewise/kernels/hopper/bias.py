@@ -6,8 +6,8 @@ cannot read, or that shared memory has no room for.
 
 A thread has two neighbouring columns of S, and eight rows meet in a warp. Read like that a bias of
 16 bits takes 16 bytes of each row at a time, half of what the L1 cache answers with, one row after
-the other. So, where memory allows it, a thread reads two such pairs, and then the four threads of a
-row exchange: a pair, which one register holds, stays a pair.
+the other. So, where alignment allows it, a thread reads two such pairs, and then the four threads
+of a row exchange pairs, one register each.
 
 Where the rows begin is the same for all blocks of a tile, and the compiler works it out before
 their loop, in 64 bits; a block adds one number to both, and the columns are immediate offsets.
@@ -37,7 +37,7 @@ def widened(bias):
 
 @gluon.jit
 def make_biases(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for the bias of a block for each of two warpgroups, where it is copied."""
+    """Allocates the bias of a block for each of two warpgroups, where TMA loads it."""
     if TILE.BIAS_COPIED:
         N: gl.constexpr = TILE.BLOCK_N
         layout: gl.constexpr = shared(64, N, dtype)
@@ -49,8 +49,8 @@ def make_biases(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(desc, rings, at, work, n_start, call, TILE: gl.constexpr):
-    """Copies the bias of a block of keys, for each warpgroup when it has read that of the block
-    before.
+    """Loads the bias of a block of keys, for each warpgroup once it has read that of the previous
+    block.
     """
     if TILE.BIAS_COPIED:
         bias = call.modifiers.bias
@@ -64,8 +64,8 @@ def copy_bias(desc, rings, at, work, n_start, call, TILE: gl.constexpr):
 
 @gluon.jit
 def copied_bias(bias, rings, WG: gl.constexpr, parity, pred, TILE: gl.constexpr):
-    """The bias of a block, (64, BLOCK_N), where it is copied; else what was loaded already. Blocks
-    take turns in parity, over all tiles.
+    """The bias of a block, (64, BLOCK_N), where it is copied; else what was loaded already. The
+    parity alternates from block to block, over all tiles.
     """
     if TILE.BIAS_COPIED:
         mbarrier.wait(rings[WG].full.index(0), parity, pred=pred)

@@ -1,4 +1,4 @@
-"""How a bias lies in memory, as far as kernels are told."""
+"""The memory layout of a bias, as far as kernels depend on it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The blocks of keys that a tile visits, where a block mask lists them: partial ones first, then
 full ones.
 
-A tile's blocks are then numbered by their place on the two lists, one behind the other: `first` is
-0, `full_first` how many are partial, `full_stop` how many there are. The load warp counts them, and
+A tile's blocks are then numbered by their place on the two lists, concatenated: `first` is 0,
+`full_first` how many are partial, `full_stop` how many there are. The load warp counts them, and
 every partition reads from the lists which block stands at a place. A list is short and read often,
 so that it is in the L1 cache.
 """

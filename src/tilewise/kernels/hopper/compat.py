@@ -1,4 +1,4 @@
-"""What differs between Triton 3.6 and the newest release: names, and the way past its launcher."""
+"""Differences between Triton 3.6 and the newest release: names, and direct launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Direct(direct.Direct):
-    """A kernel with descriptors, which Triton encodes anew at every call: some 10 us for four."""
+    """A kernel with descriptors, which Triton encodes at every call: some 10 us for four."""
 
     __slots__ = ("_blocks",)
 
@@ -60,7 +60,7 @@ def is_described(operand: Any) -> bool:
 
 
 class At:
-    """A tensor of which nothing is known but its address."""
+    """A tensor that has only an address."""
 
     def __init__(self, address: int) -> None:
         self._address = address

@@ -1,5 +1,5 @@
-"""Rows copied from some strides to others: as fast as memory allows, where a row is no whole number
-of 16 bytes, too.
+"""Copies rows between strides at memory bandwidth, also where a row is not a multiple of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...tile.types import Strided
 from ..common.building import first_launch
-from ..common.relaunch import class_of, is_watched, relaunch
+from ..common.relaunch import class_of, has_launch_hooks, relaunch
 
 UNIT = 8  # elements of 16 bits in 16 bytes
 ELEMENTS = 8192  # of a program
@@ -105,7 +105,7 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     leaves = (x for one, _ in made for x in (*one.source, *one.target, *one[2:]))
     key = index, constants, *map(class_of, leaves)
     compiled = _compiled.get(key)
-    if compiled is None or is_watched() or torch.cuda.current_device() != index:
+    if compiled is None or has_launch_hooks() or torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             args = *copied, *constants
             _compiled[key] = first_launch(copy_rows_kernel, programs, *args, num_warps=8)

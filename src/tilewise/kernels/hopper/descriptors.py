@@ -1,4 +1,4 @@
-"""Tensors as TMA takes them."""
+"""TMA descriptors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
-class Described(NamedTuple):
-    """A tensor as TMA takes it: the fields of a TensorDescriptor, without its checks,
-    which would take as long as the launch.
+class DescriptorFields(NamedTuple):
+    """The fields of a TensorDescriptor, without its checks, which would take as long as the
+    launch.
     """
 
     base: Tensor
@@ -33,16 +33,16 @@ class Described(NamedTuple):
     round_f32_to_tf32: bool = False  # Triton 3.8 and later ask
 
 
-def by_head(x: Tensor, block: list[int], layout: Any) -> Described:
+def by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
     """A (batch, rows, nheads, columns) tensor as (batch, nheads, rows, columns)."""
     batch, rows, heads, columns = x.shape
     by_batch, by_row, by_head, _ = x.stride()
     shape = [batch, heads, rows]
     strides = valid(shape, [by_batch, by_head, by_row])
-    return Described(x, [*shape, columns], [*strides, 1], block, layout)
+    return DescriptorFields(x, [*shape, columns], [*strides, 1], block, layout)
 
 
-def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> Described:
+def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
     """The same tensor for sequences that end anywhere: (1, 1, nheads, rows, columns), for the
     coordinates of fwd/varlen.py. Batches follow each other as more heads.
 
@@ -52,9 +52,9 @@ def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> Described:
     64 bits. Triton does the same in `triton.tools.ragged_tma`.
     """
     batch, _, heads, columns = x.shape
-    by_row, by_head, further = ragged_steps(x)
-    shape = [MOST, MOST, (batch - 1) * further + heads, BILLION, columns]
-    return Described(x, shape, [2**34 - by_row, by_row, by_head, by_row, 1], block, layout)
+    by_row, by_head, heads_per_batch = ragged_steps(x)
+    shape = [MOST, MOST, (batch - 1) * heads_per_batch + heads, BILLION, columns]
+    return DescriptorFields(x, shape, [2**34 - by_row, by_row, by_head, by_row, 1], block, layout)
 
 
 def ragged_steps(x: Tensor) -> tuple[int, int, int]:
@@ -75,7 +75,7 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided(shape, (*x.stride()[:2], UNIT, 1))
 
 
-def in_blocks(x: Tensor, block: list[int], layout: Any) -> Described:
+def in_blocks(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
     """A tensor for blocks of the backward, of which ragged ones have a dimension more."""
     return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
 
@@ -100,7 +100,7 @@ def descriptors(
     v: Tensor,
     out: Tensor,
     bias: Tensor | None = None,
-) -> tuple[Described | Strided | None, ...]:
+) -> tuple[DescriptorFields | Strided | None, ...]:
     """q and out as (batch, head_k, row, member of the group, headdim), k and v without members.
 
     Rows past the end of a sequence read as zeros and are not written, and so are columns past the
@@ -111,12 +111,12 @@ def descriptors(
     """
     group = problem.group
 
-    def of_queries(x: Tensor, block: list[int], layout: Any) -> Described:
+    def of_queries(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
         batch, rows, heads, columns = x.shape
         by_batch, by_row, by_head, _ = x.stride()
         shape = [batch, heads // group, rows, group]
         strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
-        return Described(x, [*shape, columns], [*strides, 1], block, layout)
+        return DescriptorFields(x, [*shape, columns], [*strides, 1], block, layout)
 
     is_copied = plan.tile.BIAS_COPIED and bias is not None
     of_keys = ragged_by_head if is_ragged(problem) else by_head
@@ -131,14 +131,16 @@ def descriptors(
     )
 
 
-def of_backward(plan: Any, q, dout, k, v, stats, dk, dv, *of_pairs: Tensor) -> list[Described]:
+def of_backward(
+    plan: Any, q, dout, k, v, stats, dk, dv, *of_pairs: Tensor
+) -> list[DescriptorFields]:
     """The tensors of the backward for the blocks of its plan, in the order of these. `of_pairs` are
     of every query and key, (batch, nheads, seqlen_q, seqlen_k): the bias, its gradient.
     """
     tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
     made = [in_blocks(*x) for x in zip(tensors, plan.blocks, plan.layouts) if x[0] is not stats]
     sides = [*stats.shape], [*stats.stride()]
-    return [*made[:4], Described(stats, *sides, plan.blocks[4], plan.layouts[4]), *made[4:]]
+    return [*made[:4], DescriptorFields(stats, *sides, plan.blocks[4], plan.layouts[4]), *made[4:]]
 
 
 def is_ragged(problem: Problem) -> bool:
@@ -153,4 +155,4 @@ def valid(shape: list[int], strides: list[int]) -> list[int]:
 
 def checked(args: tuple) -> tuple:
     """The same arguments as Triton's front end takes them."""
-    return tuple(TensorDescriptor(*x[:6]) if isinstance(x, Described) else x for x in args)
+    return tuple(TensorDescriptor(*x[:6]) if isinstance(x, DescriptorFields) else x for x in args)

@@ -22,13 +22,13 @@ def selection(has_first, has_stop, has_function):
     """$0 = $1 where the column $2 is within the ends that follow, and the function's value not 0;
     else -inf.
     """
-    asked = [("ge", "$2, {}")] * has_first + [("lt", "$2, {}")] * has_stop
-    asked += [("ne", "{}, 0")] * has_function
+    conditions = [("ge", "$2, {}")] * has_first + [("lt", "$2, {}")] * has_stop
+    conditions += [("ne", "{}, 0")] * has_function
     lines = ["{ .reg .pred seen;"]
-    for i in range(len(asked)):
+    for i in range(len(conditions)):
         joined, before = (".and", ", seen") if i else ("", "")
-        pair = asked[i][1].format(f"${i + 3}")
-        lines.append(f"setp.{asked[i][0]}{joined}.s32 seen, {pair}{before};")
+        pair = conditions[i][1].format(f"${i + 3}")
+        lines.append(f"setp.{conditions[i][0]}{joined}.s32 seen, {pair}{before};")
     return " ".join([*lines, "selp.f32 $0, $1, 0fFF800000, seen; }"])
 
 

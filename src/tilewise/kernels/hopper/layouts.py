@@ -1,4 +1,4 @@
-"""Where the elements of a tile live: registers of a warpgroup, or shared memory.
+"""Layouts of tiles in a warpgroup's registers or in shared memory.
 
 A warpgroup is four warps. In one wgmma instruction each warp computes 16 rows; a thread holds pairs
 of neighbouring columns of two of them, so a row is spread over four threads and no wider: a row's
@@ -19,33 +19,33 @@ def accumulator(columns):
 
 @gluon.constexpr_function
 def row_of(layout):
-    """One number a row, beside a tile of this layout."""
+    """The layout of one number per row of a tile."""
     return gl.SliceLayout(1, layout)
 
 
 @gluon.constexpr_function
 def column_of(layout):
-    """One number a column, beside a tile of this layout."""
+    """The layout of one number per column of a tile."""
     return gl.SliceLayout(0, layout)
 
 
 @gluon.constexpr_function
 def pairs_of(columns):
     """(64, columns) pairs of neighbours, each in the thread that has both in an accumulator."""
-    further = [[0, 4 << i] for i in range((columns // 4).bit_length() - 1)]
+    above = [[0, 4 << i] for i in range((columns // 4).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[8, 0], *further], lanes, [[16, 0], [32, 0]], [], [64, columns]
+        [[8, 0], *above], lanes, [[16, 0], [32, 0]], [], [64, columns]
     )
 
 
 @gluon.constexpr_function
 def runs_of_pairs(columns):
     """The same rows, but two neighbouring pairs a thread: what is wide enough for memory."""
-    further = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
+    above = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], *further], lanes, [[16, 0], [32, 0]], [], [64, columns]
+        [[0, 1], [8, 0], *above], lanes, [[16, 0], [32, 0]], [], [64, columns]
     )
 
 

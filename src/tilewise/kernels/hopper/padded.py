@@ -1,5 +1,5 @@
-"""Rows that are no whole number of 16 bytes, such as those of headdim 100: TMA takes no such
-stride. They are copied into rows that are padded to a multiple of 8 elements, with zeros.
+"""Rows that are not multiples of 16 bytes, such as those of headdim 100, which TMA cannot read:
+they are copied into rows that are padded with zeros to a multiple of 8 elements.
 """
 
 from __future__ import annotations

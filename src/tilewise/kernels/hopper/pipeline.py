@@ -1,4 +1,4 @@
-"""Rings of buffers in shared memory, and the barriers by which warps hand them to each other.
+"""Pipelines: rings of buffers in shared memory with full and empty mbarriers.
 
 A stage of a ring has two mbarriers: `full`, which the bytes of a copy complete, and `empty`, which
 its consumers complete. Both flip a phase bit each time, and a wait names the phase that must be
@@ -24,10 +24,10 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Steps(NamedTuple):
-    """A ring of what one step of the matmuls takes: K of a block, and V of the block before, whose
-    probabilities are known by then. One pair of barriers serves both tiles: each is waited for
-    and let go of at the same time as the other.
+class KVRing(NamedTuple):
+    """The pipeline of one iteration's operands: K of a block, and V of the previous block, whose
+    probabilities are computed by then. One pair of barriers serves both tiles, which are waited for
+    and released at the same time.
     """
 
     k: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_D)
@@ -107,19 +107,19 @@ def parity_of(state, STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_empty(ring, state):
-    """Until the consumers of the previous phase have released the stage."""
+    """Waits until the consumers of the previous phase have released the stage."""
     mbarrier.wait(ring.empty.index(state.stage), state.phase ^ 1)
 
 
 @gluon.jit
 def wait_full(ring, state, pred=True):
-    """Until the stage is full."""
+    """Waits until the stage is full."""
     mbarrier.wait(ring.full.index(state.stage), state.phase, pred=pred)
 
 
 @gluon.jit
 def release(ring, state, pred=True):
-    """Says that this consumer needs the stage no more."""
+    """Releases the stage for one consumer."""
     mbarrier.arrive(ring.empty.index(state.stage), count=1, pred=pred)
 
 

@@ -1,5 +1,5 @@
-"""The conditional rescaling of O: multiplications that hardly any block needs, and where the
-exponentials stand beside the matmul that is in flight.
+"""Conditional rescaling of O, which few blocks need, and the placement of exponentials next to the
+wgmma in flight.
 
 Online softmax may subtract any m from the scores, as long as O and l are summed with the same one:
 the two are divided by each other at the end, and lse = m + log2 l. So a row keeps its m until the
@@ -10,9 +10,9 @@ or 128 multiplications of its part of O.
 
 The branch is inline assembly, because it is one warp's own: an `if` in Gluon is the same for all
 warps of a partition. It has a second use. A branch ends a basic block, and ptxas moves no
-instruction that is needed before it behind it: what is PINNED is computed beside the P V that is in
-flight, before the wait for it. Such a branch is never taken. It must not look so to the compiler,
-and what it skips must do something (`nanosleep`), or it is removed.
+instruction that is needed before it behind it: what is PINNED is computed during the P V in flight,
+before the wait for it. Such a branch is never taken, which the compiler must not be able to prove,
+and what it skips must have an effect (`nanosleep`), or it is removed.
 """
 
 import torch

@@ -34,6 +34,6 @@ def counter(device: torch.device, index: int, stream: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors, one program each."""
+def num_sms(device: torch.device) -> int:
+    """The number of SMs; one program runs on each."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,9 +1,10 @@
-"""Copies of rows of a sequence that ends anywhere: past its end they read zeros and write nothing.
+"""TMA loads and stores of ragged sequences: past a sequence's end they read zeros and write
+nothing.
 
-What lies behind a sequence is the next one, or padding, and may be NaN. Zero times NaN is NaN, so a
-mask on P is not enough: none of it may reach a matmul. TMA takes care of that by itself, at the end
-of a tensor. `ragged_by_head` (descriptors.py) describes tensors so that every sequence ends at the
-end of one.
+After a sequence comes the next one, or padding, which may be NaN. Zero times NaN is NaN, so masking
+P is not enough: none of it may reach a matmul. TMA clamps at the end of a tensor, and
+`ragged_by_head` (descriptors.py) builds descriptors in which every sequence ends at the end of a
+tensor.
 """
 
 from triton.experimental import gluon

@@ -1,8 +1,8 @@
-"""What a program works on: a tile of queries, handed out by a counter, and its blocks of keys. What
-a program of the backward works on is in bwd/work_tile.py.
+"""Work tiles of the forward: a tile of queries, handed out by a counter, and its blocks of keys.
+Those of the backward are in bwd/work_tile.py.
 
 The load warp fetches tile numbers, works out what they stand for and sends that to all matmul
-warpgroups (mailbox.py), which then walk the same list of (tile, block of keys).
+warpgroups (tile_messages.py), which then walk the same list of (tile, block of keys).
 """
 
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from ...tile.seqlen import lengths_of
 from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
 from .block_list import listed_block, visited
 
-END = gl.constexpr(-1)  # the start that says: no more
+END = gl.constexpr(-1)  # the start that marks the end
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
 
 
-class Call(NamedTuple):
-    """What all partitions know of the call."""
+class KernelCall(NamedTuple):
+    """The call's arguments, which all partitions have."""
 
     queue: Queue
     optionals: Optionals
@@ -50,7 +50,7 @@ WORK_FIELDS = gl.constexpr(len(Work._fields))
 
 @gluon.jit
 def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number stands for. A tile has a key block, if only to find everything masked."""
+    """The work tile of a tile number. It has at least one key block, which may be fully masked."""
     m_block, head, batch = query_tile_in_group(tile, call.queue, call.sizes.seqlen_q, TILE.BLOCK_M)
     m_start = m_block * TILE.BLOCK_M
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)

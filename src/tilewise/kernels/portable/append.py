@@ -1,7 +1,7 @@
 """New keys and values into a cache: a program for each new key, all of its heads.
 
-It finds its sequence, turns the key by its position, and writes both rows where the table or its
-slot says; what has no place there is not written.
+It finds its sequence, rotates the key by its position, and writes both rows where the table or its
+slot says; a key without a slot is not written.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import triton.language as tl
 from ...tile.bounds import clamp
 from ...tile.types import Strided
 
-GROUP = tl.constexpr(128)  # sequences, or slots, that are looked at together
+GROUP = tl.constexpr(128)  # sequences, or slots, per group
 
 
 class NewKeys(NamedTuple):

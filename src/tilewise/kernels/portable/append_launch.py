@@ -12,27 +12,27 @@ from .decode_launch import SplitPlan, cache_of, run, strided_of
 Tensor = torch.Tensor
 
 
-def append(asked: Append) -> None:
-    """Writes k and v to the caches; positions turn k first."""
-    if asked.k_cache.numel() and asked.k.numel():
-        run(plan_of(asked), asked.k.device)
+def append(new: Append) -> None:
+    """Writes k and v to the caches; rotary tables rotate k first."""
+    if new.k_cache.numel() and new.k.numel():
+        run(plan_of(new), new.k.device)
 
 
-def plan_of(asked: Append) -> SplitPlan:
+def plan_of(new: Append) -> SplitPlan:
     """A program for each new key."""
-    k, v, rotary = asked.k, asked.v, asked.rotary
+    k, v, rotary = new.k, new.v, new.rotary
     total = k.shape[:-2].numel()
-    used, starts = (_contiguous(x) for x in (asked.seqused_k, asked.cu_seqlens_q))
+    used, starts = (_contiguous(x) for x in (new.seqused_k, new.cu_seqlens_q))
     if k.dim() == 3 and starts is None:  # keys by slots alone
         used = None
     batch = k.shape[0] if starts is None else starts.shape[0] - 1
     cos, sin = (None, None) if rotary is None else map(_contiguous, rotary[:2])
     half = 0 if cos is None else cos.shape[1]
     positions = 0 if cos is None else cos.shape[0]
-    if half * positions == 0:  # nothing is turned
+    if half * positions == 0:  # nothing is rotated
         cos, sin, half = None, None, 0
-    new = NewKeys(
-        *(strided_of(k), strided_of(v), used, starts, _contiguous(asked.slots)),
+    keys = NewKeys(
+        *(strided_of(k), strided_of(v), used, starts, _contiguous(new.slots)),
         *(batch, k.shape[-3], cos, sin, positions),
     )
     nheads_k, headdim, headdim_v = *k.shape[-2:], v.shape[-1]
@@ -40,8 +40,8 @@ def plan_of(asked: Append) -> SplitPlan:
     is_interleaved = rotary is not None and bool(rotary.interleaved)
     padded = (triton.next_power_of_2(n) for n in sizes)
     widths = Widths(*sizes, *padded, half, is_interleaved)
-    cache = cache_of(asked.k_cache, asked.v_cache, asked.page_table)
-    return SplitPlan(cache_append_kernel, total, (new, cache, total), dict(WIDTHS=widths))
+    cache = cache_of(new.k_cache, new.v_cache, new.page_table)
+    return SplitPlan(cache_append_kernel, total, (keys, cache, total), dict(WIDTHS=widths))
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

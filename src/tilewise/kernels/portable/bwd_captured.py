@@ -10,7 +10,7 @@ atomics at one address would take a hundred times as long as the rest.
 
 A row's dS sum to dLSE, and here they are weighed, by distances say, before they are summed: what
 delta is off, from an O that was rounded, would be all that is left of a small difference of large
-sums. So a first walk over the keys sums delta anew from P and dP, as they are:
+sums. So a first pass over the keys recomputes delta from P and dP:
 
     delta = rowsum(P * dP) - dLSE
 """
@@ -26,8 +26,8 @@ from ...tile.score import scaled
 from .queries import open_queries, recompute_block
 
 
-class Load(NamedTuple):
-    """A place where a score function reads what it captured; constants of the kernel."""
+class CapturedLoad(NamedTuple):
+    """A load of a captured tensor in a score function; constants of the kernel."""
 
     SLOPE: Any  # d f / d t[index], a function as FEATURES.SCORE_MOD is
     PLACE: Any  # (b, h, q_idx, k_idx, captured, target) -> where t[index] lies in the gradient
@@ -56,7 +56,7 @@ def add_key_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of keys beside its queries into the target."""
+    """Adds the gradient of one tile of keys to the target."""
     block = recompute_block(queries, delta, n_start, FEATURES, TILE, MASKED)
     s = scaled(block.qk, queries.seq, FEATURES).s
     q_idx = queries.m_start + tl.arange(0, TILE.BLOCK_M)[:, None]

@@ -1,7 +1,7 @@
 """dK and dV: FlashAttention-2, algorithm 2, one program a tile of keys.
 
-The program keeps its K and V tiles and walks the queries that see them. Probabilities are
-recomputed from lse, never stored:
+The program keeps its K and V tiles and loops over the queries that attend to them. Probabilities
+are recomputed from lse, never stored:
 
     P = exp(S - lse)    dV += P^T dO    dP = dO V^T    dS = P (dP - delta)    dK += dS^T Q
 
@@ -40,7 +40,7 @@ class KeyGrads(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What the queries of one head bring: q and do opened, lse and delta as addresses."""
+    """The query side of one head: tile views of q and do, addresses of lse and delta."""
 
     q: tl.tensor
     do: tl.tensor
@@ -79,7 +79,7 @@ def add_query_tile(
     else:
         qk = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
-    # rows past the end count as rows that saw nothing
+    # rows past the end count as rows without keys
     lse = load_stats(rows.lse, q_idx, seq.lengths, float("-inf"), MASKED)
     delta = load_stats(rows.delta, q_idx, seq.lengths, 0.0, MASKED)
     lse, delta = lse_to_log2(lse)[None, :], delta[None, :]

@@ -1,8 +1,8 @@
-"""dQ: one program a tile of queries, which walks the same keys as the forward did.
+"""dQ: one program a tile of queries, which loops over the same keys as the forward.
 
-FlashAttention-2's algorithm 2 adds to dQ from the programs that own keys, with atomics. Here the
-queries' owner recomputes S and dP
-instead: two more matmuls a tile, no atomics, no fp32 buffer, and the same bits in every run.
+FlashAttention-2's algorithm 2 adds to dQ from programs of keys, with atomics. Here the program of a
+tile of queries recomputes S and dP instead: two more matmuls a tile, no atomics, no fp32 buffer,
+and the same bits in every run.
 """
 
 import triton

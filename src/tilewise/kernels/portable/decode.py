@@ -1,9 +1,9 @@
-"""Attention beside a cache: FlashDecoding in two launches.
+"""Attention with a KV cache: FlashDecoding (split-KV) in two launches.
 
 The first has a program for each (sequence, block of queries, key head, piece of split_size keys),
-which walks the piece in tiles of BLOCK_N keys and writes what it has, unnormalised. The second
-folds the pieces of a tile from left to right. Where there is one piece, or no room for what lies
-between, one launch walks all pieces of a block and folds as it goes: the same sums.
+which loops over the piece in tiles of BLOCK_N keys and writes its unnormalised partial result. The
+second folds the pieces of a tile from left to right. With one piece, or too large partial results,
+one launch loops over all pieces of a block and folds as it goes: the same sums.
 
 A tile has whole groups of query heads, row r being token r // GROUP and head r % GROUP, so that
 keys are read once for all of a group. A block is ROW_TILES tiles, one after the other in the
@@ -48,7 +48,7 @@ class Partials(NamedTuple):
     pieces: int  # a launch has programs for; 1 where a program walks all
 
 
-class Rows(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries, one of a block."""
 
     seq: Sequence  # `head` and `slope_log2` are (BLOCK_M, 1)
@@ -187,7 +187,7 @@ def open_rows(
     lengths = Lengths(seqlen_q, seqlen_k, 0)  # positions are the diagonal's
     seq = Sequence(lengths, slope, numbers, batch, head[:, None], modifiers_of(optionals), 0)
     position = diagonal + start + token
-    return Rows(seq, first_q + start + token, is_query, position, head, batch_q, head_k, keys)
+    return QueryTile(seq, first_q + start + token, is_query, position, head, batch_q, head_k, keys)
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def row_tile(rows, i: tl.constexpr, FEATURES: tl.constexpr):
         position < rows.seq.lengths.seqlen_k
     )
     query = rows.query + i * TOKENS
-    return Rows(
+    return QueryTile(
         rows.seq, query, is_query, position, rows.head, rows.batch_q, rows.head_k, rows.keys
     )
 

@@ -1,4 +1,4 @@
-"""Host side of attention beside a cache: nothing here knows a length."""
+"""Host side of attention with a KV cache: no length is known here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
 from ..common.building import first_launch
 from ..common.cached import Cached
-from ..common.relaunch import Launched, apart, extras_apart
+from ..common.relaunch import Launched, distinct_extras, distinct_views
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
-from .decode_again import Step, step_of
+from .decode_relaunch import DecodeStep, step_of
 from .launch import on_device, padded_headdims
 
 Tensor = torch.Tensor
@@ -82,9 +82,9 @@ def row_tiles_of(problem: Problem, tile: Tile, queries: int) -> int:
     """As many as the queries fill, and as have room in registers: products in fp32 leave none."""
     if problem.dtype.itemsize == 4:
         return 1
-    asked = triton.cdiv(queries, tile.BLOCK_M // problem.group)
+    tiles = triton.cdiv(queries, tile.BLOCK_M // problem.group)
     one = tile.BLOCK_M * (tile.BLOCK_D + tile.BLOCK_DV)
-    return max(n for n in (1, 2, 4) if n == 1 or (n < 2 * asked and n * one <= ROOM))
+    return max(n for n in (1, 2, 4) if n == 1 or (n < 2 * tiles and n * one <= ROOM))
 
 
 def tile_of(problem: Problem) -> Tile:
@@ -99,14 +99,14 @@ def tile_of(problem: Problem) -> Tile:
     return Tile(block_m, block_n, block_d, block_dv, False)
 
 
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
     again, where the call has an entry.
     """
     if not out.numel():
         return None
     if cached.entry is not None:
-        cached, out = told_apart(cached), out.detach()
+        cached, out = distinct_cached(cached), out.detach()
     plans = plans_of(cached, out, lse)
     launched = [run(plan, cached.q.device) for plan in plans]
     if cached.entry is None:
@@ -115,10 +115,10 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
     return step_of(cached, out, lse, states, launched)
 
 
-def told_apart(cached: Cached) -> Cached:
+def distinct_cached(cached: Cached) -> Cached:
     """The same memory as tensors of which no two are one object."""
-    q, k, v, table = apart(cached[:4])
-    extras = extras_apart(cached.extras)
+    q, k, v, table = distinct_views(cached[:4])
+    extras = distinct_extras(cached.extras)
     return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras)
 
 
@@ -126,13 +126,13 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     """One launch or two, by how many pieces there may be and whether their states have room."""
     problem = cached.problem
     q, k, extras = cached.q, cached.k, cached.extras
-    batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
+    batch, fit = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if k.shape[0] == 0:
-        room = 0
+        fit = 0
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
-    sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, room)
-    reach = max(rows, room)
+    sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, fit)
+    reach = max(rows, fit)
     numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
     left, right = (min(side, reach) for side in cached.scalars[2:4])
     numbers = numbers._replace(left=left, right=right)
@@ -144,7 +144,7 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
         (triton.cdiv(rows, n) + sizes.packed) * problem.nheads_k * (1 if is_packed else batch)
         for n in (tokens, tokens * choice.row_tiles)
     )
-    pieces = triton.cdiv(room, cached.split_size)
+    pieces = triton.cdiv(fit, cached.split_size)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= 1 or need > workspace

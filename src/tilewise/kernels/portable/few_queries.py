@@ -1,12 +1,11 @@
-"""Few queries beside many keys, where no cache was asked for: a step of decoding by
-`scaled_dot_product_attention` or `flash_attn_func`.
+"""Few queries and many keys without a KV cache: a decode step by `scaled_dot_product_attention` or
+`flash_attn_func`.
 
 A program for each block of queries would leave most of a GPU's SMs idle, and reads keys once for
-each query head. So such a call takes the kernels of attention beside a cache (decode.py), which
-divide the keys into pieces and read them once for all query heads of a key head. One sequence of 32
-query heads on an H200 (training kernels over these, in a CUDA graph): 8 key heads, a query, 1.2
-beside 512 keys, 2.2 beside 2Ki, 6.8 beside 8Ki; 32 key heads 1.3, 2.2, 2.1. Of 64 rows 0.4, 1.0
-and 1.2 to 3.1.
+each query head. So such a call takes the split-KV kernels (decode.py), which divide the keys into
+pieces and read them once for all query heads of a key head. One sequence of 32 query heads on an
+H200 (training kernels over these, in a CUDA graph): 8 key heads, a query, 1.2 with 512 keys, 2.2
+with 2Ki, 6.8 with 8Ki; 32 key heads 1.3, 2.2, 2.1. Of 64 rows 0.4, 1.0 and 1.2 to 3.1.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ...tile.split_kv import default_split_size
 from ..common.cached import Cached
 from ..common.outputs import empty_out
 from . import decode_launch
-from .decode_again import Step
+from .decode_relaunch import DecodeStep
 
 Tensor = torch.Tensor
 MOST_ROWS = 16  # queries times query heads of a key head: one tile
@@ -26,7 +25,7 @@ LEAST_KEYS = 512
 
 
 def serves(problem: Problem, q: Tensor, k: Tensor) -> bool:
-    """Whether a call has few queries beside many keys, and nothing that those kernels lack."""
+    """Whether a call has few queries and many keys, and nothing that those kernels lack."""
     has_band = problem.has_left or problem.has_right
     lacks = problem.is_packed or problem.has_seqused_q or problem.has_bias or problem.has_dropout
     if lacks or problem.mods != NO_MODS or (has_band and problem.align == "top_left"):
@@ -43,7 +42,7 @@ class Forward:
         self.problem = problem
         self.scalars = scalars
         self.split_size = default_split_size(problem.group)
-        self.step: Step | None = None
+        self.step: DecodeStep | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         cached = Cached(q, k, v, None, extras, self.scalars, self.split_size, entry=self)

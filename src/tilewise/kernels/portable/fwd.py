@@ -1,7 +1,7 @@
 """The forward: FlashAttention-2, algorithm 1 (Dao 2023, arXiv 2307.08691).
 
-A program owns BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N, first the partial
-ones, which need a mask, then the full ones, and keeps the output unnormalised until the end:
+A program computes BLOCK_M queries of one head. It loops over the keys in tiles of BLOCK_N, first
+the partial ones, which need a mask, then the full ones, and normalises the output at the end:
 
     O = (1 / l) sum_j exp(S_j - m) V_j        lse = m + log l
 """

@@ -1,4 +1,4 @@
-"""The keys that a tile of queries walks over, opened: the same in the forward and the backward."""
+"""Tile views of the keys and values of a tile of queries, for forward and backward."""
 
 from typing import Any, NamedTuple
 
@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from ...tile.seqlen import modifiers_of, place_of, sequence_of
-from ...tile.types import Place, Sequence
+from ...tile.types import Sequence, SequenceOffsets
 from ..common.io import from_row, open_rows
 
 
 class Keys(NamedTuple):
     """A sequence, where it lies, and its keys and values, opened."""
 
-    place: Place
+    place: SequenceOffsets
     seq: Sequence
     k: Any
     v: Any

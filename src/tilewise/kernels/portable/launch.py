@@ -1,4 +1,4 @@
-"""Host side: allocates what comes back, picks the tiles, launches.
+"""Host side: allocates results, picks the tiles, launches.
 
 A `Plan` is a launch that lacks its configuration. The same plans serve a call, which looks its
 configuration up, and `tilewise tune`, which tries many.
@@ -37,19 +37,19 @@ from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
 from ..common.outputs import empty_grads, empty_out
 from ..common.relaunch import (
-    Again,
     Launched,
+    Relaunch,
     addresses_of,
-    again_of,
-    apart,
-    extras_apart,
+    distinct_extras,
+    distinct_views,
     may_relaunch,
+    relaunches_of,
 )
-from .bwd_captured import Load, attn_bwd_captured_kernel
+from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
+from .fit import fit_to_memory
 from .fwd import attn_fwd_kernel
-from .room import with_room
 
 Tensor = torch.Tensor
 
@@ -74,14 +74,14 @@ class Plan(NamedTuple):
         problem, widest = self.problem, max(padded_headdims(self.problem))
         arch, bits = architecture(self.read[0].device), problem.dtype.itemsize * 8
         is_short = self.rows // max(self.packed, 1) <= SHORT
-        alike = dict.fromkeys(("bwd_dbias", "bwd_captured"), "bwd_dq")  # the same, more or less
-        name = alike.get(self.name, self.name)
+        same = dict.fromkeys(("bwd_dbias", "bwd_captured"), "bwd_dq")  # the same, more or less
+        name = same.get(self.name, self.name)
         return Key(arch, name, widest, bits, problem.is_causal, is_short)
 
     def config(self) -> Config:
         """What the tables say, cut where there is no room for more."""
         key = self.key()
-        return with_room(select(key, self.read[0].device), key, self.problem, self.side)
+        return fit_to_memory(select(key, self.read[0].device), key, self.problem, self.side)
 
     def tile(self, config: Config, arch: str = "") -> Tile:
         """The tile shape; descriptors only where every tensor read allows them. `arch`: on another
@@ -138,7 +138,7 @@ def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Forward
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Backward:
-    """The backward of all that look alike."""
+    """The backward of one signature."""
     return Backward(problem, scalars)
 
 
@@ -151,33 +151,33 @@ class Forward:
         self.problem = problem
         self.scalars = scalars
         self.device: int | None = None
-        self.again: list[Again] | None = None
+        self.relaunches: list[Relaunch] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(self.problem, q)
-        if self.again is not None and may_relaunch(self.device) and not is_overridden():
+        if self.relaunches is not None and may_relaunch(self.device) and not is_overridden():
             triton.set_allocator(_scratch)
             row = q, k, v, out, lse, *extras.tensors
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            self.again[0].launch(stream, addresses_of(row))
+            self.relaunches[0].launch(stream, addresses_of(row))
             return out, lse
-        row = apart((q, k, v, out, lse))
-        extras = extras_apart(extras)
+        row = distinct_views((q, k, v, out, lse))
+        extras = distinct_extras(extras)
         launched = run(plan_forward(self.problem, *row, extras, self.scalars))
         if not is_overridden():
             self.device = q.device.index
-            self.again = again_of([launched], (*row, *extras.tensors))
+            self.relaunches = relaunches_of([launched], (*row, *extras.tensors))
         return out, lse
 
 
 class Backward:
-    """Backwards that look alike, as `Forward`."""
+    """The backward of one signature, as `Forward`."""
 
     def __init__(self, problem: Problem, scalars: Scalars) -> None:
         self.problem = problem
         self.scalars = scalars
         self.device: int | None = None
-        self.again: list[Again] | None = None
+        self.relaunches: list[Relaunch] | None = None
         self.scratch: tuple[tuple[int, ...] | None, ...] = ()  # shapes of delta and those parts
 
     def __call__(self, saved: Saved, extras: Extras) -> Grads:
@@ -187,15 +187,15 @@ class Backward:
             saved = saved._replace(dout=saved.dout.contiguous())
         if saved.dlse is not None:
             saved = saved._replace(dlse=saved.dlse.contiguous())
-        if self.again is not None and may_relaunch(self.device) and not is_overridden():
+        if self.relaunches is not None and may_relaunch(self.device) and not is_overridden():
             triton.set_allocator(_scratch)
             delta, parts = (None if x is None else saved.lse.new_empty(x) for x in self.scratch)
             row = addresses_of((*saved, *extras.tensors, *grads, delta, parts))
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            for again in self.again:
-                again.launch(stream, row)
+            for relaunch in self.relaunches:
+                relaunch.launch(stream, row)
         else:
-            parts = self._first(Saved(*apart(saved)), extras_apart(extras), grads)
+            parts = self._first(Saved(*distinct_views(saved)), distinct_extras(extras), grads)
         if grads.dsinks is not None and parts is not None:
             grads.dsinks.copy_(parts.sum((0, 2)))
         return grads
@@ -212,7 +212,8 @@ class Backward:
         if not is_overridden():
             self.device = saved.q.device.index
             self.scratch = delta.shape, None if parts is None else parts.shape
-            self.again = again_of(launched, (*saved, *extras.tensors, *grads, delta, parts))
+            row = *saved, *extras.tensors, *grads, delta, parts
+            self.relaunches = relaunches_of(launched, row)
         return parts
 
 
@@ -324,11 +325,11 @@ def plan_captured(
     return plans
 
 
-def load_of(load: Node, slope: Node, is_wide: bool) -> Load:
+def load_of(load: Node, slope: Node, is_wide: bool) -> CapturedLoad:
     """A load, and the score function's slope there, as kernels take it."""
-    mentions = {node.op for node in nodes_of(load)}
+    indices_used = {node.op for node in nodes_of(load)}
     functions = function_of(intern(slope)), place_function_of(intern(load))
-    return Load(*functions, "q_idx" in mentions, "k_idx" in mentions, is_wide)
+    return CapturedLoad(*functions, "q_idx" in indices_used, "k_idx" in indices_used, is_wide)
 
 
 def run(plan: Plan) -> Launched:

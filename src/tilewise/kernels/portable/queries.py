@@ -1,5 +1,5 @@
-"""A tile of queries on its way over the keys in the backward: what it brings along, and what it
-recomputes at each tile of keys.
+"""A tile of queries in the backward's loop over keys: what it loads once, and what it recomputes
+for each tile of keys.
 """
 
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...tile.softmax import lse_to_log2
-from ...tile.types import Place, Sequence
+from ...tile.types import Sequence, SequenceOffsets
 from ..common.bwd_step import recompute
 from ..common.io import (
     from_row,
@@ -25,7 +25,7 @@ from .keys import open_keys
 class Queries(NamedTuple):
     """A tile of queries, and the keys and values of its sequence."""
 
-    place: Place
+    place: SequenceOffsets
     seq: Sequence
     m_start: tl.tensor
     q: Any  # (BLOCK_M, BLOCK_D); opened, where they are read in chunks

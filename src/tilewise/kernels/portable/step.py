@@ -1,5 +1,5 @@
-"""What happens between one tile of queries and one tile of keys: the forward update. The backward's
-recomputation is in kernels/common/bwd_step.py.
+"""The forward's inner step: one tile of queries and one tile of keys. The backward's recomputation
+is in kernels/common/bwd_step.py.
 """
 
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.dropout import kept
+from ...tile.dropout import keep_mask
 from ...tile.mask import apply_mask
 from ...tile.score import exp_scale, score
 from ...tile.softmax import online_step
@@ -15,8 +15,8 @@ from ..common.io import load_rows
 
 
 class RowState(NamedTuple):
-    """A tile of queries on its way over the keys: unnormalised output, running maximum (base 2) and
-    running sum.
+    """The state of a tile of queries in the loop over keys: unnormalised output, running maximum
+    (base 2) and running sum.
     """
 
     acc_o: tl.tensor  # (BLOCK_M, BLOCK_DV)
@@ -55,7 +55,7 @@ def attend(
     p = step.p
     if FEATURES.DROPOUT:
         threshold = seq.numbers.dropout_threshold
-        p = tl.where(kept(seq.stream, m_start, n_start, offs_m, offs_n, threshold), p, 0.0)
+        p = tl.where(keep_mask(seq.stream, m_start, n_start, offs_m, offs_n, threshold), p, 0.0)
     v_tile = load_rows(v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
     # O = diag(alpha) O + P V
     acc_o = state.acc_o * step.alpha[:, None]

@@ -22,7 +22,9 @@ from ..pipeline import make_barrier
 
 
 class BiasTile(NamedTuple):
-    """Room for the bias of a block of queries: (2, BLOCK_M, 64), one half a warpgroup."""
+    """Shared memory for the bias of a block of queries: (2, BLOCK_M, 64), one half per
+    warpgroup.
+    """
 
     halves: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -30,7 +32,7 @@ class BiasTile(NamedTuple):
 
 @gluon.jit
 def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for the bias of a block, where it is copied."""
+    """Allocates the bias of a block, where TMA loads it."""
     if TILE.BIAS_COPIED:
         M: gl.constexpr = TILE.BLOCK_M
         halves = gl.allocate_shared_memory(dtype, [2, M, 64], shared(M, 64, dtype))
@@ -41,12 +43,14 @@ def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
-    """Copies the bias of a step's block, when both warpgroups have read that of the step before."""
+    """Loads the bias of a step's block, once both warpgroups have read that of the previous
+    step.
+    """
     if TILE.BIAS_COPIED:
-        turn = step + 2  # the step before is in stage (step - 1) % 3
+        previous = step + 2  # the step before is in stage (step - 1) % 3
         last = gl.maximum(step - 1, 0)
         tile = rings.bias
-        mbarrier.wait(rings.exchange.full.index(turn % 3), (last // 3) & 1, pred=step > 0)
+        mbarrier.wait(rings.exchange.full.index(previous % 3), (last // 3) & 1, pred=step > 0)
         full = tile.full.index(0)
         mbarrier.expect(full, 2 * desc.block_type.nbytes)
         # A dimension that the bias does not have is one element long

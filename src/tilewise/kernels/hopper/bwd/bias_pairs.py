@@ -18,14 +18,14 @@ from ..bias_memory import has_tiles
 
 Tensor = torch.Tensor
 WRITTEN, SUMMED = "written", "summed"
-MOST_SCORES = 2 << 30  # bytes of dS that are kept to be summed; beyond, it is computed again
+MOST_SCORES = 2 << 30  # bytes of dS that are stored to be summed; beyond, it is recomputed
 
 
 def way_of(
     problem: Problem, bias: Tensor | None, dbias: Tensor | None, q: Tensor, k: Tensor
 ) -> str:
-    """How the gradient of a bias comes about: WRITTEN or SUMMED. Empty where it is not wanted, or
-    takes a kernel of its own.
+    """How the gradient of a bias is computed: WRITTEN or SUMMED. Empty where it is not requested,
+    or has a kernel of its own.
     """
     is_ds = not (problem.has_softcap or problem.mods.score or problem.has_dropout)
     is_narrow = max(problem.headdim, problem.headdim_v) <= 128

@@ -1,4 +1,4 @@
-"""After the backward: dQ, from its fp32 accumulator to the tensor that comes back."""
+"""Postprocessing of the backward: dQ, from its fp32 accumulator to the returned tensor."""
 
 import triton
 import triton.language as tl

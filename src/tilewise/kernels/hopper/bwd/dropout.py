@@ -2,12 +2,12 @@
 
     dV = factor Pd^T dO          dS = P (factor dPd - delta)
 
-where Pd and dPd are 0 for dropped pairs. A bit for each pair says which these are, see
-dropout_bits.py, and waits for dP beside P. The factor waits until all is summed: the loop computes
-dS / factor, for which the stored delta is divided by it. So dP may start at -delta as ever, and
-dropped pairs, for which no dP comes in, take -delta alone.
+where Pd and dPd are 0 for dropped pairs. A bit for each pair says which these are
+(dropout_bits.py), and is held in registers with P until dP is there. The factor is applied after
+the sums: the loop computes dS / factor, for which the stored delta is divided by it. So dP may
+still start at -delta, and dropped pairs, for which no dP comes in, take -delta alone.
 
-For wide heads P goes to another warpgroup. It is positive, and its sign free to take the bit along.
+For wide heads P goes to the other warpgroup. It is positive, so its sign encodes the bit.
 """
 
 import torch
@@ -37,12 +37,12 @@ def selection():
 
 
 @gluon.jit
-def select(kept, x, other):
-    """x where `draw_kept` says that a pair is kept, other elsewhere."""
+def select(keep_bits, x, other):
+    """x where `draw_keep_bits` says that a pair is kept, other elsewhere."""
     LAYOUT: gl.constexpr = x.type.layout
     M: gl.constexpr = x.shape[1]
     # warp, k % 8, q % 8 // 2, q // 64; then k // 8 % 2, q // 32 % 2, q // 16 % 2, q // 8 % 2, q % 2
-    words = kept.reshape([4, 8, 4, M // 64])
+    words = keep_bits.reshape([4, 8, 4, M // 64])
     for _ in gl.static_range(5):
         words = gl.join(words, words)
     words = words.permute((0, 4, 1, 3, 5, 6, 7, 2, 8)).reshape([64, M])
@@ -61,24 +61,29 @@ def registers(n):
 
 @gluon.constexpr_function
 def conversion(kind, has_relu, is_masked):
-    """Two numbers to 16 bits. The comment makes the arms of a branch differ, see `kept_operand`."""
+    """Two numbers to 16 bits. The comment makes the arms of a branch differ (`dropped_operand`)."""
     relu = ".relu" if has_relu else ""
     comment = " // masked" if is_masked else ""
     return f"cvt.rn{relu}.{kind}x2.f32 $0, $2, $1;{comment}"
 
 
 @gluon.jit
-def marked(p, kept, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def marked(p, keep_bits, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """P, negative where the pair was dropped and P goes on to another warpgroup."""
     if FEATURES.DROPOUT and TILE.BLOCK_N == 64:
-        return select(kept, p, -p)
+        return select(keep_bits, p, -p)
     else:
         return p
 
 
 @gluon.jit
-def kept_operand(
-    p, kept, dtype: gl.constexpr, MASKED: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+def dropped_operand(
+    p,
+    keep_bits,
+    dtype: gl.constexpr,
+    MASKED: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """P in 16 bits, 0 where the pair was dropped.
 
@@ -88,7 +93,7 @@ def kept_operand(
     """
     RELU: gl.constexpr = FEATURES.DROPOUT and TILE.BLOCK_N == 64
     if FEATURES.DROPOUT and not RELU:
-        p = select(kept, p, 0.0)
+        p = select(keep_bits, p, 0.0)
     if TILE.BLOCK_D != 128 and not RELU:
         return p.to(dtype)
     elif dtype == gl.bfloat16:

@@ -1,4 +1,4 @@
-"""Which pairs of a tile dropout keeps, in the backward: a bit for each pair.
+"""The dropout mask of a tile in the backward: a bit for each pair.
 
 Keys lie down in S^T: a thread has four pairs of each group of 16, two threads of a warp need the
 same groups, of keys c and c + 1, c even. Each draws half of the groups for both and
@@ -26,9 +26,9 @@ AT_LEAST = gl.constexpr(_AT_LEAST)
 
 
 @gluon.jit
-def draw_kept(stream, m_start, n_start, threshold, M: gl.constexpr):
-    """Which pairs `tile.dropout.kept` keeps of a (64, M) tile, keys down: a bit for each, 32 of a
-    thread in one word, (32, 4) or (32, 4, 2).
+def draw_keep_bits(stream, m_start, n_start, threshold, M: gl.constexpr):
+    """Which pairs `tile.dropout.keep_mask` keeps of a (64, M) tile, keys down: a bit for each, 32
+    of a thread in one word, (32, 4) or (32, 4, 2).
     """
     if M == 128:
         first = draw_word(stream, m_start, n_start, threshold)

@@ -1,4 +1,4 @@
-"""dK and dV on their way from registers to memory, by way of shared memory and TMA."""
+"""The epilogue: dK and dV from registers to global memory, through shared memory and TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,10 +23,10 @@ def used_rows(rows, work, start, FEATURES: gl.constexpr):
 
 @gluon.jit
 def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr, FEATURES: gl.constexpr):
-    """Stores 64 rows of dK or dV, by way of the warpgroup's buffer."""
+    """Stores 64 rows of dK or dV through the warpgroup's shared-memory buffer."""
     rows = used_rows(rows, work, start, FEATURES).to(desc.dtype)
     buffer = outputs.smem.index(WG)
-    tma.store_wait(0)  # TMA has read from here what was stored before
+    tma.store_wait(0)  # TMA has read the previous contents
     buffer.store(rows)
     fence_async_shared()  # what threads wrote, before TMA reads it
     store_keys(desc, work, start, buffer, FEATURES)

@@ -1,5 +1,5 @@
-"""dS in shared memory: each matmul warpgroup writes that of its keys, and reads all of it for its
-half of dQ.
+"""The shared-memory dS buffer: each matmul warpgroup writes the dS of its keys, and reads all of dS
+for its half of dQ.
 
 Where dS is the gradient of a bias it lies as the bias does, the keys of a query as neighbours, in
 halves of 64 keys, and TMA writes it to memory from there.
@@ -31,13 +31,13 @@ class Exchange(NamedTuple):
 
 @gluon.jit
 def make_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for dS of three blocks."""
+    """Allocates dS of three blocks."""
     return Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
 
 
 @gluon.jit
 def make_scores(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for three blocks: (3, BLOCK_N, BLOCK_M) of dS^T, or (6, BLOCK_M, 64) of dS."""
+    """Allocates three blocks: (3, BLOCK_N, BLOCK_M) of dS^T, or (6, BLOCK_M, 64) of dS."""
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     if TILE.BIAS_GRAD:

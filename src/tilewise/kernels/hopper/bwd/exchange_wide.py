@@ -1,4 +1,4 @@
-"""What the two matmul warpgroups of wide heads (mma_wide.py) make for each other."""
+"""Shared memory between the two matmul warpgroups of wide heads (mma_wide.py): P and dS."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Gradients(NamedTuple):
 
 
 class WideExchange(NamedTuple):
-    """What one warpgroup makes and the other needs.
+    """Buffers that one warpgroup writes and the other reads.
 
     There is no `empty` barrier. P of a block is written after `full` of dS of the block before,
     which was made from the P there. dS of a block is made after its P is there, which is written by
@@ -33,7 +33,7 @@ class WideExchange(NamedTuple):
 
 @gluon.jit
 def make_wide_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for P of one block and dS of two."""
+    """Allocates P of one block and dS of two."""
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,11 +1,11 @@
 """The backward for Hopper: one warp that loads, two warpgroups that compute.
 
-A program stays on its SM and works through tiles of keys that a counter hands out. It holds a tile
-and walks the queries that see it (`load`; `mma`, or `mma_wide` where a head dim is above 128). dK
-and dV stay in registers until the tile is done. dQ belongs to the queries, of which every tile of
-keys knows only its part: the parts meet in an fp32 accumulator in memory, by atomics that nothing
-waits for. FlashAttention-2 (arXiv 2307.08691), algorithm 2, laid out for Hopper as in
-FlashAttention-3 (arXiv 2407.08608).
+The kernel is persistent: a program processes tiles of keys that a counter hands out. It keeps a
+tile of K and V and loops over the queries that attend to it (`load`; `mma`, or `mma_wide` where a
+head dim is above 128). dK and dV stay in registers until the tile is done. Every tile of keys has
+only a part of dQ: the parts are added to an fp32 accumulator in memory, by atomics without a wait.
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, laid out for Hopper as in FlashAttention-3 (arXiv
+2407.08608).
 """
 
 from typing import NamedTuple
@@ -15,25 +15,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..layouts import shared
-from ..work import Call
+from ..work import KernelCall
 from .bias import make_bias
 from .exchange import make_exchange
 from .exchange_wide import make_wide_exchange
 from .load import load_partition
 from .mma import grad_partition
 from .mma_wide import key_partition, value_partition
-from .ordered_add import ask_partition, make_turns, pass_partition
-from .rings import Inputs, Rings, make_keys, make_queries, make_tile_mailbox
+from .ordered_add import make_add_barriers, signal_partition, wait_partition
+from .rings import Rings, Sources, make_keys, make_queries, make_tile_messages
 
 
 class Outputs(NamedTuple):
-    """What the matmul warpgroups write to."""
+    """The outputs of the matmul warpgroups."""
 
     dq: gl.tensor  # the accumulator, in the order of registers
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
-    smem: gl.shared_memory_descriptor  # which dK and dV pass through: (2, 64, BLOCK_D)
+    smem: gl.shared_memory_descriptor  # staging buffer of dK and dV: (2, 64, BLOCK_D)
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def hopper_bwd_kernel(
     v_desc,
     stats_desc,
     dq,
-    counters,
+    dq_semaphore,
     dk_desc,
     dv_desc,
     bias_desc,
@@ -64,24 +64,24 @@ def hopper_bwd_kernel(
         exchange = make_exchange(dtype, TILE)
     else:
         exchange = make_wide_exchange(dtype, TILE)
-    mailbox = make_tile_mailbox(TILE)
-    turns = make_turns(TILE)
+    messages = make_tile_messages(TILE)
+    add_barriers = make_add_barriers(TILE)
     bias = make_bias(dtype, TILE)
     out_smem = make_out(dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
+    inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
     outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
-    rings = Rings(keys, queries, exchange, mailbox, turns, bias)
-    call = Call(queue, optionals, sizes, numbers)
+    rings = Rings(keys, queries, exchange, messages, add_barriers, bias)
+    call = KernelCall(queue, optionals, sizes, numbers)
     if TILE.ORDERED:
         gl.warp_specialize(
             [
                 (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
                 (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
                 (load_partition, (inputs, rings, call, FEATURES, TILE)),
-                (ask_partition, (rings, counters, call, FEATURES, TILE)),
-                (pass_partition, (rings, counters, call, FEATURES, TILE)),
+                (wait_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
+                (signal_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
@@ -113,7 +113,7 @@ def matmul_partition(
 
 @gluon.jit
 def make_out(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for dK and dV. Those of wide heads pass through the shared memory of K and V."""
+    """Allocates the staging buffer of dK and dV. Wide heads use the shared memory of K and V."""
     if TILE.BLOCK_N == 128:
         D: gl.constexpr = TILE.BLOCK_D
         return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))

@@ -1,6 +1,6 @@
 """Host side of the backward: delta, then all gradients, then dQ from its accumulator.
 
-Memory beside the gradients: dQ in fp32, and two floats a query; of packed sequences for up to 128
+Memory besides the gradients: dQ in fp32, and two floats a query; of packed sequences for up to 128
 queries a sequence more.
 """
 
@@ -21,12 +21,12 @@ from ...common.building import first_launch, on_device
 from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ...common.bwd_delta import Accumulated, bwd_delta_kernel
 from ...common.outputs import empty_grads
-from ...common.relaunch import Launched, apart, extras_apart, may_relaunch
+from ...common.relaunch import Launched, distinct_extras, distinct_views, may_relaunch
 from .. import assembly
 from ..bias_memory import has_tiles
 from ..descriptors import (
     ELEMENTS,
-    Described,
+    DescriptorFields,
     checked,
     in_steps,
     is_in_steps,
@@ -34,22 +34,30 @@ from ..descriptors import (
     ragged_steps,
 )
 from ..padded import copy_back, in_padded_rows, is_padded, with_padded_rows
-from ..tile_counter import counter_of, processors
+from ..tile_counter import counter_of, num_sms
 from . import dropout as bwd_dropout
 from . import work_tile as bwd_work
 from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
-from .relaunch import Ready, Scratch, fill_dsinks, launch_again, make_scratch, ready_of, shapes_of
+from .relaunch import (
+    Ready,
+    Scratch,
+    fill_dsinks,
+    make_scratch,
+    ready_of,
+    relaunch_backward,
+    shapes_of,
+)
 
 Tensor = torch.Tensor
 ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
-AT_ONCE = 16 << 20  # bytes of queries that programs under a causal mask are at: `together`
+AT_ONCE = 16 << 20  # bytes of queries: `heads_per_l2_group`
 TINY = 1e-30  # a scale under this is no divisor
 
 
 class Plan(NamedTuple):
-    """What a `Problem` selects: constants of the kernels, and the blocks of the descriptors."""
+    """What a `Problem` selects: the kernels' constants and the blocks of the descriptors."""
 
     features: Features
     tile: KeyPipeline
@@ -59,20 +67,20 @@ class Plan(NamedTuple):
 
 
 class BwdArgs(NamedTuple):
-    """What the kernel is launched with, but its constants."""
+    """The arguments of the kernel but its constants."""
 
-    q: Described
-    dout: Described
-    k: Described
-    v: Described
-    stats: Described
+    q: DescriptorFields
+    dout: DescriptorFields
+    k: DescriptorFields
+    v: DescriptorFields
+    stats: DescriptorFields
     dq: Tensor  # accumulated
-    turns: Tensor | None
-    dk: Described
-    dv: Described
-    bias: Described | None
-    dbias: Described | None
-    further: tuple[int, int]  # heads from a batch of k, and of v, to the next; see `ragged_by_head`
+    dq_semaphore: Tensor | None
+    dk: DescriptorFields
+    dv: DescriptorFields
+    bias: DescriptorFields | None
+    dbias: DescriptorFields | None
+    heads_per_batch: tuple[int, int]  # batch strides of k and v, in heads; see `ragged_by_head`
     queue: Queue
     optionals: Optionals
     sizes: Sizes
@@ -86,8 +94,8 @@ def plan_of(
     bias_grad: bool = False,
     in_heads: bool = True,
 ) -> Plan:
-    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `is_copied`: the
-    copy engine can read its bias; `bias_grad`: and write dS as the gradient of that; `in_heads`:
+    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `is_copied`:
+    TMA can read its bias; `bias_grad`: and write dS as the gradient of that; `in_heads`:
     batches of K and V are a whole number of heads apart.
 
     To headdim 128 both head dims are padded to the wider one.
@@ -103,14 +111,14 @@ def plan_of(
     needs_registers = problem.is_modified or problem.has_alibi or problem.has_softcap
     m = 128 if widest == 64 and not needs_registers else 64
     # Tall tiles have none to load lse ahead of S
-    is_bent = problem.has_softcap or problem.mods.score
-    lse_first = m == 64 and has_scale and not is_bent
+    is_nonlinear = problem.has_softcap or problem.mods.score
+    lse_first = m == 64 and has_scale and not is_nonlinear
     # Tall blocks of sequences that are all as long are ragged, too: the compiler then spills no
     # address of the loop (H200, back to back, headdim 64, full: 5 % at 4Ki, 2 % at 512)
     is_ragged = problem.is_packed or problem.has_seqused_k or (m == 128 and in_heads)
-    is_labelled = problem.mods.block != NO_MODS.block or problem.has_dropout
+    has_metadata = problem.mods.block != NO_MODS.block or problem.has_dropout
     is_copied = is_copied and n == 128  # wide heads leave no shared memory
-    flags = problem.deterministic, lse_first, is_ragged, is_labelled, is_copied, bias_grad
+    flags = problem.deterministic, lse_first, is_ragged, has_metadata, is_copied, bias_grad
     tile = KeyPipeline(m, n, block_d, block_dv, *flags)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
@@ -149,44 +157,44 @@ def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Backward:
-    """The backward of all that look alike."""
+    """The backward of one signature."""
     return Backward(problem, scalars)
 
 
 class Backward:
-    """Backwards that look alike: the first as Triton launches it, later ones straight to the
-    compiled kernels.
+    """The backward of one signature: the first launches through Triton's launcher, later ones
+    directly.
     """
 
     def __init__(self, problem: Problem, scalars: Scalars) -> None:
         self.problem = problem
         self.scalars = scalars
-        self.again: Ready | None = None
-        self.is_copied = False  # whether the kernels of `again` read or write copies
+        self.ready: Ready | None = None
+        self.is_copied = False  # whether the relaunched kernels read or write copies
 
     def __call__(self, saved: Saved, extras: Extras) -> Grads:
-        again = self.again
+        ready = self.ready
         grads = empty_grads(self.problem, saved.q, saved.k, saved.v, extras)
-        is_ready = again is not None and may_relaunch(again.device)
-        if again is not None and not self.is_copied:
-            if not (is_ready and launch_again(again, saved, grads, extras)):
+        is_ready = ready is not None and may_relaunch(ready.device)
+        if ready is not None and not self.is_copied:
+            if not (is_ready and relaunch_backward(ready, saved, grads, extras)):
                 self._launch(saved, grads, extras)
         elif not is_empty(saved, grads):
             read, written = readable(self.problem, saved), grads
             if is_padded(self.problem):
                 written = with_padded_rows(grads)
             self.is_copied = read is not saved or written is not grads
-            if not (is_ready and launch_again(again, read, written, extras)):
+            if not (is_ready and relaunch_backward(ready, read, written, extras)):
                 self._launch(read, written, extras)
             copy_back(written, grads)
         return grads
 
     def _launch(self, saved: Saved, grads: Grads, extras: Extras) -> None:
         with on_device(saved.q.device):
-            self._first(Saved(*apart(saved)), grads, extras_apart(extras))
+            self._first(Saved(*distinct_views(saved)), grads, distinct_extras(extras))
 
     def _first(self, saved: Saved, grads: Grads, extras: Extras) -> None:
-        """The backward as Triton launches it."""
+        """The first launches of a signature, through Triton's launcher."""
         problem, given = self.problem, saved
         dout, _, q, k, v, _, lse = saved
         if problem.has_seqused_k and not problem.is_packed:
@@ -198,10 +206,10 @@ class Backward:
         m_blocks = padded_blocks(problem, groups[1])
         programs = lse.shape[0] * lse.shape[1] * m_blocks
         scratch = make_scratch(problem, shapes_of(problem, plan, lse, m_blocks, ds), lse)
-        added = accumulated_of(plan, scratch, numbers), scratch.turns
+        added = accumulated_of(plan, scratch, numbers), scratch.dq_semaphore
         reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
         args = (*reads, *added, scratch.parts, *groups[:2])
-        launches = [run_edge(bwd_delta_kernel, programs, args, plan, q.device)]
+        launches = [run_processing(bwd_delta_kernel, programs, args, plan, q.device)]
         fill_dsinks(grads, scratch.parts)
         if k.numel() == 0:
             return
@@ -212,7 +220,7 @@ class Backward:
         if plan.tile.BIAS_GRAD:
             sum_scores(grads.dbias, scratch.ds)
         of_dq = scratch.dq, strided(grads.dq), *groups
-        launches.append(run_edge(hopper_bwd_dq_kernel, programs, of_dq, plan, q.device))
+        launches.append(run_processing(hopper_bwd_dq_kernel, programs, of_dq, plan, q.device))
         if grads.dbias is not None and not plan.tile.BIAS_GRAD:
             of_pairs = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
             launches.append(run_dbias(plan, (q, k, grads.dbias), (*of_pairs, *groups)))
@@ -220,7 +228,7 @@ class Backward:
         is_copied = k is not given.k or v is not given.v
         if len(launches) > 2 and not is_copied:
             tensors = given, extras, grads, scratch
-            self.again = ready_of(plan, tensors, launches, problem)
+            self.ready = ready_of(plan, tensors, launches, problem)
 
 
 def readable(problem: Problem, saved: Saved) -> Saved:
@@ -267,16 +275,16 @@ def arguments(
     """What the kernel is launched with. `pairs`: the bias, and where its gradient is written, or
     None; `groups` are its optionals, sizes and numbers.
     """
-    accumulated, turns = added
+    accumulated, dq_semaphore = added
     q, k = saved.q, saved.k
     tensors = q, saved.dout, k, saved.v, accumulated.stats, grads.dk, grads.dv
     of_pairs = [x for x in pairs if x is not None] if plan.tile.BIAS_COPIED else []
     described = of_backward(plan, *tensors, *of_pairs)
     *reads, dk, dv, for_bias, for_dbias = (*described, None, None)[:9]
-    further = ragged_steps(k)[2], ragged_steps(saved.v)[2]
+    heads_per_batch = ragged_steps(k)[2], ragged_steps(saved.v)[2]
     queue = queue_of(problem, plan, q, k, groups[1])
-    written = accumulated.dq, turns, dk, dv, for_bias, for_dbias
-    return BwdArgs(*reads, *written, further, queue, *groups)
+    written = accumulated.dq, dq_semaphore, dk, dv, for_bias, for_dbias
+    return BwdArgs(*reads, *written, heads_per_batch, queue, *groups)
 
 
 def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
@@ -291,7 +299,7 @@ def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -
         mixed = blocks if problem.is_causal and not problem.deterministic else 0
         return Queue(counter, heads * n_blocks, nheads_k, heads, mixed)
     n_blocks = triton.cdiv(seqlen_k, plan.tile.BLOCK_N)
-    return Queue(counter, heads * n_blocks, nheads_k, heads, together(problem, q))
+    return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
 
 
 def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None:
@@ -306,21 +314,20 @@ def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None
         asm = assembly.ASM | bwd_dropout.ASM
         emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
         return None
-    programs = min(queue.tiles, processors(device))
+    programs = min(queue.tiles, num_sms(device))
     return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
 
 
-def together(problem: Problem, q: Tensor) -> int:
+def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
     """Key heads whose tiles are mixed, evenly.
 
     Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
-    beside FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997, 1.002;
-    with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles
+    relative to FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997,
+    1.002; with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles
     wait for each other as many as have 16Ki rows, at headdim 64 64Ki: neighbours of one head then
     start at different times, and what they add to is still in the L2 cache (H200, back to back, of
-    the backward that waits for nobody: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with
-    two, 4Ki, 0.72, 0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95
-    with 16).
+    the unordered backward: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with two, 4Ki,
+    0.72, 0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95 with 16).
     """
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]
@@ -350,10 +357,10 @@ def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched 
     return _run(attn_bwd_dbias_kernel, programs, (*args, sharing), constants, q.device, options)
 
 
-def run_edge(
+def run_processing(
     kernel: Any, programs: int, args: tuple, plan: Plan, device: torch.device
 ) -> Launched | None:
-    """A kernel over tiles of ROWS queries."""
+    """Launches a pre- or post-processing kernel, over tiles of ROWS queries."""
     is_wide = max(plan.edge.BLOCK_D, plan.edge.BLOCK_DV) > 128
     options = dict(num_warps=16 if is_wide else 8)
     return _run(kernel, programs, args, (plan.features, plan.edge), device, options)

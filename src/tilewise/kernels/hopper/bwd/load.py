@@ -1,5 +1,5 @@
-"""The load warp of the backward: a tile of keys once, then the queries that see it, one block after
-the other.
+"""The load warp of the backward: a tile of keys once, then the queries that attend to it, block by
+block.
 """
 
 from triton.experimental import gluon
@@ -9,14 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..compat import tma_load
-from ..mailbox import send
 from ..pipeline import advance, start, state_of, wait_empty
+from ..tile_messages import send
 from ..tma import load_ragged
 from ..work import END, Work, is_partial, reset_counter
 from .bias import copy_bias
 from .block_list import count_listed, listed_block, listed_blocks
-from .labels import write_label
-from .query_blocks import Block, block_after, count_blocks, first_block
+from .block_metadata import write_metadata
+from .query_blocks import QueryBlock, block_after, count_blocks, first_block
 from .work_tile import (
     RaggedWork,
     fetch_tile,
@@ -40,51 +40,51 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
 @gluon.jit
 def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Sequences that have as many rows each, so that the host knows how many tiles there are."""
-    mailbox_state = start()
+    messages_state = start()
     keys_state = start()
     step = gl.to_tensor(0)
     tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
         work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
-        send(rings.mailbox, mailbox_state, work, TILE.RAGGED)
-        mailbox_state = advance(mailbox_state, 2)
+        send(rings.messages, messages_state, work, TILE.RAGGED)
+        messages_state = advance(messages_state, 2)
         load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
         keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         # Not sooner: others may wait for what a tile adds
         tile = fetch_tile(call.queue, TILE.ORDERED)
     reset_counter(call.queue, tile, call.queue.tiles)
-    send_end(rings.mailbox, mailbox_state, TILE)
+    send_end(rings.messages, messages_state, TILE)
 
 
 @gluon.jit
 def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Packed sequences, of which only the device knows how many tiles there are."""
-    mailbox_state = start()
+    messages_state = start()
     keys_state = start()
     step = gl.to_tensor(0)
     tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
     while found.batch < call.sizes.packed:
         work = open_packed_tile(found, call, FEATURES, TILE)
-        send(rings.mailbox, mailbox_state, work, TILE.RAGGED)
-        mailbox_state = advance(mailbox_state, 2)
+        send(rings.messages, messages_state, work, TILE.RAGGED)
+        messages_state = advance(messages_state, 2)
         load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
         keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         tile = fetch_tile(call.queue, TILE.ORDERED)
         found = find_tile(tile, found.hint, call, FEATURES, TILE)
     reset_packed_counter(found, call, TILE)
-    send_end(rings.mailbox, mailbox_state, TILE)
+    send_end(rings.messages, messages_state, TILE)
 
 
 @gluon.jit
-def send_end(mailbox, state, TILE: gl.constexpr):
+def send_end(messages, state, TILE: gl.constexpr):
     """No more tiles."""
     if TILE.RAGGED:
-        send(mailbox, state, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), True)
+        send(messages, state, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), True)
     else:
-        send(mailbox, state, Work(END, 0, 0, 0, 0, 0, 0, 0))
+        send(messages, state, Work(END, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def load_blocks(
             listed = listed_blocks(work.start, work.batch, head, modifiers, call, FEATURES, TILE)
             for i in range(count_listed(listed, FEATURES, TILE)):
                 m_block, is_listed_partial = listed_block(listed, i, FEATURES, TILE)
-                block = Block(head, m_block)
+                block = QueryBlock(head, m_block)
                 masked = is_listed_partial | ~is_whole
                 load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
                 copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
@@ -149,8 +149,8 @@ def load_queries(
     queries, state = rings.queries, state_of(step)
     wait_empty(queries, state)
     full = queries.full.index(state.stage)
-    if TILE.LABELLED:
-        write_label(queries.labels, state, work, block, masked, call, FEATURES)
+    if TILE.HAS_METADATA:
+        write_metadata(queries.metadata, state, work, block, masked, call, FEATURES)
     mbarrier.expect(full, BYTES + 2 * STATS)
     q, do = queries.q.index(state.stage), queries.do.index(state.stage)
     if FEATURES.PACKED:

@@ -4,13 +4,13 @@ keys.
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
 S and dP are computed transposed, so that P^T and dS^T are in registers just where wgmma wants its
-left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each
-warpgroup computes half of dQ. It does so a block late, when the other's dS has long been there:
-the two need not keep step, and one computes with vectors while the other computes with matrices.
+left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each warpgroup
+computes half of dQ. It does so one block later, when the other's dS has been written: the two
+warpgroups need not be in step, and one uses CUDA cores while the other uses tensor cores.
 
 Of a thread's 240 registers dK and dV take 128 at headdim 128, and the tiles of a block up to 80:
-the rest is what every address and counter has to fit in. Where the code counts steps instead of
-keeping pipeline states, that is why.
+addresses and counters share the rest. So the code derives stages and phases from a step counter
+instead of keeping pipeline states.
 """
 
 from typing import NamedTuple
@@ -35,22 +35,22 @@ from ..layouts import accumulator, by_register, column_of, left_operand, row_of
 from ..pipeline import PipelineState, advance, release, start, state_of, wait_full
 from ..work import END
 from .bias import read_bias, score_with
-from .dropout import kept_operand, marked, select, weight_of
-from .dropout_bits import draw_kept
+from .block_metadata import block_at, block_behind, needs_mask
+from .dropout import dropped_operand, marked, select, weight_of
+from .dropout_bits import draw_keep_bits
 from .epilogue import write_rows
 from .exchange import multiply_scores, share_scores, write_scores
-from .labels import block_at, block_behind, needs_mask
-from .ordered_add import await_turn, end_turn
+from .ordered_add import arrive_added, wait_to_add
 from .query_blocks import block_after, block_index, count_blocks, first_block
 from .work_tile import receive_tile, tile_lengths
 
 
-class Recomputed(NamedTuple):
-    """A block of probabilities, and what dS is a multiple of."""
+class RecomputedBlock(NamedTuple):
+    """A recomputed block: probabilities, and the factor of dS."""
 
     operand: gl.tensor  # (64, BLOCK_M), in 16 bits, as dV takes it
     weight: gl.tensor  # in fp32, times the derivative of the score
-    kept: gl.tensor  # bits of dropout, see dropout_bits.py
+    keep_bits: gl.tensor  # bits of dropout, see dropout_bits.py
 
 
 @gluon.jit
@@ -72,16 +72,16 @@ def grad_partition(
 
     step = gl.to_tensor(0)  # blocks so far
     tiles = gl.to_tensor(0)
-    turn = start()
-    last_turn = PipelineState(turn.stage + 2, turn.phase)
-    work = receive_tile(rings.mailbox, tiles, TILE)
+    ds_state = start()
+    last_ds_state = PipelineState(ds_state.stage + 2, ds_state.phase)
+    work = receive_tile(rings.messages, tiles, TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
-        # S^T = K Q^T: (64, BLOCK_M); the first has nothing to hide under
+        # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
         wait_full(keys, PipelineState(0, tiles & 1))
         wait_full(queries, state_of(step), pred=is_seen)
         minus_lse = load_row(queries.minus_lse, step, no_scores)
@@ -94,7 +94,7 @@ def grad_partition(
             left = half_of(keys.v, WG, step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
             k_start = work.start + WG * 64
-            visited = block_at(block, queries.labels, step, TILE)
+            visited = block_at(block, queries.metadata, step, TILE)
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
             bias = read_bias(rings.bias, WG, step, TILE)
@@ -106,11 +106,11 @@ def grad_partition(
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
-            wait_full(exchange, last_turn, pred=i > 0)
-            share_scores(exchange.ds, turn.stage, WG, ds, TILE)
-            fence_async_shared()  # what threads wrote, before wgmma reads it
-            mbarrier.arrive(exchange.full.index(turn.stage), count=1)
-            write_scores(outputs.dbias, exchange.ds, turn.stage, WG, work, visited, TILE)
+            wait_full(exchange, last_ds_state, pred=i > 0)
+            share_scores(exchange.ds, ds_state.stage, WG, ds, TILE)
+            fence_async_shared()  # makes the threads' stores visible to wgmma
+            mbarrier.arrive(exchange.full.index(ds_state.stage), count=1)
+            write_scores(outputs.dbias, exchange.ds, ds_state.stage, WG, work, visited, TILE)
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
             # block and after the last one, from what lies there, and not used
             dv = warpgroup_mma_wait(0, deps=[pending_dv])
@@ -119,34 +119,36 @@ def grad_partition(
                 wait_full(queries, state_of(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
             k_smem = only_stage(keys.k, step)
-            pending_dq = multiply_scores(exchange.ds, last_turn.stage, k_smem, WG, TILE)
+            pending_dq = multiply_scores(exchange.ds, last_ds_state.stage, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
-            # The atomics leave beside dK, whose left operand is in registers. S^T reads both of its
-            # from shared memory, by the path that atomics take: beside it they cost 2 to 6 %
+            # The atomics overlap with dK, whose left operand is in registers. S^T reads both of its
+            # operands from shared memory, by the path that atomics take: overlapped with it they
+            # cost 2 to 6 %
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if not TILE.LSE_FIRST:
                 # Not behind the atomics: what a thread compares would go into a register of their
                 # addresses, which are free 270 cycles later (packed, headdim 64: 5 to 7 %)
                 wait_full(queries, state_of(step + 1), pred=goes_on)
             if i > 0:
-                add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+                add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
             left = half_of(keys.k, WG, step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
             release(queries, state_of(step))
-            last_turn = turn
-            turn = advance(turn, 3)
+            last_ds_state = ds_state
+            ds_state = advance(ds_state, 3)
             block = block_after(block, work, FEATURES)
             step += 1
-            # No matmul may be on its way when the loop turns: the compiler would serialize all
+            # No matmul may be in flight at the end of an iteration: the compiler would serialize
+            # all
             s = warpgroup_mma_wait(0, deps=[pending_s])
-        wait_full(exchange, last_turn, pred=is_seen)
+        wait_full(exchange, last_ds_state, pred=is_seen)
         k_smem = only_stage(keys.k, step)
-        pending_dq = multiply_scores(exchange.ds, last_turn.stage, k_smem, WG, TILE)
+        pending_dq = multiply_scores(exchange.ds, last_ds_state.stage, k_smem, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
-            add_turn(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+            add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
         release(keys, PipelineState(0, 0))
         rows = work.start + WG * 64
         if FEATURES.DROPOUT:
@@ -155,7 +157,7 @@ def grad_partition(
         write_rows(dk * call.numbers.scale, outputs.dk, outputs, work, rows, WG, FEATURES)
         write_rows(dv, outputs.dv, outputs, work, rows, WG, FEATURES)
         tiles += 1
-        work = receive_tile(rings.mailbox, tiles, TILE)
+        work = receive_tile(rings.messages, tiles, TILE)
     tma.store_wait(0)  # TMA still reads the last tile from shared memory
 
 
@@ -177,7 +179,7 @@ def half_of(buffers, WG: gl.constexpr, step):
 
 @gluon.jit
 def load_row(row, step, like):
-    """One number a query, (1, BLOCK_M), beside a tile `like` this one."""
+    """One number per query, (1, BLOCK_M), in a slice of the layout of `like`."""
     return row.index(step & 1).load(like.type.layout)
 
 
@@ -206,12 +208,12 @@ def grad_scores(tile, dp, queries, step, FEATURES: gl.constexpr):
     """dS^T = P^T (dP^T - delta), times the derivative of the score."""
     if FEATURES.DROPOUT:
         minus_delta = load_row(queries.minus_delta, step, dp)
-        dp = select(tile.kept, dp, minus_delta)
+        dp = select(tile.keep_bits, dp, minus_delta)
     return score_gradient(tile.weight, dp, 1.0)
 
 
 @gluon.jit
-def add_turn(
+def add_dq_in_order(
     dq,
     outputs,
     rings,
@@ -223,11 +225,11 @@ def add_turn(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Adds the warpgroup's half of the dQ of the block before, when it is its turn."""
-    before = block_behind(block, rings.queries.labels, step, work, FEATURES, TILE)
-    await_turn(rings.turns, step - 1, TILE)
+    """Adds the warpgroup's half of the previous block's dQ, in order where that is ordered."""
+    before = block_behind(block, rings.queries.metadata, step, work, FEATURES, TILE)
+    wait_to_add(rings.add_barriers, step - 1, TILE)
     add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
-    end_turn(rings.turns, step - 1, TILE)
+    arrive_added(rings.add_barriers, step - 1, TILE)
 
 
 @gluon.jit
@@ -292,7 +294,8 @@ def recompute(
     """P^T of a block, masked where it needs it.
 
     The branch does more than save the mask: the compiler may not move the wait for dP before it. So
-    the exponentials belong inside, and run beside dP; and so do the conversions that dV waits for.
+    the exponentials belong inside, and overlap with dP; and so do the conversions that dV waits
+    for.
     """
     S_LAYOUT: gl.constexpr = qk.type.layout
     IS_POSITION: gl.constexpr = (
@@ -326,15 +329,15 @@ def recompute(
         else:
             p = apply_mask(scored.s, q_idx, k_idx, seq, FEATURES)
         p = probabilities(p, minus_lse, seq, FEATURES)
-        kept = draw_block(k_start, block, call, FEATURES, TILE)
-        p = marked(p, kept, FEATURES, TILE)
-        operand = kept_operand(p, kept, dtype, True, FEATURES, TILE)
+        keep_bits = draw_block(k_start, block, call, FEATURES, TILE)
+        p = marked(p, keep_bits, FEATURES, TILE)
+        operand = dropped_operand(p, keep_bits, dtype, True, FEATURES, TILE)
     else:
         p = probabilities(scored.s, minus_lse, seq, FEATURES)
-        kept = draw_block(k_start, block, call, FEATURES, TILE)
-        p = marked(p, kept, FEATURES, TILE)
-        operand = kept_operand(p, kept, dtype, False, FEATURES, TILE)
-    return Recomputed(operand, weight_of(p, scored.derivative, FEATURES, TILE), kept)
+        keep_bits = draw_block(k_start, block, call, FEATURES, TILE)
+        p = marked(p, keep_bits, FEATURES, TILE)
+        operand = dropped_operand(p, keep_bits, dtype, False, FEATURES, TILE)
+    return RecomputedBlock(operand, weight_of(p, scored.derivative, FEATURES, TILE), keep_bits)
 
 
 @gluon.jit
@@ -352,6 +355,6 @@ def draw_block(k_start, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr)
     """Which pairs of a block dropout keeps, where there is dropout."""
     if FEATURES.DROPOUT:
         q_start, threshold = block.m_block * TILE.BLOCK_M, call.numbers.dropout_threshold
-        return draw_kept(block.stream, q_start, k_start, threshold, TILE.BLOCK_M)
+        return draw_keep_bits(block.stream, q_start, k_start, threshold, TILE.BLOCK_M)
     else:
         return gl.to_tensor(0)

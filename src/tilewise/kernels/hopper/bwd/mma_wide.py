@@ -5,8 +5,8 @@ other with their dK, each 128 registers a thread.
     dP^T = V dO^T  dS = P (dP - delta)    dK += dS^T Q    and the second
 
 Both left operands that come from scores are in registers where they are needed, so shared memory is
-read less than if each had half of the scores. P goes from the first to the second in
-fp32, dS back in 16 bits, where wgmma reads it.
+read less than with half of the scores in each. P goes from the first to the second in fp32, dS back
+in 16 bits, where wgmma reads it.
 """
 
 from triton.experimental import gluon
@@ -23,11 +23,11 @@ from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, by_register, left_operand
 from ..pipeline import release, state_of, wait_full
 from ..work import END
+from .block_metadata import block_at, block_behind
 from .dropout import marked_gradient
 from .epilogue import store_keys, used_rows
-from .labels import block_at, block_behind
 from .mma import add_dq, in_accumulator_order, in_register_order, load_row, only_stage, recompute
-from .ordered_add import await_turn, end_turn
+from .ordered_add import arrive_added, wait_to_add
 from .query_blocks import block_after, count_blocks, first_block
 from .work_tile import receive_tile
 
@@ -56,7 +56,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mailbox, tiles, TILE)
+    work = receive_tile(rings.messages, tiles, TILE)
     while work.start != END:
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
@@ -68,8 +68,8 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         pending_s = multiply_queries(k_smem, queries, step, no_scores, TRIM, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
-            visited = block_at(block, queries.labels, step, TILE)
-            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+            visited = block_at(block, queries.metadata, step, TILE)
+            before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             wait_full(exchange.ds, state_of(step - 1), pred=i > 0)
             k_smem = only_stage(rings.keys.k, step)
             if not HAS_DERIVATIVE:  # its derivative needs the registers
@@ -88,7 +88,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
-                await_turn(rings.turns, step - 1, TILE)
+                wait_to_add(rings.add_barriers, step - 1, TILE)
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
             k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 1)
@@ -97,7 +97,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             # Before S^T starts: its operands come from shared memory, by the path of atomics
             if i > 0:
                 add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
-                end_turn(rings.turns, step - 1, TILE)
+                arrive_added(rings.add_barriers, step - 1, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = only_stage(rings.keys.k, step)
             pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
@@ -105,21 +105,21 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
-            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+            before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             wait_full(exchange.ds, state_of(step - 1))
-            await_turn(rings.turns, step - 1, TILE)
+            wait_to_add(rings.add_barriers, step - 1, TILE)
             for part in gl.static_range(2):
                 k_smem = only_stage(rings.keys.k, step)
                 pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
-            end_turn(rings.turns, step - 1, TILE)
+            arrive_added(rings.add_barriers, step - 1, TILE)
         if FEATURES.DROPOUT:
             dv *= call.numbers.dropout_factor
         dv = used_rows(dv, work, work.start, FEATURES).to(dtype)
         write_tile(dv, rings.keys.v, outputs.dv, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive_tile(rings.mailbox, tiles, TILE)
+        work = receive_tile(rings.messages, tiles, TILE)
 
 
 @gluon.jit
@@ -135,12 +135,12 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
-    # of the dQ of the block before, beside which dS is made
+    # of the previous block's dQ, which overlaps with the computation of dS
     LAST_PART: gl.constexpr = 2 if is_trimmed(FEATURES.HEADDIM, D) else 3
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mailbox, tiles, TILE)
+    work = receive_tile(rings.messages, tiles, TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # before the factor scale
         blocks = count_blocks(work, FEATURES)
@@ -151,7 +151,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         pending_dp = multiply_values(only_stage(rings.keys.v, step), queries, step, no_scores, TRIM)
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
-            visited = block_at(block, queries.labels, step, TILE)
+            visited = block_at(block, queries.metadata, step, TILE)
             k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             mbarrier.wait(exchange.p_full, step & 1)
@@ -161,17 +161,17 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 minus_delta = load_row(queries.minus_delta, step, no_scores)
             ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
             exchange.ds.buffers.index(step & 1).store(ds)
-            fence_async_shared()  # what threads wrote, before wgmma reads it
+            fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
-                before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+                before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
                 if LAST_PART == 2:
-                    await_turn(rings.turns, step - 1, TILE)
+                    wait_to_add(rings.add_barriers, step - 1, TILE)
                 add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
-                end_turn(rings.turns, step - 1, TILE)
+                arrive_added(rings.add_barriers, step - 1, TILE)
             if LAST_PART == 3:
                 k_smem = only_stage(rings.keys.k, step)
                 pending_dq = multiply_keys(exchange.ds, step, k_smem, no_dq, 2)
@@ -181,7 +181,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
             release(queries, state_of(step))
             if LAST_PART == 3:
-                await_turn(rings.turns, step, TILE)
+                wait_to_add(rings.add_barriers, step, TILE)
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             v_smem = only_stage(rings.keys.v, step)
@@ -193,17 +193,17 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
-            before = block_behind(block, queries.labels, step, work, FEATURES, TILE)
+            before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             if LAST_PART == 2:
-                await_turn(rings.turns, step - 1, TILE)
+                wait_to_add(rings.add_barriers, step - 1, TILE)
             add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
-            end_turn(rings.turns, step - 1, TILE)
+            arrive_added(rings.add_barriers, step - 1, TILE)
         if FEATURES.DROPOUT:
             dk *= call.numbers.dropout_factor
         dk = used_rows(dk * call.numbers.scale, work, work.start, FEATURES).to(dtype)
         write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive_tile(rings.mailbox, tiles, TILE)
+        work = receive_tile(rings.messages, tiles, TILE)
 
 
 @gluon.jit

@@ -1,21 +1,22 @@
-"""Whose turn it is to add to a block of dQ: the same bits in every run.
+"""Ordered accumulation of dQ, for the same bits in every run.
 
-Sums of floats depend on their order. So tiles of keys add to a block in a fixed order, each when
-the block's counter in memory says its rank, and then count on. One warp does the asking and another
-the counting, each a trip to the L2 cache and back: the matmul warpgroups only wait for a barrier,
-which is mostly there before them.
+Sums of floats depend on their order. So tiles of keys add to a block of dQ in a fixed order: each
+block has a semaphore in global memory, which a tile waits for until it equals the tile's rank, and
+increments after its addition (flash-attn's `dQ_semaphore`). One warp waits and another signals,
+each a round trip to the L2 cache: the matmul warpgroups only wait for an mbarrier, whose phase has
+mostly completed before.
 
 The order is that of keys; but under a causal mask the last keys come first. A tile's first block is
-then the diagonal's, and tiles that start together never meet: each finds a block that the tile of
-keys after it has just left.
+then the diagonal's, and tiles that start at the same time never contend: each adds to a block that
+the tile of keys after it has just finished.
 
 There is no deadlock: tiles of a head are handed out in this same order, and only to programs that
-run (`fetch_tile`). So a tile waits only for tiles that are at work and were handed out before it,
+run (`fetch_tile`). So a tile waits only for tiles that are running and were handed out before it,
 and of all these the first waits for none.
 
-Nor do they where starts of packed sequences are wrong, and two sequences share a block and its
-counter: a counter only grows, and a tile waits until it has reached its rank. The tile before has
-then added; what the other sequence's tiles add, they add when they may.
+Wrong `cu_seqlens` cause no deadlock either, although two sequences may then share a block and its
+semaphore: a semaphore only grows, and a tile waits until it has reached its rank. The previous tile
+has then added; the order relative to the other sequence's tiles is unspecified.
 """
 
 from typing import NamedTuple
@@ -32,104 +33,104 @@ from .query_blocks import block_after, block_index, count_blocks, first_block
 from .work_tile import receive_tile, tile_lengths
 
 
-class Turns(NamedTuple):
-    """Barriers of two blocks each."""
+class AddBarriers(NamedTuple):
+    """mbarriers of two blocks each."""
 
-    given: gl.shared_memory_descriptor  # the warpgroups may add to the block
-    added: gl.shared_memory_descriptor  # both have
-    passed: gl.shared_memory_descriptor  # and the next tile may
+    may_add: gl.shared_memory_descriptor  # the semaphore has reached the tile's rank
+    added: gl.shared_memory_descriptor  # both warpgroups have added
+    signaled: gl.shared_memory_descriptor  # and the semaphore was incremented
 
 
-class Turn(NamedTuple):
-    """A tile's turn at a block: its counter, how many tiles add before this one, and whether this
-    one does at all, as a fully masked tile still visits one block.
+class AddOrder(NamedTuple):
+    """A tile's place in the order of additions to a block: the semaphore, how many tiles add before
+    this one, and whether this one adds at all (a fully masked tile still processes one block).
     """
 
-    counter: gl.tensor
+    semaphore: gl.tensor
     rank: gl.tensor
     is_visited: gl.tensor
 
 
 @gluon.jit
-def make_turns(TILE: gl.constexpr):
-    """The barriers, where adding is ordered."""
+def make_add_barriers(TILE: gl.constexpr):
+    """The barriers, where accumulation is ordered."""
     if TILE.ORDERED:
-        return Turns(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
+        return AddBarriers(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
     else:
-        return Turns(0, 0, 0)
+        return AddBarriers(0, 0, 0)
 
 
 @gluon.jit
-def await_turn(turns, step, TILE: gl.constexpr):
-    """Until a warpgroup may add to the block, where that is ordered."""
+def wait_to_add(barriers, step, TILE: gl.constexpr):
+    """Waits until a warpgroup may add to the block, where accumulation is ordered."""
     if TILE.ORDERED:
-        mbarrier.wait(turns.given.index(step & 1), (step >> 1) & 1)
+        mbarrier.wait(barriers.may_add.index(step & 1), (step >> 1) & 1)
 
 
 @gluon.jit
-def end_turn(turns, step, TILE: gl.constexpr):
-    """A warpgroup has added all that it has for the block."""
+def arrive_added(barriers, step, TILE: gl.constexpr):
+    """Signals that a warpgroup has added its part of the block."""
     if TILE.ORDERED:
-        mbarrier.arrive(turns.added.index(step & 1), count=1)
+        mbarrier.arrive(barriers.added.index(step & 1), count=1)
 
 
 @gluon.jit
-def ask_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warp that asks, up to two blocks ahead of the warpgroups."""
+def wait_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The warp that waits for semaphores, up to two blocks ahead of the warpgroups."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mailbox, tiles, TILE, 1)
+    work = receive_tile(rings.messages, tiles, TILE, 1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
-            turn = turn_at(counters, work, block, call, FEATURES, TILE)
-            mbarrier.wait(rings.turns.passed.index(step & 1), ((step >> 1) & 1) ^ 1)
-            if turn.is_visited & (turn.rank > 0):
-                ask(turn)
-            mbarrier.arrive(rings.turns.given.index(step & 1), count=1)
+            order = add_order_of(semaphores, work, block, call, FEATURES, TILE)
+            mbarrier.wait(rings.add_barriers.signaled.index(step & 1), ((step >> 1) & 1) ^ 1)
+            if order.is_visited & (order.rank > 0):
+                wait_semaphore(order)
+            mbarrier.arrive(rings.add_barriers.may_add.index(step & 1), count=1)
             block = block_after(block, work, FEATURES)
             step += 1
         tiles += 1
-        work = receive_tile(rings.mailbox, tiles, TILE, 1)
+        work = receive_tile(rings.messages, tiles, TILE, 1)
 
 
 @gluon.jit
-def pass_partition(rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warp that counts: the next tile may add, after what both warpgroups have added."""
+def signal_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The warp that increments a block's semaphore once both warpgroups have added to the block."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.mailbox, tiles, TILE, 1)
+    work = receive_tile(rings.messages, tiles, TILE, 1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
-            turn = turn_at(counters, work, block, call, FEATURES, TILE)
-            mbarrier.wait(rings.turns.added.index(step & 1), (step >> 1) & 1)
-            if turn.is_visited:
-                gl.atomic_max(turn.counter, turn.rank + 1, sem="release")
-            mbarrier.arrive(rings.turns.passed.index(step & 1), count=1)
+            order = add_order_of(semaphores, work, block, call, FEATURES, TILE)
+            mbarrier.wait(rings.add_barriers.added.index(step & 1), (step >> 1) & 1)
+            if order.is_visited:
+                gl.atomic_max(order.semaphore, order.rank + 1, sem="release")
+            mbarrier.arrive(rings.add_barriers.signaled.index(step & 1), count=1)
             block = block_after(block, work, FEATURES)
             step += 1
         tiles += 1
-        work = receive_tile(rings.mailbox, tiles, TILE, 1)
+        work = receive_tile(rings.messages, tiles, TILE, 1)
 
 
 @gluon.jit
-def ask(turn):
-    """Until the tile before has added its part, and its part is there to be seen."""
-    rank = gl.atomic_add(turn.counter, 0, sem="acquire")
-    while rank < turn.rank:
-        rank = gl.atomic_add(turn.counter, 0, sem="acquire")
+def wait_semaphore(order):
+    """Waits until the previous tile has added its part, and its part is visible."""
+    rank = gl.atomic_add(order.semaphore, 0, sem="acquire")
+    while rank < order.rank:
+        rank = gl.atomic_add(order.semaphore, 0, sem="acquire")
 
 
 @gluon.jit
-def turn_at(counters, work, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The tile's turn at a block."""
+def add_order_of(semaphores, work, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The tile's place in the order of additions to a block."""
     seq = Sequence(tile_lengths(work, call, FEATURES, TILE), 0.0, call.numbers)
     visited = key_blocks(block.m_block * TILE.BLOCK_M, seq, FEATURES, TILE)
     n_block = work.start // TILE.BLOCK_N
     is_visited = (n_block >= visited.first) & (n_block < visited.stop)
     rank = visited.stop - 1 - n_block if FEATURES.RIGHT else n_block - visited.first
-    counter = block_index(block, work, call, FEATURES, TILE)
+    index = block_index(block, work, call, FEATURES, TILE)
     if FEATURES.PACKED:  # two for each 128 queries, and only those of sequences are set to zero
-        counter *= TILE.BLOCK_M // 64
-    return Turn(counters + counter, rank, is_visited)
+        index *= TILE.BLOCK_M // 64
+    return AddOrder(semaphores + index, rank, is_visited)

@@ -11,7 +11,7 @@ from ....tile.seqlen import padded_row
 from .work_tile import ROWS
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """A block of queries."""
 
     head: gl.tensor
@@ -30,7 +30,7 @@ def count_blocks(work, FEATURES: gl.constexpr):
 @gluon.jit
 def first_block(work, FEATURES: gl.constexpr):
     """The block that it begins with."""
-    return Block(work.head * FEATURES.GROUP, work.begin)
+    return QueryBlock(work.head * FEATURES.GROUP, work.begin)
 
 
 @gluon.jit
@@ -38,10 +38,10 @@ def block_after(block, work, FEATURES: gl.constexpr):
     """The next block."""
     m_block = block.m_block + 1
     if FEATURES.GROUP == 1 and (FEATURES.LEFT or FEATURES.RIGHT):  # one head, from its first block
-        return Block(block.head, m_block)
+        return QueryBlock(block.head, m_block)
     else:
         m_block = gl.where(m_block > work.last, work.first, m_block)
-        return Block(block.head + (m_block == work.begin).to(gl.int32), m_block)
+        return QueryBlock(block.head + (m_block == work.begin).to(gl.int32), m_block)
 
 
 @gluon.jit
@@ -49,10 +49,10 @@ def block_before(block, work, FEATURES: gl.constexpr):
     """The block before."""
     m_block = block.m_block - 1
     if FEATURES.GROUP == 1 and (FEATURES.LEFT or FEATURES.RIGHT):
-        return Block(block.head, m_block)
+        return QueryBlock(block.head, m_block)
     else:
         m_block = gl.where(block.m_block == work.first, work.last, m_block)
-        return Block(block.head - (block.m_block == work.begin).to(gl.int32), m_block)
+        return QueryBlock(block.head - (block.m_block == work.begin).to(gl.int32), m_block)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""A backward that looks like one before: straight to its compiled kernels."""
+"""Relaunches of a backward: its compiled kernels without Triton's front end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from ....problem import Extras, Grads, Problem, Saved
 from ...common.relaunch import (
     ALIGNMENT,
-    Again,
     Launched,
     Pattern,
+    Relaunch,
     addresses_of,
-    again_of,
     pattern_of,
+    relaunches_of,
 )
 from ..compat import Descriptors, Direct, direct_of
 from ..tile_counter import counter
@@ -27,12 +27,12 @@ NO_PAIRS: list[list] = [[None], [None]]  # descriptors of the bias and its gradi
 
 
 class Scratch(NamedTuple):
-    """Memory of a backward beside its gradients; or what it is allocated by."""
+    """Temporary memory of a backward; or its shapes."""
 
     dq: Any  # (batch, nheads, padded, BLOCK_D), fp32
     stats: Any  # (batch, nheads, 2, padded)
     delta: Any  # as lse, where the gradient of the bias takes a kernel; else None
-    turns: Any  # (batch, nheads, m_blocks, 2), int32, where tiles wait for each other
+    dq_semaphore: Any  # (batch, nheads, m_blocks, 2), int32, the semaphores of ordered accumulation
     parts: Any  # (batch, nheads, m_blocks) of the gradient of the sinks
     ds: Any  # (batch, nheads, seqlen_q, padded seqlen_k), where a sum of it is the bias' gradient
 
@@ -44,16 +44,16 @@ class Ready(NamedTuple):
     device: int
     plan: Any
     shapes: Scratch
-    starts: list[int | None]  # of dq, stats, delta and turns in one memory, in bytes
+    starts: list[int | None]  # of dq, stats, delta and dq_semaphore in one memory, in bytes
     floats: int  # of that
     has_extras: bool
-    before: Again
+    before: Relaunch
     main: Direct
     described: Descriptors  # q, dout, k, v, stats, dk, dv, the bias and its gradient
     places: tuple[int, ...]  # in the row of addresses, of the first seven
     accumulated: Pattern  # of the main kernel, behind its first descriptors
     args: Pattern  # and behind the others
-    after: list[Again]  # dQ and the gradient of the bias
+    after: list[Relaunch]  # dQ and the gradient of the bias
 
 
 def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple | None) -> Scratch:
@@ -72,13 +72,13 @@ def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple
 
 def make_scratch(problem: Problem, shapes: Scratch, lse: Tensor) -> Scratch:
     """The memory of one backward."""
-    dq, stats, delta, turns, *_ = shapes
+    dq, stats, delta, dq_semaphore, *_ = shapes
     if delta is not None:
         delta = lse.new_empty(delta)
-    if turns is not None:
-        turns = lse.new_empty(turns, dtype=torch.int32)
+    if dq_semaphore is not None:
+        dq_semaphore = lse.new_empty(dq_semaphore, dtype=torch.int32)
     both = lse.new_empty(dq), lse.new_empty(stats)
-    return Scratch(*both, delta, turns, *make_summed(problem, shapes, lse))
+    return Scratch(*both, delta, dq_semaphore, *make_summed(problem, shapes, lse))
 
 
 def make_summed(
@@ -113,8 +113,8 @@ def ready_of(
     launches: Sequence[Launched],
     problem: Problem,
 ) -> Ready | None:
-    """How a backward is done again that Triton launched: the kernel before, the main one and those
-    after. None where it may not be.
+    """How to relaunch a backward that Triton launched: the preprocessing kernel, the main one and
+    the postprocessing ones. None where it may not be.
     """
     saved, extras, grads, scratch = tensors
     before, main, *after = launches
@@ -122,11 +122,14 @@ def ready_of(
     has_extras = any(x is not None for x in extras.tensors)
     given = *saved, *(extras.tensors if has_extras else ())
     row = *given, *grads, *scratch, args.queue.counter
-    edges, kernel = again_of((before, *after), row), direct_of(main.compiled, main.programs)
-    accumulated = pattern_of((args.dq, args.turns), row)
-    groups = args.further, args.queue, args.optionals, args.sizes, args.numbers
+    relaunches, kernel = (
+        relaunches_of((before, *after), row),
+        direct_of(main.compiled, main.programs),
+    )
+    accumulated = pattern_of((args.dq, args.dq_semaphore), row)
+    groups = args.heads_per_batch, args.queue, args.optionals, args.sizes, args.numbers
     rest = pattern_of((*groups, plan.features, plan.tile), row)
-    if edges is None or kernel is None or accumulated is None or rest is None:
+    if relaunches is None or kernel is None or accumulated is None or rest is None:
         return None
     operands = args.q, args.dout, args.k, args.v, args.stats, args.dk, args.dv
     pairs = [x for x in (args.bias, args.dbias) if x is not None]
@@ -136,13 +139,25 @@ def ready_of(
     places = 2, 0, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2
     index = torch.cuda.current_device()
     return Ready(
-        *(problem, index, plan, shapes, *in_one(shapes), has_extras, edges[0], kernel, described),
-        *(places, accumulated, rest, edges[1:]),
+        *(
+            problem,
+            index,
+            plan,
+            shapes,
+            *in_one(shapes),
+            has_extras,
+            relaunches[0],
+            kernel,
+            described,
+        ),
+        *(places, accumulated, rest, relaunches[1:]),
     )
 
 
-def launch_again(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bool:
-    """A backward; False where memory came that the kernels are not compiled for."""
+def relaunch_backward(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bool:
+    """Launches a backward; False where the alignment is not that which the kernels were compiled
+    for.
+    """
     problem, plan = ready.problem, ready.plan
     memory = saved.lse.new_empty(ready.floats)
     parts, ds = make_summed(problem, ready.shapes, saved.lse)

@@ -1,6 +1,4 @@
-"""What the warps of the backward share: where the load warp copies from, and the tiles in shared
-memory that they hand to each other.
-"""
+"""Pipelines of the backward: the load warp's sources, and the rings of tiles in shared memory."""
 
 from typing import NamedTuple
 
@@ -9,16 +7,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..layouts import shared
-from ..mailbox import make_mailbox
 from ..pipeline import Ring, make_barriers
+from ..tile_messages import make_messages
 from ..work import WORK_FIELDS
-from .labels import make_labels
-from .ordered_add import Turns
+from .block_metadata import make_metadata
+from .ordered_add import AddBarriers
 from .work_tile import RAGGED_FIELDS
 
 
-class Inputs(NamedTuple):
-    """What the load warp copies from."""
+class Sources(NamedTuple):
+    """The load warp's sources."""
 
     q: tma.tensor_descriptor
     do: tma.tensor_descriptor
@@ -29,8 +27,8 @@ class Inputs(NamedTuple):
     heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
-class Keys(NamedTuple):
-    """The tile of keys that a program holds: a ring of one stage."""
+class KeyRing(NamedTuple):
+    """The pipeline of K and V tiles: one stage."""
 
     k: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_D)
     v: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_DV)
@@ -38,8 +36,8 @@ class Keys(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Queries(NamedTuple):
-    """A ring of blocks of queries, two stages: all that comes with one."""
+class QueryRing(NamedTuple):
+    """The pipeline of query blocks, with their statistics and metadata: two stages."""
 
     q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D)
     do: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_DV)
@@ -47,35 +45,35 @@ class Queries(NamedTuple):
     minus_delta: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    labels: gl.shared_memory_descriptor  # (4, WORDS), see labels.py
+    metadata: gl.shared_memory_descriptor  # (4, WORDS), see block_metadata.py
 
 
 class Rings(NamedTuple):
-    """All that passes through shared memory between warps."""
+    """All pipelines of the kernel."""
 
-    keys: Keys
-    queries: Queries
+    keys: KeyRing
+    queries: QueryRing
     exchange: tuple  # what one matmul warpgroup makes and the other needs
-    mailbox: Ring
-    turns: Turns
+    messages: Ring
+    add_barriers: AddBarriers
     bias: tuple = 0  # see bias.py
 
 
 @gluon.jit
 def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for a tile of keys, with two readers."""
+    """Allocates the pipeline of keys, with two consumers."""
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     k = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype))
     v = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(1, 1, 2)
-    return Keys(k, v, full, empty)
+    return KeyRing(k, v, full, empty)
 
 
 @gluon.jit
 def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Room for two blocks of queries, with two readers."""
+    """Allocates the pipeline of queries, with two consumers."""
     M: gl.constexpr = TILE.BLOCK_M
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
@@ -85,11 +83,13 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     full, empty = make_barriers(2, 1, 2)
-    return Queries(q, do, minus_lse, minus_delta, full, empty, make_labels())
+    return QueryRing(q, do, minus_lse, minus_delta, full, empty, make_metadata())
 
 
 @gluon.jit
-def make_tile_mailbox(TILE: gl.constexpr):
-    """The mailbox of both matmul warpgroups, and of the two warps that order additions."""
+def make_tile_messages(TILE: gl.constexpr):
+    """The work-tile messages to both matmul warpgroups, and to the two warps of ordered
+    accumulation.
+    """
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
-    return make_mailbox(COUNT, 4 if TILE.ORDERED else 2)
+    return make_messages(COUNT, 4 if TILE.ORDERED else 2)

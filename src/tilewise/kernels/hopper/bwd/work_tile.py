@@ -1,6 +1,6 @@
-"""What a program of the backward works on: a tile of keys, and the blocks of queries that see it.
+"""Work tiles of the backward: a tile of keys, and the blocks of queries that attend to it.
 
-As in the forward (work.py) one warp fetches tile numbers and sends what they stand for. Where
+As in the forward (work.py) one warp fetches tile numbers and sends work-tile messages. Where
 lengths are ragged, which is where sequences are packed or `seqused_k` says how many keys there are,
 the message says more: how long the sequence is, and where its rows lie.
 """
@@ -15,8 +15,8 @@ from ....tile.schedule import key_tile_in_group
 from ....tile.seqlen import lengths_in, lengths_of, padded_row, place_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import blocks_of, most_tiles, varlen_tile
-from ..mailbox import receive
 from ..pipeline import state_of
+from ..tile_messages import receive
 from ..work import WORK_FIELDS, Work, reset_counter
 from .block_list import listed_work
 
@@ -61,7 +61,7 @@ def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.conste
     head.
     """
     n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
-    if TILE.ORDERED and FEATURES.RIGHT:  # the order of turns
+    if TILE.ORDERED and FEATURES.RIGHT:  # the order of accumulation
         n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
     if FEATURES.MASK_M > 0:
@@ -141,10 +141,10 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Which tile of packed sequences a number is, no smaller than the one that the hint is of."""
     starts, sizes = call.optionals.cu_seqlens_k, call.sizes
     nheads_k = call.queue.nheads
-    TURNED: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of turns
+    LAST_FIRST: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of accumulation
     found = varlen_tile(
         *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
-        *(TILE.BLOCK_N, 1, TURNED, call.queue.together),
+        *(TILE.BLOCK_N, 1, LAST_FIRST, call.queue.l2_group),
     )
     return FoundTile(tile, found.m_block, found.head, found.batch, found.hint)
 
@@ -168,12 +168,12 @@ def lanes():
 
 
 @gluon.jit
-def receive_tile(mailbox, tiles, TILE: gl.constexpr, WARPS: gl.constexpr = 4):
+def receive_tile(messages, tiles, TILE: gl.constexpr, WARPS: gl.constexpr = 4):
     """The tile that comes after so many others, for a partition of WARPS warps."""
     if TILE.RAGGED:
-        return RaggedWork(*receive(mailbox, state_of(tiles), RAGGED_FIELDS, WARPS))
+        return RaggedWork(*receive(messages, state_of(tiles), RAGGED_FIELDS, WARPS))
     else:
-        return Work(*receive(mailbox, state_of(tiles), WORK_FIELDS, WARPS))
+        return Work(*receive(messages, state_of(tiles), WORK_FIELDS, WARPS))
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""Dropout in the forward, of tiles that lie as wgmma leaves them, in assembly that LLVM's optimiser
-cannot spoil.
+"""Dropout in the forward, of tiles in wgmma's accumulator layout, in assembly that LLVM cannot
+pessimise.
 
 The mask as a comparison and a `where` takes a third to a half more instructions: the optimiser
 multiplies by other constants for each byte of a word, and packs a tile's comparisons into integers.
@@ -36,7 +36,7 @@ def selection(kind):
 
 @gluon.jit
 def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr):
-    """A tile in 16 bits, queries down, keys across, 0 where `tile.dropout.kept` is false: two
+    """A tile in 16 bits, queries down, keys across, 0 where `tile.dropout.keep_mask` is false: two
     neighbours a word, (64, BLOCK_N // 2), which is one register.
 
     Three instructions for two elements, since the bytes of keys 2t and 2t + 1 share a word, too.

@@ -1,4 +1,4 @@
-"""The end of a tile: O = acc / l and the lse, on their way to memory while the next tile begins.
+"""The epilogue of a tile: O = acc / l and the lse are stored while the next tile begins.
 
 O goes through shared memory, from which TMA writes it in the background: whole rows,
 and none past the sequence's end.
@@ -23,7 +23,7 @@ OUT_COLUMNS = gl.constexpr(128)  # of O that pass through shared memory at a tim
 
 
 class Output(NamedTuple):
-    """Where results go, and the shared memory that O passes through: (WARPGROUPS, 64, BLOCK_DV)."""
+    """The outputs, and the staging buffer of O in shared memory: (WARPGROUPS, 64, BLOCK_DV)."""
 
     target: tma.tensor_descriptor  # a `Strided` tensor, where threads store O
     smem: gl.shared_memory_descriptor
@@ -108,7 +108,7 @@ def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATU
     else:
         buffer = output.smem.index(WG)
         shape: gl.constexpr = output.target.block_type.shape
-        tma.store_wait(0)  # TMA has read from here what was stored before
+        tma.store_wait(0)  # TMA has read the previous contents
         buffer.store(out)
         fence_async_shared()  # what threads wrote, before TMA reads it
         if FEATURES.PACKED:

@@ -1,9 +1,8 @@
-"""The forward for Hopper: warps that only load, warpgroups that only compute.
+"""The forward for Hopper, warp-specialized: a producer warp loads, consumer warpgroups compute.
 
-A program stays on its SM and works through tiles that a counter hands out. Inside it one warp
-starts copies from global to shared memory (`load`), and WARPGROUPS warpgroups each hold 64
-queries (`mma`): they share the tiles of K and V that pass through the rings. FlashAttention-3
-(arXiv 2407.08608), algorithm 1.
+The kernel is persistent: a program processes tiles that a counter hands out. One warp issues TMA
+loads (`load`), and WARPGROUPS warpgroups each compute 64 queries (`mma`): they share the tiles of K
+and V in the pipeline. FlashAttention-3 (arXiv 2407.08608), algorithm 1.
 """
 
 from typing import NamedTuple
@@ -14,22 +13,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..bias import make_biases
 from ..layouts import shared
-from ..pipeline import Ring, Steps, make_barriers, make_ring
-from ..work import Call
+from ..pipeline import KVRing, Ring, make_barriers, make_ring
+from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output, make_handovers
 from .load import Sources, load_partition
 from .mma import attend_partition
 from .rows import TMA_UNIT
 from .store import store_partition
-from .varlen import make_tile_mailbox
+from .varlen import make_tile_messages
 
 
 class Rings(NamedTuple):
-    """All that passes through shared memory from the load warp to the matmuls."""
+    """All pipelines from the load warp to the matmul warpgroups."""
 
     q: tuple  # a ring for each warpgroup: (64, BLOCK_D)
-    steps: Steps  # tiles of K and V
-    mailbox: Ring  # what a tile stands for
+    kv_ring: KVRing  # tiles of K and V
+    messages: Ring  # work-tile messages
     bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
 
@@ -59,9 +58,9 @@ def hopper_fwd_kernel(
     k_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
     v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
-    steps = Steps(k_slots, v_slots, full, empty)
+    kv_ring = KVRing(k_slots, v_slots, full, empty)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
-    mailbox = make_tile_mailbox(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
+    messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
@@ -72,14 +71,14 @@ def hopper_fwd_kernel(
     out_full, out_empty = make_handovers(WARPGROUPS, FEATURES)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    # Registers are dealt in eights a thread, 64Ki of them: a load warp needs few
+    # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
     output = Output(out_desc, out_smem, lse, out_full, out_empty)
-    call = Call(queue, optionals, sizes, numbers)
+    call = KernelCall(queue, optionals, sizes, numbers)
     sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), steps, mailbox, bias)
+        rings = Rings((q_0, q_1), kv_ring, messages, bias)
     else:
-        rings = Rings((q_0, q_1, q_2), steps, mailbox)
+        rings = Rings((q_0, q_1, q_2), kv_ring, messages)
     if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [

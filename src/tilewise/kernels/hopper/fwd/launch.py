@@ -1,8 +1,8 @@
-"""Host side of the forward: describes the tensors to the copy engine, picks the tile, launches.
+"""Host side of the forward: builds TMA descriptors, picks the tile, launches.
 
-A launch from Python costs more than a short kernel runs. So all that follows from a signature is
-kept (`Forward`), and calls after the first go to the compiled kernel itself, past Triton's look at
-every argument.
+A launch from Python takes longer than a short kernel. So all that follows from a signature is
+cached (`Forward`), and calls after the first launch the compiled kernel without Triton's front end,
+which inspects every argument.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...common.outputs import empty_out
 from ...common.relaunch import (
     Pattern,
     addresses_of,
-    extras_apart,
+    distinct_extras,
     may_relaunch,
     pattern_of,
 )
@@ -36,7 +36,7 @@ from ..bias_memory import bias_step, has_tiles, in_pairs
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import (
     ELEMENTS,
-    Described,
+    DescriptorFields,
     checked,
     descriptors,
     in_steps,
@@ -44,7 +44,7 @@ from ..descriptors import (
     ragged_steps,
 )
 from ..padded import PaddedLaunch, empty_rows, is_padded
-from ..tile_counter import counter, counter_of, processors
+from ..tile_counter import counter, counter_of, num_sms
 from . import dropout
 from .epilogue import OUT_COLUMNS
 from .kernel import hopper_fwd_kernel
@@ -71,18 +71,18 @@ class Plan(NamedTuple):
 class FwdArgs(NamedTuple):
     """What the kernel is launched with, but its constants."""
 
-    q: Described
-    k: Described
-    v: Described
-    out: Described | Strided
+    q: DescriptorFields
+    k: DescriptorFields
+    v: DescriptorFields
+    out: DescriptorFields | Strided
     lse: Tensor
     queue: Queue
     optionals: Optionals
     sizes: Sizes
     numbers: Numbers
-    further: tuple[int, int]  # heads from a batch of k, and of v, to the next; see `ragged_by_head`
+    heads_per_batch: tuple[int, int]  # batch strides of k and v, in heads; see `ragged_by_head`
     v_step: int  # where v is flat, elements from a head to the next
-    bias: Described | None
+    bias: DescriptorFields | None
 
 
 def forward(
@@ -100,8 +100,8 @@ def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Forward
     return PaddedLaunch(problem, make) if is_padded(problem) else make()
 
 
-class Again(NamedTuple):
-    """What launches after the first need. It holds no tensor."""
+class ForwardRelaunch(NamedTuple):
+    """What launches after the first need. Holds no tensor."""
 
     kernel: Direct
     described: Descriptors  # of q, k, v, out and the bias, if that is copied
@@ -111,8 +111,8 @@ class Again(NamedTuple):
 
 
 class Forward:
-    """Forwards of one signature: the first as Triton launches it, later ones straight to the
-    compiled kernel, with descriptors that are kept by address.
+    """The forward of calls of one signature: the first through Triton's launcher, later ones
+    directly, with descriptors that are cached by address.
     """
 
     def __init__(self, problem: Problem, scalars: Scalars, is_flat: bool = False) -> None:
@@ -120,38 +120,38 @@ class Forward:
         self.scalars = scalars
         self.is_flat = is_flat
         self.device = -1
-        self.again: Again | None = None
+        self.relaunch: ForwardRelaunch | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(self.problem, q)
-        again, device = self.again, self.device
-        if again is None or not may_relaunch(device):
+        relaunch, device = self.relaunch, self.device
+        if relaunch is None or not may_relaunch(device):
             self._first(q, k, v, out, lse, extras)
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(device)
-        of = again.described.at
-        for_bias = of(4, extras.bias.data_ptr()) if again.described.count == 5 else NO_BIAS
+        of = relaunch.described.at
+        for_bias = of(4, extras.bias.data_ptr()) if relaunch.described.count == 5 else NO_BIAS
         row = [lse.data_ptr(), counter(q.device, device, stream)]
-        if again.has_extras:
+        if relaunch.has_extras:
             row += addresses_of(extras.tensors)
-        again.kernel(
+        relaunch.kernel(
             stream,
             *of(0, q.data_ptr()),
             *of(1, k.data_ptr()),
             *of(2, v.data_ptr()),
             *of(3, out.data_ptr()),
-            *again.args.filled(row),
+            *relaunch.args.filled(row),
             *for_bias,
-            *again.constants,
+            *relaunch.constants,
         )
         return out, lse
 
     def _first(self, q, k, v, out, lse, extras: Extras) -> None:
-        """The call as Triton launches it."""
+        """The first launch of a signature, through Triton's launcher."""
         if out.numel() == 0 and lse.numel() == 0:
             return
         given = k, v
-        if k.shape[1] == 0:  # nothing to see: a descriptor of no rows is invalid
+        if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
             if not self.problem.is_packed:
                 out.zero_()
                 _lse_of_nothing(lse, extras.sinks)
@@ -160,7 +160,7 @@ class Forward:
             k, v = (empty_rows(x, 1, 1, *x.shape[2:]) for x in (k, v))
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
-        extras = extras_apart(extras)
+        extras = distinct_extras(extras)
         plan = plan_for(self.problem, q, extras, self.is_flat)
         extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
@@ -172,18 +172,20 @@ class Forward:
             asm = assembly.ASM | dropout.ASM
             emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
             return
-        programs = min(args.queue.tiles, processors(q.device))
+        programs = min(args.queue.tiles, num_sms(q.device))
         with on_device(q.device):
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             device = torch.cuda.current_device()
         if given[0] is k and given[1] is v:  # neither copied nor replaced
             kernel = direct_of(compiled, programs)
-            self.again, self.device = again_of(kernel, plan, args, extras), device
+            self.relaunch, self.device = relaunch_of(kernel, plan, args, extras), device
 
 
-def again_of(kernel: Direct | None, plan: Plan, args: FwdArgs, extras: Extras) -> Again | None:
-    """How a launch is done again; None where a tensor was copied to be contiguous, or Triton's
-    launcher is an unknown one.
+def relaunch_of(
+    kernel: Direct | None, plan: Plan, args: FwdArgs, extras: Extras
+) -> ForwardRelaunch | None:
+    """How to relaunch the kernel; None where a tensor was copied to be contiguous, or where this
+    Triton's launcher is unknown.
     """
     between = tuple(args[4:-1])
     has_extras = any(x is not None for x in extras.tensors)
@@ -193,14 +195,14 @@ def again_of(kernel: Direct | None, plan: Plan, args: FwdArgs, extras: Extras) -
         return None
     read = [x for x in (args.q, args.k, args.v, args.out, args.bias) if x is not None]
     constants = plan.features, plan.tile
-    return Again(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
+    return ForwardRelaunch(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
 
 
 def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> FwdArgs:
-    """What the kernel is launched with, of a call."""
-    further = 0, 0
+    """The kernel's arguments for a call."""
+    heads_per_batch = 0, 0
     if problem.has_seqused_k and not problem.is_packed:
-        further = ragged_steps(k)[2], ragged_steps(v)[2]
+        heads_per_batch = ragged_steps(k)[2], ragged_steps(v)[2]
     *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
     return FwdArgs(
         *described,
@@ -209,7 +211,7 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
         optionals_of(extras, problem.mods),
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
-        further,
+        heads_per_batch,
         v.stride(2) if plan.tile.V_FLAT else 0,
         for_bias,
     )
@@ -326,7 +328,7 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int =
         bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
         return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
     m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
-    heads, together = batch * nheads, 1
+    heads, l2_group = batch * nheads, 1
     # Tiles of a block mask come as those of no mask, head by head: only lists on the device say
     # which are long, and neighbours find in the L2 cache what they both read
     if problem.is_causal:
@@ -334,8 +336,8 @@ def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int =
         most = max(1, group_bytes(k.shape[1], tile) * sharing // head_bytes)
         # Evenly: a last group of few heads ends with long tiles that nothing levels out
         # (headdim 256, 16Ki: 8 heads as 6 and 2 take 1.14 times as long as 4 and 4)
-        together = triton.cdiv(heads, triton.cdiv(heads, most))
-    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, together)
+        l2_group = triton.cdiv(heads, triton.cdiv(heads, most))
+    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, l2_group)
 
 
 def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
@@ -344,9 +346,9 @@ def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
 
     Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
     478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki,
-    beside FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857, 0.935,
-    0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000, 0.995 and
-    0.989).
+    relative to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857,
+    0.935, 0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000,
+    0.995 and 0.989).
     """
     most = 64 if tile.BLOCK_D == 64 else 128
     return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE

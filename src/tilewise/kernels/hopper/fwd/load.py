@@ -1,4 +1,4 @@
-"""The load warp of the forward: it keeps the rings full and computes nothing.
+"""The load warp of the forward (producer): it keeps the pipelines full and computes nothing.
 
 One thread of it starts the copies, which TMA carries out. It runs ahead of the matmuls, into the
 next tile, until the rings are full.
@@ -14,13 +14,13 @@ from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..bias import copy_bias
 from ..compat import tma_load
-from ..mailbox import send
 from ..pipeline import PipelineState, advance, load, start, wait_empty
+from ..tile_messages import send
 from ..tma import load_ragged
 from ..work import (
     END,
     LANES,
-    Call,
+    KernelCall,
     fetch_next_tile,
     fetched_tile,
     key_block,
@@ -32,7 +32,7 @@ from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 
 class Sources(NamedTuple):
-    """What is copied."""
+    """The load warp's sources."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -42,15 +42,15 @@ class Sources(NamedTuple):
     v_step: gl.tensor  # where V is flat, elements from a head of it to the next
 
 
-class Block(NamedTuple):
-    """Where a block of keys lies."""
+class KeyBlock(NamedTuple):
+    """The coordinates of a block of keys."""
 
     batch: gl.tensor
     head: gl.tensor
     n_start: gl.tensor
 
 
-class RaggedBlock(NamedTuple):
+class RaggedKeyBlock(NamedTuple):
     """The same where a sequence may end inside the tensor: see `tma`."""
 
     head: tuple  # of K, and of V
@@ -60,20 +60,20 @@ class RaggedBlock(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The warp's states of the rings, and the block whose V is still to come."""
+    """The warp's pipeline states, and the block whose V is still to be loaded."""
 
-    mailbox: PipelineState
+    messages: PipelineState
     q: PipelineState
-    steps: PipelineState
+    kv_state: PipelineState
     bias: PipelineState
-    prev_block: Block
+    prev_block: KeyBlock
     has_prev: gl.tensor  # the first step of all has no V, the last one no K
 
 
 @gluon.jit
 def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     modifiers = modifiers_of(call.optionals)
-    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
+    call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
     progress = Progress(start(), start(), start(), start(), nowhere(FEATURES), False)
     tile = gl.program_id(0)
     if FEATURES.PACKED:
@@ -93,8 +93,8 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
         has_values = True
     reset_counter(call.queue, tile, tiles)
     prev = progress.prev_block
-    load_step(rings.steps, progress.steps, sources, prev, False, prev, has_values, TILE)
-    send(rings.mailbox, progress.mailbox, no_more(END, FEATURES))
+    load_kv(rings.kv_ring, progress.kv_state, sources, prev, False, prev, has_values, TILE)
+    send(rings.messages, progress.messages, no_more(END, FEATURES))
 
 
 @gluon.jit
@@ -104,9 +104,9 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     """
     q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    mailbox_state, q_state, steps_state, bias_state, prev_block, has_prev = progress
-    send(rings.mailbox, mailbox_state, work)
-    mailbox_state = advance(mailbox_state, 2)
+    messages_state, q_state, kv_state, bias_state, prev_block, has_prev = progress
+    send(rings.messages, messages_state, work)
+    messages_state = advance(messages_state, 2)
     batch, first_q = place_in(work, FEATURES)
     head_k, member = key_head(work.head, FEATURES, TILE)
     for i in gl.static_range(WARPGROUPS):
@@ -122,13 +122,13 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         fetched = fetch_next_tile(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
         block = block_of(work, batch, head_k, n_start, sources, FEATURES)
-        load_step(rings.steps, steps_state, sources, block, True, prev_block, has_prev, TILE)
-        steps_state = advance(steps_state, TILE.STAGES)
+        load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
+        kv_state = advance(kv_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
         bias_state = advance(bias_state, 1)
         prev_block = block
         has_prev = True
-    progress = Progress(mailbox_state, q_state, steps_state, bias_state, prev_block, has_prev)
+    progress = Progress(messages_state, q_state, kv_state, bias_state, prev_block, has_prev)
     return progress, fetched_tile(fetched)
 
 
@@ -136,38 +136,38 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
 def nowhere(FEATURES: gl.constexpr):
     """Before the first block."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return RaggedBlock((0, 0), 0, 0, 0)
+        return RaggedKeyBlock((0, 0), 0, 0, 0)
     else:
-        return Block(0, 0, 0)
+        return KeyBlock(0, 0, 0)
 
 
 @gluon.jit
 def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
-    """Where a block of keys lies."""
+    """The coordinates of a block of keys."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
         heads_k, heads_v = sources.heads_per_batch
         heads = head_k + batch * heads_k, head_k + batch * heads_v
-        return RaggedBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
+        return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
     else:
-        return Block(batch, head_k, n_start)
+        return KeyBlock(batch, head_k, n_start)
 
 
 @gluon.jit
-def load_step(steps, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
+def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
     """Fills a stage with K of one block and V of another, as soon as it is empty; TMA arrives at
     `full` when the last byte of both is there.
     """
     K_BYTES: gl.constexpr = sources.k.block_type.nbytes
     V_BYTES: gl.constexpr = sources.v.block_type.nbytes
-    wait_empty(steps, state)
-    full = steps.full.index(state.stage)
+    wait_empty(kv_ring, state)
+    full = kv_ring.full.index(state.stage)
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
-    load_rows(sources.k, keys, 0, full, steps.k.index(state.stage), has_keys, 0, False)
+    load_rows(sources.k, keys, 0, full, kv_ring.k.index(state.stage), has_keys, 0, False)
     load_rows(
         sources.v,
-        *(values, 1, full, steps.v.index(state.stage), has_values, sources.v_step, TILE.V_FLAT),
+        *(values, 1, full, kv_ring.v.index(state.stage), has_values, sources.v_step, TILE.V_FLAT),
     )
 
 

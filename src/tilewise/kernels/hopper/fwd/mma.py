@@ -4,7 +4,7 @@ While the tensor cores compute
 
     S(next) = Q K^T        and        O += P V
 
-the warpgroup waits only for S(next), whose maxima it takes beside P V (FlashAttention-3, arXiv
+the warpgroup waits only for S(next), whose maxima overlap with P V (FlashAttention-3, arXiv
 2407.08608, algorithm 2). The last P V of a tile overlaps the first S of the next.
 """
 
@@ -26,7 +26,7 @@ from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, left_operand, row_of
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
-from ..work import END, Call, key_block
+from ..work import END, KernelCall, key_block
 from .dropout import from_pairs
 from .epilogue import write_tile
 from .scores import dropout, open_rows, prefetch_bias, to_scores
@@ -41,7 +41,7 @@ class BlockSplit(NamedTuple):
     idle: gl.tensor  # because it has no rows at all
 
 
-class Step(NamedTuple):
+class BlockSoftmax(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
     p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see dropout.py
@@ -62,64 +62,65 @@ def attend_partition(
         FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
     )
     UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT)
-    # Asked for before the exponentials, the next step costs no wait after them; but where the ring
-    # holds only two, it is not there that soon
+    # Waited for before the exponentials, the next step needs no wait after them; but with two
+    # stages it has not landed that early
     EARLY: gl.constexpr = STAGES > 2
     # Q has one stage: released after the last S of a tile, it is full again when the next begins
     ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
-    # Factors beside P V, before the wait for it; three warpgroups have no registers for that
+    # Rescale factors overlap with P V, before the wait for it; three warpgroups have no registers
+    # for that
     PINNED: gl.constexpr = TILE.WARPGROUPS == 2
     # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
     # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
     QUARTER: gl.constexpr = PINNED and TILE.BLOCK_DV == 128 and not MASKED
     dtype: gl.constexpr = output.smem.dtype
     q_ring = rings.q[WG]
-    steps = rings.steps
+    kv_ring = rings.kv_ring
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     scale = exp_scale(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
     modifiers = modifiers_of(call.optionals)
-    call = Call(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
+    call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
-    mailbox_state = start()
+    messages_state = start()
     q_state = start()
     state = start()
-    # The first S of all has nothing to hide under. S = Q K^T: (64, BLOCK_N)
-    work = receive_tile(rings.mailbox, mailbox_state, FEATURES)
-    mailbox_state = advance(mailbox_state, 2)
+    # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
+    work = receive_tile(rings.messages, messages_state, FEATURES)
+    messages_state = advance(messages_state, 2)
     split = split_blocks(work, WG, call, FEATURES, TILE)
     # Of packed sequences only the device knows how many tiles there are: there may be none for us,
     # and then nothing comes. S is computed from what lies there, as after the last tile.
     has_tile = work.start != END if FEATURES.PACKED else True
     wait_full(q_ring, q_state, pred=has_tile)
-    wait_full(steps, state, pred=has_tile)
+    wait_full(kv_ring, state, pred=has_tile)
     q_tile = q_ring.buffers.index(q_state.stage)
-    pending_s = multiply_keys(q_tile, steps, state, no_scores)
+    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
     tile = open_rows(work, rows, call, FEATURES, TILE)
     n_block = key_block(work, 0, call, FEATURES, TILE)
     bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     bias = copied_bias(bias, rings.bias, WG, 0, has_tile, TILE)
     if has_tile:
-        release_by_threads(steps, state)
+        release_by_threads(kv_ring, state)
     state = advance(state, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
     step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
     if EARLY:
-        wait_full(steps, state, pred=split.blocks > 1)
+        wait_full(kv_ring, state, pred=split.blocks > 1)
 
     while work.start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
         for i in range(1, split.blocks):
             n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
             if not EARLY:
-                wait_full(steps, state)
-            pending_s = multiply_keys(q_tile, steps, state, no_scores)
-            pending_o = multiply_values(step.p, steps, state, acc_o)
+                wait_full(kv_ring, state)
+            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+            pending_o = multiply_values(step.p, kv_ring, state, acc_o)
             bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
             s = warpgroup_mma_wait(1, deps=[pending_s])
             bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
@@ -136,9 +137,9 @@ def attend_partition(
             if QUARTER:
                 s = exponentials_in(s, m_i, scale, 0, 1, True)
             if EARLY:
-                wait_full(steps, advance(state, STAGES), pred=i + 1 < split.blocks)
+                wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < split.blocks)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-            release_by_threads(steps, state)
+            release_by_threads(kv_ring, state)
             state = advance(state, STAGES)
             if not PINNED:
                 alpha, grows = rescale_factors(step.m_i, m_i, work.start, False)
@@ -151,26 +152,26 @@ def attend_partition(
                 p, _ = exponentials(s, step.m_i, m_i, scale, True)
             step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
         if UNEVEN:
-            state = skip(steps, state, split.idle, STAGES)
+            state = skip(kv_ring, state, split.idle, STAGES)
 
-        # The last P V of this tile, beside the first S of the next
+        # The last P V of this tile overlaps with the first S of the next
         if not ONE_Q or split.blocks < 2:
             release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
-        upcoming = receive_tile(rings.mailbox, mailbox_state, FEATURES)
-        mailbox_state = advance(mailbox_state, 2)
+        upcoming = receive_tile(rings.messages, messages_state, FEATURES)
+        messages_state = advance(messages_state, 2)
         goes_on = upcoming.start != END
         wait_full(q_ring, q_state, pred=goes_on)
-        wait_full(steps, state)
+        wait_full(kv_ring, state)
         k_state = state
         if UNEVEN:
             for _ in range(split.masked):
                 k_state = advance(k_state, STAGES)
-                wait_full(steps, k_state)
+                wait_full(kv_ring, k_state)
         q_tile = q_ring.buffers.index(q_state.stage)
         # After the last tile S is computed from what lies there, and not used
-        pending_s = multiply_keys(q_tile, steps, k_state, no_scores)
-        pending_o = multiply_values(step.p, steps, state, acc_o)
+        pending_s = multiply_keys(q_tile, kv_ring, k_state, no_scores)
+        pending_o = multiply_values(step.p, kv_ring, state, acc_o)
         tile = open_rows(upcoming, rows, call, FEATURES, TILE)
         n_block = key_block(upcoming, 0, call, FEATURES, TILE)
         bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
@@ -181,9 +182,9 @@ def attend_partition(
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:
             for _ in range(split.masked):
-                release_by_threads(steps, state)
+                release_by_threads(kv_ring, state)
                 state = advance(state, STAGES)
-        release_by_threads(steps, state)
+        release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
         p, alpha = exponentials(s, no_max, m_i, scale, True)
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
@@ -194,7 +195,7 @@ def attend_partition(
         work = upcoming
         split = split_blocks(work, WG, call, FEATURES, TILE)
         if EARLY:
-            wait_full(steps, state, pred=goes_on & (split.blocks > 1))
+            wait_full(kv_ring, state, pred=goes_on & (split.blocks > 1))
     # TMA still reads the last tile from shared memory
     tma.store_wait(0)
 
@@ -230,26 +231,26 @@ def split_blocks(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.
 
 
 @gluon.jit
-def skip(steps, state, count, STAGES: gl.constexpr):
-    """Releases `count` steps unread."""
+def skip(kv_ring, state, count, STAGES: gl.constexpr):
+    """Releases `count` stages unread."""
     for _ in range(count):
-        wait_full(steps, state)
-        release_by_threads(steps, state)
+        wait_full(kv_ring, state)
+        release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
     return state
 
 
 @gluon.jit
-def multiply_keys(q_tile, steps, state, no_scores):
+def multiply_keys(q_tile, kv_ring, state, no_scores):
     """Starts S = Q K^T: (64, BLOCK_N)."""
-    k_tile = steps.k.index(state.stage).permute((1, 0))
+    k_tile = kv_ring.k.index(state.stage).permute((1, 0))
     return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def multiply_values(p, steps, state, acc_o):
+def multiply_values(p, kv_ring, state, acc_o):
     """Starts O += P V: (64, BLOCK_DV)."""
-    v = steps.v.index(state.stage)
+    v = kv_ring.v.index(state.stage)
     if p.dtype == gl.int32:
         O_LAYOUT: gl.constexpr = acc_o.type.layout
         p = as_operand(from_pairs(p, v.dtype), O_LAYOUT)
@@ -271,7 +272,7 @@ def softmax_step(
 ):
     """The softmax of a block with exponentials p, after blocks with the sums l_i."""
     kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-    return Step(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
+    return BlockSoftmax(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
 
 
 @gluon.jit
@@ -291,7 +292,7 @@ def as_operand(p, O_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def row_factor(x, layout: gl.constexpr):
-    """A number a row, beside a tile of this layout."""
+    """One number per row, in a slice of this layout."""
     return gl.convert_layout(x, row_of(layout))
 
 

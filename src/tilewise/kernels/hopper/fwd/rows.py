@@ -31,7 +31,7 @@ def query_of_row(m_start, rows, TILE: gl.constexpr):
 
 @gluon.jit
 def head_of_row(head, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The query head of a row; PACK is the group rounded up, and rows past it are nobody's."""
+    """The query head of a row; PACK is the group rounded up, and rows past it are padding."""
     if TILE.PACK > 1:
         return head * FEATURES.GROUP + gl.minimum(rows % TILE.PACK, FEATURES.GROUP - 1)
     else:

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.dropout import stream_of
-from ....tile.ends import Interval, load_ends
+from ....tile.ends import RowInterval, load_ends
 from ....tile.score import exp_scale, load_slope, score_without_bias
 from ....tile.softmax import running_max
 from ....tile.types import Lengths, Sequence
@@ -23,28 +23,28 @@ from .rows import head_of_row, query_of_row
 from .varlen import lengths_in
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """The rows of a tile, as scores and masks want them."""
 
     work: Work
     rows: gl.tensor
     slope_log2: gl.tensor
     stream: tuple  # of dropout's random numbers
-    seen: Interval  # keys, of a mask that keeps such ends
+    seen: RowInterval  # keys, of a mask that keeps such ends
 
 
 @gluon.jit
 def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The rows of a tile, with what is asked of memory once for all its blocks."""
+    """The rows of a tile, with what is loaded once for all its blocks."""
     slope_log2 = slope_of(work, call.optionals, rows, FEATURES, TILE)
     stream = 0
     if FEATURES.DROPOUT:
         stream = stream_of(call.optionals.dropout_rng, work.batch, work.head)
-    seen = Interval(0, 0)
+    seen = RowInterval(0, 0)
     if FEATURES.ENDS:
         q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
         seen = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
-    return Rows(work, rows, slope_log2, stream, seen)
+    return TileRows(work, rows, slope_log2, stream, seen)
 
 
 @gluon.jit
@@ -59,7 +59,9 @@ def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.constexpr_function
 def is_prefetched(dtype):
-    """Whether registers hold the bias of a block beside its S: at 16 bits, or as pairs."""
+    """Whether registers can hold the bias of a block in addition to its S: at 16 bits, or as
+    pairs.
+    """
     return dtype != gl.float32
 
 
@@ -92,7 +94,7 @@ def to_scores(
     """Scores of the i-th block of keys, masked where it needs it, and the maxima with them.
 
     The branch does more than save the mask: the compiler may not move the wait for P V before it.
-    So maxima belong inside, and run beside P V.
+    So maxima belong inside, and overlap with P V.
     """
     HAS_SCORE_MOD: gl.constexpr = FEATURES.SCORE_MOD is not None
     HAS_MASK_MOD: gl.constexpr = FEATURES.MASK_MOD is not None
@@ -120,7 +122,7 @@ def to_scores(
         if FEATURES.ENDS:
             first, stop = tile.seen.first[:, None], tile.seen.stop[:, None]
             stop = gl.minimum(stop - seq.origin, seq.lengths.seqlen_k)
-            s = hide_outside(s, Interval(first - seq.origin, stop))
+            s = hide_outside(s, RowInterval(first - seq.origin, stop))
         else:
             s = hide(s, q_idx, k_idx, seq, FEATURES)
         m_i = running_max(s, m_i, scale)

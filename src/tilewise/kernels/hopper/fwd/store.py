@@ -1,4 +1,4 @@
-"""Two warps that store O where TMA cannot: rows of headdim 100 begin at no multiple of 16 bytes.
+"""Two warps that store O where TMA cannot: rows of headdim 100 are not aligned to 16 bytes.
 
 The matmul warpgroups leave O in shared memory, as they do for TMA, and begin the next tile.
 """
@@ -25,14 +25,14 @@ def rows_at_a_time(columns, piece):
 
 @gluon.jit
 def store_partition(rings, output, call, v_step, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    mailbox_state = start()
+    messages_state = start()
     parity = gl.to_tensor(0)
-    work = receive_tile(rings.mailbox, mailbox_state, FEATURES, WARPS)
+    work = receive_tile(rings.messages, messages_state, FEATURES, WARPS)
     while work.start != END:
         store_tile(output, work, parity, call, v_step, FEATURES, TILE)
         parity ^= 1
-        mailbox_state = advance(mailbox_state, 2)
-        work = receive_tile(rings.mailbox, mailbox_state, FEATURES, WARPS)
+        messages_state = advance(messages_state, 2)
+        work = receive_tile(rings.messages, messages_state, FEATURES, WARPS)
 
 
 @gluon.jit

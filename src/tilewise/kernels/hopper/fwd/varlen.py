@@ -15,7 +15,7 @@ from ....tile.seqlen import lengths_of, place_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import varlen_tile
 from ..block_list import visited
-from ..mailbox import make_mailbox, receive
+from ..tile_messages import make_messages, receive
 from ..work import LANES, WORK_FIELDS, Work, open_tile
 
 
@@ -137,16 +137,16 @@ def no_more(end, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def receive_tile(mailbox, state, FEATURES: gl.constexpr, WARPS: gl.constexpr = 4):
+def receive_tile(messages, state, FEATURES: gl.constexpr, WARPS: gl.constexpr = 4):
     """The next tile, for a partition of WARPS warps."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return Ragged(*receive(mailbox, state, RAGGED_FIELDS, WARPS))
+        return Ragged(*receive(messages, state, RAGGED_FIELDS, WARPS))
     else:
-        return Work(*receive(mailbox, state, WORK_FIELDS, WARPS))
+        return Work(*receive(messages, state, WORK_FIELDS, WARPS))
 
 
 @gluon.jit
-def make_tile_mailbox(READERS: gl.constexpr, FEATURES: gl.constexpr):
-    """The mailbox of the partitions that work on a tile."""
+def make_tile_messages(READERS: gl.constexpr, FEATURES: gl.constexpr):
+    """The work-tile messages to the partitions that compute a tile."""
     IS_RAGGED: gl.constexpr = FEATURES.PACKED or FEATURES.SEQUSED_K
-    return make_mailbox(RAGGED_FIELDS if IS_RAGGED else WORK_FIELDS, READERS)
+    return make_messages(RAGGED_FIELDS if IS_RAGGED else WORK_FIELDS, READERS)

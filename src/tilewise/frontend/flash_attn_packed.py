@@ -1,0 +1,186 @@
+"""flash-attn 2's functions of q, k and v, or k and v, stacked in one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from .flash_attn import flash_attn_func, flash_attn_varlen_func
+from .scalars import Window
+
+Tensor = torch.Tensor
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+):
+    """`flash_attn_func` on q, k and v stacked in one tensor, which is read in place.
+
+    Example:
+        >>> import torch, tilewise
+        >>> tilewise.flash_attn_qkvpacked_func(torch.randn(1, 16, 3, 2, 32), causal=True).shape
+        torch.Size([1, 16, 2, 32])
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim).
+
+    The other arguments, returns and errors are those of `flash_attn_func`.
+    """
+    q, k, v = _unpack("qkv", qkv, 3)
+    flags = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(
+        *(q, k, v, *flags),
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+):
+    """`flash_attn_func` on k and v stacked in one tensor, which is read in place.
+
+    Example:
+        >>> import torch, tilewise
+        >>> q, kv = torch.randn(1, 4, 6, 32), torch.randn(1, 16, 2, 2, 32)
+        >>> tilewise.flash_attn_kvpacked_func(q, kv).shape
+        torch.Size([1, 4, 6, 32])
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        kv: (batch, seqlen_k, 2, nheads_k, headdim).
+
+    The other arguments, returns and errors are those of `flash_attn_func`.
+    """
+    k, v = _unpack("kv", kv, 2)
+    flags = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(
+        *(q, k, v, *flags),
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *flags: Any, **options: Any
+):
+    """`flash_attn_varlen_func` on q, k and v stacked in one tensor, which is read in place.
+
+    Example:
+        >>> import torch, tilewise
+        >>> starts = torch.tensor([0, 3, 16], dtype=torch.int32)
+        >>> tilewise.flash_attn_varlen_qkvpacked_func(torch.randn(16, 3, 2, 32), starts).shape
+        torch.Size([16, 2, 32])
+
+    Args:
+        qkv: (total, 3, nheads, headdim).
+        cu_seqlens: int32 (batch + 1,), where sequences begin.
+        max_seqlen: upper bound of lengths; optional.
+
+    What follows is as in `flash_attn_varlen_func` from `dropout_p` on, without `block_table`; so
+    are returns and errors.
+    """
+    q, k, v = _unpack("qkv", qkv, 3, 1)
+    bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *flags: Any,
+    **options: Any,
+):
+    """`flash_attn_varlen_func` on k and v stacked in one tensor, which is read in place.
+
+    Example:
+        >>> import torch, tilewise
+        >>> starts = torch.tensor([0, 3, 16], dtype=torch.int32)
+        >>> q, kv = torch.randn(16, 4, 32), torch.randn(16, 2, 2, 32)
+        >>> tilewise.flash_attn_varlen_kvpacked_func(q, kv, starts, starts).shape
+        torch.Size([16, 4, 32])
+
+    Args:
+        q: (total_q, nheads, headdim).
+        kv: (total_k, 2, nheads_k, headdim).
+        cu_seqlens_q: int32 (batch + 1,), where the queries of each sequence begin.
+        cu_seqlens_k: int32 (batch + 1,), where its keys begin.
+        max_seqlen_q: upper bound of query lengths; optional.
+        max_seqlen_k: upper bound of key lengths; optional.
+
+    What follows is as in `flash_attn_varlen_func` from `dropout_p` on, without `block_table`; so
+    are returns and errors.
+    """
+    k, v = _unpack("kv", kv, 2, 1)
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
+
+
+def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor, ...]:
+    is_tensor = isinstance(packed, torch.Tensor)
+    if not is_tensor or packed.dim() != dim + 3 or packed.shape[dim] != parts:
+        shape = tuple(packed.shape) if is_tensor else type(packed).__name__
+        rows = "batch, seqlen" if dim == 2 else "total"
+        raise ArgumentError(
+            f"{name} has shape {shape}: it must be ({rows}, {parts}, nheads, headdim)"
+        )
+    return packed.unbind(dim)
