@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from .. import dispatch
+from ..errors import Slower
 from ..emulator.switch import interpreter_is_on
 from ..kernels.common.cached import Append, Cached, lse_shape
 from ..mods.flatten import check_captured
@@ -141,6 +142,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 # In order of preference; imported on first use
 BACKENDS = {
+    "hopper": "tilewise.kernels.hopper.decode.launch",
     "portable": "tilewise.kernels.portable.decode_launch",
     "cpu": "tilewise.kernels.cpu.cache",
 }
@@ -151,8 +153,11 @@ def _backend_of(cached: Cached) -> ModuleType:
     problem, device, reasons = cached.problem, cached.q.device, []
     for name in BACKENDS if cached.backend is None else (cached.backend,):
         reason = dispatch.ask(name, problem, device)
-        if reason is None:
-            return importlib.import_module(BACKENDS[name])
+        if reason is None or (isinstance(reason, Slower) and name == cached.backend):
+            module = importlib.import_module(BACKENDS[name])
+            reason = module.refusal(cached) if name == "hopper" else None
+            if reason is None:
+                return module
         reasons.append(f"  {name}: {reason}")
     lines = "\n".join(reasons)
     raise NotImplementedError(f"no backend serves attention with a KV cache on {device}:\n{lines}")

@@ -1,0 +1,1 @@
+"""Attention beside a cache on Hopper: FlashDecoding in one launch."""

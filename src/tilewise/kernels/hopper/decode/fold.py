@@ -1,0 +1,61 @@
+"""The fold of a tile that several programs worked on: its parts' states, from left to right.
+
+A slice of the output, 16 rows and 32 columns, is one number each for every thread, and slices are
+handed out as parts are. So the whole GPU folds, and many loads are in flight.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.split_schedule import FOLD_COLUMNS, FOLD_ROWS
+from ....tile.splits import SplitState, fold
+from ..fwd.rows import in_pieces
+from ..layouts import column_of, row_of
+from .rows import rows_at, write_rows
+from .work import keys_of, partial_row, row_slice, slices_in, tile_counter
+
+AT_ONCE = gl.constexpr(8)  # states that are asked for together: one by one, each costs a latency
+
+
+@gluon.jit
+def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Some rows and columns of a tile. The tile's last slice sets its counter back to 0."""
+    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 4, 4)
+    first_row, first_column = row_slice(work, TILE.BLOCK_DV, FOLD_COLUMNS)
+    row = first_row + gl.arange(0, FOLD_ROWS, row_of(LAYOUT))
+    rows = rows_at(work, row, FEATURES)
+    columns = first_column + gl.arange(0, FOLD_COLUMNS, column_of(LAYOUT))
+    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    # What the tile's first part has folded lies where its first piece would
+    state = load_partial(work, work.first, True, rows, columns, output.partials, call, FEATURES)
+    for piece in range(work.first + work.each, keys.stop, AT_ONCE):
+        found = ()
+        for i in gl.static_range(AT_ONCE):
+            is_seen = (piece + i >= keys.piece) & (piece + i < keys.stop)
+            found = found + (
+                load_partial(
+                    work, piece + i, is_seen, rows, columns, output.partials, call, FEATURES
+                ),
+            )
+        for i in gl.static_range(AT_ONCE):
+            acc_o, m_i, l_i = found[i]
+            state = fold(state, SplitState(acc_o, m_i, l_i))
+    write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
+    counter = tile_counter(work, counters, call, FEATURES)
+    slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
+    done = gl.atomic_add(counter, 1, sem="relaxed")
+    if done == work.parts + slices - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed")
+
+
+@gluon.jit
+def load_partial(work, piece, is_seen, rows, columns, partials, call, FEATURES: gl.constexpr):
+    """Columns of the state of a piece, from the L2 cache; that of no keys where it is not seen."""
+    at = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
+    mask = rows.is_query & is_seen
+    inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    ptrs = partials.acc_o + (at * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
+    m_i = gl.load(partials.m_i + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    l_i = gl.load(partials.l_i + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return SplitState(acc_o, m_i, l_i)

@@ -1,0 +1,77 @@
+"""Decoding for Hopper in one launch: a warp that only loads, a warpgroup that only computes.
+
+Programs stay on their SMs. A counter hands out parts of tiles, then slices of folds; which sequence
+a number lies in, each load warp finds from the lengths on the device (`tile.split_schedule`). So
+the host plans nothing, and one captured graph serves any lengths.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ....tile.split_schedule import SplitCall
+from ..layouts import shared
+from ..pipeline import Ring, make_ring
+from .attend import attend_partition
+from .load import Sources, load_partition
+from .rows import Output
+from .work import make_work_mailbox
+
+
+class Rings(NamedTuple):
+    """What passes through shared memory from the load warp to the warpgroup."""
+
+    k: Ring  # (BLOCK_N, BLOCK_D)
+    v: Ring  # (BLOCK_N, BLOCK_DV)
+    mailbox: Ring  # what to work on
+
+
+@gluon.jit
+def hopper_decode_kernel(
+    q,
+    k_desc,
+    v_desc,
+    table,
+    out,
+    lse,
+    partials,
+    queue,
+    counters,
+    optionals,
+    sizes,
+    numbers,
+    work_size,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    dtype: gl.constexpr = k_desc.dtype
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    k = make_ring(dtype, [N, D], shared(N, D, dtype), TILE.STAGES, 1, 128)
+    v = make_ring(dtype, [N, DV], shared(N, DV, dtype), TILE.STAGES, 1, 128)
+    rings = Rings(k, v, make_work_mailbox(1))
+    q_smem = gl.allocate_shared_memory(dtype, [64, D], shared(64, D, dtype))
+    state_smem = q_smem
+    if TILE.STATE_IN_SHARED:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+        state_smem = gl.allocate_shared_memory(gl.float32, [64, DV], layout)
+    fence_async_shared()  # barriers are made before a copy arrives at one
+    # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
+    split_size, batch, room = work_size
+    call = SplitCall(optionals, sizes, numbers, split_size, batch, room)
+    output = Output(out, lse, partials)
+    sources = Sources(k_desc, v_desc, table)
+    gl.warp_specialize(
+        [
+            (
+                attend_partition,
+                (rings, q, q_smem, state_smem, output, counters, call, FEATURES, TILE),
+            ),
+            (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
+        ],
+        [1],
+        [56],
+    )

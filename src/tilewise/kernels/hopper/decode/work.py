@@ -1,0 +1,160 @@
+"""What a program works on: a part of a tile's pieces, or a slice of a tile whose parts are folded.
+
+The load warp fetches numbers from a counter, finds out what they stand for and sends that to the
+matmul warpgroup (mailbox.py).
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.split_schedule import (
+    FOLD_ROWS,
+    SplitCall,
+    lengths_at,
+    parts_of,
+    pieces_at,
+    slices_of,
+)
+from ....tile.splits import keys_seen
+from ....tile.types import Lengths
+from ..mailbox import make_mailbox, receive
+
+PART = gl.constexpr(0)
+FOLD = gl.constexpr(1)
+END = gl.constexpr(2)  # there is no more work
+
+
+class Work(NamedTuple):
+    """A part of a tile, or a slice of its fold."""
+
+    kind: gl.tensor
+    start: gl.tensor  # the tile's first query, in its sequence
+    head_k: gl.tensor
+    batch: gl.tensor
+    first_q: gl.tensor  # where the sequence's queries begin, if they are packed
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    piece: gl.tensor  # pieces [piece, stop) are this part's
+    stop: gl.tensor
+    first: gl.tensor  # the first piece that the sequence sees
+    each: gl.tensor  # pieces of a part
+    parts: gl.tensor  # of the tile
+    rows: gl.tensor  # of partial states before those of the sequence
+    slice: gl.tensor
+
+
+FIELDS = gl.constexpr(len(Work._fields))
+
+
+@gluon.jit
+def make_work_mailbox(READERS: gl.constexpr):
+    """For the partitions that work on what the load warp found."""
+    return make_mailbox(FIELDS, READERS)
+
+
+@gluon.jit
+def receive_work(mailbox, state):
+    """The next work of a warpgroup."""
+    return Work(*receive(mailbox, state, FIELDS))
+
+
+@gluon.jit
+def no_more():
+    """The last message."""
+    return Work(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@gluon.jit
+def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """The part of a number; parts of a tile are neighbours, which read the same queries."""
+    tokens = ROWS // FEATURES.GROUP
+    first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
+    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
+    pieces = seen.stop - seen.piece
+    parts = parts_of(pieces, share)
+    each = gl.cdiv(pieces, parts)
+    part, tile = found.within % parts, found.within // parts
+    tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
+    start = tile % tiles * tokens
+    of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
+    first = seen.piece + part * each
+    piece = gl.maximum(first, of_tile.piece)
+    stop = gl.maximum(gl.minimum(first + each, of_tile.stop), piece)
+    return Work(
+        *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
+        *(piece, stop, seen.piece, each, parts, found.rows, part),
+    )
+
+
+@gluon.jit
+def open_slice(
+    found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr
+):
+    """The slice of a number."""
+    tokens = ROWS // FEATURES.GROUP
+    first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
+    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
+    parts = parts_of(seen.stop - seen.piece, share)
+    each = gl.cdiv(seen.stop - seen.piece, parts)
+    slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
+    tile = found.within // slices
+    tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
+    return Work(
+        *(FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
+        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices),
+    )
+
+
+@gluon.jit
+def tile_keys(start, seqlen_q, seqlen_k, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """The keys that a tile's queries see, and their pieces."""
+    diagonal = seqlen_k - seqlen_q
+    last = diagonal + gl.minimum(start + ROWS // FEATURES.GROUP, seqlen_q) - 1
+    numbers, split_size = call.numbers, call.split_size
+    return keys_seen(diagonal + start, last, seqlen_k, numbers, split_size, FEATURES)
+
+
+@gluon.jit
+def keys_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """The same of what a message says."""
+    return tile_keys(work.start, work.seqlen_q, work.seqlen_k, call, FEATURES, ROWS)
+
+
+@gluon.jit
+def lengths_in(work):
+    """Positions are the diagonal's: query i stands on key seqlen_k - seqlen_q + i."""
+    return Lengths(work.seqlen_q, work.seqlen_k, 0)
+
+
+@gluon.jit
+def tile_counter(work, counters, call, FEATURES: gl.constexpr):
+    """The counter of a tile, by its first query, which no other tile has, and its key head."""
+    query = work.first_q + work.start
+    if not FEATURES.PACKED:
+        query += work.batch * call.sizes.seqlen_q
+    return counters + (query * call.sizes.nheads + work.head_k)
+
+
+@gluon.jit
+def slices_in(work, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """In how many slices a tile is folded."""
+    return slices_of(work.seqlen_q, FEATURES, ROWS, BLOCK_DV)
+
+
+@gluon.jit
+def row_slice(work, BLOCK_DV: gl.constexpr, COLUMNS: gl.constexpr):
+    """The first row and column of a slice."""
+    across: gl.constexpr = BLOCK_DV // COLUMNS
+    return work.slice // across * FOLD_ROWS, work.slice % across * COLUMNS
+
+
+@gluon.jit
+def partial_row(work, piece, token, head, call, FEATURES: gl.constexpr):
+    """Where the state of a piece lies, of the rows of partial states: by sequence, piece, query,
+    head.
+    """
+    nheads = call.sizes.nheads * FEATURES.GROUP
+    row = (piece - work.first) * (work.seqlen_q * nheads) + token * nheads + head
+    return (work.rows + row).to(gl.int64)
