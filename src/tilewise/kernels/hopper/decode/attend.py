@@ -116,6 +116,7 @@ def attend_piece(
 ):
     """Keys [piece * split_size, (piece + 1) * split_size), as far as the tile sees them."""
     N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
@@ -137,7 +138,7 @@ def attend_piece(
     for n in range(first, stop, N):
         # S = Q K^T: (64, BLOCK_N)
         wait_full(rings.k, state)
-        k_tile = rings.k.buffers.index(state.stage).permute((1, 0))
+        k_tile = rings.k.buffers.index(state.stage).reshape((N, D)).permute((1, 0))
         s = warpgroup_mma(q_smem, k_tile, no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
@@ -154,7 +155,7 @@ def attend_piece(
         acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
         # O += P V: (64, BLOCK_DV)
         wait_full(rings.v, state)
-        v_tile = rings.v.buffers.index(state.stage)
+        v_tile = rings.v.buffers.index(state.stage).reshape((N, DV))
         if (n < keys.first) | (n + N > keys.last):
             clear_unused(v_tile, n, keys, TILE)
         p = operand(p.to(v_tile.dtype), O_LAYOUT)

@@ -50,8 +50,11 @@ def hopper_decode_kernel(
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    k = make_ring(dtype, [N, D], shared(N, D, dtype), TILE.STAGES, 1, 128)
-    v = make_ring(dtype, [N, DV], shared(N, DV, dtype), TILE.STAGES, 1, 128)
+    # (1, 1, keys, columns), as TMA has it: parts of a slot are copied, and cannot be reshaped
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
+    k = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, 1, 128)
+    v = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, 1, 128)
     rings = Rings(k, v, make_work_mailbox(1))
     q_smem = gl.allocate_shared_memory(dtype, [64, D], shared(64, D, dtype))
     state_smem = q_smem

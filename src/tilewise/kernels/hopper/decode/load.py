@@ -105,7 +105,9 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
 
 @gluon.jit
 def load_block(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
-    """A block of keys or values, as one copy or, of short pages, one for each that is in use."""
+    """A block of keys or values, as one copy or, of short pages, one for each. The bytes of a block
+    are always as many: for a page past the last key some other one is copied.
+    """
     shape: gl.constexpr = desc.block_type.shape
     BYTES: gl.constexpr = desc.block_type.nbytes
     PAGE: gl.constexpr = shape[2]
@@ -113,29 +115,22 @@ def load_block(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
     wait_empty(ring, state)
     full = ring.full.index(state.stage)
     buffer = ring.buffers.index(state.stage)
-    if PAGES == 1:
-        mbarrier.expect(full, BYTES)
-        page, row = page_at(work.batch, n, table)
-        tma_load(desc, [page, work.head_k, row, 0], full, buffer.reshape(shape))
-    else:
-        low = gl.maximum(keys.first - n, 0) // PAGE
-        high = gl.cdiv(gl.minimum(keys.last - n, TILE.BLOCK_N), PAGE)
-        mbarrier.expect(full, (high - low) * BYTES)
-        for i in gl.static_range(PAGES):
-            is_used = (i >= low) & (i < high)
-            page, row = page_at(work.batch, n + i * PAGE, table, is_used)
-            at = [page, work.head_k, row, 0]
-            rows = buffer.slice(i * PAGE, PAGE)
-            tma_load(desc, at, full, rows.reshape(shape), pred=is_used)
+    mbarrier.expect(full, BYTES * PAGES)
+    for i in gl.static_range(PAGES):
+        key = n + i * PAGE
+        is_seen = (key + PAGE > keys.first) & (key < keys.last)
+        page, row = page_at(work.batch, key, is_seen, table)
+        at = [page, work.head_k, row, 0]
+        tma_load(desc, at, full, buffer.slice(i * PAGE, PAGE, 2))
 
 
 @gluon.jit
-def page_at(batch, key, table, is_used=True):
+def page_at(batch, key, is_seen, table):
     """The page of a key, one that is there whatever the table says, and the key's row in it."""
     if table.page_table is None:
         return batch, key
     else:
         place = key // table.page_size
         entry = batch.to(gl.int64) * table.stride + place
-        page = gl.load(table.page_table + entry, mask=is_used, other=0)
+        page = gl.load(table.page_table + entry, mask=is_seen, other=0)
         return clamp(page, 0, table.num_pages - 1), key - place * table.page_size
