@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 
 from .. import dispatch
-from ..errors import Slower
 from ..emulator.switch import interpreter_is_on
+from ..errors import Slower
 from ..kernels.common.cached import Append, Cached, lse_shape
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, deserialize, serialize

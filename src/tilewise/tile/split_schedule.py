@@ -1,4 +1,4 @@
-"""Which part of attention beside a cache a program works on, when only the device knows the lengths.
+"""Which part of attention beside a cache a program works on, when the device knows the lengths.
 
 A tile of queries sees some pieces of split_size keys. `parts` programs share them evenly, each a
 run of neighbours, and a tile of more than one part is folded afterwards. Both kinds of work are
@@ -21,7 +21,10 @@ from .splits import keys_seen
 from .types import Numbers, Optionals, Sizes
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
-PARTS_A_PROGRAM = tl.constexpr(8)  # so that the last ones end together
+PARTS_A_PROGRAM = tl.constexpr(2)  # about so many: more write more states, fewer end less evenly
+MANY_PIECES = tl.constexpr(
+    64
+)  # more are folded in slices by all programs, fewer by the last part's
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
 FOLD_ROWS = tl.constexpr(16)  # of a slice of the output
 FOLD_COLUMNS = tl.constexpr(32)
@@ -99,8 +102,8 @@ def counts_at(batch, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """How many pieces a part should have: few enough that all programs have some parts; all of a
-    tile's where the states of all pieces would not have room.
+    """About how many pieces a part has: few enough that all programs have some; all of a tile's
+    where the states of all pieces would not have room.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
     while first < call.batch:
@@ -115,9 +118,19 @@ def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.co
 
 
 @triton.jit
-def parts_of(pieces, share):
-    """How many parts a tile has."""
-    return tl.maximum(pieces // share, 1)
+def divide(pieces, share):
+    """Pieces of a part, and how many parts a tile has: of about `share` pieces, all alike but the
+    last.
+    """
+    parts = tl.maximum((pieces + share // 2) // share, 1)
+    each = tl.maximum(tl.cdiv(pieces, parts), 1)
+    return each, tl.maximum(tl.cdiv(pieces, each), 1)
+
+
+@triton.jit
+def is_sliced(pieces, parts):
+    """Whether a tile is folded in slices."""
+    return (parts > 1) & (pieces > MANY_PIECES)
 
 
 @triton.jit
@@ -141,11 +154,11 @@ def find_sequence(
     while (after <= number) & (first + GROUP < call.batch):
         first += GROUP
         counts = counts_at(first + lane, call, FEATURES, TOKENS)
-        parts = parts_of(counts.pieces, share)
+        _, parts = divide(counts.pieces, share)
         times = parts
         if IS_FOLD:
             slices = slices_of(counts.queries, FEATURES, ROWS, BLOCK_DV)
-            times = tl.where(parts > 1, slices, 0)
+            times = tl.where(is_sliced(counts.pieces, parts), slices, 0)
         works = counts.tiles * times * call.sizes.nheads
         rows = tl.where(parts > 1, counts.queries * counts.pieces, 0)
         rows = rows * (call.sizes.nheads * FEATURES.GROUP)

@@ -20,14 +20,13 @@ from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, fold
 from ....tile.types import Sequence
-from ..compat import barrier
 from ..fwd.mma import add_sums, operand, row_factor, row_sums, whole_sums
 from ..fwd.rows import in_pieces, piece_of, pieces_of
 from ..layouts import accumulator, column_of, row_of
 from ..pipeline import advance, release_by_threads, start, wait_full
-from .fold import fold_slice
+from .fold import end_part, fold_slice
 from .rows import begins_of, rows_at, store_partial, write_rows
-from .work import END, PART, keys_of, lengths_in, receive_work, tile_counter
+from .work import END, PART, keys_of, lengths_in, receive_work
 
 
 @gluon.jit
@@ -56,11 +55,10 @@ def attend_part(
 ):  # fmt: skip
     """The pieces of a part, and what becomes of them."""
     DV: gl.constexpr = TILE.BLOCK_DV
-    S_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
     load_queries(work, q, q_smem, call, FEATURES, TILE)
     # The first pieces of a tile are folded on the way
-    is_first = work.slice == 0
+    is_first = work.index == 0
     m_run = gl.full([64], float("-inf"), gl.float32, row_of(O_LAYOUT))
     l_run = gl.zeros([64], gl.float32, row_of(O_LAYOUT))
     run = gl.zeros([64, DV], gl.float32, O_LAYOUT)
@@ -92,8 +90,7 @@ def attend_part(
         else:
             store_partial(work, work.first, whole, output.partials, call, FEATURES, TILE)
     if work.parts > 1:
-        barrier()  # all threads have written what the counter then says is there
-        gl.atomic_add(tile_counter(work, counters, call, FEATURES), 1, sem="release")
+        end_part(work, output, counters, call, FEATURES, TILE)
     return state
 
 
@@ -144,9 +141,7 @@ def attend_piece(
         release_by_threads(rings.k, state)
         k_idx = (n + gl.arange(0, N, column_of(S_LAYOUT)))[None, :]
         s = score(s, position, k_idx, seq, FEATURES).s
-        if FEATURES.MASK_MOD is not None:
-            s = hide(s, position, k_idx, keys, seq, FEATURES)
-        elif (n < full[0]) | (n + N > full[1]):
+        if FEATURES.MASK_MOD is not None or (n < full[0]) | (n + N > full[1]):
             s = hide(s, position, k_idx, keys, seq, FEATURES)
         m_new = running_max(s, m_i, scale)
         p, alpha = exponentials(s, m_i, m_new, scale, True)

@@ -1,7 +1,8 @@
 """The fold of a tile that several programs worked on: its parts' states, from left to right.
 
-A slice of the output, 16 rows and 32 columns, is one number each for every thread, and slices are
-handed out as parts are. So the whole GPU folds, and many loads are in flight.
+The program that ends a tile's last part folds it at once: it knows from the tile's counter that the
+others are done, and so does not wait. Of a long sequence that would take longer than all else: of
+many pieces, slices of 16 rows and 32 columns are handed out as parts are, and all programs fold.
 """
 
 from triton.experimental import gluon
@@ -9,22 +10,52 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.split_schedule import FOLD_COLUMNS, FOLD_ROWS
 from ....tile.splits import SplitState, fold
+from ..compat import barrier
 from ..fwd.rows import in_pieces
 from ..layouts import column_of, row_of
 from .rows import rows_at, write_rows
-from .work import keys_of, partial_row, row_slice, slices_in, tile_counter
+from .work import keys_of, partial_row, slices_in, tile_counter
 
 AT_ONCE = gl.constexpr(8)  # states that are asked for together: one by one, each costs a latency
+ROWS = gl.constexpr(8)  # of a tile that the last of its parts folds
 
 
 @gluon.jit
 def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Some rows and columns of a tile. The tile's last slice sets its counter back to 0."""
-    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 4, 4)
-    first_row, first_column = row_slice(work, TILE.BLOCK_DV, FOLD_COLUMNS)
-    row = first_row + gl.arange(0, FOLD_ROWS, row_of(LAYOUT))
+    across: gl.constexpr = TILE.BLOCK_DV // FOLD_COLUMNS
+    row, column = work.index // across * FOLD_ROWS, work.index % across * FOLD_COLUMNS
+    fold_rows(work, row, column, output, call, FOLD_ROWS, FOLD_COLUMNS, FEATURES, TILE)
+    counter = tile_counter(work, counters, call, FEATURES)
+    slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
+    done = gl.atomic_add(counter, 1, sem="relaxed")
+    if done == work.parts + slices - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed")
+
+
+@gluon.jit
+def end_part(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Says that a part has left its states. The last of a tile's parts folds them."""
+    counter = tile_counter(work, counters, call, FEATURES)
+    barrier()  # all threads have written what the counter then says is there
+    done = gl.atomic_add(counter, 1, sem="acq_rel")
+    if (done == work.parts - 1) & (work.is_sliced == 0):
+        gl.atomic_xchg(counter, 0, sem="relaxed")
+        rows = gl.minimum((work.seqlen_q - work.start) * FEATURES.GROUP, TILE.ROWS)
+        for row in range(0, rows, ROWS):
+            fold_rows(work, row, 0, output, call, ROWS, TILE.BLOCK_DV, FEATURES, TILE)
+
+
+@gluon.jit
+def fold_rows(
+    work, first_row, first_column, output, call, M: gl.constexpr, COLUMNS: gl.constexpr,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """M rows and COLUMNS columns of a tile, written."""
+    LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, 4)
+    row = first_row + gl.arange(0, M, row_of(LAYOUT))
     rows = rows_at(work, row, FEATURES)
-    columns = first_column + gl.arange(0, FOLD_COLUMNS, column_of(LAYOUT))
+    columns = first_column + gl.arange(0, COLUMNS, column_of(LAYOUT))
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     # What the tile's first part has folded lies where its first piece would
     state = load_partial(work, work.first, True, rows, columns, output.partials, call, FEATURES)
@@ -41,11 +72,6 @@ def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.co
             acc_o, m_i, l_i = found[i]
             state = fold(state, SplitState(acc_o, m_i, l_i))
     write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
-    counter = tile_counter(work, counters, call, FEATURES)
-    slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
-    done = gl.atomic_add(counter, 1, sem="relaxed")
-    if done == work.parts + slices - 1:
-        gl.atomic_xchg(counter, 0, sem="relaxed")
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ nowhere, launches. It knows no length.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from ....tile.types import Queue, Sizes, SplitPipeline, Strided
 from ...common.arguments import features_of, numbers_of, optionals_of
 from ...common.building import first_launch, on_device
 from ...common.cached import Cached
-from ...common.relaunch import apart, extras_apart
+from ...common.relaunch import addresses_of, apart, extras_apart, may_relaunch, pattern_of
 from .. import descriptors
 from ..assembly import ASM
+from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import ELEMENTS, Described
 from ..tile_counter import counters_of, processors
 from .kernel import hopper_decode_kernel
@@ -33,6 +35,9 @@ ROWS = 64
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
+
+
+PARTIALS, QUEUE, BY_TILE = 6, 7, 8  # among a plan's arguments
 
 
 class Plan(NamedTuple):
@@ -89,7 +94,7 @@ def tile_of(problem: Problem) -> SplitPipeline:
 
 def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:
     """A launch for any lengths."""
-    problem, q, k, v, extras = cached.problem, cached.q, cached.k, cached.v, cached.extras
+    problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
     tile = tile_of(problem)
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     is_packed = extras.cu_seqlens_q is not None
@@ -169,11 +174,88 @@ def strided_of(x: Tensor) -> Strided:
     return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
 
 
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
-    """Writes `out` and `lse` of all queries that belong to a sequence."""
+class Step:
+    """A call that was launched before, for other tensors of the same signature: no checks, and no
+    arguments but the addresses.
+    """
+
+    def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor, kernel: Direct, args):
+        self.kernel, self.args = kernel, args
+        self.described = Descriptors(kernel, plan.args[1:3])
+        self.constants = plan.constants["FEATURES"], plan.constants["TILE"]
+        self.device = cached.q.device
+        self.index = torch.cuda.current_device()
+        self.out, self.lse = tuple(out.shape), tuple(lse.shape)
+        partials = plan.args[PARTIALS]
+        self.floats = [x.numel() for x in partials]
+        self.counters = HANDED_OUT + plan.args[BY_TILE].numel()
+
+    def __call__(self, tensors: Sequence[Tensor | None], out: Tensor | None) -> Any:
+        """`out` and `lse` of `Cached.tensors`; None where it may not be launched past Triton."""
+        if not may_relaunch(self.index):
+            return None
+        q, k, v = tensors[:3]
+        if out is None:
+            out = q.new_empty(self.out)
+        lse = q.new_empty(self.lse, dtype=torch.float32)
+        partials = q.new_empty(sum(self.floats), dtype=torch.float32).data_ptr()
+        counters = counters_of(self.device, self.counters).data_ptr()
+        row = addresses_of((q, *tensors[3:], out, lse))
+        for floats in self.floats:
+            row.append(partials)
+            partials += 4 * floats
+        row += [counters, counters + 4 * HANDED_OUT]
+        queries, *others = self.args.filled(row)
+        self.kernel(
+            torch._C._cuda_getCurrentRawStream(self.index),
+            queries,
+            *self.described.at(0, k.data_ptr()),
+            *self.described.at(1, v.data_ptr()),
+            *others,
+            *self.constants,
+        )
+        return out, lse
+
+
+def step_of(cached: Cached, plan: Plan, out: Tensor, lse: Tensor, compiled: Any) -> Step | None:
+    """What was launched; None where it may not be again."""
+    kernel = direct_of(compiled, plan.programs)
+    queue = plan.args[QUEUE]
+    tensors = cached.tensors
+    row = (
+        tensors[0],
+        *tensors[3:],
+        out,
+        lse,
+        *plan.args[PARTIALS],
+        queue.counter,
+        plan.args[BY_TILE],
+    )
+    args = pattern_of((plan.args[0], *plan.args[3:]), row)
+    if kernel is None or args is None:
+        return None
+    return Step(cached, plan, out, lse, kernel, args)
+
+
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
+    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
+    again, where the call has an entry.
+    """
     if not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q):
-        return
-    run(plan_of(cached, out, lse), cached.q.device)
+        return None
+    if cached.entry is not None:
+        cached, out = told_apart(cached), out.detach()
+    plan = plan_of(cached, out, lse)
+    compiled = run(plan, cached.q.device)
+    if cached.entry is None or compiled is None:
+        return None
+    return step_of(cached, plan, out, lse, compiled)
+
+
+def told_apart(cached: Cached) -> Cached:
+    """The same memory as tensors of which no two are one object."""
+    q, k, v, table = apart(cached[:4])
+    return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras_apart(cached.extras))
 
 
 def run(plan: Plan, device: torch.device) -> Any:
@@ -183,9 +265,7 @@ def run(plan: Plan, device: torch.device) -> Any:
         from ....emulator.hopper import emulate
 
         seed = emulator_seed() or 0
-        emulate(hopper_decode_kernel, seed=seed, asm=ASM)[(plan.programs,)](
-            *args, **plan.constants
-        )
+        emulate(hopper_decode_kernel, seed=seed, asm=ASM)[(plan.programs,)](*args, **plan.constants)
         return None
     with on_device(device):
         return first_launch(hopper_decode_kernel, plan.programs, *args, **plan.constants)

@@ -69,9 +69,7 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
 
 
 @gluon.jit
-def store_partial(
-    work, piece, state, partials, call, FEATURES: gl.constexpr, TILE: gl.constexpr
-):
+def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The state of a piece, unnormalised."""
     layout: gl.constexpr = state.acc_o.type.layout
     rows = rows_at(work, gl.arange(0, 64, row_of(layout)), FEATURES)

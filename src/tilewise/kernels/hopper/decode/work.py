@@ -10,10 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.split_schedule import (
-    FOLD_ROWS,
-    SplitCall,
+    divide,
+    is_sliced,
     lengths_at,
-    parts_of,
     pieces_at,
     slices_of,
 )
@@ -42,7 +41,8 @@ class Work(NamedTuple):
     each: gl.tensor  # pieces of a part
     parts: gl.tensor  # of the tile
     rows: gl.tensor  # of partial states before those of the sequence
-    slice: gl.tensor
+    index: gl.tensor  # of the part, or the slice
+    is_sliced: gl.tensor  # whether the tile is folded in slices
 
 
 FIELDS = gl.constexpr(len(Work._fields))
@@ -63,7 +63,7 @@ def receive_work(mailbox, state):
 @gluon.jit
 def no_more():
     """The last message."""
-    return Work(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return Work(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -73,8 +73,7 @@ def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
     first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
     seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
     pieces = seen.stop - seen.piece
-    parts = parts_of(pieces, share)
-    each = gl.cdiv(pieces, parts)
+    each, parts = divide(pieces, share)
     part, tile = found.within % parts, found.within // parts
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     start = tile % tiles * tokens
@@ -84,7 +83,7 @@ def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
     stop = gl.maximum(gl.minimum(first + each, of_tile.stop), piece)
     return Work(
         *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(piece, stop, seen.piece, each, parts, found.rows, part),
+        *(piece, stop, seen.piece, each, parts, found.rows, part, is_sliced(pieces, parts)),
     )
 
 
@@ -96,14 +95,14 @@ def open_slice(
     tokens = ROWS // FEATURES.GROUP
     first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
     seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
-    parts = parts_of(seen.stop - seen.piece, share)
-    each = gl.cdiv(seen.stop - seen.piece, parts)
+    pieces = seen.stop - seen.piece
+    each, parts = divide(pieces, share)
     slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
     tile = found.within // slices
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     return Work(
         *(FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices),
+        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices, True),
     )
 
 
@@ -141,13 +140,6 @@ def tile_counter(work, counters, call, FEATURES: gl.constexpr):
 def slices_in(work, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr):
     """In how many slices a tile is folded."""
     return slices_of(work.seqlen_q, FEATURES, ROWS, BLOCK_DV)
-
-
-@gluon.jit
-def row_slice(work, BLOCK_DV: gl.constexpr, COLUMNS: gl.constexpr):
-    """The first row and column of a slice."""
-    across: gl.constexpr = BLOCK_DV // COLUMNS
-    return work.slice // across * FOLD_ROWS, work.slice % across * COLUMNS
 
 
 @gluon.jit
