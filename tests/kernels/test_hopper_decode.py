@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.caches import INT32, contiguous, paged, sequences
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import sample
 
 import tilewise
 from tilewise.testing import use_emulator

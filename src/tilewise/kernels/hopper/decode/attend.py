@@ -141,7 +141,10 @@ def attend_piece(
         release_by_threads(rings.k, state)
         k_idx = (n + gl.arange(0, N, column_of(S_LAYOUT)))[None, :]
         s = score(s, position, k_idx, seq, FEATURES).s
-        if FEATURES.MASK_MOD is not None or (n < full[0]) | (n + N > full[1]):
+        is_partial = (n < full[0]) | (n + N > full[1])
+        if FEATURES.MASK_MOD is not None:
+            is_partial = True
+        if is_partial:
             s = hide(s, position, k_idx, keys, seq, FEATURES)
         m_new = running_max(s, m_i, scale)
         p, alpha = exponentials(s, m_i, m_new, scale, True)
