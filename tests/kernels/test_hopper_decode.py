@@ -151,3 +151,16 @@ def test_a_batch_of_queries():
     packed, packed_lse = run(s, 8, split_size=128, causal=True)
     assert torch.equal(out.flatten(0, 1), packed)
     assert torch.equal(lse.transpose(0, 1).flatten(1), packed_lse)
+
+
+@pytest.mark.parametrize("most", [0, 10**6])
+def test_who_folds_changes_no_bit(most, monkeypatch):
+    """All programs, in slices, or the one that ends the last part; of 1 row and of 64."""
+    import triton.language as tl
+
+    from tilewise.tile import split_schedule
+
+    s = drawn([1, 40], [520, 650])
+    found = run(s, 16, causal=True)
+    monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
+    assert_equal(run(s, 16, causal=True), found)

@@ -21,10 +21,8 @@ from .splits import keys_seen
 from .types import Numbers, Optionals, Sizes
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
-PARTS_A_PROGRAM = tl.constexpr(2)  # about so many: more write more states, fewer end less evenly
-MANY_PIECES = tl.constexpr(
-    64
-)  # more are folded in slices by all programs, fewer by the last part's
+PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
+MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
 FOLD_ROWS = tl.constexpr(16)  # of a slice of the output
 FOLD_COLUMNS = tl.constexpr(32)
@@ -102,8 +100,8 @@ def counts_at(batch, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """About how many pieces a part has: few enough that all programs have some; all of a tile's
-    where the states of all pieces would not have room.
+    """About how many pieces a part has: so many that each program has PARTS_A_PROGRAM of them, all
+    full; all of a tile's where the states of all pieces would not have room.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
     while first < call.batch:
@@ -113,7 +111,7 @@ def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.co
         each = tl.minimum(counts.queries, MOST) * tl.minimum(counts.pieces, MOST)
         queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
         first += GROUP
-    share = tl.maximum(total * call.sizes.nheads // (programs * PARTS_A_PROGRAM), 1)
+    share = tl.maximum(tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM), 1)
     return tl.where(queries <= call.room, share, MANY)
 
 
@@ -128,9 +126,10 @@ def divide(pieces, share):
 
 
 @triton.jit
-def is_sliced(pieces, parts):
-    """Whether a tile is folded in slices."""
-    return (parts > 1) & (pieces > MANY_PIECES)
+def is_sliced(pieces, parts, seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+    """Whether a sequence's tiles are folded in slices."""
+    rows = tl.minimum(seqlen_q * FEATURES.GROUP, ROWS)
+    return (parts > 1) & (pieces * rows > MANY_STATES)
 
 
 @triton.jit
@@ -158,7 +157,9 @@ def find_sequence(
         times = parts
         if IS_FOLD:
             slices = slices_of(counts.queries, FEATURES, ROWS, BLOCK_DV)
-            times = tl.where(is_sliced(counts.pieces, parts), slices, 0)
+            queries = counts.queries
+            has_slices = is_sliced(counts.pieces, parts, queries, FEATURES, ROWS)
+            times = tl.where(has_slices, slices, 0)
         works = counts.tiles * times * call.sizes.nheads
         rows = tl.where(parts > 1, counts.queries * counts.pieces, 0)
         rows = rows * (call.sizes.nheads * FEATURES.GROUP)

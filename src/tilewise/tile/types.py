@@ -175,6 +175,7 @@ class SplitPipeline(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     STAGES: int  # for tiles of K, and of V
+    Q_STAGES: int
     STATE_IN_SHARED: bool  # whether folded pieces lie there: registers have no room for two states
 
 

@@ -21,28 +21,32 @@ from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, fold
 from ....tile.types import Sequence
 from ..fwd.mma import add_sums, operand, row_factor, row_sums, whole_sums
-from ..fwd.rows import in_pieces, piece_of, pieces_of
+from ..fwd.rows import in_pieces
 from ..layouts import accumulator, column_of, row_of
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .fold import end_part, fold_slice
-from .rows import begins_of, rows_at, store_partial, write_rows
+from .rows import rows_at, store_partial, write_rows
 from .work import END, PART, keys_of, lengths_in, receive_work
 
 
 @gluon.jit
 def attend_partition(
-    rings, q, q_smem, state_smem, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+    rings, state_smem, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     modifiers = modifiers_of(call.optionals)
-    mailbox_state, state = start(), start()
+    mailbox_state, q_state, state = start(), start(), start()
     work = receive_work(rings.mailbox, mailbox_state)
     while work.kind != END:
         mailbox_state = advance(mailbox_state, 2)
         if work.kind == PART:
+            wait_full(rings.q, q_state)
+            q_smem = rings.q.buffers.index(q_state.stage)
             state = attend_part(
-                work, state, rings, q, q_smem, state_smem, output, counters, call, modifiers,
+                work, state, rings, q_smem, state_smem, output, counters, call, modifiers,
                 FEATURES, TILE,
             )  # fmt: skip
+            release_by_threads(rings.q, q_state)
+            q_state = advance(q_state, TILE.Q_STAGES)
         else:
             fold_slice(work, output, counters, call, FEATURES, TILE)
         work = receive_work(rings.mailbox, mailbox_state)
@@ -50,13 +54,12 @@ def attend_partition(
 
 @gluon.jit
 def attend_part(
-    work, state, rings, q, q_smem, state_smem, output, counters, call, modifiers,
+    work, state, rings, q_smem, state_smem, output, counters, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """The pieces of a part, and what becomes of them."""
     DV: gl.constexpr = TILE.BLOCK_DV
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    load_queries(work, q, q_smem, call, FEATURES, TILE)
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0
     m_run = gl.full([64], float("-inf"), gl.float32, row_of(O_LAYOUT))
@@ -92,19 +95,6 @@ def attend_part(
     if work.parts > 1:
         end_part(work, output, counters, call, FEATURES, TILE)
     return state
-
-
-@gluon.jit
-def load_queries(work, q, q_smem, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """(64, BLOCK_D) to shared memory; zeros where there is no query."""
-    PIECE: gl.constexpr = piece_of(FEATURES.HEADDIM)
-    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_D, PIECE, 4)
-    rows = rows_at(work, gl.arange(0, 64, row_of(LAYOUT)), FEATURES)
-    columns = gl.arange(0, TILE.BLOCK_D, column_of(LAYOUT))
-    begins = begins_of(q, work, rows, FEATURES)
-    ptrs, exist = pieces_of(begins, rows.is_query, columns, FEATURES.HEADDIM, PIECE)
-    q_smem.store(gl.load(ptrs, mask=exist, other=0.0))
-    fence_async_shared()  # what threads wrote, before wgmma reads it
 
 
 @gluon.jit

@@ -16,16 +16,13 @@ from ..layouts import column_of, row_of
 from .rows import rows_at, write_rows
 from .work import keys_of, partial_row, slices_in, tile_counter
 
-AT_ONCE = gl.constexpr(8)  # states that are asked for together: one by one, each costs a latency
-ROWS = gl.constexpr(8)  # of a tile that the last of its parts folds
-
 
 @gluon.jit
 def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Some rows and columns of a tile. The tile's last slice sets its counter back to 0."""
     across: gl.constexpr = TILE.BLOCK_DV // FOLD_COLUMNS
     row, column = work.index // across * FOLD_ROWS, work.index % across * FOLD_COLUMNS
-    fold_rows(work, row, column, output, call, FOLD_ROWS, FOLD_COLUMNS, FEATURES, TILE)
+    fold_rows(work, row, column, output, call, FOLD_ROWS, FOLD_COLUMNS, 16, FEATURES, TILE)
     counter = tile_counter(work, counters, call, FEATURES)
     slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
     done = gl.atomic_add(counter, 1, sem="relaxed")
@@ -35,23 +32,31 @@ def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.co
 
 @gluon.jit
 def end_part(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Says that a part has left its states. The last of a tile's parts folds them."""
+    """Says that a part has left its states. The last of a tile's parts folds them, unless slices
+    are handed out for that.
+    """
+    DV: gl.constexpr = TILE.BLOCK_DV
     counter = tile_counter(work, counters, call, FEATURES)
     barrier()  # all threads have written what the counter then says is there
     done = gl.atomic_add(counter, 1, sem="acq_rel")
     if (done == work.parts - 1) & (work.is_sliced == 0):
         gl.atomic_xchg(counter, 0, sem="relaxed")
         rows = gl.minimum((work.seqlen_q - work.start) * FEATURES.GROUP, TILE.ROWS)
-        for row in range(0, rows, ROWS):
-            fold_rows(work, row, 0, output, call, ROWS, TILE.BLOCK_DV, FEATURES, TILE)
+        if rows <= 4:
+            fold_rows(work, 0, 0, output, call, 4, DV, 2048 // DV, FEATURES, TILE)
+        else:
+            for row in range(0, rows, 8):
+                fold_rows(work, row, 0, output, call, 8, DV, 1024 // DV, FEATURES, TILE)
 
 
 @gluon.jit
 def fold_rows(
     work, first_row, first_column, output, call, M: gl.constexpr, COLUMNS: gl.constexpr,
-    FEATURES: gl.constexpr, TILE: gl.constexpr,
+    AT_ONCE: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """M rows and COLUMNS columns of a tile, written."""
+    """M rows and COLUMNS columns of a tile, written. AT_ONCE states are asked for together: one by
+    one, each would cost a trip to the L2 cache, and the registers hold as many.
+    """
     LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, 4)
     row = first_row + gl.arange(0, M, row_of(LAYOUT))
     rows = rows_at(work, row, FEATURES)

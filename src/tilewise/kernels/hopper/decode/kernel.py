@@ -1,4 +1,4 @@
-"""Decoding for Hopper in one launch: a warp that only loads, a warpgroup that only computes.
+"""Decoding for Hopper in one launch: warps that only load, a warpgroup that only computes.
 
 Programs stay on their SMs. A counter hands out parts of tiles, then slices of folds; which sequence
 a number lies in, each load warp finds from the lengths on the device (`tile.split_schedule`). So
@@ -16,6 +16,7 @@ from ..layouts import shared
 from ..pipeline import Ring, make_ring
 from .attend import attend_partition
 from .load import Sources, load_partition
+from .queries import query_partition
 from .rows import Output
 from .work import make_work_mailbox
 
@@ -23,8 +24,9 @@ from .work import make_work_mailbox
 class Rings(NamedTuple):
     """What passes through shared memory from the load warp to the warpgroup."""
 
-    k: Ring  # (BLOCK_N, BLOCK_D)
-    v: Ring  # (BLOCK_N, BLOCK_DV)
+    q: Ring  # (64, BLOCK_D)
+    k: Ring  # (1, 1, BLOCK_N, BLOCK_D)
+    v: Ring  # (1, 1, BLOCK_N, BLOCK_DV)
     mailbox: Ring  # what to work on
 
 
@@ -55,9 +57,9 @@ def hopper_decode_kernel(
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
     k = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, 1, 128)
     v = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, 1, 128)
-    rings = Rings(k, v, make_work_mailbox(1))
-    q_smem = gl.allocate_shared_memory(dtype, [64, D], shared(64, D, dtype))
-    state_smem = q_smem
+    queries = make_ring(dtype, [64, D], shared(64, D, dtype), TILE.Q_STAGES, 1, 128)
+    rings = Rings(queries, k, v, make_work_mailbox(2))
+    state_smem = 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
         state_smem = gl.allocate_shared_memory(gl.float32, [64, DV], layout)
@@ -69,12 +71,10 @@ def hopper_decode_kernel(
     sources = Sources(k_desc, v_desc, table)
     gl.warp_specialize(
         [
-            (
-                attend_partition,
-                (rings, q, q_smem, state_smem, output, counters, call, FEATURES, TILE),
-            ),
+            (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
             (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
+            (query_partition, (rings, q, FEATURES, TILE)),
         ],
-        [1],
-        [56],
+        [1, 1],
+        [56, 56],
     )

@@ -84,12 +84,13 @@ def tile_of(problem: Problem) -> SplitPipeline:
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
     )
-    widest = max(block_d, block_dv)
-    block_n = 128 if widest <= 128 else 64
+    # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
+    block_n = 128 if max(block_d, block_dv) == 64 else 64
     in_shared = block_dv > 128
-    kept = 2 * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 2048
+    q_stages = 1 if in_shared else 2
+    kept = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
     stages = (SHARED_MEMORY["sm90"] - kept) // (2 * block_n * (block_d + block_dv))
-    return SplitPipeline(ROWS, block_n, block_d, block_dv, min(stages, 8), in_shared)
+    return SplitPipeline(ROWS, block_n, block_d, block_dv, min(stages, 8), q_stages, in_shared)
 
 
 def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:

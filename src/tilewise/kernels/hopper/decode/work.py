@@ -55,9 +55,9 @@ def make_work_mailbox(READERS: gl.constexpr):
 
 
 @gluon.jit
-def receive_work(mailbox, state):
-    """The next work of a warpgroup."""
-    return Work(*receive(mailbox, state, FIELDS))
+def receive_work(mailbox, state, WARPS: gl.constexpr = 4):
+    """The next work, for a partition of WARPS warps."""
+    return Work(*receive(mailbox, state, FIELDS, WARPS))
 
 
 @gluon.jit
@@ -83,7 +83,8 @@ def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
     stop = gl.maximum(gl.minimum(first + each, of_tile.stop), piece)
     return Work(
         *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(piece, stop, seen.piece, each, parts, found.rows, part, is_sliced(pieces, parts)),
+        *(piece, stop, seen.piece, each, parts, found.rows, part),
+        is_sliced(pieces, parts, seqlen_q, FEATURES, ROWS),
     )
 
 
@@ -102,7 +103,8 @@ def open_slice(
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     return Work(
         *(FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices, True),
+        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices),
+        True,
     )
 
 
