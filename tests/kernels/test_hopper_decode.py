@@ -72,6 +72,8 @@ def test_pages_change_no_bit(name):
     assert_equal(run(s, None, **FEATURES[name]), found)
     assert_equal(run(s, 128, seed=1, **FEATURES[name]), found)
     assert_equal(run(s, 8, seed=2, **FEATURES[name]), found)
+    assert_equal(run(s, 3, seed=3, **FEATURES[name]), found)
+    assert_equal(run(s, 1, seed=4, **FEATURES[name]), found)
 
 
 SHAPES = [((1, 1), (64, 128)), ((6, 2), (128, 64)), ((34, 2), (72, 72)), ((4, 4), (256, 256))]

@@ -176,6 +176,7 @@ class SplitPipeline(NamedTuple):
     BLOCK_DV: int
     STAGES: int  # for tiles of K, and of V
     Q_STAGES: int
+    BY_TMA: bool  # whether TMA copies keys and values, else threads do
     STATE_IN_SHARED: bool  # whether folded pieces lie there: registers have no room for two states
 
 

@@ -26,7 +26,7 @@ from ..layouts import accumulator, column_of, row_of
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .fold import end_part, fold_slice
 from .rows import rows_at, store_partial, write_rows
-from .work import END, PART, keys_of, lengths_in, receive_work
+from .work import END, PART, keys_of, lengths_in, piece_keys, receive_work
 
 
 @gluon.jit
@@ -119,12 +119,12 @@ def attend_piece(
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     l_i = row_sums(no_scores)
-    n_start = piece * call.split_size
-    stop = gl.minimum(n_start + call.split_size, keys.last)
-    first = n_start + gl.maximum(keys.first - n_start, 0) // N * N
+    first, stop = piece_keys(piece, keys, call, N)
     for n in range(first, stop, N):
         # S = Q K^T: (64, BLOCK_N)
         wait_full(rings.k, state)
+        if not TILE.BY_TMA:
+            fence_async_shared()  # what threads copied, before wgmma reads it
         k_tile = rings.k.buffers.index(state.stage).reshape((N, D)).permute((1, 0))
         s = warpgroup_mma(q_smem, k_tile, no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -143,6 +143,8 @@ def attend_piece(
         acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
         # O += P V: (64, BLOCK_DV)
         wait_full(rings.v, state)
+        if not TILE.BY_TMA:
+            fence_async_shared()
         v_tile = rings.v.buffers.index(state.stage).reshape((N, DV))
         if (n < keys.first) | (n + N > keys.last):
             clear_unused(v_tile, n, keys, TILE)

@@ -15,6 +15,7 @@ from ....tile.split_schedule import SplitCall
 from ..layouts import shared
 from ..pipeline import Ring, make_ring
 from .attend import attend_partition
+from .copy import THREADS, copy_partition
 from .load import Sources, load_partition
 from .queries import query_partition
 from .rows import Output
@@ -33,8 +34,8 @@ class Rings(NamedTuple):
 @gluon.jit
 def hopper_decode_kernel(
     q,
-    k_desc,
-    v_desc,
+    k,
+    v,
     table,
     out,
     lse,
@@ -48,17 +49,18 @@ def hopper_decode_kernel(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = q.ptr.dtype.element_ty
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     # (1, 1, keys, columns), as TMA has it: parts of a slot are copied, and cannot be reshaped
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
-    k = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, 1, 128)
-    v = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, 1, 128)
+    COPIES: gl.constexpr = 1 if TILE.BY_TMA else THREADS
+    k_ring = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, COPIES, 128)
+    v_ring = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, COPIES, 128)
     queries = make_ring(dtype, [64, D], shared(64, D, dtype), TILE.Q_STAGES, 1, 128)
-    rings = Rings(queries, k, v, make_work_mailbox(2))
+    rings = Rings(queries, k_ring, v_ring, make_work_mailbox(2 if TILE.BY_TMA else 3))
     state_smem = 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
@@ -68,13 +70,25 @@ def hopper_decode_kernel(
     split_size, batch, room = work_size
     call = SplitCall(optionals, sizes, numbers, split_size, batch, room)
     output = Output(out, lse, partials)
-    sources = Sources(k_desc, v_desc, table)
-    gl.warp_specialize(
-        [
-            (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
-            (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
-            (query_partition, (rings, q, FEATURES, TILE)),
-        ],
-        [1, 1],
-        [56, 56],
-    )
+    sources = Sources(k, v, table)
+    if TILE.BY_TMA:
+        gl.warp_specialize(
+            [
+                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
+                (query_partition, (rings, q, FEATURES, TILE)),
+            ],
+            [1, 1],
+            [56, 56],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
+                (query_partition, (rings, q, FEATURES, TILE)),
+                (copy_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [1, 1, 4],
+            [56, 56, 96],
+        )

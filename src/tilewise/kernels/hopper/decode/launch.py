@@ -66,21 +66,21 @@ def refusal(cached: Cached) -> str | None:
         sides = zip(x.shape[:3], x.stride()[:3])
         if x.data_ptr() % 16 or any(n > 1 and (s % 8 or s <= 0) for n, s in sides):
             return "TMA reads rows, heads and pages at multiples of 16 bytes"
-    if cached.page_table is not None and not fits_page(k.shape[1], block_n):
-        return f"pages of {k.shape[1]} keys are no boxes of TMA"
     return None
 
 
-def fits_page(page_size: int, block_n: int) -> bool:
-    """Whether blocks of keys are whole pages, or pages whole blocks."""
+def is_box(page_size: int, block_n: int) -> bool:
+    """Whether blocks of keys are whole pages, or pages whole blocks, so that TMA copies them."""
     if page_size % block_n == 0:
         return True
     return page_size >= SHORTEST_PAGE and block_n % page_size == 0
 
 
 @functools.lru_cache(maxsize=64)
-def tile_of(problem: Problem) -> SplitPipeline:
-    """One tile for a problem, whatever its lengths: a row's bits depend on it."""
+def tile_of(problem: Problem, page_size: int = 0) -> SplitPipeline:
+    """One tile for a problem, whatever its lengths: a row's bits depend on it. How its keys are
+    copied, they do not depend on.
+    """
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
     )
@@ -90,13 +90,16 @@ def tile_of(problem: Problem) -> SplitPipeline:
     q_stages = 1 if in_shared else 2
     kept = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
     stages = (SHARED_MEMORY["sm90"] - kept) // (2 * block_n * (block_d + block_dv))
-    return SplitPipeline(ROWS, block_n, block_d, block_dv, min(stages, 8), q_stages, in_shared)
+    by_tma = is_box(page_size, block_n)
+    return SplitPipeline(
+        ROWS, block_n, block_d, block_dv, min(stages, 8), q_stages, by_tma, in_shared
+    )
 
 
 def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:
     """A launch for any lengths."""
     problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
-    tile = tile_of(problem)
+    tile = tile_of(problem, 0 if cached.page_table is None else k.shape[1])
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
@@ -142,10 +145,12 @@ def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:
     return States(*found.split([rows * n for n in (headdim_v, 1, 1)]))
 
 
-def described(cached: Cached, tile: SplitPipeline) -> list[Described]:
-    """Keys and values as TMA takes them: (pages, nheads_k, page_size, headdim), in boxes of a block
-    of keys or of a page, whichever is shorter.
+def described(cached: Cached, tile: SplitPipeline) -> list[Described | Strided]:
+    """Keys and values as TMA takes them, (pages, nheads_k, page_size, headdim), in boxes of a block
+    of keys or of a page, whichever is shorter; or as threads do.
     """
+    if not tile.BY_TMA:
+        return [strided_of(x) for x in cached[1:3]]
     page_size = tile.BLOCK_N
     if cached.page_table is not None:
         page_size = min(page_size, cached.k.shape[1])

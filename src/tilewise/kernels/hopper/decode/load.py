@@ -1,16 +1,17 @@
-"""The load warp: it finds work, says what it is, and keeps the rings of keys and values full.
+"""The load warp: it finds work, says what it is, and keeps the rings of keys and values full, where
+TMA copies these (else copy.py).
 
 Decoding reads each key once, so its speed is that of the memory: of bytes in flight (Little's law:
 4.4 TB/s and 1 us of latency are 34 KB an SM, more under load). The warp runs ahead of the matmuls,
 into the next part, until both rings are full.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.bounds import clamp
 from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
@@ -18,7 +19,7 @@ from ..compat import tma_load
 from ..mailbox import send
 from ..pipeline import advance, start, wait_empty
 from ..work import LANES, fetch_next_tile, fetched_tile, reset_counter
-from .work import keys_of, no_more, open_part, open_slice, tile_counter
+from .work import keys_of, no_more, open_part, open_slice, piece_keys, tile_counter
 
 
 class Table(NamedTuple):
@@ -31,10 +32,10 @@ class Table(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What is copied, as (pages, nheads_k, page_size, headdim)."""
+    """What is copied: descriptors of (pages, nheads_k, page_size, headdim), or `Strided`."""
 
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
+    k: Any
+    v: Any
     table: Table
 
 
@@ -55,7 +56,8 @@ def load_partition(
         work = open_part(found, share, call, FEATURES, ROWS)
         send(rings.mailbox, mailbox_state, work)
         mailbox_state = advance(mailbox_state, 2)
-        state = load_part(work, sources, rings, state, call, FEATURES, TILE)
+        if TILE.BY_TMA:
+            state = load_part(work, sources, rings, state, call, FEATURES, TILE)
         number = fetched_tile(fetched)
         hint = found.hint
         found = find_sequence(number, hint, lane, share, call, False, FEATURES, ROWS, DV)
@@ -89,13 +91,11 @@ def await_parts(work, counters, call, FEATURES: gl.constexpr):
 @gluon.jit
 def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The keys and values of a part, block by block."""
-    table = sources.table
     N: gl.constexpr = TILE.BLOCK_N
+    table = sources.table
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     for piece in range(work.piece, work.stop):
-        n_start = piece * call.split_size
-        stop = gl.minimum(n_start + call.split_size, keys.last)
-        first = n_start + gl.maximum(keys.first - n_start, 0) // N * N
+        first, stop = piece_keys(piece, keys, call, N)
         for n in range(first, stop, N):
             load_block(sources.k, rings.k, state, work, n, keys, table, TILE)
             load_block(sources.v, rings.v, state, work, n, keys, table, TILE)
