@@ -1,4 +1,4 @@
-"""Attention beside a cache by Hopper's kernel, in the emulator: features against the formula, the
+"""Attention with a KV cache by Hopper's kernel, in the emulator: features against the formula, the
 contract, what is not in use.
 """
 
@@ -156,7 +156,7 @@ def test_a_batch_of_queries():
 
 
 @pytest.mark.parametrize("most", [0, 10**6])
-def test_who_folds_changes_no_bit(most, monkeypatch):
+def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
     """All programs, in slices, or the one that ends the last part; of 1 row and of 64."""
     import triton.language as tl
 

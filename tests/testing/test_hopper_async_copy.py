@@ -1,4 +1,4 @@
-"""cp.async in the emulator: when copies land, and who must fence before a matmul reads them."""
+"""cp.async in the emulator: when copies land, and the fence before a matmul reads them."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def unfinished_kernel(a):
 
 
 def test_a_program_must_not_end_before_its_copies_land():
-    with pytest.raises(HopperError, match="copies on their way"):
+    with pytest.raises(HopperError, match="copies in flight"):
         emulate(unfinished_kernel, 1)[(1,)](torch.zeros(64, 64).half())
 
 

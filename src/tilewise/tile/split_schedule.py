@@ -1,4 +1,4 @@
-"""Which part of attention beside a cache a program works on, when the device knows the lengths.
+"""Which part of attention with a KV cache a program works on, when the device knows the lengths.
 
 A tile of queries sees some pieces of split_size keys. `parts` programs share them evenly, each a
 run of neighbours, and a tile of more than one part is folded afterwards. Both kinds of work are
@@ -7,7 +7,7 @@ sequence of a number, as `varlen` does for tiles of packed sequences: the lanes 
 counts of 32 sequences, and prefix sums say which of them the number lies in.
 
 How many parts a tile has decides no bit of the result: pieces are folded from left to right,
-whoever computes them.
+whichever programs compute them.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import triton.language as tl
 from .bounds import clamp
 from .seqlen import rows_of
 from .splits import keys_seen
-from .types import Numbers, Optionals, Sizes
+from .types import Numbers, Optionals
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
 PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
@@ -28,15 +28,24 @@ FOLD_ROWS = tl.constexpr(16)  # of a slice of the output
 FOLD_COLUMNS = tl.constexpr(32)
 
 
+class SplitSizes(NamedTuple):
+    """Runtime lengths of attention with a KV cache."""
+
+    packed: int  # how many sequences; 0 where they are rows of a batch
+    nheads: int  # key heads
+    seqlen_q: int
+    seqlen_k: int  # that a sequence has room for
+    batch: int
+    split_size: int
+    room: int  # queries, each times its pieces, whose partial states there is memory for
+
+
 class SplitCall(NamedTuple):
     """What the work depends on."""
 
     optionals: Optionals
-    sizes: Sizes  # nheads are key heads
+    sizes: SplitSizes
     numbers: Numbers
-    split_size: int
-    batch: int
-    room: int  # queries, each times its pieces, whose partial states there is memory for
 
 
 class Counts(NamedTuple):
@@ -86,15 +95,15 @@ def lengths_at(batch, call, FEATURES: tl.constexpr):
 def pieces_at(seqlen_q, seqlen_k, call, FEATURES: tl.constexpr):
     """The pieces that any query of a sequence sees."""
     first = seqlen_k - seqlen_q
-    return keys_seen(first, seqlen_k - 1, seqlen_k, call.numbers, call.split_size, FEATURES)
+    return keys_seen(first, seqlen_k - 1, seqlen_k, call.numbers, call.sizes.split_size, FEATURES)
 
 
 @triton.jit
 def counts_at(batch, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
     """The counts of sequences; none past the last."""
-    _, seqlen_q, seqlen_k = lengths_at(tl.minimum(batch, call.batch - 1), call, FEATURES)
+    _, seqlen_q, seqlen_k = lengths_at(tl.minimum(batch, call.sizes.batch - 1), call, FEATURES)
     seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
-    seqlen_q = tl.where(batch < call.batch, seqlen_q, 0)
+    seqlen_q = tl.where(batch < call.sizes.batch, seqlen_q, 0)
     return Counts(seqlen_q, tl.cdiv(seqlen_q, TOKENS), seen.stop - seen.piece)
 
 
@@ -104,7 +113,7 @@ def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.co
     full; all of a tile's where the states of all pieces would not have room.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
-    while first < call.batch:
+    while first < call.sizes.batch:
         counts = counts_at(first + lane, call, FEATURES, TOKENS)
         total += tl.sum(counts.tiles * counts.pieces, 0)
         # 32-bit sums, which the whole warp has at once; none may overflow
@@ -112,7 +121,7 @@ def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.co
         queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
         first += GROUP
     share = tl.maximum(tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM), 1)
-    return tl.where(queries <= call.room, share, MANY)
+    return tl.where(queries <= call.sizes.room, share, MANY)
 
 
 @triton.jit
@@ -150,7 +159,7 @@ def find_sequence(
     after, rows_after = hint.before, hint.rows
     works, rows = lane * 0, lane * 0
     # The sums before a group are no variables of the loop: see `varlen.varlen_tile`
-    while (after <= number) & (first + GROUP < call.batch):
+    while (after <= number) & (first + GROUP < call.sizes.batch):
         first += GROUP
         counts = counts_at(first + lane, call, FEATURES, TOKENS)
         _, parts = divide(counts.pieces, share)
@@ -174,7 +183,7 @@ def find_sequence(
     of_passed = tl.sum(tl.where(is_passed, rows, 0), 0)
     return Found(
         number < after,
-        tl.minimum(first + place, call.batch - 1),
+        tl.minimum(first + place, call.sizes.batch - 1),
         number - start,
         rows_before + of_passed,
         Hint(first, before, rows_before),

@@ -168,7 +168,7 @@ class Pipeline(NamedTuple):
 
 
 class SplitPipeline(NamedTuple):
-    """A tile of attention beside a cache, and how keys pass through a Hopper program."""
+    """A tile of attention with a KV cache, and how keys pass through a Hopper program."""
 
     ROWS: int  # of queries times query heads of a key head
     BLOCK_N: int

@@ -1,7 +1,7 @@
 """cp.async: copies of single elements that threads start and do not wait for.
 
-They land late, by way of the generic proxy: wgmma sees them after a `fence_async_shared` of whoever
-knows that they have landed, which the barrier says that their threads arrive at.
+They land late, through the generic proxy: wgmma sees them after a `fence_async_shared` by a
+partition that has waited for the barrier at which the copying threads arrive.
 """
 
 import math
@@ -17,7 +17,7 @@ from .values import TORCH, convert
 
 
 class Copy:
-    """One copy of a block on its way."""
+    """One copy of a block in flight."""
 
     def __init__(self, target: Any, values: Any) -> None:
         self.target, self.values, self.cta = target, values, running().cta

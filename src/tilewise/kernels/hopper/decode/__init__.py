@@ -1,1 +1,1 @@
-"""Attention beside a cache on Hopper: FlashDecoding in one launch."""
+"""Attention with a KV cache on Hopper: FlashDecoding in one launch."""

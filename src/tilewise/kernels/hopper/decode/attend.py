@@ -20,9 +20,9 @@ from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, fold
 from ....tile.types import Sequence
-from ..fwd.mma import add_sums, operand, row_factor, row_sums, whole_sums
-from ..fwd.rows import in_pieces
 from ..layouts import accumulator, column_of, row_of
+from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
+from ..pieces import in_pieces
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .fold import end_part, fold_slice
 from .rows import rows_at, store_partial, write_rows
@@ -34,10 +34,10 @@ def attend_partition(
     rings, state_smem, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     modifiers = modifiers_of(call.optionals)
-    mailbox_state, q_state, state = start(), start(), start()
-    work = receive_work(rings.mailbox, mailbox_state)
+    messages_state, q_state, state = start(), start(), start()
+    work = receive_work(rings.messages, messages_state)
     while work.kind != END:
-        mailbox_state = advance(mailbox_state, 2)
+        messages_state = advance(messages_state, 2)
         if work.kind == PART:
             wait_full(rings.q, q_state)
             q_smem = rings.q.buffers.index(q_state.stage)
@@ -49,7 +49,7 @@ def attend_partition(
             q_state = advance(q_state, TILE.Q_STAGES)
         else:
             fold_slice(work, output, counters, call, FEATURES, TILE)
-        work = receive_work(rings.mailbox, mailbox_state)
+        work = receive_work(rings.messages, messages_state)
 
 
 @gluon.jit

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ....tile.bounds import clamp
-from ..fwd.rows import in_pieces
 from ..layouts import column_of, row_of
+from ..pieces import in_pieces
 from ..pipeline import advance, start, wait_empty
 from .work import END, PART, keys_of, piece_keys, receive_work
 
@@ -20,13 +20,13 @@ THREADS = gl.constexpr(128)
 
 @gluon.jit
 def copy_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    mailbox_state, state = start(), start()
-    work = receive_work(rings.mailbox, mailbox_state)
+    messages_state, state = start(), start()
+    work = receive_work(rings.messages, messages_state)
     while work.kind != END:
-        mailbox_state = advance(mailbox_state, 2)
+        messages_state = advance(messages_state, 2)
         if work.kind == PART:
             state = copy_part(work, sources, rings, state, call, FEATURES, TILE)
-        work = receive_work(rings.mailbox, mailbox_state)
+        work = receive_work(rings.messages, messages_state)
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from ....tile.split_schedule import FOLD_COLUMNS, FOLD_ROWS
 from ....tile.splits import SplitState, fold
 from ..compat import barrier
-from ..fwd.rows import in_pieces
 from ..layouts import column_of, row_of
+from ..pieces import in_pieces
 from .rows import rows_at, write_rows
 from .work import keys_of, partial_row, slices_in, tile_counter
 

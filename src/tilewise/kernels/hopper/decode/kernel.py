@@ -18,8 +18,7 @@ from .attend import attend_partition
 from .copy import THREADS, copy_partition
 from .load import Sources, load_partition
 from .queries import query_partition
-from .rows import Output
-from .work import make_work_mailbox
+from .work import make_work_messages
 
 
 class Rings(NamedTuple):
@@ -28,7 +27,7 @@ class Rings(NamedTuple):
     q: Ring  # (64, BLOCK_D)
     k: Ring  # (1, 1, BLOCK_N, BLOCK_D)
     v: Ring  # (1, 1, BLOCK_N, BLOCK_DV)
-    mailbox: Ring  # what to work on
+    messages: Ring  # what to work on
 
 
 @gluon.jit
@@ -37,15 +36,11 @@ def hopper_decode_kernel(
     k,
     v,
     table,
-    out,
-    lse,
-    partials,
-    queue,
+    output,
     counters,
     optionals,
     sizes,
     numbers,
-    work_size,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
@@ -60,22 +55,20 @@ def hopper_decode_kernel(
     k_ring = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, COPIES, 128)
     v_ring = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, COPIES, 128)
     queries = make_ring(dtype, [64, D], shared(64, D, dtype), TILE.Q_STAGES, 1, 128)
-    rings = Rings(queries, k_ring, v_ring, make_work_mailbox(2 if TILE.BY_TMA else 3))
+    rings = Rings(queries, k_ring, v_ring, make_work_messages(2 if TILE.BY_TMA else 3))
     state_smem = 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
         state_smem = gl.allocate_shared_memory(gl.float32, [64, DV], layout)
     fence_async_shared()  # barriers are made before a copy arrives at one
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
-    split_size, batch, room = work_size
-    call = SplitCall(optionals, sizes, numbers, split_size, batch, room)
-    output = Output(out, lse, partials)
+    call = SplitCall(optionals, sizes, numbers)
     sources = Sources(k, v, table)
     if TILE.BY_TMA:
         gl.warp_specialize(
             [
                 (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
-                (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
             ],
             [1, 1],
@@ -85,7 +78,7 @@ def hopper_decode_kernel(
         gl.warp_specialize(
             [
                 (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
-                (load_partition, (sources, rings, queue, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
             ],

@@ -1,5 +1,5 @@
-"""Host side of decoding on Hopper: describes the cache to TMA, counts what has to be counted
-nowhere, launches. It knows no length.
+"""Host side of decoding on Hopper: describes the cache to TMA, allocates partial states, launches.
+It knows no length.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from ....emulator.switch import emulator_seed
 from ....hardware import SHARED_MEMORY
 from ....problem import Problem
 from ....tile.paging import batch_of, capacity
-from ....tile.types import Queue, Sizes, SplitPipeline, Strided
+from ....tile.split_schedule import SplitSizes
+from ....tile.types import SplitPipeline, Strided
 from ...common.arguments import features_of, numbers_of, optionals_of
 from ...common.building import first_launch, on_device
-from ...common.cached import Cached
-from ...common.relaunch import addresses_of, apart, extras_apart, may_relaunch, pattern_of
+from ...common.cached import Cached, strided_of
+from ...common.relaunch import addresses_of, distinct_cached, may_relaunch, pattern_of
 from .. import descriptors
 from ..assembly import ASM
 from ..compat import Descriptors, Direct, direct_of
-from ..descriptors import ELEMENTS, Described
-from ..tile_counter import counters_of, processors
+from ..descriptors import ELEMENTS, DescriptorFields
+from ..tile_counter import counters_of, num_sms
 from .kernel import hopper_decode_kernel
 from .load import Table
-from .rows import States
+from .rows import Output, States
+from .work import Counters
 
 Tensor = torch.Tensor
 ROWS = 64
@@ -37,7 +39,7 @@ HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
 
 
-PARTIALS, QUEUE, BY_TILE = 6, 7, 8  # among a plan's arguments
+OUTPUT, COUNTERS = 4, 5  # among a plan's arguments
 
 
 class Plan(NamedTuple):
@@ -103,7 +105,6 @@ def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
-    sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, room)
     reach = max(rows, room)
     numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
     left, right = (min(side, reach) for side in cached.scalars[2:4])
@@ -120,22 +121,20 @@ def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE
     counters = counters_of(q.device, HANDED_OUT + queries * problem.nheads_k)
     handed_out, by_tile = counters.split([HANDED_OUT, counters.numel() - HANDED_OUT])
     partials = partials_of(q, max(states, 1) * problem.nheads, problem.headdim_v)
+    packed = batch if is_packed else 0
+    sizes = SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.split_size, states)
     args = (
         strided_of(q),
         *described(cached, tile),
         table_of(cached),
-        strided_of(out),
-        lse,
-        partials,
-        Queue(handed_out, 0, 0, 0, 0),
-        by_tile,
+        Output(strided_of(out), lse, partials),
+        Counters(handed_out, by_tile),
         optionals_of(extras, problem.mods),
         sizes,
         numbers,
-        (cached.split_size, batch, states),
     )
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
-    programs = min(bound, processors(q.device) if q.is_cuda else 4)
+    programs = min(bound, num_sms(q.device) if q.is_cuda else 4)
     return Plan(programs, args, dict(FEATURES=features, TILE=tile, num_warps=4))
 
 
@@ -145,7 +144,7 @@ def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:
     return States(*found.split([rows * n for n in (headdim_v, 1, 1)]))
 
 
-def described(cached: Cached, tile: SplitPipeline) -> list[Described | Strided]:
+def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | Strided]:
     """Keys and values as TMA takes them, (pages, nheads_k, page_size, headdim), in boxes of a block
     of keys or of a page, whichever is shorter; or as threads do.
     """
@@ -160,7 +159,7 @@ def described(cached: Cached, tile: SplitPipeline) -> list[Described | Strided]:
     ]
 
 
-def by_head(x: Tensor, block: list[int], element: Any) -> Described:
+def by_head(x: Tensor, block: list[int], element: Any) -> DescriptorFields:
     """A cache in boxes of one head."""
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     return descriptors.by_head(x, block, layout)
@@ -175,12 +174,7 @@ def table_of(cached: Cached) -> Table:
     return Table(table, table.stride(0), *k.shape[:2])
 
 
-def strided_of(x: Tensor) -> Strided:
-    """A batch, or packed rows as a batch of one."""
-    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
-
-
-class Step:
+class DecodeStep:
     """A call that was launched before, for other tensors of the same signature: no checks, and no
     arguments but the addresses.
     """
@@ -192,9 +186,9 @@ class Step:
         self.device = cached.q.device
         self.index = torch.cuda.current_device()
         self.out, self.lse = tuple(out.shape), tuple(lse.shape)
-        partials = plan.args[PARTIALS]
+        partials = plan.args[OUTPUT].partials
         self.floats = [x.numel() for x in partials]
-        self.counters = HANDED_OUT + plan.args[BY_TILE].numel()
+        self.counters = HANDED_OUT + plan.args[COUNTERS].tiles.numel()
 
     def __call__(self, tensors: Sequence[Tensor | None], out: Tensor | None) -> Any:
         """`out` and `lse` of `Cached.tensors`; None where it may not be launched past Triton."""
@@ -223,45 +217,32 @@ class Step:
         return out, lse
 
 
-def step_of(cached: Cached, plan: Plan, out: Tensor, lse: Tensor, compiled: Any) -> Step | None:
+def step_of(
+    cached: Cached, plan: Plan, out: Tensor, lse: Tensor, compiled: Any
+) -> DecodeStep | None:
     """What was launched; None where it may not be again."""
     kernel = direct_of(compiled, plan.programs)
-    queue = plan.args[QUEUE]
-    tensors = cached.tensors
-    row = (
-        tensors[0],
-        *tensors[3:],
-        out,
-        lse,
-        *plan.args[PARTIALS],
-        queue.counter,
-        plan.args[BY_TILE],
-    )
+    q, _, _, *others = cached.tensors
+    row = q, *others, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
     args = pattern_of((plan.args[0], *plan.args[3:]), row)
     if kernel is None or args is None:
         return None
-    return Step(cached, plan, out, lse, kernel, args)
+    return DecodeStep(cached, plan, out, lse, kernel, args)
 
 
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> Step | None:
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
     again, where the call has an entry.
     """
     if not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q):
         return None
     if cached.entry is not None:
-        cached, out = told_apart(cached), out.detach()
+        cached, out = distinct_cached(cached), out.detach()
     plan = plan_of(cached, out, lse)
     compiled = run(plan, cached.q.device)
     if cached.entry is None or compiled is None:
         return None
     return step_of(cached, plan, out, lse, compiled)
-
-
-def told_apart(cached: Cached) -> Cached:
-    """The same memory as tensors of which no two are one object."""
-    q, k, v, table = apart(cached[:4])
-    return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras_apart(cached.extras))
 
 
 def run(plan: Plan, device: torch.device) -> Any:

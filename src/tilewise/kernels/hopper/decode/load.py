@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....tile.bounds import clamp
 from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
 from ..compat import tma_load
-from ..mailbox import send
 from ..pipeline import advance, start, wait_empty
+from ..tile_messages import send
 from ..work import LANES, fetch_next_tile, fetched_tile, reset_counter
 from .work import keys_of, no_more, open_part, open_slice, piece_keys, tile_counter
 
@@ -40,22 +40,20 @@ class Sources(NamedTuple):
 
 
 @gluon.jit
-def load_partition(
-    sources, rings, queue, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr
-):
+def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.ROWS
     DV: gl.constexpr = TILE.BLOCK_DV
     lane = gl.arange(0, 32, LANES)
     programs = gl.num_programs(0)
     share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
-    mailbox_state, state = start(), start()
+    messages_state, state = start(), start()
     number = gl.program_id(0)
     found = find_sequence(number, Hint(0, 0, 0), lane, share, call, False, FEATURES, ROWS, DV)
     while found.is_work:
-        fetched = fetch_next_tile(queue, True)
+        fetched = fetch_next_tile(counters, True)
         work = open_part(found, share, call, FEATURES, ROWS)
-        send(rings.mailbox, mailbox_state, work)
-        mailbox_state = advance(mailbox_state, 2)
+        send(rings.messages, messages_state, work)
+        messages_state = advance(messages_state, 2)
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
         number = fetched_tile(fetched)
@@ -63,25 +61,25 @@ def load_partition(
         found = find_sequence(number, hint, lane, share, call, False, FEATURES, ROWS, DV)
     parts = found.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
-    # that run: what a slice waits for is on its way.
+    # that run: a slice waits for nothing that has not begun.
     hint = Hint(0, parts, 0)
     found = find_sequence(number, hint, lane, share, call, True, FEATURES, ROWS, DV)
     while found.is_work:
-        fetched = fetch_next_tile(queue, True)
+        fetched = fetch_next_tile(counters, True)
         work = open_slice(found, share, call, FEATURES, ROWS, DV)
         await_parts(work, counters, call, FEATURES)
-        send(rings.mailbox, mailbox_state, work)
-        mailbox_state = advance(mailbox_state, 2)
+        send(rings.messages, messages_state, work)
+        messages_state = advance(messages_state, 2)
         number = fetched_tile(fetched)
         hint = found.hint
         found = find_sequence(number, hint, lane, share, call, True, FEATURES, ROWS, DV)
-    reset_counter(queue, number, found.stop)
-    send(rings.mailbox, mailbox_state, no_more())
+    reset_counter(counters, number, found.stop)
+    send(rings.messages, messages_state, no_more())
 
 
 @gluon.jit
 def await_parts(work, counters, call, FEATURES: gl.constexpr):
-    """Until all parts of a tile have left their states, to be seen by who reads them next."""
+    """Until all parts of a tile have written their states, which later loads then see."""
     counter = tile_counter(work, counters, call, FEATURES)
     done = gl.atomic_add(counter, 0, sem="acquire")
     while done < work.parts:

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..fwd.rows import in_pieces, piece_of, pieces_of
 from ..layouts import column_of, row_of
+from ..pieces import in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start, wait_empty
 from .rows import begins_of, rows_at
 from .work import END, PART, receive_work
@@ -19,17 +19,17 @@ ROWS = gl.constexpr(8)  # that a warp has registers for
 
 @gluon.jit
 def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    mailbox_state, state = start(), start()
-    work = receive_work(rings.mailbox, mailbox_state, 1)
+    messages_state, state = start(), start()
+    work = receive_work(rings.messages, messages_state, 1)
     while work.kind != END:
-        mailbox_state = advance(mailbox_state, 2)
+        messages_state = advance(messages_state, 2)
         if work.kind == PART:
             wait_empty(rings.q, state)
             load_queries(work, q, rings.q.buffers.index(state.stage), FEATURES, TILE)
             fence_async_shared()  # what threads wrote, before wgmma reads it
             mbarrier.arrive(rings.q.full.index(state.stage), count=1)
             state = advance(state, TILE.Q_STAGES)
-        work = receive_work(rings.mailbox, mailbox_state, 1)
+        work = receive_work(rings.messages, messages_state, 1)
 
 
 @gluon.jit

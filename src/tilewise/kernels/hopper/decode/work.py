@@ -1,10 +1,10 @@
 """What a program works on: a part of a tile's pieces, or a slice of a tile whose parts are folded.
 
 The load warp fetches numbers from a counter, finds out what they stand for and sends that to the
-matmul warpgroup (mailbox.py).
+matmul warpgroup (tile_messages.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,11 +18,18 @@ from ....tile.split_schedule import (
 )
 from ....tile.splits import keys_seen
 from ....tile.types import Lengths
-from ..mailbox import make_mailbox, receive
+from ..tile_messages import make_messages, receive
 
 PART = gl.constexpr(0)
 FOLD = gl.constexpr(1)
 END = gl.constexpr(2)  # there is no more work
+
+
+class Counters(NamedTuple):
+    """What programs count on the device: 0 before and after each launch."""
+
+    counter: Any  # numbers handed out
+    tiles: Any  # by tile: its parts that are done, then its slices
 
 
 class Work(NamedTuple):
@@ -49,15 +56,15 @@ FIELDS = gl.constexpr(len(Work._fields))
 
 
 @gluon.jit
-def make_work_mailbox(READERS: gl.constexpr):
+def make_work_messages(READERS: gl.constexpr):
     """For the partitions that work on what the load warp found."""
-    return make_mailbox(FIELDS, READERS)
+    return make_messages(FIELDS, READERS)
 
 
 @gluon.jit
-def receive_work(mailbox, state, WARPS: gl.constexpr = 4):
+def receive_work(messages, state, WARPS: gl.constexpr = 4):
     """The next work, for a partition of WARPS warps."""
-    return Work(*receive(mailbox, state, FIELDS, WARPS))
+    return Work(*receive(messages, state, FIELDS, WARPS))
 
 
 @gluon.jit
@@ -113,7 +120,7 @@ def tile_keys(start, seqlen_q, seqlen_k, call, FEATURES: gl.constexpr, ROWS: gl.
     """The keys that a tile's queries see, and their pieces."""
     diagonal = seqlen_k - seqlen_q
     last = diagonal + gl.minimum(start + ROWS // FEATURES.GROUP, seqlen_q) - 1
-    numbers, split_size = call.numbers, call.split_size
+    numbers, split_size = call.numbers, call.sizes.split_size
     return keys_seen(diagonal + start, last, seqlen_k, numbers, split_size, FEATURES)
 
 
@@ -128,8 +135,8 @@ def piece_keys(piece, keys, call, BLOCK_N: gl.constexpr):
     """The first block and the last key of a piece, as far as they are seen. Blocks count from the
     beginning of the piece, also where a window hides some.
     """
-    start = piece * call.split_size
-    stop = gl.minimum(start + call.split_size, keys.last)
+    start = piece * call.sizes.split_size
+    stop = gl.minimum(start + call.sizes.split_size, keys.last)
     return start + gl.maximum(keys.first - start, 0) // BLOCK_N * BLOCK_N, stop
 
 
@@ -145,7 +152,7 @@ def tile_counter(work, counters, call, FEATURES: gl.constexpr):
     query = work.first_q + work.start
     if not FEATURES.PACKED:
         query += work.batch * call.sizes.seqlen_q
-    return counters + (query * call.sizes.nheads + work.head_k)
+    return counters.tiles + (query * call.sizes.nheads + work.head_k)
 
 
 @gluon.jit
