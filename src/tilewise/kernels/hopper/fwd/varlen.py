@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.schedule import query_tile_in_group
-from ....tile.seqlen import lengths_of, place_of
+from ....tile.seqlen import lengths_of, offsets_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import varlen_tile
 from ..block_list import visited
@@ -61,7 +61,7 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
     """The key blocks of a tile: one, if only to find everything masked, where its queries are not
     used.
     """
-    place = place_of(batch, call.sizes, call.optionals, FEATURES)
+    offsets = offsets_of(batch, call.sizes, call.optionals, FEATURES)
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
     blocks = visited(m_start, seq, FEATURES, TILE)
@@ -79,9 +79,9 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
         lengths.seqlen_q,
         lengths.seqlen_k,
         lengths.diagonal,
-        place.first_q,
-        place.first_k,
-        place.rows_q,
+        offsets.first_q,
+        offsets.first_k,
+        offsets.rows_q,
     )
 
 
