@@ -217,8 +217,8 @@ def attention(
 def documents_in(
     block_mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Any, ...]
 ) -> Documents | None:
-    """The packed sequences that a mask says q, k and v are, where nothing else asks where a query
-    or a key is, and where a view of them is packed.
+    """The packed sequences of a document mask, where nothing else depends on positions, and where
+    views of q, k and v are packed.
     """
     documents = None if block_mask is None else block_mask.documents
     batch, tokens = q.shape[:2]

@@ -1,4 +1,4 @@
-"""Which tiles of a mask a kernel skips, which it masks, and which it takes whole.
+"""Block masks: which tiles of a mask are skipped, partial (masked) or full.
 
 Per m_block, two lists of n_blocks: partial (some pair is seen, or the tile runs past an end) and
 full (every pair is seen); what is on neither list is skipped. Two lists per n_block, for the

@@ -89,7 +89,7 @@ def _jit(name: str, text: str) -> JITFunction:
     name = f"{name}_{digest}"
     text, file = f"def {name}{text}", f"<tilewise {name}>"
     scope = {"__name__": __name__, "tl": tl, "tanh": tanh}
-    # Triton and debuggers ask inspect for the source, and inspect asks linecache
+    # Triton and debuggers read the source through inspect, which reads linecache
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), scope)
     weakref.finalize(scope[name], linecache.cache.pop, file, None)

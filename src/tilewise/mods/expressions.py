@@ -1,4 +1,4 @@
-"""What a mask or a score function computes: its expression as a tree.
+"""The expression tree of a mask or a score function.
 
 A tree is a nest of `Node`s: the four indices, the score, constants, loads from captured tensors,
 and the operators of `OPERATORS`, which are all there is. Two functions that compute the same by the
@@ -54,8 +54,8 @@ DTYPES = {
 class Node:
     """One step. `op` is an index, SCORE, the kind of a constant, "load", or a key of OPERATORS.
 
-    Equal trees are one object, compared and hashed by what they are: a part that stands in a tree
-    many times is looked at once.
+    Equal trees are one object, compared and hashed by what they are: a part that occurs in a tree
+    many times is processed once.
     """
 
     __slots__ = ("__weakref__", "inputs", "kind", "op", "value")
@@ -245,7 +245,7 @@ class TreeStep(NamedTuple):
 
 
 def steps(expr: Node) -> list[TreeStep]:
-    """The distinct nodes as steps: what stands in the tree twice is here once."""
+    """The distinct nodes as steps: what occurs twice in the tree is here once."""
     found: list[TreeStep] = []
     numbers: dict[Node, int] = {}
     for node in nodes_of(expr):

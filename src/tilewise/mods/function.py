@@ -1,4 +1,4 @@
-"""What masks and score functions have in common: a tree, and the tensors it captured."""
+"""The base of masks and score functions: a tree, and the tensors that it captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which integers of a function kernels compute in 64 bits: those that are not seen to fit in 32.
+"""Which integers of a function kernels compute in 64 bits: those that are not proven to fit in 32.
 
 Every integer step has a range that holds its values (Moore 1966), found from the ranges of its
 operands: indices are below MOST, constants are themselves, a load is as wide as its dtype.

@@ -22,9 +22,8 @@ def straight(
     backward: Callable,
     setup_context: Callable | None = None,
 ) -> None:
-    """Lets an operator's kernel serve autograd, too, where plain tensors want no gradient; for all
-    others its formula is the one that was registered. `before` counts the tensors before the
-    extras.
+    """Registers an operator's kernel for autograd, too, where plain tensors require no gradient;
+    others use the registered formula. `before` counts the tensors before the extras.
     """
     try:
         from torch._library.autograd import Info, make_autograd_impl

@@ -94,7 +94,7 @@ def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
 
 
 def _check_wanted(score: str, wanted: list[int]) -> None:
-    """What an operator is asked for has a gradient; a saved program may ask for anything."""
+    """Checks that the requested tensors have gradients; a saved program may request others."""
     differentiable = {load.value[0] for load, _ in by_loads(score)} if score else set()
     if not differentiable.issuperset(wanted):
         raise ArgumentError(
@@ -104,7 +104,7 @@ def _check_wanted(score: str, wanted: list[int]) -> None:
 
 
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
-    """What the score function captured, and which of it wants a gradient."""
+    """The tensors that the score function captured, and which of them require grad."""
     saved, extras, options, wanted = _parts_of(args)
     problem = problem_from((saved.q, saved.k, saved.v), extras, options)
     _check_wanted(problem.mods.score, wanted)

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tensors: tuple):
     """`attend` of (q, k, v, *extras.tensors), mapped over `size` calls. `counts_rows` is whether a
-    mask or score function asks which row of the batch it is in: then rows must not be joined.
+    mask or score function uses the batch index: then rows must not be joined.
     """
     q, k, v, slopes, sinks, seqused_k, *others = tensors
     if counts_rows or in_dims[4] is not None or any(x is not None for x in others):

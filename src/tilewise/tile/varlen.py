@@ -1,4 +1,5 @@
-"""Which tile of a packed batch a program works on, when only the device knows the lengths.
+"""The varlen tile scheduler: the work tile of a tile number, when only the device knows the
+lengths.
 
 Tiles are numbered by batch, then head, then block inside a head, then split. Sequences of 160 and
 300 queries have 2 and 3 blocks of 128: with one head, tiles 0 and 1 lie in sequence 0, tiles 2, 3
@@ -38,7 +39,7 @@ class Hint(NamedTuple):
 
 
 class VarlenTile(NamedTuple):
-    """What a tile number stands for. Without `is_tile`, `batch` is batch_size and the rest 0."""
+    """The work tile of a tile number. Without `is_tile`, `batch` is batch_size and the rest 0."""
 
     m_block: tl.tensor
     head: tl.tensor

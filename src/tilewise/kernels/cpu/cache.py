@@ -143,7 +143,7 @@ def _attend(sequence: CachedSequence, tiles: list[TokenTile], workspace: Workspa
 
 
 class Span:
-    """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded when they are asked for.
+    """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded on demand.
 
     For one tile, blocks share memory that fits a core's cache; for several tiles, all blocks stay.
     """

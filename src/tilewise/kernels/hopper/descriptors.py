@@ -149,7 +149,7 @@ def is_ragged(problem: Problem) -> bool:
 
 
 def valid(shape: list[int], strides: list[int]) -> list[int]:
-    """Between elements of which there is one, any stride; TMA wants a multiple of 8."""
+    """Between elements of which there is one, any stride; TMA needs a multiple of 8."""
     return [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
 
 

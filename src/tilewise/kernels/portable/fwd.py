@@ -59,7 +59,7 @@ def attn_fwd_kernel(
     for i in tl.range(count_partial(blocks, SPLIT), num_stages=TAIL_STAGES):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, True)
-    # A block mask knows of no seqused_k
+    # A block mask does not include seqused_k
     PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N

@@ -3,7 +3,7 @@ keys.
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
-S and dP are computed transposed, so that P^T and dS^T are in registers just where wgmma wants its
+S and dP are computed transposed, so that P^T and dS^T are in registers in the layout of wgmma's
 left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each warpgroup
 computes half of dQ. It does so one block later, when the other's dS has been written: the two
 warpgroups need not be in step, and one uses CUDA cores while the other uses tensor cores.
@@ -247,8 +247,8 @@ def add_dq(
     """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
     bytes a thread, 512 neighbours a warp.
 
-    Nothing waits for it, and it costs no shared memory, whose bandwidth the matmuls need: by way of
-    shared memory and TMA's reduce-add headdim 64 was 4 to 6 % slower.
+    There is no wait, and no use of shared memory, whose bandwidth the matmuls need: through shared
+    memory and TMA's reduce-add headdim 64 was 4 to 6 % slower.
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)

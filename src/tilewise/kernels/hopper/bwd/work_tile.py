@@ -46,7 +46,7 @@ RAGGED_FIELDS = gl.constexpr(len(RaggedWork._fields))
 
 
 class FoundTile(NamedTuple):
-    """A tile number of packed sequences, and what it stands for."""
+    """A tile number of packed sequences, and its work tile."""
 
     tile: gl.tensor
     n_block: gl.tensor
@@ -57,8 +57,8 @@ class FoundTile(NamedTuple):
 
 @gluon.jit
 def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number stands for, of a batch in which all have as many rows. The head is a key
-    head.
+    """The work tile of a tile number, of a batch in which all sequences have as many rows. The head
+    is a key head.
     """
     n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
     if TILE.ORDERED and FEATURES.RIGHT:  # the order of accumulation

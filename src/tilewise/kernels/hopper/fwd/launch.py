@@ -344,11 +344,10 @@ def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
     """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing
     to 64 MB at 4Ki, and above headdim 64 to 128 MB at 8Ki.
 
-    Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
-    478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki,
-    relative to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857,
-    0.935, 0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000,
-    0.995 and 0.989).
+    Short sequences need their reads to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki: 478
+    TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki, relative
+    to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857, 0.935, 0.976
+    and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000, 0.995 and 0.989).
     """
     most = 64 if tile.BLOCK_D == 64 else 128
     return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE

@@ -22,8 +22,8 @@ from ..work import LANES, WORK_FIELDS, Work, open_tile
 class Ragged(NamedTuple):
     """A tile as `Work` has it, and its sequence.
 
-    Masks and rows of O want the lengths. They come in the message: loads of them would be waited
-    for in the loop of the matmuls.
+    Masks and rows of O need the lengths. They come in the message: loads of them would stall the
+    loop of the matmuls.
     """
 
     start: gl.tensor
@@ -46,7 +46,7 @@ RAGGED_FIELDS = gl.constexpr(len(Ragged._fields))
 
 @gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number of packed sequences stands for: the warp's lanes look at 32 sequences."""
+    """The work tile of a tile number of packed sequences: the warp's lanes search 32 sequences."""
     lane = gl.arange(0, 32, LANES)
     starts, sizes = call.optionals.cu_seqlens_q, call.sizes
     nheads, last_first = call.queue.nheads, FEATURES.RIGHT
@@ -87,7 +87,7 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
 
 @gluon.jit
 def open_in_batch(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number stands for where sequences are rows of a batch."""
+    """The work tile of a tile number where sequences are rows of a batch."""
     if FEATURES.SEQUSED_K:
         seqlen_q = call.sizes.seqlen_q
         m_block, head, batch = query_tile_in_group(tile, call.queue, seqlen_q, TILE.BLOCK_M)
