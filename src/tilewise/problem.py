@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-LONG = 2048  # queries: longer sequences may use another tile
+LONG_SEQLEN = 2048  # queries: longer sequences may use another tile
 OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 

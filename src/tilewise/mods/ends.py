@@ -17,7 +17,7 @@ from .masks import Mask
 from .trace import MASK, trace
 
 Tensor = torch.Tensor
-MOST_ROWS = 1 << 22  # of queries and keys of all heads: 64 MB of ends
+MAX_END_ROWS = 1 << 22  # of queries and keys of all heads: 64 MB of ends
 
 
 class Ends(NamedTuple):

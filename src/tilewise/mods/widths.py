@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .expressions import INT, MOST, TreeStep
+from .expressions import INT, MAX_SIZES, TreeStep
 from .integers import LAST_BIT
 
 
@@ -43,8 +43,8 @@ def ranges_of(plan: list[TreeStep]) -> list[Range | None]:
 
 
 def _range(step: TreeStep, operands: list) -> Range:
-    if step.op in MOST:
-        return Range(0, MOST[step.op] - 1)
+    if step.op in MAX_SIZES:
+        return Range(0, MAX_SIZES[step.op] - 1)
     if step.op == INT:
         return Range(step.value, step.value)
     if step.op == "load":

@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from .calls import TENSORS
+from .calls import PLAIN_TENSORS
 from .schema import LIBRARY, flat
 
 
@@ -49,6 +49,6 @@ def is_plain(tensors: tuple) -> bool:
         return False
     has_grad = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) not in TENSORS or (has_grad and x is not None and x.requires_grad):
+        if type(x) not in PLAIN_TENSORS or (has_grad and x is not None and x.requires_grad):
             return False
     return True

@@ -22,9 +22,9 @@ from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
 from .schema import (
     CALL,
-    GIVEN,
     LIBRARY,
     SAVED,
+    SAVED_TENSORS,
     Once,
     Options,
     flat,
@@ -63,7 +63,7 @@ class _CapturedGrads(Once):
 
     @staticmethod
     def forward(call, wanted, *tensors):
-        given = *tensors[:GIVEN], *extras_of(*tensors[GIVEN:]).arguments
+        given = *tensors[:SAVED_TENSORS], *extras_of(*tensors[SAVED_TENSORS:]).arguments
         return tuple(
             torch.ops.tilewise.flash_attn_captured_grads(*given, *options_of(call), wanted)
         )
@@ -89,7 +89,7 @@ def _kernel(*args):
 
 
 def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
-    tensors, extras, options = parts_of(args[:-1], GIVEN)
+    tensors, extras, options = parts_of(args[:-1], SAVED_TENSORS)
     return Saved(*tensors), extras, options, args[-1]
 
 
@@ -118,15 +118,15 @@ def _fake(*args):
 
 def _vmap(info, in_dims, *args):
     *args, wanted = args
-    tensors, rest = flat(tuple(args), GIVEN)
+    tensors, rest = flat(tuple(args), SAVED_TENSORS)
 
     def differentiate(*tensors):
-        given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
+        given, extras = tensors[:SAVED_TENSORS], extras_of(*tensors[SAVED_TENSORS:])
         return tuple(
             torch.ops.tilewise.flash_attn_captured_grads(*given, *extras.arguments, *rest, wanted)
         )
 
-    dims = flat(tuple(in_dims[:-1]), GIVEN)[0]
+    dims = flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
     return list(grads), list(out_dims)
 

@@ -16,7 +16,7 @@ from ....tile.types import Lengths, Sequence
 from ....tile.varlen import varlen_tile
 from ..block_list import visited
 from ..tile_messages import make_messages, receive
-from ..work import LANES, WORK_FIELDS, Work, open_tile
+from ..work import LANE_LAYOUT, WORK_FIELDS, Work, open_tile
 
 
 class Ragged(NamedTuple):
@@ -47,7 +47,7 @@ RAGGED_FIELDS = gl.constexpr(len(Ragged._fields))
 @gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The work tile of a tile number of packed sequences: the warp's lanes search 32 sequences."""
-    lane = gl.arange(0, 32, LANES)
+    lane = gl.arange(0, 32, LANE_LAYOUT)
     starts, sizes = call.optionals.cu_seqlens_q, call.sizes
     nheads, last_first = call.queue.nheads, FEATURES.RIGHT
     return varlen_tile(
