@@ -6,7 +6,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS / "extensions"), str(ROOT / "src")]
+sys.path[:0] = [str(DOCS / "extensions"), str(ROOT / "src"), str(ROOT / "tour")]
 # Notebooks run in processes of their own; lessons import `lesson`, which stands beside them.
 here = [str(ROOT / "src"), str(ROOT / "tour")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,28 +1,32 @@
 # %% [markdown]
 # # 03. Softmax, online
 #
-# After this lesson you can compute a softmax in one walk over a row of any length, never holding
-# more than a block of it, prove that this is exact, and say what each way of doing it reads and
-# writes. It is the step that lets attention keep its scores on the chip.
+# **The idea:** a running maximum and a running sum, rescaled whenever the maximum grows, give the
+# exact softmax of a row in one pass.
+#
+# After this lesson you can
+#
+# - write the online softmax, and prove that it is exact,
+# - find the mistakes that only rows with a late maximum show,
+# - say what each way of computing a softmax reads and writes.
+#
+# It is the step that lets attention keep its scores on the chip.
 
 # %%
 import math
 
-import matplotlib.pyplot as plt
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, ON_GPU, Figures, here, show
-
-from tilewise.testing import tolerance
+from lesson import Figures, expect, here, pictures_03, solutions_03
 
 figures = Figures("03_softmax")
 
 # %% [markdown]
-# ## The formula, and why it breaks
+# ## The formula, and why it overflows
 #
-# The softmax of a row $x$ is $p_i = e^{x_i} / \sum_j e^{x_j}$. Taken literally, it asks for
-# $e^{x_i}$, and that leaves a format's range soon.
+# The softmax of a row $x$ is $p_i = e^{x_i} / \sum_j e^{x_j}$. Taken literally, it computes
+# $e^{x_i}$, which soon exceeds the range of a format.
 
 # %%
 for dtype in (torch.float16, torch.float32):
@@ -34,37 +38,24 @@ for dtype in (torch.float16, torch.float32):
     assert literal.isnan().any()
 
 # %% [markdown]
-# Scores are dot products, and nothing keeps them small. The way out is old. Subtract the row's
-# maximum $m$ from every $x_i$: numerator and denominator are both divided by $e^m$, so nothing
-# changes, and no exponent is above zero.
+# Scores are dot products, and nothing keeps them small. So subtract the row's maximum $m$ from
+# every $x_i$: numerator and denominator are both divided by $e^m$, so the result is the same, and
+# no exponent is above zero.
 #
 # $$p_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}$$
 #
 # Now the maximum must be known before the first exponential is summed.
 #
-# ## Rows that make it matter
+# ## Rows that show mistakes
 #
-# We shall need rows on which mistakes show. A query of attention sees scores like the following.
-# `early`: the first key draws all attention, as first tokens often do. `late`: near the end of the
-# row stands the key that the query looks for. `rising`: near keys count for more than far ones, as
-# under a bias that falls with the distance. `flat`: nothing stands out.
-
+# A query of attention sees scores like the following. `early`: the first key has nearly all of the
+# weight, as first tokens often do. `late`: the largest score is near the end of the row. `rising`:
+# near keys count for more than far ones, as under a bias that falls with the distance. `flat`: no
+# score stands out.
 
 # %%
-def scores(columns, headdim=64, seed=0):
-    """Four rows of q k / sqrt(headdim), in the order of ROWS."""
-    generator = torch.Generator().manual_seed(seed)
-    q = 3 * torch.randn(headdim, generator=generator)
-    keys = torch.randn(4, columns, headdim, generator=generator)
-    keys[0, 0] = 4 * q / 3
-    keys[1, columns - 1 - columns // 8] = 4 * q / 3
-    rows = keys @ q * headdim**-0.5
-    rows[2] += torch.linspace(-20, 0, columns)
-    return rows.to(DEVICE)
-
-
-ROWS = ("early", "late", "rising", "flat")
-x = scores(1000)
+ROWS = pictures_03.ROWS
+x = pictures_03.scores(1000)
 for name, row in zip(ROWS, x):
     print(f"{name:>6}: largest score {row.max():6.1f}, at key {row.argmax()}")
 assert not (x.exp() / x.exp().sum(1, keepdim=True))[:2].isfinite().all()
@@ -72,8 +63,8 @@ assert not (x.exp() / x.exp().sum(1, keepdim=True))[:2].isfinite().all()
 # %% [markdown]
 # ## Three passes
 #
-# One program takes one row. It walks over it three times in blocks: for the maximum, for the sum,
-# and for the result. Lanes past the end load $-\infty$, whose exponential is 0.
+# One program computes one row. It reads the row three times in blocks: for the maximum, for the
+# sum, and for the result. Offsets past the end load $-\infty$, whose exponential is 0.
 
 
 # %%
@@ -105,26 +96,25 @@ def softmax(kernel, x, block=256, out=None, **launch):
     return out
 
 
-def check(kernel, **launch):
-    """The four rows at ragged lengths, held to fp64 and allowed about twice torch's error."""
+def check(name, kernel, **launch):
+    """Compares the four rows with fp64: off by at most a few roundings of the dtype."""
     for columns in (1, 255, 1000):
-        for dtype in (torch.float32, torch.bfloat16):
-            x = scores(columns).to(dtype)
-            exact, plain = torch.softmax(x.double(), 1), torch.softmax(x, 1)
-            held = tolerance.judge(softmax(kernel, x, **launch), exact, plain)
-            assert held.max_error <= held.max_bound, f"{columns} columns, {dtype}: {held}"
+        for dtype, allowed in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+            x = pictures_03.scores(columns).to(dtype)
+            exact = torch.softmax(x.double(), 1)
+            expect(softmax(kernel, x, **launch), exact, f"{columns} columns, {dtype}", allowed)
+    print(f"{name}: right")
 
 
-check(three_pass_kernel)
-print("three passes: right")
+check("three passes", three_pass_kernel)
 
 # %% [markdown]
-# It is right, and it reads the row three times. Lesson 00 says what to think of that: a softmax has
-# next to no arithmetic, so its time is its bytes.
+# It is right, and it reads the row three times. A softmax has next to no arithmetic, so by lesson
+# 00 its time is its bytes.
 #
 # ## Two passes, taken literally
 #
-# Without the maximum two passes do, and break.
+# Without the maximum two passes are enough, and overflow.
 
 
 # %%
@@ -152,15 +142,15 @@ assert broken[2:].isfinite().all() and not broken[:2].isfinite().all(1).any()
 # %% [markdown]
 # ## Online: the maximum and the sum in one pass
 #
-# Walk over the row once and keep two numbers: $m$, the largest score so far, and $l$, the sum of
+# Read the row once and keep two numbers: $m$, the largest score so far, and $l$, the sum of
 # $e^{x_i - m}$ so far. A block may bring a larger score. Then the old sum was taken relative to the
-# wrong maximum, and is put right by one factor:
+# old maximum, and one factor corrects it:
 #
 # $$m' = \max(m, \max_{i \in \text{block}} x_i), \qquad
 # \alpha = e^{m - m'}, \qquad
 # l' = \alpha\, l + \sum_{i \in \text{block}} e^{x_i - m'}$$
 #
-# **Claim.** After any number of blocks, $l = \sum_i e^{x_i - m}$ over all scores seen, with $m$
+# **Claim.** After any number of blocks, $l = \sum_i e^{x_i - m}$ over all scores so far, with $m$
 # their maximum.
 #
 # **Proof.** Before the first block $m = -\infty$ and the sum is empty, $l = 0$. Let the claim hold
@@ -169,7 +159,7 @@ assert broken[2:].isfinite().all() and not broken[:2].isfinite().all(1).any()
 # block's sum is taken relative to $m'$, and together they are the sum of all. $\square$
 #
 # Nothing was approximated. And as $m' \ge m$, the factor $\alpha$ lies between 0 and 1: nothing
-# overflows. In the first block $\alpha = e^{-\infty} = 0$, which does no harm to $l = 0$.
+# overflows. In the first block $\alpha = e^{-\infty} = 0$, and $l = 0$ stays 0.
 
 
 # %%
@@ -193,14 +183,13 @@ def online_kernel(x, out, columns, BLOCK: tl.constexpr):
         tl.store(out + row + offs, p.to(out.dtype.element_ty), mask=offs < columns)
 
 
-check(online_kernel)
-print("online: right")
+check("online", online_kernel)
 
 # %% [markdown]
-# ## Watch it happen
+# ## Step by step
 #
-# The same steps, in fp64, with every number written down. The last column is the sum taken over
-# again from the start: the claim says that it equals $l$.
+# The same steps in fp64, with every number printed. The last column is the sum taken again from the
+# start: the claim says that it equals $l$.
 
 
 # %%
@@ -224,22 +213,19 @@ for name in ("late", "rising"):
         print(f"{number:>13} {m:>6.2f}  {alpha:>12.3e}  {total:>12.6f}  {afresh:>14.6f}")
 for steps in traces.values():
     assert all(math.isclose(total, afresh, rel_tol=1e-12) for *_, total, afresh in steps)
+pictures_03.rescaling(traces)
 
 # %% [markdown]
-# In the row `late` the sum grows as if nothing were to come, up to the block with the large score.
-# Then one number arrives beside which all before it are nothing, and $\alpha$ says so. In `rising`
-# most blocks bring a new maximum, and the factor works on the way.
-#
-# What if you leave the factor out? On `early` the maximum is there from the first block on,
-# $\alpha$ is 1 ever after, and a test on such rows passes. The mistake needs a late maximum to be
-# seen.
+# In `late` the sum grows up to the block with the large score, and there $\alpha$ scales all that
+# came before to almost nothing. In `rising` most blocks bring a new maximum. In `early` the maximum
+# is in the first block and $\alpha$ is 1 ever after: a kernel that forgets the factor passes a test
+# on such rows.
 
 
 # %%
-def forgetful(row, block=125):
+def without_alpha(row, block=125):
     """The sum without its factor, over the right one."""
-    m, total = -math.inf, 0.0
-    row = row.double().cpu()
+    row, m, total = row.double().cpu(), -math.inf, 0.0
     for start in range(0, len(row), block):
         part = row[start : start + block]
         m = max(m, part.max().item())
@@ -247,34 +233,45 @@ def forgetful(row, block=125):
     return total / (row - row.max()).exp().sum().item()
 
 
-wrong = {name: forgetful(row) for name, row in zip(ROWS, x)}
+wrong = {name: without_alpha(row) for name, row in zip(ROWS, x)}
 for name, factor in wrong.items():
     print(f"{name:>6}: the sum is {factor:.6g} times what it should be")
 assert math.isclose(wrong["early"], 1, rel_tol=1e-9)
 assert wrong["late"] > 2 and wrong["rising"] > 2
 
-figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 4.4), sharex=True)
-looks = {"early": "ks:", "late": "ko-", "rising": "kd-.", "flat": "k^--"}
-for name, steps in traces.items():
-    blocks = range(1, len(steps) + 1)
-    top.plot(blocks, [m for m, *_ in steps], looks[name], label=name, fillstyle="none")
-    shown = [(block, step[1]) for block, step in zip(blocks, steps) if step[1] > 0]
-    bottom.plot(*zip(*shown), looks[name], fillstyle="none")
-top.set(ylabel="largest score so far")
-top.legend(fontsize=8)
-bottom.set(ylabel="alpha, the factor", xlabel="blocks of 125 keys", yscale="log", ylim=(1e-3, 2))
-lowest = min(alpha for _, alpha, *_ in traces["late"][1:])
-bottom.text(5.9, 2e-3, f"late: down to {lowest:.0e}", ha="right")
-figure.suptitle("Online softmax over four rows of 1000 scores", fontsize=9)
-show(figure, "03_softmax_rescaling")
+# %% [markdown]
+# ## Exercise 1: the logarithm of the sum
+#
+# GPUs have an instruction for $2^x$ and none for $e^x$: `tl.exp(x)` multiplies each element by
+# $\log_2 e$ first. Write the online kernel with `tl.exp2`, and let it store $\mathrm{lse} = m + \ln
+# l$ for each row and nothing else. (The backward pass of attention needs it.) Replace the last line
+# by your own.
+
+
+# %%
+@triton.jit
+def lse_kernel(x, lse, columns, BLOCK: tl.constexpr):
+    """lse = the logarithm of the sum of exponentials, for each row of x."""
+    solutions_03.lse_kernel(x, lse, columns, BLOCK)
+
+
+solutions_03.check_lse(lse_kernel)
 
 # %% [markdown]
+# <details><summary>An answer</summary>
+#
+# ```{literalinclude} /../tour/lesson/solutions_03.py
+# :pyobject: lse_kernel
+# :language: python
+# ```
+#
+# </details>
+#
 # ## Two halves of a row
 #
 # Nothing in the proof asks for an order. Two parts of a row, each with its own $m$ and $l$, are
-# merged by the same rule, and so are three, or a thousand, on as many SMs. It does not matter which
-# are merged first. Decoding with split keys rests on this, and so does attention across several
-# GPUs.
+# merged by the same rule, and so are a thousand, on as many SMs. Decoding with split keys rests on
+# this, and so does attention across several GPUs.
 
 
 # %%
@@ -299,10 +296,10 @@ for m, total in (left, right):
 print("any order of merging gives the same logarithm of the sum:", f"{(m + total.log()):.6f}")
 
 # %% [markdown]
-# ## A row that fits
+# ## What each of them moves
 #
-# If a row fits into a program's registers, there is nothing to be online about: read it once, keep
-# it, write the result. No kernel reads less. Its limit is the length.
+# A row that fits into a program's registers needs no online softmax: read it once, keep it, write
+# the result. No kernel reads less.
 
 
 # %%
@@ -316,157 +313,54 @@ def whole_row_kernel(x, out, columns, BLOCK: tl.constexpr):
     tl.store(out + row + offs, p.to(out.dtype.element_ty), mask=offs < columns)
 
 
-check(whole_row_kernel, block=1024)
-print("a whole row at a time: right")
+check("a whole row at a time", whole_row_kernel, block=1024)
 
 # %% [markdown]
-# ## What each of them moves
-#
 # Counted in rows: three reads and a write, two and a write, one and a write. If all of it came from
 # HBM, time would go as 4 : 3 : 2. But a row that was read a moment ago may still be in the L2
-# cache, where the second reading costs much less. That holds as long as the rows in flight, a few
-# for each SM, fit there together. Long rows do not.
+# cache, as long as the rows in flight, a few for each SM, fit there together. Long rows do not.
 
 # %%
-ELEMENTS = 1 << 26
-COLUMNS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
-WHOLE = 1 << 14  # longer rows do not fit
-PASSES = {"three passes": 4, "two, literal": 3, "online": 3, "whole row": 2}
-print("rows moved:", PASSES)
-
-
-def softmax_calls(columns):
-    """Everybody's softmax of the same fp32 matrix; one of nothing where there is no GPU."""
-    rows = ELEMENTS // columns if ON_GPU else 0
-    x = torch.randn(rows, columns, device=DEVICE)
-    out = torch.empty_like(x)
-    loop = dict(block=min(columns, 4096), out=out, num_warps=8)
-    calls = {
-        "three passes": lambda: softmax(three_pass_kernel, x, **loop),
-        "two, literal": lambda: softmax(literal_kernel, x, **loop),
-        "online": lambda: softmax(online_kernel, x, **loop),
-    }
-    if columns <= WHOLE:
-        whole = dict(block=columns, out=out, num_warps=16 if columns > 4096 else 8)
-        calls["whole row"] = lambda: softmax(whole_row_kernel, x, **whole)
-    return calls | {"torch": lambda: torch.softmax(x, 1)}
-
-
-speeds = {}  # GB/s of what must be moved at least, by name and length
-for columns in COLUMNS:
-    shape = {"what": "rows", "elements": ELEMENTS, "columns": columns, "dtype": "float32"}
-    found = figures.times(shape, softmax_calls(columns), rounds=3, round_ms=15.0)
-    for name, ms in found.items():
-        speeds.setdefault(name, {})[columns] = 8 * ELEMENTS / ms * 1e-6
-
-
-# %%
-def draw_speeds(speeds):
-    """Useful GB/s against the length of a row."""
-    figure, axes = plt.subplots(figsize=(7, 3.6))
-    looks = ("ks--", "k+:", "ko-", "kd-.", "k^:")
-    for (name, line), look in zip(speeds.items(), looks):
-        axes.plot(list(line), list(line.values()), look, label=name, fillstyle="none")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="columns, fp32, 2^26 elements in all", ylabel="useful GB/s", ylim=(0, None))
-    axes.set_title(f"Softmax: a read and a write over the time\n({figures.machine})", fontsize=9)
-    axes.legend(fontsize=8)
-    return figure
-
-
-if speeds:
-    show(draw_speeds(speeds), "03_softmax_bandwidth")
-    for name, line in speeds.items():
-        print(f"{name:>13}: " + "  ".join(f"{n}: {speed:.0f}" for n, speed in line.items()))
-    print("useful GB/s, by columns")
-else:
-    print(figures.machine)
+kernels = {
+    "three passes": three_pass_kernel,
+    "two, literal": literal_kernel,
+    "online": online_kernel,
+    "whole row": whole_row_kernel,
+}
+pictures_03.bandwidth(figures, softmax, kernels)
 
 # %% [markdown]
-# The literal way moves as much as the online one, and breaks; the online one costs some
+# The literal kernel moves as much as the online one, and overflows; the online one computes some
 # exponentials more, which are free where bytes are the limit.
-#
-# Attention goes one step further. There the row need not be written at all: what is wanted is a sum
-# of values weighted by $p$, and such a sum can be rescaled on the way exactly as $l$ is. Then one
-# walk over the keys does everything. You write this kernel in the second exercise, and lesson 04
-# makes it fast.
 #
 # One case is left: a row in which every score is masked, $m = -\infty$. Then $m - m'$ is
 # $-\infty + \infty$, which is not a number. tilewise handles it in one place, `tile/softmax.py`,
 # and such a row's result is 0.
 #
-# ## Exercises
+# ## Exercise 2: one row of attention
 #
-# **1.** GPUs have an instruction for $2^x$ and none for $e^x$: `tl.exp(x)` multiplies each element
-# by $\log_2 e$ first. Write the online kernel with `tl.exp2`, and let it return
-# the logarithm of the sum, $\mathrm{lse} = m + \ln l$, for each row and nothing else. (The backward
-# pass of attention needs it.) Fold $\log_2 e$ in as early as you can.
+# Attention goes one step further. There the row need not be written at all: what is wanted is a sum
+# of values weighted by $p$. Given scores `x` of shape (rows, columns) and values `v` of shape
+# (columns, D), compute `softmax(x) @ v` in one pass, without storing a probability. Beside `m_i`
+# and `l_i` carry `acc`, the weighted sum of the rows of `v` so far. What happens to it when the
+# maximum changes? Lesson 04 makes this kernel fast.
+
+
+# %%
+@triton.jit
+def weighted_sum_kernel(x, v, out, columns, BLOCK: tl.constexpr, D: tl.constexpr):
+    """out = softmax(x) @ v, a row a program."""
+    solutions_03.weighted_sum_kernel(x, v, out, columns, BLOCK, D)
+
+
+solutions_03.check_weighted_sum(weighted_sum_kernel)
+
+# %% [markdown]
+# <details><summary>An answer</summary>
 #
-# <details><summary>Solution</summary>
-#
-# ```python
-# @triton.jit
-# def lse_kernel(x, lse, columns, BLOCK: tl.constexpr):
-#     LOG2E: tl.constexpr = 1.4426950408889634
-#     row = tl.program_id(0).to(tl.int64) * columns
-#     lanes = tl.arange(0, BLOCK)
-#     m_i = -float("inf")
-#     l_i = 0.0
-#     for start in range(0, columns, BLOCK):
-#         offs = start + lanes
-#         block = tl.load(x + row + offs, mask=offs < columns, other=-float("inf"))
-#         block = block * LOG2E  # in attention this is folded into the scores' scale: it is free
-#         m_new = tl.maximum(m_i, tl.max(block, 0))
-#         l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(block - m_new), 0)
-#         m_i = m_new
-#     tl.store(lse + tl.program_id(0), (m_i + tl.log2(l_i)) / LOG2E)
-#
-#
-# x = scores(1000)
-# lse = torch.empty(4, device=DEVICE)
-# here(lse_kernel)[(4,)](x, lse, 1000, BLOCK=256)
-# torch.testing.assert_close(lse.double(), torch.logsumexp(x.double(), 1), rtol=0, atol=1e-4)
-# ```
-#
-# </details>
-#
-# **2.** Write a kernel for one row of attention: given scores `x` of shape (rows, columns) and
-# values `v` of shape (columns, D), compute `softmax(x) @ v` in one walk, without storing a
-# probability. Beside `m_i` and `l_i` carry `acc`, the weighted sum of the rows of `v` so far. What
-# happens to it when the maximum changes?
-#
-# <details><summary>Solution</summary>
-#
-# Every term of `acc` holds a factor $e^{x_i - m}$, as every term of `l_i` does. So it is multiplied
-# by the same $\alpha$, and divided by `l_i` once, at the end.
-#
-# ```python
-# @triton.jit
-# def weighted_sum_kernel(x, v, out, columns, BLOCK: tl.constexpr, D: tl.constexpr):
-#     row = tl.program_id(0).to(tl.int64) * columns
-#     lanes, offs_d = tl.arange(0, BLOCK), tl.arange(0, D)
-#     m_i = -float("inf")
-#     l_i = 0.0
-#     acc = tl.zeros((D,), tl.float32)
-#     for start in range(0, columns, BLOCK):
-#         offs = start + lanes
-#         inside = offs < columns
-#         block = tl.load(x + row + offs, mask=inside, other=-float("inf"))
-#         values = tl.load(v + offs[:, None] * D + offs_d[None, :], mask=inside[:, None], other=0.0)
-#         m_new = tl.maximum(m_i, tl.max(block, 0))
-#         alpha = tl.exp(m_i - m_new)
-#         p = tl.exp(block - m_new)
-#         l_i = l_i * alpha + tl.sum(p, 0)
-#         acc = acc * alpha + tl.sum(p[:, None] * values, 0)
-#         m_i = m_new
-#     tl.store(out + tl.program_id(0) * D + offs_d, acc / l_i)
-#
-#
-# x, v = scores(1000), torch.randn(1000, 16, device=DEVICE)
-# out = torch.empty(4, 16, device=DEVICE)
-# here(weighted_sum_kernel)[(4,)](x, v, out, 1000, BLOCK=128, D=16)
-# expected = torch.softmax(x.double(), 1) @ v.double()
-# torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+# ```{literalinclude} /../tour/lesson/solutions_03.py
+# :pyobject: weighted_sum_kernel
+# :language: python
 # ```
 #
 # </details>

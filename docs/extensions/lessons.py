@@ -1,9 +1,11 @@
-"""The tour's lessons, which live in `tour/`, as pages of the site.
+"""The tour's lessons, which live in `tour/`, as pages of the site, in English and in Chinese.
 
-They are copied below docs/tour, where Sphinx looks, and run there by myst-nb. What they print is
-kept under a hash of everything that they can see: the library, what lessons share, and the recorded
-figures. So a page is never older than the code, and a build after a change of prose runs nothing.
-A translation has the same code cells, so it finds what the original printed.
+They are written below docs/tour and docs/zh/tour, where Sphinx looks, and run there by myst-nb. A
+Chinese page is the English lesson with the prose of `tour/zh` (`tour/lesson_cells.py`). What
+lessons print is kept under a hash of everything that they can see: the library, what lessons share,
+and the recorded figures. So a page is never older than the code, and a build after a change of
+prose runs nothing; a Chinese page has the same code cells, so it finds what the English one
+printed.
 
 A lesson is a script, so its page shows what it prints and draws, and no value of a last line.
 """
@@ -15,10 +17,10 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from lesson_cells import PATTERN, pages_of
 from sphinx.directives.other import TocTree
 
 ROOT = Path(__file__).resolve().parents[2]
-PATTERN = "[0-9][0-9]_*.py"
 IPYTHON = """c = get_config()
 c.InteractiveShell.ast_node_interactivity = "none"
 c.IPKernelApp.log_level = 40
@@ -28,7 +30,7 @@ c.IPKernelApp.log_level = 40
 def seen_by_lessons(tour: Path) -> list[Path]:
     """The files on which a lesson's output depends, itself aside."""
     library = sorted((ROOT / "src").rglob("*.py"))
-    shared = sorted(set(tour.glob("*.py")) - set(tour.glob(PATTERN)))
+    shared = sorted(set(tour.rglob("*.py")) - set(tour.glob(PATTERN)))
     return [*library, *shared, ROOT / "benchmarks" / "results" / "h200.jsonl"]
 
 
@@ -41,24 +43,24 @@ def fingerprint(files: list[Path]) -> str:
     return found.hexdigest()[:16]
 
 
-def copy(tour: Path, to: Path) -> list[Path]:
-    """Lessons as they stand in `tour`, and no others; equal files keep their time."""
-    to.mkdir(exist_ok=True)
-    wanted = {file.name: file for file in sorted(tour.glob(PATTERN))}
-    for old in to.glob(PATTERN):
-        if old.name not in wanted:
-            old.unlink()
-    for name, file in wanted.items():
-        target = to / name
-        if not target.exists() or target.read_bytes() != file.read_bytes():
-            shutil.copyfile(file, target)
-    return [to / name for name in wanted]
+def write(tour: Path, docs: Path) -> None:
+    """The pages of the lessons in `tour`, and no others; equal files keep their time."""
+    pages = pages_of(tour)
+    for folder in (docs / "tour", docs / "zh" / "tour"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(PATTERN):
+            if old.relative_to(docs).as_posix() not in pages:
+                old.unlink()
+    for name, text in pages.items():
+        target = docs / name
+        if not target.exists() or target.read_text(encoding="utf-8") != text:
+            target.write_text(text, encoding="utf-8")
 
 
 def prepare(app, config) -> None:
     """Before Sphinx looks for pages."""
     tour = Path(config.lessons_from) if config.lessons_from else ROOT / "tour"
-    copy(tour, Path(app.srcdir) / "tour")
+    write(tour, Path(app.srcdir))
     outputs = Path(app.srcdir) / "_build" / "outputs"
     cache = outputs / fingerprint(seen_by_lessons(tour))
     for old in outputs.glob("*"):

@@ -302,12 +302,19 @@ def test_wrong_starts_are_named(starts):
         dict(score_mod=lambda s, b, h, i, j: s),
         dict(seqused_q=USED),
         dict(cu_seqlens_k=STARTS),
-        dict(backend="hopper"),
     ],
 )
 def test_what_does_not_go_with_a_cache_says_so(change):
     with pytest.raises(NotImplementedError, match=f"{next(iter(change))}.* with a cache"):
         tilewise.attention(Q, K, K, page_table=TABLE, seqused_k=USED, **change)
+
+
+def test_a_forced_backend_says_why_it_does_not_serve():
+    words = dict(page_table=TABLE, seqused_k=USED)
+    with pytest.raises(NotImplementedError, match="hopper: its kernel runs on Hopper GPUs"):
+        tilewise.attention(Q, K, K, backend="hopper", **words)
+    with pytest.raises(tilewise.ArgumentError, match="'fastest' is unknown"):
+        tilewise.attention(Q, K, K, backend="fastest", **words)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks", "out"])

@@ -1,15 +1,21 @@
-"""What is there in Chinese says what the English says: the same headings, code, tables, numbers."""
+"""What is there in Chinese says what the English says: the same headings, code, lists, tables,
+numbers.
+"""
 
 import itertools
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tour"))
+
+from lesson_cells import cells_of, translate  # noqa: E402
+
 TOUR = ROOT / "tour"
-CHINESE = ROOT / "docs" / "zh"
 
 PAGES = [
     ("README.md", "README.zh-CN.md"),
@@ -17,8 +23,8 @@ PAGES = [
     ("docs/quickstart.md", "docs/zh/quickstart.md"),
     ("docs/tour/index.md", "docs/zh/tour/index.md"),
 ]
-LESSONS = sorted(path.name for path in TOUR.glob("[0-9][0-9]_*.py"))
-TRANSLATED = sorted(path.name for path in (CHINESE / "tour").glob("[0-9][0-9]_*.py"))
+LESSONS = sorted(path.stem for path in TOUR.glob("[0-9][0-9]_*.py"))
+TRANSLATED = sorted(path.stem for path in (TOUR / "zh").glob("*.md"))
 
 
 class Page(NamedTuple):
@@ -27,6 +33,7 @@ class Page(NamedTuple):
     headings: list[int]  # their levels
     code: list[str]  # fenced blocks, with the language
     blocks: int  # indented ones
+    items: int  # of lists
     rows: list[tuple[int, list[str]]]  # cells and numbers of each row of a table
 
 
@@ -41,18 +48,8 @@ def parse(text: str) -> Page:
     numbers = [(row.count("|"), re.findall(r"\d[\d.,]*\d|\d", row)) for row in rows]
     pairs = itertools.pairwise(lines)
     blocks = sum(line.startswith("    ") and not before.strip() for before, line in pairs)
-    return Page(headings, code, blocks, numbers)
-
-
-def cells(path: Path) -> list[tuple[bool, str]]:
-    """The cells of a lesson: whether it is Markdown, and its text."""
-    parts = re.split(r"^# %%(.*)\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    found = []
-    for kind, text in zip(parts[1::2], parts[2::2]):
-        is_markdown = "[markdown]" in kind
-        text = re.sub(r"^# ?", "", text, flags=re.MULTILINE) if is_markdown else text
-        found.append((is_markdown, text.strip()))
-    return found
+    items = sum(bool(re.match(r"(-|\d+\.) ", line)) for line in lines)
+    return Page(headings, code, blocks, items, numbers)
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAGES)
@@ -64,31 +61,33 @@ def test_pages_are_in_step(english, chinese):
     assert theirs.rows == ours.rows
 
 
-def assert_in_step(ours: list[tuple[bool, str]], theirs: list[tuple[bool, str]]) -> None:
-    """The same cells in the same order, code to the letter."""
-    assert [kind for kind, _ in theirs] == [kind for kind, _ in ours]
-    for (is_markdown, text), (_, translated) in zip(ours, theirs):
-        if is_markdown:
-            assert parse(translated) == parse(text)
-        else:
-            assert translated == text
+def assert_in_step(lesson: str, translation: str) -> None:
+    """A section for each cell of prose, with the same headings, code, tables and numbers."""
+    made, cells = cells_of(translate(lesson, translation)), cells_of(lesson)
+    for (is_prose, theirs), (_, ours) in zip(made, cells, strict=True):
+        assert parse(theirs) == parse(ours) if is_prose else theirs == ours
 
 
-def test_lessons_are_in_step():
-    for name in TRANSLATED:
-        assert_in_step(cells(TOUR / name), cells(CHINESE / "tour" / name))
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_lessons_are_in_step(name):
+    lesson = (TOUR / f"{name}.py").read_text(encoding="utf-8")
+    assert_in_step(lesson, (TOUR / "zh" / f"{name}.md").read_text(encoding="utf-8"))
 
 
-def test_a_lesson_is_compared_cell_by_cell(tmp_path):
-    lesson = "# %% [markdown]\n# # 00. Title\n#\n# Prose.\n\n# %%\nx = 1\n"
-    ours, same, other = (tmp_path / name for name in ("ours.py", "same.py", "other.py"))
-    ours.write_text(lesson)
-    same.write_text(lesson.replace("Title", "标题").replace("Prose.", "正文。"), encoding="utf-8")
-    assert_in_step(cells(ours), cells(same))
-    for old, new in (("x = 1", "x = 2"), ("# # 00", "# 00"), ("# %%\nx", "x")):
-        other.write_text(lesson.replace(old, new))
+def test_a_lesson_is_compared_section_by_section():
+    lesson = (
+        "# %% [markdown]\n# # 00. Title\n#\n# Prose.\n\n# %%\nx = 1\n\n\n# %%\ny = 2\n\n"
+        "# %% [markdown]\n# | 1 | 2 |\n"
+    )
+    chinese = "# 00. 标题\n\n正文。\n\n<!-- code -->\n\n| 1 | 2 |\n"
+    assert_in_step(lesson, chinese)
+    assert translate(lesson, chinese).count("# %%") == 4 and "y = 2" in translate(lesson, chinese)
+    for old, new in (("# 00", "00"), ("2 |", "3 |")):
         with pytest.raises(AssertionError):
-            assert_in_step(cells(ours), cells(other))
+            assert_in_step(lesson, chinese.replace(old, new))
+    for wrong in (chinese + "\n<!-- code -->\n\n更多\n", "# 00. 标题\n\n正文。\n"):
+        with pytest.raises(ValueError, match="sections for 2 cells of prose"):
+            translate(lesson, wrong)
 
 
 def test_every_lesson_is_translated():
@@ -96,7 +95,13 @@ def test_every_lesson_is_translated():
 
 
 def test_the_check_sees_a_difference():
-    page = "# A\n\n## B\n\n| 1 | 2.5 |\n\n```python\nx = 1\n```\n\n    make test\n"
-    assert parse(page) == Page([1, 2], ["```python\nx = 1\n```"], 1, [(3, ["1", "2.5"])])
-    for old, new in (("## B", "B"), ("2.5", "2.6"), ("x = 1", "x = 2"), ("    make", "make")):
+    page = "# A\n\n## B\n\n- C\n\n| 1 | 2.5 |\n\n```python\nx = 1\n```\n\n    make test\n"
+    assert parse(page) == Page([1, 2], ["```python\nx = 1\n```"], 1, 1, [(3, ["1", "2.5"])])
+    for old, new in (
+        ("## B", "B"),
+        ("- C", "C"),
+        ("2.5", "2.6"),
+        ("x = 1", "x = 2"),
+        ("    make", "make"),
+    ):
         assert parse(page.replace(old, new)) != parse(page)

@@ -1,4 +1,4 @@
-"""Reads and runs the lessons of tour/: cells, exercises, and what a run leaves behind.
+"""Reads and runs the lessons of tour/: their cells, and what a run leaves behind.
 
 They run as on a machine without a GPU, on any machine.
 """
@@ -7,24 +7,23 @@ import contextlib
 import importlib.util
 import io
 import json
-import re
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-FOLDER = Path(__file__).resolve().parents[2] / "tour"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tour"
 NAMES = [path.stem for path in sorted(FOLDER.glob("[0-9]*.py"))]
-CELL = re.compile(r"^# %%(.*)$", re.MULTILINE)
-FOLDED = re.compile(r"<details><summary>Solution</summary>(.*?)</details>", re.DOTALL)
-FENCED = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
 
+import lesson  # noqa: E402
+from lesson_cells import Cell, cells_of  # noqa: E402
 
-class Cell(NamedTuple):
-    """One cell of a lesson; prose without its comment signs."""
-
-    is_prose: bool
-    text: str
+lesson.ON_GPU, lesson.DEVICE = False, "cpu"  # before a lesson's helpers read them
 
 
 class Ran(NamedTuple):
@@ -33,6 +32,7 @@ class Ran(NamedTuple):
     module: ModuleType
     printed: str
     pictures: list[Path]
+    on_page: int  # pictures that a notebook would show: those left open
 
 
 def source_of(name: str) -> str:
@@ -40,54 +40,59 @@ def source_of(name: str) -> str:
     return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
 
 
-def cells_of(name: str) -> list[Cell]:
+def lesson_cells(name: str) -> list[Cell]:
     """A lesson's cells, in order."""
-    _, *parts = CELL.split(source_of(name))
-    cells = []
-    for mark, text in zip(parts[::2], parts[1::2]):
-        is_prose = mark.strip() == "[markdown]"
-        if is_prose:
-            text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
-        cells.append(Cell(is_prose, text.strip()))
-    return cells
+    return cells_of(source_of(name))
 
 
 def prose_of(name: str) -> str:
     """All the prose of a lesson."""
-    return "\n\n".join(cell.text for cell in cells_of(name) if cell.is_prose)
+    return "\n\n".join(cell.text for cell in lesson_cells(name) if cell.is_prose)
 
 
 def code_of(name: str) -> str:
-    """All the code of a lesson."""
-    return "\n\n".join(cell.text for cell in cells_of(name) if not cell.is_prose)
+    """All the code of a lesson, its code cells from the first to the last."""
+    return "\n\n\n".join(cell.text for cell in lesson_cells(name) if not cell.is_prose) + "\n"
 
 
-def solutions_of(name: str) -> list[str]:
-    """The code of each hidden solution, its fenced blocks joined."""
-    return ["\n\n".join(FENCED.findall(folded + "\n")) for folded in FOLDED.findall(prose_of(name))]
+def helper(name: str, kind: str) -> ModuleType:
+    """The module `lesson.pictures_NN` or `lesson.solutions_NN` of a lesson."""
+    return importlib.import_module(f"lesson.{kind}_{name[:2]}")
+
+
+def run_in_new_process(name: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a lesson's code cells alone, in a process that has imported nothing; pictures go to
+    `folder`. Triton reads kernels from their file, so the cells are in one.
+    """
+    cells = folder / f"cells_{name}.py"
+    cells.write_text(code_of(name), encoding="utf-8")
+    clean = {key: x for key, x in os.environ.items() if not key.startswith(("PYTHON", "TILEWISE"))}
+    env = dict(TILEWISE_PICTURES=str(folder), MPLBACKEND="Agg") | env
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(FOLDER)])
+    command = [sys.executable, str(cells)]
+    return subprocess.run(command, env=clean | env, cwd=folder, capture_output=True, text=True)
+
+
+def defined_in(name: str, what: str, folder: Path) -> ModuleType:
+    """A lesson's first code cell and the one that defines `what`, as a module."""
+    first, *others = [cell.text for cell in lesson_cells(name) if not cell.is_prose]
+    (cell,) = [text for text in others if f"def {what}(" in text]
+    path = folder / f"{name}_{what}.py"
+    path.write_text(f"{first}\n\n\n{cell}\n", encoding="utf-8")
+    return _execute(path, path.stem)[0]
 
 
 def run_lesson(name: str, folder: Path, figures: type | None = None) -> Ran:
-    """Runs a lesson, its pictures in `folder`; with `figures` in place of lesson.Figures."""
-    with _pictures_in(folder), _figures_of(figures):
-        module, printed = execute(FOLDER / f"{name}.py", f"tour_{name}")
-    return Ran(module, printed, sorted(folder.glob("*.png")))
-
-
-def solve(name: str, number: int, namespace: dict, folder: Path) -> str:
-    """Runs a solution after its lesson and says what it printed.
-
-    It goes through a file, because Triton reads the source of what it compiles.
+    """Runs a lesson as a module of this process, for tests of what it defines: its pictures in
+    `folder`, with `figures` in place of lesson.Figures.
     """
-    path = folder / f"{name}_{number}.py"
-    path.write_text(solutions_of(name)[number], encoding="utf-8")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), _pictures_in(folder):
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), dict(namespace))
-    return printed.getvalue()
+    with _pictures_in(folder) as pyplot, _figures_of(figures):
+        module, printed = _execute(FOLDER / f"{name}.py", f"tour_{name}")
+        on_page = len(pyplot.get_fignums())
+    return Ran(module, printed, sorted(folder.glob("*.png")), on_page)
 
 
-def execute(path: Path, called: str) -> tuple[ModuleType, str]:
+def _execute(path: Path, called: str) -> tuple[ModuleType, str]:
     """A file as a module, and what it printed."""
     spec = importlib.util.spec_from_file_location(called, path)
     module = importlib.util.module_from_spec(spec)
@@ -101,18 +106,14 @@ def execute(path: Path, called: str) -> tuple[ModuleType, str]:
 @contextlib.contextmanager
 def _pictures_in(folder: Path):
     """Figures are drawn without a screen, into `folder`, and closed afterwards."""
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
-    import lesson
     import matplotlib
 
-    lesson.ON_GPU, lesson.DEVICE = False, "cpu"  # tests see the same on any machine
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     before, lesson.PICTURES = lesson.PICTURES, folder
     try:
-        yield
+        yield pyplot
     finally:
         lesson.PICTURES = before
         pyplot.close("all")
@@ -120,8 +121,6 @@ def _pictures_in(folder: Path):
 
 @contextlib.contextmanager
 def _figures_of(figures: type | None):
-    import lesson
-
     before = lesson.Figures
     lesson.Figures = figures or before
     try:

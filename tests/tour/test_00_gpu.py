@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from tour.lessons import Called, run_lesson
+from tour.lessons import Called, helper, run_lesson
 
 from tilewise.testing import build, stats
 
@@ -48,10 +48,18 @@ def test_counts(gpu):
     assert fused[0] == stored[0] and stored[1] - fused[1] == 2 * 4 * 2 * 1024**2
 
 
-def test_what_the_roofline_times_is_right(gpu, monkeypatch):
+def test_what_the_roofline_times_is_what_is_counted(gpu, monkeypatch):
+    pictures = helper(NAME, "pictures")
+    assert gpu.operations == {
+        "vector add": gpu.add_counts(pictures.ADDED),
+        "softmax": gpu.softmax_counts(pictures.ROWS, pictures.COLUMNS),
+        "standard attention": gpu.attention_counts(4096, 128, pictures.HEADS, True),
+        "fused attention": gpu.attention_counts(pictures.SEQLEN, pictures.HEADDIM, 16, False),
+        "matmul": gpu.matmul_counts(pictures.SIDE),
+    }
     for name, size in dict(ADDED=8, ROWS=4, COLUMNS=8, SIDE=16, SEQLEN=32, HEADS=2).items():
-        monkeypatch.setattr(gpu, name, size)
-    calls = gpu.measured_calls()
+        monkeypatch.setattr(pictures, name, size)
+    calls = pictures.measured_calls()
     assert calls.keys() == gpu.operations.keys()
     assert all(call().isfinite().all() for call in calls.values())
 

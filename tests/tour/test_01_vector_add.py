@@ -6,7 +6,7 @@ from helpers.tiers import sample
 
 pytest.importorskip("matplotlib")
 
-from tour.lessons import Called, run_lesson
+from tour.lessons import Called, helper, run_lesson
 
 from tilewise.testing import build, stats
 
@@ -29,8 +29,8 @@ def test_a_missing_mask_is_caught(lesson):
     assert "2 of 4 addresses lie outside the arguments" in lesson(NAME).printed
 
 
-def test_the_diary(add):
-    offsets, masks = add.diary(n=5, block=4)
+def test_offsets_and_masks(add):
+    offsets, masks = add.offsets_of(n=5, block=4)
     assert offsets == [[0, 1, 2, 3], [4, 5, 6, 7]] and masks == [[1, 1, 1, 1], [1, 0, 0, 0]]
 
 
@@ -43,7 +43,8 @@ def test_what_is_timed_runs(tmp_path):
 @pytest.mark.parametrize("dtype", sample([torch.float32, torch.float16], torch.float32))
 def test_its_kernels_compile(add, dtype):
     x = torch.empty(64, dtype=dtype)
-    for block in (min(add.BLOCKS), max(add.BLOCKS)):
+    blocks = helper(NAME, "pictures").BLOCKS
+    for block in (min(blocks), max(blocks)):
         kernel = build(add.add_kernel, x, x, x, 1 << 26, BLOCK=block)
         assert stats(kernel)["spill_stores"] == 0
-    build(add.diary_kernel, x.int(), x.int(), 10, BLOCK=4)
+    build(add.offsets_kernel, x.int(), x.int(), 10, BLOCK=4)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from tour.lessons import Called, run_lesson
+from tour.lessons import Called, helper, run_lesson
 
 from tilewise.testing import build, stats, tolerance
 
@@ -46,15 +46,16 @@ def test_merging_in_any_order(softmax):
         torch.testing.assert_close(m + total.log(), torch.logsumexp(row, 0))
 
 
-def test_what_a_gpu_times_is_right(softmax, monkeypatch):
-    monkeypatch.setattr(softmax, "ON_GPU", True)
-    monkeypatch.setattr(softmax, "ELEMENTS", 2048)
-    calls = softmax.softmax_calls(1024)
+def test_what_a_gpu_times_is_right(softmax):
+    pictures = helper(NAME, "pictures")
+    calls = pictures.softmax_calls(1024, softmax.softmax, softmax.kernels, 2048)
     assert [*calls] == ["three passes", "two, literal", "online", "whole row", "torch"]
     expected = calls.pop("torch")()
     for name, call in calls.items():
         torch.testing.assert_close(call(), expected, rtol=1e-5, atol=1e-7, msg=name)
-    assert "whole row" not in softmax.softmax_calls(2 * softmax.WHOLE)
+    long = 2 * pictures.WHOLE
+    calls = pictures.softmax_calls(long, softmax.softmax, softmax.kernels, long)
+    assert "whole row" not in calls and "online" in calls
 
 
 def test_what_is_timed_runs(tmp_path):
@@ -67,6 +68,8 @@ def test_what_is_timed_runs(tmp_path):
 def test_its_kernels_compile(softmax, kernel):
     x = torch.empty(64)
     whole = "whole" in kernel
-    launch = dict(BLOCK=softmax.WHOLE if whole else 4096, num_warps=16 if whole else 8)
+    launch = dict(
+        BLOCK=helper(NAME, "pictures").WHOLE if whole else 4096, num_warps=16 if whole else 8
+    )
     built = build(getattr(softmax, kernel), x, x, 1 << 18, **launch)
     assert stats(built)["spill_stores"] == 0

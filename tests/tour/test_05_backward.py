@@ -7,8 +7,12 @@ import types
 
 import pytest
 import torch
+from tour.lessons import helper
+
+from tilewise.testing import use_interpreter
 
 NAME = "05_backward"
+pictures = helper(NAME, "pictures")
 pytestmark = pytest.mark.slow  # the lesson compiles two kernels
 
 
@@ -18,7 +22,7 @@ def ran(lesson):
 
 
 def test_it_says_what_it_checked_and_draws(ran):
-    _, said, pictures = ran
+    _, said, pictures, _ = ran
     for name in ("the lesson's kernel", "tilewise, portable"):
         for kind in ("full", "causal"):
             assert f"{name}, {kind}: dq off by 0.0" in said
@@ -32,7 +36,7 @@ SHAPES = [(1, 16, 16), (64, 64, 32), (65, 32, 64), (100, 16, 64)]
 
 @pytest.mark.parametrize("seqlen, block_m, block_n", SHAPES)
 def test_kernel_at_other_tiles(ran, seqlen, block_m, block_n):
-    module, _, _ = ran
+    module, _, _, _ = ran
     inputs = torch.randn(4, 1, 2, seqlen, 32).bfloat16().unbind(0)
 
     def backward(causal):
@@ -43,22 +47,20 @@ def test_kernel_at_other_tiles(ran, seqlen, block_m, block_n):
 
 def test_the_account(ran):
     """The numbers of the paper that a count gives, and those that prose derives from the rest."""
-    module, said, _ = ran
-    assert (module.matrices, module.tensors, module.matmuls) == (18, 12, 6)
-    assert f"{module.standard_gb:.1f}" == "40.3"
-    assert "824.6" in said and "962.1" in said
-    for name, count in (("standard", 6), ("FlashAttention", 7)):
-        rest = module.PAPER[name][0] - count * module.MATMUL / 16 / 1e9
-        assert round(rest) == 15  # "15 GFLOP in both rows for what is no matmul"
+    _, said, _, _ = ran
+    (standard_gb, _, _), _ = pictures.count()
+    assert f"{standard_gb:.1f}" == "40.3" == str(pictures.PAPER["standard"][1])
+    assert "18.0 matrices and 12 tensors" in said and "824.6" in said and "962.1" in said
+    standard, flash = (pictures.PAPER[name][0] for name in ("standard", "FlashAttention"))
+    assert round(flash - standard, 1) == round(pictures.MATMUL / 16 / 1e9, 1)  # 64 heads' S
 
 
-def test_what_a_gpu_would_time_runs(ran, monkeypatch):
-    module, _, _ = ran
-    monkeypatch.setattr(module, "GPT2", module.GPT2 | dict(batch=1, nheads=1, seqlen=48))
-    calls = module.trainings()
-    assert list(calls) == module.NAMES
+def test_what_a_gpu_would_time_runs(monkeypatch):
+    monkeypatch.setattr(pictures, "GPT2", pictures.GPT2 | dict(batch=1, nheads=1, seqlen=48))
+    calls = pictures.trainings()
+    assert list(calls) == pictures.NAMES
     for name, call in calls.items():
-        with module.use_interpreter() if name == "portable" else contextlib.nullcontext():
+        with use_interpreter() if name == "portable" else contextlib.nullcontext():
             assert [x.shape[-2:] for x in call()] == [(48, 64)] * 3
 
 
@@ -71,22 +73,21 @@ SAID = """==PROF== Connected to process 1
 
 
 def test_counters_are_read(ran, monkeypatch):
-    module, said, _ = ran
-    assert said.count("not recorded") == len(module.COUNTERS) or module.figures._known
+    module, said, _, _ = ran
+    assert said.count("not recorded") == len(pictures.COUNTERS) or module.figures._known
     result = types.SimpleNamespace(stdout=SAID, stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *command, **how: result)
-    found = module.read_counters(module.PROGRAM, "attn_fwd_kernel")
+    found = pictures.read_counters(pictures.PROGRAM, "attn_fwd_kernel")
     assert found["dram__bytes_read.sum"] == 402653184
     assert found["launch__registers_per_thread"] == 168
     assert math.isnan(found["sm__pipe_tensor_cycles_active.avg"])
     result.stdout = "==ERROR== ERR_NVGPUCTRPERM"
     with pytest.raises(RuntimeError, match="ERR_NVGPUCTRPERM"):
-        module.read_counters(module.PROGRAM, "attn_fwd_kernel")
+        pictures.read_counters(pictures.PROGRAM, "attn_fwd_kernel")
 
 
-def test_the_profiled_program_is_a_call(ran, monkeypatch):
+def test_the_profiled_program_is_a_call():
     """What ncu would run, on CPU tensors."""
-    module, _, _ = ran
-    program = module.PROGRAM.replace('"cuda"', '"cpu"').replace("64, 16, 1024, 64", "1, 1, 64, 64")
-    with module.use_interpreter():
-        exec(program, {})
+    program = pictures.PROGRAM.replace('"cuda"', '"cpu"')
+    with use_interpreter():
+        exec(program.replace("64, 16, 1024, 64", "1, 1, 64, 64"), {})

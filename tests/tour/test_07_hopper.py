@@ -1,10 +1,6 @@
 """Lesson 07: its kernels are right in the emulator and compile well, and the lesson runs."""
 
 import itertools
-import re
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,25 +8,20 @@ import torch
 pytest.importorskip("matplotlib")
 
 import matplotlib
+from lesson import hopper_parts as parts
+from lesson import hopper_steps as steps
+from lesson import hopper_timeline as timeline
+from tour.lessons import run_lesson
 
-TOUR = Path(__file__).resolve().parents[2] / "tour"
-if str(TOUR) not in sys.path:
-    sys.path.insert(0, str(TOUR))
-
-import hopper_parts as parts  # noqa: E402
-import hopper_steps as steps  # noqa: E402
-import hopper_timeline as timeline  # noqa: E402
-
-LESSON = TOUR / "07_hopper.py"
-FILES = [LESSON, *sorted(TOUR.glob("hopper_*.py"))]
+NAME = "07_hopper"
 LADDER = {
     "1": parts.Step(steps.step1_kernel, 64),
     "2": parts.Step(steps.step2_kernel, 64),
-    "3": steps.specialised(steps.compute_in_turn),
+    "3": steps.specialised(steps.compute_in_order),
     "4": steps.specialised(steps.compute_ahead),
     "5": steps.specialised(steps.compute_ahead, warpgroups=2),
-    "5 without 4": steps.specialised(steps.compute_in_turn, warpgroups=2),
-    "5 with three slots": steps.specialised(steps.compute_ahead, warpgroups=2, slots=3),
+    "5 without 4": steps.specialised(steps.compute_in_order, warpgroups=2),
+    "5 with three stages": steps.specialised(steps.compute_ahead, warpgroups=2, stages=3),
 }
 by_step = pytest.mark.parametrize("name", LADDER)
 
@@ -114,7 +105,7 @@ def test_a_replay_is_that_of_the_program_not_of_a_seed(name):
     assert sorted(replayed(name, seed=5)) == sorted(first)
     products = [span for span in first if span.lane == "tensor cores"]
     assert len(products) == 8 * LADDER[name].rows // 64  # four blocks, S and P V
-    for lane in timeline.lanes_of(first):  # nobody does two things at a time
+    for lane in timeline.lanes_of(first):  # one thing at a time
         mine = sorted((span.start, span.end) for span in first if span.lane == lane)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine)), lane
 
@@ -126,7 +117,7 @@ def test_what_each_step_is_for():
     free = {name: timeline.busy(replayed(name, copy_bytes=1e9, copy_latency=0)) for name in LADDER}
     assert free["1"] == pytest.approx(free["3"], abs=0.01)
     assert late["1"] < late["2"] and free["3"] < free["4"] < free["5"]
-    assert late["4"] < late["5"] < late["5 with three slots"]
+    assert late["4"] < late["5"] < late["5 with three stages"]
 
 
 def test_a_replay_by_hand():
@@ -142,17 +133,17 @@ def test_a_replay_by_hand():
         ("wgmma wait", "0 in flight"),
     ]
     program, other = (0, 0, 0), (1, 0, 0)
-    told = [(cta, "kernel", *event) for event in events for cta in (program, other)]
+    recorded = [(cta, "kernel", *event) for event in events for cta in (program, other)]
     rates = timeline.Rates(flops=16384, exponentials=64, copy_bytes=40, copy_latency=100)
-    spans = timeline.Replay(told, keys=64, headdim=64, rates=rates).run()
+    spans = timeline.Replay(recorded, keys=64, headdim=64, rates=rates).run()
     assert [span for span in spans if span.lane != "kernel"] == [
-        timeline.Span("copy engine", "copy", 100, 200),
+        timeline.Span("TMA", "copy", 100, 200),
         timeline.Span("tensor cores", "S = Q Kᵀ", 200, 232),
         timeline.Span("tensor cores", "O += P V", 296, 328),
     ]
     assert timeline.Span("kernel", "softmax", 232, 296) in spans
     assert timeline.busy(spans) == 0.5
-    lines = list(timeline.told(told))
+    lines = list(timeline.event_lines(recorded))
     assert len(lines) == len(events)
     assert lines[2].split() == ["kernel", "wait", "full[0]", "phase", "0"]
 
@@ -165,42 +156,12 @@ def test_speeds_are_drawn():
     matplotlib.pyplot.close(figure)
 
 
-def test_files_are_short_and_the_lesson_is_in_cells():
-    for path in FILES:
-        assert len(path.read_text().splitlines()) < 400, path.name
-    text = LESSON.read_text()
-    assert text.startswith("# %% [markdown]\n# # 07. Hopper\n")
-    assert text.count("<details><summary>Solution</summary>") == text.count("# </details>") == 2
-
-
-@pytest.fixture(scope="module")
-def lesson(tmp_path_factory):
-    import lesson as shared
-
-    matplotlib.use("Agg")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "PICTURES", tmp_path_factory.mktemp("pictures"))
-        yield runpy.run_path(str(LESSON)), shared.PICTURES
-
-
 @pytest.mark.slow
-def test_the_lesson_runs(lesson):
-    names, pictures = lesson
-    assert (pictures / "07-timeline.png").stat().st_size > 10_000
-    assert {"right", "wrong numbers"} <= set(names["words"])  # one run shows the race, one does not
-
-
-def solutions():
-    return re.findall(r"^# ```python\n(.*?)^# ```$", LESSON.read_text(), re.M | re.S)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_solutions_run_after_the_lesson(lesson, number, tmp_path):
-    names, _ = lesson
-    path = tmp_path / "solution.py"  # a file: kernels are compiled from their source
-    path.write_text(re.sub(r"^# ?", "", solutions()[number], flags=re.M))
-    exec(compile(path.read_text(), str(path), "exec"), dict(names))
+def test_the_lesson_runs(tmp_path):
+    module, said, pictures, _ = run_lesson(NAME, tmp_path)
+    assert "07-timeline" in {path.stem for path in pictures}
+    assert {"right", "wrong numbers"} <= set(module.seen)  # one run shows the race, one does not
+    assert "every partition waits" in said
 
 
 @pytest.mark.gpu

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tour.lessons import Called, run_lesson
+from tour.lessons import helper
 
 NAME = "08_decoding"
+pictures = helper(NAME, "pictures")
 
 
 @pytest.fixture
@@ -13,9 +14,9 @@ def ran(lesson):
 
 
 def test_it_says_what_it_checked_and_draws(ran):
-    _, said, pictures = ran
+    _, said, pictures, _ = ran
     assert "decode, 4 heads share one                4 FLOPs a byte,   2.4 %" in said
-    assert "sequence 0, 700 keys in 6 pieces" in said
+    assert "sequence 0, 700 keys in 6 splits" in said
     assert "40 tokens one by one, at once, and without a cache: the same bits" in said
     assert [path.stem for path in pictures] == ["08_bits", "08_pages", "08_roofline"]
 
@@ -36,7 +37,7 @@ def test_the_kernels_are_right(ran, split_size, page_size, group):
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     keys, values = ([draw(n, 2, 16) for n in lengths] for _ in "kv")
     q = draw(3, 2 * group, 16)
-    (k, table), (v, _) = (module.in_pages(x, page_size) for x in (keys, values))
+    (k, table), (v, _) = (pictures.in_pages(x, page_size) for x in (keys, values))
     used = torch.tensor(lengths, dtype=torch.int32)
     out = module.decode(q, k, v, table, used, split_size)
     for b, (one_k, one_v) in enumerate(zip(keys, values)):
@@ -46,10 +47,8 @@ def test_the_kernels_are_right(ran, split_size, page_size, group):
 
 
 @pytest.mark.slow
-def test_what_a_gpu_would_time_runs(tmp_path, monkeypatch):
-    module = run_lesson(NAME, tmp_path, Called).module
-    calls = module.steps()
-    assert list(calls) == module.NAMES
-    calls.pop("pieces of 8192")
-    assert calls["pieces of 128"]().shape == (1, 32, 128)
+def test_what_a_gpu_would_time_runs(ran):
+    calls = pictures.steps(ran.module.decode, length=256)
+    assert list(calls) == pictures.NAMES
+    assert calls["splits of 128"]().shape == (1, 32, 128)
     assert calls["tilewise"]().shape == (1, 1, 32, 128)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import dispatch
 from ..errors import ArgumentError
 from ..kernels.common.cached import Cached
 from ..mods.flatten import modifiers_of
@@ -53,10 +54,8 @@ def refuse_beside_cache(others: tuple[object, ...], backend: str | None) -> None
             raise NotImplementedError(
                 f"{name} with a cache, split_size or out is not served: {remedy}"
             )
-    if backend not in (None, "cpu", "portable"):
-        raise NotImplementedError(
-            f"backend={backend!r} with a cache: the kernels that read one are 'portable' and 'cpu'"
-        )
+    if backend is not None:
+        dispatch.check_backend(backend)
 
 
 def check_cached(

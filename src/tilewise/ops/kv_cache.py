@@ -11,6 +11,7 @@ import torch
 
 from .. import dispatch
 from ..emulator.switch import interpreter_is_on
+from ..errors import Slower
 from ..kernels.common.cached import Append, Cached, lse_shape
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
@@ -141,9 +142,11 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     return fresh, lse
 
 
-# In order of preference; imported on first use
+# In order of preference; imported on first use. Hopper's kernel serves calls that force it: it is
+# faster than the portable ones for 8 queries and for many sequences, not for all (decode.md)
 BACKENDS = {
     "portable": "tilewise.kernels.portable.decode_launch",
+    "hopper": "tilewise.kernels.hopper.decode.launch",
     "cpu": "tilewise.kernels.cpu.cache",
 }
 
@@ -153,8 +156,11 @@ def _backend_of(cached: Cached) -> ModuleType:
     problem, device, reasons = cached.problem, cached.q.device, []
     for name in BACKENDS if cached.backend is None else (cached.backend,):
         reason = dispatch.ask(name, problem, device)
-        if reason is None:
-            return importlib.import_module(BACKENDS[name])
+        if reason is None or (isinstance(reason, Slower) and name == cached.backend):
+            module = importlib.import_module(BACKENDS[name])
+            reason = module.refusal(cached) if name == "hopper" else None
+            if reason is None:
+                return module
         reasons.append(f"  {name}: {reason}")
     lines = "\n".join(reasons)
     raise NotImplementedError(f"no backend serves attention with a KV cache on {device}:\n{lines}")

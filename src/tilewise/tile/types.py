@@ -167,6 +167,19 @@ class Pipeline(NamedTuple):
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
 
 
+class SplitPipeline(NamedTuple):
+    """A tile of attention with a KV cache, and how keys pass through a Hopper program."""
+
+    ROWS: int  # of queries times query heads of a key head
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    STAGES: int  # for tiles of K, and of V
+    Q_STAGES: int
+    BY_TMA: bool  # whether TMA copies keys and values, else threads do
+    STATE_IN_SHARED: bool  # whether folded pieces lie there: registers have no room for two states
+
+
 class KeyPipeline(NamedTuple):
     """The tile shape and pipeline of the Hopper backward: a program holds a tile of keys and loops
     over blocks of queries.

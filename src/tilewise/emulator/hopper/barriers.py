@@ -164,15 +164,6 @@ def arrive(mbarrier: Any, *, count: Any = 1, pred: Any = True, **_: Any) -> None
     running().pause()
 
 
-def arrive_by_threads(mbarrier: Any, increment_count: Any = True, **_: Any) -> None:
-    """`async_copy.mbarrier_arrive`: each thread arrives when its own copies have landed, and the
-    emulator knows no such copies.
-    """
-    if increment_count:
-        raise HopperError("arrivals that a barrier does not count in advance are not emulated")
-    arrive(mbarrier, count=32 * running().num_warps)
-
-
 def wait(mbarrier: Any, phase: Any, pred: Any = True, deps: Any = (), **_: Any) -> None:
     if not pred:
         return

@@ -54,6 +54,7 @@ class Cta:
         self.machine, self.program = machine, program
         self.allocations: list[Any] = []  # shared memory and barriers, in order
         self.loads = 0  # copies in flight into shared memory
+        self.copied: list[Any] = []  # what threads have copied, until a fence of any partition
         self.smem_bytes = 0
 
     def __str__(self) -> str:
@@ -79,6 +80,7 @@ class Partition:
         self.is_done = self.is_paused = False
         self.matmuls: list[Any] = []  # asynchronous matmuls, oldest first
         self.stores: list[Any] = []  # TMA stores, oldest first
+        self.copies: list[Any] = []  # asynchronous copies since its last arrival for them
         # Shared memory it wrote that the asynchronous proxy cannot see yet: an ordered set.
         self.unfenced: dict[Any, None] = {}
         self.token = threading.Lock()

@@ -160,10 +160,13 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fence_async_shared(cluster: Any = False) -> None:
-    """What this partition stored and initialised becomes visible to TMA, wgmma and others."""
+    """What this partition stored and initialised, and copies that have landed, become visible to
+    TMA, wgmma and others.
+    """
     partition = running()
     partition.log("fence", lambda: f"{len(partition.unfenced)} writes")
-    for written in partition.unfenced:
+    for written in (*partition.unfenced, *partition.cta.copied):
         written.publish()
+    partition.cta.copied.clear()
     partition.unfenced.clear()
     partition.pause()

@@ -60,7 +60,7 @@ class Pointer:
 
 def load(pointer: Any, mask: Any = None, other: Any = None, *_: Any, **hints: Any) -> Value:
     running().pause()
-    offset, keep = _touched("load", pointer, mask)
+    offset, keep = touched("load", pointer, mask)
     dtype = pointer.dtype.element_ty
     if not isinstance(offset, torch.Tensor):
         if keep:
@@ -78,7 +78,7 @@ def load(pointer: Any, mask: Any = None, other: Any = None, *_: Any, **hints: An
 
 def store(pointer: Any, value: Any, mask: Any = None, *_: Any, **hints: Any) -> None:
     running().pause()
-    offset, keep = _touched("store", pointer, mask, value)
+    offset, keep = touched("store", pointer, mask, value)
     value = torch.as_tensor(data_as(value, pointer.dtype.element_ty)).to(pointer.flat.dtype)
     if not isinstance(offset, torch.Tensor):
         if keep:
@@ -96,7 +96,7 @@ def atomic(name: str) -> Any:
         pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None
     ) -> Value:
         running().pause()
-        offset, keep = _touched(f"atomic {name}", pointer, mask, value)
+        offset, keep = touched(f"atomic {name}", pointer, mask, value)
         dtype = pointer.dtype.element_ty
         new = torch.as_tensor(data_as(value, dtype)).to(TORCH[dtype])
         running().log(f"atomic {name}", lambda: f"{pointer.name} {new.tolist()}")
@@ -113,7 +113,7 @@ def atomic(name: str) -> Any:
 
 def atomic_cas(pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Value:
     running().pause()
-    offset, _ = _touched("atomic cas", pointer, None)
+    offset, _ = touched("atomic cas", pointer, None)
     dtype = pointer.dtype.element_ty
     old = convert(pointer.flat[offset].clone(), dtype)
     new = torch.where(old == data_as(cmp, dtype), data_as(val, dtype), old)
@@ -133,7 +133,7 @@ _COMBINE = {
 }
 
 
-def _touched(kind: str, pointer: Any, mask: Any, value: Any = None) -> tuple[Any, Any]:
+def touched(kind: str, pointer: Any, mask: Any, value: Any = None) -> tuple[Any, Any]:
     """Offsets and mask broadcast together, after a check of every address that is touched."""
     if not isinstance(pointer, Pointer):
         raise TypeError(f"{kind} through {pointer!r}, which is no pointer")

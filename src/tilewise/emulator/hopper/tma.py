@@ -193,4 +193,4 @@ def store_wait(pendings: Any = 0, read_only: Any = True) -> None:
 def check_end(cta: Any) -> None:
     """What must hold when a CTA has ended."""
     if cta.loads:
-        raise HopperError(f"{cta} ends with {cta.loads} TMA loads in flight to shared memory")
+        raise HopperError(f"{cta} ends with {cta.loads} copies in flight to shared memory")

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy as ampere_copy
 
-from . import barriers, language, memory, pointers, shapes, tma, wgmma
+from . import async_copy, barriers, language, memory, pointers, shapes, tma, wgmma
 from .values import Value
 
 _SAME = "convert_layout set_auto_layout multiple_of max_contiguous max_constancy constexpr".split()
@@ -65,6 +65,11 @@ _TMA: dict[str, Any] = {
     "make_tensor_descriptor": tma.make_tensor_descriptor,
 }
 
+_ASYNC_COPY: dict[str, Any] = {
+    "async_copy_global_to_shared": async_copy.async_copy_global_to_shared,
+    "mbarrier_arrive": async_copy.mbarrier_arrive,
+}
+
 _HOPPER: dict[str, Any] = {
     "fence_async_shared": memory.fence_async_shared,
     "warpgroup_mma": wgmma.warpgroup_mma,
@@ -81,7 +86,7 @@ def meanings() -> dict[int, tuple[Any, Any]]:
         (hopper, _HOPPER),
         (hopper.tma, _TMA),
         (hopper.mbarrier, _MBARRIER),
-        (async_copy, {"mbarrier_arrive": barriers.arrive_by_threads}),
+        (ampere_copy, _ASYNC_COPY),
         (triton, {"cdiv": language.cdiv}),
         *((module, _LANGUAGE) for module in _modules()),
     ]

@@ -8,6 +8,7 @@ import torch
 
 from ...problem import Extras, Mods, Problem, Scalars, describe
 from ...tile.rotary import Rotary
+from ...tile.types import Strided
 
 Tensor = torch.Tensor
 
@@ -63,3 +64,8 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 def lse_by_query(lse: Tensor) -> Tensor:
     """The view (batch, seqlen_q, nheads), packed (total_q, nheads)."""
     return lse.transpose(-1, -2)
+
+
+def strided_of(x: Tensor) -> Strided:
+    """A batch, pages, or packed rows as a batch of one."""
+    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])

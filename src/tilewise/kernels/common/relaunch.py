@@ -17,6 +17,7 @@ import torch
 from triton import knobs
 
 from ...problem import Extras, extras_of
+from .cached import Cached
 from .direct import past_triton
 
 Tensor = torch.Tensor
@@ -67,6 +68,13 @@ def distinct_views(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 def distinct_extras(extras: Extras) -> Extras:
     """`distinct_views` of a call's extras."""
     return extras_of(*distinct_views(extras.tensors))
+
+
+def distinct_cached(cached: Cached) -> Cached:
+    """The same memory as tensors of which no two are one object."""
+    q, k, v, table = distinct_views(cached[:4])
+    extras = distinct_extras(cached.extras)
+    return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:

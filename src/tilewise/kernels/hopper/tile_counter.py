@@ -33,6 +33,22 @@ def counter(device: torch.device, index: int, stream: int) -> Tensor:
     return _counters[key]
 
 
+_many: dict[tuple[int, int], Tensor] = {}
+
+
+def counters_of(device: torch.device, count: int) -> Tensor:
+    """At least `count` counters, as `counter` has one: 0 before and after every launch."""
+    if device.type == "cpu":
+        return torch.zeros(count, dtype=torch.int32)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    if key not in _many or _many[key].numel() < count:
+        _many[key] = torch.zeros(max(2 * count, 4096), dtype=torch.int32, device=device)
+    return _many[key]
+
+
 @functools.lru_cache(maxsize=64)
 def num_sms(device: torch.device) -> int:
     """The number of SMs; one program runs on each."""

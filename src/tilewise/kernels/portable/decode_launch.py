@@ -13,8 +13,8 @@ from ...tile.paging import batch_of, capacity
 from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
 from ..common.building import first_launch
-from ..common.cached import Cached
-from ..common.relaunch import Launched, distinct_extras, distinct_views
+from ..common.cached import Cached, strided_of
+from ..common.relaunch import Launched, distinct_cached
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .decode_relaunch import DecodeStep, step_of
 from .launch import on_device, padded_headdims
@@ -115,13 +115,6 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     return step_of(cached, out, lse, states, launched)
 
 
-def distinct_cached(cached: Cached) -> Cached:
-    """The same memory as tensors of which no two are one object."""
-    q, k, v, table = distinct_views(cached[:4])
-    extras = distinct_extras(cached.extras)
-    return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras)
-
-
 def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> list:
     """One launch or two, by how many pieces there may be and whether their states have room."""
     problem = cached.problem
@@ -174,11 +167,6 @@ def cache_of(k: Tensor, v: Tensor, table: Tensor | None) -> Cache:
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
     return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2])
-
-
-def strided_of(x: Tensor) -> Strided:
-    """A batch, pages, or packed rows as a batch of one."""
-    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
 
 
 def run(plan: SplitPlan, device: torch.device) -> Launched:

@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....tile.softmax import finish, load_sink
 from ..compat import tma_store
 from ..layouts import row_of
+from ..pieces import TMA_UNIT
 from ..pipeline import make_barriers
 from ..tma import store_ragged
 from ..work import key_head
-from .rows import TMA_UNIT, head_of_row, query_of_row
+from .rows import head_of_row, query_of_row
 from .varlen import place_in, rows_in
 
 OUT_COLUMNS = gl.constexpr(128)  # of O that pass through shared memory at a time

@@ -13,12 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..bias import make_biases
 from ..layouts import shared
+from ..pieces import TMA_UNIT
 from ..pipeline import KVRing, Ring, make_barriers, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output, make_handovers
 from .load import Sources, load_partition
 from .mma import attend_partition
-from .rows import TMA_UNIT
 from .store import store_partition
 from .varlen import make_tile_messages
 

@@ -14,6 +14,7 @@ from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..bias import copy_bias
 from ..compat import tma_load
+from ..pieces import TMA_UNIT
 from ..pipeline import PipelineState, advance, load, start, wait_empty
 from ..tile_messages import send
 from ..tma import load_ragged
@@ -27,7 +28,6 @@ from ..work import (
     key_head,
     reset_counter,
 )
-from .rows import TMA_UNIT
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 

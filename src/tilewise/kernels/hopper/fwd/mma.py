@@ -23,7 +23,8 @@ from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
 from ....tile.types import Lengths, Sequence
 from ..bias import copied_bias, release_bias
-from ..layouts import accumulator, left_operand, row_of
+from ..layouts import accumulator, row_of
+from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
 from ..work import END, KernelCall, key_block
@@ -273,47 +274,3 @@ def softmax_step(
     """The softmax of a block with exponentials p, after blocks with the sums l_i."""
     kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
     return BlockSoftmax(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
-
-
-@gluon.jit
-def operand(p, O_LAYOUT: gl.constexpr):
-    """P as wgmma's left operand, or pairs of it: the registers stay where they are."""
-    if p.dtype == gl.int32:
-        return p
-    else:
-        return as_operand(p, O_LAYOUT)
-
-
-@gluon.jit
-def as_operand(p, O_LAYOUT: gl.constexpr):
-    """A tile as wgmma's left operand."""
-    return gl.convert_layout(p, left_operand(O_LAYOUT))
-
-
-@gluon.jit
-def row_factor(x, layout: gl.constexpr):
-    """One number per row, in a slice of this layout."""
-    return gl.convert_layout(x, row_of(layout))
-
-
-@gluon.jit
-def row_sums(p):
-    """Sums over keys, as far as one thread holds a row: (64, 4). The four threads of a row meet
-    once a tile, instead of once a block.
-    """
-    # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1
-    by_thread = p.reshape([64, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(by_thread, 3), 1)
-
-
-@gluon.jit
-def add_sums(l_i, alpha, p):
-    """The sums of a block, to those before it."""
-    layout: gl.constexpr = l_i.type.layout
-    return l_i * row_factor(alpha, layout)[:, None] + row_sums(p)
-
-
-@gluon.jit
-def whole_sums(l_i, layout: gl.constexpr):
-    """The sums of whole rows."""
-    return gl.convert_layout(gl.sum(l_i, 1), layout)

@@ -7,9 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..pieces import TMA_UNIT, in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start
 from ..work import END, key_head
-from .rows import TMA_UNIT, in_pieces, piece_of, pieces_of, rows_of
+from .rows import rows_of
 from .varlen import receive_tile
 
 WARPS = gl.constexpr(2)

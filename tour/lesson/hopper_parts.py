@@ -1,4 +1,4 @@
-"""What all kernels of lesson 07 share: where tiles lie, how rows begin and end, how they start."""
+"""What the kernels of lesson 07 share: layouts, barriers, pipelines, state of rows, launches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row_of(columns):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers whose phases end after ARRIVALS arrivals. Whoever makes them fences afterwards."""
+    """Barriers whose phases end after ARRIVALS arrivals. The caller fences afterwards."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -47,60 +47,60 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_tile(desc, row, full, tile):
-    """Starts a copy, rows from `row` on, that ends a phase of `full`."""
+    """Starts a TMA load, rows from `row` on, whose bytes end a phase of `full`."""
     mbarrier.expect(full, desc.block_type.nbytes)
     tma_load(desc, [row, 0], full, tile)
 
 
-class Ring(NamedTuple):
-    """Slots of shared memory that one warp fills and others read."""
+class Pipeline(NamedTuple):
+    """Stages of shared memory that a producer warp fills and consumers read."""
 
-    tiles: gl.shared_memory_descriptor  # (SLOTS, rows, HEADDIM)
+    tiles: gl.shared_memory_descriptor  # (STAGES, rows, HEADDIM)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def make_ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """A ring of tiles of a descriptor. A slot is full after one arrival, empty after READERS."""
+def make_pipeline(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Stages for tiles of a descriptor. One is full after one arrival, empty after READERS."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     D: gl.constexpr = desc.block_type.shape[1]
-    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS, ROWS, D], desc.layout)
-    return Ring(tiles, make_barriers(SLOTS, 1), make_barriers(SLOTS, READERS))
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, D], desc.layout)
+    return Pipeline(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
 
 
 @gluon.jit
-def wait_full(ring, i):
-    """Until block i is there. Returns its tile."""
-    SLOTS: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.wait(ring.full.index(i % SLOTS), (i // SLOTS) & 1)
-    return ring.tiles.index(i % SLOTS)
+def wait_full(pipe, i):
+    """Waits for block i. Returns its tile."""
+    STAGES: gl.constexpr = pipe.tiles.shape[0]
+    mbarrier.wait(pipe.full.index(i % STAGES), (i // STAGES) & 1)
+    return pipe.tiles.index(i % STAGES)
 
 
 @gluon.jit
-def wait_empty(ring, i):
-    """Until the readers have left the slot of block i: they read block i - SLOTS there."""
-    SLOTS: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.wait(ring.empty.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
+def wait_empty(pipe, i):
+    """Waits until block i - STAGES has been read, which had the stage of block i."""
+    STAGES: gl.constexpr = pipe.tiles.shape[0]
+    mbarrier.wait(pipe.empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
 
 
 @gluon.jit
-def fill(ring, i, desc, row):
-    """Starts the copy of block i into its slot."""
-    SLOTS: gl.constexpr = ring.tiles.shape[0]
-    load_tile(desc, row, ring.full.index(i % SLOTS), ring.tiles.index(i % SLOTS))
+def fill(pipe, i, desc, row):
+    """Starts the load of block i into its stage."""
+    STAGES: gl.constexpr = pipe.tiles.shape[0]
+    load_tile(desc, row, pipe.full.index(i % STAGES), pipe.tiles.index(i % STAGES))
 
 
 @gluon.jit
-def release(ring, i):
-    """This reader needs block i no more."""
-    SLOTS: gl.constexpr = ring.tiles.shape[0]
-    mbarrier.arrive(ring.empty.index(i % SLOTS), count=1)
+def release(pipe, i):
+    """This consumer has read block i."""
+    STAGES: gl.constexpr = pipe.tiles.shape[0]
+    mbarrier.arrive(pipe.empty.index(i % STAGES), count=1)
 
 
 @gluon.jit
 def empty_state(N: gl.constexpr, D: gl.constexpr):
-    """The running maximum, sum and output of 64 rows that have seen no key."""
+    """The running maximum, sum and output of 64 rows before the first key."""
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(N))
     l_i = gl.zeros([64], gl.float32, row_of(N))
     return m_i, l_i, gl.zeros([64, D], gl.float32, accumulator(D))
@@ -172,8 +172,8 @@ def attend(step: Step, q: Tensor, k: Tensor, v: Tensor, **emulation: Any) -> Ten
 
 
 def verdict_of(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256) -> Verdict:
-    """The error of the last rows of the last head against fp64, beside what plain torch code in the
-    same precision makes an error of.
+    """The error of the last rows of the last head against fp64, beside that of plain torch code in
+    the same precision.
     """
     if not out.isfinite().all():
         return Verdict(math.nan, 0.0, math.nan, 0.0, False)
@@ -185,7 +185,7 @@ def verdict_of(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256) ->
 
 
 def needs(step: Step, headdim: int) -> dict[str, Any]:
-    """What the compiler makes of a step for sm_90, no GPU needed: see `tilewise.testing.stats`.
+    """What a step compiled for sm_90 needs, no GPU asked for: see `tilewise.testing.stats`.
 
     `programs` is how many fit on an SM, by shared memory and by registers.
     """

@@ -1,8 +1,8 @@
 """What lesson 07 draws: the events of one program, replayed with a clock.
 
-The emulator tells what happens and who waits for whom, but knows no time. Here each copy, matmul
-and softmax gets a length, from the rates below, and starts as soon as what it waits for is over. So
-a picture shows what an order of events makes possible; how fast a GPU is only a GPU can say.
+The emulator records what happens and what waits for what, but no time. Here each copy, matmul and
+softmax gets a length, from the rates below, and starts as soon as what it waits for is over. So a
+picture shows what an order of events makes possible; it predicts no GPU's speed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Rates(NamedTuple):
 
     flops: float = 4096.0
     exponentials: float = 16.0
-    copy_bytes: float = 40.0  # from the L2 cache, while all other SMs ask it, too
-    copy_latency: float = 800.0  # clocks from asking to the first byte
+    copy_bytes: float = 40.0  # from the L2 cache, while all other SMs read from it, too
+    copy_latency: float = 800.0  # clocks from the request to the first byte
 
 
 class Span(NamedTuple):
@@ -35,7 +35,7 @@ class Span(NamedTuple):
     end: float
 
 
-UNITS = ("copy engine", "tensor cores")
+UNITS = ("TMA", "tensor cores")
 LOOKS = {  # what a span looks like, in grey
     "wait": dict(facecolor="white", hatch="////", edgecolor="0.6"),
     "S = Q Kᵀ": dict(facecolor="0.25", edgecolor="black"),
@@ -58,63 +58,68 @@ class Replay:
         for cta, partition, event, detail in events:
             if cta == (0, 0, 0):
                 self.steps[partition].append((event, detail))
-        arrivals = [(who, d) for who, all_ in self.steps.items() for e, d in all_ if e == "arrive"]
+        arrivals = [
+            (partition, detail)
+            for partition, steps in self.steps.items()
+            for event, detail in steps
+            if event == "arrive"
+        ]
         self.readers = defaultdict(set)
-        for who, detail in arrivals:
-            self.readers[detail.split()[0]].add(who)
+        for partition, detail in arrivals:
+            self.readers[detail.split()[0]].add(partition)
         self.now = dict.fromkeys(self.steps, 0.0)
         self.over: dict[str, list[float]] = defaultdict(list)  # when each phase of a barrier ended
         self.arrived: dict[str, list[float]] = defaultdict(list)
         self.waits: dict[tuple[str, str], int] = {}  # (partition, barrier) -> the phase to come
         self.expected: dict[str, str] = {}  # partition -> the barrier its next copy completes
-        self.flying: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+        self.in_flight: dict[str, list[tuple[float, bool]]] = defaultdict(list)
         self.free = dict.fromkeys((*UNITS, "exponentials"), 0.0)
         self.spans: list[Span] = []
 
     def run(self) -> list[Span]:
-        """Whoever can go on first does, until all have ended."""
+        """Runs the partition that can go on first, until all have ended."""
         places = dict.fromkeys(self.steps, 0)
         while True:
             able = [
-                (max(self.now[who], ready), who)
-                for who, place in places.items()
-                if place < len(self.steps[who])
-                and (ready := self._ready(who, *self.steps[who][place])) is not None
+                (max(self.now[partition], ready), partition)
+                for partition, place in places.items()
+                if place < len(self.steps[partition])
+                and (ready := self._ready(partition, *self.steps[partition][place])) is not None
             ]
             if not able:
                 return self.spans
-            _, who = min(able)
-            self._do(who, *self.steps[who][places[who]])
-            places[who] += 1
+            _, partition = min(able)
+            self._do(partition, *self.steps[partition][places[partition]])
+            places[partition] += 1
 
-    def _ready(self, who: str, event: str, detail: str) -> float | None:
+    def _ready(self, partition: str, event: str, detail: str) -> float | None:
         """When the event may happen; None while that is not known."""
         if event != "wait":
             return 0.0
-        barrier, phase = self._awaited(who, detail)
-        if phase < 0:  # an empty slot is free from the start
+        barrier, phase = self._awaited(partition, detail)
+        if phase < 0:  # an empty stage is free from the start
             return 0.0
         ended = self.over[barrier]
         return ended[phase] if phase < len(ended) else None
 
-    def _awaited(self, who: str, detail: str) -> tuple[str, int]:
+    def _awaited(self, partition: str, detail: str) -> tuple[str, int]:
         barrier, parity = re.fullmatch(r"(\S+) phase (\d)", detail).groups()
-        return barrier, self.waits.get((who, barrier), -int(parity))
+        return barrier, self.waits.get((partition, barrier), -int(parity))
 
-    def _do(self, who: str, event: str, detail: str) -> None:
-        now = self.now[who]
+    def _do(self, partition: str, event: str, detail: str) -> None:
+        now = self.now[partition]
         if event == "expect":
-            self.expected[who] = detail.split()[0]
+            self.expected[partition] = detail.split()[0]
         elif event == "TMA load":
             first_byte = now + self.rates.copy_latency
             nbytes = int(re.search(r"(\d+) bytes", detail)[1])
-            landed = self._occupy("copy engine", "copy", first_byte, nbytes / self.rates.copy_bytes)
-            self.over[self.expected[who]].append(landed)
+            landed = self._occupy("TMA", "copy", first_byte, nbytes / self.rates.copy_bytes)
+            self.over[self.expected[partition]].append(landed)
         elif event == "wait":
-            ready = self._ready(who, event, detail)
-            barrier, phase = self._awaited(who, detail)
-            self.waits[who, barrier] = phase + 1
-            self._spend(who, "wait", ready)
+            ready = self._ready(partition, event, detail)
+            barrier, phase = self._awaited(partition, detail)
+            self.waits[partition, barrier] = phase + 1
+            self._spend(partition, "wait", ready)
         elif event == "arrive":
             barrier = detail.split()[0]
             self.arrived[barrier].append(now)
@@ -124,29 +129,29 @@ class Replay:
             is_scores = not detail.startswith("registers")
             kind = "S = Q Kᵀ" if is_scores else "O += P V"
             end = self._occupy("tensor cores", kind, now, self.matmul)
-            self.flying[who].append((end, is_scores))
+            self.in_flight[partition].append((end, is_scores))
         elif event == "wgmma wait":
             left = int(detail.split()[0])
-            while len(self.flying[who]) > left:
-                end, is_scores = self.flying[who].pop(0)
-                self._spend(who, "wait", end)
+            while len(self.in_flight[partition]) > left:
+                end, is_scores = self.in_flight[partition].pop(0)
+                self._spend(partition, "wait", end)
                 if is_scores:  # its softmax is what comes next
-                    start = max(self.now[who], self.free["exponentials"])
+                    start = max(self.now[partition], self.free["exponentials"])
                     self.free["exponentials"] = start + self.softmax
-                    self._spend(who, "wait", start)
-                    self._spend(who, "softmax", start + self.softmax)
+                    self._spend(partition, "wait", start)
+                    self._spend(partition, "softmax", start + self.softmax)
 
     def _occupy(self, unit: str, kind: str, start: float, clocks: float) -> float:
-        """A unit does one thing after the other."""
+        """A unit works on one thing at a time."""
         start = max(start, self.free[unit])
         self.free[unit] = start + clocks
         self.spans.append(Span(unit, kind, start, start + clocks))
         return start + clocks
 
-    def _spend(self, who: str, kind: str, until: float) -> None:
-        if until > self.now[who]:
-            self.spans.append(Span(who, kind, self.now[who], until))
-            self.now[who] = until
+    def _spend(self, partition: str, kind: str, until: float) -> None:
+        if until > self.now[partition]:
+            self.spans.append(Span(partition, kind, self.now[partition], until))
+            self.now[partition] = until
 
 
 def busy(spans: Iterable[Span], lane: str = "tensor cores") -> float:
@@ -157,7 +162,7 @@ def busy(spans: Iterable[Span], lane: str = "tensor cores") -> float:
 
 
 def lanes_of(spans: list[Span]) -> list[str]:
-    """Units first, then partitions: who loads, then who computes."""
+    """Units first, then partitions: those that load, then those that compute."""
     others = sorted({span.lane for span in spans} - {*UNITS}, key=lambda x: ("load" not in x, x))
     return [*UNITS, *others]
 
@@ -207,7 +212,7 @@ def draw_speeds(speeds: dict[int, dict[str, float]], title: str) -> Any:
     return figure
 
 
-def told(events: Iterable[Event], partitions: bool = True) -> Iterator[str]:
+def event_lines(events: Iterable[Event], partitions: bool = True) -> Iterator[str]:
     """The events of the first program as lines to print."""
     for cta, partition, event, detail in events:
         if cta == (0, 0, 0):

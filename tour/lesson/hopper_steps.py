@@ -1,24 +1,9 @@
-"""The ladder of lesson 07: one attention forward, five kernels.
+"""The kernels of lesson 07: one attention forward in five steps.
 
 Steps 1 and 2 are kernels of one warpgroup. From step 3 on a kernel is put together, by
 `specialised`, of a function that loads and one that computes, each on warps of its own.
 """
 
-from hopper_parts import (
-    Step,
-    accumulator,
-    empty_state,
-    fill,
-    left_operand,
-    load_tile,
-    make_barriers,
-    make_ring,
-    release,
-    rescale,
-    wait_empty,
-    wait_full,
-    write_rows,
-)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,6 +14,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.tile.softmax import online_step
+
+from .hopper_parts import (
+    Step,
+    accumulator,
+    empty_state,
+    fill,
+    left_operand,
+    load_tile,
+    make_barriers,
+    make_pipeline,
+    release,
+    rescale,
+    wait_empty,
+    wait_full,
+    write_rows,
+)
 
 
 @gluon.jit
@@ -53,7 +54,7 @@ def step1_kernel(q_desc, k_desc, v_desc, out, seqlen, scale):
     for i in range(seqlen // N):
         load_tile(k_desc, first + i * N, k_full.index(0), k)
         load_tile(v_desc, first + i * N, v_full.index(0), v)
-        mbarrier.wait(k_full.index(0), i & 1)  # each turn ends one phase
+        mbarrier.wait(k_full.index(0), i & 1)  # each iteration ends one phase
         s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False)
         p, m_i, l_i, alpha = online_step(s, m_i, l_i, scale, False)
         acc_o = rescale(acc_o, alpha)
@@ -84,23 +85,23 @@ def step2_kernel(q_desc, k_desc, v_desc, out, seqlen, scale):
     m_i, l_i, acc_o = empty_state(N, D)
     no_scores = gl.zeros([64, N], gl.float32, accumulator(N))
     for i in range(seqlen // N):
-        slot, phase = i % 2, (i // 2) & 1
+        stage, phase = i % 2, (i // 2) & 1
         following = (i + 1) * N
         if following < seqlen:
-            load_tile(k_desc, first + following, k_full.index(1 - slot), k.index(1 - slot))
-            load_tile(v_desc, first + following, v_full.index(1 - slot), v.index(1 - slot))
-        mbarrier.wait(k_full.index(slot), phase)
-        s = warpgroup_mma(q, k.index(slot).permute((1, 0)), no_scores, use_acc=False)
+            load_tile(k_desc, first + following, k_full.index(1 - stage), k.index(1 - stage))
+            load_tile(v_desc, first + following, v_full.index(1 - stage), v.index(1 - stage))
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, k.index(stage).permute((1, 0)), no_scores, use_acc=False)
         p, m_i, l_i, alpha = online_step(s, m_i, l_i, scale, False)
         acc_o = rescale(acc_o, alpha)
-        mbarrier.wait(v_full.index(slot), phase)
-        acc_o = warpgroup_mma(left_operand(p, D, dtype), v.index(slot), acc_o)
+        mbarrier.wait(v_full.index(stage), phase)
+        acc_o = warpgroup_mma(left_operand(p, D, dtype), v.index(stage), acc_o)
     write_rows(acc_o, l_i, out, row)
 
 
 @gluon.jit
-def compute_in_turn(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale):
-    """A warpgroup that others load for: what K and V it has read it lets go of."""
+def compute_in_order(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale):
+    """A consumer warpgroup: it releases K and V as soon as it has read them."""
     N: gl.constexpr = keys.tiles.shape[1]
     D: gl.constexpr = keys.tiles.shape[2]
     m_i, l_i, acc_o = empty_state(N, D)
@@ -153,7 +154,7 @@ def compute_ahead(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, s
 
 @gluon.jit
 def load_partition(q, q_full, keys, values, descs, row, first, seqlen):
-    """Q once, then K and V block by block, each as soon as its slot is empty."""
+    """The producer warp: Q once, then K and V block by block, each when its stage is empty."""
     N: gl.constexpr = keys.tiles.shape[1]
     WARPGROUPS: gl.constexpr = q.shape[0]
     for wg in gl.static_range(WARPGROUPS):
@@ -165,17 +166,17 @@ def load_partition(q, q_full, keys, values, descs, row, first, seqlen):
         fill(values, i, descs[2], first + i * N)
 
 
-def specialised(compute, warpgroups=1, load=load_partition, slots=2):
+def specialised(compute, warpgroups=1, load=load_partition, stages=2):
     """A step whose kernel has a load warp and one or two computing warpgroups."""
-    WARPGROUPS, SLOTS = gl.constexpr(warpgroups), gl.constexpr(slots)
+    WARPGROUPS, STAGES = gl.constexpr(warpgroups), gl.constexpr(stages)
 
     @gluon.jit
     def specialised_kernel(q_desc, k_desc, v_desc, out, seqlen, scale):
         D: gl.constexpr = q_desc.block_type.shape[1]
         q = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 64, D], q_desc.layout)
         q_full = make_barriers(WARPGROUPS, 1)
-        keys = make_ring(k_desc, SLOTS, WARPGROUPS)  # empty when all warpgroups have read
-        values = make_ring(v_desc, SLOTS, WARPGROUPS)
+        keys = make_pipeline(k_desc, STAGES, WARPGROUPS)  # empty when all warpgroups have read
+        values = make_pipeline(v_desc, STAGES, WARPGROUPS)
         fence_async_shared()  # barriers are made before other warps and copies meet at them
         first = gl.program_id(1) * seqlen
         row = first + gl.program_id(0) * 64 * WARPGROUPS

@@ -1,0 +1,1 @@
+"""Attention with a KV cache on Hopper: FlashDecoding in one launch."""

@@ -1,0 +1,206 @@
+"""The matmul warpgroup: FlashAttention-2, algorithm 1, over a piece at a time.
+
+The heads of a group and the queries of a tile are the 64 rows of wgmma, most of which may be empty:
+the tensor cores wait for memory anyway. Pieces are summed each by itself, in fp32, and folded from
+left to right (`tile.split_kv`): by this program as far as it has all pieces so far, else by the
+slices of the fold (fold.py).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....tile.mask import function_allows
+from ....tile.score import exp_scale, load_slope, score
+from ....tile.seqlen import modifiers_of
+from ....tile.softmax import exponentials, running_max
+from ....tile.splits import SplitState, fold
+from ....tile.types import Sequence
+from ..layouts import accumulator, column_of, row_of
+from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
+from ..pieces import in_pieces
+from ..pipeline import advance, release_by_threads, start, wait_full
+from .fold import end_part, fold_slice
+from .rows import rows_at, store_partial, write_rows
+from .work import END, PART, keys_of, lengths_in, piece_keys, receive_work
+
+
+@gluon.jit
+def attend_partition(
+    rings, state_smem, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    modifiers = modifiers_of(call.optionals)
+    messages_state, q_state, state = start(), start(), start()
+    work = receive_work(rings.messages, messages_state)
+    while work.kind != END:
+        messages_state = advance(messages_state, 2)
+        if work.kind == PART:
+            wait_full(rings.q, q_state)
+            q_smem = rings.q.buffers.index(q_state.stage)
+            state = attend_part(
+                work, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+                FEATURES, TILE,
+            )  # fmt: skip
+            release_by_threads(rings.q, q_state)
+            q_state = advance(q_state, TILE.Q_STAGES)
+        else:
+            fold_slice(work, output, counters, call, FEATURES, TILE)
+        work = receive_work(rings.messages, messages_state)
+
+
+@gluon.jit
+def attend_part(
+    work, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """The pieces of a part, and what becomes of them."""
+    DV: gl.constexpr = TILE.BLOCK_DV
+    O_LAYOUT: gl.constexpr = accumulator(DV)
+    # The first pieces of a tile are folded on the way
+    is_first = work.index == 0
+    m_run = gl.full([64], float("-inf"), gl.float32, row_of(O_LAYOUT))
+    l_run = gl.zeros([64], gl.float32, row_of(O_LAYOUT))
+    run = gl.zeros([64, DV], gl.float32, O_LAYOUT)
+    for piece in range(work.piece, work.stop):
+        state, found = attend_piece(
+            work, piece, state, rings, q_smem, call, modifiers, FEATURES, TILE
+        )
+        if is_first:
+            if TILE.STATE_IN_SHARED:
+                acc_o = found.acc_o
+                if piece > work.piece:
+                    both = fold(SplitState(state_smem.load(O_LAYOUT), m_run, l_run), found)
+                    acc_o, m_run, l_run = both.acc_o, both.m_i, both.l_i
+                else:
+                    m_run, l_run = found.m_i, found.l_i
+                state_smem.store(acc_o)
+            else:
+                both = fold(SplitState(run, m_run, l_run), found)
+                run, m_run, l_run = both.acc_o, both.m_i, both.l_i
+        else:
+            store_partial(work, piece, found, output.partials, call, FEATURES, TILE)
+    if is_first:
+        if TILE.STATE_IN_SHARED:
+            if work.piece < work.stop:
+                run = state_smem.load(O_LAYOUT)
+        whole = SplitState(run, m_run, l_run)
+        if work.parts == 1:
+            store_rows(work, whole, output, call, FEATURES, TILE)
+        else:
+            store_partial(work, work.first, whole, output.partials, call, FEATURES, TILE)
+    if work.parts > 1:
+        end_part(work, output, counters, call, FEATURES, TILE)
+    return state
+
+
+@gluon.jit
+def attend_piece(
+    work, piece, state, rings, q_smem, call, modifiers, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """Keys [piece * split_size, (piece + 1) * split_size), as far as the tile sees them."""
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    S_LAYOUT: gl.constexpr = accumulator(N)
+    O_LAYOUT: gl.constexpr = accumulator(DV)
+    rows = rows_at(work, gl.arange(0, 64, row_of(S_LAYOUT)), FEATURES)
+    slope = load_slope(call.optionals, work.batch, rows.head[:, None], FEATURES)
+    lengths = lengths_in(work)
+    seq = Sequence(lengths, slope, call.numbers, work.batch, rows.head[:, None], modifiers, 0)
+    scale = exp_scale(seq, FEATURES)
+    position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
+    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    full = keys_of_all(work, keys, call, FEATURES)
+    no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
+    acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
+    m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    l_i = row_sums(no_scores)
+    first, stop = piece_keys(piece, keys, call, N)
+    for n in range(first, stop, N):
+        # S = Q K^T: (64, BLOCK_N)
+        wait_full(rings.k, state)
+        if not TILE.BY_TMA:
+            fence_async_shared()  # what threads copied, before wgmma reads it
+        k_tile = rings.k.buffers.index(state.stage).reshape((N, D)).permute((1, 0))
+        s = warpgroup_mma(q_smem, k_tile, no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release_by_threads(rings.k, state)
+        k_idx = (n + gl.arange(0, N, column_of(S_LAYOUT)))[None, :]
+        s = score(s, position, k_idx, seq, FEATURES).s
+        is_partial = (n < full[0]) | (n + N > full[1])
+        if FEATURES.MASK_MOD is not None:
+            is_partial = True
+        if is_partial:
+            s = hide(s, position, k_idx, keys, seq, FEATURES)
+        m_new = running_max(s, m_i, scale)
+        p, alpha = exponentials(s, m_i, m_new, scale, True)
+        l_i = add_sums(l_i, alpha, p)
+        m_i = m_new
+        acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
+        # O += P V: (64, BLOCK_DV)
+        wait_full(rings.v, state)
+        if not TILE.BY_TMA:
+            fence_async_shared()
+        v_tile = rings.v.buffers.index(state.stage).reshape((N, DV))
+        if (n < keys.first) | (n + N > keys.last):
+            clear_unused(v_tile, n, keys, TILE)
+        p = operand(p.to(v_tile.dtype), O_LAYOUT)
+        acc_o = warpgroup_mma(p, v_tile, acc_o, is_async=True)
+        acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+        release_by_threads(rings.v, state)
+        state = advance(state, TILE.STAGES)
+    m_i = row_factor(m_i, O_LAYOUT)
+    return state, SplitState(acc_o, m_i, whole_sums(l_i, row_of(O_LAYOUT)))
+
+
+@gluon.jit
+def keys_of_all(work, keys, call, FEATURES: gl.constexpr):
+    """The keys that all rows of a tile see: blocks within them need no mask."""
+    diagonal = work.seqlen_k - work.seqlen_q
+    first, stop = keys.first, keys.last
+    if FEATURES.LEFT:
+        first = gl.maximum(first, work.seqlen_k - 1 - call.numbers.left)
+    if FEATURES.RIGHT:
+        stop = gl.minimum(stop, diagonal + work.start + call.numbers.right + 1)
+    return first, stop
+
+
+@gluon.jit
+def hide(s, q_idx, k_idx, keys, seq, FEATURES: gl.constexpr):
+    """Scores of pairs that may not see each other, or of keys that are not in use, become -inf."""
+    keep = (k_idx >= keys.first) & (k_idx < keys.last)
+    if FEATURES.LEFT:
+        keep = keep & (k_idx >= q_idx - seq.numbers.left)
+    if FEATURES.RIGHT:
+        keep = keep & (k_idx <= q_idx + seq.numbers.right)
+    if FEATURES.MASK_MOD is not None:
+        # Queries before the first key have no position that a mask may read by
+        keep = keep & function_allows(gl.maximum(q_idx, 0), k_idx, seq, FEATURES)
+    return gl.where(keep, s, float("-inf"))
+
+
+@gluon.jit
+def clear_unused(v_tile, n, keys, TILE: gl.constexpr):
+    """Zeros in rows of V that are not in use, which may hold NaN: 0 times NaN is NaN."""
+    N: gl.constexpr = TILE.BLOCK_N
+    ROWS: gl.constexpr = 32
+    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, 8, 4)
+    for i in gl.static_range(0, N, ROWS):
+        rows = v_tile.slice(i, ROWS)
+        row = n + i + gl.arange(0, ROWS, row_of(LAYOUT))
+        is_used = (row >= keys.first) & (row < keys.last)
+        rows.store(gl.where(is_used[:, None], rows.load(LAYOUT), 0.0))
+    fence_async_shared()  # what threads wrote, before wgmma reads it
+
+
+@gluon.jit
+def store_rows(work, state, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Normalises, and writes the rows that are queries."""
+    layout: gl.constexpr = state.acc_o.type.layout
+    rows = rows_at(work, gl.arange(0, 64, row_of(layout)), FEATURES)
+    columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
+    write_rows(work, state, rows, columns, True, output, call, FEATURES)

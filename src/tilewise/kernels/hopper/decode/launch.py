@@ -1,0 +1,258 @@
+"""Host side of decoding on Hopper: describes the cache to TMA, allocates partial states, launches.
+It knows no length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from ....emulator.switch import emulator_seed
+from ....hardware import SHARED_MEMORY
+from ....problem import Problem
+from ....tile.paging import batch_of, capacity
+from ....tile.split_schedule import SplitSizes
+from ....tile.types import SplitPipeline, Strided
+from ...common.arguments import features_of, numbers_of, optionals_of
+from ...common.building import first_launch, on_device
+from ...common.cached import Cached, strided_of
+from ...common.relaunch import addresses_of, distinct_cached, may_relaunch, pattern_of
+from .. import descriptors
+from ..assembly import ASM
+from ..compat import Descriptors, Direct, direct_of
+from ..descriptors import ELEMENTS, DescriptorFields
+from ..tile_counter import counters_of, num_sms
+from .kernel import hopper_decode_kernel
+from .load import Table
+from .rows import Output, States
+from .work import Counters
+
+Tensor = torch.Tensor
+ROWS = 64
+WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
+HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
+SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
+
+
+OUTPUT, COUNTERS = 4, 5  # among a plan's arguments
+
+
+class Plan(NamedTuple):
+    """A launch."""
+
+    programs: int
+    args: tuple
+    constants: dict
+
+
+def refusal(cached: Cached) -> str | None:
+    """Why these kernels do not serve a call, or None."""
+    problem, k, v = cached.problem, cached.k, cached.v
+    if problem.dtype.itemsize != 2:
+        return "they multiply 16-bit elements"
+    if problem.group > ROWS:
+        return f"{problem.group} query heads a key head are more than {ROWS} rows"
+    if max(problem.headdim, problem.headdim_v) > 256:
+        return "headdim is over 256"
+    if problem.headdim % 8 or problem.headdim_v % 8:
+        return "TMA copies rows of a multiple of 8 elements"
+    block_n = tile_of(problem).BLOCK_N
+    if cached.split_size % block_n:
+        return f"split_size={cached.split_size} is no multiple of {block_n} keys"
+    for x in (k, v):
+        sides = zip(x.shape[:3], x.stride()[:3])
+        if x.data_ptr() % 16 or any(n > 1 and (s % 8 or s <= 0) for n, s in sides):
+            return "TMA reads rows, heads and pages at multiples of 16 bytes"
+    return None
+
+
+def is_box(page_size: int, block_n: int) -> bool:
+    """Whether blocks of keys are whole pages, or pages whole blocks, so that TMA copies them."""
+    if page_size % block_n == 0:
+        return True
+    return page_size >= SHORTEST_PAGE and block_n % page_size == 0
+
+
+@functools.lru_cache(maxsize=64)
+def tile_of(problem: Problem, page_size: int = 0) -> SplitPipeline:
+    """One tile for a problem, whatever its lengths: a row's bits depend on it. How its keys are
+    copied, they do not depend on.
+    """
+    block_d, block_dv = (
+        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
+    block_n = 128 if max(block_d, block_dv) == 64 else 64
+    in_shared = block_dv > 128
+    q_stages = 1 if in_shared else 2
+    kept = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
+    stages = (SHARED_MEMORY["sm90"] - kept) // (2 * block_n * (block_d + block_dv))
+    by_tma = is_box(page_size, block_n)
+    return SplitPipeline(
+        ROWS, block_n, block_d, block_dv, min(stages, 8), q_stages, by_tma, in_shared
+    )
+
+
+def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:
+    """A launch for any lengths."""
+    problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
+    tile = tile_of(problem, 0 if cached.page_table is None else k.shape[1])
+    batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
+    is_packed = extras.cu_seqlens_q is not None
+    rows = q.shape[-3]
+    reach = max(rows, room)
+    numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
+    left, right = (min(side, reach) for side in cached.scalars[2:4])
+    numbers = numbers._replace(left=left, right=right)
+    tokens = ROWS // problem.group
+    queries = q.shape[:-2].numel()
+    tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
+    tiles += problem.nheads_k * batch * is_packed
+    pieces = triton.cdiv(room, cached.split_size)
+    bound = tiles * max(pieces, 1)
+    # Partial states of all pieces, or as many as there is memory for
+    query_bytes = 4 * (problem.headdim_v + 2) * problem.nheads
+    states = min(queries * pieces if pieces > 1 else 0, workspace // query_bytes, 2**25 - 1)
+    counters = counters_of(q.device, HANDED_OUT + queries * problem.nheads_k)
+    handed_out, by_tile = counters.split([HANDED_OUT, counters.numel() - HANDED_OUT])
+    partials = partials_of(q, max(states, 1) * problem.nheads, problem.headdim_v)
+    packed = batch if is_packed else 0
+    sizes = SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.split_size, states)
+    args = (
+        strided_of(q),
+        *described(cached, tile),
+        table_of(cached),
+        Output(strided_of(out), lse, partials),
+        Counters(handed_out, by_tile),
+        optionals_of(extras, problem.mods),
+        sizes,
+        numbers,
+    )
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    programs = min(bound, num_sms(q.device) if q.is_cuda else 4)
+    return Plan(programs, args, dict(FEATURES=features, TILE=tile, num_warps=4))
+
+
+def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:
+    """Room for so many rows of partial states."""
+    found = q.new_empty(rows * (headdim_v + 2), dtype=torch.float32)
+    return States(*found.split([rows * n for n in (headdim_v, 1, 1)]))
+
+
+def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | Strided]:
+    """Keys and values as TMA takes them, (pages, nheads_k, page_size, headdim), in boxes of a block
+    of keys or of a page, whichever is shorter; or as threads do.
+    """
+    if not tile.BY_TMA:
+        return [strided_of(x) for x in cached[1:3]]
+    page_size = tile.BLOCK_N
+    if cached.page_table is not None:
+        page_size = min(page_size, cached.k.shape[1])
+    return [
+        by_head(x, [1, 1, page_size, block], ELEMENTS[x.dtype])
+        for x, block in ((cached.k, tile.BLOCK_D), (cached.v, tile.BLOCK_DV))
+    ]
+
+
+def by_head(x: Tensor, block: list[int], element: Any) -> DescriptorFields:
+    """A cache in boxes of one head."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return descriptors.by_head(x, block, layout)
+
+
+def table_of(cached: Cached) -> Table:
+    """Where pages lie; without a table a sequence is a page."""
+    table, k = cached.page_table, cached.k
+    if table is None:
+        return Table(None, 0, *k.shape[:2])
+    table = table if table.stride(1) == 1 else table.contiguous()
+    return Table(table, table.stride(0), *k.shape[:2])
+
+
+class DecodeStep:
+    """A call that was launched before, for other tensors of the same signature: no checks, and no
+    arguments but the addresses.
+    """
+
+    def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor, kernel: Direct, args):
+        self.kernel, self.args = kernel, args
+        self.described = Descriptors(kernel, plan.args[1:3])
+        self.constants = plan.constants["FEATURES"], plan.constants["TILE"]
+        self.device = cached.q.device
+        self.index = torch.cuda.current_device()
+        self.out, self.lse = tuple(out.shape), tuple(lse.shape)
+        partials = plan.args[OUTPUT].partials
+        self.floats = [x.numel() for x in partials]
+        self.counters = HANDED_OUT + plan.args[COUNTERS].tiles.numel()
+
+    def __call__(self, tensors: Sequence[Tensor | None], out: Tensor | None) -> Any:
+        """`out` and `lse` of `Cached.tensors`; None where it may not be launched past Triton."""
+        if not may_relaunch(self.index):
+            return None
+        q, k, v = tensors[:3]
+        if out is None:
+            out = q.new_empty(self.out)
+        lse = q.new_empty(self.lse, dtype=torch.float32)
+        partials = q.new_empty(sum(self.floats), dtype=torch.float32).data_ptr()
+        counters = counters_of(self.device, self.counters).data_ptr()
+        row = addresses_of((q, *tensors[3:], out, lse))
+        for floats in self.floats:
+            row.append(partials)
+            partials += 4 * floats
+        row += [counters, counters + 4 * HANDED_OUT]
+        queries, *others = self.args.filled(row)
+        self.kernel(
+            torch._C._cuda_getCurrentRawStream(self.index),
+            queries,
+            *self.described.at(0, k.data_ptr()),
+            *self.described.at(1, v.data_ptr()),
+            *others,
+            *self.constants,
+        )
+        return out, lse
+
+
+def step_of(
+    cached: Cached, plan: Plan, out: Tensor, lse: Tensor, compiled: Any
+) -> DecodeStep | None:
+    """What was launched; None where it may not be again."""
+    kernel = direct_of(compiled, plan.programs)
+    q, _, _, *others = cached.tensors
+    row = q, *others, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
+    args = pattern_of((plan.args[0], *plan.args[3:]), row)
+    if kernel is None or args is None:
+        return None
+    return DecodeStep(cached, plan, out, lse, kernel, args)
+
+
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
+    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
+    again, where the call has an entry.
+    """
+    if not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q):
+        return None
+    if cached.entry is not None:
+        cached, out = distinct_cached(cached), out.detach()
+    plan = plan_of(cached, out, lse)
+    compiled = run(plan, cached.q.device)
+    if cached.entry is None or compiled is None:
+        return None
+    return step_of(cached, plan, out, lse, compiled)
+
+
+def run(plan: Plan, device: torch.device) -> Any:
+    """Launches; on CPU tensors in the emulator."""
+    args = descriptors.checked(plan.args)
+    if device.type == "cpu":
+        from ....emulator.hopper import emulate
+
+        seed = emulator_seed() or 0
+        emulate(hopper_decode_kernel, seed=seed, asm=ASM)[(plan.programs,)](*args, **plan.constants)
+        return None
+    with on_device(device):
+        return first_launch(hopper_decode_kernel, plan.programs, *args, **plan.constants)

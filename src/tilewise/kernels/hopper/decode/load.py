@@ -1,0 +1,134 @@
+"""The load warp: it finds work, says what it is, and keeps the rings of keys and values full, where
+TMA copies these (else copy.py).
+
+Decoding reads each key once, so its speed is that of the memory: of bytes in flight (Little's law:
+4.4 TB/s and 1 us of latency are 34 KB an SM, more under load). The warp runs ahead of the matmuls,
+into the next part, until both rings are full.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ....tile.bounds import clamp
+from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
+from ..compat import tma_load
+from ..pipeline import advance, start, wait_empty
+from ..tile_messages import send
+from ..work import LANES, fetch_next_tile, fetched_tile, reset_counter
+from .work import keys_of, no_more, open_part, open_slice, piece_keys, tile_counter
+
+
+class Table(NamedTuple):
+    """Where pages lie: of a cache without a table, a page is a sequence."""
+
+    page_table: torch.Tensor | None
+    stride: int
+    num_pages: int
+    page_size: int
+
+
+class Sources(NamedTuple):
+    """What is copied: descriptors of (pages, nheads_k, page_size, headdim), or `Strided`."""
+
+    k: Any
+    v: Any
+    table: Table
+
+
+@gluon.jit
+def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    ROWS: gl.constexpr = TILE.ROWS
+    DV: gl.constexpr = TILE.BLOCK_DV
+    lane = gl.arange(0, 32, LANES)
+    programs = gl.num_programs(0)
+    share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
+    messages_state, state = start(), start()
+    number = gl.program_id(0)
+    found = find_sequence(number, Hint(0, 0, 0), lane, share, call, False, FEATURES, ROWS, DV)
+    while found.is_work:
+        fetched = fetch_next_tile(counters, True)
+        work = open_part(found, share, call, FEATURES, ROWS)
+        send(rings.messages, messages_state, work)
+        messages_state = advance(messages_state, 2)
+        if TILE.BY_TMA:
+            state = load_part(work, sources, rings, state, call, FEATURES, TILE)
+        number = fetched_tile(fetched)
+        hint = found.hint
+        found = find_sequence(number, hint, lane, share, call, False, FEATURES, ROWS, DV)
+    parts = found.stop
+    # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
+    # that run: a slice waits for nothing that has not begun.
+    hint = Hint(0, parts, 0)
+    found = find_sequence(number, hint, lane, share, call, True, FEATURES, ROWS, DV)
+    while found.is_work:
+        fetched = fetch_next_tile(counters, True)
+        work = open_slice(found, share, call, FEATURES, ROWS, DV)
+        await_parts(work, counters, call, FEATURES)
+        send(rings.messages, messages_state, work)
+        messages_state = advance(messages_state, 2)
+        number = fetched_tile(fetched)
+        hint = found.hint
+        found = find_sequence(number, hint, lane, share, call, True, FEATURES, ROWS, DV)
+    reset_counter(counters, number, found.stop)
+    send(rings.messages, messages_state, no_more())
+
+
+@gluon.jit
+def await_parts(work, counters, call, FEATURES: gl.constexpr):
+    """Until all parts of a tile have written their states, which later loads then see."""
+    counter = tile_counter(work, counters, call, FEATURES)
+    done = gl.atomic_add(counter, 0, sem="acquire")
+    while done < work.parts:
+        done = gl.atomic_add(counter, 0, sem="acquire")
+
+
+@gluon.jit
+def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The keys and values of a part, block by block."""
+    N: gl.constexpr = TILE.BLOCK_N
+    table = sources.table
+    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    for piece in range(work.piece, work.stop):
+        first, stop = piece_keys(piece, keys, call, N)
+        for n in range(first, stop, N):
+            load_block(sources.k, rings.k, state, work, n, keys, table, TILE)
+            load_block(sources.v, rings.v, state, work, n, keys, table, TILE)
+            state = advance(state, TILE.STAGES)
+    return state
+
+
+@gluon.jit
+def load_block(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
+    """A block of keys or values, as one copy or, of short pages, one for each. The bytes of a block
+    are always as many: for a page past the last key some other one is copied.
+    """
+    shape: gl.constexpr = desc.block_type.shape
+    BYTES: gl.constexpr = desc.block_type.nbytes
+    PAGE: gl.constexpr = shape[2]
+    PAGES: gl.constexpr = TILE.BLOCK_N // PAGE
+    wait_empty(ring, state)
+    full = ring.full.index(state.stage)
+    buffer = ring.buffers.index(state.stage)
+    mbarrier.expect(full, BYTES * PAGES)
+    for i in gl.static_range(PAGES):
+        key = n + i * PAGE
+        is_seen = (key + PAGE > keys.first) & (key < keys.last)
+        page, row = page_at(work.batch, key, is_seen, table)
+        at = [page, work.head_k, row, 0]
+        tma_load(desc, at, full, buffer.slice(i * PAGE, PAGE, 2))
+
+
+@gluon.jit
+def page_at(batch, key, is_seen, table):
+    """The page of a key, one that is there whatever the table says, and the key's row in it."""
+    if table.page_table is None:
+        return batch, key
+    else:
+        place = key // table.page_size
+        entry = batch.to(gl.int64) * table.stride + place
+        page = gl.load(table.page_table + entry, mask=is_seen, other=0)
+        return clamp(page, 0, table.num_pages - 1), key - place * table.page_size

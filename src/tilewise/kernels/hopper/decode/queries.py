@@ -1,0 +1,47 @@
+"""The query warp: it brings the queries of the next part while the warpgroup computes with these.
+
+A tile's rows are few and lie anywhere, one for each query and head of a group: they are read by
+addresses, not by TMA, a round trip to memory that nothing else has to wait for.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..layouts import column_of, row_of
+from ..pieces import in_pieces, piece_of, pieces_of
+from ..pipeline import advance, start, wait_empty
+from .rows import begins_of, rows_at
+from .work import END, PART, receive_work
+
+ROWS = gl.constexpr(8)  # that a warp has registers for
+
+
+@gluon.jit
+def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    messages_state, state = start(), start()
+    work = receive_work(rings.messages, messages_state, 1)
+    while work.kind != END:
+        messages_state = advance(messages_state, 2)
+        if work.kind == PART:
+            wait_empty(rings.q, state)
+            load_queries(work, q, rings.q.buffers.index(state.stage), FEATURES, TILE)
+            fence_async_shared()  # what threads wrote, before wgmma reads it
+            mbarrier.arrive(rings.q.full.index(state.stage), count=1)
+            state = advance(state, TILE.Q_STAGES)
+        work = receive_work(rings.messages, messages_state, 1)
+
+
+@gluon.jit
+def load_queries(work, q, buffer, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """(64, BLOCK_D), as far as there are queries; what is in other rows stays in these."""
+    PIECE: gl.constexpr = piece_of(FEATURES.HEADDIM)
+    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_D, PIECE, 1)
+    columns = gl.arange(0, TILE.BLOCK_D, column_of(LAYOUT))
+    stop = (work.seqlen_q - work.start) * FEATURES.GROUP
+    for first in gl.static_range(0, 64, ROWS):
+        if first < stop:
+            rows = rows_at(work, first + gl.arange(0, ROWS, row_of(LAYOUT)), FEATURES)
+            begins = begins_of(q, work, rows, FEATURES)
+            ptrs, exist = pieces_of(begins, rows.is_query, columns, FEATURES.HEADDIM, PIECE)
+            buffer.slice(first, ROWS).store(gl.load(ptrs, mask=exist, other=0.0))

@@ -1,0 +1,82 @@
+"""Rows of a tile: which query and head they are, where they lie, and how they leave."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.softmax import finish, load_sink
+from ..layouts import column_of, row_of
+from .work import partial_row
+
+
+class Rows(NamedTuple):
+    """Rows of a tile: row r is token r // GROUP and head r % GROUP."""
+
+    token: gl.tensor  # in the sequence
+    head: gl.tensor
+    is_query: gl.tensor
+
+
+class Output(NamedTuple):
+    """What is written."""
+
+    out: Any  # Strided
+    lse: gl.tensor
+    partials: Any  # States
+
+
+class States(NamedTuple):
+    """Partial states, fp32, by the rows of `partial_row`."""
+
+    acc_o: Any  # (rows, headdim_v)
+    m_i: Any
+    l_i: Any
+
+
+@gluon.jit
+def rows_at(work, row, FEATURES: gl.constexpr):
+    """Rows of a tile of 64."""
+    GROUP: gl.constexpr = FEATURES.GROUP
+    TOKENS: gl.constexpr = 64 // GROUP
+    token = row // GROUP
+    is_query = (token < TOKENS) & (work.start + token < work.seqlen_q)
+    return Rows(work.start + token, work.head_k * GROUP + row % GROUP, is_query)
+
+
+@gluon.jit
+def begins_of(x, work, rows, FEATURES: gl.constexpr):
+    """Where rows begin in a `Strided` tensor."""
+    batch = 0 if FEATURES.PACKED else work.batch
+    at = x.ptr + gl.to_tensor(batch).to(gl.int64) * x.batch
+    return at + (work.first_q + rows.token).to(gl.int64) * x.row + rows.head.to(gl.int64) * x.head
+
+
+@gluon.jit
+def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.constexpr):
+    """Columns of rows, and their lse."""
+    sink = load_sink(call.optionals, rows.head, FEATURES)
+    finished = finish(state.m_i, state.l_i, sink, FEATURES)
+    found = (state.acc_o * finished.rescale[:, None]).to(output.out.ptr.dtype.element_ty)
+    begins = begins_of(output.out, work, rows, FEATURES)
+    inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    gl.store(begins[:, None] + columns[None, :], found, mask=inside)
+    batch = 0 if FEATURES.PACKED else work.batch
+    nheads = call.sizes.nheads * FEATURES.GROUP
+    row = (gl.to_tensor(batch).to(gl.int64) * nheads + rows.head) * call.sizes.seqlen_q
+    at = output.lse + (row + work.first_q + rows.token)
+    gl.store(at, finished.lse, mask=rows.is_query & has_lse)
+
+
+@gluon.jit
+def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The state of a piece, unnormalised."""
+    layout: gl.constexpr = state.acc_o.type.layout
+    rows = rows_at(work, gl.arange(0, 64, row_of(layout)), FEATURES)
+    at = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
+    columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
+    inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    ptrs = partials.acc_o + (at * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    gl.store(ptrs, state.acc_o, mask=inside)
+    gl.store(partials.m_i + at, state.m_i, mask=rows.is_query)
+    gl.store(partials.l_i + at, state.l_i, mask=rows.is_query)

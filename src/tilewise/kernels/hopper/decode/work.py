@@ -1,0 +1,171 @@
+"""What a program works on: a part of a tile's pieces, or a slice of a tile whose parts are folded.
+
+The load warp fetches numbers from a counter, finds out what they stand for and sends that to the
+matmul warpgroup (tile_messages.py).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.split_schedule import (
+    divide,
+    is_sliced,
+    lengths_at,
+    pieces_at,
+    slices_of,
+)
+from ....tile.splits import keys_seen
+from ....tile.types import Lengths
+from ..tile_messages import make_messages, receive
+
+PART = gl.constexpr(0)
+FOLD = gl.constexpr(1)
+END = gl.constexpr(2)  # there is no more work
+
+
+class Counters(NamedTuple):
+    """What programs count on the device: 0 before and after each launch."""
+
+    counter: Any  # numbers handed out
+    tiles: Any  # by tile: its parts that are done, then its slices
+
+
+class Work(NamedTuple):
+    """A part of a tile, or a slice of its fold."""
+
+    kind: gl.tensor
+    start: gl.tensor  # the tile's first query, in its sequence
+    head_k: gl.tensor
+    batch: gl.tensor
+    first_q: gl.tensor  # where the sequence's queries begin, if they are packed
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    piece: gl.tensor  # pieces [piece, stop) are this part's
+    stop: gl.tensor
+    first: gl.tensor  # the first piece that the sequence sees
+    each: gl.tensor  # pieces of a part
+    parts: gl.tensor  # of the tile
+    rows: gl.tensor  # of partial states before those of the sequence
+    index: gl.tensor  # of the part, or the slice
+    is_sliced: gl.tensor  # whether the tile is folded in slices
+
+
+FIELDS = gl.constexpr(len(Work._fields))
+
+
+@gluon.jit
+def make_work_messages(READERS: gl.constexpr):
+    """For the partitions that work on what the load warp found."""
+    return make_messages(FIELDS, READERS)
+
+
+@gluon.jit
+def receive_work(messages, state, WARPS: gl.constexpr = 4):
+    """The next work, for a partition of WARPS warps."""
+    return Work(*receive(messages, state, FIELDS, WARPS))
+
+
+@gluon.jit
+def no_more():
+    """The last message."""
+    return Work(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@gluon.jit
+def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """The part of a number; parts of a tile are neighbours, which read the same queries."""
+    tokens = ROWS // FEATURES.GROUP
+    first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
+    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
+    pieces = seen.stop - seen.piece
+    each, parts = divide(pieces, share)
+    part, tile = found.within % parts, found.within // parts
+    tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
+    start = tile % tiles * tokens
+    of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
+    first = seen.piece + part * each
+    piece = gl.maximum(first, of_tile.piece)
+    stop = gl.maximum(gl.minimum(first + each, of_tile.stop), piece)
+    return Work(
+        *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
+        *(piece, stop, seen.piece, each, parts, found.rows, part),
+        is_sliced(pieces, parts, seqlen_q, FEATURES, ROWS),
+    )
+
+
+@gluon.jit
+def open_slice(
+    found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr
+):
+    """The slice of a number."""
+    tokens = ROWS // FEATURES.GROUP
+    first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
+    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
+    pieces = seen.stop - seen.piece
+    each, parts = divide(pieces, share)
+    slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
+    tile = found.within // slices
+    tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
+    return Work(
+        *(FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
+        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices),
+        True,
+    )
+
+
+@gluon.jit
+def tile_keys(start, seqlen_q, seqlen_k, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """The keys that a tile's queries see, and their pieces."""
+    diagonal = seqlen_k - seqlen_q
+    last = diagonal + gl.minimum(start + ROWS // FEATURES.GROUP, seqlen_q) - 1
+    numbers, split_size = call.numbers, call.sizes.split_size
+    return keys_seen(diagonal + start, last, seqlen_k, numbers, split_size, FEATURES)
+
+
+@gluon.jit
+def keys_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """The same of what a message says."""
+    return tile_keys(work.start, work.seqlen_q, work.seqlen_k, call, FEATURES, ROWS)
+
+
+@gluon.jit
+def piece_keys(piece, keys, call, BLOCK_N: gl.constexpr):
+    """The first block and the last key of a piece, as far as they are seen. Blocks count from the
+    beginning of the piece, also where a window hides some.
+    """
+    start = piece * call.sizes.split_size
+    stop = gl.minimum(start + call.sizes.split_size, keys.last)
+    return start + gl.maximum(keys.first - start, 0) // BLOCK_N * BLOCK_N, stop
+
+
+@gluon.jit
+def lengths_in(work):
+    """Positions are the diagonal's: query i stands on key seqlen_k - seqlen_q + i."""
+    return Lengths(work.seqlen_q, work.seqlen_k, 0)
+
+
+@gluon.jit
+def tile_counter(work, counters, call, FEATURES: gl.constexpr):
+    """The counter of a tile, by its first query, which no other tile has, and its key head."""
+    query = work.first_q + work.start
+    if not FEATURES.PACKED:
+        query += work.batch * call.sizes.seqlen_q
+    return counters.tiles + (query * call.sizes.nheads + work.head_k)
+
+
+@gluon.jit
+def slices_in(work, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """In how many slices a tile is folded."""
+    return slices_of(work.seqlen_q, FEATURES, ROWS, BLOCK_DV)
+
+
+@gluon.jit
+def partial_row(work, piece, token, head, call, FEATURES: gl.constexpr):
+    """Where the state of a piece lies, of the rows of partial states: by sequence, piece, query,
+    head.
+    """
+    nheads = call.sizes.nheads * FEATURES.GROUP
+    row = (piece - work.first) * (work.seqlen_q * nheads) + token * nheads + head
+    return (work.rows + row).to(gl.int64)

@@ -1,0 +1,191 @@
+"""Which part of attention with a KV cache a program works on, when the device knows the lengths.
+
+A tile of queries sees some pieces of split_size keys. `parts` programs share them evenly, each a
+run of neighbours, and a tile of more than one part is folded afterwards. Both kinds of work are
+numbered by sequence, key head, tile, part (or slice of the output), and this module finds the
+sequence of a number, as `varlen` does for tiles of packed sequences: the lanes of a warp hold the
+counts of 32 sequences, and prefix sums say which of them the number lies in.
+
+How many parts a tile has decides no bit of the result: pieces are folded from left to right,
+whichever programs compute them.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .bounds import clamp
+from .seqlen import rows_of
+from .splits import keys_seen
+from .types import Numbers, Optionals
+
+GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
+PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
+MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
+MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
+FOLD_ROWS = tl.constexpr(16)  # of a slice of the output
+FOLD_COLUMNS = tl.constexpr(32)
+
+
+class SplitSizes(NamedTuple):
+    """Runtime lengths of attention with a KV cache."""
+
+    packed: int  # how many sequences; 0 where they are rows of a batch
+    nheads: int  # key heads
+    seqlen_q: int
+    seqlen_k: int  # that a sequence has room for
+    batch: int
+    split_size: int
+    room: int  # queries, each times its pieces, whose partial states there is memory for
+
+
+class SplitCall(NamedTuple):
+    """What the work depends on."""
+
+    optionals: Optionals
+    sizes: SplitSizes
+    numbers: Numbers
+
+
+class Counts(NamedTuple):
+    """Of each of 32 sequences."""
+
+    queries: tl.tensor
+    tiles: tl.tensor
+    pieces: tl.tensor  # that any of its queries sees
+
+
+class Hint(NamedTuple):
+    """Where to begin to look: the first sequence of a group, and what comes before it. It serves
+    every number from there on.
+    """
+
+    batch: tl.tensor
+    before: tl.tensor
+    rows: tl.tensor
+
+
+class Found(NamedTuple):
+    """The sequence of a number, and the number within it."""
+
+    is_work: tl.tensor
+    batch: tl.tensor
+    within: tl.tensor
+    rows: tl.tensor  # of partial states, of the sequences before it
+    hint: Hint
+    stop: tl.tensor  # numbers up to and with its group of sequences; all, where it is none
+
+
+@triton.jit
+def lengths_at(batch, call, FEATURES: tl.constexpr):
+    """Where a sequence's queries begin, how many there are, and how many keys."""
+    first_q, seqlen_q = batch * 0, call.sizes.seqlen_q + batch * 0
+    if FEATURES.PACKED:
+        first_q, seqlen_q = rows_of(
+            call.optionals.cu_seqlens_q, batch, batch + 1, call.sizes.seqlen_q
+        )
+    seqlen_k = call.sizes.seqlen_k + batch * 0
+    if FEATURES.SEQUSED_K:
+        seqlen_k = clamp(tl.load(call.optionals.seqused_k + batch), 0, call.sizes.seqlen_k)
+    return first_q, seqlen_q, seqlen_k
+
+
+@triton.jit
+def pieces_at(seqlen_q, seqlen_k, call, FEATURES: tl.constexpr):
+    """The pieces that any query of a sequence sees."""
+    first = seqlen_k - seqlen_q
+    return keys_seen(first, seqlen_k - 1, seqlen_k, call.numbers, call.sizes.split_size, FEATURES)
+
+
+@triton.jit
+def counts_at(batch, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """The counts of sequences; none past the last."""
+    _, seqlen_q, seqlen_k = lengths_at(tl.minimum(batch, call.sizes.batch - 1), call, FEATURES)
+    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
+    seqlen_q = tl.where(batch < call.sizes.batch, seqlen_q, 0)
+    return Counts(seqlen_q, tl.cdiv(seqlen_q, TOKENS), seen.stop - seen.piece)
+
+
+@triton.jit
+def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """About how many pieces a part has: so many that each program has PARTS_A_PROGRAM of them, all
+    full; all of a tile's where the states of all pieces would not have room.
+    """
+    total, queries, first = programs * 0, programs * 0, programs * 0
+    while first < call.sizes.batch:
+        counts = counts_at(first + lane, call, FEATURES, TOKENS)
+        total += tl.sum(counts.tiles * counts.pieces, 0)
+        # 32-bit sums, which the whole warp has at once; none may overflow
+        each = tl.minimum(counts.queries, MOST) * tl.minimum(counts.pieces, MOST)
+        queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
+        first += GROUP
+    share = tl.maximum(tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM), 1)
+    return tl.where(queries <= call.sizes.room, share, MANY)
+
+
+@triton.jit
+def divide(pieces, share):
+    """Pieces of a part, and how many parts a tile has: of about `share` pieces, all alike but the
+    last.
+    """
+    parts = tl.maximum((pieces + share // 2) // share, 1)
+    each = tl.maximum(tl.cdiv(pieces, parts), 1)
+    return each, tl.maximum(tl.cdiv(pieces, each), 1)
+
+
+@triton.jit
+def is_sliced(pieces, parts, seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+    """Whether a sequence's tiles are folded in slices."""
+    rows = tl.minimum(seqlen_q * FEATURES.GROUP, ROWS)
+    return (parts > 1) & (pieces * rows > MANY_STATES)
+
+
+@triton.jit
+def slices_of(seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """How many slices of its output a tile of up to ROWS rows is folded in."""
+    rows = tl.minimum(seqlen_q * FEATURES.GROUP, ROWS)
+    return tl.cdiv(rows, FOLD_ROWS) * (BLOCK_DV // FOLD_COLUMNS)
+
+
+@triton.jit
+def find_sequence(
+    number, hint, lane, share, call,
+    IS_FOLD: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The sequence of a part, or of a slice of a fold; `lane` is 0 .. 31 in the caller's layout."""
+    TOKENS: tl.constexpr = ROWS // FEATURES.GROUP
+    first = hint.batch - GROUP
+    after, rows_after = hint.before, hint.rows
+    works, rows = lane * 0, lane * 0
+    # The sums before a group are no variables of the loop: see `varlen.varlen_tile`
+    while (after <= number) & (first + GROUP < call.sizes.batch):
+        first += GROUP
+        counts = counts_at(first + lane, call, FEATURES, TOKENS)
+        _, parts = divide(counts.pieces, share)
+        times = parts
+        if IS_FOLD:
+            slices = slices_of(counts.queries, FEATURES, ROWS, BLOCK_DV)
+            queries = counts.queries
+            has_slices = is_sliced(counts.pieces, parts, queries, FEATURES, ROWS)
+            times = tl.where(has_slices, slices, 0)
+        works = counts.tiles * times * call.sizes.nheads
+        rows = tl.where(parts > 1, counts.queries * counts.pieces, 0)
+        rows = rows * (call.sizes.nheads * FEATURES.GROUP)
+        after += tl.sum(works, 0)
+        rows_after += tl.sum(rows, 0)
+    before, rows_before = after - tl.sum(works, 0), rows_after - tl.sum(rows, 0)
+
+    ends = before + tl.cumsum(works, 0)
+    is_passed = ends <= number
+    place = tl.sum(is_passed.to(tl.int32), 0)
+    start = tl.max(tl.where(is_passed, ends, before), 0)
+    of_passed = tl.sum(tl.where(is_passed, rows, 0), 0)
+    return Found(
+        number < after,
+        tl.minimum(first + place, call.sizes.batch - 1),
+        number - start,
+        rows_before + of_passed,
+        Hint(first, before, rows_before),
+        after,
+    )

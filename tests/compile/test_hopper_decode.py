@@ -1,0 +1,73 @@
+"""Hopper's kernel of a cache compiles: it fits, its copies stand together, its matmuls overlap."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+from helpers.tiers import sample_rows
+
+from tilewise import mods
+from tilewise.frontend.cache_checks import check_cached
+from tilewise.kernels.hopper.decode import launch
+from tilewise.kernels.hopper.descriptors import checked
+from tilewise.testing import SMEM_LIMIT, build, stats
+
+pytestmark = pytest.mark.compile
+
+INT32, BF16 = torch.int32, torch.bfloat16
+STARTS = torch.tensor([0, 1, 4, 5], dtype=INT32)
+TREE = mods.tree(torch.ones(5, dtype=torch.int64), torch.ones(3, dtype=INT32), STARTS)
+VARIANTS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "everything": dict(causal=True, window=(300, 0), softcap=30.0, alibi=True, sinks=True),
+    "mask": dict(mask=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 7 != h),
+    "tree": dict(mask=TREE),
+}
+# Bytes a thread may spill: none where nothing is asked for at headdim 64 and 128; at 256 addresses
+# of the fold, once a tile
+SPILLS = (
+    {64: 16, 128: 0, 256: 320}
+    if triton.__version__.startswith("3.6.")
+    else dict.fromkeys((64, 128, 256), 500)
+)
+OF_FEATURES = 420
+
+
+def compiled(headdim, page_size, causal=False, window=None, softcap=None, **has):
+    batch, room, heads, heads_k = 3, 4096, 8, 2
+    q = torch.empty(5, heads, headdim, dtype=BF16)
+    shape = (batch, room) if page_size is None else (999, page_size)
+    k, v = (torch.empty(*shape, heads_k, headdim, dtype=BF16) for _ in "kv")
+    table = None
+    if page_size is not None:
+        table = torch.empty(batch, room // page_size, dtype=INT32)
+    learned = (
+        torch.ones(heads) if has.get("alibi") else None,
+        torch.ones(heads) if has.get("sinks") else None,
+        has.get("mask"),
+    )
+    numbers = causal, None, window, softcap, None
+    lengths = torch.ones(batch, dtype=INT32), STARTS
+    cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
+    assert launch.refusal(cached) is None
+    plan = launch.plan_of(cached, torch.empty_like(q), torch.empty(heads, 5))
+    return build(launch.hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
+
+
+CASES = itertools.product((64, 128, 256), (None, 16, 3), VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "headdim, page_size, name", sample_rows(CASES, (128, 16, "causal"), (128, 3, "tree"))
+)
+def test_decoding_compiles(headdim, page_size, name):
+    kernel = compiled(headdim, page_size, **VARIANTS[name])
+    found = stats(kernel)
+    most = SPILLS[headdim] if name in ("plain", "causal") else OF_FEATURES
+    assert found["smem"] <= SMEM_LIMIT["sm90"] and found["spill_stores"] <= most, found
+    assert not found["wgmma_serialized"] and found["HGMMA"] > 0, found
+    assert found["copies_apart"] == 0 and found["idle_barriers"] == 0, found
+    copies = kernel.asm["ptx"].count("cp.async.cg.shared.global")
+    assert (copies > 0) == (page_size == 3) and (found["UTMALDG"] > 0) == (page_size != 3)

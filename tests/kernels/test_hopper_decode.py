@@ -1,0 +1,168 @@
+"""Attention with a KV cache by Hopper's kernel, in the emulator: features against the formula, the
+contract, what is not in use.
+"""
+
+import math
+
+import pytest
+import torch
+from helpers.caches import INT32, contiguous, paged, sequences
+from helpers.tiers import sample
+
+import tilewise
+from tilewise.testing import use_emulator
+from tilewise.testing.tolerance import assert_within
+
+QUERIES, LENGTHS = [1, 3, 0, 6], [300, 64, 5, 401]
+HEADS, HEADDIMS, BF16 = (4, 2), (64, 64), torch.bfloat16
+FEATURES = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(150, 3)),
+    "softcap": dict(causal=True, scale=0.7, softcap=3.0),
+    "alibi": dict(causal=True, alibi_slopes=torch.tensor([0.5, 0.1, 0.02, 0.01])),
+    "sinks": dict(causal=True, sinks=torch.tensor([1.0, -math.inf, 0.0, 4.0])),
+    "mask": dict(mask_mod=lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx) % 3 != h) | (b == 1)),
+}
+
+
+def drawn(queries=QUERIES, lengths=LENGTHS, heads=HEADS, headdims=HEADDIMS, dtype=BF16):
+    return sequences(queries, lengths, heads, headdims, dtype)
+
+
+def run(s, page_size=16, seed=0, attend=tilewise.attention, cast=None, split_size=128, **options):
+    table, k, v = None, contiguous(s.k), contiguous(s.v)
+    if page_size is not None:
+        k, v, table = paged(s, page_size, seed)
+    q = torch.cat(s.q)
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    at = dict(page_table=table, seqused_k=s.lengths, cu_seqlens_q=s.starts)
+    if attend is not tilewise.attention:
+        return attend(q, k, v, return_lse=True, **at, **options)
+    options |= dict(split_size=split_size, backend="hopper")
+    with use_emulator(seed):
+        return attend(q, k, v, return_lse=True, **at, **options)
+
+
+def check(s, found, page_size=None, **options):
+    reference = tilewise.attention_reference
+    oracle = run(s, page_size, attend=reference, cast=torch.float64, **options)
+    plain = run(s, page_size, attend=reference, upcast=False, **options)
+    for name, mine, exact, rough in zip(("out", "lse"), found, oracle, plain):
+        assert_within(mine, exact, rough, name)
+
+
+def assert_equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name):
+    s = drawn()
+    check(s, run(s, 16, **FEATURES[name]), **FEATURES[name])
+
+
+@pytest.mark.parametrize("name", sample(FEATURES, "causal"))
+def test_pages_change_no_bit(name):
+    """Of 16 keys, of 128, in another order, and one as long as the cache."""
+    s = drawn()
+    found = run(s, 16, **FEATURES[name])
+    assert_equal(run(s, None, **FEATURES[name]), found)
+    assert_equal(run(s, 128, seed=1, **FEATURES[name]), found)
+    assert_equal(run(s, 8, seed=2, **FEATURES[name]), found)
+    assert_equal(run(s, 3, seed=3, **FEATURES[name]), found)
+    assert_equal(run(s, 1, seed=4, **FEATURES[name]), found)
+
+
+SHAPES = [((1, 1), (64, 128)), ((6, 2), (128, 64)), ((34, 2), (72, 72)), ((4, 4), (256, 256))]
+
+
+@pytest.mark.parametrize("heads, headdims", SHAPES)
+@pytest.mark.parametrize("dtype", sample([torch.float16, BF16], torch.float16))
+def test_heads_headdims_and_dtypes(heads, headdims, dtype):
+    s = drawn([1, 5], [300, 70], heads, headdims, dtype)
+    check(s, run(s, causal=True), causal=True)
+
+
+@pytest.mark.parametrize("name", sample(["causal", "window", "sinks"], "sinks"))
+def test_one_part_gives_the_bits_of_many(name, monkeypatch):
+    """Whether partial states have room decides nothing."""
+    from tilewise.kernels.hopper.decode import launch
+
+    s = drawn([1, 20], [700, 513])
+    found = run(s, 16, **FEATURES[name])
+    plan_of = launch.plan_of
+    monkeypatch.setattr(launch, "plan_of", lambda *asked: plan_of(*asked, workspace=0))
+    assert_equal(run(s, 16, **FEATURES[name]), found)
+
+
+@pytest.mark.parametrize("name", sample(["causal", "window", "alibi"], "causal"))
+def test_the_contract_for_any_number_of_queries(name):
+    """C0, C1 and C2: neither mates nor order nor pages nor how many queries come at once change a
+    bit; on lengths of three pieces and more.
+    """
+    s = drawn([40, 1, 3], [530, 396, 407])
+    options = FEATURES[name] | dict(split_size=128)
+    out, _ = run(s, 16, **options)
+    turned = type(s)(*(x[::-1] for x in s))
+    found, _ = run(turned, 8, seed=3, **options)
+    assert torch.equal(torch.cat(found.split([3, 1, 40])[::-1]), out)
+    options |= dict(causal=True)
+    whole = run(type(s)([s.q[0]], [s.k[0]], [s.v[0]]), 16, **options)
+    for a, b in ((0, 1), (1, 5), (3, 38), (39, 40)):
+        n = 530 - 40 + b
+        part = type(s)([s.q[0][a:b]], [s.k[0][:n]], [s.v[0][:n]])
+        found = run(part, 8, **options)
+        assert_equal(found, (whole[0][a:b], whole[1][:, a:b]))
+
+
+@pytest.mark.parametrize("fill", [math.nan, math.inf])
+def test_what_is_not_in_use_changes_nothing(fill):
+    s = drawn([1, 2, 2], [400, 133, 0])
+    expected = run(s, None, causal=True, window=(140, 0))
+    k, v, table = paged(s, 8, fill=fill)
+    first = (400 - 1 - 140) // 8
+    k[table[0, :first].long()] = fill
+    v[table[0, :first].long()] = fill
+    table[0, :first] = -1
+    q = torch.cat([*s.q, torch.full((3, *s.q[0].shape[1:]), math.nan, dtype=BF16)])
+    out = torch.full_like(q, 7.0)
+    with use_emulator(1):
+        found, lse = tilewise.attention(
+            *(q, k, v),
+            page_table=torch.cat([table, torch.full_like(table, -1)]),
+            seqused_k=torch.cat([s.lengths, torch.zeros(3, dtype=INT32)]),
+            cu_seqlens_q=torch.cat([s.starts, s.starts[-1:].expand(3)]),
+            **dict(causal=True, window=(140, 0), split_size=128, out=out, return_lse=True),
+            backend="hopper",
+        )
+    assert torch.equal(found[:5], expected[0]) and torch.equal(lse[:, :5], expected[1])
+    assert (found[5:] == 7).all()
+    assert (found[3:5] == 0).all() and (lse[:, 3:5] == -math.inf).all()
+
+
+def test_a_batch_of_queries():
+    s = drawn([2, 2], [270, 9])
+    k, v, table = paged(s, 8)
+    options = dict(page_table=table, seqused_k=s.lengths, causal=True, return_lse=True)
+    q = torch.stack(s.q)
+    with use_emulator(2):
+        out, lse = tilewise.attention(q, k, v, split_size=128, backend="hopper", **options)
+    packed, packed_lse = run(s, 8, split_size=128, causal=True)
+    assert torch.equal(out.flatten(0, 1), packed)
+    assert torch.equal(lse.transpose(0, 1).flatten(1), packed_lse)
+
+
+@pytest.mark.parametrize("most", [0, 10**6])
+def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
+    """All programs, in slices, or the one that ends the last part; of 1 row and of 64."""
+    import triton.language as tl
+
+    from tilewise.tile import split_schedule
+
+    s = drawn([1, 40], [520, 650])
+    found = run(s, 16, causal=True)
+    monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
+    assert_equal(run(s, 16, causal=True), found)
