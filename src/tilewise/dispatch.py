@@ -42,7 +42,7 @@ UNALIGNED = Avoidable(
     "expanded, for TMA: q.contiguous() does that"
 )
 
-FEW = Slower(
+COPY_IS_SLOWER = Slower(
     f"it would copy q, k and v, which takes longer than it saves where fewer than {MANY} queries "
     "share a key, or keys a query"
 )
@@ -76,7 +76,7 @@ def ask(
             if not module.why_copied(problem):
                 return UNALIGNED
             if not has_many:
-                return FEW
+                return COPY_IS_SLOWER
         return reason
     except ImportError as error:
         return f"cannot be imported ({error}); install it with `pip install triton`"

@@ -49,8 +49,8 @@ def warn_slow(reason: str) -> None:
 
 
 class Avoidable(str):
-    """Why a faster backend refuses, where the caller can do something about it."""
+    """Why a faster backend refuses, where the caller can change that."""
 
 
 class Slower(str):
-    """Why a backend that could serve a problem leaves it to others, unless it is asked by name."""
+    """Why a backend that supports a problem is not chosen by default, only by name."""

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-LONG = 2048  # queries: longer sequences may want another tile
+LONG_SEQLEN = 2048  # queries: longer sequences may use another tile
 OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 
 class Mods(NamedTuple):
-    """Functions of scores and positions, by the names under which `mods.expressions.lookup` knows
-    their trees; "" is none.
+    """Functions of scores and positions, by the names of their trees (`mods.expressions.lookup`);
+    "" is none.
     """
 
     mask: str = ""

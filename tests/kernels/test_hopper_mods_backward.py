@@ -286,7 +286,7 @@ def test_half_precision(name, device):
 def test_a_shared_bias_without_memory_for_sums(name, monkeypatch):
     """Its gradient takes a kernel of its own."""
     given, oracle, plain = call_of(case_of(name))
-    monkeypatch.setattr(bwd_pairs, "MOST_SCORES", 0)
+    monkeypatch.setattr(bwd_pairs, "MAX_DS_BYTES", 0)
     assert_right(backward(given), oracle, plain)
 
 
@@ -316,7 +316,7 @@ def test_how_the_gradient_of_a_bias_comes_about(monkeypatch):
     for name in ("bias-keys", "bias-of-heads", "bias-wide", "everything", "everything-in-blocks"):
         assert not way_of(name), name
     assert not way_of("bias", has_softcap=True) and not way_of("bias", has_dropout=True)
-    monkeypatch.setattr(bwd_pairs, "MOST_SCORES", 0)
+    monkeypatch.setattr(bwd_pairs, "MAX_DS_BYTES", 0)
     assert way_of("bias") and not way_of("bias-heads")
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.emulator.hopper import emulate
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
-from tilewise.kernels.hopper.descriptors import ELEMENTS, checked, ragged_by_head
+from tilewise.kernels.hopper.descriptors import GL_DTYPES, checked, ragged_by_head
 from tilewise.kernels.hopper.layouts import shared
 from tilewise.kernels.hopper.tma import load_ragged, store_ragged
 from tilewise.kernels.portable import launch as portable
@@ -277,7 +277,7 @@ def test_copies_are_cut_where_a_sequence_ends(row, device):
         if row < (last := min(stop, n)):
             expected[:, start + row : start + last] = x[:, start + row : start + last]
     block = [1, 1, 1, rows, 64]
-    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[BF16])
+    layout = gl.NVMMASharedLayout.get_default_for(block, GL_DTYPES[BF16])
     args = (ragged_by_head(x, block, layout), ragged_by_head(y, block, layout))
     args = checked((*args, starts, torch.tensor(used, dtype=torch.int32, device=device), row))
     copy = emulate(copy_sequences_kernel) if device == "cpu" else copy_sequences_kernel

@@ -64,7 +64,7 @@ def test_a_mask_written_like_ends_is_not_taken_for_them():
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("tilewise.mods.block_mask.MOST_ROWS", 2 * SEQLEN - 1)
+    monkeypatch.setattr("tilewise.mods.block_mask.MAX_END_ROWS", 2 * SEQLEN - 1)
     assert create_block_mask(mods.causal(), 1, 1, SEQLEN, SEQLEN).ends is None
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from helpers.records import NOTHING, features, sequence
 
 from tilewise.testing import interpret
-from tilewise.tile.seqlen import lengths_of, padded_row, place_of, sequence_of
+from tilewise.tile.seqlen import lengths_of, offsets_of, padded_row, sequence_of
 from tilewise.tile.types import Sizes
 
 
@@ -62,13 +62,13 @@ def test_a_sequence_holds_what_its_scores_depend_on():
 @triton.jit
 def place_kernel(out, sizes, optionals, FEATURES: tl.constexpr):
     batch = tl.program_id(0)
-    place = place_of(batch, sizes, optionals, FEATURES)
+    offsets = offsets_of(batch, sizes, optionals, FEATURES)
     lengths = lengths_of(batch, sizes, optionals, FEATURES)
-    tl.store(out + 8 * batch, place.batch)
-    tl.store(out + 8 * batch + 1, place.first_q)
-    tl.store(out + 8 * batch + 2, place.first_k)
-    tl.store(out + 8 * batch + 3, place.rows_q)
-    tl.store(out + 8 * batch + 4, place.rows_k)
+    tl.store(out + 8 * batch, offsets.batch)
+    tl.store(out + 8 * batch + 1, offsets.first_q)
+    tl.store(out + 8 * batch + 2, offsets.first_k)
+    tl.store(out + 8 * batch + 3, offsets.rows_q)
+    tl.store(out + 8 * batch + 4, offsets.rows_k)
     tl.store(out + 8 * batch + 5, lengths.seqlen_q)
     tl.store(out + 8 * batch + 6, lengths.seqlen_k)
     tl.store(out + 8 * batch + 7, lengths.diagonal)

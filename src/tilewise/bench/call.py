@@ -11,7 +11,7 @@ import torch
 
 from ..frontend.scalars import band
 from ..mods.flatten import modifiers_of
-from ..problem import LONG, Extras, Problem, Scalars, describe
+from ..problem import LONG_SEQLEN, Extras, Problem, Scalars, describe
 from . import features, modifiers
 from .shapes import Shape
 
@@ -53,7 +53,7 @@ def call_of(shape: Shape, deterministic: bool = False) -> Call:
         captured=asked.captured,
     )
     has_bias_grad = shape.modifier == "learned-bias"
-    is_long = bool(shape.lengths) and packing["max_seqlen_q"] > LONG
+    is_long = bool(shape.lengths) and packing["max_seqlen_q"] > LONG_SEQLEN
     flags = "bottom_right", deterministic, asked.mods, has_bias_grad, is_long
     return Call(describe(q, k, v, extras, scalars, *flags), q, k, v, extras, scalars)
 

@@ -1,8 +1,8 @@
 """The flags that send kernels to CPU tensors: portable ones to Triton's interpreter, Hopper ones to
 the emulator. Reading them imports nothing.
 
-Library code asks `interpreter_is_on()` and `emulator_seed()` at the launch and where it would
-refuse a CPU tensor.
+The library calls `interpreter_is_on()` and `emulator_seed()` at the launch and before it refuses a
+CPU tensor.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from ..ops import kv_cache as cache_ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.calls import Entry, entry_of, find
 from ..ops.context_parallel import refuse_shards
-from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
+from ..problem import LONG_SEQLEN, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .checks import check, check_scores, has_values
@@ -217,8 +217,8 @@ def attention(
 def documents_in(
     block_mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Any, ...]
 ) -> Documents | None:
-    """The packed sequences that a mask says q, k and v are, where nothing else asks where a query
-    or a key is, and where a view of them is packed.
+    """The packed sequences of a document mask, where nothing else depends on positions, and where
+    views of q, k and v are packed.
     """
     documents = None if block_mask is None else block_mask.documents
     batch, tokens = q.shape[:2]
@@ -277,7 +277,7 @@ def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
     """The part of a bound on lengths that is in the cache key: whether it is long, where it is
     valid.
     """
-    return bound > LONG if type(bound) is int and bound >= 0 else bound
+    return bound > LONG_SEQLEN if type(bound) is int and bound >= 0 else bound
 
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
@@ -295,7 +295,7 @@ def is_long(max_seqlen_q: int | Tensor | None) -> bool:
     """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
     worth a wait.
     """
-    return isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG
+    return isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG_SEQLEN
 
 
 def call(

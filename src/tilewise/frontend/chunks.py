@@ -1,4 +1,5 @@
-"""FlashAttention-3's `attention_chunk`: a query sees the chunk of keys that its diagonal lies in.
+"""FlashAttention-3's `attention_chunk`: a query attends to the chunk of keys that contains its
+diagonal.
 
     (q_idx + seqlen_k - seqlen_q) // chunk == k_idx // chunk
 
@@ -68,7 +69,7 @@ def chunk_of_packed(chunk: int, lengths: Lengths) -> FlatMods:
 
 
 def _modifiers(chunk: int, diagonal: Tensor | None) -> FlatMods:
-    """`diagonal` is the key that query 0 of each sequence stands on, where that is not 0."""
+    """`diagonal` is the key on the diagonal of query 0 of each sequence, where that is not 0."""
     if not chunk:
         return NO_MODIFIERS
     captured = () if diagonal is None else (diagonal,)

@@ -1,8 +1,8 @@
 """How attention is sharded: over the batch or over the heads, each shard an attention of its own.
 
-`register()` tells DTensor so. Other placements, a sharded sequence among them, are redistributed
-to the cheapest of these, never refused. Sinks belong to a head and are shared by the batch, so with
-a sharded batch their gradient is a partial sum.
+`register()` registers these rules. Other placements, a sharded sequence among them, are
+redistributed to the cheapest of these, never refused. Sinks belong to a head and are shared by the
+batch, so with a sharded batch their gradient is a partial sum.
 """
 
 from ..ops.sharding import register

@@ -24,7 +24,7 @@ from ..frontend.checks import Checked, check
 from ..frontend.kv_cache import varlen_of_pages
 from ..ops import attention as ops
 from ..ops.schema import INPUTS
-from ..problem import LONG, OPEN, Call, Extras, Saved
+from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Saved
 
 Tensor = torch.Tensor
 WORDS = Words("query", "key", "value", shape="(batch, seqlen, nheads, headdim)")
@@ -152,7 +152,7 @@ def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor) -> Chec
             align="bottom_right",
             window=(left, 0 if arguments.is_causal else right),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            is_long=arguments.cum_seq_q is not None and arguments.max_q > LONG,
+            is_long=arguments.cum_seq_q is not None and arguments.max_q > LONG_SEQLEN,
             words=WORDS,
         )
 

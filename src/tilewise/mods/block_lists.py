@@ -1,4 +1,4 @@
-"""Lists of blocks: what a BlockMask keeps of each row of blocks, and what it is made of."""
+"""Block lists: the partial and full blocks of each row of blocks of a BlockMask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lists_of(flags: Tensor) -> BlockLists:
 
 
 def kinds_of(partial: BlockLists, full: BlockLists, n_blocks: int) -> Tensor:
-    """What lists say of each block, of which there are so many in a row."""
+    """The kind of each of n_blocks blocks in a row, by the lists."""
     shape = (*partial.counts.shape, n_blocks + 1)  # the last takes the lists' padding
     kinds = partial.counts.new_zeros(shape, dtype=torch.uint8)
     for kind, (counts, indices) in ((PARTIAL, partial), (FULL, full)):

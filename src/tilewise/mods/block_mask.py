@@ -1,4 +1,4 @@
-"""Which tiles of a mask a kernel skips, which it masks, and which it takes whole.
+"""Block masks: which tiles of a mask are skipped, partial (masked) or full.
 
 Per m_block, two lists of n_blocks: partial (some pair is seen, or the tile runs past an end) and
 full (every pair is seen); what is on neither list is skipped. Two lists per n_block, for the
@@ -19,7 +19,7 @@ from . import from_flex, masks
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
 from .documents import Documents, documents_of
-from .ends import MOST_ROWS, Ends, Found, says_ends
+from .ends import MAX_END_ROWS, Ends, Found, says_ends
 from .evaluation import evaluate
 from .expressions import INDICES
 from .function import check_sizes
@@ -208,7 +208,7 @@ def create_block_mask(
     shape = (rows, nheads, seqlen_q, seqlen_k)
     grid = _grid(shape, block)
     kinds = torch.empty(grid, dtype=torch.uint8, device=device)
-    is_small = rows * nheads * (seqlen_q + seqlen_k) <= MOST_ROWS
+    is_small = rows * nheads * (seqlen_q + seqlen_k) <= MAX_END_ROWS
     found = Found(shape, grid, block, device) if is_small and kinds.numel() else None
     with torch.no_grad():
         for slab in _slabs(grid, shape, block):

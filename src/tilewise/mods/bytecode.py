@@ -1,4 +1,4 @@
-"""What a function reads from around it, proven from its bytecode.
+"""The globals and free variables that a function reads, proven from its bytecode.
 
 A few instructions are known to read nothing but the function's own values, globals and free
 variables by name, and attributes of those. A function made of others is not proven to read nothing

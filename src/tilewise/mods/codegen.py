@@ -51,7 +51,7 @@ Tensor = torch.Tensor
 CONSTANTS = (BOOL, INT, FLOAT)
 LEAVES = (*INDICES, SCORE, *CONSTANTS)
 TYPES = {BOOL: "tl.int1", INT: "tl.int32", FLOAT: "tl.float32"}
-LONG = "tl.int64"
+INT64 = "tl.int64"
 SMALLEST = torch.finfo(torch.float32).tiny  # of floats that Triton takes for fp32
 
 
@@ -89,7 +89,7 @@ def _jit(name: str, text: str) -> JITFunction:
     name = f"{name}_{digest}"
     text, file = f"def {name}{text}", f"<tilewise {name}>"
     scope = {"__name__": __name__, "tl": tl, "tanh": tanh}
-    # Triton and debuggers ask inspect for the source, and inspect asks linecache
+    # Triton and debuggers read the source through inspect, which reads linecache
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), scope)
     weakref.finalize(scope[name], linecache.cache.pop, file, None)
@@ -155,7 +155,7 @@ class _Lines:
         """A number; one that Triton would not take for 32 bits with its type."""
         text = constant_text(step.value)
         if self.is_long[len(self.values)]:
-            return f"tl.cast({text}, {LONG})"
+            return f"tl.cast({text}, {INT64})"
         is_tiny = step.op == FLOAT and 0 < abs(step.value) < SMALLEST
         return f"tl.cast({text}, {TYPES[FLOAT]})" if is_tiny else text
 
@@ -179,7 +179,7 @@ class _Lines:
                 operands[0] = f"tl.cast({operands[0]}, {TYPES[kind]})"
         if self.is_long[len(self.values)] and not any(self.is_long[i] for i in inputs):
             at = next(at for at, i in enumerate(inputs) if plan[i].kind == INT)
-            operands[at] = f"tl.cast({operands[at]}, {LONG})"
+            operands[at] = f"tl.cast({operands[at]}, {INT64})"
         return operands
 
     def _bounds(self, step: TreeStep) -> tuple[Range, Range]:
@@ -249,7 +249,7 @@ class _Lines:
         return f"tl.cast(tl.load({' + '.join(address)}{mask}), {self._type(step)})"
 
     def _type(self, step: TreeStep) -> str:
-        return LONG if self.is_long[len(self.values)] else TYPES[step.kind]
+        return INT64 if self.is_long[len(self.values)] else TYPES[step.kind]
 
     def held(self, step: TreeStep, tensor: str) -> list[str]:
         """The indices of a load, 64-bit, each held within a tensor's ends; for stores, where a mask

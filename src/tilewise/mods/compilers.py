@@ -1,4 +1,4 @@
-"""What torch.compile is told of functions."""
+"""Hints to torch.compile about functions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .expressions import (
     FLOAT,
     INT,
     LARGEST,
-    NUMBERS,
+    NUMERIC,
     OPERATORS,
     SCORE,
     Node,
@@ -81,7 +81,7 @@ def _constant(value: float) -> Node:
 
 def _folded(op: str, x: Node, y: Node) -> Node:
     """An operator, done here if both sides are constants and so is what they give."""
-    if x.op in NUMBERS and y.op in NUMBERS:
+    if x.op in NUMERIC and y.op in NUMERIC:
         value = float(OPERATORS[op].compute(x.value, y.value))
         if abs(value) <= LARGEST:
             return _constant(value)
@@ -108,16 +108,16 @@ def _product(slope: Node, factor: Node) -> Node:
     """
     if slope == ZERO:
         return ZERO
-    if factor.op not in NUMBERS:
+    if factor.op not in NUMERIC:
         is_plain = slope == ONE and factor.kind == FLOAT
         return factor if is_plain else Node("*", (slope, factor))
-    if slope.op == "*" and slope.inputs[0].op in NUMBERS:
+    if slope.op == "*" and slope.inputs[0].op in NUMERIC:
         return _product(_folded("*", slope.inputs[0], factor), slope.inputs[1])
     return slope if factor == ONE else _folded("*", factor, slope)
 
 
 def _quotient(slope: Node, divisor: Node) -> Node:
-    if divisor.op in NUMBERS and abs(divisor.value) * LARGEST >= 1:  # its inverse is a constant
+    if divisor.op in NUMERIC and abs(divisor.value) * LARGEST >= 1:  # its inverse is a constant
         return _product(slope, _constant(1 / divisor.value))
     return ZERO if slope == ZERO else Node("/", (slope, divisor))
 

@@ -2,8 +2,8 @@
 to another, and a key is seen by such queries.
 
 Documents, windows, prefixes and what & makes of them are of this kind. A kernel then reads two
-numbers a row instead of asking a function for each pair. FlashMask (arXiv 2410.01359) keeps such
-ends, of columns alone.
+numbers a row instead of evaluating a function for each pair. FlashMask (arXiv 2410.01359) keeps
+such ends, of columns alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .masks import Mask
 from .trace import MASK, trace
 
 Tensor = torch.Tensor
-MOST_ROWS = 1 << 22  # of queries and keys of all heads: 64 MB of ends
+MAX_END_ROWS = 1 << 22  # of queries and keys of all heads: 64 MB of ends
 
 
 class Ends(NamedTuple):

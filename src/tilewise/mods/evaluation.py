@@ -1,4 +1,4 @@
-"""What a tree gives in torch."""
+"""Evaluates a tree in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mask or a score function computes: its expression as a tree.
+"""The expression tree of a mask or a score function.
 
 A tree is a nest of `Node`s: the four indices, the score, constants, loads from captured tensors,
 and the operators of `OPERATORS`, which are all there is. Two functions that compute the same by the
@@ -34,9 +34,9 @@ Tensor = torch.Tensor
 INDICES = ("b", "h", "q_idx", "k_idx")
 SCORE = "score"
 BOOL, INT, FLOAT = "bool", "int", "float"
-NUMBERS = {INT, FLOAT}
+NUMERIC = {INT, FLOAT}
 # How many there may be of each: so few that sums, and small multiples, stay in 32 bits.
-MOST = {"b": 2**28, "h": 2**16, "q_idx": 2**28, "k_idx": 2**28}
+MAX_SIZES = {"b": 2**28, "h": 2**16, "q_idx": 2**28, "k_idx": 2**28}
 LEAVES = {
     **dict.fromkeys(INDICES, INT),
     SCORE: FLOAT,
@@ -54,8 +54,8 @@ DTYPES = {
 class Node:
     """One step. `op` is an index, SCORE, the kind of a constant, "load", or a key of OPERATORS.
 
-    Equal trees are one object, compared and hashed by what they are: a part that stands in a tree
-    many times is looked at once.
+    Equal trees are one object, compared and hashed by what they are: a part that occurs in a tree
+    many times is processed once.
     """
 
     __slots__ = ("__weakref__", "inputs", "kind", "op", "value")
@@ -113,7 +113,7 @@ class Operator(NamedTuple):
 
 
 def _number(*kinds: str) -> str:
-    return "" if set(kinds) - NUMBERS else FLOAT if FLOAT in kinds else INT
+    return "" if set(kinds) - NUMERIC else FLOAT if FLOAT in kinds else INT
 
 
 def _integer(*kinds: str) -> str:
@@ -121,15 +121,15 @@ def _integer(*kinds: str) -> str:
 
 
 def _real(*kinds: str) -> str:
-    return "" if set(kinds) - NUMBERS else FLOAT
+    return "" if set(kinds) - NUMERIC else FLOAT
 
 
 def _ordered(x: str, y: str) -> str:
-    return "" if {x, y} - NUMBERS else BOOL
+    return "" if {x, y} - NUMERIC else BOOL
 
 
 def _equal(x: str, y: str) -> str:
-    return BOOL if x == y or not {x, y} - NUMBERS else ""
+    return BOOL if x == y or not {x, y} - NUMERIC else ""
 
 
 def _bits(*kinds: str) -> str:
@@ -245,7 +245,7 @@ class TreeStep(NamedTuple):
 
 
 def steps(expr: Node) -> list[TreeStep]:
-    """The distinct nodes as steps: what stands in the tree twice is here once."""
+    """The distinct nodes as steps: what occurs twice in the tree is here once."""
     found: list[TreeStep] = []
     numbers: dict[Node, int] = {}
     for node in nodes_of(expr):

@@ -1,5 +1,5 @@
-"""What changes scores beyond the band: a mask, a score function, a block mask. As they cross
-torch.library they are names of trees (`Mods`) and tensors in a row (`Extras.captured`).
+"""Masks, score functions and block masks in the form that crosses torch.library: names of trees
+(`Mods`) and a flat list of tensors (`Extras.captured`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _reading(along: tuple[bool, ...]) -> masks.Mask:
 def check_block_mask(
     block_mask: BlockMask | None, sizes: tuple[int, int, int, int], is_packed: bool, has_band: bool
 ) -> None:
-    """A block mask says all there is to say of which keys are seen."""
+    """Refuses packed sequences and a band in addition to a block mask."""
     if block_mask is None:
         return
     if is_packed:
@@ -114,7 +114,7 @@ def check_block_mask(
 
 
 class Load(NamedTuple):
-    """What the load of a tree asks of its tensor."""
+    """The requirements of a tree's load on its tensor."""
 
     slot: int
     dtype: torch.dtype
@@ -207,7 +207,7 @@ def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, in
 
 
 def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
-    """Which captured tensor is whose."""
+    """Splits the captured tensors by the function that captured them."""
     partial = full = None
     if names.block != (0, 0):
         partial, full = _lists_in(captured)

@@ -96,8 +96,8 @@ def _check_kind(block_mask: Any) -> None:
 
 
 def _mask_of(block_mask: Any) -> Mask:
-    """Its mask_mod. FlexAttention's own mask of everything asks an index for its device, which is
-    no step of ours.
+    """Its mask_mod. FlexAttention's mask of all pairs reads the device of an index, which cannot be
+    traced.
     """
     from torch.nn.attention import flex_attention
 

@@ -1,4 +1,4 @@
-"""What masks and score functions have in common: a tree, and the tensors it captured."""
+"""The base of masks and score functions: a tree, and the tensors that it captured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ArgumentError
 from .evaluation import evaluate
-from .expressions import INDICES, MOST, Node, describe, descriptions, intern, nodes_of, touch
+from .expressions import INDICES, MAX_SIZES, Node, describe, descriptions, intern, nodes_of, touch
 from .symbols import Symbol
 
 Tensor = torch.Tensor
@@ -124,11 +124,11 @@ def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
 def check_lengths(sizes: dict[str, int]) -> None:
     """Kernels count indices in 32 bits, their sums and differences too."""
     for index, size in sizes.items():
-        if isinstance(size, int) and size > MOST[index]:
+        if isinstance(size, int) and size > MAX_SIZES[index]:
             raise NotImplementedError(
-                f"masks and score functions serve up to {MOST[index]} of {index}, and there are "
-                f"{size}: pass causal and window as arguments, or cut the call in parts and join "
-                "them with tilewise.merge_states"
+                f"masks and score functions serve up to {MAX_SIZES[index]} of {index}, and there "
+                f"are {size}: pass causal and window as arguments, or cut the call in parts and "
+                "join them with tilewise.merge_states"
             )
 
 

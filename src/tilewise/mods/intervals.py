@@ -1,4 +1,4 @@
-"""What a mask's tree gives over a whole block, from the ends of its index ranges alone.
+"""Interval arithmetic: bounds of a mask's tree over a whole block, from its index ranges.
 
 Interval arithmetic (Moore 1966): every node gets a [lo, hi] that holds all its values over the
 block, for all blocks at once by broadcasting. Of bools, lo says "true everywhere" and hi "true

@@ -1,5 +1,5 @@
-"""What stands for a value while a function is traced: Python's operators and torch's functions,
-each either handed to the tracer or refused with a remedy.
+"""Symbols, the values of a function during its trace: Python's operators and torch's functions are
+either passed to the tracer or refused with a remedy.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def symbols_in(args, kwargs) -> list[Symbol]:
 
 
 def torch_call(func, args, kwargs):
-    """What torch is asked while a function is traced: our business where a symbol takes part."""
+    """Handles a call of a torch function during a trace, if a symbol takes part."""
     symbols = symbols_in(args, kwargs)
     if not symbols:
         return func(*args, **kwargs)

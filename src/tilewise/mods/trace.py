@@ -91,7 +91,9 @@ class Traced(NamedTuple):
 
 
 class Tracer(TorchFunctionMode):
-    """Builds nodes and collects the tensors; while it is entered, it hears what torch is asked."""
+    """Builds nodes and collects the tensors; while entered, it intercepts calls of torch
+    functions.
+    """
 
     def __init__(self, dialect: Dialect, tensors: tuple[Tensor, ...] = ()):
         super().__init__()
@@ -214,7 +216,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _check_captured(x: Tensor) -> None:
-    """A captured tensor is one that kernels can load as it lies in memory."""
+    """Checks that kernels can load a captured tensor in place."""
     remedy = ""
     if x.layout != torch.strided:
         remedy = "x.to_dense()"

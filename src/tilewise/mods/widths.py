@@ -1,4 +1,4 @@
-"""Which integers of a function kernels compute in 64 bits: those that are not seen to fit in 32.
+"""Which integers of a function kernels compute in 64 bits: those that are not proven to fit in 32.
 
 Every integer step has a range that holds its values (Moore 1966), found from the ranges of its
 operands: indices are below MOST, constants are themselves, a load is as wide as its dtype.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .expressions import INT, MOST, TreeStep
+from .expressions import INT, MAX_SIZES, TreeStep
 from .integers import LAST_BIT
 
 
@@ -43,8 +43,8 @@ def ranges_of(plan: list[TreeStep]) -> list[Range | None]:
 
 
 def _range(step: TreeStep, operands: list) -> Range:
-    if step.op in MOST:
-        return Range(0, MOST[step.op] - 1)
+    if step.op in MAX_SIZES:
+        return Range(0, MAX_SIZES[step.op] - 1)
     if step.op == INT:
         return Range(step.value, step.value)
     if step.op == "load":

@@ -1,1 +1,1 @@
-"""Attention as torch sees it: operators, autograd, vmap, FLOPs, sharding."""
+"""Attention's integration with torch: operators, autograd, vmap, FLOPs, sharding."""

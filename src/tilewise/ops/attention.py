@@ -27,15 +27,15 @@ from . import captured_grads
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .autograd_key import straight
-from .calls import TENSORS, entry_of, layout_key
+from .calls import PLAIN_TENSORS, entry_of, layout_key
 from .context_parallel import refuse_shards
 from .late import register_late
 from .schema import (
     CALL,
-    GIVEN,
     INPUTS,
     LIBRARY,
     SAVED,
+    SAVED_TENSORS,
     Once,
     Options,
     flat,
@@ -100,7 +100,7 @@ def needs_dispatcher(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     for t in tensors:  # a loop costs half of any() over a generator
-        if type(t) not in TENSORS:
+        if type(t) not in PLAIN_TENSORS:
             return True
     return False
 
@@ -261,7 +261,7 @@ class _AttentionBackward(Once):
 
     @staticmethod
     def forward(call, *tensors):
-        saved, extras = Saved(*tensors[:GIVEN]), extras_of(*tensors[GIVEN:])
+        saved, extras = Saved(*tensors[:SAVED_TENSORS]), extras_of(*tensors[SAVED_TENSORS:])
         if needs_dispatcher(*saved[:5]) or _is_transformed():
             register_late()
             given = *saved, *extras.arguments
@@ -349,7 +349,7 @@ def _forward_kernel(*args):
 
 
 def _backward_kernel(*args):
-    tensors, extras, options = parts_of(args, GIVEN)
+    tensors, extras, options = parts_of(args, SAVED_TENSORS)
     saved = Saved(*tensors)
     inputs = saved.q, saved.k, saved.v
     call = _known((*saved, *extras.tensors), inputs, extras, options)
@@ -362,7 +362,7 @@ def _forward_fake(*args):
 
 
 def _backward_fake(*args):
-    tensors, extras, options = parts_of(args, GIVEN)
+    tensors, extras, options = parts_of(args, SAVED_TENSORS)
     q, k, v = tensors[2 : 2 + INPUTS]
     return _filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
 
@@ -378,5 +378,5 @@ torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backw
 torch.library.register_vmap("tilewise::flash_attn_forward", batching.forward_op, lib=LIBRARY)
 torch.library.register_vmap("tilewise::flash_attn_backward", batching.backward_op, lib=LIBRARY)
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
-straight("flash_attn_backward", GIVEN, _backward_kernel, no_double_backward)
+straight("flash_attn_backward", SAVED_TENSORS, _backward_kernel, no_double_backward)
 register_late()

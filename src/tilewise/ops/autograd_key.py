@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from .calls import TENSORS
+from .calls import PLAIN_TENSORS
 from .schema import LIBRARY, flat
 
 
@@ -22,9 +22,8 @@ def straight(
     backward: Callable,
     setup_context: Callable | None = None,
 ) -> None:
-    """Lets an operator's kernel serve autograd, too, where plain tensors want no gradient; for all
-    others its formula is the one that was registered. `before` counts the tensors before the
-    extras.
+    """Registers an operator's kernel for autograd, too, where plain tensors require no gradient;
+    others use the registered formula. `before` counts the tensors before the extras.
     """
     try:
         from torch._library.autograd import Info, make_autograd_impl
@@ -50,6 +49,6 @@ def is_plain(tensors: tuple) -> bool:
         return False
     has_grad = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) not in TENSORS or (has_grad and x is not None and x.requires_grad):
+        if type(x) not in PLAIN_TENSORS or (has_grad and x is not None and x.requires_grad):
             return False
     return True

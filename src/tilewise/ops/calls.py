@@ -22,9 +22,9 @@ from ..problem import Call
 
 Tensor = torch.Tensor
 ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
-MOST = 4096
-TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
-WORDS = frozenset({bool, int, float, str, type(None)})
+MAX_ENTRIES = 4096
+PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+KEY_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
 # `os.environ.get` encodes what it looks for and raises where it is not there: a fifth of all that
@@ -46,7 +46,7 @@ class Entry:
         self.step: Callable[..., Any] | None = None
 
 
-@functools.lru_cache(maxsize=MOST)
+@functools.lru_cache(maxsize=MAX_ENTRIES)
 def _entry(*signature: Hashable) -> Entry:
     return Entry()
 
@@ -62,12 +62,12 @@ def find(tensors: Sequence[Tensor | None], words: tuple[Any, ...]) -> Entry | No
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
-        or not WORDS.issuperset(kinds)
+        or not KEY_TYPES.issuperset(kinds)
     ):
         return None
     for x in tensors:
         if x is not None:
-            if type(x) not in TENSORS or (x.dtype is torch.int32 and is_read(x)):
+            if type(x) not in PLAIN_TENSORS or (x.dtype is torch.int32 and is_read(x)):
                 return None
     if tensors[0] is None or _environment.get(_CHECK) in ("1", b"1"):
         return None

@@ -22,9 +22,9 @@ from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
 from .schema import (
     CALL,
-    GIVEN,
     LIBRARY,
     SAVED,
+    SAVED_TENSORS,
     Once,
     Options,
     flat,
@@ -63,7 +63,7 @@ class _CapturedGrads(Once):
 
     @staticmethod
     def forward(call, wanted, *tensors):
-        given = *tensors[:GIVEN], *extras_of(*tensors[GIVEN:]).arguments
+        given = *tensors[:SAVED_TENSORS], *extras_of(*tensors[SAVED_TENSORS:]).arguments
         return tuple(
             torch.ops.tilewise.flash_attn_captured_grads(*given, *options_of(call), wanted)
         )
@@ -89,12 +89,12 @@ def _kernel(*args):
 
 
 def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
-    tensors, extras, options = parts_of(args[:-1], GIVEN)
+    tensors, extras, options = parts_of(args[:-1], SAVED_TENSORS)
     return Saved(*tensors), extras, options, args[-1]
 
 
 def _check_wanted(score: str, wanted: list[int]) -> None:
-    """What an operator is asked for has a gradient; a saved program may ask for anything."""
+    """Checks that the requested tensors have gradients; a saved program may request others."""
     differentiable = {load.value[0] for load, _ in by_loads(score)} if score else set()
     if not differentiable.issuperset(wanted):
         raise ArgumentError(
@@ -104,7 +104,7 @@ def _check_wanted(score: str, wanted: list[int]) -> None:
 
 
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
-    """What the score function captured, and which of it wants a gradient."""
+    """The tensors that the score function captured, and which of them require grad."""
     saved, extras, options, wanted = _parts_of(args)
     problem = problem_from((saved.q, saved.k, saved.v), extras, options)
     _check_wanted(problem.mods.score, wanted)
@@ -118,15 +118,15 @@ def _fake(*args):
 
 def _vmap(info, in_dims, *args):
     *args, wanted = args
-    tensors, rest = flat(tuple(args), GIVEN)
+    tensors, rest = flat(tuple(args), SAVED_TENSORS)
 
     def differentiate(*tensors):
-        given, extras = tensors[:GIVEN], extras_of(*tensors[GIVEN:])
+        given, extras = tensors[:SAVED_TENSORS], extras_of(*tensors[SAVED_TENSORS:])
         return tuple(
             torch.ops.tilewise.flash_attn_captured_grads(*given, *extras.arguments, *rest, wanted)
         )
 
-    dims = flat(tuple(in_dims[:-1]), GIVEN)[0]
+    dims = flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
     return list(grads), list(out_dims)
 

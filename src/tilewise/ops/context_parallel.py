@@ -1,6 +1,6 @@
-"""torch's `context_parallel`, inside which sequences are shards and torch replaces its own
-attention alone: any other would attend within its shard and say nothing. What torch's ring itself
-asks of us by `enable_sdpa` are steps over whole shards, and not refused.
+"""torch's `context_parallel`, in which sequences are shards and torch replaces only its own
+attention: any other would silently attend within its shard. The steps of torch's ring that
+`enable_sdpa` serves are over whole shards, and are not refused.
 """
 
 from __future__ import annotations

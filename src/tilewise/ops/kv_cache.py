@@ -23,16 +23,18 @@ from .context_parallel import refuse_shards
 from .schema import LIBRARY
 
 Tensor = torch.Tensor
-TENSORS = (
+TENSOR_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor[]? captured"
 )
-NUMBERS = (
+SCALAR_SCHEMA = (
     "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod, "
     "str? backend"
 )
-LIBRARY.define(f"flash_attn_cache({TENSORS}, {NUMBERS}) -> (Tensor, Tensor)")
-LIBRARY.define(f"flash_attn_cache_out({TENSORS}, {NUMBERS}, *, Tensor(a!) out) -> Tensor")
+LIBRARY.define(f"flash_attn_cache({TENSOR_SCHEMA}, {SCALAR_SCHEMA}) -> (Tensor, Tensor)")
+LIBRARY.define(
+    f"flash_attn_cache_out({TENSOR_SCHEMA}, {SCALAR_SCHEMA}, *, Tensor(a!) out) -> Tensor"
+)
 LIBRARY.define(
     "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
     "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "

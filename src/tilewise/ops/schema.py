@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
 INPUTS = 3  # q, k, v
-GIVEN = len(Saved._fields)  # to a backward
+SAVED_TENSORS = len(Saved._fields)  # to a backward
 
 
 class Options(NamedTuple):

@@ -71,7 +71,7 @@ class _Way(NamedTuple):
 
 
 def _ways(q, k, captured, mentioned, alibi_slopes, sinks, *others) -> list[_Way]:
-    """The ways that serve these tensors; here a tensor is what DTensor knows of one.
+    """The shardings that these tensors allow; a tensor is DTensor's description of one.
 
     What tells rows of the batch or heads apart by their numbers in the whole is not cut there: a
     bias, dropout or what a mask captured nowhere, functions that have `mentioned` "b" or "h" not by

@@ -14,14 +14,14 @@ import torch
 from ..errors import warn_slow
 from ..mods.flatten import indices_used
 from ..problem import extras_of
-from .schema import GIVEN, INPUTS, Options, flat
+from .schema import INPUTS, SAVED_TENSORS, Options, flat
 
 Tensor = torch.Tensor
 
 
 def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tensors: tuple):
     """`attend` of (q, k, v, *extras.tensors), mapped over `size` calls. `counts_rows` is whether a
-    mask or score function asks which row of the batch it is in: then rows must not be joined.
+    mask or score function uses the batch index: then rows must not be joined.
     """
     q, k, v, slopes, sinks, seqused_k, *others = tensors
     if counts_rows or in_dims[4] is not None or any(x is not None for x in others):
@@ -80,10 +80,12 @@ def forward_op(info, in_dims, *args):
 
 def backward_op(info, in_dims, *args):
     """Its backward, mapped."""
-    tensors, rest = flat(args, GIVEN)
+    tensors, rest = flat(args, SAVED_TENSORS)
 
     def differentiate(*tensors):
-        extras = extras_of(*tensors[GIVEN:])
-        return torch.ops.tilewise.flash_attn_backward(*tensors[:GIVEN], *extras.arguments, *rest)
+        extras = extras_of(*tensors[SAVED_TENSORS:])
+        return torch.ops.tilewise.flash_attn_backward(
+            *tensors[:SAVED_TENSORS], *extras.arguments, *rest
+        )
 
-    return one_by_one(differentiate, info.batch_size, flat(in_dims, GIVEN)[0], tensors)
+    return one_by_one(differentiate, info.batch_size, flat(in_dims, SAVED_TENSORS)[0], tensors)

@@ -347,7 +347,7 @@ def run(attend, case: CallSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
 def _attend(
     attend, case: CallSpec, inputs: Inputs, **how
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The tensors that want gradients, by name, and out and lse."""
+    """The tensors that require grad, by name, and out and lse."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias", "learned")}
     leaves = {name: x for name, x in leaves.items() if x is not None}

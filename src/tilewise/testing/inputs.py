@@ -48,7 +48,7 @@ class Features(NamedTuple):
     blocks: tuple[int, int] | None = None  # the mask comes as a block mask of such blocks
     score: str = ""  # one of `modified.SCORES`
     dropout: float = 0.0
-    learned: bool = False  # a gradient is asked for what the score function captured
+    learned: bool = False  # the score function's captured tensor requires grad
 
 
 class Inputs(NamedTuple):

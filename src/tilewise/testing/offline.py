@@ -123,7 +123,7 @@ def stats(compiled: Any) -> dict[str, int | bool]:
 
 
 class _StandIn(DriverBase):
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compilation uses."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target

@@ -13,7 +13,7 @@ from .cases import Case, Record, on_cpu, records, run, standards
 from .inputs import Features, Inputs, Sizes, guarded, make_inputs, poisoned
 
 Tensor = torch.Tensor
-ROWS = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # the dimension of sequences
+ROW_DIM = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}  # the dimension of sequences
 OF_QUERIES = ("out", "lse", "dq")
 
 
@@ -85,9 +85,9 @@ class PackedCase(NamedTuple):
         joined = {}
         for name in runs[0]:
             tensors = [results[name] for results in runs]
-            if name in ROWS:
+            if name in ROW_DIM:
                 value = -math.inf if name == "lse" else 0.0
-                joined[name] = self._cat(tensors, ROWS[name], value).squeeze(0)
+                joined[name] = self._cat(tensors, ROW_DIM[name], value).squeeze(0)
             else:  # the gradient of the sinks, which all sequences share
                 joined[name] = sum(tensors)
         return joined

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """A tile's number and what it stands for."""
+    """A tile's number and its work tile."""
 
     tile: int
     batch: int

@@ -24,7 +24,7 @@ import torch
 Tensor = torch.Tensor
 MAX_FACTOR = 2.0
 MEAN_FACTOR = 1.1
-FEW = 128  # up to so many elements the mean error is noise: only the maximum is bounded
+FEW_ELEMENTS = 128  # up to so many elements the mean error is noise: only the maximum is bounded
 
 
 class Verdict(NamedTuple):
@@ -72,7 +72,7 @@ def judge(result: Tensor, oracle: Tensor, *plain: Tensor) -> Verdict:
     mean_band = _mean(rounding_band(oracle, torch.float32))
     max_bound = MAX_FACTOR * _max(allowed) + 2 * max_band
     mean_bound = MEAN_FACTOR * _mean(allowed) + 2 * mean_band
-    if oracle.count_nonzero() < FEW:
+    if oracle.count_nonzero() < FEW_ELEMENTS:
         mean_bound = max_bound
     within = max_error <= max_bound and mean_error <= mean_bound  # False for NaN
     return Verdict(max_error, max_bound, mean_error, mean_bound, within and infinities_match)

@@ -6,8 +6,8 @@ Query i sees key j where all of these hold:
     j <= i + diagonal + right       within_right, where it is closed on the right (causal: 0)
     j <  seqlen_k                   is_key
 
-`diagonal` is the key that query 0 stands on: seqlen_k - seqlen_q (bottom-right) or 0 (top-left).
-`q_idx` and `k_idx` are positions, shaped to broadcast into a tile.
+`diagonal` is the key on the diagonal of query 0: seqlen_k - seqlen_q (bottom-right) or 0
+(top-left). `q_idx` and `k_idx` are positions, shaped to broadcast into a tile.
 
 Join two with `&`, never with `and`.
 """

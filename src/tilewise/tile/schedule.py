@@ -1,4 +1,4 @@
-"""Which tile a program works on.
+"""The tile schedule: the work tile of a tile number.
 
 The tiles of one head are neighbours, so that its keys and values stay in the L2 cache. Under a
 causal mask the last queries have the most keys to visit: they go first, and the short tiles fill

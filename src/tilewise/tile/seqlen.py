@@ -14,7 +14,7 @@ from .types import Lengths, Sequence, SequenceOffsets
 
 
 @triton.jit
-def place_of(batch, sizes, optionals, FEATURES: tl.constexpr):
+def offsets_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """The offsets of the sequence: a row of the batch, or rows of packed tensors."""
     if FEATURES.PACKED:
         first_q, rows_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
@@ -38,18 +38,18 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """The sequence's true lengths; the diagonal is aligned to its last key (bottom-right) or to key
     0 (top-left).
     """
-    return lengths_in(place_of(batch, sizes, optionals, FEATURES), batch, optionals, FEATURES)
+    return lengths_in(offsets_of(batch, sizes, optionals, FEATURES), batch, optionals, FEATURES)
 
 
 @triton.jit
-def lengths_in(place, batch, optionals, FEATURES: tl.constexpr):
+def lengths_in(offsets, batch, optionals, FEATURES: tl.constexpr):
     """The same, given the sequence's offsets."""
-    seqlen_q = place.rows_q
+    seqlen_q = offsets.rows_q
     if FEATURES.SEQUSED_Q:
-        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, place.rows_q)
-    seqlen_k = place.rows_k
+        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, offsets.rows_q)
+    seqlen_k = offsets.rows_k
     if FEATURES.SEQUSED_K:
-        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, place.rows_k)
+        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, offsets.rows_k)
     diagonal = seqlen_k - seqlen_q
     if FEATURES.TOP_LEFT:
         diagonal = 0

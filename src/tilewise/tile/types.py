@@ -198,7 +198,7 @@ class KeyPipeline(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How many queries and keys a sequence has, and the key that query 0 stands on."""
+    """The queries and keys of a sequence, and the key on the diagonal of query 0."""
 
     seqlen_q: int
     seqlen_k: int

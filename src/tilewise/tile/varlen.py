@@ -1,4 +1,5 @@
-"""Which tile of a packed batch a program works on, when only the device knows the lengths.
+"""The varlen tile scheduler: the work tile of a tile number, when only the device knows the
+lengths.
 
 Tiles are numbered by batch, then head, then block inside a head, then split. Sequences of 160 and
 300 queries have 2 and 3 blocks of 128: with one head, tiles 0 and 1 lie in sequence 0, tiles 2, 3
@@ -22,7 +23,7 @@ import triton.language as tl
 
 from .seqlen import rows_of
 
-GROUP = tl.constexpr(32)  # sequences per group: the lanes of a warp
+WARP_LANES = tl.constexpr(32)  # sequences per group: the lanes of a warp
 # Blocks: interleaved heads of 4-block sequences were 6 % slower (H200, headdim 64, backward), of 32
 # blocks 1 % faster
 INTERLEAVE_FROM = tl.constexpr(16)
@@ -38,7 +39,7 @@ class Hint(NamedTuple):
 
 
 class VarlenTile(NamedTuple):
-    """What a tile number stands for. Without `is_tile`, `batch` is batch_size and the rest 0."""
+    """The work tile of a tile number. Without `is_tile`, `batch` is batch_size and the rest 0."""
 
     m_block: tl.tensor
     head: tl.tensor
@@ -77,14 +78,14 @@ def varlen_tile(
     blocks of several heads are neighbours.
     """
     times = nheads * NUM_SPLITS
-    first = hint.batch - GROUP
+    first = hint.batch - WARP_LANES
     after = hint.tiles  # the tiles up to and with the group
     blocks = lane * 0
     # Entered at least once: Triton 3.6 crashes on a load that it can prove to be never reached, as
     # it could here for a batch of one. The tiles before the group are no variable of the loop: they
     # would enter it as the same value as `after`, and Triton would take both for one.
-    while (after <= tile) & (first + GROUP < batch_size):
-        first += GROUP
+    while (after <= tile) & (first + WARP_LANES < batch_size):
+        first += WARP_LANES
         blocks = blocks_of(first + lane, cu_seqlens, total, batch_size, BLOCK)
         after += tl.sum(blocks, 0) * times
     before = after - tl.sum(blocks, 0) * times

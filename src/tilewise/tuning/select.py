@@ -20,7 +20,7 @@ _overrides: dict[str, Config] = {}
 
 
 class Properties(Protocol):
-    """What torch knows of a GPU; it has no type for it."""
+    """torch's properties of a GPU, for which it has no type."""
 
     major: int
     minor: int

@@ -18,7 +18,7 @@ from .tables import TABLE
 
 Table = dict[Key, Config]
 PORTABLE = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_delta")  # the kernels that `tilewise tune` times
-MOST_SCORES = 2048  # of a warp: more than 64 a thread spill
+MAX_SCORES_PER_WARP = 2048  # of a warp: more than 64 a thread spill
 REMEDY = "run `tilewise tune` again, which keeps a copy of the old file, or delete it"
 
 
@@ -140,7 +140,7 @@ def _can_launch(key: Key, config: Config) -> bool:
         return any(key.kernel == x.kernel and config == known for x, known in TABLE.items())
     m, n, warps, stages, _ = config
     is_tile = _is_power(m, 16, 1024) and _is_power(n, 16, 1024) and _is_power(warps, 1, 32)
-    return is_tile and 1 <= stages <= 8 and m * n <= warps * MOST_SCORES
+    return is_tile and 1 <= stages <= 8 and m * n <= warps * MAX_SCORES_PER_WARP
 
 
 def _is_power(n: int, least: int, most: int) -> bool:

@@ -1,7 +1,7 @@
 """What the functions of `triton.language` and of Gluon's `gl` mean on values.
 
-Layouts say where a block lies among the threads; here it lies in one tensor, so every layout
-argument is accepted and ignored. Maximum and minimum pass NaN on, so that poison stays visible.
+Layouts distribute a block over threads; here a block is one tensor, so layout arguments are
+accepted and ignored. Maximum and minimum pass NaN on, so that poison stays visible.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Mistakes that a GPU answers with garbage raise here: wild addresses and int32 overflow.
 
 Every load, store and atomic is checked lane by lane, masked lanes excepted, before it is carried
-out: its address must lie in the storage of an argument. The check knows storages, not views: a
-read that leaves a slice of a larger tensor stays within its storage and passes. Integer sums,
+out: its address must lie in the storage of an argument. The check uses storages, not views: a read
+that leaves a slice of a larger tensor stays within its storage and passes. Integer sums,
 differences and products must fit their type, in masked lanes as well.
 """
 

@@ -1,8 +1,8 @@
 """diffusers' context parallelism: its rings and its Ulysses call our forward and our backward.
 
-Each rank holds a part of the sequence. Ulysses exchanges it for the whole sequence of some heads;
-a ring passes keys and values on, and joins what each gives by lse. diffusers does both, in
-templates that are asked for two functions.
+Each rank holds a part of the sequence. Ulysses exchanges it for the whole sequence of some heads; a
+ring passes keys and values on, and joins what each gives by lse. diffusers does both, in templates
+that take two functions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """tilewise under transformers: `attn_implementation="tilewise"` after one `register()`.
 
-Two functions are registered under one name. The mask function runs once per forward and says what
-each query may see as a `Visible`; the attention function runs in each layer and obeys it. Without
-the first, transformers builds no mask for a custom name, and silently ignores padding. Sequences
-packed in one row are served as packed ones: see `packed`. Masks other than bands are stored: see
-`stored`. What cannot be served exactly is refused with a reason; `check(model)` says beforehand
-which layers will reach tilewise.
+Two functions are registered under one name. The mask function runs once per forward and returns a
+`Visible`; the attention function runs in each layer and applies it. Without the first, transformers
+builds no mask for a custom name, and silently ignores padding. Sequences packed in one row are
+served as packed ones: see `packed`. Masks other than bands are stored: see `stored`. What cannot be
+served exactly is refused with a reason; `check(model)` lists beforehand which layers will call
+tilewise.
 """
 
 from __future__ import annotations

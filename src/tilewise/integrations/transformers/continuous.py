@@ -3,8 +3,8 @@
 It takes eager attention, SDPA and names with "flash" in them; for those it packs the step's tokens
 and calls flash attention's functions, `flash_attn_varlen_func` over keys that it gathers, and on a
 GPU, in steps that only decode, `flash_attn_with_kvcache` over its pages. So there is a second name,
-transformers' own flash attention over our functions, and a model that asks for tilewise has it for
-as long as it generates so, as one that asks for eager attention has "paged|eager".
+transformers' own flash attention over our functions, and a model loaded with tilewise uses it
+during continuous batching, as one loaded with eager attention uses "paged|eager".
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The attention function, which transformers calls in each layer: what it hands down becomes a call
-of ours, or a refusal with a reason.
+"""The attention function, which transformers calls in each layer: its arguments become a call of
+tilewise, or a refusal with a reason.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _of_scores(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def refuse(kwargs: dict) -> None:
-    """What is handed down and not understood."""
+    """Refuses unknown arguments."""
     for name, value in kwargs.items():
         if value is None or value is False or name in HARMLESS:
             continue

@@ -1,4 +1,4 @@
-"""Which layers of a transformers model will reach tilewise, told from their code before a run.
+"""Which layers of a transformers model will call tilewise, found from their code without a run.
 
 transformers takes an attention function by name from a registry. A model with an attention of its
 own never reads the registry and silently ignores the name; if it also adds masks that transformers
@@ -70,7 +70,9 @@ def _layer(name, module, above: list[torch.nn.Module], is_ours: Callable[[str], 
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether it asks the registry, or is called an attention and holds no other that is."""
+    """Whether it reads the registry, or has attention in its name and contains no other
+    attention.
+    """
     if _asks_registry(type(module)):
         return True
     inner = (child for child in module.modules() if child is not module)

@@ -1,4 +1,4 @@
-"""What transformers asks of the mask function: a predicate over some queries and keys."""
+"""The arguments of the mask function: a predicate over some queries and keys."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _found(request: MaskRequest) -> Visible | Band | None:
 
 
 def _probed(request: MaskRequest) -> Visible | Band | None:
-    """What `request.predicate` is, found by asking it about some pairs."""
+    """What `request.predicate` is, found by evaluating it for some pairs."""
     is_whole = request.is_whole()
     predicate, batch, (q_length, kv_length), *_ = request
     rest = (request.local_size, request.device)

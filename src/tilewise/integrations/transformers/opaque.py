@@ -1,6 +1,6 @@
-"""What stands in a tensor's place and refuses to be used as one.
+"""A placeholder for a tensor that refuses to be used as one.
 
-transformers hands a model's mask to its layers, and most of them hand it on to the attention
+transformers passes a model's mask to its layers, and most of them pass it on to the attention
 function. Some models compute with it themselves. There a mask that is no tensor must neither be
 taken for something else nor end in an error about types, so every use of it is refused by one
 sentence that names the way out.

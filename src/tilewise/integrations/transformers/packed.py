@@ -133,7 +133,7 @@ def _chunked(visible: Visible, chunk: int, given: tuple[Tensor, Tensor]) -> tupl
 
 
 def _agree(visible: Visible, begins: Tensor, given: tuple[Tensor, Tensor]) -> None:
-    """The mask, whose sequences begin at `begins`, knows of those that `given` tell of."""
+    """Checks that the mask's sequences, which begin at `begins`, are those of `given`."""
     if torch.compiler.is_compiling():
         for starts in given:
             assert_later(_are_those_of(begins, starts), DISAGREE)

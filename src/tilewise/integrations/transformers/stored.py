@@ -48,7 +48,7 @@ def beside(request: MaskRequest, band: Band, padding: Tensor) -> Visible:
 
 
 def padded(padding: Tensor, band: Band, q: Tensor, k: Tensor) -> Visible:
-    """A band, and 2D padding that a model hands its layers."""
+    """A band, and the 2D padding that a model passes to its layers."""
     lengths = (q.shape[1], k.shape[1])
     diagonal = lengths[1] - lengths[0]
     compiling = torch.compiler.is_compiling()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ...tile.schedule import find_query_tile, query_tile
-from ...tile.seqlen import lengths_in, padded_row, place_of
+from ...tile.seqlen import lengths_in, offsets_of, padded_row
 from ...tile.softmax import load_sink, lse_to_log2
 from .io import from_row, load_once, row_stats
 
@@ -56,11 +56,11 @@ def bwd_delta_kernel(
         m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
         if batch >= sizes.packed:
             return
-        place = place_of(batch, sizes, optionals, FEATURES)
-        first, seqlen_q = place.first_q, lengths_in(place, batch, optionals, FEATURES).seqlen_q
+        offsets = offsets_of(batch, sizes, optionals, FEATURES)
+        first, seqlen_q = offsets.first_q, lengths_in(offsets, batch, optionals, FEATURES).seqlen_q
         padded_first = padded_row(first, batch, BLOCK_M)
         tile = head * (accumulated.padded // BLOCK_M) + padded_first // BLOCK_M + m_block
-        batch = place.batch
+        batch = offsets.batch
         out, dout = from_row(out, first), from_row(dout, first)
     else:
         m_block, head, batch = query_tile(tile, sizes, FEATURES, BLOCK_M)

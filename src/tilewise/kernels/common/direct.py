@@ -37,7 +37,7 @@ class Direct:
 
 def launcher_of(compiled: Any) -> tuple[Callable, bool] | None:
     """A kernel's launcher in C, and whether it takes the arguments as one tuple. None where this
-    Triton's is like neither that of 3.6 nor that of 3.8, or wants memory of its own.
+    Triton's is like neither that of 3.6 nor that of 3.8, or needs scratch memory.
     """
     run = compiled.run
     packs = hasattr(run, "kernel_signature")

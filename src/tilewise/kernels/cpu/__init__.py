@@ -83,7 +83,7 @@ def backward(
     first: int = 0,
     targets: tuple[Target, ...] = (),
 ) -> Grads:
-    """Gradients of q, k, v and, where they are asked for, sinks and bias; adds to the targets'."""
+    """Gradients of q, k, v and, where requested, sinks and bias; adds to those of the targets."""
     if problem.is_packed:
         of_one = functools.partial(backward, targets=targets)
         return packed.backward(of_one, problem, saved, extras, scalars)

@@ -34,7 +34,7 @@ from .cache_blocks import Workspace, blocks_of, load
 
 Tensor = torch.Tensor
 TOKENS = 4
-ROWS = 16  # of a tile, unless one token has more
+TILE_ROWS = 16  # of a tile, unless one token has more
 
 
 class CachedSequence(NamedTuple):
@@ -79,7 +79,7 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
 def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> CachedSequence:
     nheads, nheads_k = cached.q.shape[-2], cached.k.shape[2]
     group = nheads // nheads_k
-    tokens = max(1, min(TOKENS, ROWS // group))
+    tokens = max(1, min(TOKENS, TILE_ROWS // group))
     diagonal, left = length - seqlen_q, cached.scalars.left
     first = min(length, max(0, diagonal - left)) if left >= 0 else 0
     slopes, sinks = cached.extras.alibi_slopes, cached.extras.sinks
@@ -143,7 +143,7 @@ def _attend(sequence: CachedSequence, tiles: list[TokenTile], workspace: Workspa
 
 
 class Span:
-    """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded when they are asked for.
+    """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded on demand.
 
     For one tile, blocks share memory that fits a core's cache; for several tiles, all blocks stay.
     """

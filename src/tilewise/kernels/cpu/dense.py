@@ -48,7 +48,7 @@ class More(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A place where the score function reads a captured tensor that wants a gradient."""
+    """A load of the score function from a captured tensor that requires grad."""
 
     load: Node
     slope: Node  # the function's derivative by what is read
@@ -99,7 +99,7 @@ class QueryRange(NamedTuple):
 
 
 def rows(dense: Dense, block: int) -> Iterator[QueryRange]:
-    """Blocks of queries from the top, each with the band of keys that it needs to look at."""
+    """Blocks of queries from the top, each with its band of keys."""
     seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
     for start in range(0, seqlen_q, block):
         stop = min(start + block, seqlen_q)

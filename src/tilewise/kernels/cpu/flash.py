@@ -41,7 +41,7 @@ _backward = getattr(getattr(torch.ops.aten, f"{_NAME}_backward", None), "default
 
 # With fewer keys in its first block than fp32 lanes in a vector (16 with AVX-512), torch's kernel
 # takes a row of NaN for a masked one and gives out 0, and lse 0 (torch 2.13, November 2026).
-LANES = 16
+VECTOR_LANES = 16
 
 
 class Piece(NamedTuple):
@@ -88,7 +88,7 @@ def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool
 def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of one piece, (batch, nheads, seqlen, ...), of any strides."""
     out, lse = _forward(q, k, v, 0.0, is_causal, scale=scale)
-    is_short = k.shape[2] < LANES or (is_causal and q.shape[2] < LANES)
+    is_short = k.shape[2] < VECTOR_LANES or (is_causal and q.shape[2] < VECTOR_LANES)
     # Of a row of NaN, or it happens to be 0. `count_nonzero` takes half as long as `all`
     if is_short and torch.count_nonzero(lse).item() < lse.numel():
         return _exactly(q, k, v, is_causal, scale)

@@ -81,7 +81,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """What the launches have, and with them Triton: a CPU call that asks us needs none of it."""
+    """Attributes of the launch modules, imported lazily: CPU calls import no Triton."""
     if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .bwd import launch as bwd_launch

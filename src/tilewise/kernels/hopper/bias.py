@@ -102,7 +102,7 @@ def load_bias(work, rows, n_block, call, TILE: gl.constexpr):
     if STEP == 0:
         return gl.load(of_rows)[:, None]
     else:
-        # A constant, as the compiler forgets on the way into a partition what it knew of strides
+        # A constexpr, as divisibility of strides is lost at the call of a partition
         step = 1 if STEP > 0 else bias.column
         of_block = of_rows + gl.cast(n_start, gl.int64) * step
         ptrs = of_block[:, None] + columns.to(gl.int64) * step

@@ -23,7 +23,7 @@ def has_tiles(bias: Tensor | None, q: Tensor) -> bool:
 
 
 def bias_step(bias: Tensor | None) -> int:
-    """`Pipeline.BIAS_STEP`: how the bias of neighbouring keys lies in memory."""
+    """`Pipeline.BIAS_STEP`: the memory layout of the bias of neighbouring keys."""
     if bias is None or bias.shape[3] == 1:
         return 0
     if bias.stride(3) != 1:

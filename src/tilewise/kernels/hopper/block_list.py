@@ -3,8 +3,7 @@ full ones.
 
 A tile's blocks are then numbered by their place on the two lists, concatenated: `first` is 0,
 `full_first` how many are partial, `full_stop` how many there are. The load warp counts them, and
-every partition reads from the lists which block stands at a place. A list is short and read often,
-so that it is in the L1 cache.
+every partition reads the block indices from the lists, which stay in the L1 cache.
 """
 
 from triton.experimental import gluon
@@ -29,7 +28,7 @@ def visited(m_start, seq, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def listed_block(work, i, lists, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The key block at place i; 0 past the last place, where a tile that sees nothing is."""
+    """The key block at place i; 0 past the last place, where a fully masked tile is."""
     SPLIT: gl.constexpr = FEATURES.MASK_N // TILE.BLOCK_N
     row = list_row(lists, work.batch, work.head, work.start // FEATURES.MASK_M)
     place = i // SPLIT

@@ -16,8 +16,8 @@ from ..common.building import first_launch
 from ..common.relaunch import class_of, has_launch_hooks, relaunch
 
 UNIT = 8  # elements of 16 bits in 16 bytes
-ELEMENTS = 8192  # of a program
-MOST = 3  # tensors of a launch
+ELEMENTS_PER_PROGRAM = 8192  # of a program
+MAX_TENSORS = 3  # tensors of a launch
 
 
 class Copy(NamedTuple):
@@ -95,7 +95,7 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     if not made:
         return
     programs, device = sum(copied.programs for copied, _ in made), copies[0][0].device
-    copied, constants = ((*x, *[None] * (MOST - len(made))) for x in zip(*made))
+    copied, constants = ((*x, *[None] * (MAX_TENSORS - len(made))) for x in zip(*made))
     if device.type == "cpu":
         from ...emulator.triton.interpreter import interpret
 
@@ -118,7 +118,7 @@ def of_copy(source: torch.Tensor, target: torch.Tensor, width: int) -> tuple[Cop
     batch, seqlen, nheads, headdim = source.shape
     units = unit_of(source), unit_of(target)
     block_d = triton.next_power_of_2(width)
-    constants = Copy(headdim, width, *units, ELEMENTS // block_d, block_d)
+    constants = Copy(headdim, width, *units, ELEMENTS_PER_PROGRAM // block_d, block_d)
     rows = batch * seqlen * nheads
     tensors = in_units(source, units[0]), in_units(target, units[1])
     return Copied(*tensors, rows, seqlen, nheads, triton.cdiv(rows, constants.ROWS)), constants

@@ -15,8 +15,8 @@ from .padded import UNIT, copies_in_padded_rows
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
-MOST = 0x7FFF0000  # of a dimension whose coordinates are not checked
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+MAX_ROWS = 0x7FFF0000  # of a dimension whose coordinates are not checked
+GL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 class DescriptorFields(NamedTuple):
@@ -53,7 +53,7 @@ def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields
     """
     batch, _, heads, columns = x.shape
     by_row, by_head, heads_per_batch = ragged_steps(x)
-    shape = [MOST, MOST, (batch - 1) * heads_per_batch + heads, BILLION, columns]
+    shape = [MAX_ROWS, MAX_ROWS, (batch - 1) * heads_per_batch + heads, BILLION, columns]
     return DescriptorFields(x, shape, [2**34 - by_row, by_row, by_head, by_row, 1], block, layout)
 
 
@@ -149,7 +149,7 @@ def is_ragged(problem: Problem) -> bool:
 
 
 def valid(shape: list[int], strides: list[int]) -> list[int]:
-    """Between elements of which there is one, any stride; TMA wants a multiple of 8."""
+    """Between elements of which there is one, any stride; TMA needs a multiple of 8."""
     return [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
 
 

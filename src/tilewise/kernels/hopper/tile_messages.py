@@ -1,8 +1,8 @@
 """Work-tile messages: a tile's integers, from the load warp to every other partition.
 
-The load warp finds out what a tile number stands for and sends the fields of a NamedTuple through a
-ring of two stages in shared memory. All readers walk the same list of tiles, and the divisions are
-done by the warp that has time for them.
+The load warp computes the work tile of a tile number and sends the fields of a NamedTuple through a
+ring of two stages in shared memory. All readers process the same tiles, and the otherwise idle warp
+does the divisions.
 """
 
 from triton.experimental import gluon

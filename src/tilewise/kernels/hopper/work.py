@@ -16,7 +16,8 @@ from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
 from .block_list import listed_block, visited
 
 END = gl.constexpr(-1)  # the start that marks the end
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number for each lane of the warp
+# One element per lane
+LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 class KernelCall(NamedTuple):
@@ -112,7 +113,7 @@ def fetch_next_tile(queue, pred):
     and so does ptxas where all lanes have one address: both would wait here. So each lane has an
     address of its own. And no branch: behind one ptxas let the lanes diverge (`copies_apart`).
     """
-    lane = gl.arange(0, 32, LANES)
+    lane = gl.arange(0, 32, LANE_LAYOUT)
     mask = (lane == 0) & pred
     return gl.atomic_add(queue.counter + lane, lane * 0 + 1, mask=mask, sem="relaxed")
 
@@ -120,7 +121,7 @@ def fetch_next_tile(queue, pred):
 @gluon.jit
 def fetched_tile(fetched):
     """The tile's number. Each program starts with its own index, the counter behind all these."""
-    first = gl.arange(0, 32, LANES) == 0
+    first = gl.arange(0, 32, LANE_LAYOUT) == 0
     return gl.sum(gl.where(first, fetched, 0), 0) + gl.num_programs(0)
 
 

@@ -49,7 +49,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """What `launch` has, and with it Triton: a CPU call that asks us needs neither."""
+    """Attributes of `launch`, imported lazily: CPU calls import no Triton."""
     if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import launch

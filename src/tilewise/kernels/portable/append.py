@@ -12,7 +12,7 @@ import triton.language as tl
 from ...tile.bounds import clamp
 from ...tile.types import Strided
 
-GROUP = tl.constexpr(128)  # sequences, or slots, per group
+SEQUENCES_PER_GROUP = tl.constexpr(128)  # sequences, or slots, per group
 
 
 class NewKeys(NamedTuple):
@@ -88,8 +88,8 @@ def find_position(token, new):
         return sequence, tl.load(new.seqused_k + sequence) - new.seqlen + token % new.seqlen
     else:
         sequence = token * 0
-        for first in range(0, new.batch, GROUP):
-            number = first + tl.arange(0, GROUP)
+        for first in range(0, new.batch, SEQUENCES_PER_GROUP):
+            number = first + tl.arange(0, SEQUENCES_PER_GROUP)
             ends = tl.load(new.cu_seqlens + 1 + number, mask=number < new.batch, other=2**31 - 1)
             sequence += tl.sum((ends <= token).to(tl.int32), 0)
         is_in = sequence < new.batch
@@ -115,8 +115,8 @@ def slot_of(sequence, position, cache):
 def has_later(token, slot, slots, total):
     """Whether a later key has the same slot."""
     count = token * 0
-    for first in range(token + 1, total, GROUP):
-        number = first + tl.arange(0, GROUP)
+    for first in range(token + 1, total, SEQUENCES_PER_GROUP):
+        number = first + tl.arange(0, SEQUENCES_PER_GROUP)
         other = tl.load(slots + number, mask=number < total, other=-1)
         count += tl.sum(((other == slot) & (number < total)).to(tl.int32), 0)
     return count > 0

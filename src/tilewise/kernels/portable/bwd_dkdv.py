@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ...tile.bounds import count_full, count_partial, full_block, partial_block, query_blocks
 from ...tile.schedule import find_key_tile
-from ...tile.seqlen import lengths_of, modifiers_of, place_of, sequence_of
+from ...tile.seqlen import lengths_of, modifiers_of, offsets_of, sequence_of
 from ...tile.softmax import lse_to_log2
 from ..common.bwd_step import recompute
 from ..common.io import (
@@ -118,11 +118,11 @@ def attn_bwd_dkdv_kernel(
             return
     n_start = n_block * BLOCK_N
     lengths = lengths_of(sequence, sizes, optionals, FEATURES)
-    place = place_of(sequence, sizes, optionals, FEATURES)
-    batch = place.batch
-    q, dout = from_row(q, place.first_q), from_row(dout, place.first_q)
-    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
-    dk, dv = from_row(dk, place.first_k), from_row(dv, place.first_k)
+    offsets = offsets_of(sequence, sizes, optionals, FEATURES)
+    batch = offsets.batch
+    q, dout = from_row(q, offsets.first_q), from_row(dout, offsets.first_q)
+    k, v = from_row(k, offsets.first_k), from_row(v, offsets.first_k)
+    dk, dv = from_row(dk, offsets.first_k), from_row(dv, offsets.first_k)
     seqlen_q = lengths.seqlen_q
 
     seqlen_k = lengths.seqlen_k
@@ -144,8 +144,8 @@ def attn_bwd_dkdv_kernel(
         rows = QueryRows(
             open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS),
             open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, TILE.DESCRIPTORS),
-            row_stats(stats[0], batch, head, sizes) + place.first_q,
-            row_stats(stats[1], batch, head, sizes) + place.first_q,
+            row_stats(stats[0], batch, head, sizes) + offsets.first_q,
+            row_stats(stats[1], batch, head, sizes) + offsets.first_q,
         )
         blocks = query_blocks(n_start, seq, FEATURES, TILE)
         for i in range(count_partial(blocks, SPLIT)):
@@ -163,5 +163,5 @@ def attn_bwd_dkdv_kernel(
     is_key = (n_start + tl.arange(0, BLOCK_N) < seqlen_k)[:, None]
     dk_tile = tl.where(is_key, grads.dk * numbers.scale, 0.0)
     dv_tile = tl.where(is_key, grads.dv * numbers.dropout_factor, 0.0)
-    store_rows(dk, batch, head_k, dk_tile, n_start, place.rows_k, BLOCK_N, D, BLOCK_D)
-    store_rows(dv, batch, head_k, dv_tile, n_start, place.rows_k, BLOCK_N, DV, BLOCK_DV)
+    store_rows(dk, batch, head_k, dk_tile, n_start, offsets.rows_k, BLOCK_N, D, BLOCK_D)
+    store_rows(dv, batch, head_k, dv_tile, n_start, offsets.rows_k, BLOCK_N, DV, BLOCK_DV)

@@ -50,7 +50,7 @@ def attn_bwd_dq_kernel(
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
         acc_dq = add_key_tile(acc_dq, queries, n_start, FEATURES, TILE, PADDED)
     acc_dq *= numbers.scale
-    dq = from_row(dq, queries.place.first_q)
-    rows = queries.place.rows_q
-    batch, m_start = queries.place.batch, queries.m_start
+    dq = from_row(dq, queries.offsets.first_q)
+    rows = queries.offsets.rows_q
+    batch, m_start = queries.offsets.batch, queries.m_start
     store_rows(dq, batch, head, acc_dq, m_start, rows, BLOCK_M, FEATURES.HEADDIM, BLOCK_D)

@@ -20,7 +20,7 @@ from . import decode_launch
 from .decode_relaunch import DecodeStep
 
 Tensor = torch.Tensor
-MOST_ROWS = 16  # queries times query heads of a key head: one tile
+MAX_TILE_ROWS = 16  # queries times query heads of a key head: one tile
 LEAST_KEYS = 512
 
 
@@ -32,7 +32,7 @@ def serves(problem: Problem, q: Tensor, k: Tensor) -> bool:
         return False
     if problem.dtype.itemsize != 2 or max(problem.headdim, problem.headdim_v) > 256:
         return False
-    return 0 < q.shape[1] * problem.group <= MOST_ROWS and k.shape[1] >= LEAST_KEYS
+    return 0 < q.shape[1] * problem.group <= MAX_TILE_ROWS and k.shape[1] >= LEAST_KEYS
 
 
 class Forward:

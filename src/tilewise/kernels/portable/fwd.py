@@ -34,12 +34,12 @@ def attn_fwd_kernel(
             return
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    place, seq, k_rows, v_rows = open_keys(
+    offsets, seq, k_rows, v_rows = open_keys(
         k, v, head, batch, optionals, sizes, numbers, FEATURES, TILE
     )
-    batch = place.batch
+    batch = offsets.batch
     seqlen_q = seq.lengths.seqlen_q
-    q, out = from_row(q, place.first_q), from_row(out, place.first_q)
+    q, out = from_row(q, offsets.first_q), from_row(out, offsets.first_q)
     # (BLOCK_M, BLOCK_D)
     q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
 
@@ -59,7 +59,7 @@ def attn_fwd_kernel(
     for i in tl.range(count_partial(blocks, SPLIT), num_stages=TAIL_STAGES):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, True)
-    # A block mask knows of no seqused_k
+    # A block mask does not include seqused_k
     PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
@@ -71,6 +71,6 @@ def attn_fwd_kernel(
     if FEATURES.SEQUSED_Q:
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
         row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))
-    store_rows(out, batch, head, acc_o, m_start, place.rows_q, BLOCK_M, DV, BLOCK_DV)
-    lse_row = row_stats(lse, batch, head, sizes) + place.first_q
-    tl.store(lse_row + q_idx, row_lse, mask=q_idx < place.rows_q)
+    store_rows(out, batch, head, acc_o, m_start, offsets.rows_q, BLOCK_M, DV, BLOCK_DV)
+    lse_row = row_stats(lse, batch, head, sizes) + offsets.first_q
+    tl.store(lse_row + q_idx, row_lse, mask=q_idx < offsets.rows_q)

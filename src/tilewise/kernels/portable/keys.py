@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.seqlen import modifiers_of, place_of, sequence_of
+from ...tile.seqlen import modifiers_of, offsets_of, sequence_of
 from ...tile.types import Sequence, SequenceOffsets
 from ..common.io import from_row, open_rows
 
@@ -13,7 +13,7 @@ from ..common.io import from_row, open_rows
 class Keys(NamedTuple):
     """A sequence, where it lies, and its keys and values, opened."""
 
-    place: SequenceOffsets
+    offsets: SequenceOffsets
     seq: Sequence
     k: Any
     v: Any
@@ -26,10 +26,10 @@ def open_keys(
     """The keys and values that a query head attends to."""
     modifiers = modifiers_of(optionals)
     seq = sequence_of(sequence, head, sizes, optionals, modifiers, numbers, FEATURES)
-    place = place_of(sequence, sizes, optionals, FEATURES)
-    k, v = from_row(k, place.first_k), from_row(v, place.first_k)
-    at = place.batch, head // FEATURES.GROUP, seq.lengths.seqlen_k
+    offsets = offsets_of(sequence, sizes, optionals, FEATURES)
+    k, v = from_row(k, offsets.first_k), from_row(v, offsets.first_k)
+    at = offsets.batch, head // FEATURES.GROUP, seq.lengths.seqlen_k
     N: tl.constexpr = TILE.BLOCK_N
     k_rows = open_rows(k, *at, N, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.DESCRIPTORS)
     v_rows = open_rows(v, *at, N, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE.DESCRIPTORS)
-    return Keys(place, seq, k_rows, v_rows)
+    return Keys(offsets, seq, k_rows, v_rows)

@@ -25,7 +25,7 @@ from .keys import open_keys
 class Queries(NamedTuple):
     """A tile of queries, and the keys and values of its sequence."""
 
-    place: SequenceOffsets
+    offsets: SequenceOffsets
     seq: Sequence
     m_start: tl.tensor
     q: Any  # (BLOCK_M, BLOCK_D); opened, where they are read in chunks
@@ -68,23 +68,25 @@ def open_queries(
     m_block, head, batch = tile
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    place, seq, k_rows, v_rows = open_keys(
+    offsets, seq, k_rows, v_rows = open_keys(
         k, v, head, batch, optionals, sizes, numbers, FEATURES, TILE
     )
-    batch = place.batch
+    batch = offsets.batch
     seqlen_q = seq.lengths.seqlen_q
-    q, dout = from_row(q, place.first_q), from_row(dout, place.first_q)
+    q, dout = from_row(q, offsets.first_q), from_row(dout, offsets.first_q)
     if TILE.CHUNK > 0:
         q_tile = open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, False)
         do = open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, False)
     else:
         q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
         do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
-    lse_row = row_stats(stats[0], batch, head, sizes) + place.first_q
-    other_row = row_stats(stats[1], batch, head, sizes) + place.first_q
+    lse_row = row_stats(stats[0], batch, head, sizes) + offsets.first_q
+    other_row = row_stats(stats[1], batch, head, sizes) + offsets.first_q
     lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
     delta_or_dlse = load_stats(other_row, q_idx, seq.lengths, 0.0, True)
-    return Queries(place, seq, m_start, q_tile, do, lse_to_log2(lse), delta_or_dlse, k_rows, v_rows)
+    return Queries(
+        offsets, seq, m_start, q_tile, do, lse_to_log2(lse), delta_or_dlse, k_rows, v_rows
+    )
 
 
 @triton.jit

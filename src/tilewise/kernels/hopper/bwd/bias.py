@@ -5,7 +5,7 @@ the load warp copies the tile into shared memory, and matmul warpgroups read it 
 `ldmatrix`: four instructions, where a load of each element took 300 with its addresses.
 
 There is one tile, of the keys of both warpgroups, and no `empty` barrier: a warpgroup that arrives
-at `full` of the exchange with the dS of a block has read its bias.
+at `full` of the score buffers with the dS of a block has read its bias.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
         previous = step + 2  # the step before is in stage (step - 1) % 3
         last = gl.maximum(step - 1, 0)
         tile = rings.bias
-        mbarrier.wait(rings.exchange.full.index(previous % 3), (last // 3) & 1, pred=step > 0)
+        mbarrier.wait(rings.score_buffers.full.index(previous % 3), (last // 3) & 1, pred=step > 0)
         full = tile.full.index(0)
         mbarrier.expect(full, 2 * desc.block_type.nbytes)
         # A dimension that the bias does not have is one element long

@@ -18,7 +18,7 @@ from ..bias_memory import has_tiles
 
 Tensor = torch.Tensor
 WRITTEN, SUMMED = "written", "summed"
-MOST_SCORES = 2 << 30  # bytes of dS that are stored to be summed; beyond, it is recomputed
+MAX_DS_BYTES = 2 << 30  # bytes of dS that are stored to be summed; beyond, it is recomputed
 
 
 def way_of(
@@ -34,7 +34,7 @@ def way_of(
     if dbias.shape[:2] == (q.shape[0], q.shape[2]) and has_tiles(dbias, q):
         return WRITTEN
     size = math.prod(sums_of(q, k)) * q.itemsize
-    return SUMMED if size <= MOST_SCORES else ""
+    return SUMMED if size <= MAX_DS_BYTES else ""
 
 
 def sums_of(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:

@@ -22,7 +22,7 @@ from ..tile_messages import field
 from ..work import is_partial
 from .query_blocks import block_before
 
-WORDS = gl.constexpr(8)
+METADATA_WORDS = gl.constexpr(8)
 
 
 class BlockMetadata(NamedTuple):
@@ -38,13 +38,13 @@ class BlockMetadata(NamedTuple):
 def make_metadata():
     """Allocates four slots."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [4, WORDS], layout)
+    return gl.allocate_shared_memory(gl.int32, [4, METADATA_WORDS], layout)
 
 
 @gluon.jit
 def write_metadata(metadata, state, work, block, needs_mask, call, FEATURES: gl.constexpr):
     """Writes the metadata of the block that is loaded into a stage of the queries."""
-    word = gl.arange(0, WORDS, gl.BlockedLayout([WORDS], [32], [1], [0]))
+    word = gl.arange(0, METADATA_WORDS, gl.BlockedLayout([METADATA_WORDS], [32], [1], [0]))
     message = gl.where(word == 0, block.head, block.m_block)
     message = gl.where(word == 2, needs_mask.to(gl.int32), message)
     if FEATURES.DROPOUT:
@@ -58,7 +58,7 @@ def write_metadata(metadata, state, work, block, needs_mask, call, FEATURES: gl.
 @gluon.jit
 def read_metadata(metadata, step):
     """Reads the metadata of a step's block."""
-    layout: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([METADATA_WORDS], [32], [4], [0])
     message = metadata.index(step & 3).load(layout)
     stream = Stream(
         field(message, 4).to(gl.uint32, bitcast=True),

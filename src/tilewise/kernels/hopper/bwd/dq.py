@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ....tile.schedule import find_query_tile
-from ....tile.seqlen import padded_row, place_of
+from ....tile.seqlen import offsets_of, padded_row
 from ...common.io import from_row, store_rows
 
 
@@ -21,11 +21,11 @@ def hopper_bwd_dq_kernel(
     if FEATURES.PACKED:
         if batch >= sizes.packed:
             return
-        place = place_of(batch, sizes, optionals, FEATURES)
-        dq, seqlen_q = from_row(dq, place.first_q), place.rows_q
+        offsets = offsets_of(batch, sizes, optionals, FEATURES)
+        dq, seqlen_q = from_row(dq, offsets.first_q), offsets.rows_q
         block = head.to(tl.int64) * (padded_row(sizes.seqlen_q, sizes.packed, ROWS) // ROWS)
-        block += padded_row(place.first_q, batch, ROWS) // ROWS
-        batch = place.batch
+        block += padded_row(offsets.first_q, batch, ROWS) // ROWS
+        batch = offsets.batch
     else:
         block *= tl.cdiv(seqlen_q, ROWS)
     tile = accumulated + (block + m_block) * (ROWS * BLOCK_D)

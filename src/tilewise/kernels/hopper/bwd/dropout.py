@@ -69,7 +69,7 @@ def conversion(kind, has_relu, is_masked):
 
 @gluon.jit
 def marked(p, keep_bits, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """P, negative where the pair was dropped and P goes on to another warpgroup."""
+    """P, negative where the pair was dropped, if P is passed to the other warpgroup."""
     if FEATURES.DROPOUT and TILE.BLOCK_N == 64:
         return select(keep_bits, p, -p)
     else:

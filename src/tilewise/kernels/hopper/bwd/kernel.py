@@ -17,13 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..layouts import shared
 from ..work import KernelCall
 from .bias import make_bias
-from .exchange import make_exchange
-from .exchange_wide import make_wide_exchange
 from .load import load_partition
 from .mma import grad_partition
 from .mma_wide import key_partition, value_partition
 from .ordered_add import make_add_barriers, signal_partition, wait_partition
 from .rings import Rings, Sources, make_keys, make_queries, make_tile_messages
+from .score_buffers import make_score_buffers
+from .wide_score_buffers import make_wide_score_buffers
 
 
 class Outputs(NamedTuple):
@@ -61,9 +61,9 @@ def hopper_bwd_kernel(
     keys = make_keys(dtype, TILE)
     queries = make_queries(dtype, TILE)
     if TILE.BLOCK_N == 128:
-        exchange = make_exchange(dtype, TILE)
+        score_buffers = make_score_buffers(dtype, TILE)
     else:
-        exchange = make_wide_exchange(dtype, TILE)
+        score_buffers = make_wide_score_buffers(dtype, TILE)
     messages = make_tile_messages(TILE)
     add_barriers = make_add_barriers(TILE)
     bias = make_bias(dtype, TILE)
@@ -72,7 +72,7 @@ def hopper_bwd_kernel(
 
     inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
     outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
-    rings = Rings(keys, queries, exchange, messages, add_barriers, bias)
+    rings = Rings(keys, queries, score_buffers, messages, add_barriers, bias)
     call = KernelCall(queue, optionals, sizes, numbers)
     if TILE.ORDERED:
         gl.warp_specialize(

@@ -25,7 +25,7 @@ from ...common.relaunch import Launched, distinct_extras, distinct_views, may_re
 from .. import assembly
 from ..bias_memory import has_tiles
 from ..descriptors import (
-    ELEMENTS,
+    GL_DTYPES,
     DescriptorFields,
     checked,
     in_steps,
@@ -133,7 +133,7 @@ def plan_of(
         [1, 1, m, 64],
         [1, 1, m, 64],
     )
-    element = ELEMENTS[problem.dtype]
+    element = GL_DTYPES[problem.dtype]
     kinds = (*[element] * 4, gl.float32, *[element] * 4)
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)

@@ -39,7 +39,7 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Sequences that have as many rows each, so that the host knows how many tiles there are."""
+    """The loop over tiles of sequences of equal length, whose number the host knows."""
     messages_state = start()
     keys_state = start()
     step = gl.to_tensor(0)
@@ -59,7 +59,7 @@ def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.
 
 @gluon.jit
 def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Packed sequences, of which only the device knows how many tiles there are."""
+    """The loop over tiles of packed sequences, whose number only the device knows."""
     messages_state = start()
     keys_state = start()
     step = gl.to_tensor(0)

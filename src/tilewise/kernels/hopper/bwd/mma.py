@@ -3,7 +3,7 @@ keys.
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
-S and dP are computed transposed, so that P^T and dS^T are in registers just where wgmma wants its
+S and dP are computed transposed, so that P^T and dS^T are in registers in the layout of wgmma's
 left operand. dQ sums over all keys of the tile: dS passes through shared memory, and each warpgroup
 computes half of dQ. It does so one block later, when the other's dS has been written: the two
 warpgroups need not be in step, and one uses CUDA cores while the other uses tensor cores.
@@ -39,9 +39,9 @@ from .block_metadata import block_at, block_behind, needs_mask
 from .dropout import dropped_operand, marked, select, weight_of
 from .dropout_bits import draw_keep_bits
 from .epilogue import write_rows
-from .exchange import multiply_scores, share_scores, write_scores
 from .ordered_add import arrive_added, wait_to_add
 from .query_blocks import block_after, block_index, count_blocks, first_block
+from .score_buffers import multiply_scores, share_scores, write_scores
 from .work_tile import receive_tile, tile_lengths
 
 
@@ -66,7 +66,7 @@ def grad_partition(
     dtype: gl.constexpr = outputs.dk.dtype
     keys = rings.keys
     queries = rings.queries
-    exchange = rings.exchange
+    score_buffers = rings.score_buffers
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
     modifiers = modifiers_of(call.optionals)
 
@@ -106,11 +106,11 @@ def grad_partition(
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
-            wait_full(exchange, last_ds_state, pred=i > 0)
-            share_scores(exchange.ds, ds_state.stage, WG, ds, TILE)
+            wait_full(score_buffers, last_ds_state, pred=i > 0)
+            share_scores(score_buffers.ds, ds_state.stage, WG, ds, TILE)
             fence_async_shared()  # makes the threads' stores visible to wgmma
-            mbarrier.arrive(exchange.full.index(ds_state.stage), count=1)
-            write_scores(outputs.dbias, exchange.ds, ds_state.stage, WG, work, visited, TILE)
+            mbarrier.arrive(score_buffers.full.index(ds_state.stage), count=1)
+            write_scores(outputs.dbias, score_buffers.ds, ds_state.stage, WG, work, visited, TILE)
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
             # block and after the last one, from what lies there, and not used
             dv = warpgroup_mma_wait(0, deps=[pending_dv])
@@ -119,7 +119,7 @@ def grad_partition(
                 wait_full(queries, state_of(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
             k_smem = only_stage(keys.k, step)
-            pending_dq = multiply_scores(exchange.ds, last_ds_state.stage, k_smem, WG, TILE)
+            pending_dq = multiply_scores(score_buffers.ds, last_ds_state.stage, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             # The atomics overlap with dK, whose left operand is in registers. S^T reads both of its
@@ -143,9 +143,9 @@ def grad_partition(
             # No matmul may be in flight at the end of an iteration: the compiler would serialize
             # all
             s = warpgroup_mma_wait(0, deps=[pending_s])
-        wait_full(exchange, last_ds_state, pred=is_seen)
+        wait_full(score_buffers, last_ds_state, pred=is_seen)
         k_smem = only_stage(keys.k, step)
-        pending_dq = multiply_scores(exchange.ds, last_ds_state.stage, k_smem, WG, TILE)
+        pending_dq = multiply_scores(score_buffers.ds, last_ds_state.stage, k_smem, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
             add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
@@ -247,8 +247,8 @@ def add_dq(
     """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
     bytes a thread, 512 neighbours a warp.
 
-    Nothing waits for it, and it costs no shared memory, whose bandwidth the matmuls need: by way of
-    shared memory and TMA's reduce-add headdim 64 was 4 to 6 % slower.
+    There is no wait, and no use of shared memory, whose bandwidth the matmuls need: through shared
+    memory and TMA's reduce-add headdim 64 was 4 to 6 % slower.
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)

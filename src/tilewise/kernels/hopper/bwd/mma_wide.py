@@ -47,7 +47,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
     V_LAYOUT: gl.constexpr = accumulator(DV)
     dtype: gl.constexpr = outputs.dv.dtype
     queries = rings.queries
-    exchange = rings.exchange
+    score_buffers = rings.score_buffers
     no_scores = gl.zeros([64, M], gl.float32, accumulator(M))
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM, D)
@@ -70,20 +70,20 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step, TILE)
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-            wait_full(exchange.ds, state_of(step - 1), pred=i > 0)
+            wait_full(score_buffers.ds, state_of(step - 1), pred=i > 0)
             k_smem = only_stage(rings.keys.k, step)
             if not HAS_DERIVATIVE:  # its derivative needs the registers
-                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
+                pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 0)
             minus_lse = 0.0
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
             tile = recompute(
                 s, 0, minus_lse, work.start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )
-            exchange.p.store(in_register_order(tile.weight))
-            mbarrier.arrive(exchange.p_full, count=1)
+            score_buffers.p.store(in_register_order(tile.weight))
+            mbarrier.arrive(score_buffers.p_full, count=1)
             if HAS_DERIVATIVE:
-                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 0)
+                pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 0)
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
@@ -91,7 +91,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 wait_to_add(rings.add_barriers, step - 1, TILE)
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
             k_smem = only_stage(rings.keys.k, step)
-            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, 1)
+            pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 1)
             dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
             release(queries, state_of(step))
             # Before S^T starts: its operands come from shared memory, by the path of atomics
@@ -106,11 +106,11 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-            wait_full(exchange.ds, state_of(step - 1))
+            wait_full(score_buffers.ds, state_of(step - 1))
             wait_to_add(rings.add_barriers, step - 1, TILE)
             for part in gl.static_range(2):
                 k_smem = only_stage(rings.keys.k, step)
-                pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, part)
+                pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, part)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
             arrive_added(rings.add_barriers, step - 1, TILE)
@@ -131,7 +131,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
     K_LAYOUT: gl.constexpr = accumulator(D)
     dtype: gl.constexpr = outputs.dk.dtype
     queries = rings.queries
-    exchange = rings.exchange
+    score_buffers = rings.score_buffers
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
     TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
@@ -153,16 +153,16 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step, TILE)
             k_smem = only_stage(rings.keys.k, step)
-            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
-            mbarrier.wait(exchange.p_full, step & 1)
-            p = in_accumulator_order(exchange.p.load(by_register(64 * M)), S_LAYOUT)
+            pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, LAST_PART)
+            mbarrier.wait(score_buffers.p_full, step & 1)
+            p = in_accumulator_order(score_buffers.p.load(by_register(64 * M)), S_LAYOUT)
             minus_delta = 0.0
             if FEATURES.DROPOUT:
                 minus_delta = load_row(queries.minus_delta, step, no_scores)
             ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
-            exchange.ds.buffers.index(step & 1).store(ds)
+            score_buffers.ds.buffers.index(step & 1).store(ds)
             fence_async_shared()  # makes the threads' stores visible to wgmma
-            mbarrier.arrive(exchange.ds.full.index(step & 1), count=1)
+            mbarrier.arrive(score_buffers.ds.full.index(step & 1), count=1)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
@@ -174,7 +174,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 arrive_added(rings.add_barriers, step - 1, TILE)
             if LAST_PART == 3:
                 k_smem = only_stage(rings.keys.k, step)
-                pending_dq = multiply_keys(exchange.ds, step, k_smem, no_dq, 2)
+                pending_dq = multiply_keys(score_buffers.ds, step, k_smem, no_dq, 2)
             if LAST_PART == 3:
                 dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
             else:
@@ -191,7 +191,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
         if is_seen:
             k_smem = only_stage(rings.keys.k, step)
-            pending_dq = multiply_keys(exchange.ds, step - 1, k_smem, no_dq, LAST_PART)
+            pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, LAST_PART)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             if LAST_PART == 2:
@@ -250,11 +250,11 @@ def multiply_keys(ring, step, k_smem, no_dq, PART: gl.constexpr):
 
 @gluon.jit
 def write_tile(rows, keys, desc, rings, work, tiles, FEATURES: gl.constexpr):
-    """Stores dK or dV by way of the shared memory of K or V, once both warpgroups have read that
-    for the last time.
+    """Stores dK or dV through the shared memory of K or V, once both warpgroups have read that for
+    the last time.
     """
-    mbarrier.arrive(rings.exchange.done, count=1)
-    mbarrier.wait(rings.exchange.done, tiles & 1)
+    mbarrier.arrive(rings.score_buffers.done, count=1)
+    mbarrier.wait(rings.score_buffers.done, tiles & 1)
     buffer = keys.index(0)
     buffer.store(rows)
     fence_async_shared()

@@ -53,7 +53,7 @@ class Rings(NamedTuple):
 
     keys: KeyRing
     queries: QueryRing
-    exchange: tuple  # what one matmul warpgroup makes and the other needs
+    score_buffers: tuple  # P and dS between the matmul warpgroups
     messages: Ring
     add_barriers: AddBarriers
     bias: tuple = 0  # see bias.py

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.bounds import query_blocks
 from ....tile.schedule import key_tile_in_group
-from ....tile.seqlen import lengths_in, lengths_of, padded_row, place_of
+from ....tile.seqlen import lengths_in, lengths_of, offsets_of, padded_row
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import blocks_of, most_tiles, varlen_tile
 from ..pipeline import state_of
@@ -46,7 +46,7 @@ RAGGED_FIELDS = gl.constexpr(len(RaggedWork._fields))
 
 
 class FoundTile(NamedTuple):
-    """A tile number of packed sequences, and what it stands for."""
+    """A tile number of packed sequences, and its work tile."""
 
     tile: gl.tensor
     n_block: gl.tensor
@@ -57,8 +57,8 @@ class FoundTile(NamedTuple):
 
 @gluon.jit
 def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number stands for, of a batch in which all have as many rows. The head is a key
-    head.
+    """The work tile of a tile number, of a batch in which all sequences have as many rows. The head
+    is a key head.
     """
     n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
     if TILE.ORDERED and FEATURES.RIGHT:  # the order of accumulation
@@ -79,12 +79,12 @@ def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.conste
 def open_packed_tile(found, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The same for packed sequences."""
     batch = found.batch
-    place = place_of(batch, call.sizes, call.optionals, FEATURES)
-    lengths = lengths_in(place, batch, call.optionals, FEATURES)
+    offsets = offsets_of(batch, call.sizes, call.optionals, FEATURES)
+    lengths = lengths_in(offsets, batch, call.optionals, FEATURES)
     work = work_of(found.n_block, found.head, batch, lengths, call, FEATURES, TILE)
-    padded_q = padded_row(place.first_q, batch, ROWS)
-    stop_q = place.first_q + lengths.seqlen_q
-    return ragged(work, lengths, padded_q, stop_q, place.first_k + place.rows_k, place.rows_k)
+    padded_q = padded_row(offsets.first_q, batch, ROWS)
+    stop_q = offsets.first_q + lengths.seqlen_q
+    return ragged(work, lengths, padded_q, stop_q, offsets.first_k + offsets.rows_k, offsets.rows_k)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from ...common.relaunch import addresses_of, distinct_cached, may_relaunch, patt
 from .. import descriptors
 from ..assembly import ASM
 from ..compat import Descriptors, Direct, direct_of
-from ..descriptors import ELEMENTS, DescriptorFields
+from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of, num_sms
 from .kernel import hopper_decode_kernel
 from .load import Table
@@ -154,7 +154,7 @@ def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | St
     if cached.page_table is not None:
         page_size = min(page_size, cached.k.shape[1])
     return [
-        by_head(x, [1, 1, page_size, block], ELEMENTS[x.dtype])
+        by_head(x, [1, 1, page_size, block], GL_DTYPES[x.dtype])
         for x, block in ((cached.k, tile.BLOCK_D), (cached.v, tile.BLOCK_DV))
     ]
 

@@ -18,7 +18,7 @@ from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
-from ..work import LANES, fetch_next_tile, fetched_tile, reset_counter
+from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
 from .work import keys_of, no_more, open_part, open_slice, piece_keys, tile_counter
 
 
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
 def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.ROWS
     DV: gl.constexpr = TILE.BLOCK_DV
-    lane = gl.arange(0, 32, LANES)
+    lane = gl.arange(0, 32, LANE_LAYOUT)
     programs = gl.num_programs(0)
     share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()

@@ -3,7 +3,7 @@ pessimise.
 
 The mask as a comparison and a `where` takes a third to a half more instructions: the optimiser
 multiplies by other constants for each byte of a word, and packs a tile's comparisons into integers.
-And 16-bit elements that a loop hands on it takes apart: two instructions, to move one register.
+And it unpacks 16-bit elements that are carried by a loop: two instructions, to move one register.
 """
 
 import torch

@@ -76,7 +76,7 @@ def write_tile(
         rescale = rescale * call.numbers.dropout_factor
     rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
     out = (acc_o * rescale[:, None]).to(output.smem.dtype)  # (64, BLOCK_DV)
-    if FEATURES.SEQUSED_Q:  # what lies in rows that are not used may be NaN
+    if FEATURES.SEQUSED_Q:  # padding rows may hold NaN
         is_used = gl.convert_layout(q_idx < work.seqlen_q, rescale.type.layout)
         out = gl.where(is_used[:, None], out, 0.0)
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
@@ -100,7 +100,7 @@ def place_of_rows(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATURES: gl.constexpr):
-    """Columns of O by way of the warpgroup's buffer, in halves where it holds no more."""
+    """Stores columns of O through the warpgroup's staging buffer, in halves where it is smaller."""
     BUFFER: gl.constexpr = output.smem.shape[2]
     if out.shape[1] > BUFFER:
         left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))

@@ -55,10 +55,10 @@ def hopper_fwd_kernel(
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    k_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
-    v_slots = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
+    k_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
+    v_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
     full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
-    kv_ring = KVRing(k_slots, v_slots, full, empty)
+    kv_ring = KVRing(k_buffers, v_buffers, full, empty)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
     messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
 from ....hardware import SHARED_MEMORY
-from ....problem import LONG, NO_EXTRAS, Extras, Problem, Scalars
+from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes, Strided
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
@@ -35,7 +35,7 @@ from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import (
-    ELEMENTS,
+    GL_DTYPES,
     DescriptorFields,
     checked,
     descriptors,
@@ -50,7 +50,7 @@ from .epilogue import OUT_COLUMNS
 from .kernel import hopper_fwd_kernel
 
 Tensor = torch.Tensor
-ROWS = 64  # of a warpgroup's tile
+WARPGROUP_ROWS = 64  # of a warpgroup's tile
 MEGABYTE = 1 << 20
 NO_BIAS = (None,)  # its descriptor, where it has none
 
@@ -226,9 +226,9 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
     tiles.
     """
     pack = triton.next_power_of_2(problem.group)
-    if pack == 1 or pack > ROWS:
+    if pack == 1 or pack > WARPGROUP_ROWS:
         return 1
-    rows = 2 * ROWS
+    rows = 2 * WARPGROUP_ROWS
     packed = problem.nheads_k * triton.cdiv(seqlen_q * pack, rows)
     return pack if packed < problem.nheads * triton.cdiv(seqlen_q, rows) else 1
 
@@ -242,7 +242,7 @@ def plan_for(
     seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
-    is_short = seqlen_q <= LONG and not problem.is_long
+    is_short = seqlen_q <= LONG_SEQLEN and not problem.is_long
     is_copied = has_tiles(extras.bias, q)
     bias = bias_step(extras.bias), is_copied
     return plan_of(problem, q.device, is_short, pack, *bias, is_flat)
@@ -264,7 +264,7 @@ def plan_of(
     arch = "sm90" if device.type == "cpu" else architecture(device)
     widest = max(block_d, block_dv)
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
-    warpgroups = config.BLOCK_M // ROWS
+    warpgroups = config.BLOCK_M // WARPGROUP_ROWS
     if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
     out_columns = min(block_dv, OUT_COLUMNS.value)
@@ -272,7 +272,7 @@ def plan_of(
     if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
         block_n = math.gcd(block_n, problem.mods.block[1])
     tile = Pipeline(
-        warpgroups * ROWS // pack,
+        warpgroups * WARPGROUP_ROWS // pack,
         block_n,
         block_d,
         block_dv,
@@ -292,25 +292,26 @@ def plan_of(
         tile = copied if shared_memory(copied, out_columns) <= SHARED_MEMORY["sm90"] else tile
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     of_keys = [1, 1, 1, tile.BLOCK_N] if is_ragged(problem) else [1, 1, tile.BLOCK_N]
-    of_out = [1, 1, 1, ROWS] if problem.is_packed else [1, 1, ROWS // pack, pack]
+    rows = WARPGROUP_ROWS
+    of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
     blocks = (
-        [1, 1, ROWS // pack, pack, block_d],
+        [1, 1, rows // pack, pack, block_d],
         [*of_keys, block_d],
         [*of_keys, block_dv],
         [*of_out, out_columns],
-        [1, 1, ROWS, tile.BLOCK_N],
+        [1, 1, rows, tile.BLOCK_N],
     )
-    element = ELEMENTS[problem.dtype]
+    element = GL_DTYPES[problem.dtype]
     layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
     return Plan(features, tile, *blocks, layouts)
 
 
 def shared_memory(tile: Pipeline, out_columns: int) -> int:
     """Bytes of shared memory of a program, with 1 KiB for its barriers."""
-    q = tile.WARPGROUPS * tile.Q_STAGES * ROWS * tile.BLOCK_D
+    q = tile.WARPGROUPS * tile.Q_STAGES * WARPGROUP_ROWS * tile.BLOCK_D
     kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
-    bias = tile.WARPGROUPS * ROWS * tile.BLOCK_N * tile.BIAS_COPIED
-    return 2 * (q + kv + bias + tile.WARPGROUPS * ROWS * out_columns) + 1024
+    bias = tile.WARPGROUPS * WARPGROUP_ROWS * tile.BLOCK_N * tile.BIAS_COPIED
+    return 2 * (q + kv + bias + tile.WARPGROUPS * WARPGROUP_ROWS * out_columns) + 1024
 
 
 def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int = 0) -> Queue:
@@ -344,11 +345,10 @@ def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
     """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing
     to 64 MB at 4Ki, and above headdim 64 to 128 MB at 8Ki.
 
-    Short sequences want what they read to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki:
-    478 TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki,
-    relative to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857,
-    0.935, 0.976 and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000,
-    0.995 and 0.989).
+    Short sequences need their reads to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki: 478
+    TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki, relative
+    to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857, 0.935, 0.976
+    and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000, 0.995 and 0.989).
     """
     most = 64 if tile.BLOCK_D == 64 else 128
     return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE

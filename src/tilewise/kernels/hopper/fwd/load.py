@@ -20,7 +20,7 @@ from ..tile_messages import send
 from ..tma import load_ragged
 from ..work import (
     END,
-    LANES,
+    LANE_LAYOUT,
     KernelCall,
     fetch_next_tile,
     fetched_tile,
@@ -114,7 +114,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         load(rings.q[i], q_state, sources.q, [batch, head_k, m_start, member, 0], q_shape)
     q_state = advance(q_state, TILE.Q_STAGES)
     last = work.last - work.first
-    fetched = gl.zeros([32], gl.int32, LANES)
+    fetched = gl.zeros([32], gl.int32, LANE_LAYOUT)
     for i in range(last + 1):
         # The number takes a microsecond, which the full ring hides. One fetched sooner would fall
         # to a program with a long tile still before it, and others would wait for that at the

@@ -24,7 +24,7 @@ from .varlen import lengths_in
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile, as scores and masks want them."""
+    """The rows of a tile, for scores and masks."""
 
     work: Work
     rows: gl.tensor

@@ -11,19 +11,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.schedule import query_tile_in_group
-from ....tile.seqlen import lengths_of, place_of
+from ....tile.seqlen import lengths_of, offsets_of
 from ....tile.types import Lengths, Sequence
 from ....tile.varlen import varlen_tile
 from ..block_list import visited
 from ..tile_messages import make_messages, receive
-from ..work import LANES, WORK_FIELDS, Work, open_tile
+from ..work import LANE_LAYOUT, WORK_FIELDS, Work, open_tile
 
 
 class Ragged(NamedTuple):
     """A tile as `Work` has it, and its sequence.
 
-    Masks and rows of O want the lengths. They come in the message: loads of them would be waited
-    for in the loop of the matmuls.
+    Masks and rows of O need the lengths. They come in the message: loads of them would stall the
+    loop of the matmuls.
     """
 
     start: gl.tensor
@@ -46,8 +46,8 @@ RAGGED_FIELDS = gl.constexpr(len(Ragged._fields))
 
 @gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number of packed sequences stands for: the warp's lanes look at 32 sequences."""
-    lane = gl.arange(0, 32, LANES)
+    """The work tile of a tile number of packed sequences: the warp's lanes search 32 sequences."""
+    lane = gl.arange(0, 32, LANE_LAYOUT)
     starts, sizes = call.optionals.cu_seqlens_q, call.sizes
     nheads, last_first = call.queue.nheads, FEATURES.RIGHT
     return varlen_tile(
@@ -61,7 +61,7 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
     """The key blocks of a tile: one, if only to find everything masked, where its queries are not
     used.
     """
-    place = place_of(batch, call.sizes, call.optionals, FEATURES)
+    offsets = offsets_of(batch, call.sizes, call.optionals, FEATURES)
     lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
     blocks = visited(m_start, seq, FEATURES, TILE)
@@ -79,15 +79,15 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
         lengths.seqlen_q,
         lengths.seqlen_k,
         lengths.diagonal,
-        place.first_q,
-        place.first_k,
-        place.rows_q,
+        offsets.first_q,
+        offsets.first_k,
+        offsets.rows_q,
     )
 
 
 @gluon.jit
 def open_in_batch(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What a tile number stands for where sequences are rows of a batch."""
+    """The work tile of a tile number where sequences are rows of a batch."""
     if FEATURES.SEQUSED_K:
         seqlen_q = call.sizes.seqlen_q
         m_block, head, batch = query_tile_in_group(tile, call.queue, seqlen_q, TILE.BLOCK_M)

@@ -16,7 +16,7 @@ from ..layouts import accumulator, shared
 from ..pipeline import make_barrier
 
 
-class Exchange(NamedTuple):
+class ScoreBuffers(NamedTuple):
     """dS of both warpgroups, of three blocks (see `make_scores`): each computes half of dQ from all
     of it.
 
@@ -30,9 +30,9 @@ class Exchange(NamedTuple):
 
 
 @gluon.jit
-def make_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
+def make_score_buffers(dtype: gl.constexpr, TILE: gl.constexpr):
     """Allocates dS of three blocks."""
-    return Exchange(make_scores(dtype, TILE), make_barrier(3, 2))
+    return ScoreBuffers(make_scores(dtype, TILE), make_barrier(3, 2))
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ class Gradients(NamedTuple):
     full: gl.shared_memory_descriptor
 
 
-class WideExchange(NamedTuple):
+class WideScoreBuffers(NamedTuple):
     """Buffers that one warpgroup writes and the other reads.
 
     There is no `empty` barrier. P of a block is written after `full` of dS of the block before,
@@ -32,7 +32,7 @@ class WideExchange(NamedTuple):
 
 
 @gluon.jit
-def make_wide_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
+def make_wide_score_buffers(dtype: gl.constexpr, TILE: gl.constexpr):
     """Allocates P of one block and dS of two."""
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
@@ -44,4 +44,4 @@ def make_wide_exchange(dtype: gl.constexpr, TILE: gl.constexpr):
     ds_full = make_barrier(2, 1)
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
-    return WideExchange(p_smem, p_full, Gradients(ds_smem, ds_full), done)
+    return WideScoreBuffers(p_smem, p_full, Gradients(ds_smem, ds_full), done)
