@@ -103,6 +103,16 @@ def test_pages_say_which_times_they_have():
     assert "（持续负载）" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
 
 
+def test_energy_is_of_runs_that_measured_it():
+    rows = [row(joules=3.0, seqlen=1024), row("fa3", seqlen=1024, joules=4.0)]
+    rows += [row(joules=5.0, seqlen=2048, run="b"), row("fa3", seqlen=2048, run="b", joules=4.0)]
+    rows += [row(seqlen=1024, run="later"), row("fa3", seqlen=1024, run="later")]
+    evidence = collect(rows)
+    assert figures.fill("{energy fa3: fwd}", evidence) == "0.97 (0.75 to 1.25)"
+    assert figures.fill("{energy fa3: fwd 1Ki}", evidence) == "0.75 (0.75)"
+    assert figures.fill("{energy cudnn: fwd}", evidence) == "–"
+
+
 def test_odd_and_wide_headdims_have_a_table():
     rows = []
     for headdim, ms in ((100, 1.0), (104, 0.8), (512, 4.0)):

@@ -155,6 +155,16 @@ def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return times(mean_of(found)) if found else NONE
 
 
+def energy(evidence: Evidence, who: list[str], words: list[str]) -> str:
+    """Our joules a call over a peer's, where both were measured: mean (least to most)."""
+    measured = evidence._replace(calls=[entry for entry in evidence.calls if entry.row.joules])
+    of_peer = [
+        turn.rows[OURS].joules / turn.rows[who[0]].joules
+        for turn in turns(measured, [who[0]], words)
+    ]
+    return f"{mean_of(of_peer):.2f} ({span(of_peer)})" if of_peer else NONE
+
+
 def environment(evidence: Evidence, who: list[str], words: list[str]) -> str:
     """The device, or a version without what is built in: `{environment torch}`."""
     found = where(evidence)
@@ -189,5 +199,6 @@ ANSWERS = {
     "keeps": keeps,
     "share": share,
     "skewed": skewed,
+    "energy": energy,
     "environment": environment,
 }
