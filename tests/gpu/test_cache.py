@@ -76,20 +76,20 @@ def test_tiles_that_share_keys_have_the_bits_of_one_alone(headdim):
         assert_equal(run(part, **options), (out[a:b], lse[:, a:b]))
 
 
-def test_a_step_that_is_known_has_the_bits_of_the_first():
-    from tilewise.ops import known_steps as cache_steps
+def test_a_relaunched_step_has_the_bits_of_the_first():
+    from tilewise.ops import calls
 
     s = sequences([1, 1], [3000, 1700], (8, 2), (128, 128), torch.bfloat16)
     k, v, table = (x.cuda() for x in paged(s, 16))
     q, used = torch.stack(s.q).cuda(), s.lengths.cuda()
     at = dict(page_table=table, seqused_k=used)
     for x in (q, torch.randn_like(q)):
-        cache_steps._steps.clear()
+        calls._entry.cache_clear()
         first = tilewise.attention(x, k, v, **at)
-        assert len(cache_steps._steps) == 1
+        assert calls._entry.cache_info().currsize == 1
         assert torch.equal(tilewise.attention(x.clone(), k, v, **at), first)
         other = tilewise.attention(2 * x, k, v, **at)
-        cache_steps._steps.clear()
+        calls._entry.cache_clear()
         assert torch.equal(tilewise.attention(2 * x, k, v, **at), other)
 
 
