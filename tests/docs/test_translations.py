@@ -105,3 +105,13 @@ def test_the_check_sees_a_difference():
         ("    make", "make"),
     ):
         assert parse(page.replace(old, new)) != parse(page)
+
+
+def test_bold_chinese_ends_before_punctuation():
+    """CommonMark closes no bold text behind punctuation that a letter follows."""
+    pages = [*(TOUR / "zh").glob("*.md"), *(ROOT / theirs for _, theirs in PAGES)]
+    assert len(pages) > 10
+    for path in pages:
+        for bold in re.finditer(r"\*\*([^*\n]+)\*\*(.?)", path.read_text("utf-8")):
+            closes = bold[1][-1] not in "：。，、；" or not bold[2].isalnum()
+            assert closes, f"{path.name}: {bold[0]}"
