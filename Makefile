@@ -90,7 +90,7 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 report: $(READY)  ## those rows as a page, report/index.html; without any, the ones of benchmarks/results
 	$(RUN) -m benchmarks report $(wildcard $(RESULTS))
 
-figures: $(READY)  ## README's and the docs' figures anew, from benchmarks/results
+figures: $(READY)  ## write README's and the docs' figures, from benchmarks/results
 	$(RUN) -m benchmarks figures
 
 lint: style types  ## ruff and pyright

@@ -128,8 +128,8 @@ def run_account(
         at = shape._replace(direction=direction)
         entries = [account(at, name, backend, blocks) for name in (STANDARD, OURS)]
         if run is not None:
-            turns = {name: (at, provider(name)) for name in (OURS, STANDARD)}
-            outcomes = run_entries(turns, run.common, device, rounds, round_ms)
+            timed = {name: (at, provider(name)) for name in (OURS, STANDARD)}
+            outcomes = run_entries(timed, run.common, device, rounds, round_ms)
             by_name = {outcome.provider: outcome for outcome in outcomes}
             entries = [_finished(one, by_name[one.name], device, with_counters) for one in entries]
             run.keep(outcomes_of(entries), [f"{at}: measured"])
@@ -184,9 +184,9 @@ def explanation(entries: list[Entry]) -> list[str]:
         f"{shape.nheads} of its caption one has {one:.1f} ({one / difference:.0f} times that), and "
         f"6 have {6 * one:.0f}. So compare its two counts with each other, not with ours."
     )
-    bent = shape._replace(causal=True, modifier="dropout")
+    complete = shape._replace(causal=True, modifier="dropout")
     plain, both = (
-        sum(step.read + step.written for step in standard_steps(x)) / 1e9 for x in (shape, bent)
+        sum(step.read + step.written for step in standard_steps(x)) / 1e9 for x in (shape, complete)
     )
     lines.append(
         f"Its {first.gigabytes} GB lie between {plain:.1f} GB by formula, without mask and dropout,"

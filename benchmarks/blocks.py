@@ -121,8 +121,8 @@ def time_all(
     round_ms: float = 20.0,
     save: str | Path | None = None,
 ) -> list[Candidate]:
-    """The same with times: each is checked, then all take turns. Of a backward kernel the whole
-    backward is timed, its other kernels as the tables say.
+    """The same with times: each is checked, then rounds are interleaved. Of a backward kernel the
+    whole backward is timed, its other kernels as the tables say.
     """
     shape = shape._replace(direction=KERNELS[kernel])
     stage, common = Stage(shape, device), stamp("blocks", device)
@@ -205,7 +205,7 @@ def blocks(
 
     What a kernel needs is the compiler's word, for which no GPU is needed; then there is no speed.
     programs are those that fit on one SM, occupancy their share of its warps. On a GPU each tile is
-    held to fp64 and timed in turn with the others, 16 Ki tokens and hidden size 2048. spilled is
+    held to fp64 and timed in interleaved rounds, 16 Ki tokens and hidden size 2048. spilled is
     bytes a thread. The line with * is what the tables choose.
     """
     kernel = "bwd_dkdv" if direction == "bwd" and kernel == "fwd" else kernel

@@ -1,9 +1,9 @@
 """What became slower or larger between two sets of rows, beyond noise.
 
-Times of two days or two machines differ by themselves. A peer that was timed in turns with ours, in
-the same run, drifts with it: so the peer's time over ours is what is compared, where both sides
-have that peer, and milliseconds only where they do not. Compared are times under sustained load,
-where both sides have them, else flushed ones (`ways`).
+Times of two days or two machines differ by themselves. A peer that was timed in rounds interleaved
+with ours, in the same run, drifts with it: so the peer's time over ours is compared where both
+sides have that peer, and milliseconds only where they do not. Compared are times under sustained
+load, where both sides have them, else flushed ones (`ways`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def is_asked(provider: str, choice: Choice) -> bool:
 
 
 class Neighbours:
-    """The rows that were timed in turns with another, by provider."""
+    """The rows of runs with interleaved rounds of several providers, by provider."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.groups: dict[tuple, dict[str, Row]] = {}
@@ -204,7 +204,7 @@ def notes(changes: Sequence[Change], pairs: Sequence[tuple[Row, Row]]) -> list[s
     found = []
     if plain := sum(change.measure == TIME for change in changes):
         found.append(
-            f"{plain} in plain milliseconds, as no peer was timed in turns on both sides: these "
+            f"{plain} in plain milliseconds, as no peer was interleaved on both sides: these "
             "are only comparable on one machine."
         )
     sustained = sum(any(row.sustained_ms for row in pair) for pair in pairs)

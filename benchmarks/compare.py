@@ -99,8 +99,7 @@ def show(screen, found: Comparison, sides: tuple[Side, Side], rule: str) -> None
 def grouped(changes: list[Change]) -> dict[str, list[Change]]:
     """Changes by what a table says in its title."""
     titles = {
-        "ratio": "{0.provider} beside {0.peer}, timed in turns: time of {0.peer} / time of ours,"
-        " {0.way}",
+        "ratio": "{0.provider} and {0.peer}, interleaved: time of {0.peer} / time of ours, {0.way}",
         "time": "{0.provider}, plain milliseconds, {0.way}",
         "memory": "{0.provider}, peak memory in MiB",
     }

@@ -99,8 +99,8 @@ def parse(output: str) -> Counted:
     return Counted(sums[READ], sums[WRITTEN], len(kernels))
 
 
-def watched(spec: str) -> None:
-    """The child: one call between the profiler's start and stop."""
+def profile_once(spec: str) -> None:
+    """Runs in the child process: one call between the profiler's start and stop."""
     import torch
 
     from tilewise.bench.check import make_inputs
@@ -122,4 +122,4 @@ def watched(spec: str) -> None:
 
 
 if __name__ == "__main__":
-    watched(sys.argv[1])
+    profile_once(sys.argv[1])

@@ -1,8 +1,8 @@
 """`python -m benchmarks host`: what a call costs the host, in microseconds: until Python may go on.
 
-On a GPU that is checking, choosing and launching; the kernel runs meanwhile, and nobody waits for
-it. A step of decoding launches thousands of times a second, so this bounds it. On a CPU the call's
-own work is in it: the shape is kept tiny, and torch has one thread.
+On a GPU that is checking, choosing and launching; the kernel runs meanwhile, and the host does not
+wait for it. A step of decoding launches thousands of times a second, so this bounds it. On a CPU
+the call's own work is in it: the shape is kept tiny, and torch has one thread.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def host(modes, batch, causal, ours, against, as_json, png, **options) -> None:
     """What a call costs the host: microseconds until Python may go on.
 
     On a GPU that is checks, choice and launch, and not the kernel's own time; the shape is small,
-    so that the queue never fills. On a CPU the work itself is in it, on one thread. All take turns;
-    each mode's result is held to fp64 first.
+    so that the queue never fills. On a CPU the work itself is in it, on one thread. Rounds are
+    interleaved; each mode's result is held to fp64 first.
 
     no_grad: eager, where no gradient is wanted. autograd: an eager forward that records its graph.
     fwd+bwd: that and the gradients. compile: under torch.compile, no gradient wanted. graph: the
@@ -107,7 +107,7 @@ def run_host(
     round_ms: float = 20.0,
     save: str | Path | None = None,
 ) -> list[Cost]:
-    """Checks every provider in every mode, then times all in turns."""
+    """Checks every provider in every mode, then times all in interleaved rounds."""
     with contextlib.nullcontext() if device.startswith("cuda") else one_thread():
         done = _timed(shape, providers, modes, device, (rounds, round_ms))
     if save is not None:

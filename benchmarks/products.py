@@ -4,7 +4,7 @@ to fp64 at the very shape.
 torch's own product in the same precision says what may be lost: the largest error may be twice its
 (`testing/tolerance.py`). What tf32 may lose is what cutting its inputs off loses: libraries differ
 in whether they round them first. Ours of 16-bit inputs is held to the mean as well; elsewhere the
-mean tells in which order a sum was taken, which is everybody's own.
+mean depends on the order of the sum, which is each library's own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Product(NamedTuple):
     n: int
     k: int
     kind: str
-    direction: str = SUITE  # what standings are told apart by
+    direction: str = SUITE  # by which standings are grouped
 
     @property
     def flops(self) -> int:
@@ -145,8 +145,8 @@ def run_products(
     show: Callable[[str], None] = print,
     sustained: bool = False,
 ) -> list[Outcome[Product]]:
-    """Times our product in each configuration (None: the chosen one) beside torch's, in turns,
-    `sustained` also under load.
+    """Times our product in each configuration (None: the chosen one) and torch's in interleaved
+    rounds, `sustained` also under load.
 
     Rows are appended to `save` as each product ends.
     """
@@ -167,7 +167,7 @@ def run_products(
 
 
 class Named(NamedTuple):
-    """Who multiplies."""
+    """A provider of products."""
 
     name: str
 

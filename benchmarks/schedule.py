@@ -62,7 +62,7 @@ def schedule(
     """Which SM runs which tile of a packed batch when: a simulation, no GPU is used.
 
     Tiles are numbered by batch, head and block. Static: tile i runs on SM i % processors. Dynamic:
-    the next tile goes to whoever is free first. A tile costs as many units of time as it visits
+    the next tile goes to the SM that is free first. A tile costs as many units of time as it visits
     blocks of keys, in the self-attention of its sequence.
     """
     screen = console()

@@ -1,4 +1,4 @@
-"""Who was busy with what when: runs of tiles drawn in characters and as SVG.
+"""What each SM computed and when: runs of tiles drawn in characters and as SVG.
 
 A sequence has a letter and a colour. In characters a tile begins with a capital: `AaaBbb` are two
 tiles of different sequences, `AaaAaa` two of the same.
@@ -13,7 +13,7 @@ from tilewise.testing.schedule import Run, Tile, makespan
 
 IDLE = "."
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
-# Okabe and Ito's colours, told apart by every kind of sight; letters say it again.
+# Okabe and Ito's colours, distinct in any colour vision; letters say it again.
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#0072B2")
 ROW, LABEL, WIDTH, HEAD = 16, 52, 900, 34  # of the SVG, in its units
 LEGEND = 12  # sequences that it names

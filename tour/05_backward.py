@@ -295,7 +295,7 @@ pictures_05.profiled()
 #
 #     ncu --set full -k regex:attn_fwd_kernel --launch-skip 2 --launch-count 1 -o fwd python mine.py
 #
-# It needs access to the counters: root, or an administrator who allows it (the error is called
+# It needs access to the counters: root, or permission from an administrator (the error is called
 # ERR_NVGPUCTRPERM). These ten metrics say most of what there is to say about an attention kernel,
 # here of the library's portable forward at the shape above. They are recorded figures, unless you
 # run it on a GPU with TILEWISE_NCU=1.

@@ -48,7 +48,7 @@ def report(rows: tuple[Path, ...], out: Path) -> None:
 
 @click.command()
 def figures() -> None:
-    """The figures of README and the docs and their picture anew, from benchmarks/results."""
+    """Write the figures of README and the docs, and their picture, from benchmarks/results."""
     for path, text in pages(ROOT).items():
         path.write_text(text, "utf-8")
         click.echo(path)

@@ -1,7 +1,7 @@
-"""Rows in order: which of them count, which were timed in turns, and where.
+"""Rows in order: which of them count, which were timed in interleaved rounds, and where.
 
 The newest row of a shape counts, within one environment (device, torch, Triton). A ratio is taken
-only within a run, so for a shape it is the newest run that counts, of those with somebody to
+only within a run, so for a shape it is the newest run that counts, of those with a row to
 compare with if there is one.
 """
 
@@ -52,8 +52,8 @@ class Entry(NamedTuple):
         return rate_of(self.row, way_of(self.row))
 
 
-class Turn(NamedTuple):
-    """One shape: who was timed in turns, ours first."""
+class Timing(NamedTuple):
+    """The rows of one shape from the interleaved rounds of a run, ours first."""
 
     environment: Environment
     shape: Shape
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
         return way_of(*self.rows.values())
 
     @property
-    def flushed(self) -> Turn:
+    def flushed(self) -> Timing:
         """The same without its sustained times."""
         rows = {name: replace(row, sustained_ms=[]) for name, row in self.rows.items()}
         return self._replace(rows=rows)
@@ -105,7 +105,7 @@ class Evidence(NamedTuple):
 
     rows: list[Row]
     entries: list[Entry]  # the newest of each shape and provider
-    turns: list[Turn]  # the newest of each shape: dense, with features, packed
+    timings: list[Timing]  # the newest of each shape: dense, with features, packed
     others: dict[str, list[Row]]  # by suite
     calls: list[Entry]  # every attention call, the oldest first
 
@@ -119,8 +119,8 @@ class Evidence(NamedTuple):
         return sorted(counts, key=lambda where: (not where.on_gpu, -counts[where]))
 
     def by_environment(self, things: Iterable[Any], kind: str = "") -> dict[Environment, list]:
-        """Rows, entries or turns where they were taken, in the order of environments; of a kind of
-        shapes alone, where it is named.
+        """Rows, entries or timings by environment, in the order of environments; those of one kind
+        of shapes where it is named.
         """
         found: dict[Environment, list] = {where: [] for where in self.environments}
         for one in things:
@@ -142,7 +142,7 @@ def collect(rows: Sequence[Row]) -> Evidence:
             entries.append(Entry(row, shape, environment_of(row)))
     entries.sort(key=lambda entry: entry.row.date)  # stable: of one date the later line is newer
     newest = {(e.environment, e.shape, e.row.provider, lane_of(e.row)): e for e in entries}
-    return Evidence(list(rows), list(newest.values()), newest_turns(entries), others, entries)
+    return Evidence(list(rows), list(newest.values()), newest_timings(entries), others, entries)
 
 
 def environment_of(row: Row) -> Environment:
@@ -162,7 +162,7 @@ def shape_of(row: Row) -> Shape | None:
 
 
 def lane_of(row: Row) -> str:
-    """What tells rows of one shape and provider apart: what they stood beside."""
+    """What distinguishes rows of one shape and provider: the baseline that they ran with."""
     return str(row.extra.get("lane") or row.extra.get("beside") or "")
 
 
@@ -173,26 +173,26 @@ def kind_of(shape: Shape) -> str:
     return "packed" if shape.lengths else "features" if shape.features else "dense"
 
 
-def newest_turns(entries: Iterable[Entry]) -> list[Turn]:
-    """The turn that counts for each shape, in reading order; entries are the oldest first."""
+def newest_timings(entries: Iterable[Entry]) -> list[Timing]:
+    """The timing that counts for each shape, in reading order; entries are the oldest first."""
     runs: dict[tuple, dict[str, Row]] = {}
     for entry in entries:
         if not lane_of(entry.row):
             key = entry.environment, entry.shape, entry.row.run
             runs.setdefault(key, {})[entry.row.provider] = entry.row
-    newest: dict[tuple, Turn] = {}
+    newest: dict[tuple, Timing] = {}
     for (environment, shape, _), rows in runs.items():
         subject = subject_of(list(rows))
         ours_first = {name: rows[name] for name in sorted(rows, key=place_of)}
-        turn = Turn(environment, shape, ours_first, subject)
+        timing = Timing(environment, shape, ours_first, subject)
         key = environment, shape, subject
         if key not in newest or len(rows) > 1 or len(newest[key].rows) == 1:
-            newest[key] = turn
+            newest[key] = timing
     return sorted(newest.values(), key=reading_order)
 
 
 def subject_of(providers: Sequence[str]) -> str:
-    """Whom the others are divided by: tilewise, else the first that is ours."""
+    """The provider that ratios are taken to: tilewise, else the first that is ours."""
     if OURS in providers:
         return OURS
     return next((name for name in providers if is_ours(name)), "")
@@ -210,9 +210,9 @@ def place_of(provider: str) -> tuple:
     return (not is_ours(provider), known, provider)
 
 
-def reading_order(turn: Turn) -> tuple:
+def reading_order(timing: Timing) -> tuple:
     """Direction, head size, mask, length."""
-    shape = turn.shape
+    shape = timing.shape
     return (
         DIRECTIONS.index(shape.direction),
         shape.dtype,
@@ -227,14 +227,14 @@ def reading_order(turn: Turn) -> tuple:
     )
 
 
-def ratios_by_peer(turns: Iterable[Turn]) -> dict[str, dict[Shape, float]]:
+def ratios_by_peer(timings: Iterable[Timing]) -> dict[str, dict[Shape, float]]:
     """For each other provider, and for the best peer of each shape, the ratios there are."""
     found: dict[str, dict[Shape, float]] = {}
-    for turn in turns:
-        for name, of in turn.ratios.items():
-            found.setdefault(name, {})[turn.shape] = of.median
-        if turn.best is not None:
-            found.setdefault(BEST, {})[turn.shape] = turn.best
+    for timing in timings:
+        for name, of in timing.ratios.items():
+            found.setdefault(name, {})[timing.shape] = of.median
+        if timing.best is not None:
+            found.setdefault(BEST, {})[timing.shape] = timing.best
     rivals = [name for name in found if name in BEST_OF]
     if len(rivals) < 2:
         found.pop(BEST, None)  # it is the only one

@@ -1,4 +1,4 @@
-"""Writes the figures of the docs and both READMEs, and their picture, anew."""
+"""Writes the figures of the docs and both READMEs, and their picture."""
 
 from __future__ import annotations
 

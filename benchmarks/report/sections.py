@@ -17,7 +17,7 @@ from .evidence import (
     Entry,
     Environment,
     Evidence,
-    Turn,
+    Timing,
     is_ours,
     kind_of,
     place_of,
@@ -42,9 +42,9 @@ from .page import (
 WORDS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 RULE = (
-    f"A figure is the time of a peer over our time, taken in turns in one run: above 1 we are the"
-    f" faster; {BEHIND} marks where we are not. Times are {SUSTAINED}, of calls back to back, where"
-    f" rows have such, else {FLUSHED}, with pauses between."
+    f"A figure is the time of a peer over our time, from interleaved rounds of one run: above 1 we"
+    f" are the faster; {BEHIND} marks where we are not. Times are {SUSTAINED}, of calls back to"
+    f" back, where rows have such, else {FLUSHED}, with pauses between."
 )
 
 
@@ -62,15 +62,15 @@ class Group(NamedTuple):
         return f"{of}{self.kind}, {WORDS[self.direction]}, {SHORT.get(self.dtype, self.dtype)}"
 
 
-def groups(turns: Iterable[Turn]) -> dict[Group, list[Turn]]:
-    """Turns with somebody to compare with, each in its group."""
-    found: dict[Group, list[Turn]] = {}
-    for turn in turns:
-        if turn.ratios:
-            shape = turn.shape
-            where = turn.environment, turn.subject
+def groups(timings: Iterable[Timing]) -> dict[Group, list[Timing]]:
+    """Timings with a row to compare with, each in its group."""
+    found: dict[Group, list[Timing]] = {}
+    for timing in timings:
+        if timing.ratios:
+            shape = timing.shape
+            where = timing.environment, timing.subject
             key = Group(*where, kind_of(shape), shape.dtype, shape.direction)
-            found.setdefault(key, []).append(turn)
+            found.setdefault(key, []).append(timing)
     return found
 
 
@@ -80,13 +80,13 @@ def standing(evidence: Evidence) -> Section:
         f"{RULE} Means are geometric. “{BEST}” is the fastest of {', '.join(BEST_OF)} at each"
         " shape, of those that ran."
     ]
-    for environment, taken in evidence.by_environment(evidence.turns).items():
+    for environment, taken in evidence.by_environment(evidence.timings).items():
         mine, rows, pictures = groups(taken), [], []
         if not mine:
             continue
         for key in sorted(mine, key=lambda key: key.subject):
-            what, turns = str(key), mine[key]
-            ratios = ratios_by_peer(turns)
+            what, timings = str(key), mine[key]
+            ratios = ratios_by_peer(timings)
             rows += [_line(what, name, Standing.of(of)) for name, of in ratios.items()]
             pictures.append(_strip(what, ratios))
         columns = ["what", "peer", "mean", "least", "most", "rows ≥ 1", "least at"]
@@ -96,7 +96,7 @@ def standing(evidence: Evidence) -> Section:
         blocks.append(Table(caption, columns, rows, numbers))
         blocks.append(Charts(pictures))
     if len(blocks) == 1:
-        blocks.append("No rows were taken in turns with a peer.")
+        blocks.append("No run has rows of a peer beside ours.")
     return Section("Where it stands", blocks)
 
 
@@ -125,10 +125,10 @@ def _strip(what: str, ratios: dict[str, dict[Shape, float]]) -> Chart:
 def cards(evidence: Evidence) -> list[Card]:
     """The first environment's means against its nearest peers, for the page's head."""
     made = []
-    for (_, subject, kind, dtype, direction), turns in _first(evidence).items():
+    for (_, subject, kind, dtype, direction), timings in _first(evidence).items():
         if kind not in ("dense", "packed") or subject != OURS:
             continue
-        ratios = ratios_by_peer(turns)
+        ratios = ratios_by_peer(timings)
         peers = [name for name in ratios if not is_ours(name) and name != BEST]
         for name in peers[:2]:
             of = Standing.of(ratios[name])
@@ -139,8 +139,8 @@ def cards(evidence: Evidence) -> list[Card]:
     return made[:8]
 
 
-def _first(evidence: Evidence) -> dict[Group, list[Turn]]:
-    found = map(groups, evidence.by_environment(evidence.turns).values())
+def _first(evidence: Evidence) -> dict[Group, list[Timing]]:
+    found = map(groups, evidence.by_environment(evidence.timings).values())
     return next(filter(None, found), {})
 
 
@@ -209,9 +209,9 @@ def _shares(device: str, entries: Sequence[Entry]) -> list[list]:
 def speed(evidence: Evidence) -> Section:
     """A small chart for each head size, mask and direction, and all its figures in a table."""
     blocks: list = []
-    for environment, turns in evidence.by_environment(evidence.turns, "dense").items():
+    for environment, timings in evidence.by_environment(evidence.timings, "dense").items():
         for direction in WORDS:
-            if mine := [turn for turn in turns if turn.shape.direction == direction]:
+            if mine := [timing for timing in timings if timing.shape.direction == direction]:
                 title = f"{WORDS[direction].capitalize()}: {environment}"
                 pictures = _curves(mine)
                 blocks.append(Heading(title))
@@ -220,18 +220,18 @@ def speed(evidence: Evidence) -> Section:
     return Section("Speed against length", blocks or ["There are no rows of dense shapes."])
 
 
-def _curves(turns: Sequence[Turn]) -> list[Chart]:
-    families: dict[tuple, list[Turn]] = {}
-    for turn in turns:
-        families.setdefault((turn.subject, _family(turn.shape)), []).append(turn)
+def _curves(timings: Sequence[Timing]) -> list[Chart]:
+    families: dict[tuple, list[Timing]] = {}
+    for timing in timings:
+        families.setdefault((timing.subject, _family(timing.shape)), []).append(timing)
     made = []
     for members in families.values():
-        if len({turn.shape.seqlen_q for turn in members}) < 2:
+        if len({timing.shape.seqlen_q for timing in members}) < 2:
             continue
         points: dict[str, dict[int, float]] = {}
-        for turn in members:
-            for name in turn.rows:
-                points.setdefault(name, {})[turn.shape.seqlen_q] = turn.rate(name)
+        for timing in members:
+            for name in timing.rows:
+                points.setdefault(name, {})[timing.shape.seqlen_q] = timing.rate(name)
         series = [
             charts.Series(name, sorted(points[name].items()))
             for name in sorted(points, key=place_of)
@@ -253,31 +253,31 @@ def _family(shape: Shape) -> Shape:
     return shape._replace(batch=0, seqlen_q=0, seqlen_k=0)
 
 
-def figures(caption: str, turns: Sequence[Turn], folded: bool = False) -> Table:
-    """TFLOP/s of everybody, our error beside its bound, and the ratios; of turns with sustained
-    times beside them those of the flushed ones.
+def figures(caption: str, timings: Sequence[Timing], folded: bool = False) -> Table:
+    """TFLOP/s of every provider, our error beside its bound, and the ratios; of timings with
+    sustained times also the ratios of the flushed ones.
     """
-    peers = sorted({name for t in turns for name in t.ratios}, key=place_of)
-    beside = peers if any(turn.way == SUSTAINED for turn in turns) else []
+    peers = sorted({name for t in timings for name in t.ratios}, key=place_of)
+    beside = peers if any(timing.way == SUSTAINED for timing in timings) else []
     columns = ["shape", "ms", "TFLOP/s", *(f"{name} TFLOP/s" for name in peers)]
     columns += [f"/ {name}" for name in peers] + [f"/ {name}, {FLUSHED}" for name in beside]
     columns += ["error", "bound"]
     rows = []
-    for turn in turns:
-        row, ratios = turn.ours, turn.ratios
+    for timing in timings:
+        row, ratios = timing.ours, timing.ratios
         if row is None:
             continue
-        theirs = [turn.rate(name) if name in turn.rows else None for name in peers]
-        flushed = turn.flushed.ratios if beside else {}
+        theirs = [timing.rate(name) if name in timing.rows else None for name in peers]
+        flushed = timing.flushed.ratios if beside else {}
         medians = [ratios[name].median if name in ratios else None for name in peers]
         medians += [flushed[name].median if name in flushed else None for name in beside]
-        name = "" if turn.subject == "tilewise" else f"{turn.subject}: "
+        name = "" if timing.subject == "tilewise" else f"{timing.subject}: "
         errors = (row.max_error, row.bound)
         rows.append(
             [
-                f"{name}{_words_of(turn.shape)}",
-                number(turn.ms(turn.subject)),
-                number(turn.rate(turn.subject)),
+                f"{name}{_words_of(timing.shape)}",
+                number(timing.ms(timing.subject)),
+                number(timing.rate(timing.subject)),
                 *(number(value) for value in theirs),
                 *(ratio_cell(value) for value in medians),
                 *("–" if value is None else f"{value:.1e}" for value in errors),

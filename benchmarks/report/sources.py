@@ -171,7 +171,7 @@ def _on_cpu(shapes: Sequence[Shape]) -> str:
 
 
 def _tail(rows: Sequence[Row]) -> str:
-    """Who ran, how often, and where rows go."""
+    """Providers, rounds, and where rows go."""
     providers = _unique(row.provider for row in rows)
     ours = "tilewise" if "tilewise" in providers else next(filter(is_ours, providers), "tilewise")
     others = ",".join(name for name in providers if name != ours)

@@ -1,7 +1,7 @@
 """SVG, drawn with CSS classes alone, so that a page's colours hold in light and in dark.
 
-A provider has one colour, one marker and one dash wherever it is drawn; the marker and the dash are
-what tells them apart without colour.
+A provider has one colour, one marker and one dash wherever it is drawn; the marker and the dash
+distinguish it without colour.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Box(NamedTuple):
 
 
 def drawing(box: Box, parts: Iterable[str], words: str) -> str:
-    """The whole SVG; `words` says what it shows to who does not see it."""
+    """The whole SVG; `words` is its text alternative."""
     return (
         f'<svg viewBox="0 0 {box.width} {box.height}" role="img" aria-label="{quoted(words)}">'
         + "".join(parts)

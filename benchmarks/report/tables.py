@@ -12,7 +12,7 @@ from tilewise.bench.shapes import Shape
 from tilewise.bench.standings import Standing, mean_of
 
 from . import charts
-from .evidence import Entry, Evidence, Turn, environment_of, is_ours, place_of
+from .evidence import Entry, Evidence, Timing, environment_of, is_ours, place_of
 from .page import BEHIND, Chart, Charts, Heading, Section, Table, number, plural, ratio_cell, times
 from .sections import SHORT, WORDS, figures
 
@@ -22,8 +22,8 @@ MIB = 1 << 20
 def features(evidence: Evidence) -> Section | None:
     """Window, softcap, ALiBi and sinks: every shape."""
     tables: list = [
-        figures(f"Score features: {where}", turns)
-        for where, turns in evidence.by_environment(evidence.turns, "features").items()
+        figures(f"Score features: {where}", timings)
+        for where, timings in evidence.by_environment(evidence.timings, "features").items()
     ]
     return Section("Score features", tables) if tables else None
 
@@ -34,26 +34,26 @@ def packed(evidence: Evidence) -> Section | None:
         "Ratios are geometric means over heads and masks, with their range. “of dense” is how much"
         " of its own FLOP/s on dense batches the packed call keeps."
     ]
-    for environment, turns in evidence.by_environment(evidence.turns, "packed").items():
+    for environment, timings in evidence.by_environment(evidence.timings, "packed").items():
         blocks.append(Heading(str(environment)))
-        blocks.append(_by_lengths(str(environment), turns))
-        blocks.append(Charts(_strips_by_lengths(turns)))
-        blocks.append(figures(f"Every packed shape: {environment}", turns, folded=True))
+        blocks.append(_by_lengths(str(environment), timings))
+        blocks.append(Charts(_strips_by_lengths(timings)))
+        blocks.append(figures(f"Every packed shape: {environment}", timings, folded=True))
     return Section("Packed sequences", blocks) if len(blocks) > 1 else None
 
 
-def _sets(turns: Iterable[Turn]) -> dict[tuple[str, str], list[Turn]]:
-    found: dict[tuple[str, str], list[Turn]] = {}
-    for turn in turns:
-        found.setdefault((turn.shape.direction, turn.shape.lengths), []).append(turn)
+def _sets(timings: Iterable[Timing]) -> dict[tuple[str, str], list[Timing]]:
+    found: dict[tuple[str, str], list[Timing]] = {}
+    for timing in timings:
+        found.setdefault((timing.shape.direction, timing.shape.lengths), []).append(timing)
     return found
 
 
-def _by_lengths(where: str, turns: Sequence[Turn]) -> Table:
-    peers = sorted({name for turn in turns for name in turn.ratios}, key=place_of)
+def _by_lengths(where: str, timings: Sequence[Timing]) -> Table:
+    peers = sorted({name for timing in timings for name in timing.ratios}, key=place_of)
     columns = ["direction", "lengths", "shapes", *(f"/ {n}" for n in peers), "range", "of dense"]
     rows = []
-    for (direction, lengths), members in _sets(turns).items():
+    for (direction, lengths), members in _sets(timings).items():
         of_peer = {
             name: {t.shape: t.ratios[name].median for t in members if name in t.ratios}
             for name in peers
@@ -74,11 +74,11 @@ def _by_lengths(where: str, turns: Sequence[Turn]) -> Table:
     return Table(caption, columns, rows, frozenset(columns[2:]))
 
 
-def _strips_by_lengths(turns: Sequence[Turn]) -> list[Chart]:
+def _strips_by_lengths(timings: Sequence[Timing]) -> list[Chart]:
     made = []
-    for direction in dict.fromkeys(turn.shape.direction for turn in turns):
-        mine = [turn for turn in turns if turn.shape.direction == direction]
-        for peer in sorted({name for turn in mine for name in turn.ratios}, key=place_of):
+    for direction in dict.fromkeys(timing.shape.direction for timing in timings):
+        mine = [timing for timing in timings if timing.shape.direction == direction]
+        for peer in sorted({name for timing in mine for name in timing.ratios}, key=place_of):
             rows = [
                 charts.Strip(
                     lengths,
@@ -96,7 +96,7 @@ def _strips_by_lengths(turns: Sequence[Turn]) -> list[Chart]:
 
 
 def modifiers(evidence: Evidence) -> Section | None:
-    """Masks, score functions, dropout and a bias: our rate over that of what each stood beside."""
+    """Masks, score functions, dropout and a bias: our rate over that of each baseline."""
     mine = [
         entry
         for entry in evidence.entries
@@ -107,7 +107,7 @@ def modifiers(evidence: Evidence) -> Section | None:
     lanes = list(dict.fromkeys(lane for e in mine for lane in e.row.extra["rate_over"]))
     columns = ["case", "direction", "shape", "TFLOP/s", *(f"/ {lane}" for lane in lanes)]
     tables: list = [
-        "Each figure is our rate over that of what stood beside it in the same turns: flex is"
+        "Each figure is our rate over that of a baseline in the same interleaved rounds: flex is"
         " compiled FlexAttention with the same predicate or score function, packed our own packed"
         " sequences of the same lengths, without our own call without the modifier: there less"
         " than 1 is the modifier's price."

@@ -1,4 +1,4 @@
-"""The bench core: rows that round-trip, turns that are fair, and no time for a wrong result."""
+"""The bench core: rows that round-trip, fair interleaving, and no time for a wrong result."""
 
 import dataclasses
 import json
@@ -92,9 +92,9 @@ def test_each_follows_every_other_equally_often(count):
 
 
 @pytest.mark.parametrize("count", range(4, 8))
-def test_what_one_leaves_behind_favours_nobody(count):
-    """A card is cooler after a slow call, and clocks the next one higher, whosesoever it is. Beside
-    one other it is either's in half of the rounds, which no median hides.
+def test_the_effect_of_a_call_on_the_next_is_balanced(count):
+    """A card is cooler after a slow call, and clocks the next one higher, whichever that is. Of
+    two calls alone each follows the other in half of the rounds, which no median hides.
     """
     last = []
 

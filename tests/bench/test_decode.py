@@ -92,7 +92,7 @@ def test_all_steps_of_a_case_are_right_and_take_turns(tmp_path):
 
 
 @pytest.mark.parametrize("lengths", ["", "40,7,19"])
-def test_a_ragged_batch_is_served_by_who_takes_lengths(lengths):
+def test_a_ragged_batch_needs_a_decoder_that_takes_lengths(lengths):
     of = decode(2, 40, HEADS, lengths=lengths, dtype="float32")
     (outcomes,) = run_decode([[of]], [decoder("tilewise"), decoder("sdpa")], **QUICK)
     ours, theirs = outcomes
@@ -111,7 +111,7 @@ def test_a_step_that_forgets_its_mask_is_wrong():
     assert three.row is None and three.wrong.startswith("out: max ")
 
 
-def test_who_raises_while_it_is_timed_is_left_out():
+def test_a_decoder_that_raises_while_it_is_timed_is_left_out():
     calls = []
 
     def raises(of, device):
@@ -155,7 +155,7 @@ def test_figures_say_what_is_aimed_at():
     assert found["host: sdpa / tilewise, 1 query, contiguous"] == (pytest.approx(19 / 15), 1.25)
     assert "aim 0.85" in "\n".join(decode_table.summary([outcomes]))
     line = decode_table.lines_of(outcomes, 8)[2]
-    assert "8 caches in turns" in decode_table.lines_of(outcomes, 8)[0]
+    assert "rotating over 8 caches" in decode_table.lines_of(outcomes, 8)[0]
     assert line.split()[:3] == ["tilewise", "1", "-"] and "0.76" in line
 
 

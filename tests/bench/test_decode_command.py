@@ -83,7 +83,7 @@ def test_a_run_on_the_cpu(tmp_path, json_asked):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--against nobody", "sdpa"),
+        ("--against missing", "sdpa"),
         ("--seqlens 4 --queries 8", "8 queries"),
         ("--lengths fp4", "sets"),
         ("--pages -1", "list of numbers"),

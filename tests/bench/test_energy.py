@@ -155,7 +155,7 @@ def plan_of(card):
     return Plan(card.span, random.Random(0), meter=Meter(card))
 
 
-def test_the_order_of_blocks_is_drawn_anew_for_each_shape():
+def test_the_order_of_blocks_is_drawn_for_each_shape():
     card = Card(a=(1.0, 700.0), b=(2.0, 600.0))
     plan, orders = plan_of(card), set()
     for _ in range(8):
@@ -203,7 +203,7 @@ def test_without_a_gpu_there_is_no_energy():
         plan_for("cpu", 8, with_energy=True)
 
 
-def test_who_raises_in_its_block_is_named():
+def test_a_call_that_raises_in_its_block_is_named():
     def fails():
         raise RuntimeError("no memory")
 

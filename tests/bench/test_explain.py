@@ -1,4 +1,4 @@
-"""What `explain` finds: who serves, which tile, how much work, with no GPU."""
+"""What `explain` finds: the backend, the tile, how much work, with no GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Window, softcap, ALiBi and sinks in the bench: counted, checked, given to whom takes them."""
+"""Window, softcap, ALiBi and sinks in the bench: counted, checked, given where they are taken."""
 
 import sys
 import types
@@ -114,7 +114,7 @@ def test_the_truth_of_features_is_blockwise(shape, monkeypatch):
 
 @pytest.mark.parametrize("feature", FEATURES, ids=names)
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "math", "standard"])
-def test_who_takes_no_feature_says_so(name, feature):
+def test_a_provider_without_a_feature_says_so(name, feature):
     shape = SMALL._replace(**feature)
     assert PROVIDERS[name].refuse(shape, "cuda") == f"it does not take {shape.features[0]}"
 

@@ -1,5 +1,5 @@
 """Masks, bias, dropout and score functions in the bench: counted to the pair, held to fp64, given
-to whom takes them, and held against what they are to be compared with.
+to providers that take them, and compared with their baselines.
 """
 
 import pytest
@@ -107,8 +107,8 @@ def test_a_wrong_gradient_of_a_bias_is_wrong():
 
     def attend(q, k, v, bias):
         rows = [right(q[b : b + 1], k[b : b + 1], v[b : b + 1], bias) for b in range(2)]
-        bent = right(q[1:], k[1:], v[1:], bias.detach() + 1.01 * (bias - bias.detach()))
-        return torch.cat([rows[0], bent])
+        biased = right(q[1:], k[1:], v[1:], bias.detach() + 1.01 * (bias - bias.detach()))
+        return torch.cat([rows[0], biased])
 
     verdict = judge(shape, attend, inputs, truth(shape, inputs))
     assert not verdict.passes and verdict.what.startswith("dbias")
@@ -132,8 +132,8 @@ def test_a_forced_backend_is_asked_for_it(name, monkeypatch):
 
 
 def test_it_is_the_problem_of_the_call(monkeypatch):
-    """What is asked of a backend is what it is then called for; masks of documents are asked for as
-    masks, and run as packed sequences.
+    """A provider asks a backend about the problem of the call that follows; masks of documents are
+    asked for as masks, and run as packed sequences.
     """
     from tilewise import dispatch
     from tilewise.ops import calls
@@ -158,7 +158,7 @@ def is_of_documents(name):
 
 @pytest.mark.parametrize("name", modifiers.NAMES)
 @pytest.mark.parametrize("peer", sorted(PROVIDERS.keys() - {"tilewise", "flex"}))
-def test_who_takes_none_says_so(peer, name):
+def test_a_provider_without_modifiers_says_so(peer, name):
     assert modifiers.words_of(name) in PROVIDERS[peer].refuse(shape_of(name), "cuda")
 
 
@@ -242,11 +242,11 @@ def compared(**lanes):
     asked = comparison("dropout", "fwd", 128, provider("tilewise"), **SIZES)
     base = lanes.get("tilewise")
     outcomes = {}
-    for name, (shape, who) in asked.lanes.items():
+    for name, (shape, lane) in asked.lanes.items():
         times = lanes.get(name)
         of = base and times and ratio(base, times)
         made = times and row(rounds_ms=times, median_ms=times[0])
-        outcomes[name] = Outcome(shape, who.name, made, of)
+        outcomes[name] = Outcome(shape, lane.name, made, of)
     return with_rates(Compared(asked, outcomes))
 
 

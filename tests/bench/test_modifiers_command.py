@@ -75,7 +75,7 @@ def test_a_run_on_the_cpu(tmp_path):
         ("--seqlens 3k", "divides"),
         ("--tokens 8k,16k", "one number"),
         ("--tokens 128 --seqlens 64", "documents"),
-        ("--provider nobody", "unknown"),
+        ("--provider missing", "unknown"),
     ],
 )
 def test_wrong_usage_is_named(options, message):

@@ -1,4 +1,4 @@
-"""The last lines of a bench: geometric means, worst shapes, the best peer, who has no row."""
+"""The last lines of a bench: geometric means, worst shapes, the best peer, peers without a row."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_the_best_peer_is_the_fastest_of_three_at_each_shape():
     assert not any("best peer" in x for x in standings(outcomes(SHORT, tilewise=1.0, flash=0.5)))
 
 
-def test_who_has_no_row_is_named_with_the_reason():
+def test_a_peer_without_a_row_is_named_with_the_reason():
     lines = standings(DONE)
     assert line_of(lines, "fa4") == "fa4: no row at 2 of 2: it is not installed"
     wrong = [Outcome(SHORT, "flex", None, wrong="out: 1"), *outcomes(LONG, flex="no kernel")]

@@ -66,7 +66,7 @@ def test_a_first_estimate_that_is_too_long_makes_no_short_span():
     assert all(spent >= 10.0 for spans in card.rounds(LEAST_ROUNDS) for _, _, spent, _ in spans)
 
 
-def test_orders_are_drawn_from_a_seed_and_nobody_is_always_first():
+def test_orders_are_drawn_from_a_seed_and_are_balanced():
     def orders(seed):
         card = Card(a=1.0, b=1.0, c=1.0)
         time_sustained(card.calls, card.plan(seed, rounds=600, load_ms=0))
@@ -102,7 +102,7 @@ def test_both_ways_are_measured():
     assert measure({}, clock, 3, 10.0, card.plan()) == {}
 
 
-def test_who_raises_under_load_is_named():
+def test_a_call_that_raises_under_load_is_named():
     def fails():
         raise RuntimeError("no memory")
 

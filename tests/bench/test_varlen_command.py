@@ -84,7 +84,7 @@ def test_a_run_on_the_cpu(tmp_path):
         ("--heads", "0x64", "16x128"),
         ("--pass", "fly", "fwd+bwd"),
         ("--pass", "", "fwd+bwd"),
-        ("--against", "nobody", "unknown"),
+        ("--against", "missing", "unknown"),
         ("--window", "7", "--causal yes"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who takes packed sequences, and how it is called; fakes stand in for FlashAttention."""
+"""Which providers take packed sequences, and how they are called; FlashAttention is a fake."""
 
 import sys
 import types
@@ -32,7 +32,7 @@ BWD = (
 
 
 @pytest.mark.parametrize("name", sorted(PROVIDERS.keys() - {"tilewise", "fa2", "fa3", "fa4"}))
-def test_who_takes_no_packed_sequences_says_so(name):
+def test_a_provider_without_packed_sequences_says_so(name):
     assert "packed sequences" in PROVIDERS[name].refuse(SMALL, "cuda")
 
 

@@ -128,7 +128,7 @@ def test_a_machine_without_nsight_compute(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
-def test_one_call_is_watched(direction, monkeypatch):
+def test_one_call_is_profiled(direction, monkeypatch):
     """Three calls to warm up, then one between the profiler's start and stop."""
     seen = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: seen.append("wait"))
@@ -142,5 +142,5 @@ def test_one_call_is_watched(direction, monkeypatch):
     monkeypatch.setattr("tilewise.bench.providers.provider", lambda name: one)
     shape = square(direction, 32, 16, False, tokens=32, hidden=16, dtype="float32")
     spec = {"shape": list(shape), "provider": "one", "device": "cpu"}
-    counters.watched(counters.json.dumps(spec))
+    counters.profile_once(counters.json.dumps(spec))
     assert seen == ["call"] * 3 + ["wait", "start", "call", "wait", "stop"]

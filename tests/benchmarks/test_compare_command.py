@@ -49,7 +49,7 @@ def invoke(*arguments, width=110):
 def test_a_regression_beside_a_peer(file):
     done = invoke(f"{file}@aaaaaaa", f"{file}@bbbbbbb")
     assert done.exit_code == 1, done.output
-    assert "tilewise beside fa3, timed in turns: time of fa3 / time of ours" in done.output
+    assert "tilewise and fa3, interleaved: time of fa3 / time of ours" in done.output
     assert done.output.count("regressed") == 3 and "+20.0 %" in done.output
     assert "p20-p80 intervals" in done.output and "more than 3 %" in done.output
     assert "2 compared: 2 regressed." in done.output
@@ -85,7 +85,7 @@ def test_json_holds_all(file):
 
 def test_another_provider_without_a_peer(file):
     done = invoke(f"{file}@aaa", f"{file}@bbb", "--provider", "fa3", "--peer", "tilewise")
-    assert done.exit_code == 0 and "fa3 beside tilewise" in done.output
+    assert done.exit_code == 0 and "fa3 and tilewise, interleaved" in done.output
 
 
 def test_memory_has_a_table_of_its_own(tmp_path):

@@ -23,12 +23,12 @@ def evidence():
 
 def test_pages_say_what_the_rows_say():
     for path, text in pages(ROOT).items():
-        assert path.read_text("utf-8") == text, f"{path.name}: `make figures` writes it anew"
+        assert path.read_text("utf-8") == text, f"{path.name}: `make figures` writes it"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_figure_is_typed(name):
-    """Where a page has a table, its cells are questions: a number in one would be nobody's."""
+    """Where a page has a table, its cells are questions: a typed number would have no source."""
     text = resources.files(figures.__name__).joinpath(name).read_text("utf-8")
     rows = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| ")]
     rows = [cells for cells in rows if any("{" in cell for cell in cells)]
@@ -140,8 +140,8 @@ def test_a_ratio_is_of_the_newest_run_in_which_both_ran():
     assert figures.fill(asked, evidence) == "1.10, 3.00, 2.00"
 
 
-def test_a_question_that_nobody_understands_is_an_error(evidence):
-    with pytest.raises(ValueError, match=r"\{speed: fwd\}: nobody knows 'speed'"):
+def test_an_unknown_question_is_an_error(evidence):
+    with pytest.raises(ValueError, match=r"\{speed: fwd\}: unknown question 'speed'"):
         figures.fill("{speed: fwd}", evidence)
     with pytest.raises(ValueError, match=r"\{over: fwd\} is no question"):
         figures.fill("{over: fwd}", evidence)

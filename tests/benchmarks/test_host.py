@@ -72,7 +72,7 @@ def test_the_device_is_idle_before_and_awaited_after(monkeypatch):
 
 
 def test_a_graph_is_captured_once(monkeypatch):
-    """With a stand-in for CUDA: three calls to warm up, one captured, then replays only."""
+    """With a fake CUDA: three calls to warm up, one captured, then replays only."""
     import contextlib
 
     replayed = []

@@ -102,7 +102,7 @@ def test_a_lost_block_of_k_has_no_row(kind, monkeypatch):
     assert torchs.row.provider == "torch" and torchs.row.tflops > 0
 
 
-def test_who_raises_is_left_out(monkeypatch):
+def test_a_product_that_raises_is_left_out(monkeypatch):
     def raises(of, config):
         def multiply(a, b):
             raise RuntimeError("no memory")

@@ -61,7 +61,7 @@ def test_standard_attention_drops(monkeypatch):
     assert set(seen) == {(False, speedup.DROPOUT_P)}
 
 
-def test_who_is_wrong_or_has_no_room_has_no_speedup(monkeypatch):
+def test_a_provider_that_is_wrong_or_out_of_memory_has_no_speedup(monkeypatch):
     wrong = Provider("tilewise:wrong", lambda *x: None, lambda *x: lambda q, k, v: 2 * q)
     (gain,) = run_speedup(shapes("causal"), wrong, **QUICK)
     assert gain.ours.wrong and gain.speedup is None and gain.memory is None

@@ -102,7 +102,7 @@ def test_sustained_times_are_in_the_row_beside_the_flushed_ones():
 
 def test_energy_needs_a_gpu():
     done = invoke("fwd", *QUICK, "--energy")
-    assert done.exit_code == 2 and "--energy: it is asked of a GPU's driver" in done.output
+    assert done.exit_code == 2 and "--energy: a GPU's driver measures it" in done.output
 
 
 @pytest.mark.parametrize("shapes", [["--causal", "no"], ["--causal", "both"], ["--suite", "smoke"]])

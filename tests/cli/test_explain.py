@@ -16,7 +16,7 @@ def invoke(*arguments, width=100):
     return runner.invoke(main, ["explain", *arguments])
 
 
-def test_it_says_who_serves_and_why():
+def test_it_says_which_backend_serves_and_why():
     done = invoke("--no-compile", "--causal", "--kv-heads", "4", "--on", "sm80")
     assert done.exit_code == 0, done.output
     assert "fwd B1 S4096 H16:4 D128 causal bfloat16 on a100 (sm80)" in done.output
@@ -32,7 +32,7 @@ def test_the_cpu_is_explained():
 
 
 def test_copies_are_told():
-    """Of rows that the copy engine cannot read; where they are few, another backend serves."""
+    """Of rows that TMA cannot read; where they are few, another backend serves."""
     asked = "--no-compile", "--json", "--gpu", "h100", "--headdim", "100", "--seqlen"
     long, short = (json.loads(invoke(*asked, n).stdout) for n in ("4096", "512"))
     assert long["backend"] == "hopper" and "no multiple of 8" in long["answers"][0]["reason"]

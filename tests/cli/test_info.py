@@ -55,7 +55,7 @@ def test_whose_torchs_own_attention_is():
         assert "scaled_dot_product_attention is tilewise's" in line()["value"]
 
 
-def test_features_name_who_serves_them():
+def test_features_name_the_backends_that_serve_them():
     """On CPU tensors the other backends serve nothing: why is said of the backend, once."""
     features = {name: x for (section, name), x in lines().items() if section.startswith("features")}
     assert features["dropout"]["value"] == "cpu" and features["dropout"]["remedy"] == ""

@@ -42,7 +42,7 @@ def test_help_imports_nothing_that_measures():
 def test_unknown_commands_and_options_are_usage_errors():
     assert invoke("fly").exit_code == 2
     assert invoke("info", "--wings").exit_code == 2
-    assert invoke("bench", "--against", "nobody").exit_code == 2
+    assert invoke("bench", "--against", "missing").exit_code == 2
     assert invoke("bench", "--suite", "nothing").exit_code == 2
 
 

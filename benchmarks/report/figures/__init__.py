@@ -27,15 +27,17 @@ def page(name: str, evidence: Evidence) -> str:
 
 
 def fill(text: str, evidence: Evidence, translated: dict[str, str] | None = None) -> str:
-    """The text with its questions answered; ValueError names one that nobody knows."""
+    """The text with its questions answered; ValueError names an unknown one."""
 
     def answer(found: re.Match) -> str:
         asked, _, words = found[1].partition(": ")  # a provider's name may hold a colon
-        name, *who = asked.split()
+        name, *names = asked.split()
         if name not in ANSWERS:
-            raise ValueError(f"{found[0]}: nobody knows {name!r}, only {', '.join(ANSWERS)}")
+            raise ValueError(
+                f"{found[0]}: unknown question {name!r}, not one of {', '.join(ANSWERS)}"
+            )
         try:
-            said = ANSWERS[name](evidence, who, words.split())
+            said = ANSWERS[name](evidence, names, words.split())
         except (TypeError, ValueError, LookupError) as error:
             raise ValueError(f"{found[0]} is no question that {name!r} understands") from error
         for ours, theirs in (translated or {}).items():

@@ -16,7 +16,7 @@ from tilewise.bench.shapes import SUITES, Shape, square
 from tilewise.bench.standings import Standing, mean_of
 from tilewise.bench.ways import FLUSHED, SUSTAINED
 
-from ..evidence import OURS, Entry, Environment, Evidence, Turn, kind_of, lane_of, newest_turns
+from ..evidence import OURS, Entry, Environment, Evidence, Timing, kind_of, lane_of, newest_timings
 from ..page import length, times
 from ..sections import SHORT
 
@@ -58,8 +58,8 @@ def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
     return next((one for one in found if f"{one.triton}.".startswith(asked)), None)
 
 
-def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Turn]:
-    """The newest turn of each shape in which all of these took part."""
+def timings(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Timing]:
+    """The newest timing of each shape in which all of these took part."""
     ours = f"{OURS}:{PORTABLE}" if PORTABLE in words else OURS
     asked = {word for word in words if word not in ASIDE and not word.startswith(TRITON)}
     asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
@@ -71,33 +71,33 @@ def turns(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> lis
             if asked <= words_of(entry.shape, entry.row.suite):
                 runs.setdefault((entry.shape, entry.row.run), []).append(entry)
     whole = [of for of in runs.values() if {entry.row.provider for entry in of} == wanted]
-    found = newest_turns(itertools.chain(*whole))
-    return [turn.flushed for turn in found] if FLUSHED in words else found
+    found = newest_timings(itertools.chain(*whole))
+    return [timing.flushed for timing in found] if FLUSHED in words else found
 
 
 def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
     """Time of a peer over ours, a shape each."""
-    return [turn.ratios[peer].median for turn in turns(evidence, [peer], words)]
+    return [timing.ratios[peer].median for timing in timings(evidence, [peer], words)]
 
 
-def rate(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def rate(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Our TFLOP/s at the one shape that is meant."""
-    found = turns(evidence, who, words)
+    found = timings(evidence, names, words)
     if not found:
         return NONE
-    (turn,) = found
-    return f"{turn.rate(turn.subject):.0f}"
+    (timing,) = found
+    return f"{timing.rate(timing.subject):.0f}"
 
 
-def milliseconds(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def milliseconds(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Median time of the one shape that is meant."""
-    found = turns(evidence, who, words)
-    return digits(found[0].ms(who[0] if who else OURS)) if found else NONE
+    found = timings(evidence, names, words)
+    return digits(found[0].ms(names[0] if names else OURS)) if found else NONE
 
 
-def way(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def way(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """How times were taken: sustained, flushed, or in how many shapes sustained."""
-    ways = [turn.way for turn in turns(evidence, who, words)]
+    ways = [timing.way for timing in timings(evidence, names, words)]
     if not ways:
         return NONE
     count = ways.count(SUSTAINED)
@@ -105,40 +105,40 @@ def way(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return ways[0] if count in (0, len(ways)) else mixed
 
 
-def over(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def over(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """How many times as fast as a peer we are: least to most."""
-    return span(ratios(evidence, who[0], words))
+    return span(ratios(evidence, names[0], words))
 
 
-def mean(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def mean(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The geometric mean of these ratios; `{mean best: ...}` is of the best peer of each shape."""
-    if who == ["best"]:
-        found = [turn.best for turn in turns(evidence, ["fa3", "cudnn"], words)]
+    if names == ["best"]:
+        found = [timing.best for timing in timings(evidence, ["fa3", "cudnn"], words)]
         found = [value for value in found if value is not None]
     else:
-        found = ratios(evidence, who[0], words)
+        found = ratios(evidence, names[0], words)
     return times(mean_of(found)) if found else NONE
 
 
-def ahead(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def ahead(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """In how many shapes we are as fast as a peer or faster, of how many."""
-    found = ratios(evidence, who[0], words)
+    found = ratios(evidence, names[0], words)
     of = Standing.of(dict(enumerate(found))) if found else None
     return f"{of.ahead} of {of.rows}" if of else NONE
 
 
-def keeps(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def keeps(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The share of our rate that another of our ways has: mean (least to most)."""
-    found = [1 / value for value in ratios(evidence, who[0], words)]
+    found = [1 / value for value in ratios(evidence, names[0], words)]
     return f"{mean_of(found):.2f} ({span(found)})" if found else NONE
 
 
-def share(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def share(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The same, of the one shape that is meant."""
-    return span([1 / value for value in ratios(evidence, who[0], words)])
+    return span([1 / value for value in ratios(evidence, names[0], words)])
 
 
-def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def skewed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The rate of one set of lengths over another's, `{skewed zipf equal4096: fwd}`.
 
     Each beside the same dense shape of its run, mean over heads and masks.
@@ -147,28 +147,28 @@ def skewed(evidence: Evidence, who: list[str], words: list[str]) -> str:
     place = where(evidence)
     for entry in evidence.calls:
         shape, extra = entry.shape, entry.row.extra
-        if entry.environment == place and shape.lengths in who and "of_dense" in extra:
+        if entry.environment == place and shape.lengths in names and "of_dense" in extra:
             if entry.row.provider == OURS and set(words) <= words_of(shape):
                 alike = shape.dense, shape.causal
                 kept.setdefault(alike, {})[shape.lengths] = extra["of_dense"]
-    found = [of[who[0]] / of[who[1]] for of in kept.values() if len(of) == 2]
+    found = [of[names[0]] / of[names[1]] for of in kept.values() if len(of) == 2]
     return times(mean_of(found)) if found else NONE
 
 
-def energy(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def energy(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Our joules a call over a peer's, where both were measured: mean (least to most)."""
     measured = evidence._replace(calls=[entry for entry in evidence.calls if entry.row.joules])
     of_peer = [
-        turn.rows[OURS].joules / turn.rows[who[0]].joules
-        for turn in turns(measured, [who[0]], words)
+        timing.rows[OURS].joules / timing.rows[names[0]].joules
+        for timing in timings(measured, [names[0]], words)
     ]
     return f"{mean_of(of_peer):.2f} ({span(of_peer)})" if of_peer else NONE
 
 
-def environment(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def environment(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The device, or a version without what is built in: `{environment torch}`."""
     found = where(evidence)
-    return getattr(found, who[0]).split("+")[0].removesuffix(".0") if found else NONE
+    return getattr(found, names[0]).split("+")[0].removesuffix(".0") if found else NONE
 
 
 def digits(value: float) -> str:

@@ -29,9 +29,9 @@ def newest(evidence: Evidence, suite: str, **extra: str) -> Iterator[Row]:
     return iter(found.values())
 
 
-def host(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def host(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Microseconds of the host a call: `{host flash: compile}`."""
-    name = who[0] if who else OURS
+    name = names[0] if names else OURS
     found = [r for r in newest(evidence, "host", mode=words[0]) if r.provider == name]
     return f"{found[-1].extra['host_us']:.0f}" if found else NONE
 
@@ -45,30 +45,30 @@ def peaks(evidence: Evidence, name: str, direction: str) -> dict[int, int]:
     }
 
 
-def peak(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def peak(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """GiB beside the inputs: `{peak standard: fwd 32Ki}`."""
-    sizes = {length(s): found for s, found in peaks(evidence, who[0], words[0]).items()}
+    sizes = {length(s): found for s, found in peaks(evidence, names[0], words[0]).items()}
     return digits(sizes[words[1]] / GIB) if words[1] in sizes else NONE
 
 
-def growth(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def growth(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The power of S that peaks grow with."""
-    found = exponent(peaks(evidence, who[0], words[0]))
+    found = exponent(peaks(evidence, names[0], words[0]))
     return NONE if found is None else f"{found:.2f}"
 
 
-def moved(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def moved(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """GB that a call moves: `{moved tilewise formula: fwd+bwd}`, or by the card's counters."""
     for row in newest(evidence, "io"):
-        if row.provider == who[0] and row.shape["direction"] == words[0]:
-            if who[1] == "formula":
+        if row.provider == names[0] and row.shape["direction"] == words[0]:
+            if names[1] == "formula":
                 return digits(row.extra["bytes"] / 1e9)
             if "bytes_read" in row.extra:
                 return digits((row.extra["bytes_read"] + row.extra["bytes_written"]) / 1e9)
     return NONE
 
 
-def speedup(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def speedup(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Times as fast as standard attention, least to most over lengths."""
     rows = newest(evidence, "speedup", case=" ".join(words[1:]))
     found = [
@@ -79,7 +79,7 @@ def speedup(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return span(found)
 
 
-def matmul(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def matmul(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Time of cuBLAS over ours: `{matmul: bf16 4096}`."""
     kind, size = words[0], int(words[1])
     rows = {
@@ -92,8 +92,8 @@ def matmul(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return times(ratio(rows[OURS].rounds_ms, rows["cublas"].rounds_ms).median)
 
 
-def decode(evidence: Evidence, who: list[str], words: list[str]) -> str:
-    """Time of a peer over ours for a step beside 8Ki keys: `{decode fa3: 32 1 16}` is that of 32
+def decode(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """Time of a peer over ours for a step over 8Ki keys: `{decode fa3: 32 1 16}` is that of 32
     sequences, 1 query each, in pages of 16; pages of 0 are none.
     """
     asked = [int(word) for word in words]
@@ -103,12 +103,12 @@ def decode(evidence: Evidence, who: list[str], words: list[str]) -> str:
         if [row.shape[x] for x in ("batch", "seqlen_q", "page_size")] == asked
         and row.shape["seqlen_k"] == 8192
     }
-    if not {OURS, who[0]} <= rows.keys():
+    if not {OURS, names[0]} <= rows.keys():
         return NONE
-    return times(ratio(rows[OURS].rounds_ms, rows[who[0]].rounds_ms).median)
+    return times(ratio(rows[OURS].rounds_ms, rows[names[0]].rounds_ms).median)
 
 
-def first(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def first(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Seconds of the first call of a process: `{first: fwd empty}`."""
     direction, cache = words
     rows = newest(evidence, "cold", cache=cache)
@@ -116,16 +116,16 @@ def first(evidence: Evidence, who: list[str], words: list[str]) -> str:
     return f"{found[-1].median_ms / 1e3:.1f}" if found else NONE
 
 
-def modifier(evidence: Evidence, who: list[str], words: list[str]) -> str:
-    """Our rate over that of what it stood beside: `{modifier flex: fwd window 16Ki}`."""
+def modifier(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """Our rate over that of a baseline: `{modifier flex: fwd window 16Ki}`."""
     place = where(evidence)
     for entry in reversed(evidence.calls):
         over = entry.row.extra.get("rate_over", {})
-        if entry.environment == place and is_ours(entry.row.provider) and who[0] in over:
+        if entry.environment == place and is_ours(entry.row.provider) and names[0] in over:
             shape = entry.shape
             said = shape.direction, entry.row.extra.get("modifier"), length(shape.seqlen_q)
             if said == tuple(words):
-                return times(over[who[0]])
+                return times(over[names[0]])
     return NONE
 
 
@@ -135,16 +135,16 @@ def host_alone(evidence: Evidence) -> Environment | None:
     return next((one for one in found if not one.on_gpu), None)
 
 
-def cpu(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def cpu(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Time of torch's SDPA over ours on a CPU: `{cpu: fwd fp32}`."""
     place = host_alone(evidence)
-    turns = [
-        t for t in evidence.turns if t.environment == place and set(words) <= words_of(t.shape)
+    timings = [
+        t for t in evidence.timings if t.environment == place and set(words) <= words_of(t.shape)
     ]
-    return span([turn.ratios["sdpa"].median for turn in turns if "sdpa" in turn.ratios])
+    return span([timing.ratios["sdpa"].median for timing in timings if "sdpa" in timing.ratios])
 
 
-def processor(evidence: Evidence, who: list[str], words: list[str]) -> str:
+def processor(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """That CPU."""
     place = host_alone(evidence)
     return place.device if place else NONE

@@ -41,10 +41,10 @@ def speed(evidence: Evidence) -> str:
 def _panel(evidence: Evidence, way: str, left: int) -> str:
     """One direction, so far from the left."""
     names = OURS, *PEERS
-    turns = calls.turns(evidence, PEERS, (way, "D128", "causal"))
-    points = {name: sorted((t.shape.seqlen_q, t.rate(name)) for t in turns) for name in names}
+    timings = calls.timings(evidence, PEERS, (way, "D128", "causal"))
+    points = {name: sorted((t.shape.seqlen_q, t.rate(name)) for t in timings) for name in names}
     title = text(left + 8, 16, f"{TITLES[way]}, headdim 128, causal, bf16", "label")
-    if not turns:
+    if not timings:
         return title
     series = [charts.Series(name, of) for name, of in points.items()]
     drawn = charts.lines(series, "TFLOP/s", TITLES[way])

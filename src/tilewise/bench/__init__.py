@@ -1,4 +1,4 @@
-"""Speed, measured side by side: correctness first, then providers taking turns, then rows of JSON.
+"""Speed, measured side by side: correctness first, then interleaved rounds, then rows of JSON.
 
 A figure is a ratio taken within one run. Absolute times drift by several percent from run to run,
 so nothing is compared across runs, and nothing is timed that was not right at that very shape.

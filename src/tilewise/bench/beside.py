@@ -1,4 +1,4 @@
-"""Modifiers beside what they are held against, in turns: FlexAttention with the same mask or score
+"""Modifiers and their baselines in interleaved rounds: FlexAttention with the same mask or score
 function, our packed path over the same documents, our own call without the bias or the dropout.
 
 All of a table do the same work, the pairs that the mask keeps, so that a ratio of times is one of
@@ -34,7 +34,7 @@ AIMS = {  # what our rate is to be of another's; docs/design/masks.md
 
 
 class Comparison(NamedTuple):
-    """A modifier and what is timed in turns with it, by name: the modified call comes first."""
+    """A modifier, and the calls of interleaved rounds by name: the modified one, its baselines."""
 
     modifier: str
     lanes: dict[str, tuple[Shape, Provider]]
@@ -139,7 +139,8 @@ def run_comparisons(
     for one in asked:
         if (reason := too_large(one.shape, device)) is not None:
             refused = (
-                Outcome(shape, who.name, None, refused=reason) for shape, who in one.lanes.values()
+                Outcome(shape, lane.name, None, refused=reason)
+                for shape, lane in one.lanes.values()
             )
             found = dict(zip(one.lanes, refused))
         else:

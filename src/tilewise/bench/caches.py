@@ -1,5 +1,5 @@
-"""What `bench decode` times: the last queries of sequences beside their keys, and the caches that
-hold these: one behind the other, or in pages of any size and in no order.
+"""What `bench decode` times: the last queries of sequences, and the KV caches that they
+attend to: contiguous, or in pages of any size and in no order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Decode(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many caches take turns, so that what is read next is in no L2 cache."""
+        """How many caches the calls rotate over, so that what is read next is in no L2 cache."""
         return max(2, -(-COLD_BYTES // self.kv_bytes))
 
     @property

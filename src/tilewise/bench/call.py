@@ -1,6 +1,7 @@
-"""A shape as the backends see it: the Problem, and tensors whose memory nobody touches.
+"""A shape as the backends see it: the Problem, and tensors whose memory is neither read nor
+written.
 
-Only what selects code and sizes launches is asked of them, so a call of any size costs nothing.
+Only their metadata is read, which selects code and launch sizes: a call of any size is as cheap.
 """
 
 from __future__ import annotations

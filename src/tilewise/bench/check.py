@@ -105,7 +105,7 @@ def _dbias_of(shape: Shape, head: int, held: list[Standards]) -> tuple:
 
 
 def _truth_of_packed(shape: Shape, inputs: Inputs, options: dict[str, Any]) -> Truth:
-    """Every sequence, at one key head: the heads take turns.
+    """Every sequence at one key head, which is the sequence's number modulo the key heads.
 
     Sequences of lengths within a factor of two, and all below 32, are judged together. Results
     shrink as rows see more keys: a long sequence must not hide below the errors of short ones. And

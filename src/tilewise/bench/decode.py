@@ -1,4 +1,4 @@
-"""Times steps of decoding: each is held to fp64, then all of a case take turns.
+"""Times steps of decoding: each is held to fp64, then those of a case are interleaved.
 
 On a GPU a step is the replay of a CUDA graph, as a server runs it. Its bytes come from memory and
 not from the L2 cache: a graph holds one call for each of several caches, which together are larger
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         return self.device.startswith("cuda")
 
     def copies(self, of: Decode) -> int:
-        """How many caches take turns in a call."""
+        """How many caches a call rotates over."""
         return of.copies if self.on_gpu and self.cold == "rotate" else 1
 
     def clock(self, copies: int) -> Clock:
@@ -70,7 +70,7 @@ class Ready(NamedTuple):
     verdict: Verdict
 
 
-Name = tuple[Decode, str]  # a step, and who takes it
+Name = tuple[Decode, str]  # a step, and its decoder
 Tried = dict[Name, Ready | Outcome[Decode]]
 
 
@@ -93,7 +93,7 @@ class Stage:
         self.caches: dict[tuple[int, bool], list[Cache]] = {}
 
     def cached(self, page_size: int, is_by_head: bool) -> list[Cache]:
-        """The caches that take turns."""
+        """The caches that a call rotates over."""
         key = page_size, is_by_head
         if key not in self.caches:
             cache = paged(self.first, page_size) if page_size else self.first
@@ -155,22 +155,22 @@ class Replayed:
         return self.outs
 
 
-def ready(of: Decode, who: Decoder, stage: Stage) -> Ready | Outcome[Decode]:
+def ready(of: Decode, decoder: Decoder, stage: Stage) -> Ready | Outcome[Decode]:
     """A step once it has been asked and checked, or why it is not timed."""
     try:
-        attend = who.prepare(of, stage.plan.device)
+        attend = decoder.prepare(of, stage.plan.device)
         q, expected = stage.asked(of.seqlen_q)
         calls = [
-            without_grad(attend, q, cache) for cache in stage.cached(of.page_size, who.by_head)
+            without_grad(attend, q, cache) for cache in stage.cached(of.page_size, decoder.by_head)
         ]
         timed = Replayed(calls) if stage.plan.on_gpu else lambda: [call() for call in calls]
-        verdict = judge(timed(), expected, who.is_ours)
+        verdict = judge(timed(), expected, decoder.is_ours)
     except Absent as absent:
-        return Outcome(of, who.name, None, refused=str(absent))
+        return Outcome(of, decoder.name, None, refused=str(absent))
     except Exception as error:  # whatever a peer raises is its reason
-        return Outcome(of, who.name, None, refused=reason_of(error))
+        return Outcome(of, decoder.name, None, refused=reason_of(error))
     if not verdict.passes:
-        return Outcome(of, who.name, None, wrong=verdict.what)
+        return Outcome(of, decoder.name, None, wrong=verdict.what)
     return Ready(timed, calls[0], verdict)
 
 
@@ -214,17 +214,17 @@ def run_decode(
 def run_case(
     steps: list[Decode], decoders: Sequence[Decoder], plan: Plan, common: Stamp, rate: float
 ) -> list[Outcome[Decode]]:
-    """All steps by everybody, in turns; `rate` are the gigabytes a second that memory gave."""
+    """All steps of every decoder, in interleaved rounds; `rate` is the measured GB/s of memory."""
     if plan.on_gpu:
         torch.cuda.empty_cache()
     stage = Stage(steps[0]._replace(page_size=0), plan)
     tried: Tried = {}
-    for who in decoders:
-        own = steps if who.has_pages else [of._replace(page_size=0) for of in steps]
+    for decoder in decoders:
+        own = steps if decoder.has_pages else [of._replace(page_size=0) for of in steps]
         for of in dict.fromkeys(own):
-            tried[of, who.name] = ready(of, who, stage)
-    times = in_turns(tried, "call", plan.clock(plan.copies(steps[0])), plan)
-    host = in_turns(tried, "eager", HostClock(plan.device), plan) if plan.on_gpu else {}
+            tried[of, decoder.name] = ready(of, decoder, stage)
+    times = time_steps(tried, "call", plan.clock(plan.copies(steps[0])), plan)
+    host = time_steps(tried, "eager", HostClock(plan.device), plan) if plan.on_gpu else {}
     outcomes = []
     for (of, name), one in tried.items():
         if isinstance(one, Ready):
@@ -237,8 +237,8 @@ def run_case(
     return outcomes
 
 
-def in_turns(tried: Tried, what: str, clock: Clock, plan: Plan) -> dict[Name, list[float]]:
-    """Milliseconds by round of each that is ready; who raises is so no longer."""
+def time_steps(tried: Tried, what: str, clock: Clock, plan: Plan) -> dict[Name, list[float]]:
+    """Milliseconds by round of each that is ready; one that raises is left out, with the reason."""
     while True:
         calls = {key: getattr(one, what) for key, one in tried.items() if isinstance(one, Ready)}
         try:

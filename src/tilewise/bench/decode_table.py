@@ -42,8 +42,8 @@ def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
             continue
         own = beside(outcome, outcomes)
         rows.append([*named, *_numbers(row), spread_of(ratio_of(own, row)) if own else ""])
-    turns = f", {copies} caches in turns" if copies > 1 else ""
-    return [f"\n{first.shape}, {size}{turns}", *aligned(rows)]
+    caches = f", rotating over {copies} caches" if copies > 1 else ""
+    return [f"\n{first.shape}, {size}{caches}", *aligned(rows)]
 
 
 def _numbers(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who decodes in `bench decode`: a call on queries and a cache, or the reason why there is none.
+"""The decoders of `bench decode`: a call on queries and a cache, or the reason why there is none.
 
 FA3 is found as `peers` says. torch's SDPA and FlexAttention read a cache without pages whose
 sequences have one length; theirs is (batch, nheads_k, seqlen_k, headdim) in memory.
@@ -131,7 +131,7 @@ def _fa3(of: Decode, device: str) -> Attend:
 
 
 def fa3_operator(operators, of: Decode) -> Attend:
-    """FA3's forward beside a cache; how many splits is its own choice."""
+    """FA3's forward with a KV cache; it chooses the number of splits."""
     fwd = operators.fwd.default
     options = peers.operator_keywords(
         fwd, softmax_scale=of.headdim**-0.5, is_causal=of.causal, num_splits=0

@@ -1,6 +1,6 @@
 """Joules a call: blocks of seconds back to back, between two readings of the card's energy counter.
 
-The counter, and power where a card has none, are asked of NVML, the driver's own library.
+The counter, and power where a card has none, are read through NVML, the driver's library.
 """
 
 from __future__ import annotations

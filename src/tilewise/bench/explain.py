@@ -1,4 +1,4 @@
-"""What would happen to a call, and why: who serves it, in which launches, at which roof.
+"""What would happen to a call, and why: which backend serves it, its launches, its roofline.
 
 No GPU is needed. Backends answer as they would on the GPU that is asked about, tuning gives the
 tiles it gives there, and the compiler says what they need.
@@ -33,8 +33,8 @@ MATMULS = {  # S again in the backward; the portable one has S and dP twice
     "cpu": {"fwd": 2, "bwd": 5},
 }
 FEW_QUERIES = (
-    "forward: few queries beside many keys, so the portable kernels of attention beside a cache,"
-    " with keys in pieces; `tilewise explain --cache` shows them"
+    "forward: few queries and many keys, so the portable split-KV kernels"
+    " of attention with a KV cache; `tilewise explain --cache` shows them"
 )
 RELATIVE = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 

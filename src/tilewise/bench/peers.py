@@ -2,7 +2,7 @@
 
 FA3 is its package or, where TILEWISE_FA3 names one, its library without the package; FA2 is
 `flash_attn`, FA4 is `flash_attn.cute`. All mask causally at the bottom right, as we do. A feature
-is asked for by the name that it has where it is had; who has no such argument refuses the shape.
+is passed by the name that the library gives it; a library without that argument refuses the shape.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AT_REST = {  # what an option is where it asks for nothing
     "window_size_right": -1,
     "softcap": 0.0,
 }
-HINTS = ("max_seqlen_q", "max_seqlen_k")  # who does not ask for them reads the lengths themselves
+HINTS = ("max_seqlen_q", "max_seqlen_k")  # other libraries read the lengths themselves
 BWD_TAKES = ["dout", "q", "k", "v", "out", "softmax_lse"]
 BWD_WRITES = {"dq", "dk", "dv"}
 

@@ -1,7 +1,7 @@
-"""Who is timed. A provider turns a shape into a callable on (batch, seqlen, nheads, headdim)
+"""What is timed. A provider turns a shape into a callable on (batch, seqlen, nheads, headdim)
 tensors, packed (tokens, nheads, headdim), or says why not.
 
-Each gets its inputs in the memory order it likes best, so nobody pays for a copy.
+Each gets its inputs in its own memory order, so that no time of a copy is in the figure.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _refuse_flex(shape: Shape, device: str) -> str | None:
 def _prepare_flex(shape: Shape, device: str) -> Attend:
     """FlexAttention compiled for this shape alone.
 
-    Past the recompile limit Dynamo runs the unfused function in silence, and a change of grad
+    Past the recompile limit Dynamo silently runs the unfused function, and a change of grad
     mode alone recompiles: hence a fresh compile a shape, and a body that raises where it is run
     and not traced.
     """

@@ -1,7 +1,7 @@
 """One measurement, one line of JSON: what was run, where, how fast, how exact.
 
 Rows only ever grow: a file under benchmarks/results is appended to, never edited. Two rows may be
-compared if they share `run`, because then they were taken in turns on one machine.
+compared if they share `run`, because then they were timed in interleaved rounds on one machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row:
     """
 
     date: str
-    run: str  # shared by the rows that were timed in turns
+    run: str  # shared by the rows of interleaved rounds
     suite: str
     shape: dict  # Shape's fields
     provider: str

@@ -1,7 +1,7 @@
 """Runs a suite.
 
-At each shape every provider is first held to fp64, then those that pass are timed in turns: flushed
-(`timer`) and, where it is asked for, under sustained load (`sustained`).
+At each shape every provider is first held to fp64, then those that pass are timed in interleaved
+rounds: flushed (`timer`) and, where it is asked for, under sustained load (`sustained`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outcome(NamedTuple, Generic[Of]):
 
 
 class Run:
-    """What the rows of one run share, the file that they are appended to, and who is told."""
+    """What the rows of one run share, the file that they are appended to, and what shows lines."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Run:
     def begin(self, rounds: int, more: str = "") -> None:
         """Says where it runs."""
         versions = "torch {torch}, triton {triton}".format_map(self.common)
-        self.show(f"{self.common['device']}, {versions}, {rounds} rounds in turns{more}")
+        self.show(f"{self.common['device']}, {versions}, {rounds} interleaved rounds{more}")
 
     def keep(self, outcomes: Iterable[Any], lines: Iterable[str] = ()) -> None:
         """Appends the rows that there are, and says these lines."""
@@ -115,9 +115,9 @@ def run_suite(
     energy: bool = False,
 ) -> list[Outcome[Shape]]:
     """Times `providers` at `shapes`; the first that runs is the one that ratios are taken against.
-    With `with_dense` the first provider also runs, in turn with the others, the dense shape that
-    each packed one is held against. With `sustained` all are timed under load too, with `energy`
-    joules are measured as well.
+    With `with_dense` the first provider also runs, interleaved with the others, the dense shape
+    that each packed one is held against. With `sustained` all are timed under load too, with
+    `energy` joules are measured as well.
 
     Rows are appended to `save` as each shape ends, so a run that is cut short keeps what it has.
     """
@@ -157,7 +157,7 @@ def run_entries(
     round_ms: float,
     plan: Plan | None = None,
 ) -> list[Outcome[Shape]]:
-    """What is timed in turns, by name: refuse, check, time."""
+    """Refuses, checks and times entries, by name, in interleaved rounds."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # so that the memory that is free is known
     stages = {
@@ -178,8 +178,8 @@ def time_ready(
     clock: Clock | None = None,
     plan: Plan | None = None,
 ) -> list[Outcome[Of]]:
-    """Times in turns those that are ready, by the device's clock if by no other, and with a plan
-    under sustained load too; an outcome for each entry, which is a shape and who has a `name`.
+    """Times those that are ready in interleaved rounds, by the device's clock if by no other, and
+    with a plan under sustained load too; an outcome for each entry: a shape, and what has a `name`.
     """
     outcomes = {name: one for name, one in tried.items() if isinstance(one, Outcome)}
     ready = {name: one for name, one in tried.items() if isinstance(one, Ready)}

@@ -2,7 +2,7 @@
 
 The classic rows hold the work's two factors still: 16 Ki tokens in all and hidden size 2048, so
 that the batch is 16384 / seqlen and the heads are 2048 / headdim. A packed shape says what lengths
-its sequences have, which lie one behind the other in (tokens, nheads, headdim) tensors.
+its sequences have, which lie end to end in (tokens, nheads, headdim) tensors.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def standards(
 
 
 def joined(parts: list[Standards]) -> Standards:
-    """Standards of parts, one behind the other."""
+    """Standards of parts, concatenated."""
     return Standards(
         *({name: torch.cat([run[name][0] for run in of]) for name in of[0]} for of in zip(*parts))
     )

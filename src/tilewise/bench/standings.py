@@ -1,8 +1,8 @@
 """How the first provider stands at the end of a run: against each peer, and against the best one.
 
-A ratio is a peer's time over the first provider's, both taken in turns at one shape; shapes where
-the first provider has no row have no ratio. Where there are times under sustained load, they are
-the ones that count.
+A ratio is a peer's time over the first provider's, both from interleaved rounds of one shape;
+shapes where the first provider has no row have no ratio. Where there are times under sustained
+load, they are the ones that count.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _energy(outcome: Outcome) -> float | None:
 
 
 def standings(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line a peer and direction, one for the best peer of each shape, and who has no row; again
-    for each way in which times were taken, and for energy.
+    """A line a peer and direction, one for the best peer of each shape, and the peers without a
+    row; again for each way in which times were taken, and for energy.
     """
     tables = {"sustained ": _sustained, "flushed ": _flushed}
     if not any(map(_sustained, outcomes)):

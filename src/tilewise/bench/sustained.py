@@ -1,9 +1,9 @@
 """Times under sustained load, which are the ones that count where calls follow one another.
 
 Behind a pause a call runs below the card's power limit. Back to back, as in training, calls reach
-it and the clock falls until they keep to it: then other things decide who is the faster. So a call
-is timed in spans of calls without a pause, on a card that has been under load for seconds, in an
-order drawn anew in each round; ratios are taken round by round, as in `timer`.
+it and the clock falls until they keep to it: then other things decide which is the faster. So a
+call is timed in spans of calls without a pause, on a card that has been under load for seconds, in
+an order drawn at random for each round; ratios are taken round by round, as in `timer`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plan_for(device: str, rounds: int, with_energy: bool = False) -> Plan:
     if device.startswith("cuda"):
         return Plan(cuda_span, draw, rounds, meter=open_meter(device) if with_energy else None)
     if with_energy:
-        raise NoEnergy(f"it is asked of a GPU's driver, and {device} is none")
+        raise NoEnergy(f"a GPU's driver measures it, and {device} is no GPU")
     return Plan(cpu_span, draw, rounds, span_ms=1.0, load_ms=0.0)
 
 
@@ -122,8 +122,8 @@ def time_sustained(calls: Mapping[str, Call], plan: Plan) -> dict[str, list[floa
 
 
 def joules_of(calls: Mapping[str, Call], plan: Plan) -> dict[str, float]:
-    """Joules a call: a block of each, in an order drawn anew for each shape, so that over the rows
-    of a table no provider has the warmer card.
+    """Joules a call: a block of each, in an order drawn at random for each shape, so that over
+    the rows of a table no provider has the warmer card.
     """
     assert plan.meter is not None
     span, meter = plan.span, plan.meter

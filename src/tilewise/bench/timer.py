@@ -1,7 +1,6 @@
-"""A timer in which providers take turns, because a machine's speed drifts and a ratio taken in
-turns does not.
+"""A timer with interleaved rounds: a machine's speed drifts, and a ratio within a round does not.
 
-Each round times every provider once, in an order in which nobody stays behind the same other. On an
+Each round times every provider once, in a balanced order: none always follows the same other. On an
 H200 one kernel under two names took 3 to 4.5 % less where it always followed FlashAttention-2 (16Ki
 tokens a sequence, headdim 128 and 256; at 64 nothing). The likely reason, not measured: a slow call
 leaves the card power to spare, and it clocks the next one higher.

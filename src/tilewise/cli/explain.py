@@ -1,4 +1,4 @@
-"""`tilewise explain`: who serves a call and why, with which launches, at which roof. No GPU."""
+"""`tilewise explain`: which backend serves a call and why, its launches, its roofline. No GPU."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ feature_options = together(
 
 
 cache_options = together(
-    click.option("--cache", "has_cache", is_flag=True, help="A step of decoding beside a cache."),
+    click.option("--cache", "has_cache", is_flag=True, help="A step of decoding with a KV cache."),
     click.option("--page-size", type=click.IntRange(0), help="Keys of its pages; 0: none."),
     click.option("--split-size", type=click.IntRange(1), help="Keys of a piece."),
 )
 
 
-@click.command(short_help="Who serves a call and why, in which launches; no GPU needed.")
+@click.command(short_help="Which backend serves a call and why, in which launches; no GPU needed.")
 @call_options
 @feature_options
 @cache_options
@@ -67,7 +67,7 @@ cache_options = together(
 def explain(
     backend, target, gpu, with_compiler, as_json, png, has_cache, page_size, split_size, **options
 ) -> None:
-    """Who serves a call and why; kernel, tile, registers, waves, FLOPs, bytes, roofline.
+    """Which backend serves a call and why; kernel, tile, registers, waves, FLOPs, bytes, roofline.
 
     Nothing runs on a GPU: backends answer as they would on the one that --on or --gpu names, and
     kernels are compiled for it here. Left out, it is the GPU of this machine, or an H200.
@@ -174,7 +174,7 @@ def shape_of(
 
 
 def show(screen, found) -> None:
-    """Tables: who serves, in which launches, how much work."""
+    """Tables: backends, launches, work."""
     if show_answers(screen, found, str(found.shape), found.how):
         show_launches(screen, found, list(map(launch_column, found.launches)))
         screen.print(table(["work", ""], work_rows(found)))

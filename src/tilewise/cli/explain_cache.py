@@ -1,4 +1,4 @@
-"""What `tilewise explain --cache` prints: who serves a step of decoding, its pieces and bytes."""
+"""What `tilewise explain --cache` prints: the backend of a decoding step, its pieces and bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tables import table
 
 
 def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
-    """The step that the options ask for: its queries are `--seqlen`, 1 if nobody says."""
+    """The step that the options ask for: its queries are `--seqlen`, 1 by default."""
     from ..bench.caches import decode
 
     if any(options[name] for name in features) or options["direction"] != "fwd":
@@ -42,7 +42,7 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
 
 
 def show(screen, found) -> None:
-    """Tables: who serves, in which launches, pieces and bytes."""
+    """Tables: backends, launches, pieces and bytes."""
     of = found.of
     queries = "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
     pages = f"pages of {of.page_size}" if of.page_size else "no pages"

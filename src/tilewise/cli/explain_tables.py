@@ -72,7 +72,7 @@ def show_launches(screen, found, columns: list[list[str]]) -> None:
 
 
 def roof_rows(roof) -> list[tuple[str, str]]:
-    """What the device can do, and who says so."""
+    """What the device can do, and the source of these figures."""
     height = f"{plain(roof.tflops)} TFLOP/s, {digits(roof.bandwidth)} TB/s"
     return [("roof", height), ("", roof.source)]
 

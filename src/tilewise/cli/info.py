@@ -25,8 +25,8 @@ PACKAGES = ("transformers", "diffusers", "vllm", "sglang")
 
 
 class Line(NamedTuple):
-    """One fact: `mark` is "ok" or "no", or empty where nothing is judged. Of a feature, `value` is
-    who serves it and `remedy` who does not, and why.
+    """One fact: `mark` is "ok" or "no", or empty where nothing is judged. Of a feature, `value`
+    names the backends that serve it, `remedy` those that do not, and why.
     """
 
     section: str

@@ -19,7 +19,7 @@ from .tables import console
 KINDS = ("skipped", "partial", "full")
 CELLS = ("··", "▒▒", "██")
 STYLES = ("dim", "yellow", "green")
-COLOURS = ("#e8e8e8", "#e69f00", "#0072b2")  # Okabe and Ito's: told apart by any eye
+COLOURS = ("#e8e8e8", "#e69f00", "#0072b2")  # Okabe and Ito's: distinct in any colour vision
 ROWS, SVG_CELLS, SVG_SIDE = 64, 128, 512
 OPERATORS = {ast.BitAnd: lambda x, y: x & y, ast.BitOr: lambda x, y: x | y}
 NAMES = ("causal", "sliding_window", "prefix_lm", "document", "chunked", "dilated")

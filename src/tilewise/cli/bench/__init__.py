@@ -1,4 +1,4 @@
-"""`tilewise bench`: our attention beside its peers, in turns, each held to fp64 before it is timed.
+"""`tilewise bench`: our attention and its peers in interleaved rounds, each held to fp64 first.
 
 A module a command; dense shapes have the options of `bench` itself.
 """

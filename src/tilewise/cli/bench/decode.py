@@ -1,4 +1,4 @@
-"""`tilewise bench decode`: a step of decoding beside its cache."""
+"""`tilewise bench decode`: a step of decoding with a KV cache."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
     type=click.Choice(["rotate", "flush"]),
     default="rotate",
     show_default=True,
-    help="How a GPU's L2 cache is kept cold: caches that take turns, or a flush before each call.",
+    help="How a GPU's L2 cache is kept cold: several KV caches, or a flush before each call.",
 )
 @run_options
 def decode(quick, device, ours, against, lengths, pages, queries, as_json, **options) -> None:
-    """Time a step of decoding: the last queries of each sequence beside its cache.
+    """Time a step of decoding: the last queries of each sequence with its KV cache.
 
     On a GPU a step is the replay of a CUDA graph, and no byte of a cache is in the L2 cache; host
     us are those of an eager call. GB/s counts keys and values alone, share is that of what a copy
     or a sum of a large tensor reached in the same run. Pages lie in no order. All steps of a batch
-    take turns, and each result is held to fp64 before it is timed.
+    are timed in interleaved rounds, each result held to fp64 first.
 
     sdpa is torch's function, its backend as torch chooses it, with a cache of its own layout: it
     and flex (FlexAttention, compiled) know neither pages nor lengths. fa3 is FlashAttention-3's
@@ -86,7 +86,7 @@ def decode(quick, device, ours, against, lengths, pages, queries, as_json, **opt
 
 
 def cases_of(asked: dict, lengths, pages, queries) -> list[list]:
-    """The steps that take turns: a list for each batch and head."""
+    """The steps that are timed together: a list for each batch and head."""
     from ...bench.caches import decode
 
     plain = itertools.product(asked["batch"], asked["seqlens"])

@@ -72,7 +72,7 @@ def dense(directions, suite, ours, against, **options) -> None:
 
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
     have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and steps of
-    decoding beside a cache, tilewise bench decode --help.
+    decoding with a KV cache, tilewise bench decode --help.
     """
     from ...bench.shapes import SUITES
 

@@ -74,7 +74,7 @@ feature_options = together(causal_option, score_options)
 
 
 def providers_of(ours: str, against: Sequence[str] = ()) -> list[Provider]:
-    """Who is timed, ours first."""
+    """The providers that are timed, ours first."""
     from ...bench.providers import provider
 
     try:

@@ -46,7 +46,7 @@ from .options import (
     "--dense",
     "with_dense",
     is_flag=True,
-    help="Also our dense attention, in turn with the packed: how much of its TFLOP/s is kept.",
+    help="Also our dense attention, interleaved with the packed: how much of its TFLOP/s is kept.",
 )
 @sustained_option
 @energy_option

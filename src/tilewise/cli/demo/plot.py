@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .lengths import Grown, Point
 
-# Okabe and Ito's colours, told apart by every kind of sight; markers and dashes say it again.
+# Okabe and Ito's colours, distinct in any colour vision; markers and dashes say it again.
 LOOKS = {
     "standard": dict(color="#D55E00", marker="s", label="standard attention"),
     "sdpa": dict(color="#0072B2", marker="^", label="torch SDPA", linestyle=(0, (4, 2)), zorder=6),

@@ -3,8 +3,8 @@
 Requests come, share steps, are preempted where pages run out, and end. Each one's tokens must be
 those that transformers generates for it alone, eager and greedy.
 
-`pages` allocates, `scheduler` decides who computes what, `batch` makes tensors of it, `model` is
-one forward over the cache, `serve` the loop; `expected` is transformers' side.
+`pages` allocates, `scheduler` decides which tokens a step computes, `batch` makes tensors of
+it, `model` is one forward over the cache, `serve` the loop; `expected` is transformers' side.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """How many pages nobody has."""
+        """How many pages no sequence holds."""
         return len(self._free)
 
     def needed(self, length: int) -> int:
