@@ -1,0 +1,9 @@
+"""One sequence over several processes, exact: `import tilewise.distributed as td`.
+
+Nothing of it is imported by `import tilewise`.
+"""
+
+from .deal import contiguous, documents, from_positions, striped, zigzag
+from .layout import Layout
+
+__all__ = ["Layout", "contiguous", "documents", "from_positions", "striped", "zigzag"]
