@@ -4,6 +4,16 @@ Nothing of it is imported by `import tilewise`.
 """
 
 from .deal import contiguous, documents, from_positions, striped, zigzag
+from .failure import RankLost, RankMismatch
 from .layout import Layout
 
-__all__ = ["Layout", "contiguous", "documents", "from_positions", "striped", "zigzag"]
+__all__ = [
+    "Layout",
+    "RankLost",
+    "RankMismatch",
+    "contiguous",
+    "documents",
+    "from_positions",
+    "striped",
+    "zigzag",
+]
