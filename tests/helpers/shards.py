@@ -75,7 +75,7 @@ class Case:
         def randn(*shape):
             return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
 
-        batch = 1 if self.docs else BATCH
+        batch = 1 if self.docs or seqlen > SEQLEN else BATCH
         self.q = randn(batch, seqlen, nheads, HEADDIM)
         self.k = randn(batch, seqlen, nheads_k, HEADDIM)
         self.v = randn(batch, seqlen, nheads_k, width_v)

@@ -4,6 +4,7 @@ Nothing of it is imported by `import tilewise`.
 """
 
 from .attention import attention
+from .context import context_parallel
 from .deal import contiguous, documents, from_positions, striped, zigzag
 from .failure import RankLost, RankMismatch
 from .layout import Layout
@@ -15,6 +16,7 @@ __all__ = [
     "RankLost",
     "RankMismatch",
     "attention",
+    "context_parallel",
     "contiguous",
     "documents",
     "from_positions",

@@ -15,6 +15,7 @@ from ..frontend.checks import check_extras
 from ..frontend.qkv import check_rank, check_tensors
 from ..frontend.scalars import Window, band, check_causal, check_flag, check_numbers
 from ..mods.flatten import NO_MODIFIERS, Modifiers, mentions, modifiers_of
+from ..mods.serialize import text_of
 from ..ops import attention as ops
 from ..problem import Extras
 from ..tile.random_bytes import check_dropout
@@ -109,12 +110,12 @@ def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
         f"{name} ({x.shape[0]}, {layout.seqlen}, {x.shape[2]}, {x.shape[3]})"
         for name, x in (("q", q), ("k", k), ("v", v))
     )
-    dealt = zlib.crc32(repr((layout.runs, layout.cu_seqlens)).encode())
+    dealt = _digest(repr((layout.runs, layout.cu_seqlens)))
     learns = ops.needs_grad(q, k, v, asked.sinks)
     said = [
         *shapes,
         str(q.dtype).removeprefix("torch."),
-        f"{layout.kind} over {layout.ranks} ranks ({dealt:08x})",
+        f"{layout.kind} over {layout.ranks} ranks ({dealt})",
         f"causal={asked.causal}, window={asked.sides}",
         "with a gradient" if learns else "without a gradient",
     ]
@@ -126,12 +127,17 @@ def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
         "dropout_p": asked.dropout_p or None,
         "alibi_slopes": _shape(asked.alibi_slopes),
         "sinks": _shape(asked.sinks),
-        "mask_mod": asked.modifiers.mods.mask or None,
-        "score_mod": asked.modifiers.mods.score or None,
+        "mask_mod": _digest(text_of(asked.modifiers.mods.mask)),
+        "score_mod": _digest(text_of(asked.modifiers.mods.score)),
         "bitwise": None if asked.bitwise else False,
     }
     said += [f"{name}={value}" for name, value in options.items() if value is not None]
     return ", ".join(said)
+
+
+def _digest(text: str) -> str | None:
+    """What tells texts apart in few letters, the same in every process; None of none."""
+    return f"{zlib.crc32(text.encode()):08x}" if text else None
 
 
 def _shape(x: Tensor | None) -> tuple[int, ...] | None:

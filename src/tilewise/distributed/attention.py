@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from ..frontend.scalars import Window, check_flag, check_layout
+from ..frontend.qkv import check_tensor
+from ..frontend.scalars import Window, check_flag
+from ..frontend.scalars import check_layout as check_order
 from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
+from ..ops.context_parallel import unsharded
 from . import heads, stream, whole
 from .arena import arena_of
 from .asked import Asked, check
@@ -90,11 +93,14 @@ def attention(
     Raises ArgumentError, NotImplementedError with the method that can, RankMismatch where the ranks
     do not make the same call, and RankLost where one does not come within the group's time-out.
     """
-    layout = _check_layout(layout)
+    layout = check_layout(layout)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     arena = None if layout.ranks == 1 else arena_of(layout.group, q.device)
-    with contextlib.nullcontext() if arena is None else arena.reporting():
+    reporting = contextlib.nullcontext() if arena is None else arena.reporting()
+    with reporting, unsharded():
         _refuse(others)
-        check_layout(order)
+        check_order(order)
         return_lse, packed = check_flag("return_lse", return_lse), q.dim() == 3
         if packed and layout.cu_seqlens is not None:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -146,7 +152,8 @@ def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) ->
     return found.method
 
 
-def _check_layout(layout: Any) -> Layout:
+def check_layout(layout: Any) -> Layout:
+    """A layout whose ranks are there."""
     if not isinstance(layout, Layout):
         raise ArgumentError(
             f"layout is a {type(layout).__name__}: it must be a tilewise.distributed.Layout, as "
