@@ -1,0 +1,242 @@
+"""Which rank has which tokens of a sequence: a `Layout`, made on the host from lengths alone, so
+that all ranks make the same one without asking each other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ArgumentError
+from ..frontend.scalars import Window, band
+from .work import Span, pairs
+
+Tensor = torch.Tensor
+Run = tuple[int, int]  # positions [start, stop)
+IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank has which tokens, and in which order.
+
+    >>> import tilewise.distributed as td
+    >>> layout = td.zigzag(8, 2)  # 8 tokens, 2 ranks; in a program, the process group
+    >>> layout.runs
+    (((0, 2), (6, 8)), ((2, 6),))
+    >>> layout.positions
+    tensor([0, 1, 6, 7])
+
+    Layouts of equal tokens, rank and documents are equal, and hash alike: the group is not
+    compared. Made by `contiguous`, `zigzag`, `striped`, `documents` and `from_positions`. Any
+    length and any number of ranks: the last shards may be shorter, or empty; nothing is padded.
+    """
+
+    kind: str
+    seqlen: int
+    runs: tuple[tuple[Run, ...], ...]  # of every rank, in the order in which it has them
+    rank: int = 0
+    cu_seqlens: tuple[int, ...] | None = None  # where packed documents begin, and the end
+    group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.runs)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The tokens of each rank."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+    @property
+    def tokens(self) -> int:
+        """Those of this rank."""
+        return self.counts[self.rank]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Where this rank's tokens are in the sequence, int64: what rotary embeddings ask for. With
+        documents they count from the beginning of each.
+        """
+        rows = [torch.arange(x.start - x.first, x.stop - x.first) for x in self.spans]
+        return torch.cat(rows) if rows else torch.arange(0)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The runs of this rank, cut at the ends of documents."""
+        starts = (0, self.seqlen) if self.cu_seqlens is None else self.cu_seqlens
+        found, row = [], 0
+        for start, end in self.runs[self.rank]:
+            while start < end:
+                i = bisect.bisect_right(starts, start)
+                stop = min(end, starts[i])
+                found.append(Span(row, start, stop, starts[i - 1], starts[i]))
+                row, start = row + stop - start, stop
+        return tuple(found)
+
+    def at(self, rank: int) -> Layout:
+        """The same as another rank sees it.
+
+        >>> import tilewise.distributed as td
+        >>> td.contiguous(5, 2).at(1).positions
+        tensor([3, 4])
+        """
+        if not 0 <= rank < self.ranks:
+            raise ArgumentError(f"rank={rank}: the layout has {self.ranks} ranks, from 0 on")
+        return replace(self, rank=rank)
+
+    def packed(self, cu_seqlens: Sequence[int] | Tensor) -> Layout:
+        """The same dealing of a sequence that is documents, packed end to end, which do
+        not see each other.
+
+        >>> import tilewise.distributed as td
+        >>> td.contiguous(5, 2).packed([0, 2, 5]).positions
+        tensor([0, 1, 0])
+        """
+        return replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen))
+
+    def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """Of a tensor of all tokens those of this rank, along `dim`: 1, or 0 where there is no
+        other.
+
+        >>> import torch, tilewise.distributed as td
+        >>> td.zigzag(8, 2).shard(torch.arange(8))
+        tensor([0, 1, 6, 7])
+        """
+        dim = self._dim(x, dim)
+        if x.shape[dim] != self.seqlen:
+            raise ArgumentError(
+                f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}: "
+                f"this layout deals {self.seqlen}; say where they are with dim="
+            )
+        parts = [x.narrow(dim, start, stop - start) for start, stop in self.runs[self.rank]]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def unshard(self, x: Tensor | Sequence[Tensor], dim: int | None = None) -> Tensor:
+        """The inverse of `shard`: of this rank's part, which all ranks must call, as they exchange
+        their parts, or of a list of all ranks' parts. What is exchanged has no gradient.
+
+        >>> import torch, tilewise.distributed as td
+        >>> layout = td.striped(6, 2, block=1)
+        >>> layout.unshard([layout.at(rank).shard(torch.arange(6)) for rank in (0, 1)])
+        tensor([0, 1, 2, 3, 4, 5])
+        """
+        parts = self._gathered(x, dim) if isinstance(x, Tensor) else list(x)
+        if len(parts) != self.ranks:
+            raise ArgumentError(f"{len(parts)} parts: this layout has {self.ranks} ranks")
+        dim = self._dim(parts[0], dim)
+        for rank, (part, count) in enumerate(zip(parts, self.counts)):
+            if part.shape[dim] != count:
+                raise ArgumentError(
+                    f"the part of rank {rank} has shape {tuple(part.shape)}, {part.shape[dim]} "
+                    f"tokens in dimension {dim}: this layout deals it {count}"
+                )
+        shape = list(parts[0].shape)
+        shape[dim] = self.seqlen
+        whole = parts[0].new_empty(shape)
+        for part, runs in zip(parts, self.runs):
+            row = 0
+            for start, stop in runs:
+                taken = part.narrow(dim, row, stop - start)
+                whole.narrow(dim, start, stop - start).copy_(taken)
+                row += stop - start
+        return whole
+
+    def shifted(self, labels: Tensor, dim: int | None = None, ignored: int = IGNORED) -> Tensor:
+        """Labels of all tokens, each moved to the token that predicts it: before `shard`, as the
+        next token may be another rank's. The last token of a sequence, and of each document, has
+        none: `ignored`.
+
+        >>> import torch, tilewise.distributed as td
+        >>> td.contiguous(5, 2).packed([0, 2, 5]).shifted(torch.arange(5))
+        tensor([   1, -100,    3,    4, -100])
+        """
+        dim = self._dim(labels, dim)
+        if labels.shape[dim] != self.seqlen:
+            raise ArgumentError(
+                f"labels have shape {tuple(labels.shape)}, {labels.shape[dim]} in dimension {dim}: "
+                f"they must be those of all {self.seqlen} tokens, before they are dealt"
+            )
+        starts = (0, self.seqlen) if self.cu_seqlens is None else self.cu_seqlens
+        last = [stop - 1 for start, stop in itertools.pairwise(starts) if start < stop]
+        moved = labels.roll(-1, dim)
+        return moved.index_fill(dim, torch.tensor(last, device=labels.device).long(), ignored)
+
+    def work(self, causal: bool = False, window: Window = None) -> tuple[int, ...]:
+        """The pairs of a query and a key that each rank computes.
+
+        >>> import tilewise.distributed as td
+        >>> td.contiguous(8, 2).work(causal=True), td.zigzag(8, 2).work(causal=True)
+        ((10, 26), (18, 18))
+        """
+        sides = band(window, causal)
+        each = (self.at(rank).spans for rank in range(self.ranks))
+        return tuple(sum(pairs(span, *sides) for span in spans) for spans in each)
+
+    def explain(self, causal: bool = True, window: Window = None) -> str:
+        """Tokens, runs and work of each rank, as a table. The slowest rank is what all wait for.
+
+        >>> import tilewise.distributed as td
+        >>> print(td.zigzag(64, 2).explain())
+        zigzag, 64 tokens over 2 ranks, causal
+        rank  tokens  runs  pairs  of the mean
+           0      32     2   1040        1.000
+           1      32     1   1040        1.000
+        """
+        work = self.work(causal, window)
+        mean = sum(work) / self.ranks or 1
+        rows = [("rank", "tokens", "runs", "pairs", "of the mean")]
+        for rank, (count, found) in enumerate(zip(self.counts, work)):
+            runs = len(self.at(rank).spans)
+            rows.append((str(rank), str(count), str(runs), str(found), f"{found / mean:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(x.rjust(n) for x, n in zip(row, widths)) for row in rows]
+        what = [f"{self.kind}, {self.seqlen} tokens over {self.ranks} ranks"]
+        if self.cu_seqlens is not None:
+            what.append(f"{len(self.cu_seqlens) - 1} documents")
+        what += ["causal"] * causal + ([] if window is None else [f"window {tuple(window)}"])
+        return "\n".join([", ".join(what), *lines])
+
+    def _dim(self, x: Tensor, dim: int | None) -> int:
+        return min(1, x.dim() - 1) if dim is None else dim % x.dim()
+
+    def _gathered(self, x: Tensor, dim: int | None) -> list[Tensor]:
+        """The parts of all ranks, in their order."""
+        if self.group is None:
+            if self.ranks == 1:
+                return [x]
+            raise ArgumentError(
+                "this layout was made for a number of ranks: make it with a process group to "
+                "exchange parts, or pass a list of all parts"
+            )
+        dim = self._dim(x, dim)
+        x = x.detach().movedim(dim, 0)
+        padded = x.new_zeros(max(self.counts), *x.shape[1:])
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part[:count].movedim(0, dim) for part, count in zip(parts, self.counts)]
+
+
+def check_starts(cu_seqlens: Sequence[int] | Tensor, seqlen: int | None = None) -> tuple[int, ...]:
+    """Where documents begin and the last one ends, as ints."""
+    if isinstance(cu_seqlens, Tensor):
+        found = tuple(cu_seqlens.tolist())
+    else:
+        found = tuple(int(x) for x in cu_seqlens)
+    seqlen = found[-1] if seqlen is None and found else seqlen
+    rises = all(a <= b for a, b in itertools.pairwise(found))
+    if not found or found[0] != 0 or found[-1] != seqlen or not rises:
+        raise ArgumentError(
+            f"cu_seqlens={list(found)}: it must begin with 0, never decrease, and end with the "
+            f"number of tokens{'' if seqlen is None else f', {seqlen}'}"
+        )
+    return found

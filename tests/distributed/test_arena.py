@@ -1,0 +1,127 @@
+"""The arena of CPU processes: what one rank publishes another reads, and the rank that does not
+come, or comes with another call, is named.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.processes import run
+
+import tilewise.distributed as td
+from tilewise.distributed.arena import LEAST, SharedFile, arena_of
+from tilewise.distributed.exchange import publish, publish_rows, runs_in_turn
+from tilewise.errors import ArgumentError
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("gloo is not here", allow_module_level=True)
+
+
+def rows_of(rank, call, count, dtype=torch.float32):
+    return torch.arange(count * 3).view(count, 3).to(dtype) + 1000 * rank + 100000 * call
+
+
+def publishing(rank):
+    """Each call reads what each rank has just published, however slow some ranks are, and as the
+    arena grows.
+    """
+    arena = arena_of(dist.group.WORLD, torch.device("cpu"))
+    assert arena is arena_of(dist.group.WORLD, torch.device("cpu"))
+    counts = [5, 0, 7][: arena.ranks]
+    draw = torch.Generator().manual_seed(rank)
+    for call in range(12):
+        time.sleep(0.004 * torch.rand((), generator=draw).item())
+        scale = 1 if call < 6 else 4000
+        mine = [
+            rows_of(rank, call, scale * counts[rank], x) for x in (torch.float32, torch.bfloat16)
+        ]
+        before, moved = arena.pulled, 0
+        found = publish_rows(arena, f"call {call}", mine, [scale * x for x in counts])
+        for peer in range(arena.ranks):
+            count = scale * counts[peer]
+            for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+                expected = rows_of(peer, call, count, dtype)
+                assert torch.equal(found.view(peer, number), expected)
+                assert torch.equal(found.pull(peer, number, 2, 4), expected[2:4])
+                moved += expected[2:4].numel() * dtype.itemsize if peer != rank else 0
+        assert arena.pulled - before == moved
+    assert arena.room >= 4000 * 7 * 3 * 4 > LEAST
+    publish_rows(arena, "nothing", [torch.empty(0, 3)], [0] * arena.ranks)
+    mapped = [x for x in Path("/proc/self/maps").read_text().splitlines() if "/tilewise-" in x]
+    assert mapped and all(x.endswith("(deleted)") for x in mapped)
+
+
+def sequences(rank):
+    """Rows through a layout come into global order."""
+    layout = td.striped(50, block=4)
+    x = torch.arange(100).view(50, 2)
+    found = publish(arena_of(layout.group, x.device), "rows", [layout.shard(x, 0)], layout)
+    whole = torch.zeros_like(x)
+    ranks = []
+    for peer, row, start, stop in runs_in_turn(layout, [(3, 30), (41, 50)]):
+        whole[start:stop] = found.pull(peer, 0, row, row + stop - start)
+        ranks.append(peer)
+    assert torch.equal(whole[3:30], x[3:30]) and torch.equal(whole[41:], x[41:])
+    assert not whole[:3].any() and not whole[30:41].any()
+    assert ranks[0] == rank and ranks[-1] == (rank + 1) % layout.ranks
+    local = layout.shard(x, 0)
+    assert torch.equal(layout.unshard(local, 0), x)
+
+
+def another_call(rank):
+    """Ranks that do not make the same call name both; the group goes on after it."""
+    arena = arena_of(dist.group.WORLD, torch.device("cpu"))
+    with pytest.raises(
+        td.RankMismatch, match=r"rank 2 called k \(1, 9\); rank [01] called k \(1, 8\)"
+    ):
+        publish_rows(arena, f"k (1, {8 + rank // 2})", [torch.zeros(2)], [2, 2, 2])
+    if rank == 1:
+        arena.barrier.abandon(ArgumentError("k is wrong"))
+    else:
+        with pytest.raises(td.RankMismatch, match="rank 1 raised ArgumentError: k is wrong"):
+            publish_rows(arena, "k (1, 8)", [torch.zeros(2)], [2, 2, 2])
+    publish_rows(arena, "k (1, 8)", [torch.zeros(2)], [2, 2, 2])
+    large = 100000 * (1 + rank % 2)  # where one rank's arena would grow and another's not
+    with pytest.raises(td.RankMismatch, match="called large 200000"):
+        publish_rows(arena, f"large {large}", [torch.zeros(large)], [large] * 3)
+    publish_rows(arena, "k (1, 8)", [torch.zeros(2)], [2, 2, 2])
+
+
+def calls(rank):
+    publishing(rank)
+    sequences(rank)
+    another_call(rank)
+
+
+def test_three_ranks():
+    run(calls, 3)
+
+
+def killed(rank, victim):
+    arena = arena_of(dist.group.WORLD, torch.device("cpu"))
+    publish_rows(arena, "first", [torch.zeros(2)], [2] * 3)
+    if rank == victim:
+        time.sleep(0.3)  # the others pass, too
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    match = f"rank {victim} of 3 did not come" if victim else "does not answer|rank 0 of 3 did not"
+    with pytest.raises(td.RankLost, match=match):
+        publish_rows(arena, "second", [torch.zeros(2)], [2] * 3)
+    assert time.monotonic() - start < 10
+    with pytest.raises(td.RankLost, match="new process group"):
+        publish_rows(arena, "third", [torch.zeros(2)], [2] * 3)
+
+
+@pytest.mark.parametrize("victim", [0, 2])  # rank 0 has the store
+def test_a_rank_that_is_killed_is_named(victim):
+    run(killed, 3, victim, timeout=2.0, killed=(victim,))
+
+
+def test_what_is_not_written_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="symmetric memory"):
+        arena_of(None, torch.device("cuda"))
+    assert SharedFile.__doc__

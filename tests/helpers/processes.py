@@ -1,0 +1,71 @@
+"""Several processes of one gloo group, for tests of what they exchange.
+
+    run(main, 3, 1, "x")  # main(rank, 1, "x") on each of three
+
+They come of a server that has imported torch and tilewise once, and have one thread each.
+"""
+
+import datetime
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+
+TIMEOUT = 20.0  # seconds of the group, within which a test that hangs ends
+
+
+def run(main, ranks: int, *args, timeout: float = TIMEOUT, killed: tuple[int, ...] = ()) -> None:
+    """Runs `main` on each rank of a group; AssertionError with the tracebacks of those that fail.
+    The ranks in `killed` must end by a signal, and the others must not.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tilewise.distributed"])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    said = context.SimpleQueue()
+    ended = context.Semaphore(0)
+    given = main, ranks, port, timeout, args, (said, ended, ranks - 1 - len(killed)), sys.path
+    started = [context.Process(target=_start, args=(rank, *given)) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    while said.empty() and any(process.is_alive() for process in started):
+        started[0].join(0.05)
+    for process in started:
+        process.join(None if said.empty() else 1.0)
+        process.kill()  # one that waits for a rank that failed
+    failed = []
+    while not said.empty():
+        failed.append(said.get())
+    assert not failed, "\n".join(failed)
+    codes = [process.exitcode for process in started]
+    assert all((code < 0) == (rank in killed) for rank, code in enumerate(codes)), codes
+
+
+def _start(rank, main, ranks, port, timeout, args, reports, path):
+    said, ended, others = reports
+    import torch
+    import torch.distributed as dist
+
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://localhost:{port}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        main(rank, *args)
+    except BaseException:
+        said.put(f"rank {rank}:\n{traceback.format_exc()}")
+    if rank == 0:  # which has the store, that others may still ask
+        for _ in range(others):
+            ended.acquire(timeout=timeout)
+    ended.release()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive Python's end (pytorch/pytorch#190489)
