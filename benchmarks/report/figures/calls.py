@@ -158,10 +158,11 @@ def skewed(evidence: Evidence, names: list[str], words: list[str]) -> str:
 def energy(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Our joules a call over a peer's, where both were measured: mean (least to most)."""
     measured = evidence._replace(calls=[entry for entry in evidence.calls if entry.row.joules])
-    of_peer = [
-        timing.rows[OURS].joules / timing.rows[names[0]].joules
-        for timing in timings(measured, [names[0]], words)
+    pairs = [
+        (one.rows[OURS].joules, one.rows[names[0]].joules)
+        for one in timings(measured, [names[0]], words)
     ]
+    of_peer = [ours / theirs for ours, theirs in pairs if ours and theirs]
     return f"{mean_of(of_peer):.2f} ({span(of_peer)})" if of_peer else NONE
 
 
