@@ -34,6 +34,7 @@ from .mods.flatten import check_block_mask, modifiers_of
 from .problem import OPEN, Extras, Scalars
 from .tile import predicates
 from .tile.paging import batch_of, gather, lengths_of, queries_of
+from .tile.quantize import by_row, dequantize, of_sequence
 from .tile.random_bytes import check_dropout, draw_rng, factor_of, keep, threshold_of
 
 Tensor = torch.Tensor
@@ -65,6 +66,8 @@ def attention_reference(
     upcast: bool = True,
     first: tuple[int, int, int] = (0, 0, 0),
     page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tilewise.attention` in plain torch, with the scores in memory and autograd's own gradients.
 
@@ -88,6 +91,8 @@ def attention_reference(
             dropout count from it, so that a call too large to store is computed in parts. Bands and
             ALiBi do not use it.
         page_table: int32 (batch, pages). The keys of a KV cache are gathered, sequence by sequence.
+        k_descale: a cache of 8 bits is dequantised to the dtype of the products.
+        v_descale: the same of v.
 
     Returns:
         out, and with `return_lse` lse, as `tilewise.attention`.
@@ -97,12 +102,13 @@ def attention_reference(
 
     FlashAttention (Dao et al. 2022, arXiv 2205.14135), section 2.2.
     """
-    if is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
+    is_scaled = k_descale is not None or v_descale is not None
+    if is_scaled or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         cached = check_cached(
             *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
             (alibi_slopes, sinks, mask_mod),
             (causal, scale, window, softcap, None),
-            layout,
+            *(layout, (k_descale, v_descale)),
         )
         out, lse = _attend_cached(cached, mask_mod, upcast)
         out = out.transpose(1, 2) if layout == "bhsd" else out
@@ -160,7 +166,7 @@ def _attend_cached(
     lengths = lengths_of(cached.k, table, extras.seqused_k, batch_of(q, cu_seqlens_q))
     rows = zip(lengths, *(queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse))))
     for b, (length, queries, out_rows, lse_rows) in enumerate(rows):
-        k, v = (gather(x, table, b, 0, length).unsqueeze(0) for x in (cached.k, cached.v))
+        k, v = _keys_and_values(cached, b, length, upcast)
         slopes = extras.alibi_slopes
         slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + 1]
         first = b, 0, length - queries.shape[0]
@@ -171,6 +177,23 @@ def _attend_cached(
         out_rows.copy_(parts[0][0].transpose(0, 1))
         lse_rows.copy_(parts[1][0].T)
     return out, lse
+
+
+def _keys_and_values(cached: Cached, row: int, length: int, upcast: bool) -> tuple[Tensor, Tensor]:
+    """Those of one sequence, (1, length, nheads_k, ...), with the products' dtype."""
+    table, dtype = cached.page_table, cached.q.dtype
+    found = []
+    for x, scale in ((cached.k, cached.k_descale), (cached.v, cached.v_descale)):
+        rows = gather(x, table, row, 0, length)
+        if x.dtype != dtype:
+            if by_row(scale):
+                scale = gather(scale, table, row, 0, length)
+            elif scale is not None:
+                scale = of_sequence(scale, row)
+            exact = torch.promote_types(dtype, torch.float32) if upcast else dtype
+            rows = dequantize(rows, scale, exact)
+        found.append(rows.unsqueeze(0))
+    return found[0], found[1]
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,8 @@ def attention(
     page_table: Tensor | None = None,
     split_size: int | None = None,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the scores.
 
@@ -70,9 +72,9 @@ def attention(
         torch.Size([2, 128, 8, 64])
 
     Tensors may have any strides with a contiguous last dimension. dtypes are fp16, bf16 and fp32,
-    and fp64 on the CPU. On a GPU scores must stay below 2^27 in magnitude, for gradients below
-    2^24; TILEWISE_CHECK=1 in the environment refuses q and k whose norms allow more, and checks the
-    values of lengths, which synchronizes.
+    and fp64 on the CPU; k and v may also be a KV cache of float8_e4m3fn or int8. On a GPU scores
+    must stay below 2^27 in magnitude, for gradients below 2^24; TILEWISE_CHECK=1 in the environment
+    refuses q and k whose norms allow more, and checks the values of lengths, which synchronizes.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
@@ -124,8 +126,13 @@ def attention(
             page_table[b, j // page_size]. Unused entries and rows may hold anything.
         split_size: keys per split, counted from key 0; splits are folded in order, so that a row's
             bits depend on the row alone (see the page on the cache).
-        out: written in place and returned. With `page_table`, `split_size` or `out` there is no
-            dropout, bias, block_mask and score_mod, and no gradient, but for `split_size` alone.
+        out: written in place and returned. With `page_table`, `split_size`, `out` or a cache of 8
+            bits there is no dropout, bias, block_mask and score_mod, and no gradient, but for
+            `split_size` alone.
+        k_descale: fp32, k of 8 bits times this is what is meant: one number (), one for each key
+            head (nheads_k,), each sequence and key head (batch, nheads_k), or each row, shaped as k
+            without headdim; None is 1. Scales of unused rows may be anything.
+        v_descale: the same of v.
 
     Returns:
         `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,
@@ -141,7 +148,8 @@ def attention(
     if shards.entered and shards.is_sharded():
         return shards.of_shards(**locals())
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
-    tensors = q, k, v, alibi_slopes, sinks, *lengths, bias, page_table, out
+    descales = k_descale, v_descale
+    tensors = q, k, v, alibi_slopes, sinks, *lengths, bias, page_table, *descales, out
     entry = None
     has_functions = not (mask_mod is None and score_mod is None and block_mask is None)
     if not has_functions and type(dropout_p) in (int, float) and dropout_p == 0:
@@ -157,14 +165,15 @@ def attention(
     check_layout(layout)
     check_dropout(dropout_p)
     return_lse = check_flag("return_lse", return_lse)
-    is_asked = split_size is not None or out is not None
+    is_asked = not (split_size is out is k_descale is v_descale is None)
     if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         others = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
         refuse_beside_cache(others, backend)
         score_args = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
         cached = check_cached(
-            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)), *(score_args, numbers, layout)
+            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
+            *(score_args, numbers, layout, descales),
         )
         cached = cached._replace(backend=backend, entry=entry)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
@@ -238,10 +247,11 @@ def launch_known(
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `lse` of a call of `attention` with a cached signature; else None."""
     q, k, v = inputs
-    *optional, page_table, out = others
+    *optional, page_table, k_descale, v_descale, out = others
     if entry.step is not None:
         alibi_slopes, sinks, seqused_k, _, cu_seqlens_q, *_ = optional
         cache = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
+        cache = *cache, k_descale, v_descale
         return launch_step(entry.step, cache, out, layout)
     return None if entry.call is None else launch(entry.call, q, k, v, optional, layout)
 
@@ -285,8 +295,9 @@ def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
     """A checked call with a cache, without a gradient; `out` as it was given."""
     named = zip(("q", "k", "v", "sinks"), (cached.q, cached.k, cached.v, cached.extras.sinks))
-    slopes = cached.extras.alibi_slopes
+    slopes, scales = cached.extras.alibi_slopes, cached[-2:]
     check_no_grad(*named, ("alibi_slopes", slopes), ("out", out))
+    check_no_grad(*zip(("k_descale", "v_descale"), scales))
     if out is None:
         out, lse = cache_ops.attention(cached)
         return out.transpose(1, 2) if layout == "bhsd" else out, lse

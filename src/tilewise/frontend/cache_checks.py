@@ -16,7 +16,9 @@ from ..mods.masks import Predicate
 from ..problem import Extras, Scalars
 from ..tile import split_kv
 from ..tile.paging import batch_of, capacity
+from ..tile.quantize import is_one_byte
 from .checks import knows_values
+from .descale_checks import check_cache_dtypes, check_descale, check_query_dtype
 from .qkv import DTYPES, check_tensor, check_tensors
 from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
 
@@ -26,8 +28,10 @@ Tensor = torch.Tensor
 def is_cached(
     k: Tensor, page_table: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> bool:
-    """Whether k and v are a KV cache: pages, or rows of a batch with packed queries."""
+    """Whether k and v are a KV cache: pages, of 8 bits, or rows of a batch with packed queries."""
     if page_table is not None:
+        return True
+    if is_one_byte(k):  # or a cache of 8 bits
         return True
     if cu_seqlens_q is None or cu_seqlens_k is not None:
         return False
@@ -67,9 +71,10 @@ def check_cached(
     score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
     numbers: tuple[bool | str, float | None, Window, float | None, int | None],
     layout: str,
+    descales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Cached:
     """`lengths` are seqused_k and cu_seqlens_q; `score_args` alibi_slopes, sinks and mask_mod;
-    `numbers` causal, scale, window, softcap and split_size.
+    `numbers` causal, scale, window, softcap and split_size; `descales` are those of k and of v.
     """
     seqused_k, cu_seqlens_q = lengths
     slopes, sinks, mask_mod = score_args
@@ -87,10 +92,13 @@ def check_cached(
     modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
     _check_learned(q, batch, extras)
+    named = zip(("k_descale", "v_descale"), descales, (("k", k), ("v", v)))
+    scales = [check_descale(*each, batch, layout) for each in named]
     sides = band(window, causal is not False)
     scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
     size = check_split_size(split_size, q.shape[-2] // k.shape[2])
-    return Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
+    cached = Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
+    return cached._replace(k_descale=scales[0], v_descale=scales[1])
 
 
 def _in_order(
@@ -122,7 +130,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) 
             f"k has {k.shape[0]} pages or rows and v has {v.shape[0]}: they must be equal"
         )
     q = q.unsqueeze(0) if cu_seqlens_q is not None else q
-    check_tensors(q[:1].expand(k.shape[0], -1, -1, -1) if q.shape[0] else _rows(q, k), k, v)
+    dtype = None
+    if check_cache_dtypes(k, v):
+        check_query_dtype(q, k)
+        dtype = k.dtype
+    q = q[:1].expand(k.shape[0], -1, -1, -1) if q.shape[0] else _rows(q, k)
+    check_tensors(q, k, v, dtype=dtype)
 
 
 def _rows(q: Tensor, k: Tensor) -> Tensor:

@@ -92,6 +92,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,), the first row of each sequence; not with pages.
         block_table: int32 (batch, pages); `page_table` is another name of it.
         rotary_seqlens: int32 (batch,), replaces cache_seqlens for rotary positions.
+        k_descale: fp32, scales of a cache of float8_e4m3fn or int8, as in `tilewise.attention`.
+        v_descale: the same of v_cache.
         out: written in place and returned.
 
     The other arguments are those of `flash_attn_func`. `num_splits`, `max_seqlen_q`,
@@ -104,18 +106,18 @@ def flash_attn_with_kvcache(
 
     Raises:
         ArgumentError: an argument is wrong.
-        NotImplementedError: qv or descales are given, or a tensor requires grad.
+        NotImplementedError: qv or q_descale is given, or a tensor requires grad.
     """
     entry = None
     place = block_table if page_table is None else page_table
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
-    is_scaled = not (qv is q_descale is k_descale is v_descale is None)
+    descales = k_descale, v_descale
     if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
-        tensors = *tensors, alibi_slopes, learnable_sink
-        if not (has_new or is_moved or is_scaled) and type(attention_chunk) is int:
+        tensors = *tensors, alibi_slopes, learnable_sink, *descales
+        if not (has_new or is_moved) and qv is q_descale is None and type(attention_chunk) is int:
             sides = window_size if type(window_size) is tuple else (window_size,)
             words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
             entry = find((*tensors, out), (*words, attention_chunk, *sides))
@@ -123,13 +125,14 @@ def flash_attn_with_kvcache(
             known = launch_step(entry.step, tensors, out)
             if known is not None:
                 return known if return_softmax_lse else known[0]
-    for name, x in dict(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-    ).items():
+    for name, x in (("qv", qv), ("q_descale", q_descale)):
         if x is not None:
-            raise NotImplementedError(f"{name}: neither MLA nor fp8 caches are served: pass None")
+            raise NotImplementedError(f"{name}: neither MLA nor 8-bit q are served: pass None")
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
+    for name, x in zip(("k_descale", "v_descale"), descales):
+        if x is not None:
+            check_tensor(name, x)
     table = _one_table(page_table, block_table)
     rows = cache_batch_idx, cache_leftpad
     if table is not None and any(x is not None for x in rows):
@@ -155,16 +158,16 @@ def flash_attn_with_kvcache(
         starts = cu_seqlens_k_new
         cache.append(k_cache, v_cache, k, v, seqused_k=used, page_table=place, cu_seqlens_q=starts)
     if cache_leftpad is not None:
-        k_cache, v_cache, place = _without_padding(
-            k_cache, v_cache, cache_batch_idx, cache_leftpad, batch
-        )
+        place = _table_of(cache_batch_idx, cache_leftpad, k_cache.shape[1], batch)
+        descales = _as_pages(k_descale), _as_pages(v_descale)
+        k_cache, v_cache = k_cache.flatten(0, 1).unsqueeze(1), v_cache.flatten(0, 1).unsqueeze(1)
         used = used - cache_leftpad
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
     score_args = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
     numbers = causal, softmax_scale, window, softcap, None
     cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
-    found, lse = _attend(cache_of, score_args, numbers, out, None if chunk else entry)
+    found, lse = _attend(cache_of, score_args, numbers, out, None if chunk else entry, descales)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
@@ -228,16 +231,17 @@ def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
     return base.long()[sequence], row - cu_seqlens.long()[sequence]
 
 
-def _without_padding(
-    k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, leftpad: Tensor, batch: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The cache as pages of one row, of which a sequence has those from its padding on."""
-    seqlen = k_cache.shape[1]
+def _as_pages(x: Tensor | None) -> Tensor | None:
+    """Scales by row of a cache as pages of one row; others as they are."""
+    return x if x is None or x.dim() < 3 else x.flatten(0, 1).unsqueeze(1)
+
+
+def _table_of(rows: Tensor | None, leftpad: Tensor, seqlen: int, batch: int) -> Tensor:
+    """The page table of a cache as pages of one row: a sequence has those from its padding on."""
     if rows is None:
-        rows = torch.arange(batch, dtype=torch.int32, device=k_cache.device)
-    positions = torch.arange(seqlen, dtype=torch.int32, device=k_cache.device)
-    table = (rows * seqlen + leftpad).unsqueeze(1) + positions
-    return k_cache.flatten(0, 1).unsqueeze(1), v_cache.flatten(0, 1).unsqueeze(1), table
+        rows = torch.arange(batch, dtype=torch.int32, device=leftpad.device)
+    positions = torch.arange(seqlen, dtype=torch.int32, device=leftpad.device)
+    return (rows * seqlen + leftpad).unsqueeze(1) + positions
 
 
 def flash_attn_combine(
@@ -324,6 +328,7 @@ def _attend(
     numbers: tuple[bool, float | None, Window, float, None],
     out: Tensor | None,
     entry: Entry | None = None,
+    descales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Attention with a KV cache: relaunched where its signature is cached, else checked. `entry` is
     the cache entry of the caller's arguments, if it has one.
@@ -331,7 +336,7 @@ def _attend(
     slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     sides = window if type(window) is tuple else (window,)
-    tensors = *cache, slopes, sinks
+    tensors = *cache, slopes, sinks, *descales
     if mask_mod is None and entry is None:
         words = "cache", causal, scale, softcap, split_size, *sides
         entry = find((*tensors, out), words)
@@ -339,5 +344,5 @@ def _attend(
         known = launch_step(entry.step, tensors, out)
         if known is not None:
             return known
-    cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd")
+    cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd", descales)
     return attend_cached(cached._replace(entry=entry), out, "bshd")

@@ -15,15 +15,17 @@ Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, words: Words = OURS, dtype: torch.dtype | None = None
+) -> None:
     """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
-    nheads, headdim) order.
+    nheads, headdim) order. `dtype` is that of k and v, by default q's.
     """
     if _fits(q, k, v):
         return
     shapes = _shapes(q, k, v, words)
     for name, x in ((words.k, k), (words.v, v)):
-        if x.dtype != q.dtype:
+        if x.dtype != (q.dtype if dtype is None else dtype):
             raise ArgumentError(
                 f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: cast them to "
                 "one dtype"

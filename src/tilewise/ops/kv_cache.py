@@ -31,10 +31,11 @@ SCALAR_SCHEMA = (
     "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod, "
     "str? backend"
 )
-LIBRARY.define(f"flash_attn_cache({TENSOR_SCHEMA}, {SCALAR_SCHEMA}) -> (Tensor, Tensor)")
-LIBRARY.define(
-    f"flash_attn_cache_out({TENSOR_SCHEMA}, {SCALAR_SCHEMA}, *, Tensor(a!) out) -> Tensor"
-)
+COUNT = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}".count(",") + 1
+SCALES = "Tensor? k_descale=None, Tensor? v_descale=None"
+READ = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}, {SCALES}"
+LIBRARY.define(f"flash_attn_cache({READ}) -> (Tensor, Tensor)")
+LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
 LIBRARY.define(
     "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
     "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
@@ -45,6 +46,7 @@ LIBRARY.define(
 def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call; `out` is written where it is given."""
     tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
+    tensors = *tensors, cached.k_descale, cached.v_descale
     if not needs_dispatcher(*tensors):
         return _run(cached, out)
     if out is None:
@@ -81,12 +83,14 @@ def _arguments(cached: Cached) -> tuple:
         *(extras.alibi_slopes, extras.sinks, list(extras.captured) or None),
         *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
         *(cached.split_size, serialize(cached.mask), cached.backend),
+        *(cached.k_descale, cached.v_descale),
     )
 
 
 def _cached(*args) -> Cached:
     """The inverse of `_arguments`."""
-    q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args
+    k_descale, v_descale = (*args[COUNT:], None, None)[:2]  # defaults at the end are not passed
+    q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args[:COUNT]
     *numbers, split_size, mask, backend = numbers
     extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=tuple(captured or ()))
     name = deserialize(mask, MASK)
@@ -94,7 +98,9 @@ def _cached(*args) -> Cached:
         starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
         rank4 = q if q.dim() == 4 else q.unsqueeze(0)
         check_captured(Mods(name), rank4, k, extras._replace(cu_seqlens_q=starts))
-    return Cached(q, k, v, page_table, extras, Scalars(*numbers), split_size, name, backend)
+    scalars = Scalars(*numbers)
+    cached = Cached(q, k, v, page_table, extras, scalars, split_size, name, backend)
+    return cached._replace(k_descale=k_descale, v_descale=v_descale)
 
 
 def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
@@ -158,7 +164,7 @@ def _backend_of(cached: Cached) -> ModuleType:
         reason = dispatch.ask(name, problem, device)
         if reason is None or (isinstance(reason, Slower) and name == cached.backend):
             module = importlib.import_module(BACKENDS[name])
-            reason = module.refusal(cached) if name == "hopper" else None
+            reason = None if name == "cpu" else module.refusal(cached)
             if reason is None:
                 return module
         reasons.append(f"  {name}: {reason}")

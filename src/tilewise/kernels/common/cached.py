@@ -26,13 +26,16 @@ class Cached(NamedTuple):
     mask: str = ""  # the name of the mask's tree
     backend: str | None = None  # the name of one to force
     entry: Any = None  # where the step is kept, an `ops.calls.Entry`, or None
+    # Of a cache of 8 bits: (), (nheads_k,), (batch, nheads_k), or shaped as it without headdim
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors but those that the mask captured, in the order of a relaunch."""
         extras = self.extras
         read = self.q, self.k, self.v, self.page_table, extras.seqused_k, extras.cu_seqlens_q
-        return *read, extras.alibi_slopes, extras.sinks
+        return *read, extras.alibi_slopes, extras.sinks, self.k_descale, self.v_descale
 
     @property
     def problem(self) -> Problem:

@@ -74,7 +74,9 @@ def distinct_cached(cached: Cached) -> Cached:
     """The same memory as tensors of which no two are one object."""
     q, k, v, table = distinct_views(cached[:4])
     extras = distinct_extras(cached.extras)
-    return cached._replace(q=q, k=k, v=v, page_table=table, extras=extras)
+    k_descale, v_descale = distinct_views((cached.k_descale, cached.v_descale))
+    read = dict(q=q, k=k, v=v, page_table=table, k_descale=k_descale, v_descale=v_descale)
+    return cached._replace(extras=extras, **read)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:

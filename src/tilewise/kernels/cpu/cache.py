@@ -28,6 +28,7 @@ from ...mods.evaluation import evaluate
 from ...mods.expressions import lookup
 from ...tile import predicates
 from ...tile.paging import batch_of, lengths_of, queries_of
+from ...tile.quantize import by_row, of_sequence
 from ...tile.split_kv import State, empty_state, finish, fold, pieces
 from ..common.cached import Cached, lse_by_query
 from .cache_blocks import Workspace, blocks_of, load
@@ -48,6 +49,8 @@ class CachedSequence(NamedTuple):
     tokens: int  # of a tile
     slopes: Tensor | None  # (nheads_k, group, 1, 1)
     sinks: Tensor | None  # (nheads_k, rows, 1)
+    k_scale: Tensor | None  # (nheads_k or 1, 1, 1), unless each row has its own
+    v_scale: Tensor | None
     n: int  # keys of a block
     count: int  # blocks of a span
 
@@ -89,8 +92,18 @@ def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Ca
     if sinks is not None:
         sinks = sinks.to(dtype).view(nheads_k, group, 1).expand(-1, -1, tokens)
         sinks = sinks.reshape(nheads_k, group * tokens, 1)
-    blocks = blocks_of(cached)
-    return CachedSequence(cached, row, length, first, diagonal, tokens, slopes, sinks, *blocks)
+    scales = [_scale_of(x, row, length, dtype) for x in (cached.k_descale, cached.v_descale)]
+    learned = slopes, sinks, *scales
+    return CachedSequence(
+        cached, row, length, first, diagonal, tokens, *learned, *blocks_of(cached)
+    )
+
+
+def _scale_of(scale: Tensor | None, row: int, length: int, dtype: torch.dtype) -> Tensor | None:
+    """What scores, or outputs, of a sequence are multiplied with."""
+    if scale is None or by_row(scale) or length == 0:
+        return None
+    return of_sequence(scale, row).to(dtype).view(-1, 1, 1)
 
 
 def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Iterator[TokenTile]:
@@ -111,6 +124,8 @@ def _store(
 ) -> None:
     """The rows of a tile that are queries, to (seqlen_q, nheads, ...)."""
     out, lse = finish(state, sequence.sinks)
+    if sequence.v_scale is not None:
+        out = out * sequence.v_scale
     first, tokens = sequence.diagonal, sequence.tokens
     a, b = max(tile.start, first), min(tile.start + tokens, first + outs.shape[0])
     for target, rows in ((outs, out), (lses.unsqueeze(-1), lse.unsqueeze(-1))):
@@ -168,17 +183,33 @@ class Span:
         x = cached.k if name == "k" else cached.v
         rows, factor = self.workspace.block(name, number if self.stays else -1, x, self.n)
         if (name, number) not in self.loaded:
-            first, last = self.ends(number)
-            if last - first < self.n:
-                start = self.start + number * self.n
-                if name == "v":  # scores of keys that are not there are masked, whatever they are
-                    rows[: first - start].zero_(), rows[last - start :].zero_()
-                rows = rows[first - start : last - start]
-            table = None if cached.page_table is None else cached.page_table[self.sequence.row]
-            load(rows, x, (self.sequence.row, table), first, last)
+            # Scores of keys that are not there are masked, whatever they are
+            self._load(rows, x, number, 0.0 if name == "v" else None)
             if self.stays:
                 self.loaded.add((name, number))
         return factor
+
+    def scale(self, name: str, number: int) -> Tensor | None:
+        """What the scores ("k") or probabilities ("v") of a block are multiplied with, or None."""
+        cached = self.sequence.cached
+        x = cached.k_descale if name == "k" else cached.v_descale
+        if x is None or not by_row(x):
+            return self.sequence.k_scale if name == "k" else None
+        rows, factor = self.workspace.scales(name, x, self.n)
+        self._load(rows, x, number, 1.0)
+        return factor
+
+    def _load(self, rows: Tensor, x: Tensor, number: int, other: float | None) -> None:
+        """Rows of a block; `other`, unless it is None, where no key is in use."""
+        first, last = self.ends(number)
+        if last - first < self.n:
+            start = self.start + number * self.n
+            if other is not None:
+                rows[: first - start].fill_(other), rows[last - start :].fill_(other)
+            rows = rows[first - start : last - start]
+        table = self.sequence.cached.page_table
+        table = None if table is None else table[self.sequence.row]
+        load(rows, x, (self.sequence.row, table), first, last)
 
 
 def _spans(
@@ -210,6 +241,9 @@ def _step(sequence: CachedSequence, tile: TokenTile, span: Span, state: State | 
         first, last = span.ends(number)
         if first < last and _sees(sequence, tile, first, last):
             torch.bmm(tile.q, span.factor("k", number), out=scores)
+            scale = span.scale("k", number)
+            if scale is not None:
+                scores.mul_(scale)
             seen.append(number)
         else:
             scores.zero_()  # masked
@@ -225,6 +259,9 @@ def _step(sequence: CachedSequence, tile: TokenTile, span: Span, state: State | 
         alpha = torch.exp(state.m_i - shift)
         l_i, acc_o = l_i.add_(state.l_i * alpha), state.acc_o * alpha
     for number in seen:
+        scale = span.scale("v", number)
+        if scale is not None:
+            blocks[number].mul_(scale)
         acc_o.baddbmm_(blocks[number], span.factor("v", number))
     return State(m_i, l_i, acc_o)
 

@@ -35,6 +35,16 @@ class Workspace:
         self.dtype = dtype  # of blocks
         self.blocks: dict[tuple[str, int], BlockBuffers] = {}
 
+    def scales(self, name: str, x: Tensor, n: int) -> BlockBuffers:
+        """The memory of the scales of a block's rows, (n, nheads_k); its factor is that of scores,
+        (nheads_k, 1, n).
+        """
+        key = name, -2
+        if key not in self.blocks:
+            rows = x.new_empty(n, x.shape[2], dtype=self.dtype)
+            self.blocks[key] = BlockBuffers(rows, rows.T.unsqueeze(1))
+        return self.blocks[key]
+
     def block(self, name: str, place: int, x: Tensor, n: int) -> BlockBuffers:
         """The memory of a slot; slot -1 serves keys and values alternately."""
         key = name, place

@@ -99,6 +99,13 @@ def tile_of(problem: Problem) -> Tile:
     return Tile(block_m, block_n, block_d, block_dv, False)
 
 
+def refusal(cached: Cached) -> str | None:
+    """Why these kernels do not serve a call, or None."""
+    if cached.k.dtype != cached.q.dtype:
+        return f"it has no kernel for a cache of {cached.k.dtype}"
+    return None
+
+
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
     again, where the call has an entry.

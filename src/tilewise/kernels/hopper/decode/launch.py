@@ -53,8 +53,8 @@ class Plan(NamedTuple):
 def refusal(cached: Cached) -> str | None:
     """Why these kernels do not serve a call, or None."""
     problem, k, v = cached.problem, cached.k, cached.v
-    if problem.dtype.itemsize != 2:
-        return "they multiply 16-bit elements"
+    if problem.dtype.itemsize != 2 or k.dtype != problem.dtype:
+        return "they multiply 16-bit elements, which the cache must have"
     if problem.group > ROWS:
         return f"{problem.group} query heads a key head are more than {ROWS} rows"
     if max(problem.headdim, problem.headdim_v) > 256:
