@@ -145,3 +145,16 @@ def test_appending_compiles(target, slots):
     table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
     asked = Append(k_cache, v_cache, k, v, table, used, STARTS, where, rotary)
     check(append_launch.plan_of(asked), target, False)
+
+
+@pytest.mark.parametrize("target", sample(TARGETS, "sm80"))
+@pytest.mark.parametrize("dtype", sample(EIGHT_BITS, EIGHT_BITS[0]))
+@pytest.mark.parametrize("kind", sample(["none", "sequence", "row"], "row"))
+def test_appending_to_caches_of_8_bits_compiles(target, dtype, kind):
+    k_cache, v_cache = torch.empty(2, 99, 16, 2, 128, dtype=dtype).unbind(0)
+    k, v = torch.empty(2, 5, 2, 128, dtype=BF16).unbind(0)
+    table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
+    shape = {"none": None, "sequence": (3, 2), "row": (99, 16, 2)}[kind]
+    scales = [None if shape is None else torch.empty(shape) for _ in "kv"]
+    asked = Append(k_cache, v_cache, k, v, table, used, STARTS, None, None, *scales)
+    check(append_launch.plan_of(asked), target, False)
