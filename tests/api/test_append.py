@@ -179,7 +179,8 @@ def test_opcheck_and_a_graph():
     k_cache, v_cache = (x.nan_to_num(0.0) for x in (k_cache, v_cache))
     where = table, s.lengths, starts_of(NEW)
     torch.library.opcheck(OP, (k_cache, v_cache, k, v, *where, None, cos, sin, True))
-    assert [x.name for x in OP._schema.arguments if x.alias_info] == ["k_cache", "v_cache"]
+    written = [x.name for x in OP._schema.arguments if x.alias_info]
+    assert written == ["k_cache", "v_cache", "k_row_scales", "v_row_scales"]
 
     def step(k_cache, v_cache, k, v, table, used, starts):
         where = dict(page_table=table, seqused_k=used, cu_seqlens_q=starts)

@@ -30,12 +30,13 @@ VARIANTS = {
 
 def plans_of(
     headdim, is_paged, workspace=2**30, causal=False, window=None, softcap=None, rows=5,
-    dtype=BF16, **has
+    dtype=BF16, cache_dtype=None, descales=(None, None), **has
 ):  # fmt: skip
     batch, room, heads, heads_k = 3, 4096, 8, 2
     q = torch.empty(rows, heads, headdim, dtype=dtype)
     shape = (999, 16) if is_paged else (batch, room)
-    k, v = (torch.empty(*shape, heads_k, headdim, dtype=dtype) for _ in "kv")
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
+    k, v = (torch.empty(*shape, heads_k, headdim, dtype=cache_dtype) for _ in "kv")
     table = torch.empty(batch, room // 16, dtype=INT32) if is_paged else None
     used, starts = torch.ones(batch, dtype=INT32), STARTS
     learned = (
@@ -44,9 +45,11 @@ def plans_of(
         has.get("mask"),
     )
     numbers = causal, None, window, softcap, None
-    cached = check_cached(q, k, v, table, (used, starts), learned, numbers, "bshd")
+    of_shape = {"head": (heads_k,), "sequence": (batch, heads_k), "row": (*shape, heads_k)}
+    scales = tuple(None if name is None else torch.empty(of_shape[name]) for name in descales)
+    cached = check_cached(q, k, v, table, (used, starts), learned, numbers, "bshd", scales)
     out, lse = torch.empty_like(q), torch.empty(heads, rows)
-    return decode_launch.plans_of(cached, out, lse, workspace)
+    return decode_launch.plans_of(decode_launch.readable(cached), out, lse, workspace)
 
 
 def check(plan, target, has_products):
@@ -76,6 +79,25 @@ def test_tiles_that_share_keys_compile(target, headdim, name, row_tiles):
     split, _ = plans_of(headdim, True, rows=3 * 4 * row_tiles, **VARIANTS[name])
     assert split.constants["ROW_TILES"] == min(row_tiles, 4 if headdim < 256 else 2)
     check(split, target, True)
+
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
+SCALES = [(None, None), ("head", "sequence"), ("row", "row"), ("sequence", "row")]
+BYTES = itertools.product(TARGETS, EIGHT_BITS, SCALES)
+BYTES = sample_rows(BYTES, ("sm80", EIGHT_BITS[0], ("row", "row")))
+
+
+@pytest.mark.parametrize("target, dtype, descales", BYTES)
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 128))
+def test_caches_of_8_bits_compile(monkeypatch, target, dtype, descales, headdim):
+    """Of e4m3 sm_80 reads the bits."""
+    monkeypatch.setattr(decode_launch, "converts_e4m3", lambda device: target != "sm80")
+    asked = dict(cache_dtype=dtype, descales=descales, causal=True)
+    splits, fold = plans_of(headdim, True, **asked)
+    (alone,) = plans_of(headdim, False, 0, **asked)
+    (shared, _) = plans_of(headdim, True, rows=3 * 4 * 2, **asked)
+    for plan in (splits, fold, alone, shared):
+        check(plan, target, plan is not fold)
 
 
 def layouts_of(compiled):
@@ -122,4 +144,17 @@ def test_appending_compiles(target, slots):
     rotary = Rotary(*torch.empty(2, 999, 64).unbind(0), interleaved=False)
     table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
     asked = Append(k_cache, v_cache, k, v, table, used, STARTS, where, rotary)
+    check(append_launch.plan_of(asked), target, False)
+
+
+@pytest.mark.parametrize("target", sample(TARGETS, "sm80"))
+@pytest.mark.parametrize("dtype", sample(EIGHT_BITS, EIGHT_BITS[0]))
+@pytest.mark.parametrize("kind", sample(["none", "sequence", "row"], "row"))
+def test_appending_to_caches_of_8_bits_compiles(target, dtype, kind):
+    k_cache, v_cache = torch.empty(2, 99, 16, 2, 128, dtype=dtype).unbind(0)
+    k, v = torch.empty(2, 5, 2, 128, dtype=BF16).unbind(0)
+    table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
+    shape = {"none": None, "sequence": (3, 2), "row": (99, 16, 2)}[kind]
+    scales = [None if shape is None else torch.empty(shape) for _ in "kv"]
+    asked = Append(k_cache, v_cache, k, v, table, used, STARTS, None, None, *scales)
     check(append_launch.plan_of(asked), target, False)

@@ -108,7 +108,17 @@ def by_heads():
     return found | {x: found[x].transpose(1, 2) for x in "qkv"} | dict(layout="bhsd")
 
 
+def in_bytes(dtype=torch.float8_e4m3fn, by_row=True):
+    found = in_pages()
+    for name in "kv":
+        found[name] = found[name].to(dtype)
+        found[f"{name}_descale"] = torch.rand(256, 16, 2) if by_row else torch.rand(2)
+    return found
+
+
 CALLS = {
+    "e4m3, rows": in_bytes,
+    "int8, heads": lambda: in_bytes(torch.int8, False),
     "in pieces": lambda: tensors() | dict(split_size=512),
     "in one piece": lambda: tensors() | dict(split_size=4096),
     "by heads": lambda: by_heads() | dict(split_size=512),
@@ -157,9 +167,49 @@ def test_arguments(log, name):
         assert found[0] is second["out"]
 
 
+def test_arguments_of_e4m3_by_its_bits(log, monkeypatch):
+    monkeypatch.setattr(decode_launch, "converts_e4m3", lambda device: False)
+    test_arguments(log, "e4m3, rows")
+    assert log[0][3][1].k.ptr.dtype == torch.uint8
+
+
+def test_other_scales_are_read(log):
+    """Where they lie is passed on, and what they look like is another signature."""
+    first, second = in_bytes(), in_bytes()
+    call(first)
+    call(first | {x: second[x] for x in ("k_descale", "v_descale")})
+    assert ways_of(log) == ["front", "again"]
+    (_, _, _, (_, cache, *_)) = next(x for x in log if x[1] == "again" and "split" in x[0])
+    assert cache[7] == second["k_descale"].data_ptr()
+    assert cache[11] == second["v_descale"].data_ptr()
+    log.clear()
+    others = torch.rand(2), torch.rand(2, 2), torch.rand(()), None, torch.rand(256, 2, 16).mT
+    for other in others:
+        call(first | dict(k_descale=other))
+        call(first | dict(v_descale=other))
+    assert ways(log) == ["front"] * 10
+
+
+def test_flash_attn_with_kvcache_takes_scales_again(log):
+    for given in (in_bytes(), in_bytes()):
+        tilewise.flash_attn_with_kvcache(
+            *(given[x] for x in "qkv"),
+            **dict(block_table=given["page_table"], cache_seqlens=given["seqused_k"]),
+            **{x: given[x] for x in ("k_descale", "v_descale")},
+        )
+    assert ways_of(log) == ["front", "again"]
+    (*_, (_, cache, *_)) = next(x for x in log if x[1] == "again" and "split" in x[0])
+    assert cache[7] == given["k_descale"].data_ptr()
+
+
+def ways_of(log):
+    """How calls launched."""
+    return [how for name, how, *_ in log if "split" in name]
+
+
 def ways(log):
     """How calls since the last time launched."""
-    found = [how for name, how, *_ in log if "split" in name]
+    found = ways_of(log)
     log.clear()
     return found
 

@@ -27,6 +27,8 @@ def append(
     cu_seqlens_q: Tensor | None = None,
     slots: Tensor | None = None,
     rotary: Rotary | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> None:
     """Writes new keys and values to a KV cache, in place.
 
@@ -39,7 +41,8 @@ def append(
         >>> k_cache.sum((1, 2, 3)).tolist()
         [4.0, 0.0, 4.0]
 
-    Keys without a slot are skipped.
+    Keys without a slot are skipped. A cache of float8_e4m3fn or int8 stores x / scale, rounded to
+    nearest even and saturated to +-448 or +-127; int8 stores 0 for NaN.
 
     Args:
         k_cache: (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, nheads_k,
@@ -58,14 +61,21 @@ def append(
             stored.
         rotary: `Rotary(cos, sin, interleaved)`, rotates k by its position from the first key of its
             sequence; it needs `seqused_k`, with slots, too.
+        k_descale: fp32 scales of a cache of 8 bits, as in `tilewise.attention`; None is 1. They are
+            read, if shaped (), (nheads_k,) or (batch, nheads_k), which needs `seqused_k`, and
+            written, if shaped as k_cache without headdim: that of each new row and head is its
+            largest magnitude over 448 or 127.
+        v_descale: the same of v_cache.
 
     Raises:
         ArgumentError: an argument is wrong.
         NotImplementedError: a tensor requires grad.
     """
-    new = Append(k_cache, v_cache, k, v, page_table, seqused_k, cu_seqlens_q, slots, rotary)
+    where = page_table, seqused_k, cu_seqlens_q, slots
+    new = Append(k_cache, v_cache, k, v, *where, rotary, k_descale, v_descale)
     check_append(new)
     check_no_grad(("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
+    check_no_grad(("k_descale", k_descale), ("v_descale", v_descale))
     if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
         if slots is None and knows_values(seqused_k):
             check_places(new, seqused_k)

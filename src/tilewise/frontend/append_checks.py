@@ -9,6 +9,7 @@ from ..kernels.common.cached import Append
 from ..tile.rotary import Rotary
 from .cache_checks import check_kind, check_reach, check_starts
 from .checks import knows_values
+from .descale_checks import check_cache_dtypes, check_descale, check_query_dtype
 from .qkv import DTYPES, check_tensor
 
 Tensor = torch.Tensor
@@ -47,6 +48,7 @@ def check_append(new: Append) -> None:
         )
     if new.rotary is not None:
         _check_rotary(new)
+    _check_descales(new)
 
 
 def _batch(new: Append) -> int:
@@ -68,6 +70,8 @@ def _check_rows(new: Append) -> None:
             )
     for name, x in zip(Append._fields[:4], new[:4]):
         check_tensor(name, x)
+    has_bytes = check_cache_dtypes(new.k_cache, new.v_cache, ("k_cache", "v_cache"))
+    for name, x in zip(Append._fields[:4], new[:4]):
         is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
         if x.dim() != dims:
@@ -77,7 +81,10 @@ def _check_rows(new: Append) -> None:
             raise ArgumentError(
                 f"{name} has stride {x.stride(-1)} in its last dimension: it must be contiguous"
             )
-        check_kind(name, x, new.k, (new.k.dtype,), "k")
+        is_kept = has_bytes and name.endswith("cache")
+        check_kind(name, x, new.k, (x.dtype if is_kept else new.k.dtype,), "k")
+    if has_bytes:
+        check_query_dtype(new.k, new.k_cache, "k")
     check_kind("k", new.k, new.k, DTYPES, "k")
     for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
         if x.shape[-2:] != cache.shape[-2:]:
@@ -95,13 +102,39 @@ def _check_rows(new: Append) -> None:
         check_starts(starts, new.k.shape[0], "keys")
 
 
+def _check_descales(new: Append) -> None:
+    """Scales, and whether a call says which sequence a key is of where they ask for it."""
+    caches = ("k_cache", new.k_cache), ("v_cache", new.v_cache)
+    for name, x, cache in zip(("k_descale", "v_descale"), new[-2:], caches):
+        if isinstance(x, Tensor) and x.dim() == 2 and not _has_positions(new):
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}, scales by sequence: pass seqused_k, and "
+                "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
+            )
+        check_descale(name, x, cache, _batch(new))
+        if x is not None and x.dim() == 3 and _overlaps(x):
+            raise ArgumentError(
+                f"{name} is written and has stride 0: give each row its own memory, "
+                f"{name}.contiguous(), or pass scales of shape (nheads_k,)"
+            )
+
+
+def _overlaps(x: Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride()))
+
+
+def _has_positions(new: Append) -> bool:
+    """Whether a call says where in its sequence each key is."""
+    return new.seqused_k is not None and (new.k.dim() == 4 or new.cu_seqlens_q is not None)
+
+
 def _check_rotary(new: Append) -> None:
     rotary = new.rotary
     if not isinstance(rotary, Rotary):
         raise ArgumentError(
             f"rotary is a {type(rotary).__name__}: it must be a tilewise.cache.Rotary or None"
         )
-    if new.seqused_k is None or (new.k.dim() == 3 and new.cu_seqlens_q is None):
+    if not _has_positions(new):
         raise ArgumentError(
             "rotary needs the positions of new keys: pass seqused_k, and cu_seqlens_q if they are "
             "packed"

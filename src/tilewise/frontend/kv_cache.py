@@ -92,7 +92,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,), the first row of each sequence; not with pages.
         block_table: int32 (batch, pages); `page_table` is another name of it.
         rotary_seqlens: int32 (batch,), replaces cache_seqlens for rotary positions.
-        k_descale: fp32, scales of a cache of float8_e4m3fn or int8, as in `tilewise.attention`.
+        k_descale: fp32, scales of a cache of float8_e4m3fn or int8, as in `tilewise.attention`; of
+            new keys as in `tilewise.cache.append`.
         v_descale: the same of v_cache.
         out: written in place and returned.
 
@@ -155,8 +156,9 @@ def flash_attn_with_kvcache(
         if v is None:
             raise ArgumentError("k without v: both are appended, or none")
         used = before + _new_lengths(k, cu_seqlens_k_new)
-        starts = cu_seqlens_k_new
-        cache.append(k_cache, v_cache, k, v, seqused_k=used, page_table=place, cu_seqlens_q=starts)
+        where = dict(seqused_k=used, page_table=place, cu_seqlens_q=cu_seqlens_k_new)
+        scales = dict(k_descale=k_descale, v_descale=v_descale)
+        cache.append(k_cache, v_cache, k, v, **where, **scales)
     if cache_leftpad is not None:
         place = _table_of(cache_batch_idx, cache_leftpad, k_cache.shape[1], batch)
         descales = _as_pages(k_descale), _as_pages(v_descale)

@@ -16,6 +16,7 @@ from ..kernels.common.cached import Append, Cached, lse_shape
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
 from ..problem import Call, Extras, Mods, Scalars
+from ..tile.quantize import by_row
 from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import needs_dispatcher
@@ -39,7 +40,8 @@ LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
 LIBRARY.define(
     "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
     "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
-    "Tensor? sin, bool interleaved) -> ()"
+    "Tensor? sin, bool interleaved, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "Tensor(c!)? k_row_scales=None, Tensor(d!)? v_row_scales=None) -> ()"
 )
 
 
@@ -111,9 +113,11 @@ def append(new: Append) -> None:
     """New keys and values, checked, into a cache."""
     rotary = new.rotary
     turned = (None, None, True) if rotary is None else rotary
-    tensors = *new[:-1], *turned[:2]
-    if needs_dispatcher(*tensors):
-        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2])
+    tensors = *new[:8], *turned[:2]
+    if needs_dispatcher(*tensors, *new[-2:]):
+        read = [None if by_row(x) else x for x in new[-2:]]
+        written = [x if by_row(x) else None for x in new[-2:]]
+        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *read, *written)
     else:
         _run_append(new)
 
@@ -131,10 +135,14 @@ def _run_append(new: Append) -> None:
 
 
 def _append_kernel(*args):
-    k_cache, v_cache, k, v, page_table, seqused_k, cu_seqlens_q, slots, cos, sin, interleaved = args
+    *tensors, cos, sin, interleaved = args[:11]
     rotary = None if cos is None else Rotary(cos, sin, interleaved)
-    lengths = page_table, seqused_k, cu_seqlens_q, slots
-    _run_append(Append(k_cache, v_cache, k, v, *lengths, rotary))
+    k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
+    scales = (
+        k_read if k_written is None else k_written,
+        v_read if v_written is None else v_written,
+    )
+    _run_append(Append(*tensors, rotary, *scales))
 
 
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,9 @@ class Append(NamedTuple):
     cu_seqlens_q: Tensor | None
     slots: Tensor | None
     rotary: Rotary | None
+    # Of caches of 8 bits: read; written where each row has its own, shaped as the cache
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...tile.quantize import by_row, quantize, row_scales
 from ...tile.rotary import rotate
 from ..common.cached import Append
 
@@ -16,14 +17,19 @@ def append(new: Append) -> None:
     if k.numel() == 0 and v.numel() == 0:
         return
     sequence, position = None, None
-    if new.slots is None or new.rotary is not None:
+    if new.slots is None or new.rotary is not None or _are_by_sequence(new):
         sequence, position = positions(new)
     if new.rotary is not None:
         k = rotate(k, new.rotary, position.view(k.shape[:-2]))
     slots = new.slots
     if slots is None:
         slots = _slots(new, sequence, position)
-    _write(new, k.flatten(0, -3), v.flatten(0, -3), slots.flatten())
+    _write(new, k.flatten(0, -3), v.flatten(0, -3), slots.flatten(), sequence)
+
+
+def _are_by_sequence(new: Append) -> bool:
+    """Whether scales are (batch, nheads_k)."""
+    return any(x is not None and x.dim() == 2 for x in new[-2:])
 
 
 def positions(new: Append) -> tuple[Tensor, Tensor]:
@@ -60,7 +66,7 @@ def _slots(new: Append, sequence: Tensor, position: Tensor) -> Tensor:
     return torch.where(has_place, page * page_size + position % page_size, -1)
 
 
-def _write(new: Append, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def _write(new: Append, k: Tensor, v: Tensor, slots: Tensor, sequence: Tensor | None) -> None:
     """Rows (total, nheads_k, headdim) to their slots; of equal slots the last is kept."""
     num_pages, page_size = new.k_cache.shape[:2]
     slots, order = slots.sort(stable=True)
@@ -70,5 +76,29 @@ def _write(new: Append, k: Tensor, v: Tensor, slots: Tensor) -> None:
     slots, order = slots[is_kept], order[is_kept]
     if len(slots):
         at = slots // page_size, slots % page_size
-        new.k_cache.index_put_(at, k[order])
-        new.v_cache.index_put_(at, v[order])
+        rows = None if sequence is None else sequence[order]
+        for cache, x, scale in (
+            (new.k_cache, k[order], new.k_descale),
+            (new.v_cache, v[order], new.v_descale),
+        ):
+            if cache.dtype != x.dtype:
+                x, cache = _quantized(x, scale, rows, at, cache.dtype), cache.view(torch.int8)
+            cache.index_put_(at, x)
+
+
+def _quantized(
+    x: Tensor,
+    scale: Tensor | None,
+    sequence: Tensor | None,
+    at: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The bytes of rows; writes their scales where each row has its own."""
+    if by_row(scale):
+        found = row_scales(x, dtype)
+        scale.index_put_(at, found)
+        scale = found
+    elif scale is not None and scale.dim() == 2:
+        scale = scale[sequence]
+    scale = torch.ones((), device="cpu") if scale is None else scale
+    return quantize(x, scale.unsqueeze(-1), dtype).view(torch.int8)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import clamp
+from ...tile.fp8 import quantize
 from ...tile.types import Strided
 
 SEQUENCES_PER_GROUP = tl.constexpr(128)  # sequences, or slots, per group
@@ -41,6 +42,7 @@ class Widths(NamedTuple):
     BLOCK_DV: int
     HALF: int  # of the dims that are turned
     INTERLEAVED: bool
+    LIMIT: float = 0.0  # the largest number of a cache of 8 bits, 448 or 127; else 0
 
 
 @triton.jit
@@ -66,9 +68,43 @@ def cache_append_kernel(new, cache, total, WIDTHS: tl.constexpr):
     k = tl.load(k_row + k_dims, mask=k_in, other=0.0)
     if new.cos is not None:
         k = turned(k, k_row, k_dims, k_in, position, new, WIDTHS)
+    if WIDTHS.LIMIT > 0:
+        at = sequence, page, row, heads
+        k = in_bytes(
+            *(k, at, cache.k_scale, cache.k_scale_batch, cache.k_scale_row, cache.k_scale_head),
+            *(new.batch, WIDTHS),
+        )
     tl.store(row_of(cache.k, page, row, heads) + k_dims, k, mask=k_in)
     v = tl.load(v_row + v_dims, mask=v_in, other=0.0)
+    if WIDTHS.LIMIT > 0:
+        at = sequence, page, row, heads
+        v = in_bytes(
+            *(v, at, cache.v_scale, cache.v_scale_batch, cache.v_scale_row, cache.v_scale_head),
+            *(new.batch, WIDTHS),
+        )
     tl.store(row_of(cache.v, page, row, heads) + v_dims, v, mask=v_in)
+
+
+@triton.jit
+def in_bytes(x, at, ptr, batch_stride, row_stride, head_stride, batch, WIDTHS: tl.constexpr):
+    """A row of each head in 8 bits; its scales are read, or computed and written."""
+    sequence, page, row, heads = at
+    IS_INT: tl.constexpr = WIDTHS.LIMIT == 127.0
+    x = x.to(tl.float32)
+    if ptr is None:
+        return quantize(x, 1.0, IS_INT)
+    elif row_stride is None:
+        place = tl.minimum(sequence, batch - 1).to(tl.int64) * batch_stride + heads * head_stride
+        scale = tl.load(ptr + place, mask=heads < WIDTHS.NHEADS, other=1.0)
+        return quantize(x, scale, IS_INT)
+    else:
+        has_nan = tl.max((x != x).to(tl.int32), 1)[:, None] > 0
+        scale = tl.div_rn(tl.max(tl.abs(x), 1)[:, None], WIDTHS.LIMIT)
+        # The smallest normal number: a row of zeros has it, too
+        scale = tl.where(has_nan, float("nan"), tl.maximum(scale, 1.1754943508222875e-38))
+        place = page.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride
+        tl.store(ptr + place + heads * head_stride, scale, mask=heads < WIDTHS.NHEADS)
+        return quantize(x, scale, IS_INT)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from ...tile.quantize import LIMITS
 from ..common.cached import Append
 from .append import NewKeys, Widths, cache_append_kernel
 from .decode_launch import SplitPlan, cache_of, run, strided_of
@@ -39,8 +40,13 @@ def plan_of(new: Append) -> SplitPlan:
     sizes = nheads_k, headdim, headdim_v
     is_interleaved = rotary is not None and bool(rotary.interleaved)
     padded = (triton.next_power_of_2(n) for n in sizes)
-    widths = Widths(*sizes, *padded, half, is_interleaved)
-    cache = cache_of(new.k_cache, new.v_cache, new.page_table)
+    has_bytes = new.k_cache.dtype != k.dtype
+    limit = LIMITS[new.k_cache.dtype] if has_bytes else 0.0
+    widths = Widths(*sizes, *padded, half, is_interleaved, limit)
+    caches = new.k_cache, new.v_cache
+    if new.k_cache.dtype == torch.float8_e4m3fn:  # written by its bits
+        caches = [x.view(torch.uint8) for x in caches]
+    cache = cache_of(*caches, new.page_table, new.k_descale, new.v_descale)
     return SplitPlan(cache_append_kernel, total, (keys, cache, total), dict(WIDTHS=widths))
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import clamp
+from ...tile.fp8 import dequantize
 from ...tile.mask import function_allows
 from ...tile.schedule import find_query_tile
 from ...tile.score import exp_scale, load_slope, score
@@ -24,6 +25,7 @@ from ...tile.seqlen import modifiers_of, rows_of
 from ...tile.softmax import finish, load_sink, online_step
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen
 from ...tile.types import Lengths, Sequence, Strided
+from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
 
 
 class Cache(NamedTuple):
@@ -36,6 +38,16 @@ class Cache(NamedTuple):
     pages: int  # of a sequence
     num_pages: int
     page_size: int
+    # Of 8 bits: scales and their strides, over sequences, or over pages where each row has its own;
+    # no tuples, of which Triton (3.6) forgets in a loop which strides are 1
+    k_scale: Any = None
+    k_scale_batch: Any = None
+    k_scale_row: Any = None  # None where rows share one
+    k_scale_head: Any = None
+    v_scale: Any = None
+    v_scale_batch: Any = None
+    v_scale_row: Any = None
+    v_scale_head: Any = None
 
 
 class Partials(NamedTuple):
@@ -94,7 +106,7 @@ def attn_split_kernel(
     for i in tl.static_range(ROW_TILES):
         state, these = state_in(states, i), row_tile(rows, i, FEATURES)
         if IN_ONE:
-            store(out, lse, state, these, optionals, sizes, 0, FEATURES, TILE.BLOCK_DV)
+            store(out, lse, state, these, cache, optionals, sizes, 0, FEATURES, TILE.BLOCK_DV)
         else:
             store_partial(partials, state, these, first, sizes, FEATURES, TILE.BLOCK_DV)
 
@@ -124,7 +136,7 @@ def attn_fold_kernel(
             found = found + (part,)
         for i in tl.static_range(AT_ONCE):
             state = fold(state, state_in(found, i))
-    store(out, lse, state, rows, optionals, sizes, column, FEATURES, COLUMNS)
+    store(out, lse, state, rows, cache, optionals, sizes, column, FEATURES, COLUMNS)
 
 
 @triton.jit
@@ -222,6 +234,7 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
     # Blocks count from the beginning of the piece, also where a window hides some
     first = start + tl.maximum(rows.keys.first - start, 0) // BLOCK_N * BLOCK_N
     page = find_pages(rows.seq.batch, first, stop, cache, BLOCK_N)
+    k_scale = k_sequence_scale(cache, rows)
     for n_start in range(first, stop, BLOCK_N):
         k_idx = n_start + tl.arange(0, BLOCK_N)
         is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
@@ -229,26 +242,35 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
         k_rows, v_rows = find_keys(cache.k, page, row, rows), find_keys(cache.v, page, row, rows)
         k_tile = load_chunks(k_rows, is_used, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
         v_tile = load_chunks(v_rows, is_used, FEATURES.HEADDIM_V, TILE.BLOCK_DV, 0)
+        if k_tile.dtype != q_tiles[0].dtype:
+            k_tile = dequantize(k_tile, q_tiles[0].dtype)
+            v_tile = dequantize(v_tile, q_tiles[0].dtype)
+        scales = (
+            k_row_scales(cache, k_scale, page, row, is_used, rows),
+            v_row_scales(cache, page, row, is_used, rows),
+        )
         # A tile ahead: the copies of K and V would wait for it
         page = find_pages(rows.seq.batch, n_start + BLOCK_N, stop, cache, BLOCK_N)
         keys = k_idx[None, :], is_used[None, :]
         found = ()
         for i in tl.static_range(len(q_tiles)):
             these = row_tile(rows, i, FEATURES)
-            state = state_in(states, i)
-            state = attend(state, q_tiles[i], k_tile, v_tile, these, keys, FEATURES)
+            at = q_tiles[i], k_tile, v_tile, these, keys
+            state = attend(state_in(states, i), *at, cache, scales, FEATURES)
             found = found + (state,)
         states = found
     return states
 
 
 @triton.jit
-def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
+def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: tl.constexpr):
     """A tile of keys into the state of a tile of queries; `keys` are positions, and which are in
     use.
     """
     k_idx, keep = keys
     qk = multiply(q_tile, k_tile, FEATURES)
+    if cache.k_scale is not None:
+        qk = qk * scales[0]
     q_idx = rows.position[:, None]
     s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
     if FEATURES.LEFT:
@@ -265,7 +287,11 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, FEATURES: tl.constexpr):
         acc_o = tl.fma(state.acc_o, step.alpha[:, None], acc_o)
     else:
         acc_o = state.acc_o * step.alpha[:, None]
-        acc_o = tl.dot(step.p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
+        p = step.p
+        if cache.v_scale is not None:
+            if cache.v_scale_row is not None:
+                p = p * scales[1]
+        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
     return SplitState(acc_o, step.m_i, step.l_i)
 
 
@@ -354,13 +380,15 @@ def partial_rows(partials, rows, piece, sizes, FEATURES: tl.constexpr):
 
 @triton.jit
 def store(
-    out, lse, state, rows, optionals, sizes, column,
+    out, lse, state, rows, cache, optionals, sizes, column,
     FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalises, and writes COLUMNS of the rows that are queries; of the first, lse too."""
     head = rows.head
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     acc_o = state.acc_o * finished.rescale[:, None]
+    if cache.v_scale is not None:
+        acc_o = acc_o * v_sequence_scale(cache, rows)
     columns = column + tl.arange(0, COLUMNS)
     at = out.ptr + rows.batch_q.to(tl.int64) * out.batch
     at = at + rows.query.to(tl.int64)[:, None] * out.row + head.to(tl.int64)[:, None] * out.head

@@ -101,9 +101,24 @@ def tile_of(problem: Problem) -> Tile:
 
 def refusal(cached: Cached) -> str | None:
     """Why these kernels do not serve a call, or None."""
-    if cached.k.dtype != cached.q.dtype:
-        return f"it has no kernel for a cache of {cached.k.dtype}"
+    if cached.k.dtype != cached.q.dtype and cached.q.dtype.itemsize != 2:
+        return "with a cache of 8 bits they multiply 16-bit elements: q must be bfloat16 or float16"
     return None
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether a device has instructions for it; else the kernels read bits."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def readable(cached: Cached) -> Cached:
+    """The cache as the device's kernels read it."""
+    if cached.k.dtype != torch.float8_e4m3fn or converts_e4m3(cached.q.device):
+        return cached
+    k, v = (x.view(torch.uint8) for x in (cached.k, cached.v))
+    return cached._replace(k=k, v=v)
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
@@ -114,6 +129,7 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
         return None
     if cached.entry is not None:
         cached, out = distinct_cached(cached), out.detach()
+    cached = readable(cached)
     plans = plans_of(cached, out, lse)
     launched = [run(plan, cached.q.device) for plan in plans]
     if cached.entry is None:
@@ -150,7 +166,7 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     in_one = pieces <= 1 or need > workspace
     pieces = 1 if in_one else pieces
     partials = Partials(None, None, None, 0, 1) if in_one else _partials(cached, pieces, all_rows)
-    cache = cache_of(cached.k, cached.v, cached.page_table)
+    cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
     common = dict(FEATURES=features_of(problem), TILE=choice.tile)
     constants = common | dict(ROW_TILES=choice.row_tiles)
@@ -169,11 +185,28 @@ def _partials(cached: Cached, pieces: int, rows: int) -> Partials:
     return Partials(acc_o, m_i, l_i, rows, pieces)
 
 
-def cache_of(k: Tensor, v: Tensor, table: Tensor | None) -> Cache:
+def cache_of(
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Cache:
     """A cache as kernels take it."""
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
-    return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2])
+    scales = *scales_of(k_scale), *scales_of(v_scale)
+    return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2], *scales)
+
+
+def scales_of(scale: Tensor | None) -> tuple[Tensor | None, int | None, int | None, int | None]:
+    """Scales of any kind and their strides, as in `Cache`."""
+    if scale is None:
+        return None, None, None, None
+    if scale.dim() == 3:
+        return scale, *scale.stride()
+    batch, head = (0, 0, *scale.stride())[-2:]
+    return scale, batch, None, head
 
 
 def run(plan: SplitPlan, device: torch.device) -> Launched:
