@@ -30,8 +30,11 @@ def run(main, ranks: int, *args, timeout: float = TIMEOUT, killed: tuple[int, ..
     started = [context.Process(target=_start, args=(rank, *given)) for rank in range(ranks)]
     for process in started:
         process.start()
+    while said.empty() and any(process.is_alive() for process in started):
+        started[0].join(0.05)
     for process in started:
-        process.join()
+        process.join(None if said.empty() else 1.0)
+        process.kill()  # one that waits for a rank that failed
     failed = []
     while not said.empty():
         failed.append(said.get())

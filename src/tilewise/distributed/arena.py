@@ -9,10 +9,12 @@ the first one held. So there is one barrier a call.
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,15 @@ class Arena(abc.ABC):
     def meet(self, asked: str) -> None:
         """Waits until all ranks have published for this call, which is named by `asked`."""
         self.barrier.wait(asked)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An error of this rank is left for the others, which would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            self.barrier.abandon(error)
+            raise
 
     def of(self, rank: int, nbytes: int) -> Tensor:
         """What a rank has published, uint8; after `meet`, and until the call after the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..problem import OPEN
@@ -31,6 +32,23 @@ def pairs(span: Span, left: int = OPEN, right: int = OPEN) -> int:
     if left < 0:
         return ends - (stop - start) * first
     return ends + _sum_of_least(-stop + 1, -start + 1, left, -first)
+
+
+def keys_of(spans: Sequence[Span], left: int = OPEN, right: int = OPEN) -> list[tuple[int, int]]:
+    """The runs of keys that some query of these spans sees, in the order of the sequence.
+
+    >>> keys_of([Span(0, 6, 8, 0, 9), Span(2, 2, 3, 0, 9)], left=1, right=0)
+    [(1, 3), (5, 8)]
+    """
+    found: list[tuple[int, int]] = []
+    for _, start, stop, first, last in sorted(spans, key=lambda x: x.start):
+        a = first if left == OPEN else max(first, start - left)
+        b = last if right == OPEN else min(last, stop + right)
+        if found and a <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], b)
+        else:
+            found.append((a, b))
+    return found
 
 
 def _sum_of_least(start: int, stop: int, shift: int, most: int) -> int:

@@ -15,10 +15,10 @@ from ..mods.block_mask import BlockMask, block_mask_of
 from ..mods.documents import Documents
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
+from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.calls import Entry, entry_of, find
-from ..ops.context_parallel import refuse_shards
 from ..problem import LONG, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
@@ -126,6 +126,8 @@ def attention(
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
+    if shards.entered and shards.is_sharded():
+        return shards.of_shards(**locals())
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     tensors = q, k, v, alibi_slopes, sinks, *lengths, bias, page_table, out
     entry = None
@@ -254,7 +256,7 @@ def launch_step(
     layout: str = "bshd",
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `lse` of a known step; None where it may not be launched now."""
-    refuse_shards()
+    shards.refuse_shards()
     found: tuple[Tensor, Tensor] | None = step(cache, out)
     if found is None or out is not None or layout == "bshd":
         return found

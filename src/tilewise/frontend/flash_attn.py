@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, Words
+from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
 from ..tile.random_bytes import check_dropout, draw_rng
+from . import sharded
 from .attention import as_bound, call, is_long, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
@@ -64,6 +66,12 @@ def flash_attn_func(
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     learned = alibi_slopes, learnable_sink
+    if shards.entered and shards.is_sharded():
+        _check_hints(num_splits, pack_gqa)
+        numbers = dropout_p, softmax_scale, softcap
+        options = causal, window_size, deterministic, attention_chunk
+        out, lse = sharded.flash_attn((q, k, v), learned, numbers, *options)
+        return _returned(out, lse, return_attn_probs, return_lse)
     entry = None
     if is_plain(dropout_p, attention_chunk):
         entry = find((q, k, v, *learned), ("flash_attn", softmax_scale, *flags, *sides))

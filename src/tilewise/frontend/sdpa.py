@@ -8,9 +8,11 @@ import torch
 
 from ..errors import ArgumentError, Words
 from ..mods.flatten import NO_MODIFIERS, Modifiers, modifiers_by
+from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
+from . import sharded
 from .attention import call, launch
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .scalars import check_flag
@@ -76,6 +78,9 @@ def with_lse(
     """`scaled_dot_product_attention` and the log-sum-exp of each row, (batch, nheads, seqlen_q) of
     the batch that dimensions before them make.
     """
+    if shards.entered and shards.is_sharded():
+        given = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return sharded.sdpa((query, key, value), *given, WORDS)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     entry = None
     if attn_mask is None and type(dropout_p) in (int, float) and dropout_p == 0:

@@ -26,6 +26,7 @@ from torch.nn import attention
 
 from ..errors import ArgumentError, PerformanceWarning, warn_slow
 from ..frontend import sdpa
+from ..ops.context_parallel import is_sharded
 from . import torch_flash
 
 Tensor = torch.Tensor
@@ -196,6 +197,8 @@ def _attend(
     try:
         return sdpa.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     except (ArgumentError, NotImplementedError) as error:
+        if is_sharded():  # torch's own kernel would attend within the shard
+            raise
         reason = str(error)
     out = _torchs(*given, **options)
     warn_slow(f"torch's own kernel computes this scaled_dot_product_attention: {reason}")

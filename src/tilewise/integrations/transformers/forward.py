@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from ...ops.context_parallel import is_sharded
 from .attend import Features, attend, attend_packed, attend_visible
 from .opaque import ANOTHER
 from .packed import apart, starts_of
@@ -65,6 +66,12 @@ def attention_forward(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
+    if is_sharded():
+        raise NotImplementedError(
+            "attn_implementation='tilewise' inside of tilewise.distributed.context_parallel is not "
+            "served yet: transformers makes its masks of a shard's own positions, in which a "
+            "window longer than the shard does not show; call tilewise.attention in the model"
+        )
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
     bias, starts = kwargs.pop("position_bias", None), None
     visible: Visible | None = None

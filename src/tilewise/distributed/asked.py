@@ -1,0 +1,144 @@
+"""What is asked of one call on shards: checked on each rank, and said in words that all ranks
+compare.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from ..frontend.checks import check_extras
+from ..frontend.qkv import check_rank, check_tensors
+from ..frontend.scalars import Window, band, check_causal, check_flag, check_numbers
+from ..mods.flatten import NO_MODIFIERS, Modifiers, mentions, modifiers_of
+from ..mods.serialize import text_of
+from ..ops import attention as ops
+from ..problem import Extras
+from ..tile.random_bytes import check_dropout
+from .layout import Layout
+
+Tensor = torch.Tensor
+
+
+class Asked(NamedTuple):
+    """A call: its arguments as the caller wrote them, and what follows of them."""
+
+    layout: Layout
+    causal: bool | str = False
+    scale: float | None = None
+    window: Window = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+    dropout_p: float = 0.0
+    dropout_rng: Tensor | None = None
+    deterministic: bool = False
+    backend: str | None = None
+    bitwise: bool = True
+    modifiers: Modifiers = NO_MODIFIERS
+    words: str = ""  # what all ranks must ask alike
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How far a query sees to the left and to the right, OPEN for no limit."""
+        return band(self.window, self.causal is not False)
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether functions or random numbers of positions go into scores and probabilities."""
+        return self.modifiers.mods != NO_MODIFIERS.mods or self.dropout_p > 0
+
+    @property
+    def mentions_heads(self) -> bool:
+        """Whether what is computed depends on the number of a head."""
+        return self.dropout_p > 0 or "h" in mentions(self.modifiers.mods)
+
+
+def check(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Asked:
+    """The call of q, k and v, which are this rank's rows, (batch, tokens, heads, headdim)."""
+    layout, seqlen = asked.layout, asked.layout.seqlen
+    check_rank(q, k, v)
+    check_tensors(q, k, v)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != layout.tokens:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}, {x.shape[1]} tokens: the layout gives rank "
+                f"{layout.rank} {layout.tokens} of {seqlen}; deal them with layout.shard"
+            )
+    check_causal(asked.causal)
+    check_numbers(asked.scale, asked.softcap, q.shape[3], q.dtype)
+    p, rng = check_dropout(asked.dropout_p), asked.dropout_rng
+    if p and rng is None and layout.ranks > 1:
+        raise ArgumentError(
+            "dropout_p without dropout_rng: all ranks must drop alike, so pass the same int64[2] "
+            "of seed and offset on each"
+        )
+    check_extras(q, k, Extras(asked.alibi_slopes, asked.sinks, dropout_rng=rng))
+    sizes = q.shape[0], q.shape[2], seqlen, seqlen
+    if layout.cu_seqlens is not None:
+        sizes = q.shape[0] * (len(layout.cu_seqlens) - 1), q.shape[2], 0, 0
+        if asked.alibi_slopes is not None and asked.alibi_slopes.dim() == 2:
+            raise NotImplementedError(
+                "alibi_slopes of (batch, nheads) beside documents: pass those of (nheads,)"
+            )
+    modifiers = modifiers_of(asked.mask_mod, asked.score_mod, None, sizes)
+    if layout.ranks > 1 and any(x.requires_grad for x in modifiers.captured):
+        raise NotImplementedError(
+            "a score_mod that captured a tensor that requires a gradient: no method of "
+            "tilewise.distributed computes it yet, so detach() the tensor"
+        )
+    checked = asked._replace(
+        dropout_p=p,
+        dropout_rng=rng if p else None,
+        deterministic=check_flag("deterministic", asked.deterministic),
+        bitwise=check_flag("bitwise", asked.bitwise),
+        modifiers=modifiers,
+    )
+    return checked._replace(words=_words(checked, q, k, v))
+
+
+def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The call in words, but for the tokens, of which each rank has its own number."""
+    layout = asked.layout
+    shapes = (
+        f"{name} ({x.shape[0]}, {layout.seqlen}, {x.shape[2]}, {x.shape[3]})"
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    dealt = _digest(repr((layout.runs, layout.cu_seqlens)))
+    learns = ops.needs_grad(q, k, v, asked.sinks)
+    said = [
+        *shapes,
+        str(q.dtype).removeprefix("torch."),
+        f"{layout.kind} over {layout.ranks} ranks ({dealt})",
+        f"causal={asked.causal}, window={asked.sides}",
+        "with a gradient" if learns else "without a gradient",
+    ]
+    rng = None if asked.dropout_rng is None else asked.dropout_rng.tolist()
+    options = {
+        "scale": asked.scale,
+        "softcap": asked.softcap,
+        "dropout_rng": rng,
+        "dropout_p": asked.dropout_p or None,
+        "alibi_slopes": _shape(asked.alibi_slopes),
+        "sinks": _shape(asked.sinks),
+        "mask_mod": _digest(text_of(asked.modifiers.mods.mask)),
+        "score_mod": _digest(text_of(asked.modifiers.mods.score)),
+        "bitwise": None if asked.bitwise else False,
+    }
+    said += [f"{name}={value}" for name, value in options.items() if value is not None]
+    return ", ".join(said)
+
+
+def _digest(text: str) -> str | None:
+    """What tells texts apart in few letters, the same in every process; None of none."""
+    return f"{zlib.crc32(text.encode()):08x}" if text else None
+
+
+def _shape(x: Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else tuple(x.shape)

@@ -1,0 +1,177 @@
+"""`tilewise.distributed.attention`: one call on each rank, on its rows of q, k and v."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..frontend.qkv import check_tensor
+from ..frontend.scalars import Window, check_flag
+from ..frontend.scalars import check_layout as check_order
+from ..ops import attention as ops
+from ..ops.autocast import is_any_autocast_on
+from ..ops.context_parallel import unsharded
+from . import heads, stream, whole
+from .arena import arena_of
+from .asked import Asked, check
+from .layout import Layout
+from .plan import plan
+
+Tensor = torch.Tensor
+METHODS = {"heads": heads, "stream": stream}
+
+# Arguments of `tilewise.attention` that no method serves, and what to do instead
+DOCUMENTS = "documents are the layout's: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
+NOT_SERVED = {
+    "cu_seqlens_q": DOCUMENTS,
+    "cu_seqlens_k": DOCUMENTS,
+    "max_seqlen_q": DOCUMENTS,
+    "max_seqlen_k": DOCUMENTS,
+    "seqused_q": "leave padding out of the sequence, or make it a document of its own",
+    "seqused_k": "leave padding out of the sequence, or make it a document of its own",
+    "bias": "say it as a score_mod of positions",
+    "block_mask": "pass its predicate as mask_mod",
+    "page_table": "call tilewise.attention, on whole sequences",
+    "split_size": "call tilewise.attention, on whole sequences",
+    "out": "it returns new tensors",
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    dropout_p: float = 0,
+    dropout_rng: Tensor | None = None,
+    order: str = "bshd",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    method: str | None = None,
+    bitwise: bool = True,
+    **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tilewise.attention` of a sequence whose tokens are dealt over the ranks of a group: each
+    calls it with its rows, at the same time.
+
+    >>> import torch, tilewise.distributed as td
+    >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
+    >>> q, k, v = torch.randn(3, 2, 64, 4, 32).unbind(0)
+    >>> td.attention(*map(layout.shard, (q, k, v)), layout=layout, causal=True).shape
+    torch.Size([2, 64, 4, 32])
+
+    q, k and v are (batch, tokens, heads, headdim) of the tokens that `layout` gives this rank, or
+    with `order="bhsd"` (batch, heads, tokens, headdim); beside documents also (tokens, heads,
+    headdim). So are `out` and `lse`. The other arguments mean what they mean in
+    `tilewise.attention`, counted in the whole sequence: positions of masks and dropout, ALiBi's
+    distances, windows. `alibi_slopes`, `sinks`, tensors that functions captured and `dropout_rng`
+    are the same on all ranks, and the gradient of `sinks` is this rank's part of a sum over ranks,
+    as that of any weight is.
+
+    method: "stream" pulls keys and values to the queries, "heads" exchanges rows for heads and
+    wants key heads that the ranks divide; None takes the one that `plan` says.
+    bitwise: `out` and `lse` are, to the bit, those of one process. On the CPU that takes stream the
+    work of one process on each rank in the forward; False computes this rank's rows alone.
+
+    The gradients of k and v are sums in fp32, in the order of the ranks. With "heads" and
+    `deterministic=True` all gradients are those of one process to the bit.
+
+    Raises ArgumentError, NotImplementedError with the method that can, RankMismatch where the ranks
+    do not make the same call, and RankLost where one does not come within the group's time-out.
+    """
+    layout = check_layout(layout)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    arena = None if layout.ranks == 1 else arena_of(layout.group, q.device)
+    reporting = contextlib.nullcontext() if arena is None else arena.reporting()
+    with reporting, unsharded():
+        _refuse(others)
+        check_order(order)
+        return_lse, packed = check_flag("return_lse", return_lse), q.dim() == 3
+        if packed and layout.cu_seqlens is not None:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        elif order == "bhsd":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if is_any_autocast_on():
+            q, k, v = ops.autocast(q, k, v)
+        learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
+        numbers = causal, scale, window, softcap
+        asked = Asked(layout, *numbers, *learned, deterministic, backend, bitwise)
+        asked = check(asked, q, k, v)
+        chosen = choose(asked, method, q, k, v)
+        if arena is None:
+            out, lse = whole.alone(asked, q, k, v)
+        elif chosen == "heads":
+            out, lse = heads.attend(arena, asked, q, k, v, return_lse)
+        else:
+            out, lse = stream.attend(arena, asked, q, k, v)
+    if packed and layout.cu_seqlens is not None:
+        out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
+    elif order == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The method of a call; NotImplementedError with what can where one is asked that cannot."""
+    if method is not None and method not in METHODS:
+        raise ArgumentError(
+            f"method={method!r}: it must be {' or '.join(map(repr, METHODS))}, or None to choose"
+        )
+    nheads, nheads_k = q.shape[2], k.shape[2]
+    reasons = {name: x.supports(asked, nheads, nheads_k) for name, x in METHODS.items()}
+    serves = [name for name, reason in reasons.items() if reason is None]
+    if method is not None:
+        if reasons[method] is not None:
+            others = " or ".join(f'method="{name}"' for name in serves)
+            raise NotImplementedError(f"method={method!r}: {reasons[method]}; {others} serves this")
+        return method
+    if len(serves) == 1:
+        return serves[0]
+    found = plan(
+        *(asked.layout, nheads, nheads_k, q.shape[3], v.shape[3]),
+        batch=q.shape[0],
+        causal=asked.causal is not False,
+        window=asked.sides,
+        itemsize=q.itemsize,
+    )
+    return found.method
+
+
+def check_layout(layout: Any) -> Layout:
+    """A layout whose ranks are there."""
+    if not isinstance(layout, Layout):
+        raise ArgumentError(
+            f"layout is a {type(layout).__name__}: it must be a tilewise.distributed.Layout, as "
+            "td.zigzag(seqlen, group) makes it; the order of dimensions is order= here"
+        )
+    if layout.ranks > 1 and layout.group is None:
+        raise ArgumentError(
+            f"this layout was made for a number of ranks, {layout.ranks}: make it with their "
+            "process group"
+        )
+    return layout
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in NOT_SERVED:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: no method of tilewise.distributed serves it; {NOT_SERVED[name]}"
+            )

@@ -1,0 +1,51 @@
+"""`context_parallel`: inside of it, models that call tilewise attend to whole sequences, of which
+each rank has its shard. Nothing is patched: the calls look for the context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..ops.context_parallel import sharded_by
+from .attention import attention, check_layout
+from .layout import Layout
+
+
+@contextlib.contextmanager
+def context_parallel(
+    layout: Layout, *, method: str | None = None, bitwise: bool = True
+) -> Iterator[None]:
+    """Inside, `tilewise.attention`, `flash_attn_func` and its packed twins, and
+    `scaled_dot_product_attention` (ours, and torch's under `enable_sdpa`) are
+    `tilewise.distributed.attention` with this layout.
+
+    >>> import torch, tilewise, tilewise.distributed as td
+    >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
+    >>> q, k, v = (layout.shard(x) for x in torch.randn(3, 2, 64, 4, 32))
+    >>> with td.context_parallel(layout):
+    ...     out = tilewise.attention(q, k, v, causal=True)
+    >>> torch.equal(out, layout.shard(tilewise.attention(q, k, v, causal=True)))
+    True
+
+    q, k and v are this rank's rows, of equally many queries and keys. Ids, labels and positions are
+    dealt by `layout.shard(ids)`, `layout.shard(layout.shifted(labels))` and `layout.positions`.
+    Call `backward` inside, too, where activations are recomputed in it. What is not served, such
+    as `cu_seqlens`, a cache or transformers' `attn_implementation`, is a NotImplementedError and
+    never an attention of the shard alone.
+    """
+    layout = check_layout(layout)
+
+    def attend(*, q: Any, k: Any, v: Any, **asked: Any) -> Any:
+        order = asked.pop("layout", "bshd")
+        given = dict(layout=layout, order=order, method=method, bitwise=bitwise)
+        return attention(q, k, v, **given, **asked)
+
+    if "torch._dynamo" in sys.modules:  # compilers break their graphs here, and trace no barriers
+        attend = torch.compiler.disable(attend)
+    with sharded_by(attend):
+        yield

@@ -1,0 +1,122 @@
+"""Heads for rows: an all-to-all gives each rank the whole sequence of some heads, on which the call
+is that of one process; another one gives the rows back (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv 2309.14509). A rank has whole groups of query heads and their key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import whole
+from .arena import Arena
+from .asked import Asked
+from .exchange import publish, publish_rows
+from .layout import Layout
+
+Tensor = torch.Tensor
+NAME = "heads"
+
+
+def supports(asked: Asked, nheads: int, nheads_k: int) -> str | None:
+    """None, or why the heads cannot be dealt."""
+    ranks = asked.layout.ranks
+    if nheads_k % ranks:
+        return f"{nheads_k} key heads cannot be dealt evenly over {ranks} ranks"
+    if asked.mentions_heads:
+        return "dropout, or a mask or score function of h, counts heads of the whole, not a rank's"
+    return None
+
+
+def attend(
+    arena: Arena, asked: Asked, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`out` of a rank's rows, and `lse` where it is asked for."""
+    ranks, rank = asked.layout.ranks, asked.layout.rank
+    each = q.shape[2] // ranks
+    words = f"attention (heads): {asked.words}"
+    q, k, v = _Exchange.apply(arena, asked.layout, words, True, q, k, v)
+    out, lse = whole.attend(asked, q, k, v, slice(rank * each, (rank + 1) * each))
+    words = f"the results of {words}{' with lse' if return_lse else ''}"
+    if not return_lse:
+        (out,) = _Exchange.apply(arena, asked.layout, words, False, out)
+        return out, None
+    lse = lse.transpose(1, 2).unsqueeze(-1)
+    out, lse = _Exchange.apply(arena, asked.layout, words, False, out, lse)
+    return out, lse.squeeze(-1).transpose(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows of all heads (batch, tokens, heads, ...) to heads of all rows, or back; the gradient
+    takes the other way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, arena: Arena, layout: Layout, words: str, to_heads: bool, *tensors):
+        ctx.args, ctx.tensors = (arena, layout, words, to_heads), [x.shape for x in tensors]
+        ctx.dtypes = [x.dtype for x in tensors]
+        ctx.set_materialize_grads(False)
+        return _exchange(arena, layout, words, to_heads, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads):
+        arena, layout, words, to_heads = ctx.args
+        present = [grad is not None for grad in grads]
+        words = f"the backward of {words}, with gradients {present}"
+        given = [grad for grad in grads if grad is not None]
+        with arena.reporting():
+            found = iter(_exchange(arena, layout, words, not to_heads, given))
+        return None, None, None, None, *(next(found) if x else None for x in present)
+
+
+def _exchange(
+    arena: Arena, layout: Layout, words: str, to_heads: bool, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    by_row = [x.transpose(0, 1) for x in tensors]
+    if to_heads:
+        return _to_heads(arena, layout, words, by_row)
+    return _to_rows(arena, layout, words, by_row)
+
+
+def _to_heads(
+    arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence, batch first."""
+    published = publish(arena, words, tensors, layout)
+    found = []
+    for number, x in enumerate(tensors):
+        each = x.shape[2] // layout.ranks
+        mine = slice(layout.rank * each, (layout.rank + 1) * each)
+        whole = x.new_empty(x.shape[1], layout.seqlen, each, *x.shape[3:])
+        for step in range(layout.ranks):
+            rank, row = (layout.rank - step) % layout.ranks, 0
+            for start, stop in layout.runs[rank]:
+                rows = published.view(rank, number)[row : row + stop - start, :, mine]
+                whole[:, start:stop] = published.counted(rank, rows).transpose(0, 1)
+                row += stop - start
+        found.append(whole)
+    return tuple(found)
+
+
+def _to_rows(
+    arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads, batch first."""
+    published = publish_rows(arena, words, tensors, [layout.seqlen] * layout.ranks)
+    found = []
+    for number, x in enumerate(tensors):
+        each = x.shape[2]
+        mine = x.new_empty(x.shape[1], layout.tokens, each * layout.ranks, *x.shape[3:])
+        for step in range(layout.ranks):
+            rank, row = (layout.rank - step) % layout.ranks, 0
+            heads = slice(rank * each, (rank + 1) * each)
+            for start, stop in layout.runs[layout.rank]:
+                rows = published.pull(rank, number, start, stop)
+                mine[:, row : row + stop - start, heads] = rows.transpose(0, 1)
+                row += stop - start
+        found.append(mine)
+    return tuple(found)

@@ -1,0 +1,61 @@
+"""A rank's queries at their places in a whole sequence whose other rows are 0: then a call on it is
+that of one process, tile by tile, and gives this rank's rows their very bits, with masks, score
+functions and dropout by position.
+
+Of kernels in whose tiles a row does not depend on its neighbours (those for GPUs) runs of rows give
+the same bits for a fraction of the work. On the CPU BLAS chooses by the shape of a product, so that
+nothing less than the same call promises them; all ranks then do the work of one process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..problem import Extras, Saved
+from . import whole
+from .asked import Asked
+from .layout import Layout
+from .rows import Partial, gradients_of
+
+Tensor = torch.Tensor
+
+
+def attend(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's queries; k and v are of the whole sequence."""
+    out, lse = whole.attend(asked, place(asked.layout, q), k, v)
+    return asked.layout.shard(out), asked.layout.shard(lse, 2)
+
+
+def gradients(asked: Asked, saved: Saved) -> Partial:
+    """Those of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO of
+    0, give none.
+    """
+    layout, (dout, dlse, q, k, v, out, lse) = asked.layout, saved
+    batch, seqlen = k.shape[:2]
+    dout, q, out = (place(layout, x) for x in (dout, q, out))
+    lse = place(layout, lse, 2, torch.inf)
+    dlse = None if dlse is None else place(layout, dlse, 2)
+    starts = whole.packing(asked, k)
+    if starts is not None:
+        dout, q, k, v, out = (x.flatten(0, 1)[None] for x in (dout, q, k, v, out))
+        lse, dlse = (x if x is None else x.transpose(0, 1).flatten(1, 2)[None] for x in (lse, dlse))
+    sinks = None if asked.sinks is None else asked.sinks.to(lse.dtype)
+    lengths = None, None, starts, starts
+    modified = dict(dropout_rng=asked.dropout_rng, captured=asked.modifiers.captured)
+    extras = Extras(asked.alibi_slopes, sinks, *lengths, **modified)
+    align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
+    saved = Saved(dout, dlse, q, k, v, out, lse)
+    found = gradients_of(asked, saved, align, *asked.sides, extras)
+    dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
+    return Partial(layout.shard(dq), dk, dv, found.dsinks)
+
+
+def place(layout: Layout, x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:
+    """A rank's rows at their places among those of the whole sequence, which are `value`."""
+    shape = list(x.shape)
+    shape[dim] = layout.seqlen
+    found, row = x.new_full(shape, value), 0
+    for start, stop in layout.runs[layout.rank]:
+        found.narrow(dim, start, stop - start).copy_(x.narrow(dim, row, stop - start))
+        row += stop - start
+    return found

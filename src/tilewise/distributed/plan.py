@@ -1,0 +1,122 @@
+"""Which method is the fastest for a call, by a model of its time: the work of the slowest rank, the
+bytes that it pulls, and how much of the pulling nothing hides.
+
+    t = max(FLOPs / rate, bytes / bandwidth) + 2 / groups * bytes / bandwidth + one barrier a step
+
+The rates are those of four H200s (bf16, NVLink, November 2026: 650 TFLOP/s forward, 585 backward,
+365 GB/s pulled by each GPU at once); a choice depends on their ratio alone. How well tiles fill a
+GPU is not in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..frontend.scalars import Window, band
+from .layout import Layout
+from .work import keys_of
+
+FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
+BANDWIDTH = 365e6  # bytes a millisecond
+BARRIER = 0.01  # milliseconds
+GROUPS = 8  # pieces that are pulled one after another: nothing hides the first and the last one
+
+
+class Cost(NamedTuple):
+    """What one method takes, forward and backward, on its slowest rank."""
+
+    method: str
+    tflop: float
+    mbytes: float
+    ms: float
+    reason: str | None  # why it cannot serve the call
+
+
+class Plan(NamedTuple):
+    """The methods by their time; as a string a table."""
+
+    method: str
+    costs: tuple[Cost, ...]
+
+    def __str__(self) -> str:
+        lines = ["method     TFLOP     MB pulled       ms"]
+        for method, tflop, mbytes, ms, reason in self.costs:
+            figures = f"{tflop:8.3f} {mbytes:13.1f} {ms:8.3f}"
+            mark = "  <-" if method == self.method else ""
+            lines.append(f"{method:7} " + (f"{figures}{mark}" if reason is None else reason))
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=256)
+def plan(
+    layout: Layout,
+    nheads: int,
+    nheads_k: int,
+    headdim: int,
+    headdim_v: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool = True,
+    window: Window = None,
+    itemsize: int = 2,
+) -> Plan:
+    """What each method costs by the model, forward and backward, and which one is taken.
+
+    >>> import tilewise.distributed as td
+    >>> print(td.plan(td.zigzag(65536, 4), nheads=32, nheads_k=8, headdim=128))
+    method     TFLOP     MB pulled       ms
+    heads     30.787         503.3   51.508  <-
+    stream    30.787         805.3   51.705
+    """
+    sides = band(window, causal)
+    widths = headdim, headdim if headdim_v is None else headdim_v
+    costs = (
+        _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize),
+        _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize),
+    )
+    best = min((x for x in costs if x.reason is None), key=lambda x: x.ms)
+    return Plan(best.method, costs)
+
+
+def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize) -> Cost:
+    """All rows of a share of the heads: work is even whatever the layout."""
+    ranks = layout.ranks
+    reason = None
+    if nheads_k % ranks:
+        reason = f"{nheads_k} key heads cannot be dealt evenly over {ranks} ranks"
+    share = sum(layout.work(window=sides)) / ranks
+    rows = max(layout.seqlen - count for count in layout.counts) / ranks  # of the others
+    # q, k, v and out forward; dout and q, k, v again backward, and dq, dk, dv
+    width, width_v = widths
+    of_q = (nheads * width + nheads_k * (width + width_v)) * rows
+    of_out = nheads * width_v * (layout.seqlen - min(layout.counts)) / ranks
+    moved = batch * itemsize * (of_q + of_out)
+    return _cost("heads", batch * nheads * share * sum(widths), moved, moved, 4, reason)
+
+
+def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize) -> Cost:
+    """The rows of a rank: the one with the most work decides."""
+    most = max(layout.work(window=sides))
+    pulled = max(_keys_of_others(layout.at(rank), *sides) for rank in range(layout.ranks))
+    keys = batch * nheads_k * sum(widths) * pulled
+    partial = 4 * keys  # fp32
+    flops = batch * nheads * most * sum(widths)
+    return _cost("stream", flops, itemsize * keys, itemsize * keys + partial, 3, None)
+
+
+def _keys_of_others(layout: Layout, left: int, right: int) -> int:
+    """The keys of other ranks that some query of this rank sees."""
+    return sum(b - a for a, b in keys_of(layout.spans, left, right)) - layout.tokens
+
+
+def _cost(method, products: float, forward: float, backward: float, barriers: int, reason) -> Cost:
+    """`products` are pairs times heads times head dims: 2 FLOPs each, and 5 in the backward."""
+    ms = BARRIER * barriers
+    for flops, rate, moved in (
+        (2 * products, FORWARD, forward),
+        (5 * products, BACKWARD, backward),
+    ):
+        pulling = moved / BANDWIDTH
+        ms += max(flops / rate, pulling) + 2 / GROUPS * pulling
+    return Cost(method, 7 * products / 1e12, (forward + backward) / 1e6, ms, reason)
