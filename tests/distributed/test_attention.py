@@ -109,6 +109,13 @@ def other_forms(rank):
             out = td.attention(*mine, **asked)
         halves = [x.bfloat16() for x in (q, k, v)]
         assert torch.equal(out, layout.shard(tilewise.attention(*halves, causal=True)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    tilewise.attention(*leaves, causal=True).sum().backward()
+    for method in ("stream", "heads"):  # a gradient that is one number, expanded
+        shards = [x.clone().requires_grad_() for x in mine]
+        td.attention(*shards, layout=layout, causal=True, method=method).sum().backward()
+        for x, whole in zip(shards, leaves):
+            torch.testing.assert_close(x.grad, layout.shard(whole.grad))
     packed = layout.packed([0, 50, case.seqlen])
     starts = torch.tensor([0, 50, case.seqlen], dtype=torch.int32)
     lengths = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)

@@ -123,7 +123,7 @@ def attention(
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     elif order == "bhsd":
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:

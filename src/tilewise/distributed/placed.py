@@ -38,11 +38,12 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
     starts = whole.packing(asked, k)
     if starts is not None:
         dout, q, k, v, out = (x.flatten(0, 1)[None] for x in (dout, q, k, v, out))
-        lse, dlse = (x if x is None else x.transpose(0, 1).flatten(1, 2)[None] for x in (lse, dlse))
+        lse = lse.transpose(0, 1).flatten(1, 2)[None]
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1, 2)[None]
     sinks = None if asked.sinks is None else asked.sinks.to(lse.dtype)
     lengths = None, None, starts, starts
-    modified = dict(dropout_rng=asked.dropout_rng, captured=asked.modifiers.captured)
-    extras = Extras(asked.alibi_slopes, sinks, *lengths, **modified)
+    modified = None, asked.dropout_rng, asked.modifiers.captured
+    extras = Extras(asked.alibi_slopes, sinks, *lengths, *modified)
     align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
     saved = Saved(dout, dlse, q, k, v, out, lse)
     found = gradients_of(asked, saved, align, *asked.sides, extras)

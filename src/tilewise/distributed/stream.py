@@ -55,7 +55,7 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout, dlse):
+    def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         arena, asked = ctx.arena, ctx.asked
         words = f"the backward of attention (stream): {asked.words}"
@@ -67,7 +67,9 @@ class _Stream(torch.autograd.Function):
             compute = placed.gradients if asked.is_modified else rows.gradients
             partial = compute(asked, Saved(dout, dlse, q, k_all, v_all, out, lse))
             dk, dv = _sum(arena, asked, partial, f"the sums of {words}")
-        dsinks = None if asked.sinks is None else partial.dsinks.to(asked.sinks.dtype)
+        dsinks = partial.dsinks
+        if dsinks is not None and asked.sinks is not None:
+            dsinks = dsinks.to(asked.sinks.dtype)
         dtype = k.dtype
         return None, None, partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
 

@@ -20,7 +20,7 @@ import torch
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _attend: ContextVar[Callable[..., Any] | None] = ContextVar("tilewise_shards", default=None)
-entered = 0  # contexts of this process; without one callers ask nothing else
+entered: int = 0  # contexts of this process; without one callers ask nothing else
 _lock = threading.Lock()
 
 
