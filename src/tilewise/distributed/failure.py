@@ -107,7 +107,7 @@ class Barrier:
 def timeout_of(group: Any) -> datetime.timedelta:
     """How long the group's own collectives wait; of a backend that does not say, its store."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    store = distributed_c10d._get_process_group_store(group)
+    store: Any = distributed_c10d._get_process_group_store(group)
     return getattr(options, "_timeout", store.timeout)
 
 
