@@ -101,24 +101,27 @@ def test_three_ranks():
     run(calls, 3)
 
 
-def killed(rank, victim):
-    arena = arena_of(dist.group.WORLD, torch.device("cpu"))
-    publish_rows(arena, "first", [torch.zeros(2)], [2] * 3)
+def killed(rank, victim, method):
+    """Between a forward and its backward."""
+    layout = td.contiguous(12)
+    x = torch.randn(1, 4, 3, 8, requires_grad=True)
+    out = td.attention(x, x, x, layout=layout, method=method)
     if rank == victim:
         time.sleep(0.3)  # the others pass, too
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     match = f"rank {victim} of 3 did not come" if victim else "does not answer|rank 0 of 3 did not"
-    with pytest.raises(td.RankLost, match=match):
-        publish_rows(arena, "second", [torch.zeros(2)], [2] * 3)
+    with pytest.raises(td.RankLost, match=match) as lost:
+        out.sum().backward()
+    assert f"the backward of attention ({method})" in str(lost.value).replace("the results of ", "")
     assert time.monotonic() - start < 10
     with pytest.raises(td.RankLost, match="new process group"):
-        publish_rows(arena, "third", [torch.zeros(2)], [2] * 3)
+        td.attention(x, x, x, layout=layout, method=method)
 
 
-@pytest.mark.parametrize("victim", [0, 2])  # rank 0 has the store
-def test_a_rank_that_is_killed_is_named(victim):
-    run(killed, 3, victim, timeout=2.0, killed=(victim,))
+@pytest.mark.parametrize("victim, method", [(0, "stream"), (2, "heads")])  # 0 has the store
+def test_a_rank_that_is_killed_is_named(victim, method):
+    run(killed, 3, victim, method, timeout=2.0, killed=(victim,))
 
 
 def test_what_is_not_written_is_refused_by_name():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.processes import run
-from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, compare, deals
+from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, compare, deals, merges
 
 import tilewise
 import tilewise.distributed as td
@@ -27,21 +27,24 @@ def groups(rank):
 
 
 def features(rank):
-    for n, group in groups(rank).items():
-        for i, (name, asked) in enumerate((FEATURES | OF_HEADS).items()):
-            what = f"{name} on {n} ranks"
-            case = Case(4, 2, **asked)  # fewer key heads than ranks, for 3 and 4
-            made = deals(case.seqlen, group)
-            for _ in range(i % 4):
+    members = groups(rank)
+    for i, (name, asked) in enumerate((FEATURES | OF_HEADS).items()):
+        case = Case(4, 2, **asked)  # fewer key heads than ranks, for 3 and 4
+        for n, group in members.items():
+            what, made = f"{name} on {n} ranks", deals(case.seqlen, group)
+            for _ in range((i + n) % 4):
                 next(made)
             compare(case, next(made), f"{what}, stream", method="stream")
-            by_runs = dict(bitwise=False, method="stream")
-            compare(case, next(made), f"{what}, stream by runs", (), **by_runs)
+            if n != 3:
+                runs = dict(bitwise=False, method="stream")
+                compare(case, next(made), f"{what}, stream by runs", (), **runs)
+            if n != 4 and merges(case):
+                ring = dict(bitwise=False, method="ring")
+                compare(case, next(made), f"{what}, ring", (), **ring)
             if name not in OF_HEADS:
-                case = Case(2 * n, n, **asked)
-                compare(
-                    case, next(made), f"{what}, heads", NAMES, method="heads", deterministic=True
-                )
+                of_heads = Case(2 * n, n, **asked)
+                heads = dict(method="heads", deterministic=True)
+                compare(of_heads, next(made), f"{what}, heads", NAMES, **heads)
 
 
 def test_features():
@@ -109,6 +112,13 @@ def other_forms(rank):
             out = td.attention(*mine, **asked)
         halves = [x.bfloat16() for x in (q, k, v)]
         assert torch.equal(out, layout.shard(tilewise.attention(*halves, causal=True)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    tilewise.attention(*leaves, causal=True).sum().backward()
+    for method in ("stream", "heads"):  # a gradient that is one number, expanded
+        shards = [x.clone().requires_grad_() for x in mine]
+        td.attention(*shards, layout=layout, causal=True, method=method).sum().backward()
+        for x, whole in zip(shards, leaves):
+            torch.testing.assert_close(x.grad, layout.shard(whole.grad))
     packed = layout.packed([0, 50, case.seqlen])
     starts = torch.tensor([0, 50, case.seqlen], dtype=torch.int32)
     lengths = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
@@ -170,6 +180,14 @@ def refused(rank):
         "as mask_mod": (dict(block_mask=q), NotImplementedError),
         "captured": (dict(score_mod=lambda s, b, h, i, j: s + learned[i]), NotImplementedError),
         "all ranks must drop alike": (dict(dropout_p=0.5), ArgumentError),
+        'not those of one process.*method="heads" or method="stream"': (
+            dict(method="ring"),
+            NotImplementedError,
+        ),
+        'no positions in the whole.*method="stream"': (
+            dict(method="ring", bitwise=False, mask_mod=lambda b, h, i, j: i >= j),
+            NotImplementedError,
+        ),
         "method='rings'": (dict(method="rings"), ArgumentError),
         "causal='left'": (dict(causal="left"), ArgumentError),
         "the order of dimensions is order=": (dict(layout="bhsd"), ArgumentError),

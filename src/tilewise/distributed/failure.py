@@ -105,9 +105,10 @@ class Barrier:
 
 
 def timeout_of(group: Any) -> datetime.timedelta:
-    """How long the group's own collectives wait."""
-    backend = group._get_backend(torch.device("cpu"))
-    return backend.options._timeout
+    """How long the group's own collectives wait; of a backend that does not say, its store."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    store: Any = distributed_c10d._get_process_group_store(group)
+    return getattr(options, "_timeout", store.timeout)
 
 
 def check_cpu_group(group: Any) -> None:

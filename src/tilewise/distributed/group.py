@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
 
@@ -35,7 +36,7 @@ def members_of(group: Any) -> Members:
         )
     if group is None:
         group = dist.group.WORLD
-    elif isinstance(group, dist.DeviceMesh):
+    elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise NotImplementedError(
                 f"group is a DeviceMesh of {group.ndim} dimensions: a sequence is dealt over one, "

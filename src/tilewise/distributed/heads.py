@@ -56,14 +56,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, layout: Layout, words: str, to_heads: bool, *tensors):
-        ctx.args, ctx.tensors = (arena, layout, words, to_heads), [x.shape for x in tensors]
-        ctx.dtypes = [x.dtype for x in tensors]
+        ctx.args = arena, layout, words, to_heads
         ctx.set_materialize_grads(False)
         return _exchange(arena, layout, words, to_heads, tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads):
+    def backward(ctx: Any, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         arena, layout, words, to_heads = ctx.args
         present = [grad is not None for grad in grads]
         words = f"the backward of {words}, with gradients {present}"

@@ -1,5 +1,5 @@
-"""A rank's queries at their places in a whole sequence whose other rows are 0: then a call on it is
-that of one process, tile by tile, and gives this rank's rows their very bits, with masks, score
+"""A rank's queries at their places in a whole sequence whose other rows are constant: a call on it
+is that of one process, tile by tile, and gives this rank's rows their very bits, with masks, score
 functions and dropout by position.
 
 Of kernels in whose tiles a row does not depend on its neighbours (those for GPUs) runs of rows give
@@ -22,7 +22,9 @@ Tensor = torch.Tensor
 
 def attend(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's queries; k and v are of the whole sequence."""
-    out, lse = whole.attend(asked, place(asked.layout, q), k, v)
+    # Of queries of 0 a row that sees one key has lse 0, for which the CPU's kernel computes short
+    # sequences once more, with other bits: it takes such a row for one of NaN (flash.attend)
+    out, lse = whole.attend(asked, place(asked.layout, q, value=1.0), k, v)
     return asked.layout.shard(out), asked.layout.shard(lse, 2)
 
 
@@ -38,11 +40,12 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
     starts = whole.packing(asked, k)
     if starts is not None:
         dout, q, k, v, out = (x.flatten(0, 1)[None] for x in (dout, q, k, v, out))
-        lse, dlse = (x if x is None else x.transpose(0, 1).flatten(1, 2)[None] for x in (lse, dlse))
+        lse = lse.transpose(0, 1).flatten(1, 2)[None]
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1, 2)[None]
     sinks = None if asked.sinks is None else asked.sinks.to(lse.dtype)
     lengths = None, None, starts, starts
-    modified = dict(dropout_rng=asked.dropout_rng, captured=asked.modifiers.captured)
-    extras = Extras(asked.alibi_slopes, sinks, *lengths, **modified)
+    modified = None, asked.dropout_rng, asked.modifiers.captured
+    extras = Extras(asked.alibi_slopes, sinks, *lengths, *modified)
     align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
     saved = Saved(dout, dlse, q, k, v, out, lse)
     found = gradients_of(asked, saved, align, *asked.sides, extras)

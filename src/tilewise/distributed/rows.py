@@ -100,7 +100,7 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
         partial.dq[:, rows] = found.dq[:, : span.stop - span.start]
         partial.dk[:, keys] += found.dk
         partial.dv[:, keys] += found.dv
-        if found.dsinks is not None:
+        if found.dsinks is not None and partial.dsinks is not None:
             partial.dsinks.add_(found.dsinks)
     return partial
 

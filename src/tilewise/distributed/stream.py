@@ -55,7 +55,7 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout, dlse):
+    def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         arena, asked = ctx.arena, ctx.asked
         words = f"the backward of attention (stream): {asked.words}"
@@ -66,8 +66,10 @@ class _Stream(torch.autograd.Function):
             dout, q, k_all, v_all, out = (x.to(exact) for x in (dout, q, k_all, v_all, out))
             compute = placed.gradients if asked.is_modified else rows.gradients
             partial = compute(asked, Saved(dout, dlse, q, k_all, v_all, out, lse))
-            dk, dv = _sum(arena, asked, partial, f"the sums of {words}")
-        dsinks = None if asked.sinks is None else partial.dsinks.to(asked.sinks.dtype)
+            dk, dv = summed(arena, asked, partial, f"the sums of {words}")
+        dsinks = partial.dsinks
+        if dsinks is not None and asked.sinks is not None:
+            dsinks = dsinks.to(asked.sinks.dtype)
         dtype = k.dtype
         return None, None, partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
 
@@ -85,7 +87,7 @@ def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> tuple
     return found[0], found[1]
 
 
-def _sum(arena: Arena, asked: Asked, partial: rows.Partial, words: str) -> tuple[Tensor, Tensor]:
+def summed(arena: Arena, asked: Asked, partial: rows.Partial, words: str) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys: the parts of all ranks, added in their order."""
     layout = asked.layout
     parts = [x.transpose(0, 1) for x in (partial.dk, partial.dv)]

@@ -74,5 +74,6 @@ def alone(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     layout = asked.layout
     if layout.runs[0] == ((0, layout.seqlen),):
         return attend(asked, q, k, v)
-    out, lse = attend(asked, *(layout.unshard([x]) for x in (q, k, v)))
+    q, k, v = (layout.unshard([x]) for x in (q, k, v))
+    out, lse = attend(asked, q, k, v)
     return layout.shard(out), layout.shard(lse, 2)

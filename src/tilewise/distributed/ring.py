@@ -1,0 +1,179 @@
+"""Shards of keys in turn, results merged: each rank attends to one rank's keys after another and
+folds what it gets by the log-sum-exp, in fp32 (Liu et al. 2023, arXiv 2310.01889).
+
+It needs room for one shard of keys at a time and rounds more than the other methods: `out` is not
+that of one process to the bit, so it serves only calls that do not ask for it. A sink joins once,
+after the last shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..frontend.attention import call
+from ..problem import OPEN, Extras, Saved
+from ..reference import merge_states
+from .arena import Arena
+from .asked import Asked
+from .exchange import Published, publish
+from .rows import Partial, gradients_of
+from .stream import summed
+from .work import Span
+
+Tensor = torch.Tensor
+NAME = "ring"
+
+
+def supports(asked: Asked, nheads: int, nheads_k: int) -> str | None:
+    """None, or why results cannot be merged."""
+    if asked.bitwise and asked.layout.ranks > 1:
+        return "it merges results, which are not those of one process to the bit: bitwise=False"
+    if asked.is_modified or asked.alibi_slopes is not None:
+        return "a shard of keys knows no positions in the whole for ALiBi, masks and dropout"
+    return None
+
+
+def attend(arena: Arena, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's rows."""
+    return _Ring.apply(arena, asked, q, k, v, asked.sinks)
+
+
+class Meeting(NamedTuple):
+    """One call: rows of this rank, rows of a shard of keys, and the band between them."""
+
+    rows: slice
+    keys: slice
+    left: int
+    right: int
+
+
+def meeting(mine: Span, other: Span, left: int, right: int) -> Meeting | None:
+    """The call of two spans; None where no query of the one sees a key of the other."""
+    if mine.first != other.first:  # of another document
+        return None
+    a, b, c, d = mine.start, mine.stop, other.start, other.stop
+    if right != OPEN:
+        a, d = max(a, c - right), min(d, b + right)
+    if left != OPEN:
+        b, c = min(b, d + left), max(c, a - left)
+    if a >= b or c >= d:
+        return None
+    shift = d - b  # of the diagonal of "bottom_right"
+    rows = slice(mine.row + a - mine.start, mine.row + b - mine.start)
+    keys = slice(other.row + c - other.start, other.row + d - other.start)
+    left = OPEN if left == OPEN else left + shift
+    right = OPEN if right == OPEN else right - shift
+    return Meeting(rows, keys, left, right)
+
+
+def steps(published: Published, asked: Asked) -> Iterator[tuple[int, list[Meeting], list[Tensor]]]:
+    """Each rank, this one first, with what is computed on its keys and values, (batch, tokens,
+    heads, headdim), in fp32 (fp64).
+    """
+    layout = asked.layout
+    for step in range(layout.ranks):
+        rank = (layout.rank - step) % layout.ranks
+        pairs = ((x, y) for x in layout.spans for y in layout.at(rank).spans)
+        found = [meeting(x, y, *asked.sides) for x, y in pairs]
+        met = [x for x in found if x is not None]
+        if met:
+            pulled = (published.pull(rank, number).transpose(0, 1) for number in (0, 1))
+            yield rank, met, [x.to(torch.promote_types(x.dtype, torch.float32)) for x in pulled]
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of a rank's queries, shard by shard of keys."""
+
+    @staticmethod
+    def forward(ctx: Any, arena: Arena, asked: Asked, q, k, v, sinks):
+        words = f"attention (ring): {asked.words}"
+        published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], asked.layout)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=exact)
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
+        for _, met, (keys, values) in steps(published, asked):
+            for x in met:
+                part = call(
+                    *(q[:, x.rows].to(exact), keys[:, x.keys], values[:, x.keys]),
+                    extras=Extras(),
+                    numbers=(asked.scale, asked.softcap, 0.0),
+                    window=("bottom_right", x.left, x.right),
+                    deterministic=asked.deterministic,
+                    backend=asked.backend,
+                )
+                before = total[:, x.rows], lse[:, :, x.rows]
+                total[:, x.rows], lse[:, :, x.rows] = merge_states(*before, *part)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(exact).unsqueeze(1))
+            total *= torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)
+            lse = whole
+        out = total.to(q.dtype)
+        ctx.arena, ctx.asked = arena, asked
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        arena, asked = ctx.arena, ctx.asked
+        with arena.reporting():
+            partial = _gradients(arena, asked, Saved(dout, dlse, q, k, v, out, lse))
+            words = f"the sums of the backward of attention (ring): {asked.words}"
+            dk, dv = summed(arena, asked, partial, words)
+        dsinks, dtype = partial.dsinks, k.dtype
+        if dsinks is not None and asked.sinks is not None:
+            dsinks = dsinks.to(asked.sinks.dtype)
+        return None, None, partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+
+
+def _gradients(arena: Arena, asked: Asked, saved: Saved) -> Partial:
+    """Those of a rank's queries, and its part of those of all keys: P = exp(S - LSE) of a shard's
+    keys is that of the whole row.
+    """
+    dout, dlse, q, k, v, out, lse = saved
+    words = f"the backward of attention (ring): {asked.words}"
+    published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], asked.layout)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
+    seqlen, batch = asked.layout.seqlen, q.shape[0]
+    dq = torch.zeros_like(q)
+    dk, dv = (q.new_zeros(batch, seqlen, *x.shape[2:]) for x in (k, v))
+    plain = asked._replace(sinks=None)
+    for rank, met, (keys, values) in steps(published, asked):
+        places = asked.layout.at(rank)
+        parts = [torch.zeros_like(x) for x in (keys, values)]
+        for x in met:
+            given = Saved(
+                dout[:, x.rows],
+                None if dlse is None else dlse[:, :, x.rows],
+                *(q[:, x.rows], keys[:, x.keys], values[:, x.keys]),
+                *(out[:, x.rows], lse[:, :, x.rows].contiguous()),
+            )
+            found = gradients_of(plain, given, "bottom_right", x.left, x.right)
+            dq[:, x.rows] += found.dq
+            parts[0][:, x.keys] += found.dk
+            parts[1][:, x.keys] += found.dv
+        for total, part in zip((dk, dv), parts):
+            row = 0
+            for start, stop in places.runs[rank]:
+                total[:, start:stop] = part[:, row : row + stop - start]
+                row += stop - start
+    return Partial(dq, dk, dv, _of_sinks(asked, dout, out, lse, dlse))
+
+
+def _of_sinks(
+    asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+) -> Tensor | None:
+    """A sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
+    if asked.sinks is None:
+        return None
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    delta = delta if dlse is None else delta - dlse
+    p = torch.exp(asked.sinks.to(lse.dtype).unsqueeze(1) - lse)
+    return -(p * delta).sum((0, 2))

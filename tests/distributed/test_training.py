@@ -1,0 +1,47 @@
+"""The example's losses on two processes are those of one."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.processes import run
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("gloo is not here", allow_module_level=True)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequence.py"
+
+
+def trained(*arguments):
+    return torch.tensor(runpy.run_path(str(EXAMPLE))["main"](["--steps", "15", *arguments]))
+
+
+def training(rank, expected):
+    for method in ("stream", "heads"):
+        torch.testing.assert_close(trained("--method", method), expected, rtol=1e-6, atol=0)
+
+
+def test_losses_are_those_of_one_process():
+    expected = trained()
+    assert expected[-1] < 0.5 * expected[0]
+    run(training, 2, expected)
+
+
+@pytest.mark.slow
+def test_by_torchrun():
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    environment = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    done = subprocess.run(
+        [sys.executable, *command, EXAMPLE, "--steps", "3"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "200 tokens over 2 ranks" in done.stdout and "step   2  loss" in done.stdout
