@@ -186,7 +186,7 @@ def _keys_and_values(cached: Cached, row: int, length: int, upcast: bool) -> tup
     for x, scale in ((cached.k, cached.k_descale), (cached.v, cached.v_descale)):
         rows = gather(x, table, row, 0, length)
         if x.dtype != dtype:
-            if by_row(scale):
+            if scale is not None and by_row(scale):
                 scale = gather(scale, table, row, 0, length)
             elif scale is not None:
                 scale = of_sequence(scale, row)

@@ -157,8 +157,7 @@ def flash_attn_with_kvcache(
             raise ArgumentError("k without v: both are appended, or none")
         used = before + _new_lengths(k, cu_seqlens_k_new)
         where = dict(seqused_k=used, page_table=place, cu_seqlens_q=cu_seqlens_k_new)
-        scales = dict(k_descale=k_descale, v_descale=v_descale)
-        cache.append(k_cache, v_cache, k, v, **where, **scales)
+        cache.append(k_cache, v_cache, k, v, **where, k_descale=k_descale, v_descale=v_descale)
     if cache_leftpad is not None:
         place = _table_of(cache_batch_idx, cache_leftpad, k_cache.shape[1], batch)
         descales = _as_pages(k_descale), _as_pages(v_descale)
