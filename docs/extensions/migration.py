@@ -38,8 +38,8 @@ FLASH_3_VARLEN = (*FLASH_3[:3], *LENGTHS, "seqused_q", "seqused_k", *FLASH_3[3:]
 ABSENT = {
     "qv": "a second query for MLA: not here",
     "q_descale": "fp8: not here",
-    "k_descale": "fp8: not here",
-    "v_descale": "fp8: not here",
+    "k_descale": "8-bit caches: `flash_attn_with_kvcache`",
+    "v_descale": "8-bit caches: `flash_attn_with_kvcache`",
     "sm_margin": "leave it out: it changes no result",
 }
 

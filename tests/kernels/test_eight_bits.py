@@ -10,6 +10,8 @@ from helpers.eight_bits import DTYPES, KINDS, quantised
 from helpers.tiers import sample, sample_rows
 
 import tilewise
+from tilewise.frontend.cache_checks import check_cached
+from tilewise.kernels.hopper.decode import launch as hopper
 from tilewise.kernels.portable import decode_launch
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
@@ -110,3 +112,21 @@ def test_q_in_fp32_is_refused():
     x = quantised([1], [9], E4M3, "none", q_dtype=torch.float32)
     with pytest.raises(NotImplementedError, match="q must be bfloat16 or float16"):
         run(x)
+
+
+@pytest.mark.parametrize("capability, converts", [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_which_gpus_convert_e4m3(monkeypatch, capability, converts):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert decode_launch.converts_e4m3(torch.device("cuda", 0)) == converts
+    assert decode_launch.converts_e4m3(torch.device("cpu"))
+
+
+def test_hoppers_kernel_refuses_them():
+    q = torch.zeros(2, 1, 4, 64, dtype=BF16)
+    numbers = True, None, None, None, None
+    for dtype in (BF16, *DTYPES.values()):
+        k = torch.zeros(2, 512, 2, 64).to(dtype)
+        arguments = q, k, k, None, (None, None), (None, None, None), numbers, "bshd"
+        reason = hopper.refusal(check_cached(*arguments))
+        assert reason is None if dtype == BF16 else "which the cache must have" in reason

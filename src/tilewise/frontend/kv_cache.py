@@ -156,9 +156,14 @@ def flash_attn_with_kvcache(
         if v is None:
             raise ArgumentError("k without v: both are appended, or none")
         used = before + _new_lengths(k, cu_seqlens_k_new)
-        where = dict(seqused_k=used, page_table=place, cu_seqlens_q=cu_seqlens_k_new)
-        scales = dict(k_descale=k_descale, v_descale=v_descale)
-        cache.append(k_cache, v_cache, k, v, **where, **scales)
+        cache.append(
+            *(k_cache, v_cache, k, v),
+            seqused_k=used,
+            page_table=place,
+            cu_seqlens_q=cu_seqlens_k_new,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
     if cache_leftpad is not None:
         place = _table_of(cache_batch_idx, cache_leftpad, k_cache.shape[1], batch)
         descales = _as_pages(k_descale), _as_pages(v_descale)

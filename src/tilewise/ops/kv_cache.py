@@ -138,11 +138,9 @@ def _append_kernel(*args):
     *tensors, cos, sin, interleaved = args[:11]
     rotary = None if cos is None else Rotary(cos, sin, interleaved)
     k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
-    scales = (
-        k_read if k_written is None else k_written,
-        v_read if v_written is None else v_written,
-    )
-    _run_append(Append(*tensors, rotary, *scales))
+    k_scale = k_read if k_written is None else k_written
+    v_scale = v_read if v_written is None else v_written
+    _run_append(Append._make((*tensors, rotary, k_scale, v_scale)))
 
 
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
