@@ -37,6 +37,8 @@ NOT_SERVED = {
     "bias": "say it as a score_mod of positions",
     "block_mask": "pass its predicate as mask_mod",
     "page_table": "call tilewise.attention, on whole sequences",
+    "k_descale": "call tilewise.attention, on whole sequences",
+    "v_descale": "call tilewise.attention, on whole sequences",
     "split_size": "call tilewise.attention, on whole sequences",
     "out": "it returns new tensors",
 }
