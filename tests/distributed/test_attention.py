@@ -1,6 +1,7 @@
 """Attention of shards on 2, 3 and 4 processes, held to one process and to the oracle."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, compare, deals, merg
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.arena import arena_of
+from tilewise.distributed.attention import NOT_SERVED
 from tilewise.distributed.work import keys_of
 from tilewise.errors import ArgumentError
 
@@ -233,3 +235,10 @@ def test_a_perturbed_document_moves_no_other():
     case.k[:, :60] += 1
     after = td.attention(case.q, case.k, case.v, layout=layout, causal=True)
     assert torch.equal(before[:, 60:], after[:, 60:]) and not torch.equal(before, after)
+
+
+def test_every_argument_of_attention_is_served_or_refused_by_name():
+    whole, shards = (
+        set(inspect.signature(x).parameters) for x in (tilewise.attention, td.attention)
+    )
+    assert whole - shards == set(NOT_SERVED)  # `layout` is the layout of shards there
