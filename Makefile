@@ -47,7 +47,7 @@ help:  ## show this list
 
 setup: $(READY)  ## make the virtual environment
 
-test: $(READY) style  ## ruff and the CPU tests: about five minutes on two cores
+test: $(READY) style  ## ruff and the CPU tests: about six minutes on two cores
 	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
