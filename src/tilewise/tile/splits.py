@@ -47,3 +47,12 @@ def keys_seen(q_first, q_last, seqlen_k, numbers, split_size, FEATURES: tl.const
     last = tl.maximum(last, first)
     stop = tl.where(first < last, tl.cdiv(last, split_size), first // split_size)
     return SeenKeys(first, last, first // split_size, stop)
+
+
+@triton.jit
+def piece_keys(start, split_size, keys, BLOCK_N: tl.constexpr):
+    """The first block and the last key of the piece from key `start` on, as far as they are seen.
+    Blocks count from the beginning of the piece, also where a window hides some.
+    """
+    stop = tl.minimum(start + split_size, keys.last)
+    return start + tl.maximum(keys.first - start, 0) // BLOCK_N * BLOCK_N, stop

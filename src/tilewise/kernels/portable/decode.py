@@ -18,12 +18,12 @@ import triton.language as tl
 
 from ...tile.bounds import clamp
 from ...tile.fp8 import dequantize
-from ...tile.mask import function_allows
+from ...tile.mask import seen_by_position
 from ...tile.schedule import find_query_tile
 from ...tile.score import exp_scale, load_slope, score
 from ...tile.seqlen import modifiers_of, rows_of
 from ...tile.softmax import finish, load_sink, online_step
-from ...tile.splits import SeenKeys, SplitState, fold, keys_seen
+from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
 
@@ -230,9 +230,7 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
     """The piece of keys [start, start + split_size), for each tile of queries."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     states = no_keys_in(len(q_tiles), TILE)
-    stop = tl.minimum(start + split_size, rows.keys.last)
-    # Blocks count from the beginning of the piece, also where a window hides some
-    first = start + tl.maximum(rows.keys.first - start, 0) // BLOCK_N * BLOCK_N
+    first, stop = piece_keys(start, split_size, rows.keys, BLOCK_N)
     page = find_pages(rows.seq.batch, first, stop, cache, BLOCK_N)
     k_scale = k_sequence_scale(cache, rows)
     for n_start in range(first, stop, BLOCK_N):
@@ -273,13 +271,7 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: t
         qk = qk * scales[0]
     q_idx = rows.position[:, None]
     s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
-    if FEATURES.LEFT:
-        keep = keep & (k_idx >= q_idx - rows.seq.numbers.left)
-    if FEATURES.RIGHT:
-        keep = keep & (k_idx <= q_idx + rows.seq.numbers.right)
-    if FEATURES.MASK_MOD is not None:
-        # Queries before the first key have no position that a mask may read by
-        keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, rows.seq, FEATURES)
+    keep = seen_by_position(keep, q_idx, k_idx, rows.seq, FEATURES)
     s = tl.where(keep, s, float("-inf"))
     step = online_step(s, state.m_i, state.l_i, exp_scale(rows.seq, FEATURES), True)
     if len(q_tile.shape) == 3:

@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....tile.mask import function_allows
+from ....tile.mask import seen_by_position
 from ....tile.score import exp_scale, load_slope, score
 from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials, running_max
-from ....tile.splits import SplitState, fold
+from ....tile.splits import SplitState, fold, piece_keys
 from ....tile.types import Sequence
 from ..layouts import accumulator, column_of, row_of
 from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
@@ -26,7 +26,7 @@ from ..pieces import in_pieces
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .fold import end_part, fold_slice
 from .rows import rows_at, store_partial, write_rows
-from .work import END, PART, keys_of, lengths_in, piece_keys, receive_work
+from .work import END, PART, keys_of, lengths_in, receive_work
 
 
 @gluon.jit
@@ -119,7 +119,8 @@ def attend_piece(
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     l_i = row_sums(no_scores)
-    first, stop = piece_keys(piece, keys, call, N)
+    split_size = call.sizes.split_size
+    first, stop = piece_keys(piece * split_size, split_size, keys, N)
     for n in range(first, stop, N):
         # S = Q K^T: (64, BLOCK_N)
         wait_full(rings.k, state)
@@ -173,13 +174,7 @@ def keys_of_all(work, keys, call, FEATURES: gl.constexpr):
 def hide(s, q_idx, k_idx, keys, seq, FEATURES: gl.constexpr):
     """Scores of pairs that may not see each other, or of keys that are not in use, become -inf."""
     keep = (k_idx >= keys.first) & (k_idx < keys.last)
-    if FEATURES.LEFT:
-        keep = keep & (k_idx >= q_idx - seq.numbers.left)
-    if FEATURES.RIGHT:
-        keep = keep & (k_idx <= q_idx + seq.numbers.right)
-    if FEATURES.MASK_MOD is not None:
-        # Queries before the first key have no position that a mask may read by
-        keep = keep & function_allows(gl.maximum(q_idx, 0), k_idx, seq, FEATURES)
+    keep = seen_by_position(keep, q_idx, k_idx, seq, FEATURES)
     return gl.where(keep, s, float("-inf"))
 
 

@@ -10,10 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ....tile.bounds import clamp
+from ....tile.splits import piece_keys
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces
 from ..pipeline import advance, start, wait_empty
-from .work import END, PART, keys_of, piece_keys, receive_work
+from .work import END, PART, keys_of, receive_work
 
 THREADS = gl.constexpr(128)
 
@@ -37,8 +38,9 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     DV: gl.constexpr = TILE.BLOCK_DV
     table = sources.table
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    split_size = call.sizes.split_size
     for piece in range(work.piece, work.stop):
-        first, stop = piece_keys(piece, keys, call, N)
+        first, stop = piece_keys(piece * split_size, split_size, keys, N)
         for n in range(first, stop, N):
             copy_block(sources.k, rings.k, state, work, n, keys, table, N, D, FEATURES.HEADDIM)
             copy_block(sources.v, rings.v, state, work, n, keys, table, N, DV, FEATURES.HEADDIM_V)

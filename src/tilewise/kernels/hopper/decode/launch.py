@@ -37,8 +37,6 @@ ROWS = 64
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
-
-
 OUTPUT, COUNTERS = 4, 5  # among a plan's arguments
 
 

@@ -15,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.bounds import clamp
 from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
+from ....tile.splits import piece_keys
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
-from .work import keys_of, no_more, open_part, open_slice, piece_keys, tile_counter
+from .work import keys_of, no_more, open_part, open_slice, tile_counter
 
 
 class Table(NamedTuple):
@@ -92,8 +93,9 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     N: gl.constexpr = TILE.BLOCK_N
     table = sources.table
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    split_size = call.sizes.split_size
     for piece in range(work.piece, work.stop):
-        first, stop = piece_keys(piece, keys, call, N)
+        first, stop = piece_keys(piece * split_size, split_size, keys, N)
         for n in range(first, stop, N):
             load_block(sources.k, rings.k, state, work, n, keys, table, TILE)
             load_block(sources.v, rings.v, state, work, n, keys, table, TILE)

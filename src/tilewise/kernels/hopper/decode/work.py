@@ -131,16 +131,6 @@ def keys_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def piece_keys(piece, keys, call, BLOCK_N: gl.constexpr):
-    """The first block and the last key of a piece, as far as they are seen. Blocks count from the
-    beginning of the piece, also where a window hides some.
-    """
-    start = piece * call.sizes.split_size
-    stop = gl.minimum(start + call.sizes.split_size, keys.last)
-    return start + gl.maximum(keys.first - start, 0) // BLOCK_N * BLOCK_N, stop
-
-
-@gluon.jit
 def lengths_in(work):
     """Positions are the diagonal's: query i stands on key seqlen_k - seqlen_q + i."""
     return Lengths(work.seqlen_q, work.seqlen_k, 0)
