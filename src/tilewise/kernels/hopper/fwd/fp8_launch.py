@@ -250,7 +250,7 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype) -> Fp8Plan:
     """The plan of a problem whose tiles hold `pack` heads."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
-    # COLUMNS are what each sequence has a multiple of, so that no block is of two sequences. Half of
+    # Each sequence has a multiple of COLUMNS, so that no block is of two sequences. Half of
     # them where positions or tanh take registers in the loop
     has_terms = problem.has_softcap or problem.has_alibi
     block_n = COLUMNS // 2 if has_terms else COLUMNS
