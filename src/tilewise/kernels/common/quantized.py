@@ -29,6 +29,26 @@ class Scales(NamedTuple):
     v: Tensor
 
 
+class Source(NamedTuple):
+    """The tensors that were quantised, (batch, seqlen, nheads, headdim), where one of them requires
+    a gradient; packed ones are a batch of 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_rotated: bool  # whether q and k were, before rounding
+
+
+class Lengths(NamedTuple):
+    """Where sequences begin, and how much of them is in use: int32, as in a call."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
 class Quantized(NamedTuple):
     """q, k and v in e4m3, as `tilewise.quantize` returns them."""
 
@@ -38,6 +58,7 @@ class Quantized(NamedTuple):
     scales: Scales
     k_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim): what k lost before rounding
     v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): the same of v
+    source: Source | None = None  # for backward="bf16"
 
 
 def columns_of(seqlen_k: int) -> int:
