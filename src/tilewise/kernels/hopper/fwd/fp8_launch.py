@@ -202,17 +202,17 @@ def arguments(
     """The kernel's arguments for a call: q and out as in 16 bits, k and v_t as (batch, head, row,
     column).
     """
-    q, k, v_t, scales, _, v_mean = given
+    q, k = given.q, given.k
     group = problem.group
     of_q, of_k, of_v, of_out = zip(plan.blocks, plan.layouts)
     of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
     return Fp8Args(
         of_queries(q, *of_q, group),
         by_head(k, *of_k),
-        by_head(v_t.transpose(1, 2), *of_v),
+        by_head(given.v_t.transpose(1, 2), *of_v),
         of_rows(out, *of_out),
         lse,
-        Scales(*distinct_views((*scales, v_mean)), problem.nheads_k),
+        Scales(*distinct_views((*given.scales, given.v_mean)), problem.nheads_k),
         queue_of(problem, plan.tile, q, k, packed_in(extras)),
         optionals_of(extras),
         sizes_of(q, k, extras),
