@@ -7,7 +7,7 @@ from helpers import fp8
 from helpers.tiers import sample_rows
 
 from tilewise.kernels.hopper.descriptors import checked
-from tilewise.kernels.hopper.fwd import fp8_launch
+from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
 from tilewise.kernels.hopper.fwd.fp8_kernel import hopper_fp8_fwd_kernel
 from tilewise.problem import Scalars
 from tilewise.testing import build, stats
@@ -27,6 +27,7 @@ FEATURES = {
     "packed": dict(causal=True, packed=True),
     "used": dict(seqused_k=torch.full((1,), 7, dtype=torch.int32)),
     "mean": dict(v_mean=True),
+    "center": dict(center=True),
     "fp32": dict(out_dtype=torch.float32),
 }
 # Bytes a thread may spill. Most do it where one tile joins the next: the mean of V, which the
@@ -36,7 +37,9 @@ WIDE_SPILLS = 100
 CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]
 
 
-def compiled_stats(headdim, out_dtype=torch.bfloat16, causal=False, left=-1, softcap=0.0, **asked):
+def compiled_stats(
+    headdim, out_dtype=torch.bfloat16, causal=False, left=-1, softcap=0.0, center=False, **asked
+):
     q, k, v = torch.randn(1, 256, 4, headdim), *torch.randn(2, 1, 256, 2, headdim)
     if asked.pop("packed", False):
         call = fp8.packed_of([(q[0], k[0], v[0])] * 2, **asked)
@@ -47,7 +50,8 @@ def compiled_stats(headdim, out_dtype=torch.bfloat16, causal=False, left=-1, sof
     plan = fp8_launch.plan_for(problem, read.q, call.extras, out_dtype)
     out = torch.empty(*read.q.shape[:3], headdim, dtype=out_dtype)
     lse = torch.empty(read.q.shape[0], 4, read.q.shape[1])
-    args = fp8_launch.arguments(problem, plan, read, call.extras, scalars, out, lse)
+    center = torch.zeros(read.v_t.shape[0], 2, headdim) if center else None
+    args = fp8_launch.arguments(problem, plan, read, call.extras, scalars, out, lse, center)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     return stats(build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants))
 
@@ -69,3 +73,12 @@ def test_p_is_an_operand_without_a_move():
     """No shuffle but those of the maxima, and no byte that is packed into another register."""
     found = compiled_stats(128)
     assert found["PRMT"] == 0, found
+
+
+def test_the_mean_of_v_compiles():
+    v_t, center = torch.randn(2, 2, 256, 384).to(fp8.FP8), torch.empty(2, 2, 256)
+    lengths = None, torch.zeros(2, dtype=torch.int32), 384
+    rows = dict(ROWS=fp8_center.ROWS, BLOCK=fp8_center.BLOCK, COLUMNS=fp8.COLUMNS)
+    args = v_t, *v_t.stride()[:3], center, *lengths, 256
+    found = stats(build(fp8_center.center_kernel, *args, on="sm90", **rows))
+    assert found["spill_stores"] == 0

@@ -1,9 +1,4 @@
-"""Host side of the forward in FP8: as `launch`, for `Quantized` tensors.
-
-Above headdim_v 128 registers do not hold O and a block's P V, and the tensor cores add up O
-(`fp8_mma`). That is exact enough where the mean of V was taken off. Where it was not, two launches
-compute half of the columns each, and S twice: half as much again to multiply.
-"""
+"""Host side of the forward in FP8: as `launch`, for `Quantized` tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, on_device
-from ...common.quantized import COLUMNS, Quantized
+from ...common.quantized import Quantized
 from ...common.relaunch import (
     Pattern,
     addresses_of,
@@ -36,6 +31,7 @@ from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged
 from ..tile_counter import counter, num_sms
 from . import fp8_operand
 from .epilogue import OUT_COLUMNS
+from .fp8_center import center_of
 from .fp8_kernel import hopper_fp8_fwd_kernel
 from .fp8_mma import Scales, has_two_levels
 from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
@@ -43,8 +39,10 @@ from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
 Tensor = torch.Tensor
 GL_OUT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
-STAGES = {64: 4, 128: 4, 256: 2}  # of K and V^T, by headdim
-TWO_LEVELS = 128  # columns of O, and of P V, that registers hold together
+# Keys of a block and stages of the ring, by the wider headdim. Not measured: a prototype of this
+# kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
+# and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
+TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
 
 
 class Fp8Plan(NamedTuple):
@@ -82,39 +80,8 @@ class Fp8Relaunch(NamedTuple):
 
 
 class Fp8Forward:
-    """The forward of `Quantized` tensors of one signature."""
-
-    def __init__(self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> None:
-        self.problem, self.out_dtype = problem, out_dtype
-        self.whole = Fp8Launch(problem, scalars, out_dtype)
-        self.halves: list[tuple[slice, Fp8Launch]] = []
-        if not has_two_levels(block_of(problem.headdim_v)):
-            for first in range(0, problem.headdim_v, TWO_LEVELS):
-                columns = slice(first, min(problem.headdim_v, first + TWO_LEVELS))
-                half = problem._replace(headdim_v=columns.stop - first)
-                self.halves.append((columns, Fp8Launch(half, scalars, out_dtype)))
-
-    def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
-        batch, seqlen_q, nheads, _ = given.q.shape
-        shape = batch, seqlen_q, nheads, self.problem.headdim_v
-        out = given.q.new_empty(shape, dtype=self.out_dtype)
-        lse = given.q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
-        if not self.halves or given.v_mean is not None:
-            self.whole(given, extras, out, lse)
-            return out, lse
-        warn_slow(
-            f"FP8 with headdim_v {self.problem.headdim_v} computes the scores twice where V has "
-            "its mean: tilewise.quantize(q, k, v) takes it off"
-        )
-        for columns, launch in self.halves:
-            half = given._replace(v_t=given.v_t[:, :, columns])
-            launch(half, extras, out[..., columns], lse)
-        return out, lse
-
-
-class Fp8Launch:
-    """The launches of one signature into given outputs: the first through Triton's launcher, later
-    ones directly, with descriptors that are cached by address.
+    """The forward of `Quantized` tensors of one signature: the first through Triton's launcher,
+    later ones directly, with descriptors that are cached by address.
     """
 
     def __init__(self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> None:
@@ -122,15 +89,29 @@ class Fp8Launch:
         self.device = -1
         self.relaunch: Fp8Relaunch | None = None
 
-    def __call__(self, given: Quantized, extras: Extras, out: Tensor, lse: Tensor) -> None:
+    def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+        q, headdim_v = given.q, self.problem.headdim_v
+        batch, seqlen_q, nheads, _ = q.shape
+        out = q.new_empty(batch, seqlen_q, nheads, headdim_v, dtype=self.out_dtype)
+        lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
+        center = None
+        if given.v_mean is None and not has_two_levels(block_of(headdim_v)):
+            center = center_of(given.v_t, given.k.shape[1], extras)
+        self.launch(given, extras, center, out, lse)
+        return out, lse
+
+    def launch(
+        self, given: Quantized, extras: Extras, center: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """Launches the kernel, into given outputs."""
         relaunch, device = self.relaunch, self.device
         if relaunch is None or not may_relaunch(device):
-            self._first(given, extras, out, lse)
+            self._first(given, extras, center, out, lse)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         of = relaunch.described.at
         row = [lse.data_ptr(), counter(given.q.device, device, stream)]
-        row += addresses_of((*given.scales, given.v_mean))
+        row += addresses_of((*given.scales, given.v_mean, center))
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
         relaunch.kernel(
@@ -143,7 +124,9 @@ class Fp8Launch:
             *relaunch.constants,
         )
 
-    def _first(self, given: Quantized, extras: Extras, out: Tensor, lse: Tensor) -> None:
+    def _first(
+        self, given: Quantized, extras: Extras, center: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
         """The first launch of a signature, through Triton's launcher."""
         if out.numel() == 0 and lse.numel() == 0:
             return
@@ -154,7 +137,7 @@ class Fp8Launch:
         read = readable(given)
         extras = distinct_extras(extras)
         plan = plan_for(self.problem, read.q, extras, self.out_dtype)
-        args = arguments(self.problem, plan, read, extras, self.scalars, out, lse)
+        args = arguments(self.problem, plan, read, extras, self.scalars, out, lse, center)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         device = given.q.device
         if (seed := emulator_seed()) is not None and device.type == "cpu":
@@ -182,7 +165,7 @@ def relaunch_of(
     has_extras = any(x is not None for x in extras.tensors)
     optional = extras.tensors if has_extras else ()
     pattern = pattern_of(
-        tuple(args[4:]), (args.lse, args.queue.counter, *args.scales[:4], *optional)
+        tuple(args[4:]), (args.lse, args.queue.counter, *args.scales[:5], *optional)
     )
     if kernel is None or pattern is None:
         return None
@@ -198,6 +181,7 @@ def arguments(
     scalars: Scalars,
     out: Tensor,
     lse: Tensor,
+    center: Tensor | None = None,
 ) -> Fp8Args:
     """The kernel's arguments for a call: q and out as in 16 bits, k and v_t as (batch, head, row,
     column).
@@ -212,7 +196,7 @@ def arguments(
         by_head(given.v_t.transpose(1, 2), *of_v),
         of_rows(out, *of_out),
         lse,
-        Scales(*distinct_views((*given.scales, given.v_mean)), problem.nheads_k),
+        Scales(*distinct_views((*given.scales, given.v_mean, center)), problem.nheads_k),
         queue_of(problem, plan.tile, q, k, packed_in(extras)),
         optionals_of(extras),
         sizes_of(q, k, extras),
@@ -253,14 +237,15 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype) -> Fp8Plan:
     # Each sequence has a multiple of COLUMNS, so that no block is of two sequences. Half of
     # them where positions or tanh take registers in the loop
     has_terms = problem.has_softcap or problem.has_alibi
-    block_n = COLUMNS // 2 if has_terms else COLUMNS
+    block_n, stages = TILES[max(block_d, block_dv)]
+    block_n = block_n // 2 if has_terms else block_n
     tile = Pipeline(
         2 * rows // pack,
         block_n,
         block_d,
         block_dv,
         WARPGROUPS=2,
-        STAGES=STAGES[max(block_d, block_dv)],
+        STAGES=stages,
         Q_STAGES=2,
         PACK=pack,
         FP8=True,
@@ -289,4 +274,5 @@ def shared_memory(tile: Pipeline, out_columns: int, out_dtype: torch.dtype) -> i
     """Bytes of shared memory of a program, with 1 KiB for its barriers."""
     q = 2 * tile.Q_STAGES * WARPGROUP_ROWS * tile.BLOCK_D
     kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
-    return q + kv + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024
+    centers = 0 if has_two_levels(tile.BLOCK_DV) else 2 * tile.BLOCK_DV * 4
+    return q + kv + centers + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024
