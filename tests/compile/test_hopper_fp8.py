@@ -3,7 +3,7 @@
 import pytest
 import torch
 import triton
-from helpers import fp8
+from helpers import fp8_calls as fp8
 from helpers.tiers import sample_rows
 
 from tilewise.kernels.hopper.descriptors import checked

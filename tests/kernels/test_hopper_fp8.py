@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import fp8
+from helpers import fp8_calls as fp8
 from helpers.tiers import sample
 
 from tilewise.kernels.hopper.fwd import fp8_center
