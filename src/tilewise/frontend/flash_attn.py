@@ -82,7 +82,7 @@ def flash_attn_func(
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     score_args = alibi_slopes, learnable_sink
-    if shards.entered and shards.is_sharded():
+    if shards.contexts and shards.is_sharded():
         _check_hints(num_splits, pack_gqa)
         numbers = dropout_p, softmax_scale, softcap
         options = causal, window_size, deterministic, attention_chunk
