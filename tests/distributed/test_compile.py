@@ -71,12 +71,17 @@ def ring(rank):
 
 
 def inside(rank):
-    """A function that calls tilewise.attention, in a context that is entered around it or in it."""
+    """A function that calls tilewise's functions, in a context that is entered around it or in
+    it.
+    """
     case = Case(4, 2, causal=True, sinks=True)
     layout = td.zigzag(case.seqlen)
 
     def around(q, k, v, **asked):
-        return tilewise.attention(q, k, v, **asked)
+        flash = tilewise.flash_attn_func(q, k, v, causal=True, window_size=(9, -1))
+        heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        sdpa = tilewise.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        return tilewise.attention(q, k, v, **asked) + flash + sdpa.transpose(1, 2)
 
     def within(q, k, v, **asked):
         with td.context_parallel(layout):

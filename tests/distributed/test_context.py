@@ -34,12 +34,6 @@ def of_torch(q, k, v):
     return bhsd(out)
 
 
-def all_at_once(q, k, v):
-    heads_first = tilewise.scaled_dot_product_attention(bhsd(q), bhsd(k), bhsd(v), is_causal=True)
-    out = tilewise.attention(q, k, v, causal=True, sinks=SINKS) + bhsd(heads_first)
-    return out + tilewise.flash_attn_func(q, k, v, causal=True, window_size=(9, -1))
-
-
 FUNCTIONS = {
     "attention": lambda q, k, v: tilewise.attention(q, k, v, causal=True, window=(20, 0)),
     "heads first": lambda q, k, v: bhsd(
@@ -58,7 +52,6 @@ FUNCTIONS = {
         tilewise.scaled_dot_product_attention(bhsd(q), bhsd(k), bhsd(v), is_causal=True)
     ),
     "torch's": of_torch,
-    "compiled": torch.compile(all_at_once, backend="eager", fullgraph=True),
 }
 
 
@@ -71,7 +64,7 @@ def functions(rank):
         weight = dout if whole.shape == dout.shape else dout[..., 0]
         expected = torch.autograd.grad(whole, leaves, weight)
         shards = [layout.shard(x.detach()).requires_grad_() for x in leaves]
-        for method in (None,) if name == "compiled" else (None, "stream", "heads"):
+        for method in (None, "stream", "heads"):
             with td.context_parallel(layout, method=method):
                 out = function(*shards)
                 assert is_sharded()
