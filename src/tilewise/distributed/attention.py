@@ -15,7 +15,7 @@ from ..frontend.scalars import check_layout as check_order
 from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.context_parallel import unsharded
-from . import operator
+from . import dtensor, operator
 from .asked import Asked, check
 from .layout import Layout
 from .methods import arena_for, attend
@@ -97,6 +97,13 @@ def attention(
     layout = check_layout(layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
+    places = None
+    if dtensor.are_dtensors(q, k, v):
+        places = dtensor.places_of(layout, q, k, v, order)
+        dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
+        q, k, v = (x.to_local() for x in (q, k, v))
+        alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
+        sinks = dtensor.of_heads(places, sinks, True)
     inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
     numbers = causal, scale, window, softcap
     learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
@@ -117,6 +124,8 @@ def attention(
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     elif order == "bhsd":
         out = out.transpose(1, 2)
+    if places is not None:
+        out, lse = dtensor.joined(places, out, lse)
     return (out, lse) if return_lse and lse is not None else out
 
 
