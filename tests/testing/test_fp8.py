@@ -59,7 +59,7 @@ def test_values_with_a_mean_at_any_length(seqlen, by):
 
 
 def test_one_short_accumulator_grows_with_the_length():
-    """FlashAttention-3 on an H200: 2.8e-3 at 1Ki, 1.85e-1 at 16Ki; our probe so: 1.0e-2, 1.85e-1."""
+    """On an H200 a kernel that adds so was 1.0e-2 off at 1Ki, 1.85e-1 at 16Ki."""
     short, long = (
         errors(plain(*normal(8, n, 1.0, headdim=16)), by=DIRECT)[0] for n in (2**10, 2**14)
     )
@@ -71,7 +71,7 @@ def test_one_short_accumulator_grows_with_the_length():
 def outliers(seqlen, seed=0):
     """FlashAttention-3's: N(0, 1) + N(0, 100) * Bernoulli(0.001)."""
     generator = torch.Generator().manual_seed(seed)
-    shape = 3, 1, seqlen, 2, 64
+    shape = 3, 1, seqlen, 1, 128
     rare = torch.rand(shape, generator=generator) < 0.001
     more = 10 * torch.randn(shape, generator=generator) * rare
     return (torch.randn(shape, generator=generator) + more).unbind(0)
@@ -86,17 +86,16 @@ def test_outliers(seqlen):
     for name, options in {"all": {}, "none": dict(rotate=False, smooth=False)}.items():
         found = fp8.attention(tilewise.quantize(*given, **options))[0]
         rmse[name] = (found - exact).square().mean().sqrt().item()
-    assert rmse["all"] <= 1e-2 < 1.3 * rmse["all"] < rmse["none"]
+    assert rmse["all"] <= 1e-2 and rmse["none"] > 1.5 * rmse["all"]
 
 
 def with_a_sink(seqlen, above):
-    """A key 0 whose scores are so far above those of the others, with a value that says little."""
+    """A key 0 whose scores are so far above those of the others."""
     q, k, v = normal(seqlen, seqlen, headdim=64)
     direction = torch.zeros(64)
     direction[0] = 8.0
     q[..., 0], k[..., 0] = 8.0, 0.0
     k[0, 0] = direction * above / 8.0
-    v[0, 0] = 0.0
     return q, k, v
 
 

@@ -47,8 +47,8 @@ def attention(
     sinks: Tensor | None = None,
     by: Arithmetic | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`out` (batch, seqlen_q, nheads, headdim_v) and `lse` in fp32, of a batch; causal to the bottom
-    right, and `lse` of k without its mean.
+    """`out` (batch, seqlen_q, nheads, headdim_v) and `lse` in fp32, of a batch; bottom-right
+    causal, and `lse` of k without its mean.
     """
     by = Arithmetic() if by is None else by
     group, seqlen_q, seqlen_k = x.q.shape[2] // x.k.shape[2], x.q.shape[1], x.k.shape[1]
