@@ -41,6 +41,7 @@ class Asked(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     bitwise: bool = True
+    learns: bool = False  # whether a gradient will be asked for
     modifiers: FlatMods = NO_MODIFIERS
     words: str = ""  # what all ranks must ask alike
 
@@ -88,19 +89,26 @@ def check(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Asked:
                 "alibi_slopes of (batch, nheads) beside documents: pass those of (nheads,)"
             )
     modifiers = modifiers_of(asked.mask_mod, asked.score_mod, None, sizes)
-    if layout.ranks > 1 and any(x.requires_grad for x in modifiers.captured):
-        raise NotImplementedError(
-            "a score_mod that captured a tensor that requires a gradient: no method of "
-            "tilewise.distributed computes it yet, so detach() the tensor"
-        )
+    if layout.ranks > 1:
+        check_captured(modifiers)
     checked = asked._replace(
         dropout_p=p,
         dropout_rng=rng if p else None,
         deterministic=check_flag("deterministic", asked.deterministic),
         bitwise=check_flag("bitwise", asked.bitwise),
+        learns=asked.learns or ops.needs_grad(q, k, v, asked.sinks),
         modifiers=modifiers,
     )
     return checked._replace(words=_words(checked, q, k, v))
+
+
+def check_captured(modifiers: FlatMods) -> None:
+    """Refuses functions that would have to learn."""
+    if any(x.requires_grad for x in modifiers.captured):
+        raise NotImplementedError(
+            "a score_mod that captured a tensor that requires a gradient: no method of "
+            "tilewise.distributed computes it yet, so detach() the tensor"
+        )
 
 
 def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -111,13 +119,12 @@ def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
         for name, x in (("q", q), ("k", k), ("v", v))
     )
     dealt = _digest(repr((layout.runs, layout.cu_seqlens)))
-    learns = ops.needs_grad(q, k, v, asked.sinks)
     said = [
         *shapes,
         str(q.dtype).removeprefix("torch."),
         f"{layout.kind} over {layout.ranks} ranks ({dealt})",
         f"causal={asked.causal}, window={asked.sides}",
-        "with a gradient" if learns else "without a gradient",
+        "with a gradient" if asked.learns else "without a gradient",
     ]
     rng = None if asked.dropout_rng is None else asked.dropout_rng.tolist()
     options = {

@@ -106,7 +106,13 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
 
 
 def gradients_of(
-    asked: Asked, saved: Saved, align: str, left: int, right: int, extras: Extras | None = None
+    asked: Asked,
+    saved: Saved,
+    align: str,
+    left: int,
+    right: int,
+    extras: Extras | None = None,
+    is_long: bool = False,
 ) -> Grads:
     """Those of one call of the library."""
     sinks = None if asked.sinks is None else asked.sinks.to(saved.lse.dtype)
@@ -121,6 +127,7 @@ def gradients_of(
         deterministic=asked.deterministic,
         dropout_p=asked.dropout_p,
         mods=asked.modifiers.mods,
+        is_long=is_long,
     )
     known = Call(checked.problem, checked.scalars, asked.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..problem import Saved
+from ..problem import Grads, Saved
 from . import placed, rows
 from .arena import Arena
 from .asked import Asked
@@ -56,22 +56,28 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
-        arena, asked = ctx.arena, ctx.asked
-        words = f"the backward of attention (stream): {asked.words}"
-        with arena.reporting():
-            k_all, v_all = _pull(arena, asked, k, v, words)
-            dout = torch.zeros_like(out) if dout is None else dout
-            exact = lse.dtype
-            dout, q, k_all, v_all, out = (x.to(exact) for x in (dout, q, k_all, v_all, out))
-            compute = placed.gradients if asked.is_modified else rows.gradients
-            partial = compute(asked, Saved(dout, dlse, q, k_all, v_all, out, lse))
-            dk, dv = summed(arena, asked, partial, f"the sums of {words}")
-        dsinks = partial.dsinks
-        if dsinks is not None and asked.sinks is not None:
-            dsinks = dsinks.to(asked.sinks.dtype)
-        dtype = k.dtype
-        return None, None, partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+        saved = Saved(dout, dlse, *ctx.saved_tensors)
+        grads = backward(ctx.arena, ctx.asked, saved)
+        return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
+
+
+def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
+    """The gradients of `attend`."""
+    dout, dlse, q, k, v, out, lse = saved
+    words = f"the backward of attention (stream): {asked.words}"
+    with arena.reporting():
+        k_all, v_all = _pull(arena, asked, k, v, words)
+        dout = torch.zeros_like(out) if dout is None else dout
+        exact = lse.dtype
+        dout, q, k_all, v_all, out = (x.to(exact) for x in (dout, q, k_all, v_all, out))
+        compute = placed.gradients if asked.is_modified else rows.gradients
+        partial = compute(asked, Saved(dout, dlse, q, k_all, v_all, out, lse))
+        dk, dv = summed(arena, asked, partial, f"the sums of {words}")
+    dsinks = partial.dsinks
+    if dsinks is not None and asked.sinks is not None:
+        dsinks = dsinks.to(asked.sinks.dtype)
+    dtype = k.dtype
+    return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
 
 
 def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,7 @@ def attention(
 
     FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
     """
-    if shards.entered and shards.is_sharded():
+    if shards.contexts and shards.is_sharded():
         return shards.of_shards(**locals())
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     descales = k_descale, v_descale

@@ -97,7 +97,7 @@ def flash_attn_func(
     score_args = alibi_slopes, learnable_sink
     descales = q_descale, k_descale, v_descale
     given = *descales, out_dtype
-    if shards.entered and shards.is_sharded() and not fp8.has_fp8(q, *given):
+    if shards.contexts and shards.is_sharded() and not fp8.has_fp8(q, *given):
         _check_hints(num_splits, pack_gqa)
         numbers = dropout_p, softmax_scale, softcap
         options = causal, window_size, deterministic, attention_chunk

@@ -165,6 +165,7 @@ class Pipeline(NamedTuple):
     # 0 where keys share it, -1 where they are further apart
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
+    FP8: bool = False  # whether tiles are of 8 bits: V^T instead of V, and keys downwards
 
 
 class SplitPipeline(NamedTuple):
