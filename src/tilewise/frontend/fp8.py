@@ -82,6 +82,12 @@ def attend(q: Any, k: Any, v: Any, asked: Asked, wants_lse: bool = True) -> tupl
                 "k and v beside a Quantized, which has them: pass it in place of q, and None for "
                 "k and v"
             )
+        for name, scale in zip(("q_descale", "k_descale", "v_descale"), asked.descales):
+            if scale is not None:
+                raise ArgumentError(
+                    f"{name} beside a Quantized, which has its scales: leave it out, or pass it to "
+                    "tilewise.quantize as one of scales"
+                )
         inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, *(q.source or ())[:3]
     else:
         inputs = q, k, v, *asked.descales

@@ -61,9 +61,9 @@ def check_raw(q: Any, k: Any, v: Any, descales: tuple[Any, ...], words: Words = 
 def refuse_sixteen_bits(q: Tensor, words: Words = OURS) -> None:
     """Arguments of FP8 products with a q that has none."""
     raise ArgumentError(
-        f"{words.q}.dtype is {q.dtype}: q_descale, out_dtype and backward are for FP8 products, of "
-        "q, k and v of torch.float8_e4m3fn or a tilewise.Quantized, so leave them out, or quantise "
-        "with tilewise.quantize"
+        f"{words.q}.dtype is {q.dtype}: q_descale, k_descale, v_descale, out_dtype and backward "
+        "are for 8 bits, q, k and v of torch.float8_e4m3fn or a tilewise.Quantized, so leave them "
+        "out, or quantise with tilewise.quantize"
     )
 
 

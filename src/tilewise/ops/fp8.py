@@ -4,11 +4,11 @@ backward: plain eager calls go straight to the backend, as in `attention`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import dispatch
 from ..kernels.common.quantized import Lengths, Quantized, Scales
@@ -18,7 +18,7 @@ from . import attention as ops
 from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
 from .quantize import quantizer_for
-from .schema import LIBRARY
+from .schema import LIBRARY, Once
 
 Tensor = torch.Tensor
 Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
@@ -210,22 +210,41 @@ class _StraightThrough(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if dout is None and dlse is None:
-            return (None,) * 8
-        out, lse, q, k, v_t, *rest = ctx.saved_tensors
-        scales, extras = Scales(*rest[:3]), extras_of(*rest[5:])
-        x = Quantized(q, k, v_t, scales, rest[3], rest[4])
-        dout = torch.zeros_like(out) if dout is None else dout
-        q, k, v = (t.bfloat16() for t in meant(x, ctx.is_rotated, extras))
-        saved = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
-        call: CallFp8 = ctx.call
-        problem = call.problem._replace(dtype=torch.bfloat16)
-        grads = ops.run_backward(Call(problem, call.scalars, call.backend), saved, extras)
-        found = grads.dq, grads.dk, grads.dv, grads.dsinks
-        found = [None if t is None else t.to(dtype) for t, dtype in zip(found, ctx.dtypes)]
+        found: tuple[Tensor | None, ...] = (None,) * 4
+        if not (dout is dlse is None):
+            differentiate = functools.partial(_differentiated, ctx.call, ctx.is_rotated)
+            if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
+                differentiate = functools.partial(_Gradients.apply, differentiate)
+            found = differentiate(dout, dlse, *ctx.saved_tensors)
+            found = *found, *(None,) * (4 - len(found))
+            pairs = zip(found, ctx.dtypes)
+            found = tuple(None if x is None else x.to(dtype) for x, dtype in pairs)
         return *(None,) * 4, *found
+
+
+class _Gradients(Once):
+    """The gradients, which have no derivative and say so."""
+
+    @staticmethod
+    def forward(differentiate: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None):
+        return differentiate(*tensors)
+
+
+def _differentiated(
+    call: CallFp8, is_rotated: bool, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, and of sinks where there are any."""
+    out, lse, q, k, v_t, *rest = saved
+    scales, extras = Scales(*rest[:3]), extras_of(*rest[5:])
+    x = Quantized(q, k, v_t, scales, rest[3], rest[4])
+    dout = torch.zeros_like(out) if dout is None else dout
+    q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
+    problem = call.problem._replace(dtype=torch.bfloat16)
+    kept = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
+    grads = ops.run_backward(Call(problem, call.scalars, call.backend), kept, extras)
+    found = grads.dq, grads.dk, grads.dv
+    return found if grads.dsinks is None else (*found, grads.dsinks)
 
 
 def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
