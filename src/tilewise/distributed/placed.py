@@ -50,7 +50,7 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
     saved = Saved(dout, dlse, q, k, v, out, lse)
     found = gradients_of(asked, saved, align, *asked.sides, extras)
     dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
-    return Partial(layout.shard(dq), dk, dv, found.dsinks)
+    return Partial(layout.shard(dq), dk.to(lse.dtype), dv.to(lse.dtype), found.dsinks)
 
 
 def place(layout: Layout, x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:

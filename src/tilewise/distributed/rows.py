@@ -9,7 +9,8 @@ longer, by rows of zeros that are left out again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,14 @@ import torch.nn.functional as F
 from ..frontend.attention import call
 from ..frontend.checks import check
 from ..ops import attention as ops
-from ..problem import OPEN, Call, Extras, Grads, Saved
+from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Grads, Saved
+from .arena import Arena
 from .asked import Asked
 from .work import Span
 
 Tensor = torch.Tensor
+BLOCK = 128  # keys: a multiple of every kernel's block
+SHORT = 256  # queries: fewer may be split over keys, by other kernels
 
 
 class Piece(NamedTuple):
@@ -34,11 +38,32 @@ class Piece(NamedTuple):
     right: int
 
 
+class Keys(NamedTuple):
+    """Keys and values of the whole sequence, (batch, seqlen, heads, headdim), of which those that
+    span i needs are there once `arrive(i)` was called.
+    """
+
+    k: Tensor
+    v: Tensor
+    arena: Arena
+    arrivals: tuple[Any, ...]  # of each span
+
+    def arrive(self, span: int) -> None:
+        """What is computed next follows the copies of what a span is the first to need."""
+        self.arena.arrive(self.arrivals[span])
+
+    def arrive_all(self) -> None:
+        """The same of all copies, which are made in the order of the spans."""
+        if self.arrivals:
+            self.arrive(-1)
+
+
 def piece_of(asked: Asked, span: Span) -> Piece:
-    """The call of a span."""
+    """The call of a span. Its blocks of keys are those of the whole sequence's."""
     left, right = asked.sides
     row, start, stop, first, last = span
     a = first if left == OPEN else max(first, start - left)
+    a = first + (a - first) // BLOCK * BLOCK
     b = last if right == OPEN else min(last, stop + right)
     more = b - stop if asked.alibi_slopes is not None else 0
     shift = b - stop - more
@@ -47,12 +72,38 @@ def piece_of(asked: Asked, span: Span) -> Piece:
     return Piece(slice(row, row + stop - start), slice(a, b), more, left, right)
 
 
-def attend(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's queries; k and v are of the whole sequence."""
+def have_the_same_bits(asked: Asked, q: Tensor) -> bool:
+    """Whether a call on a run of rows gives those rows the bits of a call on all rows. On a GPU a
+    row of a tile does not depend on its neighbours; runs may be so short, though, that another tile
+    is chosen for them, or another kernel. On the CPU BLAS chooses by the shape of a product.
+    """
+    if q.device.type == "cpu":
+        return False
+    layout = asked.layout
+    if layout.cu_seqlens is not None:
+        lengths = [b - a for a, b in itertools.pairwise(layout.cu_seqlens)]
+    else:
+        lengths = [layout.seqlen]
+    spans = [x.stop - x.start for x in layout.spans]
+    shortest = min(spans, default=LONG_SEQLEN + 1)
+    return shortest > LONG_SEQLEN or (max(lengths) <= LONG_SEQLEN and shortest >= SHORT)
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What gradients are computed in. The kernels of GPUs sum in fp32 what they are given in 16
+    bits; those of the CPU give sums in the dtype of their inputs.
+    """
+    return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+
+
+def attend(asked: Asked, q: Tensor, known: Keys) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's queries."""
+    k, v = known.k, known.v
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
-    for span in asked.layout.spans:
+    for i, span in enumerate(asked.layout.spans):
+        known.arrive(i)
         rows, keys, more, left, right = piece_of(asked, span)
         found = call(
             *(_longer(q[:, rows], more), k[:, keys], v[:, keys]),
@@ -76,17 +127,18 @@ class Partial(NamedTuple):
     dsinks: Tensor | None
 
 
-def gradients(asked: Asked, saved: Saved) -> Partial:
-    """Those of a rank's queries; k and v are of the whole sequence, all in fp32 (fp64)."""
+def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
+    """Those of a rank's queries; k and v are of the whole sequence."""
     dout, dlse, q, k, v, out, lse = saved
     sinks = asked.sinks
     partial = Partial(
         torch.zeros_like(q),
-        torch.zeros_like(k),
-        torch.zeros_like(v),
+        torch.zeros_like(k, dtype=lse.dtype),
+        torch.zeros_like(v, dtype=lse.dtype),
         None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype),
     )
-    for span in asked.layout.spans:
+    for i, span in enumerate(asked.layout.spans):
+        known.arrive(i)
         rows, keys, more, left, right = piece_of(asked, span)
         given = Saved(
             _longer(dout[:, rows], more),
