@@ -92,6 +92,7 @@ class DeviceBarrier:
         """Raises for the barrier that failed."""
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, words = self.signals.found()
+        self.signals.report.zero_()  # raised once; the device knows until ranks resume
         absent = [str(r) for r, word in enumerate(words) if word >> 32 != number]
         if absent:
             ranks = "rank" if len(absent) == 1 else "ranks"
