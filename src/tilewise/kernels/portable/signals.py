@@ -46,6 +46,13 @@ def clock(polls, TIMED: tl.constexpr):
         return polls
 
 
+@triton.jit
+def read(words, is_rank):
+    """Words that other GPUs write; what their writers did before comes before what follows."""
+    zeros = tl.zeros(words.shape, tl.int64)
+    return tl.atomic_add(words, zeros, mask=is_rank, sem="acquire", scope="sys")
+
+
 @triton.jit(do_not_specialize=["number", "fingerprint", "rank", "ranks", "limit"])
 def barrier_kernel(
     pads,
@@ -73,18 +80,17 @@ def barrier_kernel(
     if WAITS:
         mine = tl.load(pads + rank).to(tl.pointer_type(tl.int64)) + slot + lane
         has_failed = tl.load(failed)
-        nothing = tl.zeros([LANES], tl.int64)
         polls = tl.zeros([], tl.int64)
         begun = clock(polls, TIMED)
         waited = begun - begun
-        found = tl.atomic_add(mine, nothing, mask=is_rank, sem="acquire", scope="sys")
-        missing = tl.sum((is_rank & (found >> 32 != number)).to(tl.int32), 0)
-        # After a failure nobody waits again: the host will raise at its next call
+        missing = tl.sum((is_rank & (read(mine, is_rank) >> 32 != number)).to(tl.int32), 0)
+        # Carries numbers and no blocks, on which Triton 3.6 fails. After a failure nobody waits
+        # again: the host will raise at its next call
         while (missing > 0) & (waited < limit) & (has_failed == 0):
-            found = tl.atomic_add(mine, nothing, mask=is_rank, sem="acquire", scope="sys")
-            missing = tl.sum((is_rank & (found >> 32 != number)).to(tl.int32), 0)
+            missing = tl.sum((is_rank & (read(mine, is_rank) >> 32 != number)).to(tl.int32), 0)
             polls += 1
             waited = clock(polls, TIMED) - begun
+        found = read(mine, is_rank)
         others = tl.sum((is_rank & (found != word)).to(tl.int32), 0)
         if (others > 0) & (has_failed == 0):
             tl.store(report + 1 + lane, found, mask=is_rank)
