@@ -7,6 +7,7 @@ whole sequence, which all ranks run at once in the same rounds, divided by the n
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from .timer import Spread, order_of, ratio
 Tensor = torch.Tensor
 ONE = "one process"
 MOST_CALLS = 20  # of a side in a round
+SLOW_MS = 1000.0
 
 
 class Asked(NamedTuple):
@@ -38,7 +40,7 @@ class Asked(NamedTuple):
     rounds: int = 5
     round_ms: float = 30.0
     save: str | None = None
-    limit_s: float = 0.0  # of the run: no case begins after it; 0: none
+    case_s: float = 0.0  # of the rounds of a case: fewer are made where they take longer; 0: any
 
 
 class Ready(NamedTuple):
@@ -56,12 +58,8 @@ def run_cases(tell: Tell, cases: Iterable[Sharded], asked: Asked) -> list[list[O
     common = stamp("distributed", asked.device)
     versions = "torch {torch}, triton {triton}".format_map(common)
     tell(f"{dist.get_world_size()} x {common['device']}, {versions}, {asked.rounds} rounds")
-    begun, done = time.monotonic(), []
+    done = []
     for of in cases:
-        late = asked.limit_s and time.monotonic() - begun > asked.limit_s
-        if any(agreed("late" if late else "")):
-            tell(f"\n{of}: left out, the run has taken {asked.limit_s:g} s")
-            continue
         outcomes = run_case(of, asked, common)
         if dist.get_rank() == 0 and asked.save is not None:
             append(asked.save, [x.row for x in outcomes if x.row is not None])
@@ -123,8 +121,9 @@ def prepared(
     try:
         results = results_of(of, found.call, mine)
         verdict = judge(of, results, found.layout, whole, one)
-        equal = [torch.equal(x, found.layout.shard(y)) for x, y in zip(results, one) if x is not None]
-        del results
+        pairs = [(x, y) for x, y in zip(results, one) if x is not None and y is not None]
+        equal = [torch.equal(x, found.layout.shard(y)) for x, y in pairs]
+        del results, pairs
         wrong = "" if verdict.passes else f"rank {dist.get_rank()}: {verdict.what}"
         extra = dict(peak(of, found.call, mine, name), equal=equal)
     except Exception as error:
@@ -137,10 +136,9 @@ def prepared(
     dist.all_gather_object(each, (verdict, extra))
     worst = max((x for x, _ in each), key=lambda x: x.max_error / (x.bound or 1))
     names = ("out", "dq", "dk", "dv")
-    together = {
-        "equal_to_one": [n for i, n in enumerate(names[: len(equal)]) if all(y["equal"][i] for _, y in each)],
-        **{key: max(y[key] for _, y in each) for key in extra if key != "equal"},
-    }
+    same = [all(row) for row in zip(*(y.pop("equal") for _, y in each))]
+    together: dict[str, Any] = {key: max(y[key] for _, y in each) for key in each[0][1]}
+    together["equal_to_one"] = [name for name, is_same in zip(names, same) if is_same]
     return Ready(caller(of, found.call, mine), worst, together)
 
 
@@ -174,16 +172,29 @@ def caller(of: Sharded, call: Any, tensors: Inputs) -> Callable[[], object]:
 
 
 def timed(calls: Mapping[str, Callable[[], object]], asked: Asked) -> dict[str, list[float]]:
-    """For each side a time a round, in milliseconds: the slowest rank's, of calls back to back."""
-    names, counts = list(calls), {}
-    for name in names:
-        clock(calls[name], 1, asked.device)
-        each = slowest([clock(calls[name], 2, asked.device)])[0]
-        counts[name] = int(min(max(asked.round_ms / max(each, 1e-6), 1), MOST_CALLS))
+    """For each side a time a round, in milliseconds: the slowest rank's, of calls back to back.
+
+    Calls were made before, for their results. One that takes longer than SLOW_MS is timed at once;
+    others are warmed up once more, as TorchScript compiles at the second call.
+    """
+    names = list(calls)
+    first = slowest([clock(calls[name], 1, asked.device) for name in names])
+    if max(first) < SLOW_MS:
+        first = slowest([clock(calls[name], 2, asked.device) for name in names])
+    each = [max(ms, 1e-6) for ms in first]
+    counts = [int(min(max(asked.round_ms / ms, 1), MOST_CALLS)) for ms in each]
+    rounds = asked.rounds
+    if asked.case_s:
+        one_round = sum(map(operator.mul, each, counts))
+        rounds = min(rounds, max(1, int(asked.case_s * 1e3 / one_round)))
     found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(asked.rounds):
+    if max(first) >= SLOW_MS:
+        found = {name: [ms] for name, ms in zip(names, first)}
+        rounds -= rounds > 1
+    count = dict(zip(names, counts))
+    for number in range(rounds):
         for name in order_of(names, number):
-            found[name].append(clock(calls[name], counts[name], asked.device))
+            found[name].append(clock(calls[name], count[name], asked.device))
     return {name: slowest(times) for name, times in found.items()}
 
 
