@@ -38,7 +38,7 @@ SLOW_RATE = 5e14  # FLOPs a second of one H200, fewer than it makes
 
 
 def cases_of(ranks: int, is_dry: bool) -> list[tuple[Sharded, tuple[str, ...]]]:
-    """What is timed, and against whom."""
+    """What is timed, and beside which sides."""
     dtype, unit = ("float32", 1) if is_dry else ("bfloat16", 1024)
     wide = (ranks, ranks // 2 or 1, 16) if is_dry else (64, 8, 128)
     heads = (2 * ranks, ranks, 16) if is_dry else (32, 8, 128)

@@ -11,8 +11,14 @@ testing = pytest.importorskip("click.testing")
 
 import tilewise.distributed as td  # noqa: E402
 from tilewise.bench import load  # noqa: E402
-from tilewise.bench.sharded import Results, Sharded, judge, make_inputs, one_process  # noqa: E402
-from tilewise.bench.sharded import results_of  # noqa: E402
+from tilewise.bench.sharded import (  # noqa: E402
+    Results,
+    Sharded,
+    judge,
+    make_inputs,
+    one_process,
+    results_of,
+)
 from tilewise.cli import bench as command  # noqa: E402
 
 if not dist.is_available() or not dist.is_gloo_available():

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from helpers.processes import run
 
 import tilewise.distributed as td
-from tilewise.distributed.arena import LEAST, ON_GPUS, arena_of
+from tilewise.distributed.arena import ON_GPUS, arena_of
 from tilewise.distributed.exchange import publish, publish_rows, runs_in_turn
+from tilewise.distributed.halves import LEAST
 from tilewise.errors import ArgumentError
 
 if not dist.is_available() or not dist.is_gloo_available():

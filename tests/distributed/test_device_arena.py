@@ -78,7 +78,7 @@ def mismatches(rank):
     with pytest.raises(td.RankMismatch, match=r"rank 2 called v; rank [01] called u"):
         call("v" if rank == 2 else "u")
     call("k (1, 8)")
-    call("k (1, 9)" if rank == 2 else "k (1, 8)")  # both known: nobody waits
+    call("k (1, 9)" if rank == 2 else "k (1, 8)")  # both known: no host waits
     x = torch.ones(9000)
     arena.settle(x)
     assert x.isnan().all()

@@ -193,7 +193,7 @@ def memory(rank):
     """Growth, other streams, bandwidth far above what the host could copy, and host time."""
     arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
     for call in range(12):
-        numel = 1000 * 7**(call // 2)
+        numel = 1000 * 7 ** (call // 2)
         x = torch.full((numel,), 10.0 * call + rank, device="cuda")
         if call % 3 == 2:
             torch.cuda.current_stream().synchronize()
@@ -235,7 +235,7 @@ def mismatch(rank):
     with pytest.raises(td.RankMismatch, match="rank 1 called .*causal='top_left'"):
         td.attention(q, q, q, layout=layout, causal="top_left" if rank == 1 else "bottom_right")
     assert td.attention(q, q, q, layout=layout).isfinite().all()
-    out = td.attention(q, q, q, layout=layout, causal=rank == 1)  # both are known: nobody waits
+    out = td.attention(q, q, q, layout=layout, causal=rank == 1)  # both are known: no host waits
     assert out.isnan().all()
     with pytest.raises(td.RankMismatch, match="rank 1 called .*causal=True.*of which this is"):
         td.attention(q, q, q, layout=layout)

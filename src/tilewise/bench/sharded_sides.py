@@ -1,4 +1,4 @@
-"""Who computes one sequence over several processes: our methods, and the algorithms of others.
+"""Sides that compute one sequence over several processes: our methods, and the algorithms of others.
 
 - tilewise:heads, tilewise:stream, tilewise:ring: `tilewise.distributed`.
 - ring-flash-attn: that package's zigzag ring, its own files, over our kernel; causal alone.

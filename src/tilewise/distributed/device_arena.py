@@ -1,4 +1,4 @@
-"""The arena of GPUs: copies by copy engines on a stream of their own, and a barrier that waits on
+"""The arena of GPUs: copies by DMA on a stream of their own, and a barrier that waits on
 the device, so that a call costs the host launches and no round trip.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .arena import Arena
 from .device_barrier import DeviceBarrier, synchronize
+from .halves import Arena
 from .memory import Memory
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ class DeviceArena(Arena):
 
     def grow(self, nbytes: int, asked: str) -> None:
         synchronize(self.device)
-        self.barrier.host.wait(asked)  # nobody reads the blocks that go
+        self.barrier.host.wait(asked)  # no rank reads the blocks that go
         self.blocks = []
         self.blocks = self.memory.allocate(self.barrier.host, nbytes, asked)
 

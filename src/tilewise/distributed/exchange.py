@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .arena import Arena
+from .halves import Arena
 from .layout import Layout, Run
 from .work import keys_of
 
@@ -72,7 +72,7 @@ def publish_parts(
     arena: Arena, asked: str, tensors: Sequence[Tensor], counts: Sequence[int]
 ) -> Published:
     """The same of tensors in parts, of which each rank pulls one: (parts, rows, ...). Parts are
-    contiguous where they are published, so that copy engines pull them.
+    contiguous where they are published, so that DMA pulls them.
     """
     published = Published(arena, tensors, counts)
     arena.publish(published.nbytes, asked)

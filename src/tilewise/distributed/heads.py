@@ -12,9 +12,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import whole
-from .arena import Arena
 from .asked import Asked
 from .exchange import publish_parts, publish_rows, runs_in_turn
+from .halves import Arena
 from .layout import Layout
 
 Tensor = torch.Tensor
@@ -81,9 +81,7 @@ def _exchange(
     return tuple(x.transpose(0, 1) for x in found)
 
 
-def _to_heads(
-    arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]
-) -> list[Tensor]:
+def _to_heads(arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence."""
     parts = [x.unflatten(2, (layout.ranks, -1)).movedim(2, 0) for x in tensors]
     published = publish_parts(arena, words, parts, layout.counts)

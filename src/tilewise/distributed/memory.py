@@ -61,7 +61,7 @@ class Symmetric(Memory):
         self.kept: list[Any] = []  # of the last blocks, which are unmapped when it is dropped
 
     def allocate(self, barrier: Barrier, nbytes: int, asked: str) -> list[Tensor]:
-        self.kept = []  # before more is taken; `grow` has seen that nobody reads it
+        self.kept = []  # before more is taken; `grow` has seen that no rank reads it
         os.environ[NO_MULTICAST] = "1"  # which `rendezvous` reads
         name, ranks = self.group.group_name, barrier.ranks
         given = (nbytes,), (1,), torch.uint8, self.device, name

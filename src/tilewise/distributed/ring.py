@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from ..frontend.attention import call
 from ..problem import OPEN, Extras, Saved
 from ..reference import merge_states
-from .arena import Arena
 from .asked import Asked
 from .exchange import Published, publish
+from .halves import Arena
 from .rows import Partial, gradients_of, working_dtype
 from .stream import summed
 from .work import Span

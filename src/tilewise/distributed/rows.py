@@ -19,8 +19,8 @@ from ..frontend.attention import call
 from ..frontend.checks import check
 from ..ops import attention as ops
 from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Grads, Saved
-from .arena import Arena
 from .asked import Asked
+from .halves import Arena
 from .work import Span
 
 Tensor = torch.Tensor

@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from ..problem import Saved
 from . import placed, rows
-from .arena import Arena
 from .asked import Asked
 from .exchange import Published, publish, publish_rows, pulls_of
+from .halves import Arena
 from .work import keys_of
 
 Tensor = torch.Tensor

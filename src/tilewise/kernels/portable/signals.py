@@ -84,7 +84,7 @@ def barrier_kernel(
         begun = clock(polls, TIMED)
         waited = begun - begun
         missing = tl.sum((is_rank & (read(mine, is_rank) >> 32 != number)).to(tl.int32), 0)
-        # Carries numbers and no blocks, on which Triton 3.6 fails. After a failure nobody waits
+        # Carries numbers and no blocks, on which Triton 3.6 fails. After a failure no rank waits
         # again: the host will raise at its next call
         while (missing > 0) & (waited < limit) & (has_failed == 0):
             missing = tl.sum((is_rank & (read(mine, is_rank) >> 32 != number)).to(tl.int32), 0)
