@@ -1,8 +1,8 @@
-"""Rows of eight GPUs (or of fewer), in one command of less than eight minutes:
+"""Rows of eight GPUs (or of fewer), in one command of less than eight minutes.
 
     PYTHONPATH=src TILEWISE_DISTRIBUTED_GPU=1 python -m benchmarks.eight_gpus --save rows.jsonl
 
-First what a GPU alone can show: memory that the GPUs share, its kind and its bandwidth, the barrier,
+First what GPUs alone can show: the memory that they share, its kind and its bandwidth, the barrier,
 and the bits of `out` beside one GPU's. Then the rows that are asked for, in order of their weight,
 each held to fp64 slices; no row begins after the time that is given. `--dry-run` does all of it on
 CPU processes, on tiny sequences.
@@ -45,8 +45,8 @@ def cases_of(ranks: int, is_dry: bool) -> list[tuple[Sharded, tuple[str, ...]]]:
     found = []
     for direction in ("fwd", "fwd+bwd"):
         more: dict[str, Any] = dict(direction=direction, dtype=dtype)
-        for tokens in (8, 16, 64):
-            found.append((Sharded(ranks, tokens * unit, *heads, **more), SIDES))
+        each = (Sharded(ranks, tokens * unit, *heads, **more) for tokens in (8, 16, 64))
+        found += [(of, SIDES) for of in each]
         packed = max(32, 256 // ranks) if is_dry else 8192
         documents = Sharded(ranks, packed, *wide, documents=16, **more)
         window = 64 // ranks if is_dry else (256 << 10) // ranks

@@ -1,8 +1,8 @@
 """One sequence over several processes: what is timed, its inputs, and what it is held to.
 
 All sides share the inputs, which every rank draws whole from one seed. `out` and `dq` of a few rows
-of each rank are held to fp64, and to the rounding of plain torch there; `dk` and `dv`, of which each
-number has all queries in it, to one process's own.
+of each rank are held to fp64, and to the rounding of plain torch there; `dk` and `dv`, of which
+each number has all queries in it, to one process's own.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def judge(of: Sharded, found: Results, layout: td.Layout, whole: Inputs, one: Re
 def _samples(
     of: Sharded, found: Results, span: Any, whole: Inputs, one: Results
 ) -> list[tuple[Sampled, Sampled | None]]:
-    """`out` and `dq` of the first rows and the last of a span, at the first key head and the last."""
+    """`out` and `dq` of a span's first rows and last, at the first key head and the last."""
     group, samples = of.nheads // of.nheads_k, []
     ends = {
         (span.start, min(span.start + ROWS, span.stop)),

@@ -1,4 +1,4 @@
-"""Sides that compute one sequence over several processes: our methods, and the algorithms of others.
+"""Sides that compute one sequence over several processes: our methods, and what others do.
 
 - tilewise:heads, tilewise:stream, tilewise:ring: `tilewise.distributed`.
 - ring-flash-attn: that package's zigzag ring, its own files, over our kernel; causal alone.

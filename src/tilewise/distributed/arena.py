@@ -36,7 +36,7 @@ def check_device(device: torch.device) -> None:
         raise NotImplementedError(f"tensors on {device}: tilewise.distributed serves CPUs and GPUs")
     if os.environ.get(ON_GPUS) != "1":
         raise NotImplementedError(
-            f"tensors on {device}: tilewise.distributed on GPUs is written, but not yet run on any: "
+            f"tensors on {device}: tilewise.distributed on GPUs is written, not yet run on any. "
             f"{ON_GPUS}=1 in the environment of every rank runs it all the same"
         )
 

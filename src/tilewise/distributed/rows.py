@@ -9,23 +9,36 @@ longer, by rows of zeros that are left out again.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ..dispatch import choose
+from ..emulator.switch import cpu_modes
 from ..frontend.attention import call
 from ..frontend.checks import check
 from ..ops import attention as ops
-from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Grads, Saved
+from ..problem import (
+    LONG_SEQLEN,
+    OPEN,
+    Call,
+    Extras,
+    Grads,
+    Problem,
+    Saved,
+    Scalars,
+    describe,
+)
 from .asked import Asked
 from .halves import Arena
 from .work import Span
 
 Tensor = torch.Tensor
 BLOCK = 128  # keys: a multiple of every kernel's block
-SHORT = 256  # queries: fewer may be split over keys, by other kernels
+FEW = 16  # rows of a tile: a call of so few queries is split over its keys, by other kernels
 
 
 class Piece(NamedTuple):
@@ -72,21 +85,35 @@ def piece_of(asked: Asked, span: Span) -> Piece:
     return Piece(slice(row, row + stop - start), slice(a, b), more, left, right)
 
 
-def have_the_same_bits(asked: Asked, q: Tensor) -> bool:
-    """Whether a call on a run of rows gives those rows the bits of a call on all rows. On a GPU a
-    row of a tile does not depend on its neighbours; runs may be so short, though, that another tile
-    is chosen for them, or another kernel. On the CPU BLAS chooses by the shape of a product.
+def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """The backend by which a call on a run of rows gives those rows the bits of the call on all
+    rows; None where there is none. q, k and v are this rank's.
+
+    In the tiles of GPUs a row does not depend on its neighbours, and tiles of all heights have the
+    same blocks of keys. But a backend that has more than one tile may choose another for a run, and
+    on the CPU BLAS chooses by the shape of a product.
     """
-    if q.device.type == "cpu":
-        return False
     layout = asked.layout
+    extras = Extras(asked.alibi_slopes, asked.sinks)
     if layout.cu_seqlens is not None:
-        lengths = [b - a for a, b in itertools.pairwise(layout.cu_seqlens)]
-    else:
-        lengths = [layout.seqlen]
-    spans = [x.stop - x.start for x in layout.spans]
-    shortest = min(spans, default=LONG_SEQLEN + 1)
-    return shortest > LONG_SEQLEN or (max(lengths) <= LONG_SEQLEN and shortest >= SHORT)
+        starts = torch.empty(0, device=q.device)
+        extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    scalars = Scalars(1.0, asked.softcap or 0.0, *asked.sides)
+    align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
+    problem = describe(q, k, v, extras, scalars, align, asked.deterministic)
+    name = _backend(problem, q.device, asked.backend, cpu_modes())
+    starts = (0, layout.seqlen) if layout.cu_seqlens is None else layout.cu_seqlens
+    longest = max((b - a for a, b in itertools.pairwise(starts)), default=0)
+    if name == "cpu" or longest * problem.group <= FEW:
+        return None
+    shortest = min((x.stop - x.start for x in layout.spans), default=longest)
+    has_one_tile = name == "hopper" or (longest > LONG_SEQLEN) == (shortest > LONG_SEQLEN)
+    return name if has_one_tile else None
+
+
+@functools.lru_cache(maxsize=256)
+def _backend(problem: Problem, device: torch.device, backend: str | None, modes: Any) -> str:
+    return choose(problem, device, backend).NAME
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -96,8 +123,8 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
 
-def attend(asked: Asked, q: Tensor, known: Keys) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's queries."""
+def attend(asked: Asked, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's queries, by a backend of this name."""
     k, v = known.k, known.v
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -111,7 +138,7 @@ def attend(asked: Asked, q: Tensor, known: Keys) -> tuple[Tensor, Tensor]:
             numbers=(asked.scale, asked.softcap, 0.0),
             window=("bottom_right", left, right),
             deterministic=asked.deterministic,
-            backend=asked.backend,
+            backend=backend,
         )
         nrows = span.stop - span.start
         out[:, rows], lse[:, :, rows] = found[0][:, :nrows], found[1][:, :, :nrows]

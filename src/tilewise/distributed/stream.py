@@ -35,22 +35,18 @@ def attend(
     return _Stream.apply(arena, asked, q, k, v, asked.sinks)
 
 
-def is_placed(asked: Asked, q: Tensor) -> bool:
-    """Whether queries are computed at their places, and not in runs."""
-    return asked.is_modified or (asked.bitwise and not rows.have_the_same_bits(asked, q))
-
-
 class _Stream(torch.autograd.Function):
     """Attention of a rank's queries to pulled keys."""
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, asked: Asked, q, k, v, sinks):
         keys = _pull(arena, asked, k, v, f"attention (stream): {asked.words}")
-        if is_placed(asked, q):
+        backend = rows.backend_of_runs(asked, q, k, v) if asked.bitwise else asked.backend
+        if asked.is_modified or (asked.bitwise and backend is None):
             keys.arrive_all()
             out, lse = placed.attend(asked, q, keys.k, keys.v)
         else:
-            out, lse = rows.attend(asked, q, keys)
+            out, lse = rows.attend(asked, q, keys, backend)
         arena.settle(out, lse)
         ctx.arena, ctx.asked = arena, asked
         ctx.save_for_backward(q, k, v, out, lse)

@@ -10,8 +10,8 @@ rank can write the word of barrier n + 2 over that of n only after it has passed
 every other has finished waiting at n: so two slots suffice, and nothing is ever set back to 0.
 
 The exchange releases, and the read acquires, at system scope: what a rank's stream did before the
-barrier, copies into its own block of the arena among them, is seen by what the streams of the others
-do after it (PTX ISA, memory consistency model; launches of one stream are ordered and flush).
+barrier, copies into its own block of the arena among them, is seen by what the streams of others do
+after it (PTX ISA, memory consistency model; launches of one stream are ordered and flush).
 """
 
 from __future__ import annotations
