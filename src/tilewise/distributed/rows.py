@@ -9,7 +9,6 @@ longer, by rows of zeros that are left out again.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from ..problem import (
     Call,
     Extras,
     Grads,
-    Problem,
     Saved,
     Scalars,
     describe,
@@ -39,6 +37,7 @@ from .work import Span
 Tensor = torch.Tensor
 BLOCK = 128  # keys: a multiple of every kernel's block
 FEW = 16  # rows of a tile: a call of so few queries is split over its keys, by other kernels
+MANY = 1024  # calls whose backends are kept
 
 
 class Piece(NamedTuple):
@@ -93,6 +92,18 @@ def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None
     same blocks of keys. But a backend that has more than one tile may choose another for a run, and
     on the CPU BLAS chooses by the shape of a product.
     """
+    key = asked.words, asked.backend, asked.deterministic, q.device, cpu_modes()
+    if key not in _known:
+        if len(_known) >= MANY:
+            _known.clear()
+        _known[key] = _backend_of_runs(asked, q, k, v)
+    return _known[key]
+
+
+_known: dict[Any, str | None] = {}
+
+
+def _backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     layout = asked.layout
     extras = Extras(asked.alibi_slopes, asked.sinks)
     if layout.cu_seqlens is not None:
@@ -101,7 +112,7 @@ def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None
     scalars = Scalars(1.0, asked.softcap or 0.0, *asked.sides)
     align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
     problem = describe(q, k, v, extras, scalars, align, asked.deterministic)
-    name = _backend(problem, q.device, asked.backend, cpu_modes())
+    name = choose(problem, q.device, asked.backend).NAME
     starts = (0, layout.seqlen) if layout.cu_seqlens is None else layout.cu_seqlens
     longest = max((b - a for a, b in itertools.pairwise(starts)), default=0)
     if name == "cpu" or longest * problem.group <= FEW:
@@ -109,11 +120,6 @@ def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None
     shortest = min((x.stop - x.start for x in layout.spans), default=longest)
     has_one_tile = name == "hopper" or (longest > LONG_SEQLEN) == (shortest > LONG_SEQLEN)
     return name if has_one_tile else None
-
-
-@functools.lru_cache(maxsize=256)
-def _backend(problem: Problem, device: torch.device, backend: str | None, modes: Any) -> str:
-    return choose(problem, device, backend).NAME
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
