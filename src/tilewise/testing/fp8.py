@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.quantized import FP8, Quantized
-from ..kernels.cpu.quantize import natural_values
+from ..kernels.common.quantized import FP8, Lengths, Quantized
+from ..kernels.cpu.quantize import dequantize, natural_values
 
 Tensor = torch.Tensor
 P_SCALE = 2.0**8
@@ -86,6 +86,48 @@ def attention(
     if x.v_mean is not None:
         out = out + x.v_mean.repeat_interleave(group, 1).unsqueeze(2) * (of_keys / safe)
     return out.transpose(1, 2), lse.squeeze(-1)
+
+
+class Case(NamedTuple):
+    """A call that `tilewise verify` holds to the error contract."""
+
+    name: str
+    causal: bool = False
+    mean: float = 0.0  # of V
+    is_raw: bool = False  # e4m3 tensors, not a `Quantized`
+
+    @property
+    def bound(self) -> float:
+        """Of the norm of the error over the norm of the result."""
+        return 5e-3 if self.mean else 3e-2
+
+
+CASES = [
+    Case("fp8"),
+    Case("fp8-causal", causal=True),
+    Case("fp8-raw-causal", causal=True, is_raw=True),
+    Case("fp8-values-of-mean-1", mean=1.0),
+]
+
+
+def error_of(case: Case, backend: str | None, device: str, seqlen: int = 320) -> float:
+    """The error of `tilewise.attention` against fp64 of what its 8 bits stand for."""
+    from .. import attention, attention_reference, quantize
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, seqlen, 4, 64, generator=generator).to(device)
+    k, v = torch.randn(2, 2, seqlen, 2, 64, generator=generator).to(device)
+    given = q, k, v + case.mean
+    if case.is_raw:
+        inputs = meant = tuple(x.to(FP8) for x in given)
+    else:
+        inputs = (quantize(*given),)
+        meant = dequantize(inputs[0], Lengths())  # rotated and without k's mean: the same out
+    options = dict(causal=case.causal, backend=backend, out_dtype=torch.float32)
+    out = attention(*inputs, **options)
+    exact = attention_reference(*(x.double() for x in meant), causal=case.causal)
+    off = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
+    return off.item()
 
 
 def accumulated(acc: Tensor, p: Tensor, v: Tensor, bits: int | None) -> Tensor:
