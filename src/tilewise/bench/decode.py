@@ -183,9 +183,7 @@ def ready(of: Decode, decoder: Decoder, stage: Stage) -> Ready | Outcome[Decode]
         if of.cache and not decoder.has_eight_bits:
             raise Absent("it reads no cache of 8 bits beside queries of 16")
         q, expected = stage.asked(of)
-        calls = [
-            without_grad(attend, q, cache) for cache in stage.cached(of, decoder.by_head)
-        ]
+        calls = [without_grad(attend, q, cache) for cache in stage.cached(of, decoder.by_head)]
         timed = Replayed(calls) if stage.plan.on_gpu else lambda: [call() for call in calls]
         verdict = judge(timed(), expected, decoder.is_ours)
     except Absent as absent:

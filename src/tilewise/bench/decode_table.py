@@ -34,11 +34,28 @@ def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
     """
     first = outcomes[0]
     size = f"{first.shape.kv_bytes / 1e6:,.1f} MB of keys and values"
-    head = ["", "queries", "page", "cache", "us", "p20-p80", "GB/s", "share", "error", "bound", "host us"]
+    head = [
+        "",
+        "queries",
+        "page",
+        "cache",
+        "us",
+        "p20-p80",
+        "GB/s",
+        "share",
+        "error",
+        "bound",
+        "host us",
+    ]
     rows = [[*head, f"time / {first.provider}"]]
     for outcome in outcomes:
         of = outcome.shape
-        named = [f"  {outcome.provider}", str(of.seqlen_q), str(of.page_size or "-"), of.cache or "-"]
+        named = [
+            f"  {outcome.provider}",
+            str(of.seqlen_q),
+            str(of.page_size or "-"),
+            of.cache or "-",
+        ]
         if (row := outcome.row) is None:
             rows.append([*named, why_not(outcome)])
             continue

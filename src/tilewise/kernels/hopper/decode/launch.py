@@ -103,9 +103,7 @@ def tile_of(
     by_tma = is_box(page_size, block_n)
     shape = ROWS, block_n, block_d, block_dv
     if kept not in CACHES:
-        return SplitPipeline(
-            *shape, min(room // (2 * elements), 8), q_stages, by_tma, in_shared
-        )
+        return SplitPipeline(*shape, min(room // (2 * elements), 8), q_stages, by_tma, in_shared)
     scales = 4 * block_n * row_scales
     stages = 1 if is_wide else 2  # of what is converted: bytes in flight are those of the others
     cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
