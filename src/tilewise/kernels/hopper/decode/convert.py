@@ -19,8 +19,8 @@ from ..pieces import in_pieces
 from ..pipeline import advance, release_by_threads, start, wait_empty, wait_full
 from .work import END, PART, keys_of, receive_work
 
-# Four bytes, $2, to two pairs. Triton's own conversion of e4m3 to bf16 is by an instruction of the
-# exponentials' unit, 16 a clock; these run on others.
+# Four bytes, $2, to two pairs. Triton (3.6) converts e4m3 to bf16 by F2F.BF16.F16, an instruction
+# of the exponentials' unit; these are of others.
 _TO_F16 = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
     " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
@@ -41,9 +41,9 @@ _INT_TO_BF16 = (
 )
 # With its highest bit turned it is 128 more; behind 0x64, an fp16 from 1024 to 1279.
 _INT_TO_F16 = (
-    "{ .reg .b32 p, q; xor.b32 p, $2, 0x80808080; prmt.b32 q, p, 0x64, 0x4342;"
-    " prmt.b32 p, p, 0x64, 0x4140;"
-    " sub.rn.f16x2 $0, p, 0x64806480; sub.rn.f16x2 $1, q, 0x64806480; }"
+    "{ .reg .b32 p, q, less; xor.b32 p, $2, 0x80808080; prmt.b32 q, p, 0x64, 0x4342;"
+    " prmt.b32 p, p, 0x64, 0x4140; mov.b32 less, 0x64806480;"
+    " sub.rn.f16x2 $0, p, less; sub.rn.f16x2 $1, q, less; }"
 )
 
 

@@ -89,7 +89,7 @@ def hopper_decode_kernel(
                 (convert_partition, (rings, call, FEATURES, TILE)),
             ],
             [1, 1, 4],
-            [56, 56, 128],
+            [96, 96, 128],
         )
     elif TILE.CACHE != "":
         gl.warp_specialize(
@@ -101,7 +101,7 @@ def hopper_decode_kernel(
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [1, 1, 4, 2],
-            [56, 56, 128, 96],
+            [96, 96, 128, 96],
         )
     elif TILE.BY_TMA:
         gl.warp_specialize(

@@ -1,5 +1,5 @@
-"""Scales of a KV cache of 8 bits: one for each sequence and key head, or one for each row, which
-are copied beside the rows.
+"""Scales of a KV cache of 8 bits: one for each sequence and key head, or one for each row, copied
+beside the rows.
 """
 
 from typing import Any, NamedTuple
