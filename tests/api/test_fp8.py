@@ -276,6 +276,19 @@ def test_fake_tensors_and_meta():
     assert lse.shape == (2, 4, 70)
 
 
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_flops_are_counted(is_quantized):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    given = tensors(headdims=(32, 16))
+    with FlopCounterMode(display=False) as expected:
+        tilewise.attention(*given, causal=True)
+    inputs = [tilewise.quantize(*given)] if is_quantized else eight(*given)
+    with FlopCounterMode(display=False) as counted:
+        tilewise.attention(*inputs, causal=True)
+    assert counted.get_total_flops() == expected.get_total_flops() > 0
+
+
 # gradients
 
 

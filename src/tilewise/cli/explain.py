@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 
@@ -89,8 +90,8 @@ def explain(
     with in_words():
         if options["dtype"] in FP8:
             from ..bench.explain_fp8 import explain_fp8
-            from . import explain_fp8 as page
 
+            page = importlib.import_module(f"{__package__}.explain_fp8")
             options.pop("deterministic")
             found = explain_fp8(shape_of(**options), target, card, backend)
         elif has_cache:

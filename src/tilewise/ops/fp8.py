@@ -17,6 +17,7 @@ from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
 from . import attention as ops
 from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
+from .late import register_late
 from .quantize import quantizer_for
 from .schema import LIBRARY, Once
 
@@ -90,6 +91,7 @@ def attention(
 def _attend(call: CallFp8, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean)
     if needs_dispatcher(*inputs, *extras.tensors):
+        register_late()
         out, lse = torch.ops.tilewise.flash_attn_fp8_forward(*_arguments(call, inputs, extras))
     else:
         out, lse = _run(call, inputs, extras)

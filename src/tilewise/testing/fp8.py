@@ -18,7 +18,7 @@ FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3; DeepSeek-V3 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -118,14 +118,16 @@ def error_of(case: Case, backend: str | None, device: str, seqlen: int = 320) ->
     q = torch.randn(2, seqlen, 4, 64, generator=generator).to(device)
     k, v = torch.randn(2, 2, seqlen, 2, 64, generator=generator).to(device)
     given = q, k, v + case.mean
+    inputs: tuple[Any, ...]
     if case.is_raw:
         inputs = meant = tuple(x.to(FP8) for x in given)
     else:
         inputs = (quantize(*given),)
         meant = dequantize(inputs[0], Lengths())  # rotated and without k's mean: the same out
-    options = dict(causal=case.causal, backend=backend, out_dtype=torch.float32)
-    out = attention(*inputs, **options)
-    exact = attention_reference(*(x.double() for x in meant), causal=case.causal)
+    q, k, v = (x.double() for x in meant)
+    options: dict[str, Any] = dict(causal=case.causal, backend=backend, out_dtype=torch.float32)
+    out = cast(Tensor, attention(*inputs, **options))
+    exact = cast(Tensor, attention_reference(q, k, v, causal=case.causal))
     off = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
     return off.item()
 
