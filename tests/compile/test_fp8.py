@@ -10,8 +10,16 @@ import torch
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.common.arguments import features_of
-from tilewise.kernels.common.quantized import FP8, Quantized, Scales, columns_of, packed_columns
-from tilewise.kernels.portable import fp8_launch, launch
+from tilewise.kernels.common.quantized import (
+    FP8,
+    Lengths,
+    Quantized,
+    Scales,
+    columns_of,
+    packed_columns,
+)
+from tilewise.kernels.cpu.quantize import Steps
+from tilewise.kernels.portable import fp8_launch, launch, quantize
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 
@@ -115,3 +123,32 @@ def test_p_v_starts_from_zero(target):
     assert len(products) == 4
     for name in products:
         assert re.search(rf"{name} = arith\.constant dense<0\.0+e\+00>", found.asm["ttgir"]), name
+
+
+# The most, by Triton 3.6: 8,192 numbers of a tile in the registers of 128 threads
+QUANTIZE_SPILLS = 64
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("headdim", sample([64, 128, 256, 72], 128))
+@pytest.mark.parametrize("target", sample(TARGETS, "sm80", "sm90"))
+def test_quantising(target, headdim, is_packed):
+    """Every pass, with a rotation, means and scales of the data, and V^T of codes."""
+    q = torch.empty(1, SEQLEN, NHEADS, headdim, dtype=torch.bfloat16)
+    k = torch.empty(1, SEQLEN, NHEADS_K, headdim, dtype=torch.bfloat16)
+    starts = torch.ones(BATCH + 1, dtype=INT32) if is_packed else None
+    plans = []
+    with (
+        mock.patch.object(quantize, "run", lambda plan, device: plans.append(plan)),
+        mock.patch.object(quantize, "architecture", lambda device: target),
+    ):
+        lengths = Lengths(starts, starts)
+        quantize.quantize(q, k, k, Steps(True, True, True), (None, None, None), lengths)
+        quantize.transposed_values(k.to(FP8), None, starts)
+    assert len(plans) == 2 + 4 + 4 + 1
+    for plan in plans:
+        found = build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
+        numbers = stats(found)
+        assert numbers["smem"] <= SMEM_LIMIT[target], (plan.kernel, numbers)
+        spilled = numbers["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]
+        assert spilled <= QUANTIZE_SPILLS, (plan.kernel, numbers)
