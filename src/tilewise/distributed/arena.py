@@ -42,11 +42,13 @@ class Arena(abc.ABC):
         """Room for what this rank publishes next, uint8; `asked` names the call, and ranks that
         make the same one ask for as many bytes.
         """
+        self.barrier.catch_up(asked)
         if not self.room or nbytes > self.room:
             room = max(LEAST, nbytes, 2 * self.room)
             self.grow(HALVES * room, asked)
             self.room = room
-        self.half = (self.half + 1) % HALVES
+        # By barriers, which ranks count alike: a call that raised on one has published on others
+        self.half = (self.barrier.number + 1) % HALVES
         return self.of(self.rank, nbytes)
 
     def meet(self, asked: str) -> None:
@@ -95,11 +97,12 @@ class SharedFile(Arena):
                     f"ranks on several machines ({hosts}): the arena of CPU tensors is a file that "
                     "all ranks map, so run them on one machine"
                 )
-            self.blocks = [
+            blocks = [
                 torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
                 for _, path in found
             ]
             self.barrier.wait(asked)  # all have mapped it
+            self.blocks = blocks
         finally:
             Path(path).unlink()
 
