@@ -92,10 +92,25 @@ def another_call(rank):
     publish_rows(arena, "k (1, 8)", [torch.zeros(2)], [2, 2, 2])
 
 
+def after_an_error(rank):
+    """What ranks read after one of them raised before it published is what was published last."""
+    arena = arena_of(dist.group.WORLD, torch.device("cpu"))
+    for call in range(6):
+        if call % 2:
+            if rank == call % 3:
+                arena.barrier.abandon(ArgumentError("q is wrong"))
+            else:
+                with pytest.raises(td.RankMismatch, match="q is wrong"):
+                    publish_rows(arena, "q", [torch.full((3,), -1.0)], [3] * 3)
+        found = publish_rows(arena, "q", [torch.full((3,), 10.0 * call + rank)], [3] * 3)
+        assert [found.view(peer, 0)[0, 0].item() - 10 * call for peer in range(3)] == [0, 1, 2]
+
+
 def calls(rank):
     publishing(rank)
     sequences(rank)
     another_call(rank)
+    after_an_error(rank)
 
 
 def test_three_ranks():

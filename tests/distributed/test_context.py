@@ -106,12 +106,6 @@ def appended(q):
     tilewise.cache.append(q, q.clone(), q[:, :1], q[:, :1], seqused_k=lengths)
 
 
-def transformed(q):
-    from tilewise.integrations.transformers.forward import attention_forward
-
-    return attention_forward(torch.nn.Module(), bhsd(q), bhsd(q), bhsd(q), None)
-
-
 REFUSED = {
     "varlen": (varlen, "documents are the layout's"),
     "packed": (packed, "cu_seqlens_q: no method"),
@@ -126,7 +120,6 @@ REFUSED = {
     "chunk": (lambda q: tilewise.flash_attn_func(q, q, q, attention_chunk=8), "mods.chunked"),
     "attn_mask": (masked, "attn_mask inside"),
     "attn_mask of torch's": (masked_torchs, "attn_mask inside"),
-    "transformers": (transformed, "attn_implementation"),
 }
 
 
@@ -134,8 +127,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_inside_and_known_outside(name, learns):
     call, match = REFUSED[name]
-    if name == "transformers":
-        pytest.importorskip("transformers")
     q = torch.randn(1, 16, 2, 8, requires_grad=learns and name not in ("kvcache", "append"))
     call(q)  # so that the call is kept
     with td.context_parallel(td.zigzag(16, 1)):

@@ -8,9 +8,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ..ops.context_parallel import sharded_by
 from .attention import attention, check_layout
 from .layout import Layout
+from .methods import arena_for
 
 
 @contextlib.contextmanager
@@ -19,7 +22,8 @@ def context_parallel(
 ) -> Iterator[None]:
     """Inside, `tilewise.attention`, `flash_attn_func` and its packed twins, and
     `scaled_dot_product_attention` (ours, and torch's under `enable_sdpa`) are
-    `tilewise.distributed.attention` with this layout.
+    `tilewise.distributed.attention` with this layout, and so are the layers of transformers' models
+    that were loaded with `attn_implementation="tilewise"`.
 
     >>> import torch, tilewise, tilewise.distributed as td
     >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
@@ -32,8 +36,8 @@ def context_parallel(
     q, k and v are this rank's rows, of equally many queries and keys. Ids, labels and positions are
     dealt by `layout.shard(ids)`, `layout.shard(layout.shifted(labels))` and `layout.positions`.
     Call `backward` inside, too, where activations are recomputed in it: the context is one of the
-    process, for all its threads. What is not served, such as `cu_seqlens`, a cache or transformers'
-    `attn_implementation`, is a NotImplementedError and never an attention of the shard alone.
+    process, for all its threads. What is not served, such as `cu_seqlens` or a cache, is a
+    NotImplementedError and never an attention of the shard alone.
     """
     with sharded_by(Attention(check_layout(layout), method, bitwise)):
         yield
@@ -49,3 +53,8 @@ class Attention:
         """`tilewise.attention` with its arguments, by name."""
         given = dict(layout=self.layout, method=self.method, bitwise=self.bitwise)
         return attention(q, k, v, order=layout, **given, **asked)
+
+    def reporting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Inside, an error of this rank is left for the others, which would wait for it."""
+        arena = None if torch.compiler.is_compiling() else arena_for(self.layout, device)
+        return contextlib.nullcontext() if arena is None else arena.reporting()

@@ -67,6 +67,10 @@ class DeviceBarrier:
         if self.is_broken:
             self._resume(asked)
 
+    def catch_up(self, asked: str) -> None:
+        """After `abandon`, before this rank's memory is written to again."""
+        self.check(asked)
+
     def abandon(self, error: BaseException) -> None:
         """Leaves an error for the ranks that wait, and waits for none of them."""
         if self.lost is None and not isinstance(error, RankMismatch):

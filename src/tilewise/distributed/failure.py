@@ -42,6 +42,7 @@ class Barrier:
         self.timeout = timeout_of(group)
         self.number = self.passed = 0
         self.oldest = 1  # of those that this rank has left, the first that is still there
+        self.abandoned = 0  # the last barrier that this rank has left without a wait
         self.lost: str | None = None  # why no further call can be made
 
     def wait(self, asked: str, note: str = "") -> list[str]:
@@ -77,6 +78,21 @@ class Barrier:
         """Leaves an error for the ranks that wait, and waits for none of them."""
         if self.lost is None and not isinstance(error, RankMismatch):
             self._leave(f"{RAISED}{type(error).__name__}: {error}")
+            self.abandoned = self.number
+
+    def catch_up(self, asked: str) -> None:
+        """After `abandon`, before this rank's memory is written to again: waits until all have
+        come to that barrier, and so have read what the call before it published.
+        """
+        if not self.abandoned or self.lost is not None:
+            return
+        keys = [self._key(self.abandoned, rank) for rank in range(self.ranks)]
+        try:
+            self.store.wait(keys, self.timeout)
+        except dist.DistError as error:
+            self.lost = self._why(asked, keys, error)
+            raise RankLost(self.lost) from error
+        self.abandoned = 0
 
     def _leave(self, what: str) -> None:
         self.number += 1

@@ -37,11 +37,13 @@ class Arena:
         """Room for what this rank publishes next, uint8; `asked` names the call, and ranks that
         make the same one ask for as many bytes.
         """
+        self.barrier.catch_up(asked)
         if not self.room or nbytes > self.room:
             room = max(LEAST, nbytes, 2 * self.room)
             self.grow(HALVES * room, asked)
             self.room = room
-        self.half = (self.half + 1) % HALVES
+        # By barriers, which ranks count alike: a call that raised on one has published on others
+        self.half = (self.barrier.number + 1) % HALVES
         return self.of(self.rank, nbytes)
 
     def meet(self, asked: str) -> None:

@@ -52,6 +52,13 @@ def is_sharded() -> bool:
     return torch.compiler.is_compiling() or not _whole.get()  # compilers trace no `unsharded`
 
 
+def innermost() -> Any:
+    """The innermost context: its `layout`, and `reporting(device)`, inside of which an error is one
+    of all ranks.
+    """
+    return contexts[-1]
+
+
 def of_shards(**asked: Any) -> Any:
     """What the innermost context's attention gives."""
     # Where a compiler breaks its graph in a function, the locals of that have names of its own

@@ -11,6 +11,7 @@ from .attend import LayerFeatures, attend, attend_packed, attend_visible
 from .opaque import ANOTHER
 from .packed import apart, starts_of
 from .positions import PACKING
+from .shards import BESIDE, PACKED, attend_shards
 from .stored import given, padded
 from .visible import Band, Visible
 
@@ -29,6 +30,7 @@ HARMLESS = {
     "position_embeddings",
     "position_ids",  # read for packed sequences
     "return_dict",
+    "shift_labels",
     "use_cache",
 }
 BESIDE_MASK = "beside a mask of four dimensions, which says all: leave one of them out"
@@ -66,14 +68,14 @@ def attention_forward(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
-    if is_sharded():
-        raise NotImplementedError(
-            "attn_implementation='tilewise' inside of tilewise.distributed.context_parallel is not "
-            "served yet: transformers makes its masks of a shard's own positions, in which a "
-            "window longer than the shard does not show; call tilewise.attention in the model"
-        )
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
     bias, starts = kwargs.pop("position_bias", None), None
+    if is_sharded():
+        band = _band(module, is_causal, sliding_window)
+        features = LayerFeatures(scaling, softcap, s_aux, dropout, bool(deterministic), bias)
+        refuse(kwargs, dict.fromkeys(BESIDE, PACKED))
+        given_ids = kwargs.get("position_ids")
+        return attend_shards(q, k, v, attention_mask, band, features, given_ids), None
     visible: Visible | None = None
     band: Band = (None, None)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
@@ -113,12 +115,13 @@ def _of_scores(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return bias if bias is None or bias.dtype in (q.dtype, torch.float32) else bias.float()
 
 
-def refuse(kwargs: dict) -> None:
-    """Refuses unknown arguments."""
+def refuse(kwargs: dict, reasons: dict[str, str] | None = None) -> None:
+    """Refuses unknown arguments; `reasons` come before those of REASONS."""
     for name, value in kwargs.items():
         if value is None or value is False or name in HARMLESS:
             continue
-        reason = REASONS.get(name, f"it is unknown here, so it is not ignored; {ANOTHER}")
+        known = REASONS if reasons is None else REASONS | reasons
+        reason = known.get(name, f"it is unknown here, so it is not ignored; {ANOTHER}")
         raise NotImplementedError(f"{name}: {reason}")
 
 

@@ -66,6 +66,12 @@ def visible_keys(
         is_step=q_length == 1 and not allow_is_causal_skip,
         cache_position=kwargs.get("cache_position"),
     )
+    has_chunks = request.chunk is not None
+    said = dict(local_size=None if has_chunks else local_size, has_chunks=has_chunks)
+    return dataclasses.replace(_visible(request), **said)
+
+
+def _visible(request: MaskRequest) -> Visible:
     found = _found(request)
     if found is None:
         warn_slow(PAIRS)

@@ -39,7 +39,7 @@ def starts_by_positions(
         return None
     known = () if visible is None else visible.read
     for ids, version, starts in known:
-        if ids is position_ids and version == _version(position_ids):
+        if ids is position_ids and version == version_of(position_ids):
             return starts
     restarts = (position_ids[:, 1:] == 0) | (position_ids[:, 1:] < position_ids[:, :-1])
     joined = None if visible is None else joined_of(visible, batch)
@@ -58,7 +58,7 @@ def starts_by_positions(
         once = starts_from(begins.expand(batch, -1))
         starts = once, once
     if visible is not None:
-        visible.read.append((position_ids, _version(position_ids), starts))
+        visible.read.append((position_ids, version_of(position_ids), starts))
     return starts
 
 
@@ -71,7 +71,8 @@ def cut(begins: Tensor, chunk: int) -> Tensor:
     return begins | ((place - begun) % chunk == 0)
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
+    """What changes where a tensor is written to."""
     return 0 if x.is_inference() else x._version  # inference tensors count none
 
 

@@ -43,6 +43,9 @@ class Visible(NoTensor):
     kept: Tensor | None = None  # int32, how many of each one's keys, if they begin as its queries
     chunk: int | None = None  # sequences are cut in pieces of so many tokens
     mask: Tensor | None = None  # bool, joins the band: (batch, 1, 1 or queries, keys)
+    # What the model said, also where these keys are too few to show it
+    local_size: int | None = None  # keys of a window, its own included
+    has_chunks: bool = False
     agreed: list[Tensor] = dataclasses.field(default_factory=list)  # `cu_seq_lens` that say so, too
     read: list[tuple] = dataclasses.field(default_factory=list)  # position ids, and what they say
     ndim = 4  # models ask a mask for it, and flatten or pad what has less
