@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-import tilewise  # noqa: E402
-from tilewise.testing import use_emulator, use_interpreter  # noqa: E402
+import tilewise
+from tilewise.testing import use_emulator, use_interpreter
 
 MODES = {"portable": use_interpreter, "hopper": use_emulator}
 INT32 = torch.int32
