@@ -93,9 +93,8 @@ def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> rows.
     layout = asked.layout
     published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], layout)
     pulls = pulls_of(layout, *asked.sides)
-    make = torch.empty if pulls.is_whole else torch.zeros
-    like, batch = dict(device=k.device, dtype=k.dtype), k.shape[0]
-    found = [make(layout.seqlen, batch, *x.shape[2:], **like) for x in (k, v)]
+    shapes = [(layout.seqlen, x.shape[0], *x.shape[2:]) for x in (k, v)]
+    found = [(k.new_empty if pulls.is_whole else k.new_zeros)(shape) for shape in shapes]
     arrivals = []
     with arena.copying():
         for pulled in pulls.by_span:

@@ -25,8 +25,8 @@ def empty_grads(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras
 ) -> Grads:
     """One gradient per input, of its strides and dtype; in fp32 of k and v where that is asked."""
-    exact = dict(dtype=torch.float32) if problem.has_fp32_key_grads else {}
+    dtype = torch.float32 if problem.has_fp32_key_grads else k.dtype
     dsinks = None if extras.sinks is None else torch.empty_like(extras.sinks)
     dbias = torch.empty_like(extras.bias) if problem.has_bias_grad else None
-    of_keys = (torch.empty_like(x, **exact) for x in (k, v))
+    of_keys = (torch.empty_like(x, dtype=dtype) for x in (k, v))
     return Grads(torch.empty_like(q), *of_keys, dsinks, dbias)
