@@ -4,6 +4,7 @@ served there never attends to the shard alone.
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -51,9 +52,6 @@ FUNCTIONS = {
         tilewise.scaled_dot_product_attention(bhsd(q), bhsd(k), bhsd(v), is_causal=True)
     ),
     "torch's": of_torch,
-    "compiled": torch.compile(
-        lambda q, k, v: tilewise.attention(q, k, v, causal=True, sinks=SINKS), backend="eager"
-    ),
 }
 
 
@@ -167,6 +165,24 @@ def test_contexts_nest_and_end():
         with pytest.raises(ArgumentError, match="of 8"):
             tilewise.attention(q, q, q)
     assert not is_sharded()
+
+
+def test_a_context_is_one_of_all_threads():
+    """Autograd recomputes in threads of its own, on a GPU, what a checkpoint has dropped."""
+    q, found = torch.randn(1, 16, 2, 8), []
+    layout = td.from_positions([torch.arange(15, -1, -1)], 1)
+
+    def attend():
+        found.append(tilewise.attention(q, q, q, causal=True))
+
+    with td.context_parallel(layout):
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+    attend()
+    assert not torch.equal(*found)
+    whole = q.flip(1)
+    assert torch.equal(found[0], tilewise.attention(whole, whole, whole, causal=True).flip(1))
 
 
 def test_import_tilewise_does_not_import_it():

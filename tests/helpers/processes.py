@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 
+PRELOADED = "torch", "torch.distributed.tensor", "torch._dynamo", "tilewise.distributed"
 TIMEOUT = 20.0  # seconds of the group, within which a test that hangs ends
 
 
@@ -20,7 +21,7 @@ def run(main, ranks: int, *args, timeout: float = TIMEOUT, killed: tuple[int, ..
     The ranks in `killed` must end by a signal, and the others must not.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tilewise.distributed"])
+    context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -32,7 +32,7 @@ RANKS = [
 RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
 # Of a folder the rooms, the floors and the arrows: `python tests/helpers/import_graph.py` counts.
 COUNTS = {
-    "": (23, 12, 104),
+    "": (23, 12, 105),
     "kernels": (5, 2, 3),
     "kernels/hopper": (22, 6, 55),
 }

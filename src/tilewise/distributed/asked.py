@@ -42,6 +42,7 @@ class Asked(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
     bitwise: bool = True
+    learns: bool = False  # whether a gradient will be asked for
     modifiers: FlatMods = NO_MODIFIERS
     words: str = ""  # what all ranks must ask alike
 
@@ -89,25 +90,31 @@ def check(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Asked:
                 "alibi_slopes of (batch, nheads) beside documents: pass those of (nheads,)"
             )
     modifiers = modifiers_of(asked.mask_mod, asked.score_mod, None, sizes)
-    if layout.ranks > 1 and any(x.requires_grad for x in modifiers.captured):
-        raise NotImplementedError(
-            "a score_mod that captured a tensor that requires a gradient: no method of "
-            "tilewise.distributed computes it yet, so detach() the tensor"
-        )
+    if layout.ranks > 1:
+        check_captured(modifiers)
     checked = asked._replace(
         dropout_p=p,
         dropout_rng=rng if p else None,
         deterministic=check_flag("deterministic", asked.deterministic),
         bitwise=check_flag("bitwise", asked.bitwise),
+        learns=asked.learns or ops.needs_grad(q, k, v, asked.sinks),
         modifiers=modifiers,
     )
     return checked._replace(words=_words(checked, q, k, v))
 
 
+def check_captured(modifiers: FlatMods) -> None:
+    """Refuses functions that would have to learn."""
+    if any(x.requires_grad for x in modifiers.captured):
+        raise NotImplementedError(
+            "a score_mod that captured a tensor that requires a gradient: no method of "
+            "tilewise.distributed computes it yet, so detach() the tensor"
+        )
+
+
 def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The call in words, but for the tokens, of which each rank has its own number."""
     layout, rng = asked.layout, asked.dropout_rng
-    learns = ops.needs_grad(q, k, v, asked.sinks)
     if rng is not None:  # what is on a GPU is not read: that would wait for it
         rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
     options = (
@@ -122,7 +129,8 @@ def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
         ("bitwise", None if asked.bitwise else False),
     )
     return _text(
-        layout, q.shape, k.shape, v.shape, q.dtype, asked.causal, asked.sides, learns, options
+        *(layout, q.shape, k.shape, v.shape, q.dtype),
+        *(asked.causal, asked.sides, asked.learns, options),
     )
 
 

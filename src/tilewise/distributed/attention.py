@@ -15,15 +15,12 @@ from ..frontend.scalars import check_layout as check_order
 from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.context_parallel import unsharded
-from . import heads, ring, stream, whole
-from .arena import arena_of
+from . import dtensor, operator
 from .asked import Asked, check
 from .layout import Layout
-from .plan import plan
+from .methods import arena_for, attend
 
 Tensor = torch.Tensor
-METHODS = {"heads": heads, "stream": stream, "ring": ring}
-ASKED_FOR = ("ring",)  # by name, and never chosen
 
 # Arguments of `tilewise.attention` that no method serves, and what to do instead
 DOCUMENTS = "documents are the layout's: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
@@ -37,6 +34,9 @@ NOT_SERVED = {
     "bias": "say it as a score_mod of positions",
     "block_mask": "pass its predicate as mask_mod",
     "page_table": "call tilewise.attention, on whole sequences",
+    "backward": "it is of FP8, which no method serves",
+    "out_dtype": "it is of FP8, which no method serves",
+    "q_descale": "call tilewise.attention, on whole sequences",
     "k_descale": "call tilewise.attention, on whole sequences",
     "v_descale": "call tilewise.attention, on whole sequences",
     "split_size": "call tilewise.attention, on whole sequences",
@@ -100,63 +100,49 @@ def attention(
     layout = check_layout(layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    arena = None if layout.ranks == 1 else arena_of(layout.group, q.device)
-    reporting = contextlib.nullcontext() if arena is None else arena.reporting()
-    with reporting, unsharded():
+    places = None
+    if dtensor.are_dtensors(q, k, v):
+        places = dtensor.places_of(layout, q, k, v, order)
+        dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
+        q, k, v = (x.to_local() for x in (q, k, v))
+        alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
+        sinks = dtensor.of_heads(places, sinks, True)
+    inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
+    numbers = causal, scale, window, softcap
+    learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
+    asked = Asked(layout, *numbers, *learned, deterministic, backend, bitwise)
+    if operator.is_traced(*inputs):
         _refuse(others)
-        check_order(order)
-        return_lse, packed = check_flag("return_lse", return_lse), q.dim() == 3
-        if packed and layout.cu_seqlens is not None:
-            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        elif order == "bhsd":
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if is_any_autocast_on():
-            q, k, v = ops.autocast(q, k, v)
-        learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
-        numbers = causal, scale, window, softcap
-        asked = Asked(layout, *numbers, *learned, deterministic, backend, bitwise)
-        asked = check(asked, q, k, v)
-        chosen = choose(asked, method, q, k, v)
-        if arena is None:
-            out, lse = whole.alone(asked, q, k, v)
-        elif chosen == "heads":
-            out, lse = heads.attend(arena, asked, q, k, v, return_lse)
-        elif chosen == "ring":
-            out, lse = ring.attend(arena, asked, q, k, v)
-        else:
-            out, lse = stream.attend(arena, asked, q, k, v)
-    if packed and layout.cu_seqlens is not None:
+        inputs = _ordered(inputs, order, is_packed)
+        out, lse = operator.attention(asked, method, *inputs)
+    else:
+        arena = arena_for(layout, q.device)
+        reporting = contextlib.nullcontext() if arena is None else arena.reporting()
+        with reporting, unsharded():
+            _refuse(others)
+            inputs = _ordered(inputs, order, is_packed)
+            return_lse = check_flag("return_lse", return_lse)
+            out, lse = attend(arena, check(asked, *inputs), method, inputs, return_lse)
+    if is_packed:
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     elif order == "bhsd":
         out = out.transpose(1, 2)
+    if places is not None:
+        out, lse = dtensor.joined(places, out, lse)
     return (out, lse) if return_lse and lse is not None else out
 
 
-def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The method of a call; NotImplementedError with what can where one is asked that cannot."""
-    if method is not None and method not in METHODS:
-        raise ArgumentError(
-            f"method={method!r}: it must be {' or '.join(map(repr, METHODS))}, or None to choose"
-        )
-    nheads, nheads_k = q.shape[2], k.shape[2]
-    reasons = {name: x.supports(asked, nheads, nheads_k) for name, x in METHODS.items()}
-    serves = [name for name, reason in reasons.items() if reason is None]
-    if method is not None:
-        if reasons[method] is not None:
-            others = " or ".join(f'method="{name}"' for name in serves)
-            raise NotImplementedError(f"method={method!r}: {reasons[method]}; {others} serves this")
-        return method
-    serves = [name for name in serves if name not in ASKED_FOR]
-    if len(serves) == 1:
-        return serves[0]
-    found = plan(
-        *(asked.layout, nheads, nheads_k, q.shape[3], v.shape[3]),
-        batch=q.shape[0],
-        causal=asked.causal is not False,
-        window=asked.sides,
-        itemsize=q.itemsize,
-    )
-    return found.method
+def _ordered(
+    inputs: tuple[Tensor, Tensor, Tensor], order: str, is_packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, tokens, heads, headdim), in the dtype of autocast."""
+    check_order(order)
+    q, k, v = inputs
+    if is_packed:
+        q, k, v = (x.unsqueeze(0) for x in inputs)
+    elif order == "bhsd":
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+    return ops.autocast(q, k, v) if is_any_autocast_on() else (q, k, v)
 
 
 def check_layout(layout: Any) -> Layout:

@@ -5,11 +5,8 @@ each rank has its shard. Nothing is patched: the calls look for the context.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from ..ops.context_parallel import sharded_by
 from .attention import attention, check_layout
@@ -34,19 +31,21 @@ def context_parallel(
 
     q, k and v are this rank's rows, of equally many queries and keys. Ids, labels and positions are
     dealt by `layout.shard(ids)`, `layout.shard(layout.shifted(labels))` and `layout.positions`.
-    Call `backward` inside, too, where activations are recomputed in it. What is not served, such
-    as `cu_seqlens`, a cache or transformers' `attn_implementation`, is a NotImplementedError and
-    never an attention of the shard alone.
+    Call `backward` inside, too, where activations are recomputed in it: the context is one of the
+    process, for all its threads. What is not served, such as `cu_seqlens`, a cache or transformers'
+    `attn_implementation`, is a NotImplementedError and never an attention of the shard alone.
     """
-    layout = check_layout(layout)
-
-    def attend(*, q: Any, k: Any, v: Any, **asked: Any) -> Any:
-        order = asked.pop("layout", "bshd")
-        given = dict(layout=layout, order=order, method=method, bitwise=bitwise)
-        return attention(q, k, v, **given, **asked)
-
-    untraced: Any = attend
-    if "torch._dynamo" in sys.modules:  # compilers break their graphs here, and trace no barriers
-        untraced = torch.compiler.disable(attend)
-    with sharded_by(untraced):
+    with sharded_by(Attention(check_layout(layout), method, bitwise)):
         yield
+
+
+class Attention:
+    """The calls inside of a context."""
+
+    def __init__(self, layout: Layout, method: str | None, bitwise: bool) -> None:
+        self.layout, self.method, self.bitwise = layout, method, bitwise
+
+    def __call__(self, *, q: Any, k: Any, v: Any, layout: str = "bshd", **asked: Any) -> Any:
+        """`tilewise.attention` with its arguments, by name."""
+        given = dict(layout=self.layout, method=self.method, bitwise=self.bitwise)
+        return attention(q, k, v, order=layout, **given, **asked)

@@ -10,7 +10,7 @@ import torch
 from ..errors import ArgumentError
 from .balance import balanced
 from .group import members_of
-from .layout import Layout, Run, check_starts
+from .layout import Layout, Run, check_starts, made
 
 Tensor = torch.Tensor
 
@@ -117,7 +117,7 @@ def _cut(index: int, size: int, seqlen: int) -> Run:
 def _layout(kind: str, seqlen: int, runs: Sequence[Sequence[Run]], group: Any) -> Layout:
     members = members_of(group)
     joined = tuple(map(_joined, runs))
-    return Layout(kind, seqlen, joined, members.rank, group=members.group)
+    return made(Layout(kind, seqlen, joined, members.rank, group=members.group))
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:

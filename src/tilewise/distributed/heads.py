@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..problem import Grads, Saved
 from . import whole
 from .asked import Asked
 from .exchange import publish_parts, publish_rows, runs_in_turn
@@ -47,6 +48,31 @@ def attend(
     lse = lse.transpose(1, 2).unsqueeze(-1)
     out, lse = _Exchange.apply(arena, asked.layout, words, False, out, lse)
     return out, lse.squeeze(-1).transpose(1, 2)
+
+
+def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
+    """The gradients of `attend`, of what a compiled graph has kept, which is rows: heads are
+    exchanged for them once more.
+    """
+    layout, (dout, dlse, q, k, v, out, lse) = asked.layout, saved
+    ranks, rank = layout.ranks, layout.rank
+    each = q.shape[2] // ranks
+    mine = slice(rank * each, (rank + 1) * each)
+    by_row = [q, k, v, out, lse.transpose(1, 2).unsqueeze(-1), dout]
+    by_row += [] if dlse is None else [dlse.transpose(1, 2).unsqueeze(-1)]
+    words = f"the backward of attention (heads): {asked.words}"
+    with arena.reporting():
+        q, k, v, out, lse, dout, *dlses = _exchange(arena, layout, words, True, by_row)
+        lse, *dlses = (x.squeeze(-1).transpose(1, 2).contiguous() for x in (lse, *dlses))
+        given = Saved(dout, dlses[0] if dlses else None, q, k, v, out, lse)
+        grads = whole.backward(asked, given, mine)
+        words = f"the results of {words}"
+        dq, dk, dv = _exchange(arena, layout, words, False, [grads.dq, grads.dk, grads.dv])
+    dsinks = None
+    if asked.sinks is not None and grads.dsinks is not None:
+        dsinks = torch.zeros_like(asked.sinks)
+        dsinks[mine] = grads.dsinks
+    return Grads(dq, dk, dv, dsinks)
 
 
 class _Exchange(torch.autograd.Function):

@@ -8,11 +8,12 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..errors import ArgumentError
 from ..frontend.scalars import Window, band
@@ -82,6 +83,17 @@ class Layout:
                 row, start = row + stop - start, stop
         return tuple(found)
 
+    @cached_property
+    def table(self) -> Tensor:
+        """The layout in int64 numbers, which operators and compiled graphs take as they take any
+        tensor: one graph serves all layouts. `layout_of` reads it.
+        """
+        named = f"{self.kind}\n{'' if self.group is None else self.group.group_name}".encode()
+        starts = () if self.cu_seqlens is None else self.cu_seqlens
+        counts = len(named), self.seqlen, self.rank, self.ranks, len(starts), *map(len, self.runs)
+        places = (x for runs in self.runs for run in runs for x in run)
+        return torch.tensor([*counts, *named, *starts, *places])
+
     def at(self, rank: int) -> Layout:
         """The same as another rank sees it.
 
@@ -101,7 +113,7 @@ class Layout:
         >>> td.contiguous(5, 2).packed([0, 2, 5]).positions
         tensor([0, 1, 0])
         """
-        return replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen))
+        return made(replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen)))
 
     def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
         """Of a tensor of all tokens those of this rank, along `dim`: 1, or 0 where there is no
@@ -224,6 +236,32 @@ class Layout:
         parts = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(parts, padded, group=self.group)
         return [part[:count].movedim(0, dim) for part, count in zip(parts, self.counts)]
+
+
+def made(layout: Layout) -> Layout:
+    """A layout with its table, which torch.compile finds and does not trace."""
+    _ = layout.table
+    return layout
+
+
+def layout_of(table: Tensor) -> Layout:
+    """The layout of a table."""
+    numbers = tuple(table.tolist())
+    names = numbers[5 + numbers[3] :][: numbers[0]]
+    name = bytes(names).decode().partition("\n")[2]
+    group = distributed_c10d._resolve_process_group(name) if name else None
+    return _layout_of(numbers, group)
+
+
+@lru_cache(maxsize=64)
+def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
+    n_letters, seqlen, rank, ranks, n_starts, *rest = numbers
+    found = iter(rest)
+    lengths = tuple(itertools.islice(found, ranks))
+    kind = bytes(itertools.islice(found, n_letters)).decode().partition("\n")[0]
+    starts = tuple(itertools.islice(found, n_starts)) or None
+    runs = tuple(tuple((next(found), next(found)) for _ in range(n)) for n in lengths)
+    return Layout(kind, seqlen, runs, rank, starts, group)
 
 
 def check_starts(cu_seqlens: Sequence[int] | Tensor, seqlen: int | None = None) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import Extras, Saved
+from ..problem import Saved
 from . import whole
 from .asked import Asked
 from .layout import Layout
-from .rows import Partial, gradients_of
+from .rows import Partial
 
 Tensor = torch.Tensor
 
@@ -33,24 +33,13 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
     0, give none.
     """
     layout, (dout, dlse, q, k, v, out, lse) = asked.layout, saved
-    batch, seqlen = k.shape[:2]
     dout, q, out = (place(layout, x) for x in (dout, q, out))
     lse = place(layout, lse, 2, torch.inf)
     dlse = None if dlse is None else place(layout, dlse, 2)
-    starts = whole.packing(asked, k)
-    if starts is not None:
-        dout, q, k, v, out = (x.flatten(0, 1)[None] for x in (dout, q, k, v, out))
-        lse = lse.transpose(0, 1).flatten(1, 2)[None]
-        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1, 2)[None]
-    sinks = None if asked.sinks is None else asked.sinks.to(lse.dtype)
-    lengths = None, None, starts, starts
-    modified = None, asked.dropout_rng, asked.modifiers.captured
-    extras = Extras(asked.alibi_slopes, sinks, *lengths, *modified)
-    align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
-    saved = Saved(dout, dlse, q, k, v, out, lse)
-    found = gradients_of(asked, saved, align, *asked.sides, extras)
-    dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
-    return Partial(layout.shard(dq), dk.to(lse.dtype), dv.to(lse.dtype), found.dsinks)
+    exact = asked._replace(sinks=None if asked.sinks is None else asked.sinks.to(lse.dtype))
+    found = whole.backward(exact, Saved(dout, dlse, q, k, v, out, lse))
+    dk, dv = found.dk.to(lse.dtype), found.dv.to(lse.dtype)
+    return Partial(layout.shard(found.dq), dk, dv, found.dsinks)
 
 
 def place(layout: Layout, x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..frontend.attention import call
-from ..problem import OPEN, Extras, Saved
+from ..problem import OPEN, Extras, Grads, Saved
 from ..reference import merge_states
 from .asked import Asked
 from .exchange import Published, publish
@@ -142,17 +142,22 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
-        arena, asked = ctx.arena, ctx.asked
-        with arena.reporting():
-            partial = _gradients(arena, asked, Saved(dout, dlse, q, k, v, out, lse))
-            words = f"the sums of the backward of attention (ring): {asked.words}"
-            dk, dv = summed(arena, asked, partial, words)
-            arena.settle(partial.dq, dk, dv)
-        dsinks, dtype = partial.dsinks, k.dtype
-        if dsinks is not None and asked.sinks is not None:
-            dsinks = dsinks.to(asked.sinks.dtype)
-        return None, None, partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+        saved = Saved(dout, dlse, *ctx.saved_tensors)
+        grads = backward(ctx.arena, ctx.asked, saved)
+        return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
+
+
+def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
+    """The gradients of `attend`."""
+    with arena.reporting():
+        partial = _gradients(arena, asked, saved)
+        words = f"the sums of the backward of attention (ring): {asked.words}"
+        dk, dv = summed(arena, asked, partial, words)
+        arena.settle(partial.dq, dk, dv)
+    dsinks, dtype = partial.dsinks, saved.k.dtype
+    if dsinks is not None and asked.sinks is not None:
+        dsinks = dsinks.to(asked.sinks.dtype)
+    return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
 
 
 def _gradients(arena: Arena, asked: Asked, saved: Saved) -> Partial:

@@ -192,7 +192,13 @@ def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
 
 
 def gradients_of(
-    asked: Asked, saved: Saved, align: str, left: int, right: int, extras: Extras | None = None
+    asked: Asked,
+    saved: Saved,
+    align: str,
+    left: int,
+    right: int,
+    extras: Extras | None = None,
+    is_long: bool = False,
 ) -> Grads:
     """Those of one call of the library."""
     sinks = None if asked.sinks is None else asked.sinks.to(saved.lse.dtype)
@@ -207,6 +213,7 @@ def gradients_of(
         deterministic=asked.deterministic,
         dropout_p=asked.dropout_p,
         mods=asked.modifiers.mods,
+        is_long=is_long,
     )
     problem = checked.problem
     if q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..problem import Saved
+from ..problem import Grads, Saved
 from . import packed_runs, placed, rows
 from .asked import Asked
 from .exchange import Published, publish, publish_rows, pulls_of
@@ -62,30 +62,36 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
-        arena, asked = ctx.arena, ctx.asked
-        words = f"the backward of attention (stream): {asked.words}"
-        with arena.reporting():
-            keys = _pull(arena, asked, k, v, words)
-            dout = torch.zeros_like(out) if dout is None else dout
-            exact = rows.working_dtype(q)
-            dout, q, out = (x.to(exact) for x in (dout, q, out))
-            if exact != k.dtype:
-                keys.arrive_all()
-                keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
-            saved = Saved(dout, dlse, q, keys.k, keys.v, out, lse)
-            if asked.is_modified:
-                keys.arrive_all()
-                partial = placed.gradients(asked, saved)
-            else:
-                partial = by_runs(asked, q).gradients(asked, saved, keys)
-            dk, dv = summed(arena, asked, partial, f"the sums of {words}")
-            arena.settle(partial.dq, dk, dv)
-        dsinks = partial.dsinks
-        if dsinks is not None and asked.sinks is not None:
-            dsinks = dsinks.to(asked.sinks.dtype)
-        dtype = k.dtype
-        return None, None, partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+        saved = Saved(dout, dlse, *ctx.saved_tensors)
+        grads = backward(ctx.arena, ctx.asked, saved)
+        return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
+
+
+def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
+    """The gradients of `attend`."""
+    dout, dlse, q, k, v, out, lse = saved
+    words = f"the backward of attention (stream): {asked.words}"
+    with arena.reporting():
+        keys = _pull(arena, asked, k, v, words)
+        dout = torch.zeros_like(out) if dout is None else dout
+        exact = rows.working_dtype(q)
+        dout, q, out = (x.to(exact) for x in (dout, q, out))
+        if exact != k.dtype:
+            keys.arrive_all()
+            keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
+        given = Saved(dout, dlse, q, keys.k, keys.v, out, lse)
+        if asked.is_modified:
+            keys.arrive_all()
+            partial = placed.gradients(asked, given)
+        else:
+            partial = by_runs(asked, q).gradients(asked, given, keys)
+        dk, dv = summed(arena, asked, partial, f"the sums of {words}")
+        arena.settle(partial.dq, dk, dv)
+    dsinks = partial.dsinks
+    if dsinks is not None and asked.sinks is not None:
+        dsinks = dsinks.to(asked.sinks.dtype)
+    dtype = k.dtype
+    return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
 
 
 def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> rows.Keys:

@@ -8,8 +8,10 @@ import itertools
 
 import torch
 
-from ..frontend.attention import attention
+from ..frontend.attention import attention, is_long
+from ..problem import Extras, Grads, Saved
 from .asked import Asked
+from .rows import gradients_of
 
 Tensor = torch.Tensor
 
@@ -51,6 +53,30 @@ def attend(
     return out.unflatten(0, (batch, seqlen)), lse
 
 
+def backward(asked: Asked, saved: Saved, heads: slice = slice(None)) -> Grads:
+    """The gradients of `attend`."""
+    dout, dlse, q, k, v, out, lse = saved
+    batch, seqlen = q.shape[:2]
+    starts, slopes = packing(asked, q), asked.alibi_slopes
+    if starts is not None:
+        dout, q, k, v, out = (x.flatten(0, 1)[None] for x in (dout, q, k, v, out))
+        lse = lse.transpose(0, 1).flatten(1, 2)[None]
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1, 2)[None]
+    extras = Extras(
+        None if slopes is None else slopes[..., heads],
+        None if asked.sinks is None else asked.sinks[heads],
+        *(None, None, starts, starts),
+        dropout_rng=asked.dropout_rng,
+        captured=asked.modifiers.captured,
+    )
+    align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
+    saved = Saved(dout, dlse, q, k, v, out, lse)
+    has_long = starts is not None and is_long(longest(asked))
+    found = gradients_of(asked, saved, align, *asked.sides, extras, has_long)
+    grads = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
+    return Grads(*grads, found.dsinks)
+
+
 def packing(asked: Asked, q: Tensor) -> Tensor | None:
     """Where the documents begin, those of all rows of the batch end to end, int32."""
     starts, seqlen = asked.layout.cu_seqlens, asked.layout.seqlen
@@ -77,3 +103,12 @@ def alone(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     q, k, v = (layout.unshard([x]) for x in (q, k, v))
     out, lse = attend(asked, q, k, v)
     return layout.shard(out), layout.shard(lse, 2)
+
+
+def alone_backward(asked: Asked, saved: Saved) -> Grads:
+    """The gradients of `alone`."""
+    layout, (dout, dlse, *inputs, out, lse) = asked.layout, saved
+    dout, *inputs, out = (layout.unshard([x]) for x in (dout, *inputs, out))
+    lse, dlse = (None if x is None else layout.unshard([x], 2) for x in (lse, dlse))
+    grads = backward(asked, Saved(dout, dlse, *inputs, out, lse))
+    return Grads(*(layout.shard(x) for x in grads[:3]), grads.dsinks)

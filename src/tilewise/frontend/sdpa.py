@@ -92,7 +92,7 @@ def with_lse(
     """`scaled_dot_product_attention` and the log-sum-exp of each row, (batch, nheads, seqlen_q) of
     the batch that dimensions before them make.
     """
-    if shards.entered and shards.is_sharded():
+    if shards.contexts and shards.is_sharded():
         given = attn_mask, dropout_p, is_causal, scale, enable_gqa
         return sharded.sdpa((query, key, value), *given, WORDS)
     is_deterministic = torch.are_deterministic_algorithms_enabled()

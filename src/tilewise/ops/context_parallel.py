@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -19,54 +18,52 @@ from typing import Any
 import torch
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_attend: ContextVar[Callable[..., Any] | None] = ContextVar("tilewise_shards", default=None)
-entered: int = 0  # contexts of this process; without one callers ask nothing else
-_lock = threading.Lock()
+# The attentions of the contexts that the process is inside of, the innermost last. Of the process,
+# not of a thread: autograd computes on threads of its own what a checkpoint has dropped. And what a
+# compiler reads, so that a graph which was compiled outside is not run inside.
+contexts: list[Callable[..., Any]] = []
+_whole: ContextVar[bool] = ContextVar("tilewise_whole", default=False)
 
 
 @contextlib.contextmanager
 def sharded_by(attend: Callable[..., Any]) -> Iterator[None]:
     """Inside, calls go to `attend`, which takes the arguments of `tilewise.attention`."""
-    global entered
-    with _lock:
-        entered += 1
-    token = _attend.set(attend)
+    contexts.append(attend)
     try:
         yield
     finally:
-        _attend.reset(token)
-        with _lock:
-            entered -= 1
+        contexts.pop()
 
 
 @contextlib.contextmanager
 def unsharded() -> Iterator[None]:
-    """Inside, calls are of whole sequences again."""
-    token = _attend.set(None)
+    """Inside, calls of this thread are of whole sequences again."""
+    token = _whole.set(True)
     try:
         yield
     finally:
-        _attend.reset(token)
+        _whole.reset(token)
 
 
 def is_sharded() -> bool:
     """Whether a call belongs to `of_shards`."""
-    return entered > 0 and _attend.get() is not None
+    if not contexts:
+        return False
+    return torch.compiler.is_compiling() or not _whole.get()  # compilers trace no `unsharded`
 
 
 def of_shards(**asked: Any) -> Any:
-    """What the context's attention gives."""
-    attend = _attend.get()
+    """What the innermost context's attention gives."""
     # Where a compiler breaks its graph in a function, the locals of that have names of its own
     asked = {name: x for name, x in asked.items() if not name.startswith("__")}
-    return None if attend is None else attend(**asked)
+    return contexts[-1](**asked)
 
 
 def refuse_shards() -> None:
     """NotImplementedError inside of a context that this call does not know, however it came
     there.
     """
-    if entered and _attend.get() is not None:
+    if contexts and is_sharded():
         raise NotImplementedError(
             "inside of tilewise.distributed.context_parallel q, k and v are shards of sequences, "
             "and this call would leave the keys of the other shards out: tilewise.attention, "

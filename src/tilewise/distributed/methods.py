@@ -1,0 +1,73 @@
+"""Which method serves a call, and the call itself, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ArgumentError
+from ..problem import Grads, Saved
+from . import heads, ring, stream, whole
+from .arena import Arena, arena_of
+from .asked import Asked
+from .layout import Layout
+from .plan import plan
+
+Tensor = torch.Tensor
+METHODS = {"heads": heads, "stream": stream, "ring": ring}
+ASKED_FOR = ("ring",)  # by name, and never chosen
+
+
+def arena_for(layout: Layout, device: torch.device) -> Arena | None:
+    """What the ranks of a layout exchange tensors through; None where there is one rank."""
+    return None if layout.ranks == 1 else arena_of(layout.group, device)
+
+
+def attend(
+    arena: Arena | None,
+    asked: Asked,
+    method: str | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`out` and, where it is asked for, `lse` of a rank's rows, differentiable."""
+    chosen = choose(asked, method, *inputs)
+    if arena is None:
+        return whole.alone(asked, *inputs)
+    if chosen == "heads":
+        return heads.attend(arena, asked, *inputs, return_lse)
+    return METHODS[chosen].attend(arena, asked, *inputs)
+
+
+def backward(arena: Arena | None, asked: Asked, method: str | None, saved: Saved) -> Grads:
+    """The gradients of `attend`, of its inputs and outputs."""
+    chosen = choose(asked, method, saved.q, saved.k, saved.v)
+    if arena is None:
+        return whole.alone_backward(asked, saved)
+    return METHODS[chosen].backward(arena, asked, saved)
+
+
+def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The method of a call; NotImplementedError with what can where one is asked that cannot."""
+    if method is not None and method not in METHODS:
+        raise ArgumentError(
+            f"method={method!r}: it must be {' or '.join(map(repr, METHODS))}, or None to choose"
+        )
+    nheads, nheads_k = q.shape[2], k.shape[2]
+    reasons = {name: x.supports(asked, nheads, nheads_k) for name, x in METHODS.items()}
+    serves = [name for name, reason in reasons.items() if reason is None]
+    if method is not None:
+        if reasons[method] is not None:
+            others = " or ".join(f'method="{name}"' for name in serves)
+            raise NotImplementedError(f"method={method!r}: {reasons[method]}; {others} serves this")
+        return method
+    serves = [name for name in serves if name not in ASKED_FOR]
+    if len(serves) == 1:
+        return serves[0]
+    found = plan(
+        *(asked.layout, nheads, nheads_k, q.shape[3], v.shape[3]),
+        batch=q.shape[0],
+        causal=asked.causal is not False,
+        window=asked.sides,
+        itemsize=q.itemsize,
+    )
+    return found.method
