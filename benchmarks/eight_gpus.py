@@ -155,12 +155,13 @@ def checked_bits(tell: Tell, device: str, is_dry: bool) -> list[str]:
     dtype = torch.float32 if is_dry else torch.bfloat16
     seqlen, heads, headdim = 2 * ranks * unit, (2 * ranks, ranks), 16 if is_dry else 128
     draw = torch.Generator(device=device).manual_seed(1)
-    shape = dict(generator=draw, device=device)
+    shape: Any = dict(generator=draw, device=device)
     q = torch.randn(1, seqlen, heads[0], headdim, **shape).to(dtype)
     k, v = (torch.randn(1, seqlen, heads[1], headdim, **shape).to(dtype) for _ in range(2))
     layouts = td.zigzag(seqlen), td.contiguous(seqlen), td.striped(seqlen, block=unit // 2)
     window = (unit + unit // 3, 0)
-    for options in (dict(causal=True), dict(causal=True, window=window), {}):
+    asked: list[dict[str, Any]] = [dict(causal=True), dict(causal=True, window=window), {}]
+    for options in asked:
         expected = tilewise.attention(q, k, v, return_lse=True, **options)
         for layout in layouts:
             mine = [layout.shard(x) for x in (q, k, v)]

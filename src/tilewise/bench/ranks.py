@@ -80,7 +80,8 @@ def _start(rank: int, main: Main, ranks, device, address, args, said, path) -> N
         said.put(("end", ""))
     except BaseException:
         said.put(("error", f"rank {rank}:\n{traceback.format_exc()}"))
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)  # gloo's threads may outlive Python's end (pytorch/pytorch#190489)
 
 

@@ -126,8 +126,9 @@ def one_process(of: Sharded) -> Any:
         if starts is None:
             return tilewise.attention(q, k, v, **of.options)
         at = torch.tensor(starts, dtype=torch.int32, device=q.device)
-        lengths = dict(cu_seqlens_q=at, cu_seqlens_k=at)
-        return tilewise.attention(q[0], k[0], v[0], **of.options, **lengths)[None]
+        lengths: Any = dict(cu_seqlens_q=at, cu_seqlens_k=at)
+        out: Any = tilewise.attention(q[0], k[0], v[0], **of.options, **lengths)
+        return out[None]
 
     return whole
 

@@ -91,7 +91,7 @@ def run_case(of: Sharded, asked: Asked, common: Stamp) -> list[Outcome[Sharded]]
             spread = ratio([of.ranks * t for t in times[name]], times[ONE])
             share = 1 if name == ONE else of.ranks  # of the FLOPs, on each GPU
             extra = x.extra if name == ONE else {**x.extra, "of_ideal": spread.median}
-            more = dict(flops=of.flops / share, extra=extra)
+            more: Any = dict(flops=of.flops / share, extra=extra)
             row = Row.of(common, of, name, times[name], x.verdict, **more)
             x = Outcome(of, name, row, None if name == ONE else spread)
         outcomes.append(x)
@@ -108,6 +108,7 @@ def prepared(
 ) -> Ready | Outcome[Sharded]:
     """A side, once it was asked and checked on all ranks, or why it is not timed."""
     found: Any = None
+    mine: Any = None
     reason, wrong = "", ""
     try:
         found = side(name, of, device, stack)
@@ -235,7 +236,8 @@ def agreed(what: str) -> list[str]:
 
 def lines_of(of: Sharded, outcomes: Sequence[Outcome[Sharded]]) -> list[str]:
     """The lines of a case; a rate is that of each GPU."""
-    rows = [("", "ms", "p20-p80", "TFLOP/s", "error", "bound", "same bits", "of ideal")]
+    head = ("", "ms", "p20-p80", "TFLOP/s", "error", "bound", "same bits", "of ideal")
+    rows: list[tuple[str, ...]] = [head]
     for outcome in outcomes:
         if (row := outcome.row) is None:
             rows.append((f"  {outcome.provider}", why_not(outcome)))

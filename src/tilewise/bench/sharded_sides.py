@@ -65,7 +65,7 @@ def layout_of(of: Sharded, method: str) -> td.Layout:
 
 def _ours(method: str, of: Sharded) -> Side:
     layout = layout_of(of, method)
-    more = dict(bitwise=False) if method == "ring" else {}
+    more: Any = dict(bitwise=False) if method == "ring" else {}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return td.attention(q, k, v, layout=layout, method=method, **of.options, **more)
@@ -116,7 +116,7 @@ def ring_flash_attn_files() -> Any:
 def _forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax):
     """flash-attn's, as ring-flash-attn calls it."""
     with torch.no_grad():
-        options = dict(causal=causal, scale=softmax_scale, return_lse=True)
+        options: Any = dict(causal=causal, scale=softmax_scale, return_lse=True)
         out, lse = tilewise.attention(q, k, v, **options)
     return out, lse, None, None
 

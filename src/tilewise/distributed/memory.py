@@ -68,7 +68,7 @@ class Symmetric(Memory):
         on_one_machine(barrier, asked)  # and all are here: what follows waits without names
         from torch.distributed import _symmetric_memory
 
-        symmetric: Any = _symmetric_memory._SymmetricMemory
+        symmetric = getattr(_symmetric_memory, "_SymmetricMemory")  # noqa: B009  # not public
         if (backend := symmetric.get_backend(self.device)) not in (None, "CUDA"):
             raise RuntimeError(f"symmetric memory's backend is {backend}: CUDA alone maps peers")
         mine = symmetric.empty_strided_p2p(*given)

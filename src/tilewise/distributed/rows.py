@@ -23,6 +23,7 @@ from ..ops import attention as ops
 from ..problem import (
     LONG_SEQLEN,
     OPEN,
+    WIDEST_EXACT,
     Call,
     Extras,
     Grads,
@@ -124,7 +125,7 @@ def _backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | Non
 
 def working_dtype(x: Tensor) -> torch.dtype:
     """What gradients are computed in. The kernels of GPUs sum in fp32 what they are given in 16
-    bits; those of the CPU give sums in the dtype of their inputs.
+    bits, and hand those of keys out unrounded; on the CPU inputs are in fp32.
     """
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
@@ -214,7 +215,10 @@ def gradients_of(
         mods=asked.modifiers.mods,
         is_long=is_long,
     )
-    known = Call(checked.problem, checked.scalars, asked.backend)
+    problem = checked.problem
+    if q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
+        problem = problem._replace(has_fp32_key_grads=True)  # parts of sums, rounded once
+    known = Call(problem, checked.scalars, asked.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
     return ops.run_backward(known, saved, extras)
 

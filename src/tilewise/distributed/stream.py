@@ -7,13 +7,14 @@ in fp32, and the owner of a key adds those of all ranks, in their order, and rou
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..problem import Grads, Saved
-from . import placed, rows
+from . import packed_runs, placed, rows
 from .asked import Asked
 from .exchange import Published, publish, publish_rows, pulls_of
 from .halves import Arena
@@ -35,6 +36,11 @@ def attend(
     return _Stream.apply(arena, asked, q, k, v, asked.sinks)
 
 
+def by_runs(asked: Asked, q: Tensor) -> ModuleType:
+    """What computes runs of rows: a call for each, or one for all."""
+    return packed_runs if packed_runs.serves(asked, q) else rows
+
+
 class _Stream(torch.autograd.Function):
     """Attention of a rank's queries to pulled keys."""
 
@@ -46,7 +52,7 @@ class _Stream(torch.autograd.Function):
             keys.arrive_all()
             out, lse = placed.attend(asked, q, keys.k, keys.v)
         else:
-            out, lse = rows.attend(asked, q, keys, backend)
+            out, lse = by_runs(asked, q).attend(asked, q, keys, backend)
         arena.settle(out, lse)
         ctx.arena, ctx.asked = arena, asked
         ctx.save_for_backward(q, k, v, out, lse)
@@ -78,7 +84,7 @@ def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
             keys.arrive_all()
             partial = placed.gradients(asked, given)
         else:
-            partial = rows.gradients(asked, given, keys)
+            partial = by_runs(asked, q).gradients(asked, given, keys)
         dk, dv = summed(arena, asked, partial, f"the sums of {words}")
         arena.settle(partial.dq, dk, dv)
     dsinks = partial.dsinks
@@ -93,9 +99,8 @@ def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> rows.
     layout = asked.layout
     published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], layout)
     pulls = pulls_of(layout, *asked.sides)
-    make = torch.empty if pulls.is_whole else torch.zeros
-    like, batch = dict(device=k.device, dtype=k.dtype), k.shape[0]
-    found = [make(layout.seqlen, batch, *x.shape[2:], **like) for x in (k, v)]
+    shapes = [(layout.seqlen, x.shape[0], *x.shape[2:]) for x in (k, v)]
+    found = [(k.new_empty if pulls.is_whole else k.new_zeros)(shape) for shape in shapes]
     arrivals = []
     with arena.copying():
         for pulled in pulls.by_span:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ..options import DTYPES, HeadList, IntList, NameList, pass_option
@@ -54,11 +56,15 @@ def distributed(
 
     on_gpu = device.startswith("cuda")
     ranks = size_under_torchrun() or ranks or (torch.cuda.device_count() if on_gpu else 2)
-    sizes = {name: asked.pop(name) or value for name, value in (GPU if on_gpu else CPU).items()}
+    usual: dict[str, Any] = GPU if on_gpu else CPU
+    sizes = {name: asked.pop(name) or value for name, value in usual.items()}
     dtype = DTYPES[sizes["dtype"]]
     cases = [
-        Sharded(ranks, tokens, *heads, is_causal, window, documents, direction, dtype)
-        for heads in sizes["heads"]
+        Sharded(
+            *(ranks, tokens, nheads, nheads_k, headdim),
+            *(is_causal, window, documents, direction, dtype),
+        )
+        for nheads, nheads_k, headdim in sizes["heads"]
         for tokens in sizes["tokens"]
         for is_causal in MASKS[causal]
         for direction in passes
