@@ -11,6 +11,7 @@ from helpers.tiers import sample, sample_rows
 
 import tilewise
 from tilewise.frontend.cache_checks import check_cached
+from tilewise.kernels.common.relaunch import distinct_cached, pattern_of
 from tilewise.kernels.hopper.decode import launch
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
@@ -141,3 +142,26 @@ def test_refusals(headdim, dtype, reason):
     numbers = True, None, None, None, None
     arguments = q, k, k, None, (None, None), (None, None, None), numbers, "bshd"
     assert reason in launch.refusal(check_cached(*arguments))
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+def test_a_relaunch_has_a_place_for_each_scale(page_size):
+    """Addresses of later tensors are filled in for all that the first call had."""
+    x = drawn([1, 1], [300, 300], kind="row")
+    at = x.cache(page_size)
+    lengths, scales = (at["seqused_k"], at["cu_seqlens_q"]), (at["k_descale"], at["v_descale"])
+    numbers = True, None, None, None, SPLIT
+    table, none = at.get("page_table"), (None, None, None)
+    cached = check_cached(
+        *(torch.cat(x.s.q), at["k"], at["v"], table, lengths, none, numbers, "bshd", scales)
+    )
+    cached = distinct_cached(cached)
+    out, lse = torch.empty(2, 4, 64, dtype=BF16), torch.empty(4, 2)
+    plan = launch.plan_of(cached, out, lse)
+    q, _, _, *others = cached.tensors
+    row = q, *others, out, lse, *plan.args[launch.OUTPUT].partials, *plan.args[launch.COUNTERS]
+    pattern = pattern_of((plan.args[0], *plan.args[3:]), row)
+    assert pattern is not None
+    filled = pattern.filled(list(range(100, 100 + len(row))))
+    first = 100 + len(row) - 7 - 2
+    assert (filled[-1][0], filled[-1][4]) == (first, first + 1)

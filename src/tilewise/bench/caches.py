@@ -121,7 +121,10 @@ class Cache(NamedTuple):
 
     def copy(self) -> Cache:
         """The same in memory of its own, strides and all."""
-        return Cache(*(None if x is None else x.clone() for x in self))
+        table, k_scale, v_scale = (x if x is None else x.clone() for x in self[3:])
+        return Cache(
+            *(self.k.clone(), self.v.clone(), self.seqused_k.clone()), table, k_scale, v_scale
+        )
 
 
 def make_queries(of: Decode, device: str) -> Tensor:
@@ -150,9 +153,7 @@ def paged(cache: Cache, page_size: int) -> Cache:
     table = torch.randperm(batch * pages, generator=generator).view(batch, pages)
     table = table.to(cache.k.device)
 
-    def pool_of(x: Tensor | None) -> Tensor | None:
-        if x is None or x.shape[:2] != (batch, room):  # a scale of a head
-            return x
+    def pool_of(x: Tensor) -> Tensor:
         pool = torch.empty(batch * pages * page_size, *x.shape[2:], dtype=x.dtype, device=x.device)
         pool = pool.unflatten(0, (batch * pages, page_size))
         pool.view(torch.uint8).zero_()
@@ -163,8 +164,8 @@ def paged(cache: Cache, page_size: int) -> Cache:
                 pool[places[whole], : room - whole * page_size] = row[whole * page_size :]
         return pool
 
-    k, v, k_descale, v_descale = map(pool_of, (*cache[:2], *cache[4:]))
-    return Cache(k, v, cache.seqused_k, table.to(INT32), k_descale, v_descale)
+    scales = [x if x is None or x.dim() == 1 else pool_of(x) for x in cache[4:]]
+    return Cache(pool_of(cache.k), pool_of(cache.v), cache.seqused_k, table.to(INT32), *scales)
 
 
 def quantised(cache: Cache, kind: str) -> Cache:

@@ -116,7 +116,7 @@ class Stage:
             self.queries[of.seqlen_q] = make_queries(one, self.plan.device)
         q, key = self.queries[of.seqlen_q], (of.seqlen_q, of.cache)
         if key not in self.expected:
-            self.expected[key] = truth(self.of, q, self.without_pages(of.cache))
+            self.expected[key] = truth(of, q, self.without_pages(of.cache))
         return q, self.expected[key]
 
 
@@ -126,23 +126,20 @@ def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
     ends = max(lengths), min(lengths)
     found = []
     for row in sorted({0, of.batch - 1, *map(lengths.index, ends)}):
-        asked, (k, v) = q[row : row + 1], (x[row : row + 1, : lengths[row]] for x in cache[:2])
-        scales = [
-            x if x is None or x.dim() == 1 else x[row : row + 1, : lengths[row]] for x in cache[4:]
-        ]
-        options = dict(causal=True, k_descale=scales[0], v_descale=scales[1])
-        if of_eight_bits(cache):
-            exact = attention_reference(asked.double(), k, v, **options)
-        else:
-            exact = attention_reference(asked.double(), k.double(), v.double(), causal=True)
-        plain = attention_reference(asked, k, v, upcast=False, **options)
+        asked, here = q[row : row + 1], (slice(row, row + 1), slice(lengths[row]))
+        k, v = cache.k[here], cache.v[here]
+        k_scale, v_scale = (
+            x if x is None or x.dim() == 1 else x[here] for x in (cache.k_descale, cache.v_descale)
+        )
+        wide = (k, v) if of.cache else (k.double(), v.double())
+        exact = attention_reference(
+            asked.double(), *wide, causal=True, k_descale=k_scale, v_descale=v_scale
+        )
+        plain = attention_reference(
+            *(asked, k, v), causal=True, k_descale=k_scale, v_descale=v_scale, upcast=False
+        )
         found.append(Truth(row, cast(Tensor, exact), cast(Tensor, plain)))
     return found
-
-
-def of_eight_bits(cache: Cache) -> bool:
-    """Whether it has scales."""
-    return cache.k_descale is not None
 
 
 def judge(outs: Iterable[Tensor], expected: list[Truth], is_ours: bool) -> Verdict:
