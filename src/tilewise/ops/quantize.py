@@ -1,4 +1,4 @@
-"""Which module quantises: plain torch on every device, and what a compiler traces."""
+"""Which module quantises: kernels on GPUs, plain torch elsewhere and where a compiler traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ..kernels.cpu import quantize as plain
 
 # By device type, the module with kernels for `quantize` and `transposed_values`
-QUANTIZERS: dict[str, str] = {}
+QUANTIZERS = {"cuda": "tilewise.kernels.portable.quantize"}
 
 
 def quantizer_for(x: torch.Tensor) -> Any:
