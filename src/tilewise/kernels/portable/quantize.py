@@ -35,6 +35,7 @@ from .quantize_kernels import (
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WARPS, STAGES = 8, 1
 
 
 def quantize(
@@ -94,7 +95,7 @@ def codes_of(
     if scale is None:
         scale = torch.empty(blocks.sequences, heads_k, **number)
         largest = torch.empty(count, blocks.nheads, device=x.device, dtype=torch.int32)
-        args = strided(x), of_mean, largest, blocks
+        args = strided(x), of_mean, largest, blocks, headdim
         _run(quantize_amax_kernel, programs, args, constants, x.device)
     out = empty_values(x, blocks) if transposes else torch.zeros_like(x, dtype=torch.uint8)
     out = out.view(FP8) if has_product(architecture(x.device)) else out.view(torch.uint8)
@@ -139,4 +140,4 @@ def _programs(x: Tensor, blocks: RowBlocks) -> int:
 def _run(kernel: Any, programs: int, args: tuple, constants: dict, device: torch.device) -> None:
     has_sequences = any(isinstance(x, RowBlocks) and x.sequences for x in args)
     if programs and has_sequences:
-        run(SplitPlan(kernel, programs, args, constants, 4, 2), device)
+        run(SplitPlan(kernel, programs, args, constants, WARPS, STAGES), device)
