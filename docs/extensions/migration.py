@@ -37,9 +37,6 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLASH_3_VARLEN = (*FLASH_3[:3], *LENGTHS, "seqused_q", "seqused_k", *FLASH_3[3:])
 ABSENT = {
     "qv": "a second query for MLA: not here",
-    "q_descale": "fp8: not here",
-    "k_descale": "8-bit caches: `flash_attn_with_kvcache`",
-    "v_descale": "8-bit caches: `flash_attn_with_kvcache`",
     "sm_margin": "leave it out: it changes no result",
 }
 
@@ -69,6 +66,12 @@ FLASH = {
     "attention_chunk": Word("mask_mod", "such a mask, written out"),
     "num_splits": Word("", "a hint that changes nothing"),
     "pack_gqa": Word("", "a hint that changes nothing"),
+    "q_descale": Word("q_descale", "for q, k and v of `float8_e4m3fn`; by name here"),
+    "k_descale": Word(
+        "k_descale", "8-bit caches, too, in `flash_attn_with_kvcache` and over pages"
+    ),
+    "v_descale": Word("v_descale"),
+    "out_dtype": Word("out_dtype", "of out with FP8 products; FA3 has none"),
 }
 SDPA = {
     "query": Word("q", '(..., nheads, seqlen, headdim) is `layout="bhsd"`'),

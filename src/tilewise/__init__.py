@@ -20,6 +20,7 @@ from .faces import (
 from .frontend.attention import attention
 from .frontend.flex import flex_attention
 from .frontend.kv_cache import flash_attn_combine, flash_attn_with_kvcache
+from .frontend.quantize import Quantized, quantize
 from .frontend.sdpa import scaled_dot_product_attention
 from .integrations.torch_sdpa import disable_sdpa, enable_sdpa
 from .reference import attention_reference, merge_states
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "PerformanceWarning",
+    "Quantized",
     "attention",
     "attention_reference",
     "disable_sdpa",
@@ -43,6 +45,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "merge_states",
+    "quantize",
     "scaled_dot_product_attention",
 ]
 

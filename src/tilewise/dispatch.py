@@ -7,6 +7,9 @@ one signature, and `prepare_backward(problem, scalars)`, which returns `(saved, 
 for all backwards of one signature. A backend with `NEEDS_ALIGNMENT` has `why_copied(problem)`: why
 it copies unaligned tensors, or None where it refuses them. Refusals are data: the error for a
 problem that nothing serves prints them all, and `tilewise info` shows them.
+
+A backend with FP8 products has `supports_fp8(problem, device, out_dtype)` and
+`prepare_fp8(problem, scalars, out_dtype)`, which returns `(quantized, extras) -> (out, lse)`.
 """
 
 from __future__ import annotations
@@ -144,6 +147,35 @@ def choose(
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
     raise NotImplementedError(f"no backend serves this attention on {device}:\n{lines}")
+
+
+def ask_fp8(
+    name: str, problem: Problem, device: torch.device, out_dtype: torch.dtype
+) -> str | None:
+    """None if backend `name` computes the products of this problem of e4m3 tensors, else why not;
+    one that dequantises serves them, too.
+    """
+    try:
+        module = load(name)
+    except ImportError as error:
+        return f"cannot be imported ({error}); install it with `pip install triton`"
+    if not hasattr(module, "supports_fp8"):
+        return "has no FP8 kernels"
+    return module.supports_fp8(problem, device, out_dtype)
+
+
+def choose_fp8(
+    problem: Problem, device: torch.device, out_dtype: torch.dtype, backend: str | None
+) -> ModuleType:
+    """The same as `choose` for e4m3 tensors."""
+    refusals: list[Refusal] = []
+    for name in BACKENDS if backend is None else (backend,):
+        reason = ask_fp8(name, problem, device, out_dtype)
+        if reason is None or (isinstance(reason, Slower) and name == backend):
+            return load(name)
+        refusals.append(Refusal(name, reason))
+    lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
+    raise NotImplementedError(f"no backend serves FP8 attention on {device}:\n{lines}")
 
 
 def check_backend(backend: object) -> None:

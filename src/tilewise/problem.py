@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 LONG_SEQLEN = 2048  # queries: longer sequences may use another tile
+WIDEST_EXACT = 128  # head dim
 OPEN = -1  # a window side without a limit, as flash-attn spells it
 
 
@@ -60,6 +61,7 @@ class Problem(NamedTuple):
     mods: Mods
     deterministic: bool
     is_long: bool = False  # packed sequences, of which some may have over LONG queries
+    has_fp32_key_grads: bool = False  # dK and dV in fp32: parts of sums; to headdim WIDEST_EXACT
 
     @property
     def group(self) -> int:

@@ -9,7 +9,15 @@ import torch
 from tilewise.bench import decode as bench
 from tilewise.bench import decode_table, decoders, load, peers
 from tilewise.bench.bandwidth import bandwidth
-from tilewise.bench.caches import by_head, decode, make_cache, make_queries, paged
+from tilewise.bench.caches import (
+    KINDS,
+    by_head,
+    decode,
+    make_cache,
+    make_queries,
+    paged,
+    quantised,
+)
 from tilewise.bench.decode import Plan, run_decode
 from tilewise.bench.decoders import Absent, Decoder, decoder
 from tilewise.reference import attention_reference
@@ -236,3 +244,61 @@ def test_a_graph_holds_all_caches(cold):
     (outcomes,) = run_decode([case], chosen, device="cuda", cold=cold, **QUICK)
     assert [o.row is not None for o in outcomes if o.provider != "flex"] == [True] * 6, outcomes
     assert all(o.row.extra["host_us"] > 0 for o in outcomes if o.row is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_of_8_bits_are_held_to_what_they_stand_for(kind):
+    """Contiguous, and in pages, of which the last is not full; timed beside the queries' dtype."""
+    steps = [
+        decode(2, 41, HEADS, page_size=size, dtype="bfloat16", cache=each)
+        for each in ("", kind)
+        for size in (0, 4)
+    ]
+    chosen = [decoder("tilewise:cpu"), decoder("sdpa")]
+    (outcomes,) = run_decode([steps], chosen, **QUICK)
+    ours = [o for o in outcomes if o.provider == "tilewise:cpu"]
+    assert all(o.row is not None for o in ours) and len(ours) == 4, outcomes
+    theirs = [o for o in outcomes if o.provider == "sdpa"]
+    assert [o.refused is None for o in theirs] == [True, False]
+    assert "no cache of 8 bits" in theirs[1].refused
+    lines = "\n".join(decode_table.summary([outcomes]))
+    for pages in ("contiguous", "page 4"):
+        assert f"bfloat16 cache / {kind}, 1 query, {pages}" in lines
+
+
+def test_a_scale_that_is_forgotten_is_wrong():
+    def forgets(of, device):
+        attend = decoders._ours("cpu")
+        return lambda q, cache: attend(q, cache._replace(v_descale=None))
+
+    wrong = Decoder("tilewise:forgetful", forgets, has_eight_bits=True)
+    of = decode(2, 40, HEADS, dtype="bfloat16", cache="int8")
+    ((outcome,),) = run_decode([[of]], [wrong], **QUICK)
+    assert outcome.row is None and outcome.wrong
+
+
+def test_bytes_of_8_bits():
+    of = decode(32, 8192, (32, 8, 128), cache="e4m3")
+    rows = 32 * 8192 * 8
+    assert of.kv_bytes == rows * 256 and of.copies == 2
+    assert of._replace(cache="int8:row").kv_bytes == rows * 264
+    assert decode(1, 8192, (32, 8, 128), cache="e4m3").copies == 16
+    with pytest.raises(ValueError, match="int4"):
+        decode(1, 8, HEADS, cache="int4")
+
+
+def test_every_call_of_a_case_rotates_over_as_many_as_the_smallest_needs():
+    on_gpu = Plan("cuda", 1, 1.0)
+    steps = [decode(1, 8192, (32, 8, 128), cache=kind) for kind in ("", "e4m3")]
+    assert bench.copies_of(steps, on_gpu) == 16
+
+
+def test_a_quantised_cache_is_its_own_inverse():
+    cache = make_cache(decode(3, 40, HEADS, dtype="float32"), "cpu")
+    for kind in KINDS:
+        found = quantised(cache, kind)
+        for x, code, scale in zip(cache[:2], found[:2], found[4:]):
+            half = 2**-4 if kind.startswith("e4m3") else 0.51 / 127
+            error = (code.float() * scale.unsqueeze(-1) - x).abs()
+            bound = x.abs() if kind.startswith("e4m3") else scale.unsqueeze(-1) * 127
+            assert (error <= half * bound + scale.unsqueeze(-1) * 2**-9).all()

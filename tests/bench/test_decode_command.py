@@ -100,3 +100,12 @@ def test_a_wrong_step_fails_the_command(monkeypatch):
     monkeypatch.setattr("tilewise.bench.decoders._ours", wrong)
     done = invoke(*QUICK, "--queries", "1", "--pages", "0", "--against", "")
     assert done.exit_code == 1 and "WRONG" in done.output
+
+
+def test_caches_are_steps_of_one_case(asked):
+    done = invoke("--device", "cpu", "--dtype", "bf16", "--cache", "bf16,e4m3,int8:row")
+    assert done.exit_code == 0, done.output
+    (steps,) = asked["cases"]
+    assert {s.cache for s in steps} == {"", "e4m3", "int8:row"} and len(steps) == 12
+    done = invoke("--device", "cpu", "--cache", "fp4")
+    assert done.exit_code == 2 and "fp4" in done.output

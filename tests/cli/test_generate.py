@@ -4,13 +4,15 @@ import json
 import random
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
 from tilewise.cli import generate as command  # noqa: E402
-from tilewise.cli.generate import expected, workload  # noqa: E402
+from tilewise.cli.generate import expected, graph, workload  # noqa: E402
 from tilewise.cli.generate.batch import NO_PAGE, batch_of  # noqa: E402
+from tilewise.cli.generate.model import PagedLlama  # noqa: E402
 from tilewise.cli.generate.pages import Pages  # noqa: E402
 from tilewise.cli.generate.requests import Request  # noqa: E402
 from tilewise.cli.generate.scheduler import Chunk, Scheduler  # noqa: E402
@@ -154,6 +156,41 @@ def test_tokens_are_those_of_transformers_alone():
     request = requests[0]
     other = Request([request.prompt[0] % 63 + 1, *request.prompt[1:]], request.new_tokens)
     assert expected.eager_tokens(model, other).tokens != request.generated
+
+
+def test_padded_steps_give_the_same_tokens(monkeypatch):
+    """What a graph is captured of: rows without a request, and tokens that belong to none."""
+    _, requests, plain = served()
+    sizes = []
+    step = graph.PaddedStep.step
+    monkeypatch.setattr(
+        graph.PaddedStep, "step", lambda self, x: (sizes.append(self.tokens), step(self, x))[1]
+    )
+    monkeypatch.setitem(SETTINGS, "graphs", True)
+    _, padded, results = served()
+    assert results["ok"], command.summary(results)
+    assert [x.generated for x in padded] == [x.generated for x in requests]
+    assert results["preemptions"] == plain["preemptions"] > 0
+    assert {len(padded), SETTINGS["max_tokens"]} == set(sizes)
+
+
+def test_padding_is_neither_cached_nor_read():
+    pytest.importorskip("transformers")
+    paged = [PagedLlama(workload.llama(0, "cpu", **SMALL), 8, 4, 8) for _ in range(2)]
+    for model in paged:
+        for cache in model.caches:
+            for x in cache:
+                x.fill_(float("nan"))
+    padded = graph.PaddedStep(paged[1], 16, 4, "cpu")
+    padded.inputs.ids.fill_(5)
+    first, second = Request([1] * 9, 4, pages=[3, 1, 6]), Request([2, 4, 3], 4, pages=[0])
+    for chunks in ([Chunk(first, 0, 9)], [Chunk(first, 8, 9), Chunk(second, 0, 3)]):
+        batch = batch_of(chunks, paged[0].width, "cpu")
+        expected = paged[0].step(batch)
+        assert torch.allclose(padded.step(batch), expected, atol=1e-5)
+    for a, b in zip(*(model.caches for model in paged)):
+        for x, y in zip(a, b):
+            assert torch.allclose(x, y, atol=1e-5, equal_nan=True)
 
 
 def test_another_token_is_a_failure():

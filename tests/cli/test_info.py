@@ -58,6 +58,7 @@ def test_whose_torchs_own_attention_is():
 def test_features_name_the_backends_that_serve_them():
     """On CPU tensors the other backends serve nothing: why is said of the backend, once."""
     features = {name: x for (section, name), x in lines().items() if section.startswith("features")}
+    assert "do not run in FP8" in features["FP8"]["value"]
     assert features["dropout"]["value"] == "cpu" and features["dropout"]["remedy"] == ""
     assert all(line["mark"] == "ok" for line in features.values())
     text = invoke()

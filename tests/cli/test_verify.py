@@ -100,3 +100,21 @@ def test_torch_is_held_to_the_same_oracle(tensor):
     assert 0 <= error < 1e-5
     windowed = next(case for case in CASES if case.name == "window-left")
     assert verify.sdpa_error(windowed, tensor, "cpu", torch.float32) is None
+
+
+def test_fp8_is_held_to_its_contract(monkeypatch):
+    done = invoke("--quick", "--device", "cpu", "-k", "fp8", "--json")
+    assert done.exit_code == 0, done.output
+    checks = {check["case"]: check for check in json.loads(done.stdout)}
+    assert checks["fp8"]["max_bound"] == 3e-2 and checks["fp8"]["dtype"] == "float8_e4m3fn"
+    assert checks["fp8-values-of-mean-1"]["max_bound"] == 5e-3
+    table = invoke("--quick", "--device", "cpu", "-k", "fp8")
+    assert "fp8-raw-causal" in table.output
+    right = tilewise.attention
+    monkeypatch.setattr(tilewise, "attention", lambda *args, **given: right(*args, **given) * 1.1)
+    assert invoke("--quick", "--device", "cpu", "-k", "fp8").exit_code == 1
+
+
+def test_fp8_that_is_not_served_is_no_failure():
+    done = invoke("--quick", "--device", "cpu", "-k", "fp8", "--backend", "hopper", "--json")
+    assert done.exit_code == 0 and all(check["refused"] for check in json.loads(done.stdout))

@@ -74,6 +74,7 @@ def launch_of(
     bias=False,
     learned=False,
     dropout=0.0,
+    exact=False,
 ):
     """The plan of a call, and the arguments of its kernels before, at and after the core; of so
     many packed sequences, if any.
@@ -95,7 +96,7 @@ def launch_of(
     extras = Extras(slopes, None, *lengths, starts, starts, biases, rng, captured)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1, dropout)
     flags = "bottom_right", deterministic, names, learned
-    problem = describe(q, k, v, extras, scalars, *flags)
+    problem = describe(q, k, v, extras, scalars, *flags)._replace(has_fp32_key_grads=exact)
     grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
     q, k, v, out = (x if aligned(x) else empty_rows(x, *x.shape) for x in (q, k, v, out))
     plan, _ = bwd_launch.plan_for(problem, scalars, q, k, v, biases, grads.dbias)
@@ -164,6 +165,15 @@ def test_packed_sequences(headdim, causal):
     found = compiled_stats(headdim, causal=causal, sequences=8)
     if IS_MEASURED:
         assert found["spill_stores"] <= PACKED_SPILLS[headdim], found
+
+
+@pytest.mark.parametrize("headdim", sample([64, 128], 128))
+@pytest.mark.parametrize("features", sample([{}, dict(causal=True), dict(sequences=8)], {}))
+def test_gradients_of_keys_in_fp32(headdim, features):
+    """They take no registers and no shared memory more."""
+    exact, rounded = (compiled_stats(headdim, exact=x, **features) for x in (True, False))
+    for name in ("smem", "spill_stores", "HGMMA"):
+        assert exact[name] <= rounded[name], (name, exact, rounded)
 
 
 @pytest.mark.slow

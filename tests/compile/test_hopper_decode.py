@@ -35,11 +35,13 @@ SPILLS = (
 OF_FEATURES = 420
 
 
-def compiled(headdim, page_size, causal=False, window=None, softcap=None, **has):
+def compiled(headdim, page_size, causal=False, window=None, softcap=None, kept=BF16, **has):
     batch, room, heads, heads_k = 3, 4096, 8, 2
     q = torch.empty(5, heads, headdim, dtype=BF16)
     shape = (batch, room) if page_size is None else (999, page_size)
-    k, v = (torch.empty(*shape, heads_k, headdim, dtype=BF16) for _ in "kv")
+    k, v = (torch.empty(*shape, heads_k, headdim, dtype=kept) for _ in "kv")
+    by_kind = dict(head=(heads_k,), row=(*shape, heads_k))
+    scales = [torch.ones(by_kind[has["scales"]]) for _ in "kv"] if "scales" in has else (None, None)
     table = None
     if page_size is not None:
         table = torch.empty(batch, room // page_size, dtype=INT32)
@@ -50,10 +52,18 @@ def compiled(headdim, page_size, causal=False, window=None, softcap=None, **has)
     )
     numbers = causal, None, window, softcap, None
     lengths = torch.ones(batch, dtype=INT32), STARTS
-    cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
+    cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd", scales)
     assert launch.refusal(cached) is None
     plan = launch.plan_of(cached, torch.empty_like(q), torch.empty(heads, 5))
     return build(launch.hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
+
+
+def assert_fits(kernel, most):
+    found = stats(kernel)
+    assert found["smem"] <= SMEM_LIMIT["sm90"] and found["spill_stores"] <= most, found
+    assert not found["wgmma_serialized"] and found["HGMMA"] > 0, found
+    assert found["copies_apart"] == 0 and found["idle_barriers"] == 0, found
+    return found
 
 
 CASES = itertools.product((64, 128, 256), (None, 16, 3), VARIANTS)
@@ -64,10 +74,30 @@ CASES = itertools.product((64, 128, 256), (None, 16, 3), VARIANTS)
 )
 def test_decoding_compiles(headdim, page_size, name):
     kernel = compiled(headdim, page_size, **VARIANTS[name])
-    found = stats(kernel)
     most = SPILLS[headdim] if name in ("plain", "causal") else OF_FEATURES
-    assert found["smem"] <= SMEM_LIMIT["sm90"] and found["spill_stores"] <= most, found
-    assert not found["wgmma_serialized"] and found["HGMMA"] > 0, found
-    assert found["copies_apart"] == 0 and found["idle_barriers"] == 0, found
+    found = assert_fits(kernel, most)
     copies = kernel.asm["ptx"].count("cp.async.cg.shared.global")
     assert (copies > 0) == (page_size == 3) and (found["UTMALDG"] > 0) == (page_size != 3)
+
+
+# The scores of the next block are two tiles of registers at once
+SPILLS_8 = (
+    {64: 16, 128: 16, 256: 600}
+    if triton.__version__.startswith("3.6.")
+    else dict.fromkeys((64, 128, 256), 700)
+)
+KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
+FAST_8 = (128, 16, "e4m3", "head"), (128, 3, "int8", "row")
+
+
+@pytest.mark.parametrize("headdim, page_size, kept, scales", sample_rows(CASES_8, *FAST_8))
+def test_eight_bits_compile(headdim, page_size, kept, scales):
+    kernel = compiled(headdim, page_size, causal=True, kept=KEPT[kept], scales=scales)
+    found = assert_fits(kernel, SPILLS_8[headdim])
+    ptx = kernel.asm["ptx"]
+    # Conversions are not by the instructions of the exponentials' unit
+    assert "cvt.bf16.f16" not in ptx and "cvt.rn.f32.s8" not in ptx
+    conversion = "cvt.rn.f16x2.e4m3x2" if kept == "e4m3" else "sub.rn.bf16x2"
+    assert conversion in ptx
+    assert (found["UTMALDG"] > 0) == (page_size != 3)

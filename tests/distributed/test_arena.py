@@ -13,8 +13,9 @@ import torch.distributed as dist
 from helpers.processes import run
 
 import tilewise.distributed as td
-from tilewise.distributed.arena import LEAST, SharedFile, arena_of
+from tilewise.distributed.arena import ON_GPUS, arena_of
 from tilewise.distributed.exchange import publish, publish_rows, runs_in_turn
+from tilewise.distributed.halves import LEAST
 from tilewise.errors import ArgumentError
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -45,7 +46,7 @@ def publishing(rank):
             count = scale * counts[peer]
             for number, dtype in enumerate((torch.float32, torch.bfloat16)):
                 expected = rows_of(peer, call, count, dtype)
-                assert torch.equal(found.view(peer, number), expected)
+                assert torch.equal(found.view(peer, number)[0], expected)
                 assert torch.equal(found.pull(peer, number, 2, 4), expected[2:4])
                 moved += expected[2:4].numel() * dtype.itemsize if peer != rank else 0
         assert arena.pulled - before == moved
@@ -102,7 +103,7 @@ def after_an_error(rank):
                 with pytest.raises(td.RankMismatch, match="q is wrong"):
                     publish_rows(arena, "q", [torch.full((3,), -1.0)], [3] * 3)
         found = publish_rows(arena, "q", [torch.full((3,), 10.0 * call + rank)], [3] * 3)
-        assert [found.view(peer, 0)[0].item() - 10 * call for peer in range(3)] == [0, 1, 2]
+        assert [found.view(peer, 0)[0, 0].item() - 10 * call for peer in range(3)] == [0, 1, 2]
 
 
 def calls(rank):
@@ -139,7 +140,9 @@ def test_a_rank_that_is_killed_is_named(victim, method):
     run(killed, 3, victim, method, timeout=2.0, killed=(victim,))
 
 
-def test_what_is_not_written_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="symmetric memory"):
+def test_gpus_are_refused_by_name_until_they_are_asked_for(monkeypatch):
+    monkeypatch.delenv(ON_GPUS, raising=False)
+    with pytest.raises(NotImplementedError, match=f"not yet run on any.*{ON_GPUS}=1"):
         arena_of(None, torch.device("cuda"))
-    assert SharedFile.__doc__
+    with pytest.raises(NotImplementedError, match="serves CPUs and GPUs"):
+        arena_of(None, torch.device("meta"))

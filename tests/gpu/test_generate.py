@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import torch
 from helpers.waits import nothing_waits
 from integrations.test_transformers import pair
 from integrations.test_transformers_continuous import (
@@ -17,24 +18,53 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 from tilewise.cli import generate as command
-from tilewise.cli.generate import workload
+from tilewise.cli.generate import serve, workload
 from tilewise.cli.generate.batch import batch_of
+from tilewise.cli.generate.graph import PaddedSteps
 from tilewise.cli.generate.model import PagedLlama
+from tilewise.cli.generate.pages import Pages
 from tilewise.cli.generate.requests import Request
-from tilewise.cli.generate.scheduler import Chunk
+from tilewise.cli.generate.scheduler import Chunk, Scheduler
 
 pytestmark = pytest.mark.gpu
 
 
-def test_tokens_are_those_of_transformers_alone():
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_are_those_of_transformers_alone(graphs):
     sizes = dict(hidden_size=256, num_hidden_layers=2, vocab_size=128)
     model = workload.llama(0, "cuda", **sizes)
     requests = workload.draw_requests(8, 0, 128, 128)
     pages = command.few_pages(requests, 16)
-    settings = dict(pages=pages, page_size=16, split_size=128, max_tokens=256)
+    settings = dict(pages=pages, page_size=16, split_size=128, max_tokens=256, graphs=graphs)
     results = command.run(command.console(True), model, requests, settings, "cuda")
     assert results["ok"], command.summary(results)
     assert results["served"]["mixed_steps"] > 0
+
+
+def many_requests(count: int) -> list[Request]:
+    """Arrivals, ends and preemptions for a thousand steps."""
+    requests = workload.draw_requests(count, 7, 64, 128)
+    for i, request in enumerate(requests):
+        request.arrival = 18 * i
+    return requests
+
+
+def served(device: str, dtype: torch.dtype, requests: list[Request], most: int):
+    sizes = dict(hidden_size=256, num_hidden_layers=2, vocab_size=128)
+    model = workload.llama(0, device, **sizes).to(dtype)
+    pages = Pages(command.few_pages(requests[:6], 16), 16)
+    paged = PagedLlama(model, pages.count, 16, 64)
+    steps = paged if device == "cpu" else PaddedSteps(paged, most, len(requests), device)
+    return serve.serve(steps, Scheduler(pages, most), requests, device)
+
+
+def test_a_thousand_steps():
+    """In fp32 the tokens of the CPU."""
+    here, there = many_requests(54), many_requests(54)
+    assert served("cuda", torch.float32, here, 128).steps >= 1000
+    served("cpu", torch.float32, there, 128)
+    assert [x.generated for x in here] == [x.generated for x in there]
+    assert sum(x.preemptions for x in here) > 0
 
 
 def test_nothing_waits_in_a_step():

@@ -10,8 +10,6 @@ from helpers.eight_bits import DTYPES, KINDS, quantised
 from helpers.tiers import sample, sample_rows
 
 import tilewise
-from tilewise.frontend.cache_checks import check_cached
-from tilewise.kernels.hopper.decode import launch as hopper
 from tilewise.kernels.portable import decode_launch
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
@@ -120,13 +118,3 @@ def test_which_gpus_convert_e4m3(monkeypatch, capability, converts):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert decode_launch.converts_e4m3(torch.device("cuda", 0)) == converts
     assert decode_launch.converts_e4m3(torch.device("cpu"))
-
-
-def test_hoppers_kernel_refuses_them():
-    q = torch.zeros(2, 1, 4, 64, dtype=BF16)
-    numbers = True, None, None, None, None
-    for dtype in (BF16, *DTYPES.values()):
-        k = torch.zeros(2, 512, 2, 64).to(dtype)
-        arguments = q, k, k, None, (None, None), (None, None, None), numbers, "bshd"
-        reason = hopper.refusal(check_cached(*arguments))
-        assert reason is None if dtype == BF16 else "which the cache must have" in reason

@@ -47,7 +47,7 @@ def test_groups_of_heads_are_even(seqlen, nheads, groups):
     """
     q = torch.empty(1, seqlen, nheads, 256, dtype=BF16)
     problem = describe(q, q, q, Extras(), Scalars(1.0, right=0), "bottom_right", False)
-    queue = launch._queue(problem, launch.plan_for(problem, q).tile, q, q)
+    queue = launch.queue_of(problem, launch.plan_for(problem, q).tile, q, q)
     assert queue.l2_group == nheads // groups
 
 

@@ -166,3 +166,17 @@ def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
     found = run(s, 16, causal=True)
     monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
     assert_equal(run(s, 16, causal=True), found)
+
+
+def test_training_has_the_bits_of_decoding():
+    """C3: the forward whose output has a gradient, a prefill in chunks, and single tokens."""
+    s = drawn([400], [400])
+    q, k, v = (x[0].unsqueeze(0) for x in s)
+    options = dict(causal=True, split_size=128, backend="hopper", return_lse=True)
+    with use_emulator(4):
+        out, lse = tilewise.attention(q.clone().requires_grad_(), k, v, **options)
+    assert out.requires_grad
+    for a, b in ((0, 150), (150, 400), (128, 129), (391, 399)):
+        part = type(s)([s.q[0][a:b]], [s.k[0][:b]], [s.v[0][:b]])
+        found = run(part, 16, causal=True)
+        assert_equal(found, (out[0, a:b].detach(), lse[0, :, a:b].detach()))

@@ -180,6 +180,21 @@ def other_pages(table, pages):
     return shared
 
 
+def unscaled(x):
+    return solutions("09").hadamard(x) * x.shape[-1] ** 0.5
+
+
+def one_step(x):
+    if x.shape[-1] == 1:
+        return x
+    even, odd = x.unflatten(-1, (2, -1)).unbind(-2)
+    return torch.cat((even + odd, even - odd), -1) * 0.5**0.5
+
+
+def without_scale(q, k_mean, scale):
+    return q @ k_mean
+
+
 # lesson, check, the answer, wrong ones
 EXERCISES = [
     ("00", "sectors", "sectors_from", [without_first]),
@@ -202,6 +217,8 @@ EXERCISES = [
     ("07", "load", "load_v_first", [hopper_steps.load_partition]),
     ("08", "state_share", "state_share", [written_once]),
     ("08", "share_prefix", "share_prefix", [lambda table, pages: table, other_pages]),
+    ("09", "hadamard", "hadamard", [unscaled, one_step]),
+    ("09", "shift_of_lse", "shift_of_lse", [without_scale, lambda q, k_mean, scale: 0.0]),
 ]  # fmt: skip
 
 

@@ -8,10 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..tile.quantize import quantize, row_scales
 from .lengths import sequences
 
 Tensor = torch.Tensor
 INT32 = torch.int32
+BY_ROW = ":row"
+DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+KINDS = tuple(name + each for name in DTYPES for each in ("", BY_ROW))  # a scale a head, or a row
 COLD_BYTES = 256 << 20  # what is read between two reads of a byte, so that it is in no L2 cache
 
 
@@ -19,7 +23,7 @@ class Decode(NamedTuple):
     """A step of decoding: `seqlen_q` queries of each sequence, the last ones, beside its keys.
 
     `page_size` 0 is a cache without pages. `lengths` are those of a ragged batch; its seqlen_k is
-    the longest.
+    the longest. `cache` is "" for keys and values of `dtype`; else it is one of KINDS, of 8 bits.
     """
 
     direction: str  # "decode"
@@ -34,6 +38,7 @@ class Decode(NamedTuple):
     dtype: str
     page_size: int = 0
     lengths: str = ""
+    cache: str = ""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -42,9 +47,12 @@ class Decode(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values in use."""
-        row = self.nheads_k * (self.headdim + self.headdim_v)
-        return sum(self.sequences) * row * getattr(torch, self.dtype).itemsize
+        """Bytes of the keys and values in use, and of their rows' scales."""
+        itemsize = 1 if self.cache else getattr(torch, self.dtype).itemsize
+        row = (self.headdim + self.headdim_v) * itemsize
+        if self.cache.endswith(BY_ROW):
+            row += 2 * torch.float32.itemsize
+        return sum(self.sequences) * self.nheads_k * row
 
     @property
     def flops(self) -> float:
@@ -69,6 +77,12 @@ class Decode(NamedTuple):
         heads = f"{self.nheads}" + (f":{self.nheads_k}" if self.nheads_k != self.nheads else "")
         return f"decode {self.sizes} H{heads} D{self.headdim} {self.dtype}"
 
+    @property
+    def pages(self) -> str:
+        """The pages, and the cache where it has 8 bits."""
+        pages = f"page {self.page_size}" if self.page_size else "contiguous"
+        return f"{pages}, {self.cache}" if self.cache else pages
+
 
 def decode(
     batch: int,
@@ -79,6 +93,7 @@ def decode(
     queries: int = 1,
     page_size: int = 0,
     dtype: str = "bfloat16",
+    cache: str = "",
 ) -> Decode:
     """One step; `heads` are nheads, nheads_k, headdim. `lengths` replace batch and seqlen_k."""
     if lengths:
@@ -86,7 +101,9 @@ def decode(
         batch, seqlen_k = len(each), max(each)
     nheads, nheads_k, headdim = heads
     sizes = batch, queries, seqlen_k, nheads, nheads_k, headdim, headdim
-    found = Decode("decode", *sizes, True, dtype, page_size, lengths)
+    found = Decode("decode", *sizes, True, dtype, page_size, lengths, cache)
+    if cache and cache not in KINDS:
+        raise ValueError(f"cache {cache!r} is none of {', '.join(KINDS)}")
     if queries > min(found.sequences):
         raise ValueError(f"{queries} queries are more than a sequence of {min(found.sequences)}")
     return found
@@ -99,11 +116,15 @@ class Cache(NamedTuple):
     v: Tensor
     seqused_k: Tensor  # int32 (batch,)
     page_table: Tensor | None = None  # int32 (batch, pages)
+    k_descale: Tensor | None = None  # of 8 bits: (nheads_k,), or as k without headdim
+    v_descale: Tensor | None = None
 
     def copy(self) -> Cache:
         """The same in memory of its own, strides and all."""
-        table = None if self.page_table is None else self.page_table.clone()
-        return Cache(self.k.clone(), self.v.clone(), self.seqused_k.clone(), table)
+        table, k_scale, v_scale = (x if x is None else x.clone() for x in self[3:])
+        return Cache(
+            *(self.k.clone(), self.v.clone(), self.seqused_k.clone()), table, k_scale, v_scale
+        )
 
 
 def make_queries(of: Decode, device: str) -> Tensor:
@@ -131,14 +152,36 @@ def paged(cache: Cache, page_size: int) -> Cache:
     generator = torch.Generator().manual_seed(page_size)
     table = torch.randperm(batch * pages, generator=generator).view(batch, pages)
     table = table.to(cache.k.device)
-    pools = []
-    for x in cache[:2]:
-        pool = x.new_zeros(batch * pages, page_size, *x.shape[2:])
+
+    def pool_of(x: Tensor) -> Tensor:
+        pool = torch.empty(batch * pages * page_size, *x.shape[2:], dtype=x.dtype, device=x.device)
+        pool = pool.unflatten(0, (batch * pages, page_size))
+        pool.view(torch.uint8).zero_()
         for row, places in zip(x, table):
-            padded = torch.nn.functional.pad(row, (0, 0, 0, 0, 0, pages * page_size - room))
-            pool[places] = padded.unflatten(0, (pages, page_size))
-        pools.append(pool)
-    return Cache(pools[0], pools[1], cache.seqused_k, table.to(INT32))
+            whole = room // page_size
+            pool[places[:whole]] = row[: whole * page_size].unflatten(0, (whole, page_size))
+            if whole < pages:
+                pool[places[whole], : room - whole * page_size] = row[whole * page_size :]
+        return pool
+
+    scales = [x if x is None or x.dim() == 1 else pool_of(x) for x in cache[4:]]
+    return Cache(pool_of(cache.k), pool_of(cache.v), cache.seqused_k, table.to(INT32), *scales)
+
+
+def quantised(cache: Cache, kind: str) -> Cache:
+    """A cache without pages in 8 bits, one of KINDS, with a scale for each head or row."""
+    name, _, by_row = kind.partition(":")
+    dtype = DTYPES[name]
+    codes, scales = [], []
+    for x in cache[:2]:
+        scale = row_scales(x, dtype)
+        scale = scale if by_row else scale.amax((0, 1))
+        code = torch.empty(x.shape, dtype=dtype, device=x.device)
+        for at, rows in enumerate(x):  # one by one: what they pass through has 32 bits
+            code[at] = quantize(rows, (scale[at] if by_row else scale).unsqueeze(-1), dtype)
+        codes.append(code)
+        scales.append(scale)
+    return cache._replace(k=codes[0], v=codes[1], k_descale=scales[0], v_descale=scales[1])
 
 
 def by_head(cache: Cache) -> Cache:

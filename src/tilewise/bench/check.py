@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..testing import tolerance
+from . import fp8
 from .features import options_of
 from .modifiers import bias_of
 from .providers import Attend
-from .shapes import Shape
+from .shapes import FP8, Shape
 from .standards import Inputs, Standards, joined, standards
 
 Tensor = torch.Tensor
@@ -57,11 +58,13 @@ def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) 
         x = x.mul_(size).to(dtype)
         tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
     q, k, v, dout = tensors
-    return Inputs(q, k, v, dout, bias_of(shape, device, generator))
+    return fp8.in_form(Inputs(q, k, v, dout, bias_of(shape, device, generator)), layout)
 
 
 def truth(shape: Shape, inputs: Inputs) -> Truth:
     """The sampled heads' results in fp64 and as plain torch gives them in the inputs' precision."""
+    if shape.dtype == FP8:  # their exact values
+        shape, inputs = shape._replace(dtype="bfloat16"), fp8.in_form(inputs, fp8.WIDE)
     options = options_of(shape, str(inputs.q.device))
     if shape.lengths:
         return _truth_of_packed(shape, inputs, options)
@@ -153,6 +156,10 @@ def judge(
 ) -> Verdict:
     """A provider's results beside the truth. Peers are not held to our bound on the mean error."""
     results = results_of(shape, attend, inputs)
+    if shape.dtype == FP8:
+        error, bound = fp8.error_of(results["out"], expected, inputs)
+        what = f"out: norm of the error {error:.2e} of {bound:.0e}"
+        return Verdict(what, error, bound, error <= bound)
     verdicts = []
     for name, place, exact, plains in expected:
         verdict = tolerance.judge(results[name][place], exact, *plains)

@@ -18,7 +18,7 @@ import torch
 from ..reference import attention_reference
 from ..testing import tolerance
 from .bandwidth import bandwidth
-from .caches import Cache, Decode, by_head, make_cache, make_queries, paged
+from .caches import Cache, Decode, by_head, make_cache, make_queries, paged, quantised
 from .check import Verdict
 from .decode_table import lines_of
 from .decoders import Absent, Decoder
@@ -85,30 +85,39 @@ class Truth(NamedTuple):
 class Stage:
     """The inputs that the steps of a case share: all have one batch, lengths, heads and dtype."""
 
-    def __init__(self, of: Decode, plan: Plan) -> None:
-        self.of, self.plan = of, plan
+    def __init__(self, of: Decode, plan: Plan, copies: int) -> None:
+        self.of, self.plan, self.copies = of, plan, copies
         self.first = make_cache(of, plan.device)
         self.queries: dict[int, Tensor] = {}
-        self.expected: dict[int, list[Truth]] = {}
-        self.caches: dict[tuple[int, bool], list[Cache]] = {}
+        self.expected: dict[tuple[int, str], list[Truth]] = {}
+        self.stored: dict[str, Cache] = {"": self.first}
+        self.caches: dict[tuple[str, int, bool], list[Cache]] = {}
 
-    def cached(self, page_size: int, is_by_head: bool) -> list[Cache]:
+    def without_pages(self, kind: str) -> Cache:
+        """The cache, or what it is in 8 bits."""
+        if kind not in self.stored:
+            self.stored[kind] = quantised(self.first, kind)
+        return self.stored[kind]
+
+    def cached(self, of: Decode, is_by_head: bool) -> list[Cache]:
         """The caches that a call rotates over."""
-        key = page_size, is_by_head
+        key = of.cache, of.page_size, is_by_head
         if key not in self.caches:
-            cache = paged(self.first, page_size) if page_size else self.first
+            cache = self.without_pages(of.cache)
+            cache = paged(cache, of.page_size) if of.page_size else cache
             cache = by_head(cache) if is_by_head else cache
-            more = self.plan.copies(self.of) - 1
-            self.caches[key] = [cache, *(cache.copy() for _ in range(more))]
+            self.caches[key] = [cache, *(cache.copy() for _ in range(self.copies - 1))]
         return self.caches[key]
 
-    def asked(self, seqlen_q: int) -> tuple[Tensor, list[Truth]]:
-        """Queries, and what is to come of them."""
-        if seqlen_q not in self.queries:
-            q = make_queries(self.of._replace(seqlen_q=seqlen_q), self.plan.device)
-            self.queries[seqlen_q] = q
-            self.expected[seqlen_q] = truth(self.of, q, self.first)
-        return self.queries[seqlen_q], self.expected[seqlen_q]
+    def asked(self, of: Decode) -> tuple[Tensor, list[Truth]]:
+        """Queries, and what is to come of them and of what the cache holds."""
+        if of.seqlen_q not in self.queries:
+            one = self.of._replace(seqlen_q=of.seqlen_q)
+            self.queries[of.seqlen_q] = make_queries(one, self.plan.device)
+        q, key = self.queries[of.seqlen_q], (of.seqlen_q, of.cache)
+        if key not in self.expected:
+            self.expected[key] = truth(of, q, self.without_pages(of.cache))
+        return q, self.expected[key]
 
 
 def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
@@ -117,9 +126,18 @@ def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
     ends = max(lengths), min(lengths)
     found = []
     for row in sorted({0, of.batch - 1, *map(lengths.index, ends)}):
-        one = q[row : row + 1], *(x[row : row + 1, : lengths[row]] for x in cache[:2])
-        exact = attention_reference(*(x.double() for x in one), causal=True)
-        plain = attention_reference(*one, causal=True, upcast=False)
+        asked, here = q[row : row + 1], (slice(row, row + 1), slice(lengths[row]))
+        k, v = cache.k[here], cache.v[here]
+        k_scale, v_scale = (
+            x if x is None or x.dim() == 1 else x[here] for x in (cache.k_descale, cache.v_descale)
+        )
+        wide = (k, v) if of.cache else (k.double(), v.double())
+        exact = attention_reference(
+            asked.double(), *wide, causal=True, k_descale=k_scale, v_descale=v_scale
+        )
+        plain = attention_reference(
+            *(asked, k, v), causal=True, k_descale=k_scale, v_descale=v_scale, upcast=False
+        )
         found.append(Truth(row, cast(Tensor, exact), cast(Tensor, plain)))
     return found
 
@@ -159,10 +177,10 @@ def ready(of: Decode, decoder: Decoder, stage: Stage) -> Ready | Outcome[Decode]
     """A step once it has been asked and checked, or why it is not timed."""
     try:
         attend = decoder.prepare(of, stage.plan.device)
-        q, expected = stage.asked(of.seqlen_q)
-        calls = [
-            without_grad(attend, q, cache) for cache in stage.cached(of.page_size, decoder.by_head)
-        ]
+        if of.cache and not decoder.has_eight_bits:
+            raise Absent("it reads no cache of 8 bits beside queries of 16")
+        q, expected = stage.asked(of)
+        calls = [without_grad(attend, q, cache) for cache in stage.cached(of, decoder.by_head)]
         timed = Replayed(calls) if stage.plan.on_gpu else lambda: [call() for call in calls]
         verdict = judge(timed(), expected, decoder.is_ours)
     except Absent as absent:
@@ -206,9 +224,14 @@ def run_decode(
     done = []
     for steps in cases:
         outcomes = run_case(list(steps), decoders, plan, run.common, max(rates.values()))
-        run.keep(outcomes, lines_of(outcomes, plan.copies(steps[0])))
+        run.keep(outcomes, lines_of(outcomes, copies_of(steps, plan)))
         done.append(outcomes)
     return done
+
+
+def copies_of(steps: Sequence[Decode], plan: Plan) -> int:
+    """How many caches every call of a case rotates over: enough of the smallest."""
+    return max(map(plan.copies, steps))
 
 
 def run_case(
@@ -217,13 +240,14 @@ def run_case(
     """All steps of every decoder, in interleaved rounds; `rate` is the measured GB/s of memory."""
     if plan.on_gpu:
         torch.cuda.empty_cache()
-    stage = Stage(steps[0]._replace(page_size=0), plan)
+    copies = copies_of(steps, plan)
+    stage = Stage(steps[0]._replace(page_size=0, cache=""), plan, copies)
     tried: Tried = {}
     for decoder in decoders:
         own = steps if decoder.has_pages else [of._replace(page_size=0) for of in steps]
         for of in dict.fromkeys(own):
             tried[of, decoder.name] = ready(of, decoder, stage)
-    times = time_steps(tried, "call", plan.clock(plan.copies(steps[0])), plan)
+    times = time_steps(tried, "call", plan.clock(copies), plan)
     host = time_steps(tried, "eager", HostClock(plan.device), plan) if plan.on_gpu else {}
     outcomes = []
     for (of, name), one in tried.items():

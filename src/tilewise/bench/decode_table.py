@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from .caches import BY_ROW
 from .row import Row
 from .standings import counted
 from .table import aligned, spread_of, why_not
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from .caches import Decode
     from .run import Outcome
 
-AIMS = {"pages": 0.85, "queries": 1 / 1.1, "host": 1 / 0.8}  # of a GPU: pages of 16, 8 queries
+# Of a GPU: pages of 16, 8 queries, caches of 8 bits with a scale for each head and for each row
+AIMS = {"pages": 0.85, "queries": 1 / 1.1, "host": 1 / 0.8, "head": 1 / 0.6, "row": 1 / 0.66}
 
 
 class Figure(NamedTuple):
@@ -32,11 +34,28 @@ def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
     """
     first = outcomes[0]
     size = f"{first.shape.kv_bytes / 1e6:,.1f} MB of keys and values"
-    head = ["", "queries", "page", "us", "p20-p80", "GB/s", "share", "error", "bound", "host us"]
+    head = [
+        "",
+        "queries",
+        "page",
+        "cache",
+        "us",
+        "p20-p80",
+        "GB/s",
+        "share",
+        "error",
+        "bound",
+        "host us",
+    ]
     rows = [[*head, f"time / {first.provider}"]]
     for outcome in outcomes:
         of = outcome.shape
-        named = [f"  {outcome.provider}", str(of.seqlen_q), str(of.page_size or "-")]
+        named = [
+            f"  {outcome.provider}",
+            str(of.seqlen_q),
+            str(of.page_size or "-"),
+            of.cache or "-",
+        ]
         if (row := outcome.row) is None:
             rows.append([*named, why_not(outcome)])
             continue
@@ -65,7 +84,8 @@ def beside(outcome: Outcome[Decode], outcomes: Sequence[Outcome[Decode]]) -> Row
     of, name = outcome.shape, outcomes[0].provider
     mine = [o for o in outcomes if o.provider == name and o.shape.seqlen_q == of.seqlen_q]
     same = [o for o in mine if o.shape.page_size == of.page_size]
-    return next((o.row for o in (*same, *mine) if o.row is not None), None)
+    alike = [o for o in same if o.shape.cache == of.cache]
+    return next((o.row for o in (*alike, *same, *mine) if o.row is not None), None)
 
 
 def summary(done: Sequence[Sequence[Outcome[Decode]]]) -> list[str]:
@@ -94,16 +114,20 @@ def figures_of(outcomes: Sequence[Outcome[Decode]]) -> Iterator[Figure]:
     for of, row in mine.items():
         if of.page_size and (other := mine.get(of._replace(page_size=0))):
             aim = AIMS["pages"] if of.page_size == 16 else None
-            what = f"contiguous / page {of.page_size}, {_queries(of)}"
+            what = f"contiguous / {of.pages}, {_queries(of)}"
+            yield Figure(what, ratio_of(row, other), aim)
+        if of.cache and (other := mine.get(of._replace(cache=""))):
+            aim = AIMS["row" if of.cache.endswith(BY_ROW) else "head"]
+            what = f"{of.dtype} cache / {of.cache}, {_queries(of)}, {of._replace(cache='').pages}"
             yield Figure(what, ratio_of(row, other), aim)
         if of.seqlen_q > 1 and (other := mine.get(of._replace(seqlen_q=1))):
             aim = AIMS["queries"] if of.seqlen_q <= 8 else None
-            yield Figure(f"1 query / {of.seqlen_q}, {_pages(of)}", ratio_of(row, other), aim)
+            yield Figure(f"1 query / {of.seqlen_q}, {of.pages}", ratio_of(row, other), aim)
     for outcome in outcomes:
         own, row = beside(outcome, outcomes), outcome.row
         if outcome.provider == name or own is None or row is None:
             continue
-        what = f"{outcome.provider} / {name}, {_queries(outcome.shape)}, {_pages(outcome.shape)}"
+        what = f"{outcome.provider} / {name}, {_queries(outcome.shape)}, {outcome.shape.pages}"
         yield Figure(what, ratio_of(own, row))
         if host := row.extra.get("host_us"):
             ratio = host / own.extra["host_us"]
@@ -113,7 +137,3 @@ def figures_of(outcomes: Sequence[Outcome[Decode]]) -> Iterator[Figure]:
 
 def _queries(of: Decode) -> str:
     return "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
-
-
-def _pages(of: Decode) -> str:
-    return f"page {of.page_size}" if of.page_size else "contiguous"

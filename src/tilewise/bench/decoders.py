@@ -34,6 +34,7 @@ class Decoder(NamedTuple):
     prepare: Callable[[Decode, str], Attend]
     by_head: bool = False  # the memory order of its cache
     has_pages: bool = True
+    has_eight_bits: bool = False  # whether it takes 8-bit keys and values with 16-bit queries
 
     @property
     def is_ours(self) -> bool:
@@ -43,7 +44,8 @@ class Decoder(NamedTuple):
 def decoder(name: str) -> Decoder:
     """By name; `tilewise:portable` forces that backend."""
     if name == "tilewise" or name.startswith("tilewise:"):
-        return Decoder(name, lambda of, device: _ours(name.partition(":")[2] or None))
+        backend = name.partition(":")[2] or None
+        return Decoder(name, lambda of, device: _ours(backend), has_eight_bits=True)
     if name not in PEERS:
         raise KeyError(f"provider {name!r} is unknown: use one of tilewise, {', '.join(PEERS)}")
     return PEERS[name]
@@ -59,6 +61,8 @@ def _ours(backend: str | None) -> Attend:
             causal=True,
             seqused_k=cache.seqused_k,
             page_table=cache.page_table,
+            k_descale=cache.k_descale,
+            v_descale=cache.v_descale,
             # Without it a cache without pages goes to the kernels of training
             split_size=default_split_size(q.shape[2] // cache.k.shape[2]),
             backend=backend,

@@ -139,9 +139,14 @@ def answers_of(call: Call, target: str) -> list[Answer]:
         for name in dispatch.BACKENDS:
             reason = dispatch.ask(name, problem, device, *memory)
             told = str(reason or dispatch.why_copied(name, problem, memory[0]))
-            kinds = {type(None): "serves", Slower: "slower", Avoidable: "avoidable"}
-            found.append(Answer(name, told, kinds.get(type(reason), "refuses")))
+            found.append(Answer(name, told, kind_of(reason)))
     return found
+
+
+def kind_of(reason: str | None) -> str:
+    """What an answer amounts to."""
+    kinds = {type(None): "serves", Slower: "slower", Avoidable: "avoidable"}
+    return kinds.get(type(reason), "refuses")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .modifiers import arguments_of
-from .shapes import Shape
+from .shapes import FP8, Shape
 
 Tensor = torch.Tensor
 
@@ -48,6 +48,8 @@ def refuse(shape: Shape) -> str | None:
     """Why a provider without features, for dense batches only, does not serve the shape."""
     if shape.lengths:
         return "it does not take packed sequences"
+    if shape.dtype == FP8:
+        return "it does not take float8_e4m3fn"
     return f"it does not take {', '.join(shape.features)}" if shape.features else None
 
 
@@ -62,4 +64,5 @@ def _sinks(shape: Shape, device: str) -> Tensor:
     generator = torch.Generator(device=device).manual_seed(1)
     normal = torch.randn(shape.nheads, device=device, generator=generator)
     keys = shape.seqlen_k if shape.window is None else min(shape.window + 1, shape.seqlen_k)
-    return (normal + math.log(keys)).to(getattr(torch, shape.dtype))
+    wide = "float32" if shape.dtype == FP8 else shape.dtype
+    return (normal + math.log(keys)).to(getattr(torch, wide))

@@ -18,7 +18,7 @@ import torch
 
 from .features import options_of, packing_of
 from .modifiers import words_of
-from .shapes import Shape
+from .shapes import FP8, Shape
 
 if TYPE_CHECKING:
     from .providers import Attend
@@ -28,6 +28,7 @@ Tensor = torch.Tensor
 FA3_LIBRARY = "TILEWISE_FA3"  # the environment variable with the path of fa3.so
 FA2_MODULES = ("flash_attn",)
 FA3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+FA3_FP8 = "fa3_fwd"  # the package fa3-fwd, and the namespace of its operators
 FA4_MODULES = ("flash_attn.cute.interface", "flash_attn.cute")
 FA3_MAJORS = (9,)  # of the compute capability
 FA2_MAJORS = tuple(range(8, 13))
@@ -53,6 +54,8 @@ def prepare_fa3(shape: Shape, device: str) -> Attend:
     """From the library that the environment names, else from the package: its operators, where it
     registers some that are known here, cost less than its functions.
     """
+    if shape.dtype == FP8:
+        return prepare_fa3_fp8(shape, device)
     if path := os.environ.get(FA3_LIBRARY):
         return from_library(load(path), shape, device)
     attend = from_package(FA3_MODULES, shape, device, f", and {FA3_LIBRARY} names no library")
@@ -60,6 +63,15 @@ def prepare_fa3(shape: Shape, device: str) -> Attend:
         return from_library(torch.ops.flash_attn_3, shape, device)
     except (Absent, AttributeError):
         return attend
+
+
+def prepare_fa3_fp8(shape: Shape, device: str) -> Attend:
+    """From the package whose forward takes e4m3; without scales it takes them for 1."""
+    try:
+        importlib.import_module(FA3_FP8)
+    except ImportError as error:
+        raise Absent(f"{FA3_FP8} is not installed, the forward with FP8 ({error})") from error
+    return from_library(getattr(torch.ops, FA3_FP8), shape, device)
 
 
 def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
@@ -86,7 +98,10 @@ def asked(
     """What a provider is made of: why it is not to be had, by trying, and the callable."""
 
     def refuse(shape: Shape, device: str) -> str | None:
-        if (reason := unfit(shape, device, majors)) is not None:
+        like = shape  # FlashAttention-3's forward takes e4m3, too
+        if shape.dtype == FP8 and prepare is prepare_fa3:
+            like = shape._replace(dtype="bfloat16")
+        if (reason := unfit(like, device, majors)) is not None:
             return reason
         try:
             prepare(shape, device)

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import features, modifiers, peers
+from . import features, fp8, modifiers, peers
 from .call import call_of
-from .shapes import Shape
+from .shapes import FP8, Shape
 
 Tensor = torch.Tensor
 Attend = Callable[..., Tensor]  # of q, k, v, and of the bias of a shape that has one
@@ -39,6 +39,9 @@ def provider(name: str) -> Provider:
     """
     if name == "tilewise:deterministic":
         return _tilewise(name, None, True)
+    if name in fp8.NAMES:
+        asked = partial(fp8.refuse, name), partial(fp8.prepare, name)
+        return Provider(name, *asked, layout=fp8.NAMES[name])
     if name.startswith("tilewise:"):
         return _tilewise(name, name.split(":", 1)[1])
     name = ALIASES.get(name, name)
@@ -56,7 +59,10 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
         if backend not in dispatch.BACKENDS:
             return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"
         few = shape if shape.lengths else shape._replace(batch=1)
-        return dispatch.ask(backend, call_of(few).problem, torch.device(device))
+        problem, on = call_of(few).problem, torch.device(device)
+        if shape.dtype == FP8:
+            return dispatch.ask_fp8(backend, problem, on, torch.bfloat16)
+        return dispatch.ask(backend, problem, on)
 
     def prepare(shape: Shape, device: str) -> Attend:
         from .. import attention
@@ -107,6 +113,8 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
 def _refuse_flex(shape: Shape, device: str) -> str | None:
     if shape.lengths:
         return "packed sequences would need a document mask, which it is not given here"
+    if shape.dtype == FP8:
+        return features.refuse(shape)
     if shape.modifier == "dropout":
         return "FlexAttention has no dropout"
     if shape.modifier in modifiers.BIASES:

@@ -17,6 +17,7 @@ TOKENS = 16384
 HIDDEN = 2048
 DENSE_SEQLEN = 4096  # of the dense shape that ragged lengths are held against
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
+FP8 = "float8_e4m3fn"  # a dtype of q, k and v alike, with a forward alone
 
 
 class Shape(NamedTuple):

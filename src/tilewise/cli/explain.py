@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 
@@ -18,7 +19,7 @@ from .explain_tables import (
     show_launches,
     verdict,
 )
-from .options import DIRECTIONS, DTYPES, OneInt, together
+from .options import DIRECTIONS, DTYPES, FP8, OneInt, together
 from .picture import png_option, roofline
 from .tables import console, digits, table
 
@@ -26,7 +27,13 @@ SCORES = ("window", "softcap", "alibi", "sinks")
 FEATURES = (*SCORES, "modifier", "deterministic")
 call_options = together(
     click.option("--pass", "direction", type=click.Choice(DIRECTIONS), default="fwd"),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
+    click.option(
+        "--dtype",
+        type=click.Choice([*DTYPES, *FP8]),
+        default="bf16",
+        show_default=True,
+        help="fp8: which backend serves e4m3, and whether its products run in 8 bits.",
+    ),
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
     click.option("--seqlen", type=OneInt(), help="4k; with --cache 1."),
     click.option("--seqlen-k", type=OneInt(), help="Keys, where they are not as many."),
@@ -78,8 +85,16 @@ def explain(
     target, card = machine_of(target, gpu)
     if not has_cache and (page_size is not None or split_size is not None):
         raise click.UsageError("--page-size and --split-size are of a cache: --cache")
+    if options["dtype"] in FP8 and (has_cache or png or options["direction"] != "fwd"):
+        raise click.UsageError("--dtype fp8 is of forwards, without --cache and --png")
     with in_words():
-        if has_cache:
+        if options["dtype"] in FP8:
+            from ..bench.explain_fp8 import explain_fp8
+
+            page = importlib.import_module(f"{__package__}.explain_fp8")
+            options.pop("deterministic")
+            found = explain_fp8(shape_of(**options), target, card, backend)
+        elif has_cache:
             from ..bench.explain_cache import explain_cache
             from . import explain_cache as page
 
@@ -170,7 +185,9 @@ def shape_of(
             raise click.UsageError(str(error)) from error
         batch, seqlen, seqlen_k = len(each), max(each), max(each)
     sizes = direction, batch, seqlen, seqlen_k or seqlen, heads, kv_heads, headdim, headdim_v
-    return Shape(*sizes, options.pop("causal"), DTYPES[dtype], **{**options, "lengths": lengths})
+    return Shape(
+        *sizes, options.pop("causal"), (DTYPES | FP8)[dtype], **{**options, "lengths": lengths}
+    )
 
 
 def show(screen, found) -> None:

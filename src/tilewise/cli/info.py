@@ -111,7 +111,32 @@ def features() -> list[Line]:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
             mark = OK if serving else NO
             lines.append(Line(section, feature, mark, ", ".join(serving) or "none", reasons))
+        lines.append(fp8(section, device))
     return lines
+
+
+def fp8(section: str, device: str) -> Line:
+    """Which backend serves e4m3 q, k and v, and whether its products run in 8 bits."""
+    import torch
+
+    from .. import dispatch
+
+    problem, on = typical(torch.float8_e4m3fn), torch.device(device)
+    reasons = {}
+    for name in dispatch.BACKENDS:
+        reason = dispatch.ask_fp8(name, problem, on, torch.bfloat16)
+        if reason is None:
+            from ..bench.explain_fp8 import products_of
+
+            target = "cpu"
+            if on.type == "cuda":
+                from ..tuning.select import architecture
+
+                target = architecture(on)
+            return Line(section, "FP8", OK, f"{name}: {products_of(name, target)}")
+        reasons[name] = reason
+    said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return Line(section, "FP8", NO, "none", said)
 
 
 def devices() -> dict:

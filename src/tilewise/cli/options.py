@@ -25,6 +25,7 @@ DTYPES = {
     "fp64": "float64",
 }
 SHORT = {name: short for short, name in DTYPES.items()}
+FP8 = {"fp8": "float8_e4m3fn"}  # where q, k and v may be of 8 bits
 DTYPES |= {name: name for name in DTYPES.values()}
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import click
 
 from .machine import describe_machine
-from .options import DTYPES, SHORT, Exit, NameList, device_option, json_option
+from .options import DTYPES, FP8, SHORT, Exit, NameList, device_option, json_option
 from .tables import console, error, mark, table
 
+NAMES = SHORT | {name: short for short, name in FP8.items()}
 QUICK_TILES = 20  # of a case, with --quick
 
 
@@ -52,7 +53,8 @@ def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
     cases = select(expression, quick)
     screen = console(as_json)
     screen.print(describe_machine(device), style="dim")
-    checks = run(screen, cases, backend, device, wanted)
+    checks = run(screen, cases, backend, device, wanted) if cases else []
+    checks += [] if dtypes else check_fp8(expression, backend, device)
     if as_json:
         click.echo(json.dumps([check._asdict() for check in checks], indent=1))
     show(screen, checks)
@@ -82,9 +84,29 @@ def select(expression: str, quick: bool) -> list:
     chosen = [case for case in CASES + PACKED if matches(expression, case.name)]
     if quick:
         chosen = [case for case in chosen if case.tiles <= QUICK_TILES]
-    if not chosen:
+    from ..testing import fp8
+
+    if not chosen and not any(matches(expression, case.name) for case in fp8.CASES):
         raise click.UsageError(f"no case is named by -k {expression!r}")
     return chosen
+
+
+def check_fp8(expression: str, backend: str | None, device: str) -> list[Check]:
+    """The calls with FP8 products, each held to the bound on the norm of its error."""
+    from ..testing import fp8
+
+    checks = []
+    for case in fp8.CASES:
+        if matches(expression, case.name):
+            try:
+                off = fp8.error_of(case, backend, device)
+            except NotImplementedError as refusal:
+                said = " ".join(str(refusal).split())
+                checks.append(Check(case.name, "float8_e4m3fn", refused=said))
+            else:
+                ok = off <= case.bound
+                checks.append(Check(case.name, "float8_e4m3fn", "out", off, case.bound, ok=ok))
+    return checks
 
 
 def matches(expression: str, name: str) -> bool:
@@ -210,7 +232,7 @@ def show(screen, checks: list[Check]) -> None:
     rows = [
         (
             check.case,
-            SHORT[check.dtype],
+            NAMES[check.dtype],
             check.tensor,
             *map(error, (check.max_error, check.max_bound, check.mean_error, check.mean_bound)),
             error(check.sdpa_error),
@@ -221,7 +243,8 @@ def show(screen, checks: list[Check]) -> None:
     numbers = ["max", "of", "mean", "of ", "SDPA"]
     screen.print(table(["case", "dtype", "worst", *numbers, ""], rows, numbers))
     legend = (
-        "max, mean: errors against fp64, of what is allowed, in the tensor nearest to its bound"
+        "max, mean: errors against fp64, of what is allowed, in the tensor nearest to its bound; "
+        "of fp8 max is the norm of the error over that of out"
     )
     screen.print(legend, style="dim")
     list_by_reason(screen, "raised", {c: c.raised for c in served if c.raised})
@@ -231,7 +254,7 @@ def show(screen, checks: list[Check]) -> None:
 def list_by_reason(screen, what: str, reasons: dict[Check, str]) -> None:
     """Each reason once, with some of its cases."""
     for reason in dict.fromkeys(reasons.values()):
-        names = [f"{c.case} {SHORT[c.dtype]}" for c, given in reasons.items() if given == reason]
+        names = [f"{c.case} {NAMES[c.dtype]}" for c, given in reasons.items() if given == reason]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         screen.print(f"{what}: {', '.join(names[:3])}{more}: {reason}")
 

@@ -4,6 +4,7 @@ compare.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -113,32 +114,51 @@ def check_captured(modifiers: FlatMods) -> None:
 
 def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The call in words, but for the tokens, of which each rank has its own number."""
-    layout = asked.layout
+    layout, rng = asked.layout, asked.dropout_rng
+    if rng is not None:  # what is on a GPU is not read: that would wait for it
+        rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
+    options = (
+        ("scale", asked.scale),
+        ("softcap", asked.softcap),
+        ("dropout_rng", rng),
+        ("dropout_p", asked.dropout_p or None),
+        ("alibi_slopes", _shape(asked.alibi_slopes)),
+        ("sinks", _shape(asked.sinks)),
+        ("mask_mod", _digest(serialize(asked.modifiers.mods.mask))),
+        ("score_mod", _digest(serialize(asked.modifiers.mods.score))),
+        ("bitwise", None if asked.bitwise else False),
+    )
+    return _text(
+        *(layout, q.shape, k.shape, v.shape, q.dtype),
+        *(asked.causal, asked.sides, asked.learns, options),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(
+    layout: Layout,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    dtype: torch.dtype,
+    causal: bool | str,
+    sides: tuple[int, int],
+    learns: bool,
+    options: tuple[tuple[str, Any], ...],
+) -> str:
     shapes = (
-        f"{name} ({x.shape[0]}, {layout.seqlen}, {x.shape[2]}, {x.shape[3]})"
+        f"{name} ({x[0]}, {layout.seqlen}, {x[2]}, {x[3]})"
         for name, x in (("q", q), ("k", k), ("v", v))
     )
     dealt = _digest(repr((layout.runs, layout.cu_seqlens)))
     said = [
         *shapes,
-        str(q.dtype).removeprefix("torch."),
+        str(dtype).removeprefix("torch."),
         f"{layout.kind} over {layout.ranks} ranks ({dealt})",
-        f"causal={asked.causal}, window={asked.sides}",
-        "with a gradient" if asked.learns else "without a gradient",
+        f"causal={causal}, window={sides}",
+        "with a gradient" if learns else "without a gradient",
+        *(f"{name}={value}" for name, value in options if value is not None),
     ]
-    rng = None if asked.dropout_rng is None else asked.dropout_rng.tolist()
-    options = {
-        "scale": asked.scale,
-        "softcap": asked.softcap,
-        "dropout_rng": rng,
-        "dropout_p": asked.dropout_p or None,
-        "alibi_slopes": _shape(asked.alibi_slopes),
-        "sinks": _shape(asked.sinks),
-        "mask_mod": _digest(serialize(asked.modifiers.mods.mask)),
-        "score_mod": _digest(serialize(asked.modifiers.mods.score)),
-        "bitwise": None if asked.bitwise else False,
-    }
-    said += [f"{name}={value}" for name, value in options.items() if value is not None]
     return ", ".join(said)
 
 

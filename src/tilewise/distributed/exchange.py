@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from .arena import Arena
+from .halves import Arena
 from .layout import Layout, Run
+from .work import keys_of
 
 Tensor = torch.Tensor
 ALIGN = 64  # bytes
 
 
 class Published:
-    """What all ranks have published for one call: tensors of the same dtypes and shapes, but for
-    their first dimension, of which rank r has `counts[r]` rows.
+    """What all ranks have published for one call: tensors of the same dtypes and shapes (parts,
+    rows, ...), where rank r has `counts[r]` rows.
     """
 
     def __init__(self, arena: Arena, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:
         self.arena = arena
-        self.kinds = [(x.dtype, x.shape[1:]) for x in tensors]
+        self.kinds = [(x.dtype, x.shape[0], x.shape[2:]) for x in tensors]
         self.counts = counts
         self.nbytes = max(self._place(rank, len(self.kinds)) for rank in range(arena.ranks))
 
-    def pull(self, rank: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
+    def pull(
+        self, rank: int, number: int, start: int = 0, stop: int | None = None, part: int = 0
+    ) -> Tensor:
         """Rows [start, stop) of one of a rank's tensors, to be copied before the call after the
-        next.
+        next. They are contiguous.
         """
-        rows = self.view(rank, number)[start:stop]
-        return self.counted(rank, rows)
-
-    def counted(self, rank: int, x: Tensor) -> Tensor:
-        """A part of a rank's tensors, as it is, and its bytes among those that were pulled."""
+        rows = self.view(rank, number)[part, start:stop]
         if rank != self.arena.rank:
-            self.arena.pulled += x.numel() * x.itemsize
-        return x
+            self.arena.pulled += rows.numel() * rows.itemsize
+        return rows
 
     def view(self, rank: int, number: int) -> Tensor:
         """All of one of a rank's tensors where it lies."""
-        dtype, shape = self.kinds[number]
-        start, shape = self._place(rank, number), (self.counts[rank], *shape)
+        dtype, parts, shape = self.kinds[number]
+        start, shape = self._place(rank, number), (parts, self.counts[rank], *shape)
         nbytes = math.prod(shape) * dtype.itemsize
         block = self.arena.of(rank, self.nbytes)
         return block[start : start + nbytes].view(dtype).view(shape)
 
     def _place(self, rank: int, number: int) -> int:
         """Where a rank's tensor begins."""
-        sizes = (self.counts[rank] * math.prod(s) * d.itemsize for d, s in self.kinds[:number])
+        rows = self.counts[rank]
+        sizes = (n * rows * math.prod(s) * d.itemsize for d, n, s in self.kinds[:number])
         return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
 def publish(arena: Arena, asked: str, tensors: Sequence[Tensor], layout: Layout) -> Published:
-    """Publishes this rank's rows, and returns once all ranks have. `asked` names the call."""
+    """Publishes this rank's rows, and returns once all ranks have; on GPUs, once what the stream
+    does next comes after that. `asked` names the call.
+    """
     return publish_rows(arena, asked, tensors, layout.counts)
 
 
@@ -61,6 +65,15 @@ def publish_rows(
     arena: Arena, asked: str, tensors: Sequence[Tensor], counts: Sequence[int]
 ) -> Published:
     """The same of any numbers of rows."""
+    return publish_parts(arena, asked, [x.unsqueeze(0) for x in tensors], counts)
+
+
+def publish_parts(
+    arena: Arena, asked: str, tensors: Sequence[Tensor], counts: Sequence[int]
+) -> Published:
+    """The same of tensors in parts, of which each rank pulls one: (parts, rows, ...). Parts are
+    contiguous where they are published, so that DMA pulls them.
+    """
     published = Published(arena, tensors, counts)
     arena.publish(published.nbytes, asked)
     for number, x in enumerate(tensors):
@@ -69,7 +82,10 @@ def publish_rows(
     return published
 
 
-def runs_in_turn(layout: Layout, wanted: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
+Pull = tuple[int, int, int, int]  # rank, its row, and the positions [start, stop) of its rows
+
+
+def runs_in_turn(layout: Layout, wanted: Sequence[Run]) -> Iterator[Pull]:
     """(rank, row, start, stop) of each run of positions that is wanted and that a rank has from its
     row `row` on: of this rank first and then of the ones before it, so that no two ranks read the
     same one at a time.
@@ -83,3 +99,42 @@ def runs_in_turn(layout: Layout, wanted: Sequence[Run]) -> Iterator[tuple[int, i
                 if a < b:
                     yield rank, row + a - start, a, b
             row += stop - start
+
+
+class Pulls(NamedTuple):
+    """What a rank pulls: for each of its spans the rows that it is the first to need, and whether
+    all rows of the sequence are among them.
+    """
+
+    by_span: tuple[tuple[Pull, ...], ...]
+    is_whole: bool
+
+
+@functools.lru_cache(maxsize=256)
+def pulls_of(layout: Layout, left: int, right: int) -> Pulls:
+    """The pulls of a layout under a band.
+
+    >>> import tilewise.distributed as td
+    >>> pulls_of(td.zigzag(8, 2), -1, 0).by_span  # rows 0 and 1, then 6 and 7; all before them
+    (((0, 0, 0, 2),), ((0, 2, 6, 8), (1, 0, 2, 6)))
+    """
+    found, held = [], []
+    for i, _ in enumerate(layout.spans):
+        wanted = keys_of(layout.spans[: i + 1], left, right)
+        found.append(tuple(runs_in_turn(layout, _without(wanted, held))))
+        held = wanted
+    return Pulls(tuple(found), held == [(0, layout.seqlen)])
+
+
+def _without(runs: Sequence[Run], held: Sequence[Run]) -> list[Run]:
+    """The parts of some runs that lie in none of others; both in order."""
+    found = []
+    for start, stop in runs:
+        for a, b in held:
+            if a < stop and b > start:
+                if start < a:
+                    found.append((start, a))
+                start = b
+        if start < stop:
+            found.append((start, stop))
+    return found

@@ -5,6 +5,7 @@ named error on the others and no wait without an end.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import Any
 
@@ -122,15 +123,18 @@ class Barrier:
 
 def timeout_of(group: Any) -> datetime.timedelta:
     """How long the group's own collectives wait; of a backend that does not say, its store."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     store: Any = distributed_c10d._get_process_group_store(group)
-    return getattr(options, "_timeout", store.timeout)
+    for kind in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # it has no backend for these
+            options = getattr(group._get_backend(torch.device(kind)), "options", None)
+            return getattr(options, "_timeout", store.timeout)
+    return store.timeout
 
 
 def check_cpu_group(group: Any) -> None:
     """A group whose ranks meet on the CPU."""
     try:
-        timeout_of(group)
+        group._get_backend(torch.device("cpu"))
     except RuntimeError as error:
         raise ArgumentError(
             "the process group has no backend for the CPU: make it with "

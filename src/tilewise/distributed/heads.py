@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from ..problem import Grads, Saved
 from . import whole
-from .arena import Arena
 from .asked import Asked
-from .exchange import publish, publish_rows
+from .exchange import publish_parts, publish_rows, runs_in_turn
+from .halves import Arena
 from .layout import Layout
 
 Tensor = torch.Tensor
@@ -102,46 +102,38 @@ def _exchange(
     arena: Arena, layout: Layout, words: str, to_heads: bool, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     by_row = [x.transpose(0, 1) for x in tensors]
-    if to_heads:
-        return _to_heads(arena, layout, words, by_row)
-    return _to_rows(arena, layout, words, by_row)
+    found = (_to_heads if to_heads else _to_rows)(arena, layout, words, by_row)
+    arena.settle(*found)
+    return tuple(x.transpose(0, 1) for x in found)
 
 
-def _to_heads(
-    arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence, batch first."""
-    published = publish(arena, words, tensors, layout)
-    found = []
-    for number, x in enumerate(tensors):
-        each = x.shape[2] // layout.ranks
-        mine = slice(layout.rank * each, (layout.rank + 1) * each)
-        whole = x.new_empty(x.shape[1], layout.seqlen, each, *x.shape[3:])
-        for step in range(layout.ranks):
-            rank, row = (layout.rank - step) % layout.ranks, 0
-            for start, stop in layout.runs[rank]:
-                rows = published.view(rank, number)[row : row + stop - start, :, mine]
-                whole[:, start:stop] = published.counted(rank, rows).transpose(0, 1)
-                row += stop - start
-        found.append(whole)
-    return tuple(found)
+def _to_heads(arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence."""
+    parts = [x.unflatten(2, (layout.ranks, -1)).movedim(2, 0) for x in tensors]
+    published = publish_parts(arena, words, parts, layout.counts)
+    found = [x.new_empty(layout.seqlen, *x.shape[2:]) for x in parts]
+    with arena.copying():
+        for rank, row, start, stop in runs_in_turn(layout, [(0, layout.seqlen)]):
+            for number, x in enumerate(found):
+                rows = published.pull(rank, number, row, row + stop - start, layout.rank)
+                x[start:stop].copy_(rows)
+        arrived = arena.mark()
+    arena.arrive(arrived)
+    return found
 
 
-def _to_rows(
-    arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads, batch first."""
+def _to_rows(arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads."""
     published = publish_rows(arena, words, tensors, [layout.seqlen] * layout.ranks)
-    found = []
-    for number, x in enumerate(tensors):
-        each = x.shape[2]
-        mine = x.new_empty(x.shape[1], layout.tokens, each * layout.ranks, *x.shape[3:])
+    found = [x.new_empty(layout.ranks, layout.tokens, *x.shape[1:]) for x in tensors]
+    with arena.copying():
         for step in range(layout.ranks):
             rank, row = (layout.rank - step) % layout.ranks, 0
-            heads = slice(rank * each, (rank + 1) * each)
             for start, stop in layout.runs[layout.rank]:
-                rows = published.pull(rank, number, start, stop)
-                mine[:, row : row + stop - start, heads] = rows.transpose(0, 1)
+                for number, x in enumerate(found):
+                    rows = published.pull(rank, number, start, stop)
+                    x[rank, row : row + stop - start].copy_(rows)
                 row += stop - start
-        found.append(mine)
-    return tuple(found)
+        arrived = arena.mark()
+    arena.arrive(arrived)
+    return [x.movedim(0, 2).flatten(2, 3) for x in found]

@@ -38,7 +38,8 @@ def gradients(asked: Asked, saved: Saved) -> Partial:
     dlse = None if dlse is None else place(layout, dlse, 2)
     exact = asked._replace(sinks=None if asked.sinks is None else asked.sinks.to(lse.dtype))
     found = whole.backward(exact, Saved(dout, dlse, q, k, v, out, lse))
-    return Partial(layout.shard(found.dq), found.dk, found.dv, found.dsinks)
+    dk, dv = found.dk.to(lse.dtype), found.dv.to(lse.dtype)
+    return Partial(layout.shard(found.dq), dk, dv, found.dsinks)
 
 
 def place(layout: Layout, x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:

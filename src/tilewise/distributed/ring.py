@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from ..frontend.attention import call
 from ..problem import OPEN, Extras, Grads, Saved
 from ..reference import merge_states
-from .arena import Arena
 from .asked import Asked
 from .exchange import Published, publish
-from .rows import Partial, gradients_of
+from .halves import Arena
+from .rows import Partial, gradients_of, working_dtype
 from .stream import summed
 from .work import Span
 
@@ -70,19 +70,40 @@ def meeting(mine: Span, other: Span, left: int, right: int) -> Meeting | None:
     return Meeting(rows, keys, left, right)
 
 
-def steps(published: Published, asked: Asked) -> Iterator[tuple[int, list[Meeting], list[Tensor]]]:
-    """Each rank, this one first, with what is computed on its keys and values, (batch, tokens,
-    heads, headdim), in fp32 (fp64).
+class Shard(NamedTuple):
+    """The keys and values of a rank, (batch, tokens, heads, headdim), and what meets them."""
+
+    rank: int
+    met: list[Meeting]
+    keys: Tensor
+    values: Tensor
+
+
+def steps(published: Published, asked: Asked) -> Iterator[Shard]:
+    """The shard of each rank, this one's first. The next one is pulled beside what is computed on
+    one.
     """
-    layout = asked.layout
+    layout, arena = asked.layout, published.arena
+    ahead = None
     for step in range(layout.ranks):
         rank = (layout.rank - step) % layout.ranks
         pairs = ((x, y) for x in layout.spans for y in layout.at(rank).spans)
-        found = [meeting(x, y, *asked.sides) for x, y in pairs]
-        met = [x for x in found if x is not None]
-        if met:
-            pulled = (published.pull(rank, number).transpose(0, 1) for number in (0, 1))
-            yield rank, met, [x.to(torch.promote_types(x.dtype, torch.float32)) for x in pulled]
+        met = [x for x in (meeting(*y, *asked.sides) for y in pairs) if x is not None]
+        if not met:
+            continue
+        rows = [published.pull(rank, number) for number in (0, 1)]
+        copies = [torch.empty_like(x, dtype=working_dtype(x)) for x in rows]
+        with arena.copying():
+            for copy, x in zip(copies, rows):
+                copy.copy_(x)
+            arrival = arena.mark()
+        if ahead is not None:
+            arena.arrive(ahead[1])
+            yield ahead[0]
+        ahead = Shard(rank, met, *(x.transpose(0, 1) for x in copies)), arrival
+    if ahead is not None:
+        arena.arrive(ahead[1])
+        yield ahead[0]
 
 
 class _Ring(torch.autograd.Function):
@@ -95,10 +116,10 @@ class _Ring(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=exact)
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
-        for _, met, (keys, values) in steps(published, asked):
+        for _, met, keys, values in steps(published, asked):
             for x in met:
                 part = call(
-                    *(q[:, x.rows].to(exact), keys[:, x.keys], values[:, x.keys]),
+                    *(q[:, x.rows].to(keys.dtype), keys[:, x.keys], values[:, x.keys]),
                     extras=Extras(),
                     numbers=(asked.scale, asked.softcap, 0.0),
                     window=("bottom_right", x.left, x.right),
@@ -112,6 +133,7 @@ class _Ring(torch.autograd.Function):
             total *= torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)
             lse = whole
         out = total.to(q.dtype)
+        arena.settle(out, lse)
         ctx.arena, ctx.asked = arena, asked
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -131,6 +153,7 @@ def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
         partial = _gradients(arena, asked, saved)
         words = f"the sums of the backward of attention (ring): {asked.words}"
         dk, dv = summed(arena, asked, partial, words)
+        arena.settle(partial.dq, dk, dv)
     dsinks, dtype = partial.dsinks, saved.k.dtype
     if dsinks is not None and asked.sinks is not None:
         dsinks = dsinks.to(asked.sinks.dtype)
@@ -145,14 +168,14 @@ def _gradients(arena: Arena, asked: Asked, saved: Saved) -> Partial:
     words = f"the backward of attention (ring): {asked.words}"
     published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], asked.layout)
     dout = torch.zeros_like(out) if dout is None else dout
-    dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
+    dout, q, out = (x.to(working_dtype(q)) for x in (dout, q, out))
     seqlen, batch = asked.layout.seqlen, q.shape[0]
-    dq = torch.zeros_like(q)
-    dk, dv = (q.new_zeros(batch, seqlen, *x.shape[2:]) for x in (k, v))
+    dq = torch.zeros_like(q, dtype=lse.dtype)
+    dk, dv = (lse.new_zeros(batch, seqlen, *x.shape[2:]) for x in (k, v))
     plain = asked._replace(sinks=None)
-    for rank, met, (keys, values) in steps(published, asked):
+    for rank, met, keys, values in steps(published, asked):
         places = asked.layout.at(rank)
-        parts = [torch.zeros_like(x) for x in (keys, values)]
+        parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values)]
         for x in met:
             given = Saved(
                 dout[:, x.rows],
@@ -178,7 +201,7 @@ def _of_sinks(
     """A sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
     if asked.sinks is None:
         return None
-    delta = (dout * out).sum(-1).transpose(1, 2)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     delta = delta if dlse is None else delta - dlse
     p = torch.exp(asked.sinks.to(lse.dtype).unsqueeze(1) - lse)
     return -(p * delta).sum((0, 2))

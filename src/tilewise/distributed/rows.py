@@ -9,19 +9,36 @@ longer, by rows of zeros that are left out again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ..dispatch import choose
+from ..emulator.switch import cpu_modes
 from ..frontend.attention import call
 from ..frontend.checks import check
 from ..ops import attention as ops
-from ..problem import OPEN, Call, Extras, Grads, Saved
+from ..problem import (
+    LONG_SEQLEN,
+    OPEN,
+    WIDEST_EXACT,
+    Call,
+    Extras,
+    Grads,
+    Saved,
+    Scalars,
+    describe,
+)
 from .asked import Asked
+from .halves import Arena
 from .work import Span
 
 Tensor = torch.Tensor
+BLOCK = 128  # keys: a multiple of every kernel's block
+FEW = 16  # rows of a tile: a call of so few queries is split over its keys, by other kernels
+MANY = 1024  # calls whose backends are kept
 
 
 class Piece(NamedTuple):
@@ -34,11 +51,32 @@ class Piece(NamedTuple):
     right: int
 
 
+class Keys(NamedTuple):
+    """Keys and values of the whole sequence, (batch, seqlen, heads, headdim), of which those that
+    span i needs are there once `arrive(i)` was called.
+    """
+
+    k: Tensor
+    v: Tensor
+    arena: Arena
+    arrivals: tuple[Any, ...]  # of each span
+
+    def arrive(self, span: int) -> None:
+        """What is computed next follows the copies of what a span is the first to need."""
+        self.arena.arrive(self.arrivals[span])
+
+    def arrive_all(self) -> None:
+        """The same of all copies, which are made in the order of the spans."""
+        if self.arrivals:
+            self.arrive(-1)
+
+
 def piece_of(asked: Asked, span: Span) -> Piece:
-    """The call of a span."""
+    """The call of a span. Its blocks of keys are those of the whole sequence's."""
     left, right = asked.sides
     row, start, stop, first, last = span
     a = first if left == OPEN else max(first, start - left)
+    a = first + (a - first) // BLOCK * BLOCK
     b = last if right == OPEN else min(last, stop + right)
     more = b - stop if asked.alibi_slopes is not None else 0
     shift = b - stop - more
@@ -47,12 +85,59 @@ def piece_of(asked: Asked, span: Span) -> Piece:
     return Piece(slice(row, row + stop - start), slice(a, b), more, left, right)
 
 
-def attend(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's queries; k and v are of the whole sequence."""
+def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """The backend by which a call on a run of rows gives those rows the bits of the call on all
+    rows; None where there is none. q, k and v are this rank's.
+
+    In the tiles of GPUs a row does not depend on its neighbours, and tiles of all heights have the
+    same blocks of keys. But a backend that has more than one tile may choose another for a run, and
+    on the CPU BLAS chooses by the shape of a product.
+    """
+    key = asked.words, asked.backend, asked.deterministic, q.device, cpu_modes()
+    if key not in _known:
+        if len(_known) >= MANY:
+            _known.clear()
+        _known[key] = _backend_of_runs(asked, q, k, v)
+    return _known[key]
+
+
+_known: dict[Any, str | None] = {}
+
+
+def _backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    layout = asked.layout
+    extras = Extras(asked.alibi_slopes, asked.sinks)
+    if layout.cu_seqlens is not None:
+        starts = torch.empty(0, device=q.device)
+        extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    scalars = Scalars(1.0, asked.softcap or 0.0, *asked.sides)
+    align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
+    problem = describe(q, k, v, extras, scalars, align, asked.deterministic)
+    name = choose(problem, q.device, asked.backend).NAME
+    starts = (0, layout.seqlen) if layout.cu_seqlens is None else layout.cu_seqlens
+    longest = max((b - a for a, b in itertools.pairwise(starts)), default=0)
+    if name == "cpu" or longest * problem.group <= FEW:
+        return None
+    shortest = min((x.stop - x.start for x in layout.spans), default=longest)
+    has_one_tile = name == "hopper" or (longest > LONG_SEQLEN) == (shortest > LONG_SEQLEN)
+    return name if has_one_tile else None
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What gradients are computed in. The kernels of GPUs sum in fp32 what they are given in 16
+    bits, and hand those of keys out unrounded; on the CPU inputs are in fp32.
+    """
+    return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+
+
+def attend(asked: Asked, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's queries, by a backend of this name."""
+    k, v = known.k, known.v
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
-    for span in asked.layout.spans:
+    for i, span in enumerate(asked.layout.spans):
+        known.arrive(i)
         rows, keys, more, left, right = piece_of(asked, span)
         found = call(
             *(_longer(q[:, rows], more), k[:, keys], v[:, keys]),
@@ -60,7 +145,7 @@ def attend(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             numbers=(asked.scale, asked.softcap, 0.0),
             window=("bottom_right", left, right),
             deterministic=asked.deterministic,
-            backend=asked.backend,
+            backend=backend,
         )
         nrows = span.stop - span.start
         out[:, rows], lse[:, :, rows] = found[0][:, :nrows], found[1][:, :, :nrows]
@@ -76,17 +161,18 @@ class Partial(NamedTuple):
     dsinks: Tensor | None
 
 
-def gradients(asked: Asked, saved: Saved) -> Partial:
-    """Those of a rank's queries; k and v are of the whole sequence, all in fp32 (fp64)."""
+def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
+    """Those of a rank's queries; k and v are of the whole sequence."""
     dout, dlse, q, k, v, out, lse = saved
     sinks = asked.sinks
     partial = Partial(
         torch.zeros_like(q),
-        torch.zeros_like(k),
-        torch.zeros_like(v),
+        torch.zeros_like(k, dtype=lse.dtype),
+        torch.zeros_like(v, dtype=lse.dtype),
         None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype),
     )
-    for span in asked.layout.spans:
+    for i, span in enumerate(asked.layout.spans):
+        known.arrive(i)
         rows, keys, more, left, right = piece_of(asked, span)
         given = Saved(
             _longer(dout[:, rows], more),
@@ -129,7 +215,10 @@ def gradients_of(
         mods=asked.modifiers.mods,
         is_long=is_long,
     )
-    known = Call(checked.problem, checked.scalars, asked.backend)
+    problem = checked.problem
+    if q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
+        problem = problem._replace(has_fp32_key_grads=True)  # parts of sums, rounded once
+    known = Call(problem, checked.scalars, asked.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
     return ops.run_backward(known, saved, extras)
 

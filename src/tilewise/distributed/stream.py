@@ -7,16 +7,17 @@ in fp32, and the owner of a key adds those of all ranks, in their order, and rou
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..problem import Grads, Saved
-from . import placed, rows
-from .arena import Arena
+from . import packed_runs, placed, rows
 from .asked import Asked
-from .exchange import Published, publish, publish_rows, runs_in_turn
+from .exchange import Published, publish, publish_rows, pulls_of
+from .halves import Arena
 from .work import keys_of
 
 Tensor = torch.Tensor
@@ -35,9 +36,9 @@ def attend(
     return _Stream.apply(arena, asked, q, k, v, asked.sinks)
 
 
-def is_placed(asked: Asked) -> bool:
-    """Whether queries are computed at their places, and not in runs."""
-    return asked.bitwise or asked.is_modified
+def by_runs(asked: Asked, q: Tensor) -> ModuleType:
+    """What computes runs of rows: a call for each, or one for all."""
+    return packed_runs if packed_runs.serves(asked, q) else rows
 
 
 class _Stream(torch.autograd.Function):
@@ -45,9 +46,14 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, asked: Asked, q, k, v, sinks):
-        k_all, v_all = _pull(arena, asked, k, v, f"attention (stream): {asked.words}")
-        compute = placed.attend if is_placed(asked) else rows.attend
-        out, lse = compute(asked, q, k_all, v_all)
+        keys = _pull(arena, asked, k, v, f"attention (stream): {asked.words}")
+        backend = rows.backend_of_runs(asked, q, k, v) if asked.bitwise else asked.backend
+        if asked.is_modified or (asked.bitwise and backend is None):
+            keys.arrive_all()
+            out, lse = placed.attend(asked, q, keys.k, keys.v)
+        else:
+            out, lse = by_runs(asked, q).attend(asked, q, keys, backend)
+        arena.settle(out, lse)
         ctx.arena, ctx.asked = arena, asked
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -66,13 +72,21 @@ def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
     dout, dlse, q, k, v, out, lse = saved
     words = f"the backward of attention (stream): {asked.words}"
     with arena.reporting():
-        k_all, v_all = _pull(arena, asked, k, v, words)
+        keys = _pull(arena, asked, k, v, words)
         dout = torch.zeros_like(out) if dout is None else dout
-        exact = lse.dtype
-        dout, q, k_all, v_all, out = (x.to(exact) for x in (dout, q, k_all, v_all, out))
-        compute = placed.gradients if asked.is_modified else rows.gradients
-        partial = compute(asked, Saved(dout, dlse, q, k_all, v_all, out, lse))
+        exact = rows.working_dtype(q)
+        dout, q, out = (x.to(exact) for x in (dout, q, out))
+        if exact != k.dtype:
+            keys.arrive_all()
+            keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
+        given = Saved(dout, dlse, q, keys.k, keys.v, out, lse)
+        if asked.is_modified:
+            keys.arrive_all()
+            partial = placed.gradients(asked, given)
+        else:
+            partial = by_runs(asked, q).gradients(asked, given, keys)
         dk, dv = summed(arena, asked, partial, f"the sums of {words}")
+        arena.settle(partial.dq, dk, dv)
     dsinks = partial.dsinks
     if dsinks is not None and asked.sinks is not None:
         dsinks = dsinks.to(asked.sinks.dtype)
@@ -80,17 +94,22 @@ def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
     return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
 
 
-def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> tuple[Tensor, Tensor]:
+def _pull(arena: Arena, asked: Asked, k: Tensor, v: Tensor, words: str) -> rows.Keys:
     """Keys and values of the whole sequence, those that no query here sees 0."""
     layout = asked.layout
     published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], layout)
-    batch = k.shape[0]
-    found = [x.new_zeros(batch, layout.seqlen, *x.shape[2:]) for x in (k, v)]
-    for rank, row, start, stop in runs_in_turn(layout, keys_of(layout.spans, *asked.sides)):
-        for number, x in enumerate(found):
-            pulled = published.pull(rank, number, row, row + stop - start)
-            x[:, start:stop] = pulled.transpose(0, 1)
-    return found[0], found[1]
+    pulls = pulls_of(layout, *asked.sides)
+    shapes = [(layout.seqlen, x.shape[0], *x.shape[2:]) for x in (k, v)]
+    found = [(k.new_empty if pulls.is_whole else k.new_zeros)(shape) for shape in shapes]
+    arrivals = []
+    with arena.copying():
+        for pulled in pulls.by_span:
+            for rank, row, start, stop in pulled:
+                for number, x in enumerate(found):
+                    x[start:stop].copy_(published.pull(rank, number, row, row + stop - start))
+            arrivals.append(arena.mark())
+    k, v = (x.transpose(0, 1) for x in found)
+    return rows.Keys(k, v, arena, tuple(arrivals))
 
 
 def summed(arena: Arena, asked: Asked, partial: rows.Partial, words: str) -> tuple[Tensor, Tensor]:
@@ -105,8 +124,9 @@ def _of_mine(published: Published, asked: Asked, number: int) -> Tensor:
     layout = asked.layout
     others = (layout.at(rank).spans for rank in range(layout.ranks))
     seen = [keys_of(spans, *asked.sides) for spans in others]
-    dtype, shape = published.kinds[number]
-    total = torch.zeros(layout.tokens, *shape, dtype=dtype)
+    dtype, _, shape = published.kinds[number]
+    device = published.view(layout.rank, number).device
+    total = torch.zeros(layout.tokens, *shape, dtype=dtype, device=device)
     for rank in range(layout.ranks):
         row = 0
         for start, stop in layout.runs[layout.rank]:

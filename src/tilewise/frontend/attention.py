@@ -11,6 +11,7 @@ import torch
 from .. import dispatch
 from ..errors import OURS, Words
 from ..kernels.common.cached import Cached
+from ..kernels.common.quantized import Quantized
 from ..mods.block_mask import BlockMask, block_mask_of
 from ..mods.documents import Documents
 from ..mods.flatten import check_block_mask, modifiers_of
@@ -19,20 +20,30 @@ from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.calls import Entry, entry_of, find
-from ..problem import LONG_SEQLEN, NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
+from ..problem import NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
+from . import fp8
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .checks import check, check_scores, has_values
 from .qkv import in_order, sizes_of
-from .scalars import Window, band, check_bounds, check_causal, check_flag, check_layout
+from .scalars import (
+    Window,
+    as_bound,
+    band,
+    check_bounds,
+    check_causal,
+    check_flag,
+    check_layout,
+    is_long,
+)
 
 Tensor = torch.Tensor
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     causal: bool | str = False,
     scale: float | None = None,
@@ -59,8 +70,11 @@ def attention(
     page_table: Tensor | None = None,
     split_size: int | None = None,
     out: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backward: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the scores.
 
@@ -72,12 +86,14 @@ def attention(
         torch.Size([2, 128, 8, 64])
 
     Tensors may have any strides with a contiguous last dimension. dtypes are fp16, bf16 and fp32,
-    and fp64 on the CPU; k and v may also be a KV cache of float8_e4m3fn or int8. On a GPU scores
+    and fp64 on the CPU; k and v may also be a KV cache of float8_e4m3fn or int8, and all three
+    float8_e4m3fn, for FP8 products (see the page on FP8). On a GPU scores
     must stay below 2^27 in magnitude, for gradients below 2^24; TILEWISE_CHECK=1 in the environment
     refuses q and k whose norms allow more, and checks the values of lengths, which synchronizes.
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
+        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`; or
+            what `tilewise.quantize` returns, in place of q, k and v.
         k: (batch, seqlen_k, nheads_k, headdim), nheads a multiple of nheads_k; (total_k, nheads_k,
             headdim) with `cu_seqlens_k`; (num_pages, page_size, nheads_k, headdim) with
             `page_table`.
@@ -129,10 +145,15 @@ def attention(
         out: written in place and returned. With `page_table`, `split_size`, `out` or a cache of 8
             bits there is no dropout, bias, block_mask and score_mod, and no gradient, but for
             `split_size` alone.
+        q_descale: fp32, q of float8_e4m3fn times this is what is meant: (), (nheads_k,) or (batch,
+            nheads_k), and so are k_descale and v_descale beside it; None is 1.
         k_descale: fp32, k of 8 bits times this is what is meant: one number (), one for each key
             head (nheads_k,), each sequence and key head (batch, nheads_k), or each row, shaped as k
             without headdim; None is 1. Scales of unused rows may be anything.
         v_descale: the same of v.
+        out_dtype: that of out of FP8 products: bfloat16, as by default, float16 or float32.
+        backward: "bf16": gradients of what was quantised, straight through the rounding, computed
+            in bfloat16 on what the 8-bit tensors stand for.
 
     Returns:
         `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,
@@ -151,8 +172,10 @@ def attention(
     descales = k_descale, v_descale
     tensors = q, k, v, alibi_slopes, sinks, *lengths, bias, page_table, *descales, out
     entry = None
-    has_functions = not (mask_mod is None and score_mod is None and block_mask is None)
-    if not has_functions and type(dropout_p) in (int, float) and dropout_p == 0:
+    of_fp8 = q_descale, out_dtype, backward
+    has_more = not (mask_mod is score_mod is block_mask is None)
+    has_more = has_more or not (q_descale is out_dtype is backward is None)
+    if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
         sides = window if type(window) is tuple else (window,)
         words = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         if max_seqlen_q is not None or max_seqlen_k is not None:
@@ -161,6 +184,20 @@ def attention(
         known = None if entry is None else launch_known(entry, (q, k, v), tensors[3:], layout)
         if known is not None:
             return known if return_lse else known[0]
+    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *of_fp8):
+        fp8.refuse_others(
+            *(("bias", bias), ("mask_mod", mask_mod), ("block_mask", block_mask)),
+            *(("score_mod", score_mod), ("dropout_p", dropout_p or None)),
+            *(("page_table", page_table), ("split_size", split_size), ("out", out)),
+        )
+        asked = fp8.Asked(
+            *((q_descale, k_descale, v_descale), lengths, (alibi_slopes, sinks)),
+            *((causal, scale, window, softcap), max_seqlen_q, layout),
+            *(out_dtype, backward, backend),
+        )
+        return_lse = check_flag("return_lse", return_lse)
+        found = fp8.attend(q, k, v, asked, return_lse)
+        return found if return_lse else found[0]
     align = check_causal(causal)
     check_layout(layout)
     check_dropout(dropout_p)
@@ -241,7 +278,7 @@ def documents_in(
 
 def launch_known(
     entry: Entry,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Any, Any, Any],
     others: tuple[Tensor | None, ...],
     layout: str,
 ) -> tuple[Tensor, Tensor] | None:
@@ -285,13 +322,6 @@ def launch_step(
     return found[0].transpose(1, 2), found[1]
 
 
-def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
-    """The part of a bound on lengths that is in the cache key: whether it is long, where it is
-    valid.
-    """
-    return bound > LONG_SEQLEN if type(bound) is int and bound >= 0 else bound
-
-
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
     """A checked call with a cache, without a gradient; `out` as it was given."""
     named = zip(("q", "k", "v", "sinks"), (cached.q, cached.k, cached.v, cached.extras.sinks))
@@ -302,13 +332,6 @@ def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tens
         out, lse = cache_ops.attention(cached)
         return out.transpose(1, 2) if layout == "bhsd" else out, lse
     return out, cache_ops.attention(cached, check_out(out, cached, layout))[1]
-
-
-def is_long(max_seqlen_q: int | Tensor | None) -> bool:
-    """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
-    worth a wait.
-    """
-    return isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG_SEQLEN
 
 
 def call(

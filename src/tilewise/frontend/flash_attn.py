@@ -4,19 +4,22 @@ convention into a call of `tilewise.attention`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import ArgumentError, Words
+from ..kernels.common.quantized import Quantized
 from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
 from ..tile.random_bytes import check_dropout, draw_rng
-from . import sharded
-from .attention import as_bound, call, is_long, launch
+from . import fp8, sharded
+from .attention import call, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
 from .qkv import check_rank, in_order
-from .scalars import Window, as_int, band, check_bounds, check_flag
+from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -25,9 +28,9 @@ WORDS = Words(
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None,
+    v: Tensor | None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -42,6 +45,10 @@ def flash_attn_func(
     attention_chunk: int = 0,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ):
     """flash-attn 2's `flash_attn_func`, argument for argument; newer arguments are keyword-only.
 
@@ -71,6 +78,11 @@ def flash_attn_func(
             its diagonal is in; 0 is one chunk.
         num_splits: a hint, checked and without effect.
         pack_gqa: a hint, checked and without effect.
+        q_descale: with q, k and v of float8_e4m3fn, as in `tilewise.attention`; in place of q, k
+            and v there may be what `tilewise.quantize` returns, None and None.
+        k_descale: the same of k.
+        v_descale: the same of v.
+        out_dtype: that of out of FP8 products.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v); lse is fp32 (batch, nheads, seqlen_q), natural
@@ -79,22 +91,33 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is wrong.
     """
+    inputs: tuple[Any, Any, Any] = q, k, v
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     score_args = alibi_slopes, learnable_sink
-    if shards.contexts and shards.is_sharded():
+    descales = q_descale, k_descale, v_descale
+    given = *descales, out_dtype
+    if shards.contexts and shards.is_sharded() and not fp8.has_fp8(q, *given):
         _check_hints(num_splits, pack_gqa)
         numbers = dropout_p, softmax_scale, softcap
         options = causal, window_size, deterministic, attention_chunk
-        out, lse = sharded.flash_attn((q, k, v), score_args, numbers, *options)
+        out, lse = sharded.flash_attn(inputs, score_args, numbers, *options)
         return _returned(out, lse, return_attn_probs, return_lse)
     entry = None
-    if is_plain(dropout_p, attention_chunk):
+    has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
+    if not has_more and is_plain(dropout_p, attention_chunk):
         entry = find((q, k, v, *score_args), ("flash_attn", softmax_scale, *flags, *sides))
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, q, k, v, score_args, "bshd")
+            out, lse = launch(entry.call, *inputs, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
+    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *given):
+        found = _attend_fp8(
+            *(inputs, descales, (None, None, None, None), score_args),
+            *((_flag(causal), softmax_scale, window_size, softcap), None, out_dtype),
+            (("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)),
+        )
+        return _returned(*found, return_attn_probs, return_lse)
     q, k, v = _ranked(q, k, v)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_batch(chunk, q, k)
@@ -113,9 +136,9 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
@@ -137,6 +160,10 @@ def flash_attn_varlen_func(
     attention_chunk: int = 0,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ):
     """flash-attn 2's `flash_attn_varlen_func`, argument for argument: sequences of any lengths,
     packed end to end.
@@ -170,22 +197,35 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+    inputs: tuple[Any, Any, Any] = q, k, v
     sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
     score_args = alibi_slopes, learnable_sink
+    descales = q_descale, k_descale, v_descale
     entry = None
-    if block_table is None and is_plain(dropout_p, attention_chunk):
+    has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
+    if not has_more and is_plain(dropout_p, attention_chunk):
         words = "flash_attn_varlen", softmax_scale, *bounds, *flags, *sides
         entry = find((q, k, v, *score_args, *lengths), words)
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, q, k, v, (*score_args, *lengths), "bshd")
+            out, lse = launch(entry.call, *inputs, (*score_args, *lengths), "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
+    of_keys = descales[1:] if block_table is None else ()  # pages have scales over 16-bit q, too
+    given = q_descale, out_dtype, *of_keys
+    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *given):
+        refused = ("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)
+        found = _attend_fp8(
+            *(inputs, descales, lengths, score_args),
+            *((_flag(causal), softmax_scale, window_size, softcap), max_seqlen_q, out_dtype),
+            (*refused, ("block_table", block_table)),
+        )
+        return _returned(*found, return_attn_probs, return_lse)
     if block_table is not None:
         numbers = _flag(causal), softmax_scale, window_size, softcap
-        others = attention_chunk, dropout_p
+        others = attention_chunk, dropout_p, descales[1:]
         found = varlen_of_pages(q, k, v, block_table, lengths, score_args, numbers, others)
         return _returned(*found, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
@@ -204,6 +244,22 @@ def flash_attn_varlen_func(
         entry=entry,
     )
     return _returned(out.squeeze(0), lse.squeeze(0), return_attn_probs, return_lse)
+
+
+def _attend_fp8(
+    inputs: tuple[Any, Any, Any],
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    score_args: tuple[Tensor | None, Tensor | None],
+    numbers: tuple[bool, float | None, Window, float],
+    max_seqlen_q: int | None,
+    out_dtype: torch.dtype | None,
+    refused: tuple[tuple[str, Any], ...],
+) -> tuple[Tensor, Tensor]:
+    fp8.refuse_others(*refused)
+    asked = fp8.Asked(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
+    asked = asked._replace(words=WORDS, window_name="window_size")
+    return fp8.attend(*inputs, asked)
 
 
 def is_plain(dropout_p: float, attention_chunk: int) -> bool:

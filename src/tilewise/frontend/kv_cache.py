@@ -312,10 +312,10 @@ def varlen_of_pages(
     lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     score_args: tuple[Tensor | None, Tensor | None],
     numbers: tuple[bool, float | None, Window, float],
-    others: tuple[int, float],
+    others: tuple[int, float, tuple[Tensor | None, Tensor | None]],
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` over pages. `lengths` are seqused_k and _q and cu_seqlens_q and _k;
-    `others` attention_chunk and dropout_p.
+    `others` attention_chunk, dropout_p and the scales of 8-bit k and v.
     """
     used_k, used_q, starts_q, starts_k = lengths
     causal, scale, window_size, softcap = numbers
@@ -326,7 +326,8 @@ def varlen_of_pages(
         used_k = starts_k.diff()
     cache = q, k, v, block_table, used_k, starts_q
     modified = *score_args, chunked(chunk) if chunk else None
-    return _attend(cache, modified, (causal, scale, window, softcap, None), None)
+    asked = causal, scale, window, softcap, None
+    return _attend(cache, modified, asked, None, descales=others[2])
 
 
 def _attend(

@@ -16,10 +16,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, words: Words = OURS, dtype: torch.dtype | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    words: Words = OURS,
+    dtype: torch.dtype | None = None,
+    kinds: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
     """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
-    nheads, headdim) order. `dtype` is that of k and v, by default q's.
+    nheads, headdim) order. `dtype` is that of k and v, by default q's, which is one of `kinds`.
     """
     if _fits(q, k, v):
         return
@@ -39,7 +44,7 @@ def check_tensors(
                 f"{name} has batch {x.shape[0]} and {words.q} has batch {q.shape[0]} ({shapes}): "
                 "they must be equal"
             )
-    if q.dtype not in DTYPES:
+    if q.dtype not in kinds:
         raise ArgumentError(
             f"{words.q}.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) "
             f"float64, so cast {', '.join(words[:2])} and {words.v}"

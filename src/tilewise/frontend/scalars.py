@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import OURS, ArgumentError, Words
-from ..problem import OPEN
+from ..problem import LONG_SEQLEN, OPEN
 
 Tensor = torch.Tensor
 REAL = numbers.Real, torch.SymFloat, torch.SymInt
@@ -181,3 +181,17 @@ def check_bounds(*bounds: int | Tensor | None) -> None:
             raise ArgumentError(
                 f"{name}={bound!r}: it must be an int, at least 0, or None to leave it out"
             )
+
+
+def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
+    """The part of a bound on lengths that is in the cache key: whether it is long, where it is
+    valid.
+    """
+    return bound > LONG_SEQLEN if type(bound) is int and bound >= 0 else bound
+
+
+def is_long(max_seqlen_q: int | Tensor | None) -> bool:
+    """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
+    worth a wait.
+    """
+    return isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG_SEQLEN

@@ -79,7 +79,7 @@ def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
             (arguments.seqused_k, None, arguments.cum_seq_q, None),
             (arguments.alibi_slopes, None),
             (arguments.is_causal, arguments.scale, window, 0.0),
-            (0, 0.0),
+            (0, 0.0, (None, None)),
         )
 
 

@@ -35,14 +35,15 @@ _CHECK = _encode("TILEWISE_CHECK") if _environment is not os.environ else "TILEW
 
 
 class Entry:
-    """The cache entry of a signature: the checked call, or, with a KV cache, the function
-    `step(tensors)` that launches one.
+    """The cache entry of a signature: the checked call, that with FP8 products, or, with a KV
+    cache, the function `step(tensors)` that launches one.
     """
 
-    __slots__ = ("call", "step")
+    __slots__ = ("call", "fp8", "step")
 
     def __init__(self) -> None:
         self.call: Call | None = None
+        self.fp8: Any = None
         self.step: Callable[..., Any] | None = None
 
 
@@ -51,7 +52,7 @@ def _entry(*signature: Hashable) -> Entry:
     return Entry()
 
 
-def find(tensors: Sequence[Tensor | None], words: tuple[Any, ...]) -> Entry | None:
+def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> Entry | None:
     """The entry of a call's arguments, q first among its tensors. None where values are read,
     autocast is on, a number may change, or the call needs the dispatcher.
     """

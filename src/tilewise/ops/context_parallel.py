@@ -70,7 +70,7 @@ def refuse_shards() -> None:
     """NotImplementedError inside of a context that this call does not know, however it came
     there.
     """
-    if is_sharded():
+    if contexts and is_sharded():
         raise NotImplementedError(
             "inside of tilewise.distributed.context_parallel q, k and v are shards of sequences, "
             "and this call would leave the keys of the other shards out: tilewise.attention, "

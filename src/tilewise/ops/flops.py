@@ -41,6 +41,13 @@ def forward_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
     return 2 * q[0] * q[2] * pairs * (q[3] + v[3])
 
 
+def fp8_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
+    """The same of FP8 products; v is V^T, (batch, nheads_k, headdim_v, columns), or as it came."""
+    is_transposed, _, _, left, right, align = call[10:16]
+    pairs = visible_pairs(q[1], k[1], left, right, align)
+    return 2 * q[0] * q[2] * pairs * (q[3] + v[2 if is_transposed else 3])
+
+
 def backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:
     """5 matmuls: S, dQ and dK over headdim, dP and dV over headdim_v."""
     pairs = pairs_of(q, k, call)
@@ -60,6 +67,7 @@ def register(ops) -> None:
     """
     formulas = {
         ops.flash_attn_forward: forward_flops,
+        ops.flash_attn_fp8_forward: fp8_flops,
         ops.flash_attn_backward: backward_flops,
         ops.flash_attn_captured_grads: captured_flops,
     }

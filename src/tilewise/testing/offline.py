@@ -34,7 +34,10 @@ TARGETS: dict[str, GPUTarget] = {
 SMEM_LIMIT: dict[str, int] = {target: SHARED_MEMORY[target] for target in TARGETS}
 
 # Instructions whose presence or absence decides a kernel's speed.
-_SASS = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL", "MUFU.EX2", "FFMA", "FSEL")
+_SASS = (
+    *("HGMMA", "QGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL"),
+    *("MUFU.EX2", "FFMA", "FSEL", "PRMT"),
+)
 _AMD = ("vgpr_count", "agpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
 _one_at_a_time = threading.RLock()
@@ -95,9 +98,10 @@ def stats(compiled: Any) -> dict[str, int | bool]:
 
     Returns:
         `smem` in bytes and `warps`. For NVIDIA `registers` a thread, `spill_stores` and
-        `spill_loads` in bytes, `wgmma_serialized`, counts of instructions (HGMMA, HMMA, UTCHMMA,
-        UTMALDG, LDL, STL, MUFU.EX2, FFMA, FSEL), `copies_apart` (TMA loads where a warp's lanes may
-        have diverged, as lanes that run ahead read data that has not landed), and `idle_barriers`
+        `spill_loads` in bytes, `wgmma_serialized`, counts of instructions (HGMMA, QGMMA, HMMA,
+        UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA, FSEL, PRMT), `copies_apart` (TMA loads where a
+        warp's lanes may have diverged, as lanes that run ahead read data that has not landed), and
+        `idle_barriers`
         (mbarriers that are created and not used, whose memory is reused). For AMD `vgpr_count`,
         `agpr_count`, `vgpr_spill_count`, `sgpr_spill_count` and `MFMA`.
 

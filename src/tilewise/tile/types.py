@@ -165,6 +165,7 @@ class Pipeline(NamedTuple):
     # 0 where keys share it, -1 where they are further apart
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
+    FP8: bool = False  # whether tiles are of 8 bits: V^T instead of V, and keys downwards
 
 
 class SplitPipeline(NamedTuple):
@@ -178,6 +179,9 @@ class SplitPipeline(NamedTuple):
     Q_STAGES: int
     BY_TMA: bool  # whether TMA copies keys and values, else threads do
     STATE_IN_SHARED: bool  # whether folded pieces lie there: registers have no room for two states
+    COPY_WARPS: int = 4  # that copy where TMA does not
+    CACHE: str = ""  # "e4m3" or "int8" where keys and values have 8 bits; else they are as queries
+    CACHE_STAGES: int = 0  # for tiles of 8 bits; STAGES are those of what they are converted to
 
 
 class KeyPipeline(NamedTuple):

@@ -72,7 +72,7 @@ def default(key: Key) -> Config:
     if key.block_d > 256:
         return _widest(key)
     m, n, warps, stages = _forward_tile(key)
-    if key.kernel != "fwd":
+    if key.kernel not in ("fwd", "fp8_fwd"):
         m, stages = min(m, 64 if key.kernel == "bwd_dq" else 32), min(stages, 2)
         if key.bits == 16 and key.block_d >= 128:
             warps = 8
@@ -118,8 +118,19 @@ def _is_roomy(key: Key) -> bool:
     return SHARED_MEMORY.get(key.arch, 0) >= ROOMY
 
 
+def _forward_tile_of_8_bits(key: Key, is_roomy: bool) -> tuple[int, int, int, int]:
+    """By registers as compiled, nothing measured: beside S and O there is P V of a block, and on
+    GPUs without a product of 8 bits (sm80, gfx942) a tile of 16 bits.
+    """
+    if key.block_d > 128:
+        return (64, 32, 4, 1) if key.arch == "gfx942" else (64, 64, 8, 2)
+    return (128, 64, 8, 3) if is_roomy and key.arch in ("sm90", "sm100") else (64, 64, 4, 2)
+
+
 def _forward_tile(key: Key) -> tuple[int, int, int, int]:
     is_roomy = _is_roomy(key)
+    if key.bits == 8:
+        return _forward_tile_of_8_bits(key, is_roomy)
     if key.bits == 32:  # exact fp32 has no tensor cores: operands pass through registers, too
         if key.block_d <= 64:
             return 64, 32, 8, 1

@@ -9,6 +9,7 @@ import click
 
 from .decode import decode
 from .dense import dense
+from .distributed import distributed
 from .modifiers import modifiers
 from .varlen import varlen
 
@@ -30,5 +31,5 @@ bench = Bench(
     help=dense.help,
     short_help="Time attention beside its peers, correctness first.",
     subcommand_metavar="[fwd|bwd|fwd+bwd]...",
-    commands=[dense, varlen, modifiers, decode],
+    commands=[dense, varlen, modifiers, decode, distributed],
 )

@@ -33,6 +33,14 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
     "--queries", type=IntList(), default="1,8", show_default=True, help="The last of a sequence."
 )
 @click.option(
+    "--cache",
+    "caches",
+    type=NameList(),
+    default="",
+    help="Of bf16 (or fp16, fp32: the queries' dtype), e4m3, int8, with a scale a head, and "
+    "e4m3:row, int8:row, with one a row.  [default: the queries' dtype]",
+)
+@click.option(
     "--heads",
     type=HeadList(),
     help="Query heads, : key heads where these are fewer, x headdim.  [default: 32:8x128]",
@@ -57,13 +65,18 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
     help="How a GPU's L2 cache is kept cold: several KV caches, or a flush before each call.",
 )
 @run_options
-def decode(quick, device, ours, against, lengths, pages, queries, as_json, **options) -> None:
+def decode(
+    quick, device, ours, against, lengths, pages, queries, caches, as_json, **options
+) -> None:
     """Time a step of decoding: the last queries of each sequence with its KV cache.
 
     On a GPU a step is the replay of a CUDA graph, and no byte of a cache is in the L2 cache; host
     us are those of an eager call. GB/s counts keys and values alone, share is that of what a copy
     or a sum of a large tensor reached in the same run. Pages lie in no order. All steps of a batch
     are timed in interleaved rounds, each result held to fp64 first.
+
+    A cache of 8 bits is held to fp64 of what it stands for, and its time to that of the queries'
+    dtype of the same provider; put it first, as in --cache bf16,e4m3,int8:row.
 
     sdpa is torch's function, its backend as torch chooses it, with a cache of its own layout: it
     and flex (FlexAttention, compiled) know neither pages nor lengths. fa3 is FlashAttention-3's
@@ -77,7 +90,7 @@ def decode(quick, device, ours, against, lengths, pages, queries, as_json, **opt
     asked = {name: options.pop(name) or value for name, value in usual.items()}
     try:
         chosen = [decoder(name) for name in dict.fromkeys((ours, *against))]
-        cases = cases_of(asked, lengths, pages, queries)
+        cases = cases_of(asked, lengths, pages, queries, caches)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
     done = run_decode(cases, chosen, device=device, show=show_with(as_json), **options)
@@ -85,10 +98,11 @@ def decode(quick, device, ours, against, lengths, pages, queries, as_json, **opt
     conclude(outcomes, summary(done), as_json, [chosen[0].name])
 
 
-def cases_of(asked: dict, lengths, pages, queries) -> list[list]:
+def cases_of(asked: dict, lengths, pages, queries, caches) -> list[list]:
     """The steps that are timed together: a list for each batch and head."""
     from ...bench.caches import decode
 
+    kinds = ["" if name == asked["dtype"] else name for name in caches] or [""]
     plain = itertools.product(asked["batch"], asked["seqlens"])
     batches: list[tuple[int, int, str]] = [(batch, seqlen, "") for batch, seqlen in plain]
     if lengths:
@@ -101,7 +115,9 @@ def cases_of(asked: dict, lengths, pages, queries) -> list[list]:
                 queries=number,
                 page_size=page_size,
                 dtype=DTYPES[asked["dtype"]],
+                cache=kind,
             )
+            for kind in kinds
             for number in queries
             for page_size in pages
         ]

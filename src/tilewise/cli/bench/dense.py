@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from ..options import DIRECTIONS, DTYPES, IntList, NameList
+from ..options import DIRECTIONS, DTYPES, FP8, IntList, NameList
 from .options import (
     MASKS,
     SCORES,
     conclude,
     energy_option,
     feature_options,
-    our_options,
+    our_options_or_fp8,
     providers_of,
     run_options,
     show_with,
@@ -43,7 +43,7 @@ from .options import (
 @click.option(
     "--hidden", type=IntList(), default="2048", show_default=True, help="heads x headdim."
 )
-@our_options
+@our_options_or_fp8
 @click.option(
     "--against",
     type=NameList(),
@@ -70,12 +70,25 @@ def dense(directions, suite, ours, against, **options) -> None:
     has none, and there the power limit decides: --sustained times that as well, and its ratios are
     the ones that count.
 
+    With --dtype fp8 there are further rows of ours: tilewise takes q, k and v of e4m3 and makes V^T
+    in the call, tilewise:quantized has it, tilewise:quantize takes bfloat16 and quantises in the
+    call, and tilewise:bf16 computes on the same values in bfloat16. fa3 is the package fa3-fwd
+    then. Results are held to the bound on the norm of their error that the page on FP8 states.
+
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
     have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and steps of
     decoding with a KV cache, tilewise bench decode --help.
     """
     from ...bench.shapes import SUITES
 
+    if options["dtype"] in FP8:
+        if suite is not None or set(directions) - {"fwd"}:
+            raise click.UsageError(
+                "--dtype fp8 is for forwards, without --suite: there is no other"
+            )
+        from ...bench import fp8
+
+        against = (*fp8.NAMES, *against)
     if suite is not None and suite not in SUITES:
         raise click.UsageError(f"suite {suite!r} is unknown: {', '.join(SUITES)}")
     features, sizes = split_off(options, SCORES), split_off(options, SIZES)
@@ -92,7 +105,7 @@ def shapes_of(directions, seqlen, headdim, causal, group, tokens, hidden, dtype)
     """The shapes that the options ask for."""
     from ...bench.shapes import grid
 
-    common = dict(dtype=DTYPES[dtype], tokens=tokens[0], hidden=hidden[0], group=group)
+    common = dict(dtype=(DTYPES | FP8)[dtype], tokens=tokens[0], hidden=hidden[0], group=group)
     return grid(directions, seqlen, headdim, MASKS[causal], **common)
 
 

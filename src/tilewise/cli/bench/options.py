@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..options import DTYPES, Exit, device_option, together
+from ..options import DTYPES, FP8, Exit, device_option, together
 
 if TYPE_CHECKING:
     from ...bench.providers import Provider
@@ -34,16 +34,24 @@ score_options = together(
     click.option("--alibi", is_flag=True, help="ALiBi, slope 2^(-8 (i + 1) / heads) for head i."),
     click.option("--sinks", is_flag=True, help="A sink a head."),
 )
-our_options = together(
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
-    click.option(
-        "--provider",
-        "ours",
-        default="tilewise",
-        show_default=True,
-        help="Or tilewise:portable, tilewise:deterministic.",
-    ),
+provider_option = click.option(
+    "--provider",
+    "ours",
+    default="tilewise",
+    show_default=True,
+    help="Or tilewise:portable, tilewise:deterministic.",
 )
+
+
+def dtype_option(dtypes: Collection[str]):
+    """--dtype, one of these."""
+    return click.option(
+        "--dtype", type=click.Choice(list(dtypes)), default="bf16", show_default=True
+    )
+
+
+our_options = together(dtype_option(DTYPES), provider_option)
+our_options_or_fp8 = together(dtype_option([*DTYPES, *FP8]), provider_option)
 round_options = together(
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
     click.option(

@@ -4,7 +4,8 @@ Requests come, share steps, are preempted where pages run out, and end. Each one
 those that transformers generates for it alone, eager and greedy.
 
 `pages` allocates, `scheduler` decides which tokens a step computes, `batch` makes tensors of
-it, `model` is one forward over the cache, `serve` the loop; `expected` is transformers' side.
+it, `model` is one forward over the cache, `graph` the same as a CUDA graph, `serve` the loop;
+`expected` is transformers' side.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from ..tables import console, digits, error, mark, table
 @click.option("--split-size", type=OneInt(), default=256, show_default=True)
 @click.option("--max-tokens", type=OneInt(), default=256, show_default=True, help="Of one step.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--graphs/--no-graphs",
+    default=None,
+    help="Steps padded to one shape, as CUDA graphs. [default: on a GPU]",
+)
 @device_option
 @json_option
 def generate(
@@ -35,6 +41,7 @@ def generate(
     split_size: int,
     max_tokens: int,
     seed: int,
+    graphs: bool | None,
     device: str,
     as_json: bool,
 ) -> None:
@@ -53,6 +60,7 @@ def generate(
     pages = pages or few_pages(requests, page_size)
     check_pool(requests, pages, page_size)
     settings = dict(pages=pages, page_size=page_size, split_size=split_size, max_tokens=max_tokens)
+    settings["graphs"] = device.startswith("cuda") if graphs is None else graphs
     results = run(screen, model, requests, settings, device)
     results["device"] = describe_machine(device)
     if as_json:
@@ -102,6 +110,7 @@ def few_pages(requests: list, page_size: int) -> int:
 def run(screen, model, requests: list, settings: dict, device: str) -> dict:
     """Serves, asks transformers, compares."""
     from . import expected, serve
+    from .graph import PaddedSteps
     from .model import PagedLlama
     from .pages import Pages
     from .scheduler import Scheduler
@@ -109,11 +118,14 @@ def run(screen, model, requests: list, settings: dict, device: str) -> dict:
     pages = Pages(settings["pages"], settings["page_size"])
     paged = PagedLlama(model, pages.count, pages.page_size, settings["split_size"])
     scheduler = Scheduler(pages, settings["max_tokens"])
+    steps = paged
+    if settings.get("graphs"):
+        steps = PaddedSteps(paged, settings["max_tokens"], len(requests), device)
     with screen.status("first calls: a GPU compiles its kernels here"):
-        serve.warm_up(paged, scheduler, device)
+        serve.warm_up(steps, scheduler, device)
         expected.warm_up(model)
     with screen.status("serving from pages"):
-        served = serve.serve(paged, scheduler, requests, device)
+        served = serve.serve(steps, scheduler, requests, device)
     with screen.status("transformers, each request alone, eager"):
         alone = expected.generate_alone(model, requests)
     with screen.status("transformers, one padded batch, SDPA"):

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
-from .batch import batch_of
-from .model import PagedLlama
+import torch
+
+from .batch import Batch, batch_of
 from .requests import Request
 from .scheduler import Scheduler
+
+
+class Steps(Protocol):
+    """A model over a paged cache."""
+
+    width: int  # of a row of its page table
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Logits of the token after each chunk, (batch, vocabulary)."""
+        ...
 
 
 @dataclass
@@ -23,7 +35,7 @@ class Served:
     seconds: float = 0.0
 
 
-def serve(model: PagedLlama, scheduler: Scheduler, requests: list[Request], device: str) -> Served:
+def serve(model: Steps, scheduler: Scheduler, requests: list[Request], device: str) -> Served:
     """Serves requests from the first to arrive to the last to end."""
     coming = sorted(requests, key=lambda request: request.arrival)
     served, now, start = Served(), 0, time.perf_counter()
@@ -42,7 +54,7 @@ def serve(model: PagedLlama, scheduler: Scheduler, requests: list[Request], devi
     return served
 
 
-def warm_up(model: PagedLlama, scheduler: Scheduler, device: str) -> None:
+def warm_up(model: Steps, scheduler: Scheduler, device: str) -> None:
     """A short request, so that no kernel is compiled in what is timed."""
     serve(model, scheduler, [Request([1] * scheduler.pages.page_size, 2)], device)
 

@@ -75,3 +75,15 @@ def lse_by_query(lse: Tensor) -> Tensor:
 def strided_of(x: Tensor) -> Strided:
     """A batch, pages, or packed rows as a batch of one."""
     return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
+
+
+def scales_of(scale: Tensor | None) -> tuple[Tensor | None, int | None, int | None, int | None]:
+    """Scales of any kind and their strides: over sequences, or over pages where each row has its
+    own; None, rows, heads.
+    """
+    if scale is None:
+        return None, None, None, None
+    if scale.dim() == 3:
+        return scale, *scale.stride()
+    batch, head = (0, 0, *scale.stride())[-2:]
+    return scale, batch, None, head

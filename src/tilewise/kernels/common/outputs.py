@@ -24,7 +24,9 @@ def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def empty_grads(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras
 ) -> Grads:
-    """One gradient per input, of its dtype and strides."""
+    """One gradient per input, of its strides and dtype; in fp32 of k and v where that is asked."""
+    dtype = torch.float32 if problem.has_fp32_key_grads else k.dtype
     dsinks = None if extras.sinks is None else torch.empty_like(extras.sinks)
     dbias = torch.empty_like(extras.bias) if problem.has_bias_grad else None
-    return Grads(*map(torch.empty_like, (q, k, v)), dsinks, dbias)
+    of_keys = (torch.empty_like(x, dtype=dtype) for x in (k, v))
+    return Grads(torch.empty_like(q), *of_keys, dsinks, dbias)

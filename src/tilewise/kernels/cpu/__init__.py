@@ -15,7 +15,7 @@ from ...mods.derivative import by_loads
 from ...mods.flatten import take_apart
 from ...problem import Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import empty_grads, empty_out
-from . import blockwise, flash, packed
+from . import blockwise, flash, fp8, packed
 from .dense import Target, make_dense
 
 Tensor = torch.Tensor
@@ -39,6 +39,16 @@ def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callabl
     if is_causal is not None:
         return flash.whole(is_causal, scalars.scale)
     return functools.partial(forward, problem, scalars=scalars)
+
+
+def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype) -> str | None:
+    """None, or why this backend does not serve the problem of e4m3 tensors."""
+    return supports(problem._replace(dtype=out_dtype), device)
+
+
+def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> Callable:
+    """The forward: (quantized, extras) -> (out, lse)."""
+    return fp8.prepare(forward, problem, scalars, out_dtype)
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
@@ -88,7 +98,8 @@ def backward(
         of_one = functools.partial(backward, targets=targets)
         return packed.backward(of_one, problem, saved, extras, scalars)
     dout, dlse, q, k, v, out, lse = saved
-    is_causal = flash.whole_mask(problem, q, k, scalars) if dlse is None else None
+    is_whole = dlse is None and not problem.has_fp32_key_grads  # which torch rounds there
+    is_causal = flash.whole_mask(problem, q, k, scalars) if is_whole else None
     if is_causal is not None:
         found = flash.backward_whole(saved, is_causal, scalars.scale)
         return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)

@@ -14,6 +14,7 @@ from ...problem import Problem
 
 if TYPE_CHECKING:
     from .bwd.launch import backward, prepare_backward
+    from .fwd.fp8_launch import Fp8Forward as prepare_fp8
     from .fwd.launch import forward, prepare
 
 NAME = "hopper"
@@ -22,21 +23,27 @@ MAX_HEADDIM = 256
 TILE_M = 128  # queries of a tile that takes a block mask
 DTYPES = (torch.float16, torch.bfloat16)
 
-LAUNCHES = ["backward", "forward", "prepare", "prepare_backward"]
+FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
-__all__ = ["NAME", "backward", "forward", "prepare", "prepare_backward", "supports", "why_copied"]
+LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", "prepare_fp8"]
+
+__all__ = [
+    "NAME",
+    "backward",
+    "forward",
+    "prepare",
+    "prepare_backward",
+    "prepare_fp8",
+    "supports",
+    "supports_fp8",
+    "why_copied",
+]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
     """None, or why this kernel does not serve the problem."""
-    if device.type == "cpu" and emulator_seed() is None:
-        return (
-            "its kernel runs on Hopper GPUs; on CPU tensors only in tilewise.testing.use_emulator()"
-        )
-    if device.type == "cuda" and not _is_hopper(device):
-        return "its instructions (wgmma, TMA) are those of Hopper GPUs, sm_90"
-    if device.type not in ("cpu", "cuda"):
-        return f"its kernel runs on CUDA GPUs, not on {device.type}"
+    if reason := _no_device(device):
+        return reason
     if problem.dtype not in DTYPES:
         return f"{problem.dtype} has no exact matmul there; float16 and bfloat16 have"
     for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
@@ -52,11 +59,8 @@ def supports(problem: Problem, device: torch.device) -> str | None:
             )
         if problem.deterministic:
             return Avoidable("the gradients of a block mask are added in no fixed order there")
-    # Without Triton the ImportError is the reason
-    from ..common.building import INTERPRETED, is_interpreted
-
-    if device.type != "cpu" and is_interpreted():
-        return INTERPRETED
+    if reason := _no_kernels(device):
+        return reason
     from .fwd import launch  # noqa: F401
 
     if max(problem.headdim, problem.headdim_v) <= 32:
@@ -76,6 +80,39 @@ def why_copied(problem: Problem) -> str | None:
     return None
 
 
+def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype) -> str | None:
+    """None, or why this kernel does not serve the problem in FP8."""
+    if reason := _no_device(device) or _no_kernels(device):
+        return reason
+    if out_dtype not in FP8_OUTPUTS:
+        return f"out_dtype {out_dtype} is none of bfloat16, float16 and float32"
+    for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
+        if headdim > MAX_HEADDIM or headdim % 16:
+            return f"{name} {headdim} is no multiple of 16, 16 bytes for TMA, up to {MAX_HEADDIM}"
+    if problem.is_modified:
+        return "FP8 has no bias, mask function, score function and dropout"
+    return None
+
+
+def _no_device(device: torch.device) -> str | None:
+    if device.type == "cpu" and emulator_seed() is None:
+        return (
+            "its kernel runs on Hopper GPUs; on CPU tensors only in tilewise.testing.use_emulator()"
+        )
+    if device.type == "cuda" and not _is_hopper(device):
+        return "its instructions (wgmma, TMA) are those of Hopper GPUs, sm_90"
+    if device.type not in ("cpu", "cuda"):
+        return f"its kernel runs on CUDA GPUs, not on {device.type}"
+    return None
+
+
+def _no_kernels(device: torch.device) -> str | None:
+    """Why nothing compiles here; without Triton the ImportError is the reason."""
+    from ..common.building import INTERPRETED, is_interpreted
+
+    return INTERPRETED if device.type != "cpu" and is_interpreted() else None
+
+
 def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -85,7 +122,10 @@ def __getattr__(name: str) -> Any:
     if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .bwd import launch as bwd_launch
-    from .fwd import launch
+    from .fwd import fp8_launch, launch
 
-    globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
+    if name == "prepare_fp8":
+        globals()[name] = fp8_launch.Fp8Forward
+    else:
+        globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
     return globals()[name]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from triton.backends.nvidia import driver
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -16,6 +17,16 @@ from ..common import direct
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpret(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as another type, shape and layout."""
+    if _IS_PUBLIC:
+        return smem.reinterpret(dtype, shape, layout)
+    else:
+        return smem._reinterpret(dtype, shape, layout)
 
 
 class Direct(direct.Direct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,17 @@ def by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
     by_batch, by_row, by_head, _ = x.stride()
     shape = [batch, heads, rows]
     strides = valid(shape, [by_batch, by_head, by_row])
+    return DescriptorFields(x, [*shape, columns], [*strides, 1], block, layout)
+
+
+def of_queries(x: Tensor, block: list[int], layout: Any, group: int) -> DescriptorFields:
+    """The same tensor with the `group` query heads of a key head as a dimension of their own:
+    (batch, nheads_k, rows, group, columns).
+    """
+    batch, rows, heads, columns = x.shape
+    by_batch, by_row, by_head, _ = x.stride()
+    shape = [batch, heads // group, rows, group]
+    strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
     return DescriptorFields(x, [*shape, columns], [*strides, 1], block, layout)
 
 
@@ -109,21 +121,13 @@ def descriptors(
 
     Out is none where its rows are no whole number of 16 bytes.
     """
-    group = problem.group
-
-    def of_queries(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
-        batch, rows, heads, columns = x.shape
-        by_batch, by_row, by_head, _ = x.stride()
-        shape = [batch, heads // group, rows, group]
-        strides = valid(shape, [by_batch, by_head * group, by_row, by_head])
-        return DescriptorFields(x, [*shape, columns], [*strides, 1], block, layout)
-
     is_copied = plan.tile.BIAS_COPIED and bias is not None
     of_keys = ragged_by_head if is_ragged(problem) else by_head
-    of_out = ragged_by_head if problem.is_packed else of_queries
+    queries = functools.partial(of_queries, group=problem.group)
+    of_out = ragged_by_head if problem.is_packed else queries
     is_whole = problem.headdim_v % UNIT == 0
     return (
-        of_queries(q, plan.q_block, plan.layouts[0]),
+        queries(q, plan.q_block, plan.layouts[0]),
         of_keys(k, plan.k_block, plan.layouts[1]),
         of_keys(flat(v) if plan.tile.V_FLAT else v, plan.v_block, plan.layouts[2]),
         of_out(out, plan.out_block, plan.layouts[3]) if is_whole else strided(out),

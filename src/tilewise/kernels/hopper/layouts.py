@@ -75,6 +75,20 @@ def left_operand(accumulator_layout):
 
 
 @gluon.constexpr_function
+def fp8_accumulator(columns):
+    """The same tile of a product of 8-bit operands, which wgmma sums 32 elements at a time: every
+    number is where `accumulator` has it.
+    """
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
+@gluon.constexpr_function
+def fp8_left_operand(columns):
+    """A tile of 8-bit elements as wgmma reads its A operand, for an accumulator of `columns`."""
+    return gl.DotOperandLayout(0, fp8_accumulator(columns), 4)
+
+
+@gluon.constexpr_function
 def shared(rows, columns, dtype):
     """A (rows, columns) tile as TMA writes and wgmma reads it: swizzled in rows of 128 bytes, so
     that neither meets a bank conflict.

@@ -79,10 +79,13 @@ def key_block(work, i, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     same keys at the same time, and the L2 cache answers them once. Else downwards, so that the
     ragged end, the one block that needs a mask, comes first and the loop has none. A block mask's
     lists have an order of their own.
+
+    In FP8 always downwards. A first key often has the largest score of a row (an attention sink):
+    seen first, it would leave to all others probabilities below the smallest of e4m3.
     """
     if FEATURES.MASK_M > 0:
         return listed_block(work, i, call.modifiers.by_queries, FEATURES, TILE)
-    elif FEATURES.RIGHT:
+    elif FEATURES.RIGHT and not TILE.FP8:
         return work.first + i
     else:
         return work.last - i

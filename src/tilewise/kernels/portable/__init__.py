@@ -12,6 +12,7 @@ from ...emulator.switch import interpreter_is_on
 from ...problem import Problem
 
 if TYPE_CHECKING:
+    from .fp8_launch import prepare_fp8
     from .launch import backward, captured_grads, forward, prepare, prepare_backward
 
 NAME = "portable"
@@ -19,26 +20,62 @@ NEEDS_ALIGNMENT = False
 MAX_HEADDIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+MAX_HEADDIM_FP8 = 256
+
 LAUNCHES = ["backward", "captured_grads", "forward", "prepare", "prepare_backward"]
 
-__all__ = ["NAME", "supports"]
-__all__ += ["backward", "captured_grads", "forward", "prepare", "prepare_backward"]
+__all__ = ["NAME", "supports", "supports_fp8"]
+__all__ += ["backward", "captured_grads", "forward", "prepare", "prepare_backward", "prepare_fp8"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:
     """None, or why these kernels do not serve the problem."""
+    if reason := _why_not_here(device):
+        return reason
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype} has no kernel; cast to float16, bfloat16 or float32"
+    widest = max(problem.headdim, problem.headdim_v)
+    if widest > MAX_HEADDIM:
+        return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"
+    return _why_not_by_triton(device)
+
+
+def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype) -> str | None:
+    """The same of a problem of float8_e4m3fn, with V as V^T."""
+    if reason := _why_not_here(device):
+        return reason
+    if problem.dtype != torch.float8_e4m3fn:
+        return f"8 bits are float8_e4m3fn here, not {problem.dtype}"
+    if out_dtype not in DTYPES:
+        return f"out_dtype {out_dtype} is not served; float16, bfloat16 and float32 are"
+    lacking = {
+        "a bias": problem.has_bias,
+        "a mask function or a block mask": problem.mods.mask or problem.mods.block != (0, 0),
+        "a score function": problem.mods.score,
+        "dropout": problem.has_dropout,
+    }
+    for name, is_asked in lacking.items():
+        if is_asked:
+            return f"the FP8 kernel has no code for {name}; 16-bit q, k and v have it"
+    widest = max(problem.headdim, problem.headdim_v)
+    if widest > MAX_HEADDIM_FP8:
+        return f"headdim {widest} is over {MAX_HEADDIM_FP8}, the widest of the FP8 kernel"
+    return _why_not_by_triton(device)
+
+
+def _why_not_here(device: torch.device) -> str:
+    """Why these kernels do not run on a device, or ""."""
     if device.type == "cpu" and not interpreter_is_on():
         return (
             "its kernels run on GPUs; on CPU tensors only inside tilewise.testing.use_interpreter()"
         )
     if device.type not in ("cpu", "cuda"):
         return f"its kernels run on CUDA and ROCm GPUs, not on {device.type}"
-    if problem.dtype not in DTYPES:
-        return f"dtype {problem.dtype} has no kernel; cast to float16, bfloat16 or float32"
-    widest = max(problem.headdim, problem.headdim_v)
-    if widest > MAX_HEADDIM:
-        return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"
-    # Without Triton the ImportError is the reason
+    return ""
+
+
+def _why_not_by_triton(device: torch.device) -> str | None:
+    """Why Triton compiles nothing; without Triton the ImportError is the reason."""
     from ..common.building import INTERPRETED, is_interpreted
 
     if device.type != "cpu" and is_interpreted():
@@ -49,10 +86,12 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Attributes of `launch`, imported lazily: CPU calls import no Triton."""
-    if name not in LAUNCHES:
+    """Attributes of `launch` and `fp8_launch`, imported lazily: CPU calls import no Triton."""
+    if name == "prepare_fp8":
+        from . import fp8_launch as module
+    elif name in LAUNCHES:
+        from . import launch as module
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import launch
-
-    globals()[name] = getattr(launch, name)
+    globals()[name] = getattr(module, name)
     return globals()[name]

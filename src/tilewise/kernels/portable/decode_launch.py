@@ -13,7 +13,7 @@ from ...tile.paging import batch_of, capacity
 from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
 from ..common.building import first_launch
-from ..common.cached import Cached, strided_of
+from ..common.cached import Cached, scales_of, strided_of
 from ..common.relaunch import Launched, distinct_cached
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .decode_relaunch import DecodeStep, step_of
@@ -197,16 +197,6 @@ def cache_of(
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
     scales = *scales_of(k_scale), *scales_of(v_scale)
     return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2], *scales)
-
-
-def scales_of(scale: Tensor | None) -> tuple[Tensor | None, int | None, int | None, int | None]:
-    """Scales of any kind and their strides, as in `Cache`."""
-    if scale is None:
-        return None, None, None, None
-    if scale.dim() == 3:
-        return scale, *scale.stride()
-    batch, head = (0, 0, *scale.stride())[-2:]
-    return scale, batch, None, head
 
 
 def run(plan: SplitPlan, device: torch.device) -> Launched:

@@ -108,14 +108,15 @@ class Plan(NamedTuple):
 
 
 def padded_headdims(problem: Problem) -> tuple[int, int]:
-    """Both head dims as matmuls take them: powers of two, at least 16.
+    """Both head dims as matmuls take them: powers of two, at least 16, of 8 bits at least 32.
 
     A V tile under 64 columns is made as wide as K's: Triton 3.6 compiles O += P V wrongly for sm_90
     where V's tile is narrower than both and not copied asynchronously. Outputs are then off by 1,
     or addresses illegal (H200, 2026-11-20; K of 32 to 128 columns, V of 16 to 32; cause unknown).
     """
+    least = 32 if problem.dtype.itemsize == 1 else 16
     block_d, block_dv = (
-        max(16, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+        max(least, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
     )
     return block_d, max(block_dv, min(block_d, 64))
 

@@ -25,18 +25,32 @@ def used_rows(rows, work, start, FEATURES: gl.constexpr):
 def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr, FEATURES: gl.constexpr):
     """Stores 64 rows of dK or dV through the warpgroup's shared-memory buffer."""
     rows = used_rows(rows, work, start, FEATURES).to(desc.dtype)
-    buffer = outputs.smem.index(WG)
-    tma.store_wait(0)  # TMA has read the previous contents
-    buffer.store(rows)
-    fence_async_shared()  # what threads wrote, before TMA reads it
-    store_keys(desc, work, start, buffer, FEATURES)
+    store_columns(rows, desc, outputs, work, start, 0, WG, FEATURES)
 
 
 @gluon.jit
-def store_keys(desc, work, start, buffer, FEATURES: gl.constexpr):
+def store_columns(
+    rows, desc, outputs, work, start, column: gl.constexpr, WG: gl.constexpr, FEATURES: gl.constexpr
+):
+    """Stores columns from `column` on, in halves where the buffer is smaller: in fp32."""
+    if rows.shape[1] > outputs.smem.shape[2]:
+        HALF: gl.constexpr = rows.shape[1] // 2
+        left, right = gl.split(rows.reshape([64, 2, HALF]).permute(0, 2, 1))
+        store_columns(left, desc, outputs, work, start, column, WG, FEATURES)
+        store_columns(right, desc, outputs, work, start, column + HALF, WG, FEATURES)
+    else:
+        buffer = outputs.smem.index(WG)
+        tma.store_wait(0)  # TMA has read the previous contents
+        buffer.store(rows)
+        fence_async_shared()  # what threads wrote, before TMA reads it
+        store_keys(desc, work, start, buffer, FEATURES, column)
+
+
+@gluon.jit
+def store_keys(desc, work, start, buffer, FEATURES: gl.constexpr, column: gl.constexpr = 0):
     """Stores a buffer as rows of a tile's keys; TMA writes none past their end."""
     if FEATURES.PACKED:
-        store_ragged(desc, work.stop_k, work.rows_k, work.head, start, buffer)
+        store_ragged(desc, work.stop_k, work.rows_k, work.head, start, buffer, column)
     else:
         shape: gl.constexpr = desc.block_type.shape
-        tma_store(desc, [work.batch, work.head, start, 0], buffer.reshape(shape))
+        tma_store(desc, [work.batch, work.head, start, column], buffer.reshape(shape))

@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
-    smem: gl.shared_memory_descriptor  # staging buffer of dK and dV: (2, 64, BLOCK_D)
+    smem: gl.shared_memory_descriptor  # staging buffer of dK and dV: (2, 64, BLOCK_D or its half)
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def hopper_bwd_kernel(
     messages = make_tile_messages(TILE)
     add_barriers = make_add_barriers(TILE)
     bias = make_bias(dtype, TILE)
-    out_smem = make_out(dtype, TILE)
+    out_smem = make_out(dk_desc.dtype, TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
@@ -113,9 +113,11 @@ def matmul_partition(
 
 @gluon.jit
 def make_out(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Allocates the staging buffer of dK and dV. Wide heads use the shared memory of K and V."""
+    """Allocates the staging buffer of dK and dV, in fp32 of half of their columns. Wide heads use
+    the shared memory of K and V.
+    """
     if TILE.BLOCK_N == 128:
-        D: gl.constexpr = TILE.BLOCK_D
+        D: gl.constexpr = TILE.BLOCK_D // 2 if dtype == gl.float32 else TILE.BLOCK_D
         return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
     else:
         return 0

@@ -122,19 +122,22 @@ def plan_of(
     tile = KeyPipeline(m, n, block_d, block_dv, *flags)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
+    exact = problem.has_fp32_key_grads
+    halves = 2 if exact else 1  # through a staging buffer of as many bytes
     blocks = (
         [*before, m, block_d],
         [*before, m, block_dv],
         [*before_keys, n, block_d],
         [*before_keys, n, block_dv],
         [1, 1, 1, m],
-        [*before, 64, block_d],
-        [*before, 64, block_dv],
+        [*before, 64, block_d // halves],
+        [*before, 64, block_dv // halves],
         [1, 1, m, 64],
         [1, 1, m, 64],
     )
     element = GL_DTYPES[problem.dtype]
-    kinds = (*[element] * 4, gl.float32, *[element] * 4)
+    of_grads = gl.float32 if exact else element
+    kinds = (*[element] * 4, gl.float32, of_grads, of_grads, element, element)
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     edge = Tile(ROWS, 16, block_d, block_dv, False)

@@ -63,7 +63,7 @@ def grad_partition(
     S_LAYOUT: gl.constexpr = accumulator(M)
     K_LAYOUT: gl.constexpr = accumulator(D)
     V_LAYOUT: gl.constexpr = accumulator(DV)
-    dtype: gl.constexpr = outputs.dk.dtype
+    dtype: gl.constexpr = rings.keys.k.dtype
     keys = rings.keys
     queries = rings.queries
     score_buffers = rings.score_buffers

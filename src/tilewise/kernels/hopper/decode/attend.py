@@ -26,6 +26,7 @@ from ..pieces import in_pieces
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .fold import end_part, fold_slice
 from .rows import rows_at, store_partial, write_rows
+from .scales import k_sequence_scale, times_scale
 from .work import END, PART, keys_of, lengths_in, receive_work
 
 
@@ -62,12 +63,15 @@ def attend_part(
     O_LAYOUT: gl.constexpr = accumulator(DV)
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0
+    k_scale = 1.0
+    if call.scales.k is not None:
+        k_scale = k_sequence_scale(work, call.scales)
     m_run = gl.full([64], float("-inf"), gl.float32, row_of(O_LAYOUT))
     l_run = gl.zeros([64], gl.float32, row_of(O_LAYOUT))
     run = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     for piece in range(work.piece, work.stop):
         state, found = attend_piece(
-            work, piece, state, rings, q_smem, call, modifiers, FEATURES, TILE
+            work, piece, state, rings, q_smem, k_scale, call, modifiers, FEATURES, TILE
         )
         if is_first:
             if TILE.STATE_IN_SHARED:
@@ -99,19 +103,21 @@ def attend_part(
 
 @gluon.jit
 def attend_piece(
-    work, piece, state, rings, q_smem, call, modifiers, FEATURES: gl.constexpr, TILE: gl.constexpr
-):
+    work, piece, state, rings, q_smem, k_scale, call, modifiers,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
     """Keys [piece * split_size, (piece + 1) * split_size), as far as the tile sees them."""
     N: gl.constexpr = TILE.BLOCK_N
-    D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
     rows = rows_at(work, gl.arange(0, 64, row_of(S_LAYOUT)), FEATURES)
     slope = load_slope(call.optionals, work.batch, rows.head[:, None], FEATURES)
     lengths = lengths_in(work)
-    seq = Sequence(lengths, slope, call.numbers, work.batch, rows.head[:, None], modifiers, 0)
-    scale = exp_scale(seq, FEATURES)
+    numbers = call.numbers
+    if call.scales.k is not None and call.scales.k_row is None:
+        numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
+    seq = Sequence(lengths, slope, numbers, work.batch, rows.head[:, None], modifiers, 0)
     position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     full = keys_of_all(work, keys, call, FEATURES)
@@ -121,41 +127,122 @@ def attend_piece(
     l_i = row_sums(no_scores)
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, keys, N)
-    for n in range(first, stop, N):
-        # S = Q K^T: (64, BLOCK_N)
-        wait_full(rings.k, state)
-        if not TILE.BY_TMA:
-            fence_async_shared()  # what threads copied, before wgmma reads it
-        k_tile = rings.k.buffers.index(state.stage).reshape((N, D)).permute((1, 0))
-        s = warpgroup_mma(q_smem, k_tile, no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        release_by_threads(rings.k, state)
-        k_idx = (n + gl.arange(0, N, column_of(S_LAYOUT)))[None, :]
-        s = score(s, position, k_idx, seq, FEATURES).s
-        is_partial = (n < full[0]) | (n + N > full[1])
-        if FEATURES.MASK_MOD is not None:
-            is_partial = True
-        if is_partial:
-            s = hide(s, position, k_idx, keys, seq, FEATURES)
-        m_new = running_max(s, m_i, scale)
-        p, alpha = exponentials(s, m_i, m_new, scale, True)
-        l_i = add_sums(l_i, alpha, p)
-        m_i = m_new
+    if TILE.CACHE == "":
+        for n in range(first, stop, N):
+            s = multiply_keys(q_smem, rings, state, no_scores, TILE)
+            s = warpgroup_mma_wait(0, deps=[s])
+            release_by_threads(rings.k, state)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
+            acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
+            v_tile = wait_values(n, keys, rings, state, TILE)
+            p = to_operand(p, v_tile, rings, state, call, TILE)
+            acc_o = add_values(p, v_tile, acc_o, rings, state)
+            state = advance(state, TILE.STAGES)
+    else:
+        # The tensor cores have the next S to compute during the softmax of this one: conversion
+        # leaves one warpgroup half the time that 16 bits do
+        s = multiply_keys(q_smem, rings, state, no_scores, TILE)
+        s = take_scores(s, rings, state, k_scale, call, TILE)
+        for n in range(first, stop - N, N):
+            ahead = advance(state, TILE.STAGES)
+            following = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
+            acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
+            v_tile = wait_values(n, keys, rings, state, TILE)
+            p = to_operand(p, v_tile, rings, state, call, TILE)
+            s = take_scores(following, rings, ahead, k_scale, call, TILE)
+            acc_o = add_values(p, v_tile, acc_o, rings, state)
+            state = ahead
+        n = first + (stop - first - 1) // N * N
+        p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
         acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
-        # O += P V: (64, BLOCK_DV)
-        wait_full(rings.v, state)
-        if not TILE.BY_TMA:
-            fence_async_shared()
-        v_tile = rings.v.buffers.index(state.stage).reshape((N, DV))
-        if (n < keys.first) | (n + N > keys.last):
-            clear_unused(v_tile, n, keys, TILE)
-        p = operand(p.to(v_tile.dtype), O_LAYOUT)
-        acc_o = warpgroup_mma(p, v_tile, acc_o, is_async=True)
-        acc_o = warpgroup_mma_wait(0, deps=[acc_o])
-        release_by_threads(rings.v, state)
+        v_tile = wait_values(n, keys, rings, state, TILE)
+        p = to_operand(p, v_tile, rings, state, call, TILE)
+        acc_o = add_values(p, v_tile, acc_o, rings, state)
         state = advance(state, TILE.STAGES)
     m_i = row_factor(m_i, O_LAYOUT)
     return state, SplitState(acc_o, m_i, whole_sums(l_i, row_of(O_LAYOUT)))
+
+
+@gluon.jit
+def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
+    """S = Q K^T, (64, BLOCK_N), begun."""
+    wait_full(rings.k, state)
+    if not TILE.BY_TMA and TILE.CACHE == "":
+        fence_async_shared()  # what threads copied, before wgmma reads it
+    k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
+    k_tile = k_tile.permute((1, 0))
+    return warpgroup_mma(q_smem, k_tile, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def take_scores(s, rings, state, k_scale, call, TILE: gl.constexpr):
+    """S of a cache of 8 bits, times what its rows' scales, or one of no use as a factor of the
+    exponent, ask for.
+    """
+    S_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_N)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if call.scales.k_row is not None:
+        scales = rings.k_scales.index(state.stage).load(column_of(S_LAYOUT))
+        s = s * scales[None, :]
+    elif call.scales.k is not None:
+        if (k_scale > 0.0) == 0:
+            s = s * k_scale
+    release_by_threads(rings.k, state)
+    return s
+
+
+@gluon.jit
+def online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES: gl.constexpr):
+    """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
+    N: gl.constexpr = s.shape[1]
+    S_LAYOUT: gl.constexpr = accumulator(N)
+    scale = exp_scale(seq, FEATURES)
+    k_idx = (n + gl.arange(0, N, column_of(S_LAYOUT)))[None, :]
+    s = score(s, position, k_idx, seq, FEATURES).s
+    is_partial = (n < full[0]) | (n + N > full[1])
+    if FEATURES.MASK_MOD is not None:
+        is_partial = True
+    if is_partial:
+        s = hide(s, position, k_idx, keys, seq, FEATURES)
+    m_new = running_max(s, m_i, scale)
+    p, alpha = exponentials(s, m_i, m_new, scale, True)
+    l_i = add_sums(l_i, alpha, p)
+    return p, alpha, m_new, l_i
+
+
+@gluon.jit
+def wait_values(n, keys, rings, state, TILE: gl.constexpr):
+    """V, (BLOCK_N, BLOCK_DV), once it is there."""
+    N: gl.constexpr = TILE.BLOCK_N
+    wait_full(rings.v, state)
+    if not TILE.BY_TMA and TILE.CACHE == "":
+        fence_async_shared()
+    v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
+    if TILE.CACHE == "":
+        if (n < keys.first) | (n + N > keys.last):
+            clear_unused(v_tile, n, keys, TILE)
+    return v_tile
+
+
+@gluon.jit
+def to_operand(p, v_tile, rings, state, call, TILE: gl.constexpr):
+    """P, times the scales of V's rows, as wgmma's left operand."""
+    S_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_DV)
+    if call.scales.v_row is not None:
+        scales = rings.v_scales.index(state.stage).load(column_of(S_LAYOUT))
+        p = p * scales[None, :]
+    return operand(p.to(v_tile.dtype), O_LAYOUT)
+
+
+@gluon.jit
+def add_values(p, v_tile, acc_o, rings, state):
+    """O += P V: (64, BLOCK_DV)."""
+    acc_o = warpgroup_mma(p, v_tile, acc_o, is_async=True)
+    acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+    release_by_threads(rings.v, state)
+    return acc_o
 
 
 @gluon.jit

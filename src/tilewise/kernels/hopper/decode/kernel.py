@@ -5,29 +5,41 @@ a number lies in, each load warp finds from the lengths on the device (`tile.spl
 the host plans nothing, and one captured graph serves any lengths.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ....tile.split_schedule import SplitCall
 from ..layouts import shared
 from ..pipeline import Ring, make_ring
 from .attend import attend_partition
-from .copy import THREADS, copy_partition
+from .convert import convert_partition
+from .copy import copy_partition
 from .load import Sources, load_partition
 from .queries import query_partition
-from .work import make_work_messages
+from .work import DecodeCall, make_work_messages
 
 
 class Rings(NamedTuple):
-    """What passes through shared memory from the load warp to the warpgroup."""
+    """What passes through shared memory to the warpgroup."""
 
     q: Ring  # (64, BLOCK_D)
     k: Ring  # (1, 1, BLOCK_N, BLOCK_D)
     v: Ring  # (1, 1, BLOCK_N, BLOCK_DV)
     messages: Ring  # what to work on
+    stored: Any = 0  # `Stored`, where keys and values have 8 bits
+    k_scales: Any = 0  # (STAGES, BLOCK_N), where each row has its own
+    v_scales: Any = 0
+
+
+class Stored(NamedTuple):
+    """What passes from the load warp to the convert warps: blocks as they are stored."""
+
+    k: Ring
+    v: Ring
+    k_scales: Any
+    v_scales: Any
 
 
 @gluon.jit
@@ -41,6 +53,7 @@ def hopper_decode_kernel(
     optionals,
     sizes,
     numbers,
+    scales,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
@@ -51,20 +64,46 @@ def hopper_decode_kernel(
     # (1, 1, keys, columns), as TMA has it: parts of a slot are copied, and cannot be reshaped
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
-    COPIES: gl.constexpr = 1 if TILE.BY_TMA else THREADS
+    COPIES: gl.constexpr = 1 if TILE.BY_TMA or TILE.CACHE != "" else 32 * TILE.COPY_WARPS
     k_ring = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, COPIES, 128)
     v_ring = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, COPIES, 128)
     queries = make_ring(dtype, [64, D], shared(64, D, dtype), TILE.Q_STAGES, 1, 128)
-    rings = Rings(queries, k_ring, v_ring, make_work_messages(2 if TILE.BY_TMA else 3))
+    READERS: gl.constexpr = 2 + (not TILE.BY_TMA) + (TILE.CACHE != "")
+    rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS))
+    if TILE.CACHE != "":
+        rings = with_stored(rings, scales, TILE)
     state_smem = 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
         state_smem = gl.allocate_shared_memory(gl.float32, [64, DV], layout)
     fence_async_shared()  # barriers are made before a copy arrives at one
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
-    call = SplitCall(optionals, sizes, numbers)
+    call = DecodeCall(optionals, sizes, numbers, scales)
     sources = Sources(k, v, table)
-    if TILE.BY_TMA:
+    if TILE.CACHE != "" and TILE.BY_TMA:
+        gl.warp_specialize(
+            [
+                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
+                (query_partition, (rings, q, FEATURES, TILE)),
+                (convert_partition, (rings, call, FEATURES, TILE)),
+            ],
+            [1, 1, 4],
+            [96, 96, 128],
+        )
+    elif TILE.CACHE != "":
+        gl.warp_specialize(
+            [
+                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
+                (query_partition, (rings, q, FEATURES, TILE)),
+                (convert_partition, (rings, call, FEATURES, TILE)),
+                (copy_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [1, 1, 4, 2],
+            [96, 96, 128, 96],
+        )
+    elif TILE.BY_TMA:
         gl.warp_specialize(
             [
                 (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
@@ -85,3 +124,35 @@ def hopper_decode_kernel(
             [1, 1, 4],
             [56, 56, 96],
         )
+
+
+@gluon.jit
+def with_stored(rings, scales, TILE: gl.constexpr):
+    """Rings of 8 bits beside those of the queries' dtype, and room for the scales of their rows."""
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    STAGES: gl.constexpr = TILE.CACHE_STAGES
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], gl.int8)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], gl.int8)
+    # The load warp's lanes arrive, too, when the scales that they copy have landed
+    K_COPIES: gl.constexpr = arrivals_of(scales.k_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
+    V_COPIES: gl.constexpr = arrivals_of(scales.v_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
+    k = make_ring(gl.int8, [1, 1, N, D], k_layout, STAGES, K_COPIES, 128)
+    v = make_ring(gl.int8, [1, 1, N, DV], v_layout, STAGES, V_COPIES, 128)
+    stored_k, stored_v, k_scales, v_scales = 0, 0, 0, 0
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if scales.k_row is not None:
+        stored_k = gl.allocate_shared_memory(gl.float32, [STAGES, N], layout)
+        k_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, N], layout)
+    if scales.v_row is not None:
+        stored_v = gl.allocate_shared_memory(gl.float32, [STAGES, N], layout)
+        v_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, N], layout)
+    stored = Stored(k, v, stored_k, stored_v)
+    return Rings(rings.q, rings.k, rings.v, rings.messages, stored, k_scales, v_scales)
+
+
+@gluon.constexpr_function
+def arrivals_of(has_scales, copy_warps, by_tma):
+    """Arrivals at a stage of 8 bits."""
+    return 1 + 32 * has_scales if by_tma else 32 * copy_warps

@@ -20,16 +20,18 @@ from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided
 from ...common.arguments import features_of, numbers_of, optionals_of
 from ...common.building import first_launch, on_device
-from ...common.cached import Cached, strided_of
+from ...common.cached import Cached, scales_of, strided_of
 from ...common.relaunch import addresses_of, distinct_cached, may_relaunch, pattern_of
 from .. import descriptors
 from ..assembly import ASM
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of, num_sms
+from . import convert
 from .kernel import hopper_decode_kernel
 from .load import Table
 from .rows import Output, States
+from .scales import Scales
 from .work import Counters
 
 Tensor = torch.Tensor
@@ -38,6 +40,7 @@ WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not di
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
 OUTPUT, COUNTERS = 4, 5  # among a plan's arguments
+CACHES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of 8 bits
 
 
 class Plan(NamedTuple):
@@ -51,20 +54,21 @@ class Plan(NamedTuple):
 def refusal(cached: Cached) -> str | None:
     """Why these kernels do not serve a call, or None."""
     problem, k, v = cached.problem, cached.k, cached.v
-    if problem.dtype.itemsize != 2 or k.dtype != problem.dtype:
-        return "they multiply 16-bit elements, which the cache must have"
+    if problem.dtype.itemsize != 2:
+        return "they multiply 16-bit elements, which the queries must have"
     if problem.group > ROWS:
         return f"{problem.group} query heads a key head are more than {ROWS} rows"
     if max(problem.headdim, problem.headdim_v) > 256:
         return "headdim is over 256"
-    if problem.headdim % 8 or problem.headdim_v % 8:
-        return "TMA copies rows of a multiple of 8 elements"
+    unit = 16 // k.itemsize
+    if problem.headdim % unit or problem.headdim_v % unit:
+        return f"TMA copies rows of a multiple of {unit} elements of {k.dtype}"
     block_n = tile_of(problem).BLOCK_N
     if cached.split_size % block_n:
         return f"split_size={cached.split_size} is no multiple of {block_n} keys"
     for x in (k, v):
         sides = zip(x.shape[:3], x.stride()[:3])
-        if x.data_ptr() % 16 or any(n > 1 and (s % 8 or s <= 0) for n, s in sides):
+        if x.data_ptr() % 16 or any(n > 1 and (s % unit or s <= 0) for n, s in sides):
             return "TMA reads rows, heads and pages at multiples of 16 bytes"
     return None
 
@@ -77,29 +81,47 @@ def is_box(page_size: int, block_n: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def tile_of(problem: Problem, page_size: int = 0) -> SplitPipeline:
-    """One tile for a problem, whatever its lengths: a row's bits depend on it. How its keys are
-    copied, they do not depend on.
+def tile_of(
+    problem: Problem, page_size: int = 0, kept: torch.dtype | None = None, row_scales: int = 0
+) -> SplitPipeline:
+    """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
+    it. How its keys are copied, they do not depend on. `row_scales` counts the sides, of keys and
+    values, whose rows have their own scales.
     """
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
     )
     # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
     block_n = 128 if max(block_d, block_dv) == 64 else 64
-    in_shared = block_dv > 128
-    q_stages = 1 if in_shared else 2
-    kept = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
-    stages = (SHARED_MEMORY["sm90"] - kept) // (2 * block_n * (block_d + block_dv))
+    is_wide = block_dv > 128
+    # With 8 bits the scores of two blocks are there at once, here of 128 keys
+    in_shared = is_wide or (kept in CACHES and block_n == 128)
+    q_stages = 1 if is_wide else 2
+    used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
+    room = SHARED_MEMORY["sm90"] - used
+    elements = block_n * (block_d + block_dv)  # of a stage
     by_tma = is_box(page_size, block_n)
+    shape = ROWS, block_n, block_d, block_dv
+    if kept not in CACHES:
+        return SplitPipeline(*shape, min(room // (2 * elements), 8), q_stages, by_tma, in_shared)
+    scales = 4 * block_n * row_scales
+    stages = 1 if is_wide else 2  # of what is converted: bytes in flight are those of the others
+    cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
     return SplitPipeline(
-        ROWS, block_n, block_d, block_dv, min(stages, 8), q_stages, by_tma, in_shared
-    )
+        *shape, stages, q_stages, by_tma, in_shared,
+        COPY_WARPS=2,  # beside convert warps, four would leave too few registers
+        CACHE=CACHES[kept],
+        CACHE_STAGES=min(cache_stages, 8),
+    )  # fmt: skip
 
 
 def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:
     """A launch for any lengths."""
     problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
-    tile = tile_of(problem, 0 if cached.page_table is None else k.shape[1])
+    scales = Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale))
+    row_scales = (scales.k_row is not None) + (scales.v_row is not None)
+    page_size = 0 if cached.page_table is None else k.shape[1]
+    tile = tile_of(problem, page_size, k.dtype, row_scales)
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
@@ -130,6 +152,7 @@ def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE
         optionals_of(extras, problem.mods),
         sizes,
         numbers,
+        scales,
     )
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     programs = min(bound, num_sms(q.device) if q.is_cuda else 4)
@@ -146,14 +169,15 @@ def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | St
     """Keys and values as TMA takes them, (pages, nheads_k, page_size, headdim), in boxes of a block
     of keys or of a page, whichever is shorter; or as threads do.
     """
+    k, v = (x.view(torch.int8) if tile.CACHE else x for x in cached[1:3])
     if not tile.BY_TMA:
-        return [strided_of(x) for x in cached[1:3]]
+        return [strided_of(x) for x in (k, v)]
     page_size = tile.BLOCK_N
     if cached.page_table is not None:
         page_size = min(page_size, cached.k.shape[1])
     return [
-        by_head(x, [1, 1, page_size, block], GL_DTYPES[x.dtype])
-        for x, block in ((cached.k, tile.BLOCK_D), (cached.v, tile.BLOCK_DV))
+        by_head(x, [1, 1, page_size, block], gl.int8 if tile.CACHE else GL_DTYPES[x.dtype])
+        for x, block in ((k, tile.BLOCK_D), (v, tile.BLOCK_DV))
     ]
 
 
@@ -250,7 +274,9 @@ def run(plan: Plan, device: torch.device) -> Any:
         from ....emulator.hopper import emulate
 
         seed = emulator_seed() or 0
-        emulate(hopper_decode_kernel, seed=seed, asm=ASM)[(plan.programs,)](*args, **plan.constants)
+        meanings = ASM | convert.ASM
+        kernel = emulate(hopper_decode_kernel, seed=seed, asm=meanings)
+        kernel[(plan.programs,)](*args, **plan.constants)
         return None
     with on_device(device):
         return first_launch(hopper_decode_kernel, plan.programs, *args, **plan.constants)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.bounds import clamp
@@ -20,7 +21,8 @@ from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
-from .work import keys_of, no_more, open_part, open_slice, tile_counter
+from .scales import copy_scales, k_rows, v_rows
+from .work import copied, keys_of, no_more, open_part, open_slice, tile_counter
 
 
 class Table(NamedTuple):
@@ -91,16 +93,29 @@ def await_parts(work, counters, call, FEATURES: gl.constexpr):
 def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The keys and values of a part, block by block."""
     N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES if TILE.CACHE == "" else TILE.CACHE_STAGES
+    into = copied(rings, TILE)
     table = sources.table
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     split_size = call.sizes.split_size
     for piece in range(work.piece, work.stop):
         first, stop = piece_keys(piece * split_size, split_size, keys, N)
         for n in range(first, stop, N):
-            load_block(sources.k, rings.k, state, work, n, keys, table, TILE)
-            load_block(sources.v, rings.v, state, work, n, keys, table, TILE)
-            state = advance(state, TILE.STAGES)
+            load_block(sources.k, into.k, state, work, n, keys, table, TILE)
+            if call.scales.k_row is not None:
+                load_scales(k_rows(call.scales), into.k, into.k_scales, state, work, n, keys, table)
+            load_block(sources.v, into.v, state, work, n, keys, table, TILE)
+            if call.scales.v_row is not None:
+                load_scales(v_rows(call.scales), into.v, into.v_scales, state, work, n, keys, table)
+            state = advance(state, STAGES)
     return state
+
+
+@gluon.jit
+def load_scales(rows, ring, smem, state, work, n, keys, table):
+    """The scales of a block's rows; each lane arrives when its own have landed."""
+    copy_scales(rows, smem.index(state.stage), work, n, keys, table, 1)
+    async_copy.mbarrier_arrive(ring.full.index(state.stage), increment_count=False)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.softmax import finish, load_sink
 from ..layouts import column_of, row_of
+from .scales import v_sequence_scale
 from .work import partial_row
 
 
@@ -57,7 +58,10 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
     """Columns of rows, and their lse."""
     sink = load_sink(call.optionals, rows.head, FEATURES)
     finished = finish(state.m_i, state.l_i, sink, FEATURES)
-    found = (state.acc_o * finished.rescale[:, None]).to(output.out.ptr.dtype.element_ty)
+    found = state.acc_o * finished.rescale[:, None]
+    if call.scales.v is not None:
+        found = found * v_sequence_scale(work, call.scales)
+    found = found.to(output.out.ptr.dtype.element_ty)
     begins = begins_of(output.out, work, rows, FEATURES)
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     gl.store(begins[:, None] + columns[None, :], found, mask=inside)

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.split_schedule import (
+    SplitSizes,
     divide,
     is_sliced,
     lengths_at,
@@ -17,8 +18,9 @@ from ....tile.split_schedule import (
     slices_of,
 )
 from ....tile.splits import keys_seen
-from ....tile.types import Lengths
+from ....tile.types import Lengths, Numbers, Optionals
 from ..tile_messages import make_messages, receive
+from .scales import Scales
 
 PART = gl.constexpr(0)
 FOLD = gl.constexpr(1)
@@ -30,6 +32,15 @@ class Counters(NamedTuple):
 
     counter: Any  # numbers handed out
     tiles: Any  # by tile: its parts that are done, then its slices
+
+
+class DecodeCall(NamedTuple):
+    """What partitions ask: a `SplitCall`, and the scales of the cache."""
+
+    optionals: Optionals
+    sizes: SplitSizes
+    numbers: Numbers
+    scales: Scales
 
 
 class Work(NamedTuple):
@@ -59,6 +70,15 @@ FIELDS = gl.constexpr(len(Work._fields))
 def make_work_messages(READERS: gl.constexpr):
     """For the partitions that work on what the load warp found."""
     return make_messages(FIELDS, READERS)
+
+
+@gluon.jit
+def copied(rings, TILE: gl.constexpr):
+    """The rings that copies fill."""
+    if TILE.CACHE == "":
+        return rings
+    else:
+        return rings.stored
 
 
 @gluon.jit

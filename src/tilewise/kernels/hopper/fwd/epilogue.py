@@ -56,6 +56,19 @@ def write_tile(
     TILE: gl.constexpr,
 ):
     """Rescales and stores 64 rows of O, and their lse. Tiles alternate in `parity`."""
+    q_idx, rescale = finish_rows(m_i, l_i, work, output, call, WG, FEATURES, TILE)
+    if FEATURES.DROPOUT:
+        rescale = rescale * call.numbers.dropout_factor
+    rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
+    out = (acc_o * rescale[:, None]).to(output.smem.dtype)  # (64, BLOCK_DV)
+    store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
+
+
+@gluon.jit
+def finish_rows(
+    m_i, l_i, work, output, call, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """Stores the lse of 64 rows. Returns their queries, and 1 / l."""
     rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
     heads = head_of_row(work.head, rows, FEATURES, TILE)
     finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
@@ -70,14 +83,16 @@ def write_tile(
         lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))
     row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q
     gl.store(output.lse + (row + first_q + q_idx), lse, mask=exists)
+    return q_idx, finished.rescale
 
-    rescale = finished.rescale
-    if FEATURES.DROPOUT:
-        rescale = rescale * call.numbers.dropout_factor
-    rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
-    out = (acc_o * rescale[:, None]).to(output.smem.dtype)  # (64, BLOCK_DV)
+
+@gluon.jit
+def store_rows(
+    out, q_idx, work, output, parity, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """Stores 64 rows of O."""
     if FEATURES.SEQUSED_Q:  # padding rows may hold NaN
-        is_used = gl.convert_layout(q_idx < work.seqlen_q, rescale.type.layout)
+        is_used = gl.convert_layout(q_idx < work.seqlen_q, row_of(out.type.layout))
         out = gl.where(is_used[:, None], out, 0.0)
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
         store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)

@@ -154,7 +154,7 @@ class Forward:
         if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
             if not self.problem.is_packed:
                 out.zero_()
-                _lse_of_nothing(lse, extras.sinks)
+                lse_of_nothing(lse, extras.sinks)
                 return
             # Rows that are not used get no sink: the kernel knows them, and reads none of this
             k, v = (empty_rows(x, 1, 1, *x.shape[2:]) for x in (k, v))
@@ -207,7 +207,7 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
     return FwdArgs(
         *described,
         lse,
-        _queue(problem, plan.tile, q, k, packed_in(extras)),
+        queue_of(problem, plan.tile, q, k, packed_in(extras)),
         optionals_of(extras, problem.mods),
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
@@ -217,7 +217,7 @@ def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: S
     )
 
 
-def _lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
+def lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
     return lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks.float()[None, :, None])
 
 
@@ -314,7 +314,7 @@ def shared_memory(tile: Pipeline, out_columns: int) -> int:
     return 2 * (q + kv + bias + tile.WARPGROUPS * WARPGROUP_ROWS * out_columns) + 1024
 
 
-def _queue(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int = 0) -> Queue:
+def queue_of(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int = 0) -> Queue:
     """The tiles of the call, and the order they are handed out in.
 
     Of packed sequences only the device knows how many tiles there are, and their order is that of

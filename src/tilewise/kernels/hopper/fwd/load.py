@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
+from ...common.quantized import COLUMNS
 from ..bias import copy_bias
 from ..compat import tma_load
 from ..pieces import TMA_UNIT
@@ -29,6 +30,8 @@ from ..work import (
     reset_counter,
 )
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
+
+V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
 
 
 class Sources(NamedTuple):
@@ -59,6 +62,15 @@ class RaggedKeyBlock(NamedTuple):
     n_start: gl.tensor
 
 
+class TransposedBlock(NamedTuple):
+    """The same in FP8: a row of K, and a column of V^T."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    column: gl.tensor
+
+
 class Progress(NamedTuple):
     """The warp's pipeline states, and the block whose V is still to be loaded."""
 
@@ -74,7 +86,7 @@ class Progress(NamedTuple):
 def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
-    progress = Progress(start(), start(), start(), start(), nowhere(FEATURES), False)
+    progress = Progress(start(), start(), start(), start(), nowhere(FEATURES, TILE), False)
     tile = gl.program_id(0)
     if FEATURES.PACKED:
         found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
@@ -121,7 +133,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         # end (headdim 256 causal, 16Ki: 0.97 of FlashAttention-3)
         fetched = fetch_next_tile(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
-        block = block_of(work, batch, head_k, n_start, sources, FEATURES)
+        block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
         load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
         kv_state = advance(kv_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
@@ -133,18 +145,27 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
 
 
 @gluon.jit
-def nowhere(FEATURES: gl.constexpr):
+def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Before the first block."""
-    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+    if TILE.FP8:
+        return TransposedBlock(0, 0, 0, 0)
+    elif FEATURES.PACKED or FEATURES.SEQUSED_K:
         return RaggedKeyBlock((0, 0), 0, 0, 0)
     else:
         return KeyBlock(0, 0, 0)
 
 
 @gluon.jit
-def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr):
+def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The coordinates of a block of keys."""
-    if FEATURES.PACKED or FEATURES.SEQUSED_K:
+    if TILE.FP8:
+        # Columns of V^T past a sequence's end are 0, and what K has there is masked
+        first_k, first = 0, 0
+        if FEATURES.PACKED:
+            first_k = work.first_k
+            first = (first_k // V_COLUMNS + work.batch) * V_COLUMNS
+        return TransposedBlock(batch, head_k, first_k + n_start, first + n_start)
+    elif FEATURES.PACKED or FEATURES.SEQUSED_K:
         heads_k, heads_v = sources.heads_per_batch
         heads = head_k + batch * heads_k, head_k + batch * heads_v
         return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
@@ -164,20 +185,24 @@ def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: g
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
-    load_rows(sources.k, keys, 0, full, kv_ring.k.index(state.stage), has_keys, 0, False)
-    load_rows(
-        sources.v,
-        *(values, 1, full, kv_ring.v.index(state.stage), has_values, sources.v_step, TILE.V_FLAT),
-    )
+    k, v = kv_ring.k.index(state.stage), kv_ring.v.index(state.stage)
+    load_rows(sources.k, keys, 0, full, k, has_keys, 0, TILE)
+    load_rows(sources.v, values, 1, full, v, has_values, sources.v_step, TILE)
 
 
 @gluon.jit
-def load_rows(desc, block, WHICH: gl.constexpr, full, buffer, pred, step, FLAT: gl.constexpr):
-    """Of K (WHICH is 0) or V. FLAT rows hold all heads, `step` elements apart; a copy begins at a
-    multiple of 16 bytes, and so with up to 7 elements of the head before.
+def load_rows(desc, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: gl.constexpr):
+    """Of K (WHICH is 0) or V. V_FLAT rows hold all heads, `step` elements apart; a copy begins at
+    a multiple of 16 bytes, and so with up to 7 elements of the head before.
     """
     shape: gl.constexpr = desc.block_type.shape
-    if len(shape) == 5:
+    FLAT: gl.constexpr = TILE.V_FLAT and WHICH == 1
+    if TILE.FP8:
+        at = [block.batch, block.head, block.row, 0]
+        if WHICH == 1:
+            at = [block.batch, block.head, 0, block.column]
+        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+    elif len(shape) == 5:
         head, column = place_of_head(block.head[WHICH], step, FLAT)
         load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
     else:

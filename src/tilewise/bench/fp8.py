@@ -1,0 +1,77 @@
+"""FP8 shapes: their inputs, what a result is held to, and our calls with and without quantising.
+
+The inputs are normal numbers rounded to e4m3, with scales of 1. All providers compute on these
+values: as they are, as a `Quantized` whose V is transposed before the time is taken, or in
+bfloat16, which holds them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from ..frontend.quantize import quantize
+from ..kernels.common.quantized import Quantized, Scales
+from ..ops.quantize import quantizer_for
+from .features import options_of
+from .shapes import FP8, Shape
+from .standards import Inputs
+
+Tensor = torch.Tensor
+BOUND = 3e-2  # norm of the error over norm of the result, of what is computed on 8 bits
+BOUND_ROUNDED = 6e-2  # the same of a call that rounds its inputs first
+TRANSPOSED, WIDE = "quantized", "bfloat16"  # beside the memory orders of inputs
+NAMES = {  # of ours, with what each takes
+    "tilewise:quantized": TRANSPOSED,
+    "tilewise:quantize": WIDE,
+    "tilewise:bf16": WIDE,
+}
+
+
+def in_form(inputs: Inputs, form: str) -> Inputs:
+    """e4m3 inputs as a provider takes them."""
+    if form == WIDE:
+        return Inputs(*(x.to(torch.bfloat16) for x in inputs[:4]))
+    if form != TRANSPOSED:
+        return inputs
+    ones = torch.ones(inputs.q.shape[0], inputs.k.shape[2], device=inputs.q.device)
+    v_t = quantizer_for(inputs.v).transposed_values(inputs.v, None, None)
+    x: Any = Quantized(inputs.q, inputs.k, v_t, Scales(ones, ones, ones))
+    nothing: Any = None
+    return Inputs(x, nothing, nothing, inputs.dout)
+
+
+def refuse(name: str, shape: Shape, device: str) -> str | None:
+    """Why one of NAMES does not serve a shape."""
+    if shape.dtype != FP8:
+        return f"{name} is for {FP8}"
+    if name == "tilewise:quantize" and shape.softcap:
+        return "scores that reach a softcap move by more than its bound when q and k are rounded"
+    return None
+
+
+def prepare(name: str, shape: Shape, device: str) -> Callable[..., Tensor]:
+    """The callable of one of NAMES."""
+    from .. import attention
+
+    options = options_of(shape, device)
+    smooth: bool | str = "v" if shape.sinks else True
+
+    def attend(q: Any, k: Any, v: Any) -> Tensor:
+        if name == "tilewise:quantize":
+            q, k, v = quantize(q, k, v, smooth=smooth), None, None
+        return cast(Tensor, attention(q, k, v, **options))
+
+    return attend
+
+
+def error_of(result: Tensor, expected: list, inputs: Inputs) -> tuple[float, float]:
+    """The largest error of the sampled heads, and its bound."""
+    found = 0.0
+    for _, place, exact, _ in expected:
+        off = torch.linalg.vector_norm(result[place].double() - exact)
+        found = max(found, (off / torch.linalg.vector_norm(exact)).item())
+    is_rounded = isinstance(inputs.q, Tensor) and inputs.q.dtype == torch.bfloat16
+    return found, BOUND_ROUNDED if is_rounded else BOUND

@@ -1,0 +1,79 @@
+"""`tilewise bench distributed`: one sequence over several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..options import DTYPES, HeadList, IntList, NameList, pass_option
+from .options import MASKS, conclude, run_options, show_with
+
+GPU = dict(tokens=(8192, 16384, 65536), heads=((32, 8, 128),), dtype="bf16")
+CPU = dict(tokens=(64,), heads=((4, 2, 16),), dtype="fp32")
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(1), help="Processes.  [default: GPUs; on a CPU 2]")
+@click.option("--tokens", type=IntList(), help="Of each rank.  [default: 8k,16k,64k; on a CPU 64]")
+@click.option("--heads", type=HeadList(), help="[default: 32:8x128; on a CPU 4:2x16]")
+@click.option("--causal", type=click.Choice(list(MASKS)), default="yes", show_default=True)
+@click.option("--window", type=click.IntRange(0), default=0, help="Keys before a query's own.")
+@click.option("--documents", type=click.IntRange(0), default=0, help="That the sequence is of.")
+@pass_option("fwd,fwd+bwd")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
+@click.option(
+    "--methods",
+    type=NameList(lambda: ("heads", "stream", "ring"), may_be_empty=False),
+    default="heads,stream",
+    show_default=True,
+)
+@click.option(
+    "--against",
+    type=NameList(lambda: ("ring-flash-attn", "torch-cp")),
+    default="ring-flash-attn,torch-cp",
+    show_default=True,
+)
+@run_options
+def distributed(
+    ranks, causal, window, documents, passes, methods, against, device, as_json, **asked
+) -> None:
+    """Time attention of one sequence whose tokens are dealt over several processes.
+
+    Starts a process a rank, or is one of those that torchrun started. A time is that of the slowest
+    rank, of calls back to back; "of ideal" is one process's time for the whole sequence, taken in
+    the same rounds on all ranks at once, over the number of ranks times it. Each result is held to
+    fp64 first; "same bits" names those that are one process's to the bit.
+
+    ring-flash-attn is that package's zigzag ring over our kernel, torch-cp torch's context_parallel
+    with cuDNN. On GPUs NVLink multicast is off.
+    """
+    import torch
+
+    from ...bench.ranks import run_ranks, size_under_torchrun
+    from ...bench.sharded import Sharded
+    from ...bench.sharded_run import Asked, run_cases
+
+    on_gpu = device.startswith("cuda")
+    ranks = size_under_torchrun() or ranks or (torch.cuda.device_count() if on_gpu else 2)
+    usual: dict[str, Any] = GPU if on_gpu else CPU
+    sizes = {name: asked.pop(name) or value for name, value in usual.items()}
+    dtype = DTYPES[sizes["dtype"]]
+    cases = [
+        Sharded(
+            *(ranks, tokens, nheads, nheads_k, headdim),
+            *(is_causal, window, documents, direction, dtype),
+        )
+        for nheads, nheads_k, headdim in sizes["heads"]
+        for tokens in sizes["tokens"]
+        for is_causal in MASKS[causal]
+        for direction in passes
+    ]
+    if wrong := [of for of in cases if of.direction == "bwd"]:
+        raise click.UsageError(f"{wrong[0]}: a backward alone is not timed here; use fwd,fwd+bwd")
+    sides = (*(f"tilewise:{name}" for name in methods), *against)
+    how = Asked(sides, "cuda" if on_gpu else "cpu", **asked)
+    show = show_with(as_json)
+    done = run_ranks(run_cases, ranks, how.device, cases, how, tell=show) or []
+    outcomes = [outcome for each in done for outcome in each]
+    conclude(outcomes, (), as_json, [name for name in sides if name.startswith("tilewise")])

@@ -1,0 +1,82 @@
+"""The arena of GPUs: copies by DMA on a stream of their own, and a barrier that waits on
+the device, so that a call costs the host launches and no round trip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .device_barrier import DeviceBarrier, synchronize
+from .halves import Arena
+from .memory import Memory
+
+Tensor = torch.Tensor
+
+
+class DeviceArena(Arena):
+    """All ranks of one machine, a device each. In the interpreter, on CPUs, the same without
+    streams.
+    """
+
+    def __init__(self, barrier: DeviceBarrier, memory: Memory, device: torch.device) -> None:
+        super().__init__(barrier, memory)
+        self.device = device
+        self.has_streams = device.type == "cuda"
+        self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
+        self.last: Any = None  # the stream of the call before
+        if self.has_streams:
+            self.side = torch.cuda.Stream(device, priority=-1)
+
+    def publish(self, nbytes: int, asked: str) -> Tensor:
+        self.barrier.check()
+        self._follow()
+        if nbytes > self.room:
+            # All ranks have come here, or none: else some would wait for others to grow
+            self.barrier.wait(f"{asked}, for which the arena grows", is_new=True)
+        return super().publish(nbytes, asked)
+
+    def grow(self, nbytes: int, asked: str) -> None:
+        synchronize(self.device)
+        self.barrier.host.wait(asked)  # no rank reads the blocks that go
+        self.blocks = []
+        self.blocks = self.memory.allocate(self.barrier.host, nbytes, asked)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        if not self.has_streams:
+            yield
+            return
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.side):
+            yield
+
+    def mark(self) -> Any:
+        return self.side.record_event() if self.has_streams else None
+
+    def arrive(self, mark: Any) -> None:
+        if self.has_streams:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def settle(self, *pulled: Tensor) -> None:
+        for x in pulled:
+            self.barrier.poison(x)
+
+    def _follow(self) -> None:
+        """A half that is used again is read by the stream of an earlier call, if not by this one;
+        and a captured graph would replay a barrier's number.
+        """
+        if not self.has_streams:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "a captured CUDA graph: barriers are numbered, so a replay would pass or wait for "
+                "others at random; leave tilewise.distributed out of the capture"
+            )
+        if self.last is not None and stream != self.last:
+            stream.wait_stream(self.last)
+        self.last = stream

@@ -1,0 +1,84 @@
+"""Memory of each rank of a group that the other ranks read: a rank publishes there, the others
+pull what they need, and none sends.
+
+An arena has two halves. A call publishes into one of them, meets the others at one barrier, and
+pulls; the next call does so in the other half, and its barrier proves that all have pulled what
+the first one held. So there is one barrier a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .memory import Memory
+
+Tensor = torch.Tensor
+LEAST = 1 << 16  # bytes of a half
+HALVES = 2
+
+
+class Arena:
+    """On the CPU: a block of each rank in files, and a barrier on the host. All ranks must make the
+    same calls; an arena grows on all of them at once.
+    """
+
+    def __init__(self, barrier: Any, memory: Memory) -> None:
+        self.barrier, self.memory = barrier, memory
+        self.rank, self.ranks = barrier.rank, barrier.ranks
+        self.half, self.room = 0, 0
+        self.blocks: list[Tensor] = []
+        self.pulled = 0  # bytes that were read of other ranks, in all
+
+    def publish(self, nbytes: int, asked: str) -> Tensor:
+        """Room for what this rank publishes next, uint8; `asked` names the call, and ranks that
+        make the same one ask for as many bytes.
+        """
+        self.barrier.catch_up(asked)
+        if not self.room or nbytes > self.room:
+            room = max(LEAST, nbytes, 2 * self.room)
+            self.grow(HALVES * room, asked)
+            self.room = room
+        # By barriers, which ranks count alike: a call that raised on one has published on others
+        self.half = (self.barrier.number + 1) % HALVES
+        return self.of(self.rank, nbytes)
+
+    def meet(self, asked: str) -> None:
+        """Waits until all ranks have published for this call, which is named by `asked`."""
+        self.barrier.wait(asked)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An error of this rank is left for the others, which would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            self.barrier.abandon(error)
+            raise
+
+    def of(self, rank: int, nbytes: int) -> Tensor:
+        """What a rank has published, uint8; after `meet`, and until the call after the next."""
+        return self.blocks[rank].narrow(0, self.half * self.room, nbytes)
+
+    def grow(self, nbytes: int, asked: str) -> None:
+        """New memory on every rank, which is there on all of them when it returns."""
+        self.blocks = self.memory.allocate(self.barrier, nbytes, asked)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies inside are made beside what the caller's stream does next."""
+        yield
+
+    def mark(self) -> Any:
+        """Inside of `copying`: the copies that were begun so far, for `arrive`."""
+
+    def arrive(self, mark: Any) -> None:
+        """What the caller's stream does next follows these copies."""
+
+    def settle(self, *pulled: Tensor) -> None:
+        """Once all copies have arrived: makes sure that tensors which were pulled of a call that
+        failed are not taken for results.
+        """

@@ -1,0 +1,125 @@
+"""Many runs of rows in one call, as packed sequences: each run is a sequence whose keys are those
+that it sees. Their last key is on the diagonal of their last row, as bottom-right has it.
+
+Where runs see keys one after another, as those of documents mostly do, and of short windows, the
+keys stay where they are: a sequence has those up to the next one's first, of which `seqused_k` uses
+some. Where they overlap, keys are copied for each run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from ..frontend.attention import call
+from ..problem import OPEN, Extras, Saved
+from .asked import Asked
+from .layout import Layout, Run
+from .rows import Keys, Partial, gradients_of, piece_of
+
+Tensor = torch.Tensor
+MOST_KEYS = 4  # copied of each of the sequence's, in the mean
+FEW = 2  # runs, of which each is a call that begins as soon as its own keys have arrived
+
+
+class Packing(NamedTuple):
+    """Where the runs begin among the queries and among the keys, and how many they use; and the
+    keys that are copied for each, None where they stay.
+    """
+
+    starts_q: tuple[int, ...]
+    starts_k: tuple[int, ...]
+    used: tuple[int, ...] | None
+    copied: tuple[Run, ...] | None
+
+
+def serves(asked: Asked, q: Tensor) -> bool:
+    """Whether runs are packed: there are many, one window is that of all, and not too many keys are
+    copied.
+    """
+    left, right = asked.sides
+    is_one_band = right == 0 or (left == OPEN and right == OPEN and asked.alibi_slopes is None)
+    if q.shape[0] != 1 or len(asked.layout.spans) <= FEW or not is_one_band:
+        return False
+    return packing_of(asked.layout, left, right).starts_k[-1] <= MOST_KEYS * asked.layout.seqlen
+
+
+@functools.lru_cache(maxsize=256)
+def packing_of(layout: Layout, left: int, right: int) -> Packing:
+    """The sequences of a layout's runs.
+
+    >>> import tilewise.distributed as td
+    >>> layout = td.striped(1200, 2, block=200)
+    >>> packing_of(layout, 50, 0)
+    Packing(starts_q=(0, 200, 400, 600), starts_k=(0, 200, 640, 1200), used=(200, ...
+    """
+    asked = Asked(layout, window=(None if left == OPEN else left, None if right == OPEN else right))
+    keys = [piece_of(asked, span).keys for span in layout.spans]
+    starts_q = [span.row for span in layout.spans] + [layout.tokens]
+    if any(a.stop > b.start for a, b in itertools.pairwise(keys)):
+        sizes = (x.stop - x.start for x in keys)
+        starts_k = itertools.accumulate(sizes, initial=0)
+        return Packing(
+            tuple(starts_q), tuple(starts_k), None, tuple((x.start, x.stop) for x in keys)
+        )
+    starts_k, used = [x.start for x in keys] + [layout.seqlen], [x.stop - x.start for x in keys]
+    if starts_k[0] > 0:  # keys that no run sees are of a sequence without queries
+        starts_q, starts_k, used = [0, *starts_q], [0, *starts_k], [0, *used]
+    return Packing(tuple(starts_q), tuple(starts_k), tuple(used), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _on(packing: Packing, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    def there(x: tuple[int, ...]) -> Tensor:
+        return torch.tensor(x, dtype=torch.int32, device=device)
+
+    used = None if packing.used is None else there(packing.used)
+    return there(packing.starts_q), there(packing.starts_k), used
+
+
+def _extras(asked: Asked, packing: Packing, device: torch.device, sinks: Tensor | None) -> Extras:
+    starts_q, starts_k, used = _on(packing, device)
+    return Extras(asked.alibi_slopes, sinks, used, None, starts_q, starts_k)
+
+
+def _keys(packing: Packing, known: Keys) -> tuple[Tensor, Tensor]:
+    known.arrive_all()
+    if packing.copied is None:
+        return known.k, known.v
+    k, v = (torch.cat([x[:, a:b] for a, b in packing.copied], 1) for x in (known.k, known.v))
+    return k, v
+
+
+def attend(asked: Asked, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's queries, as `rows.attend` has them."""
+    packing = packing_of(asked.layout, *asked.sides)
+    return call(
+        *(q, *_keys(packing, known)),
+        extras=_extras(asked, packing, q.device, asked.sinks),
+        numbers=(asked.scale, asked.softcap, 0.0),
+        window=("bottom_right", *asked.sides),
+        deterministic=asked.deterministic,
+        backend=backend,
+    )
+
+
+def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
+    """Those of a rank's queries, as `rows.gradients` has them."""
+    packing, lse = packing_of(asked.layout, *asked.sides), saved.lse
+    k, v = _keys(packing, known)
+    sinks = None if asked.sinks is None else asked.sinks.to(lse.dtype)
+    extras = _extras(asked, packing, k.device, sinks)
+    saved = saved._replace(k=k, v=v, lse=lse.contiguous())
+    found = gradients_of(asked, saved, "bottom_right", *asked.sides, extras)
+    parts = [found.dk, found.dv]
+    if packing.copied is not None:
+        parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]
+        starts = packing.starts_k
+        for (first, last), a, b in zip(packing.copied, starts, starts[1:]):
+            for total, part in zip(parts, (found.dk, found.dv)):
+                total[:, first:last] += part[:, a:b]
+    dk, dv = (x.to(lse.dtype) for x in parts)
+    return Partial(found.dq, dk, dv, found.dsinks)

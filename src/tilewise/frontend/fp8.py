@@ -1,0 +1,180 @@
+"""Calls with FP8 products: q, k and v of float8_e4m3fn with their scales, or a `Quantized`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import dispatch
+from ..errors import OURS, ArgumentError, Words
+from ..kernels.common.quantized import Quantized, Scales
+from ..ops import fp8 as ops
+from ..ops.calls import find
+from ..problem import Extras, Scalars
+from ..tile.quantize import is_one_byte
+from .checks import check_extras
+from .fp8_checks import (
+    check_backward,
+    check_out_dtype,
+    check_quantized,
+    check_raw,
+    check_shift,
+    descale,
+    refuse_grad,
+    refuse_sixteen_bits,
+)
+from .fp8_checks import (
+    refuse_others as refuse_others,
+)
+from .qkv import check_tensor, in_order
+from .scalars import (
+    Window,
+    as_bound,
+    band,
+    check_bounds,
+    check_causal,
+    check_layout,
+    check_numbers,
+    is_long,
+)
+
+Tensor = torch.Tensor
+# As q they are for FP8 products, or refused by name
+ONE_BYTE = frozenset(
+    {
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *(torch.int8, torch.uint8),
+    }
+)
+
+
+class Asked(NamedTuple):
+    """The arguments of a call with FP8 products, but for q, k and v."""
+
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None]
+    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    score_args: tuple[Tensor | None, Tensor | None]  # alibi_slopes and sinks
+    numbers: tuple[bool | str, float | None, Window, float | None]  # and scale, window, softcap
+    max_seqlen_q: Any = None
+    layout: str = "bshd"
+    out_dtype: torch.dtype | None = None
+    backward: str | None = None
+    backend: str | None = None
+    words: Words = OURS
+    window_name: str = "window"
+
+
+def has_fp8(q: Any, *others: Any) -> bool:
+    """Whether a call is one with FP8 products: by its q, or as it has arguments of such calls."""
+    for x in others:
+        if x is not None:
+            return True
+    return type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
+
+
+def attend(q: Any, k: Any, v: Any, asked: Asked, wants_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` in the order of the caller; `lse` is right where it is wanted."""
+    is_quantized = isinstance(q, Quantized)
+    if is_quantized:
+        if not (k is v is None):
+            raise ArgumentError(
+                "k and v beside a Quantized, which has them: pass it in place of q, and None for "
+                "k and v"
+            )
+        for name, scale in zip(("q_descale", "k_descale", "v_descale"), asked.descales):
+            if scale is not None:
+                raise ArgumentError(
+                    f"{name} beside a Quantized, which has its scales: leave it out, or pass it to "
+                    "tilewise.quantize as one of scales"
+                )
+        inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, *(q.source or ())[:3]
+    else:
+        inputs = q, k, v, *asked.descales
+    causal, scale, window, softcap = asked.numbers
+    sides = window if type(window) is tuple else (window,)
+    words = "fp8", is_quantized, causal, scale, softcap, asked.layout, asked.backward, *sides
+    words = *words, asked.backend, str(asked.out_dtype), as_bound(asked.max_seqlen_q)
+    entry = find((*inputs, *asked.score_args, *asked.lengths), words)
+    known = None if entry is None else entry.fp8
+    is_packed = asked.lengths[2] is not None or asked.lengths[3] is not None
+    if is_quantized:
+        x = _as_batch(q, is_packed, asked.layout)
+    else:
+        x = _of_raw(q, k, v, asked, is_packed, known is None)
+    extras = Extras(*asked.score_args, *asked.lengths)
+    if known is None:
+        known = check(x, is_quantized, extras, asked)
+        if entry is not None:
+            entry.fp8 = known
+    out, lse = ops.attention(known, x, extras, wants_lse)
+    if is_packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    elif asked.layout == "bhsd":
+        out = out.transpose(1, 2)
+    return out, lse
+
+
+def _of_raw(q: Any, k: Any, v: Any, asked: Asked, is_packed: bool, is_new: bool) -> Quantized:
+    """q, k and v in order, with their scales; `v_t` is v as it came."""
+    if is_new:
+        check_layout(asked.layout)
+        for name, x in zip(asked.words[:3], (q, k, v)):
+            if x is None:
+                raise ArgumentError(
+                    f"{name} is None: pass {', '.join(asked.words[:3])}, or a tilewise.Quantized "
+                    f"in place of {asked.words.q}"
+                )
+            check_tensor(name, x)
+        if not any(is_one_byte(x) for x in (q, k, v)):
+            refuse_sixteen_bits(q, asked.words)
+    q, k, v = in_order(q, k, v, asked.layout, is_packed)
+    if is_new:
+        check_raw(q, k, v, asked.descales, asked.words)
+    starts = asked.lengths[2]
+    sequences = q.shape[0] if starts is None else starts.shape[0] - 1
+    named = zip(("q_descale", "k_descale", "v_descale"), asked.descales)
+    return Quantized(q, k, v, Scales(*(descale(name, s, k, sequences) for name, s in named)))
+
+
+def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:
+    """A `Quantized` of 4-dimensional tensors: packed sequences are a batch of 1."""
+    if is_packed != (x.q.dim() == 3):
+        said = "cu_seqlens_q and cu_seqlens_k" if is_packed else "neither cu_seqlens"
+        raise ArgumentError(
+            f"a Quantized with q of {x.q.dim()} dimensions, and {said}: pass tilewise.quantize and "
+            "tilewise.attention the same cu_seqlens_q and cu_seqlens_k"
+        )
+    if not is_packed:
+        return x
+    if layout != "bshd":
+        raise ArgumentError(
+            f"layout={layout!r}: packed sequences are (total, nheads, headdim), so leave it out"
+        )
+    return x._replace(q=x.q.unsqueeze(0), k=x.k.unsqueeze(0), v_t=x.v_t.unsqueeze(0))
+
+
+def check(x: Quantized, is_quantized: bool, extras: Extras, asked: Asked) -> ops.CallFp8:
+    """The call of 4-dimensional tensors."""
+    dispatch.check_backend(asked.backend)
+    check_layout(asked.layout)
+    check_bounds(asked.max_seqlen_q)
+    causal, scale, window, softcap = asked.numbers
+    align = check_causal(causal)
+    sides = band(window, causal is not False, asked.window_name)
+    out_dtype = check_out_dtype(asked.out_dtype)
+    check_extras(x.q, x.k, extras, asked.words)
+    starts = extras.cu_seqlens_q
+    sequences = x.q.shape[0] if starts is None else starts.shape[0] - 1
+    if is_quantized:
+        check_quantized(x, sequences)
+        refuse_grad(zip(("q", "k", "v_t"), x[:3]))
+    numbers = check_numbers(scale, softcap, x.q.shape[3], torch.float32, asked.words)
+    check_shift(x, numbers[1], extras.sinks)
+    needs_grad = check_backward(x if is_quantized else None, asked.backward, extras.sinks)
+    scalars = Scalars(*numbers, *sides)
+    headdim_v = x.v_t.shape[2 if is_quantized else 3]
+    flags = align, extras.cu_seqlens_q is not None and is_long(asked.max_seqlen_q)
+    problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, flags)
+    given = out_dtype, is_quantized, asked.backend, needs_grad
+    return ops.CallFp8(problem, scalars, *given)

@@ -1,0 +1,178 @@
+"""Argument validation of calls with FP8 products: dtypes, scales, `Quantized`, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import OURS, ArgumentError, Words
+from ..kernels.common.quantized import FP8, Quantized, columns_of, packed_columns
+from ..tile.quantize import is_one_byte
+from .qkv import check_tensor, check_tensors
+
+Tensor = torch.Tensor
+OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32
+REMEDIES = {
+    "bias": "use alibi_slopes, or leave q, k and v in bfloat16",
+    "mask_mod": "use causal, window and cu_seqlens, or leave q, k and v in bfloat16",
+    "block_mask": "use causal, window and cu_seqlens, or leave q, k and v in bfloat16",
+    "score_mod": "use softcap and alibi_slopes, or leave q, k and v in bfloat16",
+    "dropout_p": "leave it out, or leave q, k and v in bfloat16",
+    "page_table": "leave q in bfloat16: pages of 8 bits are served over it",
+    "block_table": "leave q in bfloat16: pages of 8 bits are served over it",
+    "split_size": "leave it out: FP8 products are outside of the contract of one row's bits",
+    "attention_chunk": "use window_size, or leave q, k and v in bfloat16",
+    "out": "leave it out, and use what is returned",
+}
+
+
+def refuse_others(*others: tuple[str, Any]) -> None:
+    """Refuses each argument, by name, that is not None."""
+    for name, value in others:
+        if value is not None:
+            raise NotImplementedError(f"{name} with FP8 products is not served: {REMEDIES[name]}")
+
+
+def check_raw(q: Any, k: Any, v: Any, descales: tuple[Any, ...], words: Words = OURS) -> None:
+    """q, k and v, all of e4m3, in (batch, seqlen, nheads, headdim) order."""
+    named = list(zip(words[:3], (q, k, v)))
+    for name, x in named:
+        if is_one_byte(x) and x.dtype != FP8:
+            raise NotImplementedError(
+                f"{name}.dtype is {x.dtype}: FP8 products are of torch.float8_e4m3fn; quantise "
+                "with tilewise.quantize"
+            )
+    for name, x in named:
+        if x.dtype != FP8:
+            raise ArgumentError(
+                f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: FP8 products are of "
+                "q, k and v that are all torch.float8_e4m3fn; quantise all (tilewise.quantize), or "
+                f"leave {words.q} in bfloat16 over k and v of 8 bits, which are a cache then"
+            )
+    check_tensors(q, k, v, words, kinds=(FP8,))
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales):
+        if x is not None:
+            check_tensor(name, x)
+    refuse_grad((*named, *zip(("q_descale", "k_descale", "v_descale"), descales)))
+
+
+def refuse_sixteen_bits(q: Tensor, words: Words = OURS) -> None:
+    """Arguments of FP8 products with a q that has none."""
+    raise ArgumentError(
+        f"{words.q}.dtype is {q.dtype}: q_descale, k_descale, v_descale, out_dtype and backward "
+        "are for 8 bits, q, k and v of torch.float8_e4m3fn or a tilewise.Quantized, so leave them "
+        "out, or quantise with tilewise.quantize"
+    )
+
+
+def refuse_grad(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuses 8-bit tensors and scales that require a gradient."""
+    for name, x in named:
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name}.requires_grad: 8-bit tensors and their scales have no gradient; detach() "
+                "them, or quantise with tilewise.quantize, and pass its result and "
+                'backward="bf16" to tilewise.attention'
+            )
+
+
+def descale(name: str, x: Tensor | None, k: Tensor, batch: int) -> Tensor:
+    """A scale as kernels take it, fp32 (batch, nheads_k)."""
+    nheads_k = k.shape[2]
+    if x is None:
+        return k.new_ones(batch, nheads_k, dtype=torch.float32)
+    check_tensor(name, x)
+    if tuple(x.shape) not in ((), (nheads_k,), (batch, nheads_k)):
+        raise ArgumentError(
+            f"{name} has shape {tuple(x.shape)}: it must be (), ({nheads_k},) or "
+            f"{(batch, nheads_k)}, one for each sequence and key head; that of q, too"
+        )
+    if x.dtype != torch.float32:
+        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be float32")
+    if x.device != k.device:
+        raise ArgumentError(
+            f"{name} is on {x.device} and k is on {k.device}: move them to one device"
+        )
+    return x.expand(batch, nheads_k).contiguous()
+
+
+def check_quantized(x: Quantized, sequences: int) -> None:
+    """A `Quantized` of 4-dimensional tensors and so many sequences."""
+    check_tensors(x.q, x.k, x.k, kinds=(FP8,))
+    nheads_k, headdim = x.k.shape[2:]
+    batch, total = x.k.shape[:2]
+    columns = columns_of(total) if sequences == batch else None
+    allowed = {columns, packed_columns(total, sequences)}
+    shape = tuple(x.v_t.shape)
+    if x.v_t.dtype != FP8 or len(shape) != 4 or shape[:2] != (batch, nheads_k):
+        raise ArgumentError(
+            f"v_t of a Quantized is {x.v_t.dtype} of shape {shape}: it must be as "
+            "tilewise.quantize returns it"
+        )
+    named: list[tuple[str, Tensor | None, tuple[int, ...]]]
+    named = [(f"scales.{name}", s, (sequences, nheads_k)) for name, s in x.scales._asdict().items()]
+    named.append(("k_mean", x.k_mean, (sequences, nheads_k, headdim)))
+    named.append(("v_mean", x.v_mean, (sequences, nheads_k, shape[2])))
+    if shape[3] not in allowed:
+        named.append(("v_t", x.v_t, (*shape[:3], columns_of(total))))
+    for name, t, asked in named:
+        if t is not None and tuple(t.shape) != asked:
+            raise ArgumentError(
+                f"{name} of a Quantized has shape {tuple(t.shape)} where this call has {asked}: "
+                "pass tilewise.quantize and tilewise.attention the same cu_seqlens_q and "
+                "cu_seqlens_k"
+            )
+    for name, t in (("k", x.k), ("v_t", x.v_t), *((name, t) for name, t, _ in named)):
+        if t is not None and t.device != x.q.device:
+            raise ArgumentError(
+                f"{name} of a Quantized is on {t.device} and q is on {x.q.device}: move them to "
+                "one device"
+            )
+
+
+def check_shift(x: Quantized, softcap: float, sinks: Tensor | None) -> None:
+    """Scores of k without its mean are shifted, by as much for all keys of a row: what is not the
+    same for shifted scores is refused.
+    """
+    if x.k_mean is None:
+        return
+    for name, is_given in (("softcap", softcap > 0), ("sinks", sinks is not None)):
+        if is_given:
+            raise NotImplementedError(
+                f"{name} with a Quantized whose k has lost its mean: scores are shifted there, "
+                f'which {name} would see; quantise with smooth="v", or smooth=False'
+            )
+
+
+def check_backward(x: Quantized | None, backward: Any, sinks: Tensor | None) -> bool:
+    """Whether gradients are to be computed, in bf16."""
+    if backward not in (None, "bf16"):
+        raise ArgumentError(f'backward={backward!r}: it must be "bf16", or None for no gradient')
+    source = None if x is None else x.source
+    required = [
+        name
+        for name, t in zip(("q", "k", "v", "sinks"), (*(source or (None,) * 4)[:3], sinks))
+        if t is not None and t.requires_grad and torch.is_grad_enabled()
+    ]
+    if required and (backward is None or source is None):
+        remedy = 'pass backward="bf16"' if source is not None else "use a tilewise.Quantized of "
+        if source is None:
+            remedy += 'tensors that require a gradient, with backward="bf16"'
+        raise NotImplementedError(
+            f"{required[0]}.requires_grad: FP8 products have no gradient of their own; {remedy} "
+            "for straight-through gradients, detach() it, or call under torch.no_grad()"
+        )
+    return bool(required)
+
+
+def check_out_dtype(dtype: Any) -> torch.dtype:
+    """That of out, bf16 by default."""
+    if dtype is None:
+        return torch.bfloat16
+    if dtype not in OUT_DTYPES:
+        raise ArgumentError(
+            f"out_dtype={dtype!r}: it must be torch.bfloat16, torch.float16 or torch.float32"
+        )
+    return dtype

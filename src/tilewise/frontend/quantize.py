@@ -1,0 +1,114 @@
+"""`tilewise.quantize`: q, k and v to e4m3 for `attention` with FP8 products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..kernels.common.quantized import Lengths, Quantized, Scales, Source
+from ..kernels.cpu.quantize import Steps
+from ..ops.attention import needs_grad
+from ..ops.quantize import quantizer_for
+from ..problem import Extras
+from .checks import check_extras
+from .fp8_checks import descale
+from .qkv import check_tensors, in_order
+from .scalars import check_flag, check_layout
+
+Tensor = torch.Tensor
+
+
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rotate: bool = True,
+    smooth: bool | str = True,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    layout: str = "bshd",
+) -> Quantized:
+    """q, k and v in float8_e4m3fn with their scales, which `tilewise.attention` takes in place of
+    them.
+
+    Example:
+        >>> import torch, tilewise
+        >>> q = torch.randn(2, 128, 8, 64)
+        >>> k, v = torch.randn(2, 2, 128, 2, 64).unbind(0)
+        >>> x = tilewise.quantize(q, k, v)
+        >>> x.k.dtype, x.scales.k.shape
+        (torch.float8_e4m3fn, torch.Size([2, 2]))
+        >>> tilewise.attention(x, causal=True).shape
+        torch.Size([2, 128, 8, 64])
+
+    Each sequence and key head has one scale, which takes its largest magnitude to 448; that of q is
+    over the query heads of the key head. A scale or a mean of the data depends on all keys, so that
+    under a causal mask later tokens change earlier outputs, by rounding alone; with `scales` and
+    `smooth=False` they do not.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
+        k: (batch, seqlen_k, nheads_k, headdim), or packed.
+        v: as k, with its own headdim_v.
+        rotate: flips signs of channels of q and k and mixes them by a Hadamard transform, in blocks
+            of the largest power of two that divides headdim: q k^T is the same, and outliers of
+            single channels spread over all.
+        smooth: takes the means over keys off k and v before rounding, and adds that of v to the
+            output in fp32; "v": of v alone, for calls with sinks or softcap.
+        scales: those of q, k and v, fp32 (), (nheads_k,) or (batch, nheads_k), such as of a
+            calibration; larger values saturate. None is of the data.
+        cu_seqlens_q: as in `tilewise.attention`, which is to be passed the same.
+        cu_seqlens_k: the same for keys.
+        seqused_k: keys in use of each sequence; others may hold anything, and do not count.
+        seqused_q: queries in use of each packed sequence, likewise.
+        layout: that of q, k and v; `Quantized` has an order of its own.
+
+    Returns:
+        A NamedTuple: q, k, v_t (values transposed, keys permuted for the tensor cores), scales,
+        k_mean and v_mean, and the source tensors where one of them requires a gradient.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+
+    FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3; SageAttention (Zhang et al.
+    2024, arXiv 2410.02367), section 4.2.
+    """
+    check_layout(layout)
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    is_rotated = check_flag("rotate", rotate)
+    is_smooth = smooth == "v" or check_flag("smooth", smooth, ' or "v"')
+    steps = Steps(is_rotated, is_smooth and smooth != "v", is_smooth)
+    q, k, v = in_order(q, k, v, layout, is_packed)
+    check_tensors(q, k, v)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    check_extras(q, k, Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k))
+    sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    given = _scales(scales, k, sequences)
+    source = Source(q, k, v, is_rotated) if needs_grad(q, k, v) else None
+    with torch.no_grad():
+        inputs = (x.detach() for x in (q, k, v))
+        found = quantizer_for(q).quantize(*inputs, steps, given, lengths)
+    if is_packed:
+        found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
+    return found._replace(source=source)
+
+
+def _scales(scales: Any, k: Tensor, sequences: int) -> tuple[Tensor | None, ...]:
+    if scales is None:
+        return None, None, None
+    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
+        raise ArgumentError(
+            f"scales={scales!r}: it must be three, of q, k and v, each a tensor or None"
+        )
+    found = []
+    for name, x in zip(Scales._fields, scales):
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(f"scales.{name}.requires_grad: scales have none; detach() it")
+        found.append(None if x is None else descale(f"scales.{name}", x, k, sequences))
+    return tuple(found)

@@ -1,0 +1,78 @@
+"""q, k and v of an FP8 call as kernels read them.
+
+The tensor cores of Hopper take both 8-bit operands along the dimension that is summed over. Of P V
+that is the keys, so V is kept as V^T, and the keys of every 16 of its columns stand in the order in
+which a thread has them of S = Q K^T (`KEY_ORDER`): P then goes from the accumulator of one product
+to the operand of the next without a move.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+COLUMNS = 128  # of V^T, of which each sequence has a multiple
+# Column 4 t + 2 i + b of 16 is key 8 i + 2 t + b: thread t of a row has columns 8 i + 2 t + b of
+# an accumulator, and 4 t to 4 t + 3 of an 8-bit left operand
+KEY_ORDER = tuple(8 * (c // 2 % 2) + 2 * (c // 4) + c % 2 for c in range(16))
+
+
+class Scales(NamedTuple):
+    """What was quantised is the 8-bit tensor times its scale: fp32, (batch, nheads_k)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Source(NamedTuple):
+    """The tensors that were quantised, (batch, seqlen, nheads, headdim), where one of them requires
+    a gradient; packed ones are a batch of 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_rotated: bool  # whether q and k were, before rounding
+
+
+class Lengths(NamedTuple):
+    """Where sequences begin, and how much of them is in use: int32, as in a call."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+class Quantized(NamedTuple):
+    """q, k and v in e4m3, as `tilewise.quantize` returns them."""
+
+    q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
+    k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or (total_k, nheads_k, headdim)
+    v_t: Tensor  # (batch, nheads_k, headdim_v, columns), or (nheads_k, headdim_v, columns)
+    scales: Scales
+    k_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim): what k lost before rounding
+    v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): the same of v
+    source: Source | None = None  # for backward="bf16"
+
+
+def columns_of(seqlen_k: int) -> int:
+    """The columns of V^T of a sequence: those past its end are 0."""
+    return -(-seqlen_k // COLUMNS) * COLUMNS
+
+
+def packed_columns(total_k: int, sequences: int) -> int:
+    """The columns of V^T of packed sequences, wherever each of them ends."""
+    return (total_k // COLUMNS + sequences) * COLUMNS
+
+
+def first_column(first_k: Tensor, sequence: Tensor) -> Tensor:
+    """The column of V^T at which a packed sequence begins, by the key at which it does: known
+    without a sum over the sequences before it, at the price of up to COLUMNS columns for each.
+    """
+    return (first_k // COLUMNS + sequence) * COLUMNS

@@ -1,0 +1,239 @@
+"""q, k and v to e4m3 and back, in plain torch on any device: what every quantising kernel must
+give.
+
+    q, k   sign flip and Hadamard transform of headdim, the same for both: q k^T stays as it is, and
+           an outlier of one channel is spread over all of them
+    k, v   minus their means over the keys in use. Scores of a row shift by a constant, which
+           softmax does not see; the mean of v is added to out in fp32
+    scale  the largest magnitude of a sequence and key head / 448; that of q over its group of heads
+    V^T    keys along the last dimension, those of every 16 in KEY_ORDER, 0 where none is in use
+
+Hadamard: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3, after QuIP (Chee et
+al. 2023, arXiv 2307.13304). Means: SageAttention (Zhang et al. 2024, arXiv 2410.02367), section
+4.2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...tile.quantize import SMALLEST
+from ...tile.quantize import quantize as rounded
+from ..common.quantized import (
+    FP8,
+    LARGEST,
+    Lengths,
+    Quantized,
+    Scales,
+    columns_of,
+    first_column,
+    packed_columns,
+)
+
+Tensor = torch.Tensor
+
+
+class Steps(NamedTuple):
+    """Which of the steps before rounding are taken."""
+
+    rotate: bool
+    smooth_k: bool
+    smooth_v: bool
+
+
+class Rows(NamedTuple):
+    """The rows of one side of a call: (batch, seqlen), packed (1, total)."""
+
+    count: int  # of sequences
+    sequence: Tensor | None  # (total,), of each packed row; None: the rows of a batch
+    position: Tensor  # (seqlen,) or (total,), in its sequence
+    is_used: Tensor | None  # (batch, seqlen) or (1, total); None: all
+    used: Tensor  # (sequences, 1, 1), how many are in use, in fp64
+
+
+def rows_of(x: Tensor, starts: Tensor | None, used: Tensor | None) -> Rows:
+    """The rows of q or of k, by their cu_seqlens and seqused."""
+    batch, seqlen = x.shape[:2]
+    row = torch.arange(seqlen, device=x.device)
+    if starts is None:
+        counts = row.new_full((batch,), seqlen) if used is None else used.long()
+        is_used = None if used is None else row < counts.unsqueeze(1)
+        return Rows(batch, None, row, is_used, _by_sequence(counts))
+    starts, count = starts.long(), starts.shape[0] - 1
+    sequence = torch.searchsorted(starts[1:], row, right=True).clamp(max=max(count - 1, 0))
+    position = row - starts[sequence]
+    counts = starts.diff() if used is None else used.long()
+    if count == 0:
+        return Rows(0, sequence, position, None, _by_sequence(counts))
+    is_used = (position < counts[sequence]).unsqueeze(0)
+    return Rows(count, sequence, position, is_used, _by_sequence(counts))
+
+
+def _by_sequence(counts: Tensor) -> Tensor:
+    return counts.double()[:, None, None]
+
+
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, steps: Steps, scales: tuple[Tensor | None, ...], of: Lengths
+) -> Quantized:
+    """Of 4-dimensional tensors; `scales` are those that are given, (batch, nheads_k)."""
+    of_q = rows_of(q, of.cu_seqlens_q, of.seqused_q)
+    of_k = rows_of(k, of.cu_seqlens_k, of.seqused_k)
+    q, k, v = used_rows(q.float(), of_q), used_rows(k.float(), of_k), used_rows(v.float(), of_k)
+    if steps.rotate:
+        q, k = rotate(q), rotate(k)
+    k_mean = mean(k, of_k) if steps.smooth_k else None
+    v_mean = mean(v, of_k) if steps.smooth_v else None
+    if k_mean is not None:
+        k = used_rows(k - of_each(k_mean, of_k), of_k)
+    if v_mean is not None:
+        v = used_rows(v - of_each(v_mean, of_k), of_k)
+    group = q.shape[2] // k.shape[2]
+    sides = (q, of_q, group), (k, of_k, 1), (v, of_k, 1)
+    found = [given if given is not None else scale_of(*side) for given, side in zip(scales, sides)]
+    q8, k8, v8 = (
+        rounded(x, of_heads(scale, rows, heads), FP8)
+        for scale, (x, rows, heads) in zip(found, sides)
+    )
+    v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
+    return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean)
+
+
+def dequantize(x: Quantized, of: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+    """What q, k and v stand for, in fp32: still rotated, k without its mean, v with it."""
+    of_q = rows_of(x.q, of.cu_seqlens_q, of.seqused_q)
+    of_k = rows_of(x.k, of.cu_seqlens_k, of.seqused_k)
+    group = x.q.shape[2] // x.k.shape[2]
+    q = x.q.float() * of_heads(x.scales.q, of_q, group)
+    k = x.k.float() * of_heads(x.scales.k, of_k, 1)
+    v = natural_values(x.v_t, x.k.shape[1], of.cu_seqlens_k).float()
+    v = v * of_heads(x.scales.v, of_k, 1)
+    return q, k, v if x.v_mean is None else v + of_each(x.v_mean, of_k)
+
+
+# per sequence and head
+
+
+def used_rows(x: Tensor, rows: Rows) -> Tensor:
+    """(batch, seqlen, heads, headdim) with 0 in rows that are not in use, whatever they hold."""
+    return x if rows.is_used is None else torch.where(rows.is_used[..., None, None], x, 0)
+
+
+def mean(x: Tensor, rows: Rows) -> Tensor:
+    """(sequences, heads, headdim), of the rows in use; others must be 0."""
+    if rows.sequence is None:
+        total = x.sum(1, dtype=torch.float64)
+    else:
+        total = x.new_zeros(rows.count, *x.shape[2:], dtype=torch.float64)
+        if rows.count:
+            total = total.index_add(0, rows.sequence, x[0].double())
+    return (total / rows.used.clamp(min=1)).float()
+
+
+def scale_of(x: Tensor, rows: Rows, group: int) -> Tensor:
+    """(sequences, heads / group): takes the largest magnitude to the largest of e4m3."""
+    largest = x.abs().unflatten(2, (-1, group)).flatten(3) if group > 1 else x.abs()
+    if x.shape[1] == 0:
+        found = x.new_zeros(rows.count, x.shape[2] // group)
+    elif rows.sequence is None:
+        found = largest.amax((1, 3))
+    else:
+        largest = largest[0].amax(2)
+        index = rows.sequence.unsqueeze(1).expand_as(largest)
+        found = largest.new_zeros(max(rows.count, 1), largest.shape[1])
+        found = found.scatter_reduce(0, index, largest, "amax")[: rows.count]
+    return (found / LARGEST).clamp(min=SMALLEST)
+
+
+def of_each(x: Tensor, rows: Rows) -> Tensor:
+    """(sequences, heads, ...) for each row, (batch, 1, heads, ...) or (1, total, heads, ...)."""
+    if rows.sequence is None:
+        return x.unsqueeze(1)
+    return x[rows.sequence].unsqueeze(0)
+
+
+def of_heads(scale: Tensor, rows: Rows, group: int) -> Tensor:
+    """(sequences, nheads_k) for each row and head, to broadcast over headdim."""
+    return of_each(scale.repeat_interleave(group, 1) if group > 1 else scale, rows).unsqueeze(-1)
+
+
+# the rotation
+
+
+def signs(headdim: int, device: torch.device) -> Tensor:
+    """1 or -1 of each channel, Rudin and Shapiro's: minus where an odd number of the pairs of
+    adjacent bits of its index are both 1. What all channels share is spread evenly by a Hadamard
+    transform of it, not gathered in the first.
+    """
+    d = torch.arange(headdim, device=device)
+    d = d & (d >> 1)
+    for shift in (8, 4, 2, 1):
+        d = d ^ (d >> shift)
+    return 1.0 - 2.0 * (d & 1)
+
+
+def block_of(headdim: int) -> int:
+    """The channels that are mixed: all of a power of two, else blocks of the largest power of two
+    that divides headdim.
+    """
+    return headdim & -headdim
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """The transform of the last dimension in blocks, orthogonal and its own inverse."""
+    block, width = block_of(x.shape[-1]), 1
+    while width < block:
+        even, odd = x.unflatten(-1, (-1, 2, width)).unbind(-2)
+        x = torch.stack((even + odd, even - odd), -2).flatten(-3)
+        width *= 2
+    return x * block**-0.5
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Sign flip, then Hadamard."""
+    return hadamard(x * signs(x.shape[-1], x.device))
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """The inverse of `rotate`."""
+    return hadamard(x) * signs(x.shape[-1], x.device)
+
+
+# V^T
+
+
+def column_of(key: Tensor) -> Tensor:
+    """The column of V^T of a key of a sequence, the inverse of KEY_ORDER."""
+    return key // 16 * 16 + 4 * (key % 8 // 2) + 2 * (key % 16 // 8) + key % 2
+
+
+def columns(rows: Rows, starts: Tensor | None) -> Tensor:
+    """The column of V^T of each row of k."""
+    found = column_of(rows.position)
+    if starts is None or rows.sequence is None:
+        return found
+    return found + first_column(starts.long()[rows.sequence], rows.sequence)
+
+
+def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+    """V^T, (batch, nheads_k, headdim_v, columns), of e4m3 (batch, seqlen_k, nheads_k, headdim_v):
+    0 where no key is in use.
+    """
+    rows = rows_of(v, cu_seqlens_k, seqused_k)
+    total = columns_of(v.shape[1])
+    if rows.sequence is not None:
+        total = packed_columns(v.shape[1], rows.count)
+    bits = used_rows(v.view(torch.int8), rows)
+    at = columns(rows, cu_seqlens_k)
+    v_t = bits.new_zeros(v.shape[0], total, *v.shape[2:]).index_copy(1, at, bits)
+    return v_t.permute(0, 2, 3, 1).contiguous().view(v.dtype)
+
+
+def natural_values(v_t: Tensor, seqlen_k: int, cu_seqlens_k: Tensor | None) -> Tensor:
+    """The inverse, (batch, seqlen_k, nheads_k, headdim_v)."""
+    like = v_t.new_empty(v_t.shape[0], seqlen_k)
+    at = columns(rows_of(like, cu_seqlens_k, None), cu_seqlens_k)
+    bits = v_t.view(torch.int8).index_select(3, at)
+    return bits.permute(0, 3, 1, 2).contiguous().view(v_t.dtype)

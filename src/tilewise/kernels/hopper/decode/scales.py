@@ -1,0 +1,105 @@
+"""Scales of a KV cache of 8 bits: one for each sequence and key head, or one for each row, copied
+beside the rows.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ....tile.bounds import clamp
+from ....tile.types import Numbers
+
+
+class Scales(NamedTuple):
+    """Of keys and of values, fp32, and their strides, over sequences, or over pages where each row
+    has its own; all None where there are none.
+    """
+
+    k: Any = None
+    k_batch: Any = None
+    k_row: Any = None  # None where rows share one
+    k_head: Any = None
+    v: Any = None
+    v_batch: Any = None
+    v_row: Any = None
+    v_head: Any = None
+
+
+class RowScales(NamedTuple):
+    """Of a side whose rows have their own: memory, and strides."""
+
+    ptr: Any
+    batch: Any
+    row: Any
+    head: Any
+
+
+@gluon.jit
+def k_rows(scales):
+    """Of keys."""
+    return RowScales(scales.k, scales.k_batch, scales.k_row, scales.k_head)
+
+
+@gluon.jit
+def v_rows(scales):
+    """Of values."""
+    return RowScales(scales.v, scales.v_batch, scales.v_row, scales.v_head)
+
+
+@gluon.jit
+def k_sequence_scale(work, scales):
+    """What a sequence's scores are multiplied with, unless each row has its own scale."""
+    return sequence_scale(work, scales.k, scales.k_batch, scales.k_row, scales.k_head)
+
+
+@gluon.jit
+def v_sequence_scale(work, scales):
+    """What its outputs are multiplied with, unless each row has its own scale."""
+    return sequence_scale(work, scales.v, scales.v_batch, scales.v_row, scales.v_head)
+
+
+@gluon.jit
+def sequence_scale(work, ptr, batch_stride, row_stride, head_stride):
+    """The scale of a sequence's head, read where it has keys; 1 where each row has its own."""
+    if ptr is None or row_stride is not None:
+        return 1.0
+    else:
+        at = ptr + work.batch.to(gl.int64) * batch_stride + work.head_k * head_stride
+        return gl.load(at, mask=work.seqlen_k > 0, other=1.0)
+
+
+@gluon.jit
+def times_scale(numbers, factor):
+    """The numbers of scores whose keys are times a positive factor."""
+    return Numbers(
+        numbers.scale * factor,
+        numbers.scale_log2 * factor,
+        numbers.softcap_log2,
+        numbers.scale_over_softcap * factor,
+        numbers.left,
+        numbers.right,
+        numbers.dropout_threshold,
+        numbers.dropout_factor,
+    )
+
+
+@gluon.jit
+def copy_scales(rows, smem, work, n, keys, table, WARPS: gl.constexpr):
+    """Starts to copy the scales of a block of keys, 4 bytes a thread at a time; zeros, and nothing
+    read, for rows that are not in use.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    key = n + gl.arange(0, smem.shape[0], LAYOUT)
+    is_used = (key >= keys.first) & (key < keys.last)
+    page, row = work.batch.to(gl.int64), key
+    if table.page_table is not None:
+        place = key // table.page_size
+        entry = page * table.stride + place
+        page = gl.load(table.page_table + entry, mask=is_used, other=0)
+        page = clamp(page, 0, table.num_pages - 1).to(gl.int64)
+        row = key - place * table.page_size
+    at = rows.ptr + work.head_k.to(gl.int64) * rows.head + page * rows.batch
+    at = at + row.to(gl.int64) * rows.row
+    async_copy.async_copy_global_to_shared(smem, at, mask=is_used)

@@ -1,0 +1,68 @@
+"""The forward for Hopper in FP8: the same load warp, tiles and epilogue as in 16 bits.
+
+K and V^T of a block are half as large, so that the ring holds twice as many of them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..layouts import shared
+from ..pipeline import KVRing, make_barriers, make_ring
+from ..work import KernelCall
+from .epilogue import OUT_COLUMNS, Output
+from .fp8_mma import attend_partition, make_centers, make_pingpong
+from .kernel import Rings
+from .load import Sources, load_partition
+from .varlen import make_tile_messages
+
+
+@gluon.jit(do_not_specialize=["lse"])
+def hopper_fp8_fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse,
+    scales,
+    queue,
+    optionals,
+    sizes,
+    numbers,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    out_dtype: gl.constexpr = out_desc.dtype
+    M: gl.constexpr = 64
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    k_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
+    v_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, DV, N], shared(DV, N, dtype))
+    full, empty = make_barriers(TILE.STAGES, 1, 2 * 128)  # see `release_by_threads`
+    kv_ring = KVRing(k_buffers, v_buffers, full, empty)
+    messages = make_tile_messages(2, FEATURES)
+    pingpong = make_pingpong()
+    centers = make_centers(scales.v_center is not None, DV)
+    q_layout: gl.constexpr = shared(M, D, dtype)
+    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
+    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
+    OUT: gl.constexpr = min(DV, OUT_COLUMNS)
+    out_smem = gl.allocate_shared_memory(out_dtype, [2, M, OUT], shared(M, OUT, out_dtype))
+    fence_async_shared()  # barriers are made before a copy arrives at one
+
+    output = Output(out_desc, out_smem, lse, 0, 0)
+    call = KernelCall(queue, optionals, sizes, numbers)
+    sources = Sources(q_desc, k_desc, v_desc, None, (0, 0), 0)
+    rings = Rings((q_0, q_1), kv_ring, messages)
+    # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
+    gl.warp_specialize(
+        [
+            (attend_partition, (0, rings, pingpong, centers, output, scales, call, FEATURES, TILE)),
+            (attend_partition, (1, rings, pingpong, centers, output, scales, call, FEATURES, TILE)),
+            (load_partition, (sources, rings, call, FEATURES, TILE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,278 @@
+"""Host side of the forward in FP8: as `launch`, for `Quantized` tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from ....emulator.switch import emulator_seed
+from ....errors import warn_slow
+from ....hardware import SHARED_MEMORY
+from ....problem import Extras, Problem, Scalars
+from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
+from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
+from ...common.building import first_launch, on_device
+from ...common.quantized import Quantized
+from ...common.relaunch import (
+    Pattern,
+    addresses_of,
+    distinct_extras,
+    distinct_views,
+    may_relaunch,
+    pattern_of,
+)
+from .. import assembly
+from ..compat import Descriptors, Direct, direct_of
+from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged_by_head
+from ..tile_counter import counter, num_sms
+from . import fp8_operand
+from .epilogue import OUT_COLUMNS
+from .fp8_center import center_of
+from .fp8_kernel import hopper_fp8_fwd_kernel
+from .fp8_mma import Scales, has_two_levels
+from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
+
+Tensor = torch.Tensor
+GL_OUT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
+# Keys of a block and stages of the ring, by the wider headdim. Not measured: a prototype of this
+# kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
+# and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
+TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
+
+
+class Fp8Plan(NamedTuple):
+    """What a `Problem` selects: constants of the kernel, and the blocks of its descriptors."""
+
+    features: Features
+    tile: Pipeline
+    blocks: tuple[list[int], ...]  # of q, k, v_t and out
+    layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+class Fp8Args(NamedTuple):
+    """What the kernel is launched with, but its constants."""
+
+    q: DescriptorFields
+    k: DescriptorFields
+    v_t: DescriptorFields
+    out: DescriptorFields
+    lse: Tensor
+    scales: Scales
+    queue: Queue
+    optionals: Optionals
+    sizes: Sizes
+    numbers: Numbers
+
+
+class Fp8Relaunch(NamedTuple):
+    """What launches after the first need. Holds no tensor."""
+
+    kernel: Direct
+    described: Descriptors  # of q, k, v_t and out
+    args: Pattern
+    has_extras: bool
+    constants: tuple
+
+
+class Fp8Forward:
+    """The forward of `Quantized` tensors of one signature: the first through Triton's launcher,
+    later ones directly, with descriptors that are cached by address.
+    """
+
+    def __init__(self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> None:
+        self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
+        self.device = -1
+        self.relaunch: Fp8Relaunch | None = None
+
+    def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+        q, headdim_v = given.q, self.problem.headdim_v
+        batch, seqlen_q, nheads, _ = q.shape
+        out = q.new_empty(batch, seqlen_q, nheads, headdim_v, dtype=self.out_dtype)
+        lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
+        center = None
+        if given.v_mean is None and not has_two_levels(block_of(headdim_v)):
+            center = center_of(given.v_t, given.k.shape[1], extras)
+        self.launch(given, extras, center, out, lse)
+        return out, lse
+
+    def launch(
+        self, given: Quantized, extras: Extras, center: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """Launches the kernel, into given outputs."""
+        relaunch, device = self.relaunch, self.device
+        if relaunch is None or not may_relaunch(device):
+            self._first(given, extras, center, out, lse)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        of = relaunch.described.at
+        row = [lse.data_ptr(), counter(given.q.device, device, stream)]
+        row += addresses_of((*given.scales, given.v_mean, center))
+        if relaunch.has_extras:
+            row += addresses_of(extras.tensors)
+        relaunch.kernel(
+            stream,
+            *of(0, given.q.data_ptr()),
+            *of(1, given.k.data_ptr()),
+            *of(2, given.v_t.data_ptr()),
+            *of(3, out.data_ptr()),
+            *relaunch.args.filled(row),
+            *relaunch.constants,
+        )
+
+    def _first(
+        self, given: Quantized, extras: Extras, center: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """The first launch of a signature, through Triton's launcher."""
+        if out.numel() == 0 and lse.numel() == 0:
+            return
+        if given.k.shape[1] == 0 and not self.problem.is_packed:
+            out.zero_()
+            lse_of_nothing(lse, extras.sinks)
+            return
+        read = readable(given)
+        extras = distinct_extras(extras)
+        plan = plan_for(self.problem, read.q, extras, self.out_dtype)
+        args = arguments(self.problem, plan, read, extras, self.scalars, out, lse, center)
+        constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+        device = given.q.device
+        if (seed := emulator_seed()) is not None and device.type == "cpu":
+            from ....emulator.hopper import emulate
+
+            programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
+            emulated = emulate(hopper_fp8_fwd_kernel, seed=seed, asm=assembly.ASM | fp8_operand.ASM)
+            emulated[(programs,)](*checked(args), **constants)
+            return
+        programs = min(args.queue.tiles, num_sms(device))
+        with on_device(device):
+            compiled = first_launch(hopper_fp8_fwd_kernel, programs, *checked(args), **constants)
+            index = torch.cuda.current_device()
+        if all(x is y for x, y in zip(read[:3], given)):  # none is a copy
+            kernel = direct_of(compiled, programs)
+            self.relaunch, self.device = relaunch_of(kernel, plan, args, extras), index
+
+
+def relaunch_of(
+    kernel: Direct | None, plan: Fp8Plan, args: Fp8Args, extras: Extras
+) -> Fp8Relaunch | None:
+    """How to relaunch the kernel; None where a tensor was copied to be contiguous, or where this
+    Triton's launcher is unknown.
+    """
+    has_extras = any(x is not None for x in extras.tensors)
+    optional = extras.tensors if has_extras else ()
+    pattern = pattern_of(
+        tuple(args[4:]), (args.lse, args.queue.counter, *args.scales[:5], *optional)
+    )
+    if kernel is None or pattern is None:
+        return None
+    constants = plan.features, plan.tile
+    return Fp8Relaunch(kernel, Descriptors(kernel, args[:4]), pattern, has_extras, constants)
+
+
+def arguments(
+    problem: Problem,
+    plan: Fp8Plan,
+    given: Quantized,
+    extras: Extras,
+    scalars: Scalars,
+    out: Tensor,
+    lse: Tensor,
+    center: Tensor | None = None,
+) -> Fp8Args:
+    """The kernel's arguments for a call: q and out as in 16 bits, k and v_t as (batch, head, row,
+    column).
+    """
+    q, k = given.q, given.k
+    group = problem.group
+    of_q, of_k, of_v, of_out = zip(plan.blocks, plan.layouts)
+    of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
+    return Fp8Args(
+        of_queries(q, *of_q, group),
+        by_head(k, *of_k),
+        by_head(given.v_t.transpose(1, 2), *of_v),
+        of_rows(out, *of_out),
+        lse,
+        Scales(*distinct_views((*given.scales, given.v_mean, center)), problem.nheads_k),
+        queue_of(problem, plan.tile, q, k, packed_in(extras)),
+        optionals_of(extras),
+        sizes_of(q, k, extras),
+        numbers_of(scalars, q, k),
+    )
+
+
+def readable(given: Quantized) -> Quantized:
+    """The same tensors, or copies where TMA cannot read them. Packed sequences without any key get
+    a row that is none of theirs, as a descriptor of no rows is invalid.
+    """
+    k = given.k if given.k.shape[1] else given.k.new_zeros(1, 1, *given.k.shape[2:])
+    return given._replace(q=in_units(given.q, "q"), k=in_units(k, "k"))
+
+
+def in_units(x: Tensor, name: str) -> Tensor:
+    """x, or a copy of it where TMA cannot read its rows."""
+    if aligned(x):
+        return x
+    warn_slow(
+        f"{name} in FP8 is copied: its rows, heads and batches must start at multiples of {UNIT} "
+        f"bytes, and none be expanded, for TMA: {name}.contiguous() does that"
+    )
+    return x.contiguous()
+
+
+def plan_for(problem: Problem, q: Tensor, extras: Extras, out_dtype: torch.dtype) -> Fp8Plan:
+    """The plan of a call."""
+    seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
+    return plan_of(problem, 1 if problem.is_packed else pack_of(problem, seqlen_q), out_dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype) -> Fp8Plan:
+    """The plan of a problem whose tiles hold `pack` heads."""
+    block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
+    rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
+    # Each sequence has a multiple of COLUMNS, so that no block is of two sequences. Half of
+    # them where positions or tanh take registers in the loop
+    has_terms = problem.has_softcap or problem.has_alibi
+    block_n, stages = TILES[max(block_d, block_dv)]
+    block_n = block_n // 2 if has_terms else block_n
+    tile = Pipeline(
+        2 * rows // pack,
+        block_n,
+        block_d,
+        block_dv,
+        WARPGROUPS=2,
+        STAGES=stages,
+        Q_STAGES=2,
+        PACK=pack,
+        FP8=True,
+    )
+    if shared_memory(tile, out_columns, out_dtype) > SHARED_MEMORY["sm90"]:
+        tile = tile._replace(Q_STAGES=1)
+    of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
+    blocks = (
+        [1, 1, rows // pack, pack, block_d],
+        [1, 1, block_n, block_d],
+        [1, 1, block_dv, block_n],
+        [*of_out, out_columns],
+    )
+    elements = gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, GL_OUT[out_dtype]
+    layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, elements))
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    return Fp8Plan(features, tile, blocks, layouts)
+
+
+def block_of(headdim: int) -> int:
+    """The columns of a tile of so many."""
+    return max(64, triton.next_power_of_2(headdim))
+
+
+def shared_memory(tile: Pipeline, out_columns: int, out_dtype: torch.dtype) -> int:
+    """Bytes of shared memory of a program, with 1 KiB for its barriers."""
+    q = 2 * tile.Q_STAGES * WARPGROUP_ROWS * tile.BLOCK_D
+    kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
+    centers = 0 if has_two_levels(tile.BLOCK_DV) else 2 * tile.BLOCK_DV * 4
+    return q + kv + centers + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024

@@ -1,0 +1,346 @@
+"""The matmul warpgroups of the forward in FP8.
+
+The tensor cores of Hopper add 8-bit products to an accumulator of about 14 bits: what is added to
+a large sum is lost, more with every block of keys (a V of mean 1 and 16Ki keys: O is 18 % off). So
+each block's P V gets registers of its own, and is added to O in fp32:
+
+    O = alpha O + P V
+
+which takes a fused multiply-add where rescaling takes a multiplication. Of 256 columns registers do
+not hold O twice. There O += P V, as in 16 bits, and O is kept small: without the mean of V, either
+since that was taken off (`quantize`) or by subtracting (sum of P) (mean of V) after each block.
+
+The loop begins with the exponentials of the block before, so that it carries S and not P, of which
+LLVM would hold each byte in a register of its own; ptxas puts them among the matmuls of the next S.
+The two warpgroups alternate at them (ping-pong scheduling, FlashAttention-3, arXiv 2407.08608,
+section 3.1): meanwhile the tensor cores multiply for the other one.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....tile.score import exp_scale
+from ....tile.seqlen import modifiers_of
+from ....tile.types import Lengths, Numbers, Sequence
+from ..layouts import accumulator, column_of, fp8_accumulator, row_of
+from ..operands import row_factor, whole_sums
+from ..pipeline import advance, make_barrier, parity_of, release_by_threads, start, wait_full
+from ..rescale import finite_max, rescale, rescale_factors
+from ..work import END, KernelCall, key_block, key_head
+from .epilogue import finish_rows, store_rows
+from .fp8_operand import TOP, add_sums, exponentials, exponents, no_sums
+from .scores import open_rows, to_scores
+from .varlen import receive_tile
+
+# In base 2: a maximum may grow by so much before O is rescaled. P stays below 2^(TOP + LAG), which
+# is less than the 448 of e4m3
+LAG = gl.constexpr(0.75)
+
+
+class Scales(NamedTuple):
+    """What 8-bit tensors are multiplied with, by (sequence, key head), and means of V, (sequence,
+    key head, HEADDIM_V), or None.
+    """
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    v_mean: gl.tensor  # what V lost before it was rounded
+    v_center: gl.tensor  # of the 8-bit numbers: what O is kept without
+    nheads_k: gl.tensor
+
+
+@gluon.jit
+def attend_partition(
+    WG: gl.constexpr,
+    rings,
+    pingpong,
+    centers,
+    output,
+    scales,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    N: gl.constexpr = TILE.BLOCK_N
+    DV: gl.constexpr = TILE.BLOCK_DV
+    STAGES: gl.constexpr = TILE.STAGES
+    S_LAYOUT: gl.constexpr = accumulator(N)
+    TWO_LEVELS: gl.constexpr = has_two_levels(DV)
+    CENTERED: gl.constexpr = scales.v_center is not None
+    center = centers.index(WG) if CENTERED else 0
+    q_ring = rings.q[WG]
+    kv_ring = rings.kv_ring
+    rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
+    no_scores = gl.zeros([64, N], gl.float32, fp8_accumulator(N))
+    no_output = gl.zeros([64, DV], gl.float32, fp8_accumulator(DV))
+    no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    no_alpha = gl.full([64], 0.0, gl.float32, row_of(S_LAYOUT))
+    modifiers = modifiers_of(call.optionals)
+    call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
+
+    messages_state = start()
+    q_state = start()
+    state = start()
+    phase = gl.to_tensor(0)
+    if WG == 1:  # the the other one begins
+        signal_pingpong(pingpong, WG)
+    # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
+    work = receive_tile(rings.messages, messages_state, FEATURES)
+    messages_state = advance(messages_state, 2)
+    has_tile = work.start != END if FEATURES.PACKED else True
+    wait_full(q_ring, q_state, pred=has_tile)
+    wait_full(kv_ring, state, pred=has_tile)
+    q_tile = q_ring.buffers.index(q_state.stage)
+    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+    unit = unit_of(work, scales, FEATURES, TILE)
+    tile = open_rows(work, rows, call, FEATURES, TILE)
+    s = warpgroup_mma_wait(0, deps=[pending_s])
+    if has_tile:
+        release_by_threads(kv_ring, state)
+    state = advance(state, STAGES)
+    s, m_i = scores_of(s, tile, 0, no_max, unit, call, FEATURES, TILE)
+
+    while work.start != END:
+        acc_o = no_output  # (64, BLOCK_DV)
+        l_i = no_sums(N, DV)
+        alpha = no_alpha
+        scale = scale_of(unit, call, FEATURES)
+        if CENTERED:
+            load_center(center, work, scales, FEATURES, TILE)
+        blocks = work.last + 1 - work.first
+        for i in range(1, blocks):
+            wait_full(kv_ring, state)
+            wait_pingpong(pingpong, phase, WG)
+            y = exponents(s, m_i, scale)
+            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+            p, sums = exponentials(y, DV)
+            l_i = add_sums(l_i, alpha, sums)
+            signal_pingpong(pingpong, WG)
+            phase ^= 1
+            pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
+            s = warpgroup_mma_wait(1, deps=[pending_s])
+            # With the branch of a mask where none is needed, too: see `to_scores`
+            s, m_new = scores_of(s, tile, i, m_i, unit, call, FEATURES, TILE)
+            product = warpgroup_mma_wait(0, deps=[pending_o])
+            release_by_threads(kv_ring, state)
+            state = advance(state, STAGES)
+            if CENTERED:
+                product = centered(product, sums, center)
+            if TWO_LEVELS:
+                acc_o = add_product(acc_o, alpha, product)
+                alpha = gl.exp2(m_i - finite_max(m_new))
+            else:
+                m_new = gl.where(m_new - m_i > LAG, m_new, m_i)
+                alpha, grows = rescale_factors(m_i, m_new, work.start, False)
+                O_LAYOUT: gl.constexpr = fp8_accumulator(DV)
+                acc_o = rescale(product, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+            m_i = m_new
+
+        # The last P V of this tile overlaps with the first S of the next
+        release_by_threads(q_ring, q_state)
+        q_state = advance(q_state, TILE.Q_STAGES)
+        upcoming = receive_tile(rings.messages, messages_state, FEATURES)
+        messages_state = advance(messages_state, 2)
+        goes_on = upcoming.start != END
+        wait_full(q_ring, q_state, pred=goes_on)
+        wait_full(kv_ring, state)
+        q_tile = q_ring.buffers.index(q_state.stage)
+        wait_pingpong(pingpong, phase, WG)
+        # After the last tile S is computed from what lies there, and not used
+        y = exponents(s, m_i, scale)
+        pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+        p, sums = exponentials(y, DV)
+        l_i = add_sums(l_i, alpha, sums)
+        signal_pingpong(pingpong, WG)
+        phase ^= 1
+        pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
+        unit = unit_of(upcoming, scales, FEATURES, TILE)
+        tile = open_rows(upcoming, rows, call, FEATURES, TILE)
+        s = warpgroup_mma_wait(1, deps=[pending_s])
+        s, m_begun = scores_of(s, tile, 0, no_max, unit, call, FEATURES, TILE)
+        product = warpgroup_mma_wait(0, deps=[pending_o])
+        release_by_threads(kv_ring, state)
+        state = advance(state, STAGES)
+        if CENTERED:
+            product = centered(product, sums, center)
+        if TWO_LEVELS:
+            product = add_product(acc_o, alpha, product)
+        parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
+        l_i = whole_sums(l_i, row_of(S_LAYOUT))
+        if CENTERED:
+            product = centered(product, -l_i[:, None], center)
+        write_tile(product, m_i, l_i, work, output, scales, call, parity, WG, FEATURES, TILE)
+        m_i = m_begun
+        work = upcoming
+    # TMA still reads the last tile from shared memory
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def has_two_levels(columns):
+    """Whether registers hold O of so many columns, and a block's P V."""
+    return columns <= 128
+
+
+@gluon.jit
+def make_pingpong():
+    """A barrier for each warpgroup, at which it waits until the other one's exponentials are
+    computed. Two pieces of memory: of one, Triton would put a barrier of the warps between a wait
+    and an arrival.
+    """
+    return make_barrier(1, 128), make_barrier(1, 128)
+
+
+@gluon.jit
+def wait_pingpong(pingpong, phase, WG: gl.constexpr):
+    """Waits until the other warpgroup has computed its exponentials."""
+    mbarrier.wait(pingpong[WG].index(0), phase)
+
+
+@gluon.jit
+def signal_pingpong(pingpong, WG: gl.constexpr):
+    """By every thread, as nothing that it wrote has to be seen: see `release_by_threads`."""
+    async_copy.mbarrier_arrive(pingpong[1 - WG].index(0), increment_count=False)
+
+
+@gluon.jit
+def multiply_keys(q_tile, kv_ring, state, no_scores):
+    """Starts S = Q K^T: (64, BLOCK_N)."""
+    k_tile = kv_ring.k.index(state.stage).permute((1, 0))
+    return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS: gl.constexpr):
+    """Starts P V on its own, or O += P V: (64, BLOCK_DV)."""
+    v_tile = kv_ring.v.index(state.stage).permute((1, 0))
+    if TWO_LEVELS:
+        return warpgroup_mma(p, v_tile, no_output, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(p, v_tile, acc_o, is_async=True)
+
+
+@gluon.jit
+def add_product(acc_o, alpha, product):
+    """O = alpha O + P V."""
+    layout: gl.constexpr = acc_o.type.layout
+    return acc_o * row_factor(alpha, layout)[:, None] + product
+
+
+@gluon.jit
+def make_centers(CENTERED: gl.constexpr, DV: gl.constexpr):
+    """Shared memory for the mean of V of a warpgroup's tile: registers have no room for it."""
+    if CENTERED:
+        return gl.allocate_shared_memory(gl.float32, [2, DV], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        return 0
+
+
+@gluon.jit
+def load_center(center, work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The mean of V of a tile's sequence and key head."""
+    offs_d = gl.arange(0, TILE.BLOCK_DV, gl.BlockedLayout([1], [32], [4], [0]))
+    at = place_of_scale(work, scales, FEATURES, TILE) * FEATURES.HEADDIM_V + offs_d
+    center.store(gl.load(scales.v_center + at, mask=offs_d < FEATURES.HEADDIM_V, other=0.0))
+
+
+@gluon.jit
+def centered(product, sums, center):
+    """P V - (sum of P) (mean of V), which stays small however many keys there are."""
+    O_LAYOUT: gl.constexpr = product.type.layout
+    mean = center.load(column_of(O_LAYOUT))
+    return product - row_factor(gl.sum(sums, 1), O_LAYOUT)[:, None] * mean[None, :]
+
+
+@gluon.jit
+def scores_of(
+    qk,
+    tile,
+    i,
+    m_i,
+    unit,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Scores of the i-th block of keys and the maxima with them: see `to_scores`."""
+    qk = gl.convert_layout(qk, accumulator(TILE.BLOCK_N), assert_trivial=True)
+    numbers = in_units(call.numbers, unit)
+    call = KernelCall(call.queue, call.optionals, call.sizes, numbers, call.modifiers)
+    n_block = key_block(tile.work, i, call, FEATURES, TILE)
+    return to_scores(qk, 0, tile, i, n_block, m_i, call, gl.float32, True, FEATURES, TILE)
+
+
+@gluon.jit
+def place_of_scale(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Where the scales of a tile's sequence and key head are."""
+    head_k, _ = key_head(work.head, FEATURES, TILE)
+    return work.batch * scales.nheads_k + head_k
+
+
+@gluon.jit
+def unit_of(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """What Q K^T of 8-bit numbers is multiplied with."""
+    at = place_of_scale(work, scales, FEATURES, TILE)
+    is_tile = work.start != END
+    q_scale = gl.load(scales.q + at, mask=is_tile, other=0.0)
+    return q_scale * gl.load(scales.k + at, mask=is_tile, other=0.0)
+
+
+@gluon.jit
+def in_units(numbers, unit):
+    """A call's numbers with `unit` in its scale."""
+    return Numbers(
+        numbers.scale * unit,
+        numbers.scale_log2 * unit,
+        numbers.softcap_log2,
+        numbers.scale_over_softcap * unit,
+        numbers.left,
+        numbers.right,
+    )
+
+
+@gluon.jit
+def scale_of(unit, call, FEATURES: gl.constexpr):
+    """The factor that the exponent still has to apply to a score."""
+    numbers = in_units(call.numbers, unit)
+    return exp_scale(Sequence(Lengths(0, 0, 0), 0.0, numbers), FEATURES)
+
+
+@gluon.jit
+def write_tile(
+    acc_o,
+    m_i,
+    l_i,
+    work,
+    output,
+    scales,
+    call,
+    parity,
+    WG: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Rescales and stores 64 rows of O, and their lse. Tiles alternate in `parity`."""
+    at = place_of_scale(work, scales, FEATURES, TILE)
+    q_idx, factor = finish_rows(m_i - TOP, l_i, work, output, call, WG, FEATURES, TILE)
+    O_LAYOUT: gl.constexpr = acc_o.type.layout
+    out = acc_o * row_factor(factor * gl.load(scales.v + at), O_LAYOUT)[:, None]
+    if scales.v_mean is not None:
+        # Probabilities sum up to 1, but for the sink's, which has no value; to 0 without keys
+        offs_d = gl.arange(0, TILE.BLOCK_DV, column_of(O_LAYOUT))
+        exists = offs_d < FEATURES.HEADDIM_V
+        mean = gl.load(scales.v_mean + (at * FEATURES.HEADDIM_V + offs_d), mask=exists, other=0.0)
+        out += row_factor(l_i * factor, O_LAYOUT)[:, None] * mean[None, :]
+    out = out.to(output.smem.dtype)
+    store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)

@@ -1,0 +1,174 @@
+"""Signals between the GPUs of a group, in memory that each maps of the others: a barrier that waits
+on the device and not on the host, and says what each rank calls.
+
+Each rank has a pad of two slots, used in turn, with a word for every rank:
+
+    word = number of the barrier << 32 | fingerprint of the call
+
+A rank writes its word into the pads of all and waits until its own pad has the number from each. A
+rank can write the word of barrier n + 2 over that of n only after it has passed n + 1, for which
+every other has finished waiting at n: so two slots suffice, and nothing is ever set back to 0.
+
+The exchange releases, and the read acquires, at system scope: what a rank's stream did before the
+barrier, copies into its own block of the arena among them, is seen by what the streams of others do
+after it (PTX ISA, memory consistency model; launches of one stream are ordered and flush).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from ...emulator.switch import interpreter_is_on
+from ..common.building import first_launch, on_device
+from ..common.direct import past_triton
+from ..common.relaunch import may_relaunch
+
+Tensor = torch.Tensor
+LANES = 32  # of the warp that waits: a rank each
+WORDS = 2 * LANES  # of a pad: two slots
+POLLS = 1000  # a second, in the interpreter, which has no clock
+RAISED = 1  # the fingerprint of a rank that raised an error and does not call
+_BLOCK = 4096
+_PROGRAMS = 128  # of the kernel that poisons: about one an SM
+
+
+@triton.jit
+def clock(polls, TIMED: tl.constexpr):
+    """Nanoseconds on a GPU; in the interpreter how often was polled."""
+    if TIMED:
+        return globaltimer()
+    else:
+        return polls
+
+
+@triton.jit
+def read(words, is_rank):
+    """Words that other GPUs write; what their writers did before comes before what follows."""
+    zeros = tl.zeros(words.shape, tl.int64)
+    return tl.atomic_add(words, zeros, mask=is_rank, sem="acquire", scope="sys")
+
+
+@triton.jit(do_not_specialize=["number", "fingerprint", "rank", "ranks", "limit"])
+def barrier_kernel(
+    pads,
+    failed,
+    report,
+    number,
+    fingerprint,
+    rank,
+    ranks,
+    limit,
+    WAITS: tl.constexpr,
+    TIMED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Barrier `number` of a rank. Where a rank does not come within `limit`, or comes with another
+    fingerprint, `failed` is set, and `report` gets the number and the words that were found.
+    """
+    lane = tl.arange(0, LANES)
+    is_rank = lane < ranks
+    word = (tl.cast(number, tl.int64) << 32) | tl.cast(fingerprint, tl.int64)
+    slot = (number % 2) * LANES
+    theirs = tl.load(pads + lane, mask=is_rank, other=0).to(tl.pointer_type(tl.int64))
+    words = tl.zeros([LANES], tl.int64) + word
+    tl.atomic_xchg(theirs + slot + rank, words, mask=is_rank, sem="release", scope="sys")
+    if WAITS:
+        mine = tl.load(pads + rank).to(tl.pointer_type(tl.int64)) + slot + lane
+        has_failed = tl.load(failed)
+        polls = tl.zeros([], tl.int64)
+        begun = clock(polls, TIMED)
+        waited = begun - begun
+        missing = tl.sum((is_rank & (read(mine, is_rank) >> 32 != number)).to(tl.int32), 0)
+        # Carries numbers and no blocks, on which Triton 3.6 fails. After a failure no rank waits
+        # again: the host will raise at its next call
+        while (missing > 0) & (waited < limit) & (has_failed == 0):
+            missing = tl.sum((is_rank & (read(mine, is_rank) >> 32 != number)).to(tl.int32), 0)
+            polls += 1
+            waited = clock(polls, TIMED) - begun
+        found = read(mine, is_rank)
+        others = tl.sum((is_rank & (found != word)).to(tl.int32), 0)
+        if (others > 0) & (has_failed == 0):
+            tl.store(report + 1 + lane, found, mask=is_rank)
+            tl.store(report, tl.cast(number, tl.int64))
+            tl.store(failed, 1)
+
+
+@triton.jit(do_not_specialize=["size"])
+def poison_kernel(failed, x, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """NaN in all of x if a barrier has failed: what was copied after it may be anything."""
+    if tl.load(failed) != 0:
+        offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        nan = tl.full([BLOCK], float("nan"), x.dtype.element_ty)
+        for start in range(0, tl.cast(size, tl.int64), PROGRAMS * BLOCK):
+            tl.store(x + start + offs, nan, mask=start + offs < size)
+
+
+class Signals:
+    """The kernels of one group on one device. `pads` are those of all ranks, as this one maps
+    them, int64.
+    """
+
+    def __init__(self, pads: list[Tensor], rank: int) -> None:
+        self.device, self.rank, self.ranks = pads[rank].device, rank, len(pads)
+        if self.ranks > LANES:
+            raise NotImplementedError(f"{self.ranks} ranks of one machine: at most {LANES}")
+        addresses = [x.data_ptr() for x in pads]
+        self.pads, self.kept = torch.tensor(addresses, device=self.device), pads
+        self.failed = torch.zeros(1, dtype=torch.int32, device=self.device)
+        # The host reads it without waiting: the kernel writes it over PCIe, and only at a failure
+        pinned = self.device.type == "cuda"
+        self.report = torch.zeros(1 + LANES, dtype=torch.int64, pin_memory=pinned)
+        self.launchers: dict[Any, Any] = {}
+
+    def barrier(self, number: int, fingerprint: int, seconds: float, waits: bool = True) -> None:
+        """Barrier `number`, on the current stream; without `waits` it is only said that this rank
+        has come.
+        """
+        is_timed = self.device.type == "cuda"
+        limit = int(seconds * (1e9 if is_timed else POLLS))
+        numbers = number, fingerprint, self.rank, self.ranks, limit
+        constants = dict(WAITS=waits, TIMED=is_timed, LANES=LANES)
+        tensors = self.pads, self.failed, self.report
+        self._launch(barrier_kernel, 1, tensors, numbers, constants, waits)
+
+    def poison(self, x: Tensor) -> None:
+        """NaN in x, a dense tensor, if a barrier before it on this stream has failed."""
+        if x.numel():
+            constants = dict(PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
+            tensors = self.failed, x
+            key = x.dtype, x.data_ptr() % 16, x.numel() < 2**31
+            self._launch(poison_kernel, _PROGRAMS, tensors, (x.numel(),), constants, key)
+
+    def found(self) -> tuple[int, list[int]]:
+        """The number of the barrier that failed, 0 if none did, and the words that it found."""
+        number = int(self.report[0])
+        return number, self.report[1 : 1 + self.ranks].tolist() if number else []
+
+    def reset(self) -> None:
+        """After a failure that all ranks have seen; nothing may be running."""
+        self.report.zero_()
+        self.failed.zero_()
+
+    def _launch(self, kernel, programs, tensors, numbers, constants: dict[str, Any], key) -> None:
+        if self.device.type == "cpu" and interpreter_is_on():
+            from ...emulator.triton.interpreter import interpret
+
+            # Without its guard: addresses of other processes' memory are no arguments
+            interpret(kernel, check=False)[(programs,)](*tensors, *numbers, **constants)
+            return
+        index = self.device.index
+        launcher = self.launchers.get((kernel, key))
+        if launcher is None or not may_relaunch(index):
+            with on_device(self.device):
+                options = dict(constants, num_warps=1 if programs == 1 else 4)
+                compiled = first_launch(kernel, programs, *tensors, *numbers, **options)
+            self.launchers[kernel, key] = past_triton(compiled, programs)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        addresses = (x.data_ptr() for x in tensors)
+        launcher(stream, *addresses, *numbers, *constants.values())

@@ -1,0 +1,264 @@
+"""The operator of calls with FP8 products, how a call reaches it, and the straight-through
+backward: plain eager calls go straight to the backend, as in `attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import dispatch
+from ..kernels.common.quantized import Lengths, Quantized, Scales
+from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rotate_back, rows_of
+from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
+from . import attention as ops
+from .attention import needs_dispatcher
+from .context_parallel import refuse_shards
+from .late import register_late
+from .quantize import quantizer_for
+from .schema import LIBRARY, Once
+
+Tensor = torch.Tensor
+Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
+LIBRARY.define(
+    "flash_attn_fp8_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, "
+    "Tensor v_scale, Tensor? v_mean, Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, "
+    "Tensor? seqused_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool is_transposed, "
+    "float scale, float softcap, SymInt left, SymInt right, str align, bool is_long, "
+    "ScalarType out_dtype, str? backend) -> (Tensor, Tensor)"
+)
+INPUTS = 7  # q, k, v, their scales and v_mean
+
+
+class CallFp8:
+    """A checked call, and how calls of its signature are launched: its first says that."""
+
+    __slots__ = (
+        *("backend", "forward", "is_transposed", "needs_grad", "out_dtype", "problem", "scalars"),
+    )
+
+    def __init__(
+        self,
+        problem: Problem,
+        scalars: Scalars,
+        out_dtype: torch.dtype,
+        is_transposed: bool,
+        backend: str | None = None,
+        needs_grad: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.scalars = scalars
+        self.out_dtype = out_dtype
+        self.is_transposed = is_transposed  # whether v is V^T
+        self.backend = backend  # the name of one to force
+        self.needs_grad = needs_grad
+        self.forward: Forward | None = None
+
+
+class Inputs(NamedTuple):
+    """What an operator takes of a `Quantized`; v is V^T, or as the caller has it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    v_mean: Tensor | None
+
+
+def attention(
+    call: CallFp8, x: Quantized, extras: Extras, wants_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a checked call of 4-dimensional tensors; `v_t` may be v. `lse` is that of
+    k with its mean where it is wanted or differentiated.
+    """
+    source = x.source
+    if call.needs_grad and source is not None:
+        if needs_dispatcher(*source[:3], *extras.tensors):
+            raise NotImplementedError(
+                'backward="bf16" under a compiler, a dispatch mode or with a tensor subclass is '
+                "not served: call it eagerly"
+            )
+        inputs = *source[:3], extras.sinks
+        return _StraightThrough.apply(call, x, extras, source.is_rotated, *inputs)
+    return _attend(call, x, extras, wants_lse)
+
+
+def _attend(call: CallFp8, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean)
+    if needs_dispatcher(*inputs, *extras.tensors):
+        register_late()
+        out, lse = torch.ops.tilewise.flash_attn_fp8_forward(*_arguments(call, inputs, extras))
+    else:
+        out, lse = _run(call, inputs, extras)
+    if wants_lse and x.k_mean is not None:
+        lse = raised(lse, x, x.k_mean, call.scalars.scale, extras)
+    return out, lse
+
+
+def raised(lse: Tensor, x: Quantized, mean: Tensor, scale: float, extras: Extras) -> Tensor:
+    """lse of scores with the mean of k: that raises those of a row by scale * q . k_mean."""
+    rows = rows_of(x.q, extras.cu_seqlens_q, None)
+    group = x.q.shape[2] // x.k.shape[2]
+    q = x.q.float() * of_heads(x.scales.q, rows, group)
+    shift = (q * of_each(mean, rows).repeat_interleave(group, 2)).sum(-1).transpose(1, 2)
+    return torch.where(lse == -torch.inf, lse, lse + scale * shift)  # unused rows may be NaN
+
+
+def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]:
+    refuse_shards()
+    if inputs.q.is_meta:
+        return _empty(call.problem, call.out_dtype, inputs.q)
+    forward = call.forward
+    if forward is None:
+        asked = call.problem, inputs.q.device, call.out_dtype, call.backend
+        chosen = dispatch.choose_fp8(*asked)
+        forward = chosen.prepare_fp8(call.problem, call.scalars, call.out_dtype)
+        call.forward = forward
+    v_t = inputs.v
+    if not call.is_transposed:
+        module = quantizer_for(v_t)
+        v_t = module.transposed_values(v_t, extras.seqused_k, extras.cu_seqlens_k)
+    scales = Scales(inputs.q_scale, inputs.k_scale, inputs.v_scale)
+    given = Quantized(inputs.q, inputs.k, v_t, scales, None, inputs.v_mean)
+    return forward(given, extras)
+
+
+def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, nheads, _ = q.shape
+    out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v, dtype=out_dtype)
+    return out, q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
+
+
+# the operator
+
+
+def _arguments(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple:
+    scalars, problem = call.scalars, call.problem
+    tensors = extras.alibi_slopes, extras.sinks, extras.seqused_k, extras.seqused_q
+    return (
+        *(*inputs, *tensors, extras.cu_seqlens_q, extras.cu_seqlens_k, call.is_transposed),
+        *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
+        *(problem.align, problem.is_long, call.out_dtype, call.backend),
+    )
+
+
+def problem_of(
+    q: Tensor, k: Tensor, headdim_v: int, extras: Extras, scalars: Scalars, flags: tuple[str, bool]
+) -> Problem:
+    """Of checked inputs in (batch, seqlen, nheads, headdim) order; `flags` are align and
+    is_long.
+    """
+    align, is_long = flags
+    found = describe(q, k, k, extras, scalars, align, False, is_long=is_long)
+    return found._replace(headdim_v=headdim_v)
+
+
+def _parsed(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
+    """The inverse of `_arguments`."""
+    inputs, tensors = Inputs(*args[:INPUTS]), args[INPUTS : INPUTS + 6]
+    is_transposed, *numbers, align, is_long, out_dtype, backend = args[INPUTS + 6 :]
+    extras, scalars = Extras(*tensors), Scalars(*numbers)
+    headdim_v = inputs.v.shape[2 if is_transposed else 3]
+    problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, (align, is_long))
+    return CallFp8(problem, scalars, out_dtype, is_transposed, backend), inputs, extras
+
+
+def _kernel(*args):
+    return _run(*_parsed(args))
+
+
+def _fake(*args):
+    call, inputs, _ = _parsed(args)
+    return _empty(call.problem, call.out_dtype, inputs.q)
+
+
+LIBRARY.impl("flash_attn_fp8_forward", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_fp8_forward", _fake, lib=LIBRARY)
+
+
+def _no_gradient(ctx, *grads):
+    raise NotImplementedError(
+        "attention of 8-bit tensors has no gradient: pass a Quantized of tensors that require one, "
+        'and backward="bf16", to tilewise.attention'
+    )
+
+
+torch.library.register_autograd("tilewise::flash_attn_fp8_forward", _no_gradient, lib=LIBRARY)
+
+
+# the backward
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounding has the derivative of doing nothing: the gradients of the dequantised tensors, in
+    bf16, are those of what was quantised.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: CallFp8, x: Quantized, extras: Extras, is_rotated: bool, *tensors: Any
+    ):
+        out, lse = _attend(call, x, extras, True)
+        kept = *x[:3], *x.scales, x.k_mean, x.v_mean
+        ctx.save_for_backward(out, lse, *kept, *extras.tensors)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.is_rotated = call, is_rotated
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found: tuple[Tensor | None, ...] = (None,) * 4
+        if not (dout is dlse is None):
+            differentiate = functools.partial(_differentiated, ctx.call, ctx.is_rotated)
+            if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
+                differentiate = functools.partial(_Gradients.apply, differentiate)
+            found = differentiate(dout, dlse, *ctx.saved_tensors)
+            found = *found, *(None,) * (4 - len(found))
+            pairs = zip(found, ctx.dtypes)
+            found = tuple(None if x is None else x.to(dtype) for x, dtype in pairs)
+        return *(None,) * 4, *found
+
+
+class _Gradients(Once):
+    """The gradients, which have no derivative and say so."""
+
+    @staticmethod
+    def forward(differentiate: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None):
+        return differentiate(*tensors)
+
+
+def _differentiated(
+    call: CallFp8, is_rotated: bool, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, and of sinks where there are any."""
+    out, lse, q, k, v_t, *rest = saved
+    scales, extras = Scales(*rest[:3]), extras_of(*rest[5:])
+    x = Quantized(q, k, v_t, scales, rest[3], rest[4])
+    dout = torch.zeros_like(out) if dout is None else dout
+    q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
+    problem = call.problem._replace(dtype=torch.bfloat16)
+    kept = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
+    grads = ops.run_backward(Call(problem, call.scalars, call.backend), kept, extras)
+    found = grads.dq, grads.dk, grads.dv
+    return found if grads.dsinks is None else (*found, grads.dsinks)
+
+
+def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
+    """What q, k and v of 8 bits stand for, in fp32: rotated back, with their means."""
+    lengths = lengths_of(extras)
+    q, k, v = dequantize(x, lengths)
+    if x.k_mean is not None:
+        k = k + of_each(x.k_mean, rows_of(k, lengths.cu_seqlens_k, None))
+    return (rotate_back(q), rotate_back(k), v) if is_rotated else (q, k, v)
+
+
+def lengths_of(extras: Extras) -> Lengths:
+    """Those of a call."""
+    used = extras.seqused_q, extras.seqused_k
+    return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, *used)

@@ -1,0 +1,84 @@
+"""The Hopper forward in FP8 compiles for sm_90: it fits, its wgmma overlap, it spills little."""
+
+import pytest
+import torch
+import triton
+from helpers import fp8_calls as fp8
+from helpers.tiers import sample_rows
+
+from tilewise.kernels.hopper.descriptors import checked
+from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
+from tilewise.kernels.hopper.fwd.fp8_kernel import hopper_fp8_fwd_kernel
+from tilewise.problem import Scalars
+from tilewise.testing import build, stats
+from tilewise.testing.offline import SMEM_LIMIT
+
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="spills are those of Triton 3.6"
+)
+
+FEATURES = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, left=100),
+    "softcap": dict(softcap=30.0),
+    "alibi": dict(causal=True, alibi_slopes=torch.ones(4)),
+    "sinks": dict(sinks=torch.ones(4)),
+    "packed": dict(causal=True, packed=True),
+    "used": dict(seqused_k=torch.full((1,), 7, dtype=torch.int32)),
+    "mean": dict(v_mean=True),
+    "center": dict(center=True),
+    "fp32": dict(out_dtype=torch.float32),
+}
+# Bytes a thread may spill. Most do it where one tile joins the next: the mean of V, which the
+# epilogue adds, and lengths of packed sequences
+SPILLS = {(64, "packed"): 16, (128, "window"): 12, (128, "mean"): 64, (128, "softcap"): 40}
+WIDE_SPILLS = 100
+CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]
+
+
+def compiled_stats(
+    headdim, out_dtype=torch.bfloat16, causal=False, left=-1, softcap=0.0, center=False, **asked
+):
+    q, k, v = torch.randn(1, 256, 4, headdim), *torch.randn(2, 1, 256, 2, headdim)
+    if asked.pop("packed", False):
+        call = fp8.packed_of([(q[0], k[0], v[0])] * 2, **asked)
+    else:
+        call = fp8.batch_of(q, k, v, **asked)
+    scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
+    problem, read = call.problem(scalars, "bottom_right"), call.quantized
+    plan = fp8_launch.plan_for(problem, read.q, call.extras, out_dtype)
+    out = torch.empty(*read.q.shape[:3], headdim, dtype=out_dtype)
+    lse = torch.empty(read.q.shape[0], 4, read.q.shape[1])
+    center = torch.zeros(read.v_t.shape[0], 2, headdim) if center else None
+    args = fp8_launch.arguments(problem, plan, read, call.extras, scalars, out, lse, center)
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    return stats(build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants))
+
+
+@pytest.mark.parametrize(
+    "headdim, name", sample_rows(CASES, (128, "full"), (128, "mean"), (256, "mean"))
+)
+def test_compiles(headdim, name):
+    found = compiled_stats(headdim, **FEATURES[name])
+    assert found["smem"] <= SMEM_LIMIT["sm90"], found
+    assert found["QGMMA"] > 0 and found["HGMMA"] == 0 and found["UTMALDG"] > 0, found
+    assert not found["wgmma_serialized"] and not found["copies_apart"], found
+    assert not found["idle_barriers"], found
+    most = SPILLS.get((headdim, name), WIDE_SPILLS if headdim == 256 else 0)
+    assert found["spill_stores"] <= most, found
+
+
+def test_p_is_an_operand_without_a_move():
+    """No shuffle but those of the maxima, and no byte that is packed into another register."""
+    found = compiled_stats(128)
+    assert found["PRMT"] == 0, found
+
+
+def test_the_mean_of_v_compiles():
+    v_t, center = torch.randn(2, 2, 256, 384).to(fp8.FP8), torch.empty(2, 2, 256)
+    lengths = None, torch.zeros(2, dtype=torch.int32), 384
+    rows = dict(ROWS=fp8_center.ROWS, BLOCK=fp8_center.BLOCK, COLUMNS=fp8.COLUMNS)
+    args = v_t, *v_t.stride()[:3], center, *lengths, 256
+    found = stats(build(fp8_center.center_kernel, *args, on="sm90", **rows))
+    assert found["spill_stores"] == 0

@@ -1,0 +1,32 @@
+"""The kernels of signals compile for GPUs, with the orders at system scope that they rely on."""
+
+import pytest
+import torch
+
+from tilewise.kernels.portable.signals import LANES, barrier_kernel, poison_kernel
+from tilewise.testing import build, stats
+
+pytestmark = pytest.mark.compile
+WORDS, FLAG = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])
+def test_the_barrier_releases_before_it_says_and_acquires_what_it_hears(target):
+    args = WORDS, FLAG, WORDS, 3, 7, 1, 8, 10**12
+    constants = dict(WAITS=True, TIMED=True, LANES=LANES, num_warps=1)
+    kernel = build(barrier_kernel, *args, on=target, **constants)
+    assert stats(kernel)["spill_stores"] == 0
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("atom.global.sys.release.exch.b64") == 1
+    assert ptx.count("atom.global.sys.acquire.add.u64") == 3  # before, in and after the loop
+    assert "globaltimer" in ptx and "trap" not in ptx
+    silent = build(barrier_kernel, *args, on=target, **dict(constants, WAITS=False))
+    assert "acquire" not in silent.asm["ptx"] and "globaltimer" not in silent.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1000, 2**33])
+def test_poison(dtype, size):
+    x = torch.empty(16, dtype=dtype)
+    kernel = build(poison_kernel, FLAG, x, size, PROGRAMS=128, BLOCK=4096, num_warps=4)
+    assert stats(kernel)["spill_stores"] == 0

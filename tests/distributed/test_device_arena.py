@@ -1,0 +1,159 @@
+"""What GPUs run, on CPU processes: the barrier's kernel in the interpreter, over pads in files that
+all processes map. Streams and torch's symmetric memory are not in it.
+"""
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.processes import run
+from helpers.shards import NAMES, Case, compare
+
+import tilewise.distributed as td
+from tilewise.distributed import arena as arenas
+from tilewise.distributed.device_arena import DeviceArena
+from tilewise.distributed.device_barrier import PAD, DeviceBarrier
+from tilewise.distributed.exchange import publish_rows
+from tilewise.distributed.failure import Barrier
+from tilewise.distributed.memory import Files
+from tilewise.errors import ArgumentError
+from tilewise.testing import use_interpreter
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("gloo is not here", allow_module_level=True)
+
+CPU = torch.device("cpu")
+
+
+def device_arena(group=None, seconds=None):
+    """The arena of GPUs on a CPU group."""
+    group = dist.group.WORLD if group is None else group
+    host, memory = Barrier(group), Files()
+    if seconds is not None:
+        host.timeout = datetime.timedelta(seconds=seconds)
+    barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"))
+    launch = barrier.signals._launch
+
+    def interpreted(*args):  # these kernels alone
+        with use_interpreter():
+            launch(*args)
+
+    barrier.signals._launch = interpreted
+    return DeviceArena(barrier, memory, CPU)
+
+
+def barriers(rank):
+    """Many in a row, of ranks that come at any time; each reads what all have just published."""
+    arena = device_arena()
+    draw = torch.Generator().manual_seed(rank)
+    for call in range(40):
+        if call % 3 == 0:
+            time.sleep(0.01 * torch.rand((), generator=draw).item())
+        rows = 7 if call < 20 else 40000  # the arena grows
+        mine = torch.full((rows, 2), 100.0 * call + rank)
+        found = publish_rows(arena, f"rows ({rows}, 2)", [mine], [rows] * arena.ranks)
+        for peer in range(arena.ranks):
+            assert (found.pull(peer, 0) == 100.0 * call + peer).all(), (call, peer)
+    assert arena.barrier.number == 42 and len(arena.barrier.known) == 4  # two grow
+    x = torch.ones(5000, dtype=torch.bfloat16)
+    arena.settle(x)
+    assert (x == 1).all()
+
+
+def mismatches(rank):
+    """The first call of a kind is an error where it is made, a later one at the call after it, with
+    NaN in between; and the group goes on after both.
+    """
+    arena = device_arena()
+
+    def call(asked):
+        publish_rows(arena, asked, [torch.zeros(2)], [2] * arena.ranks)
+
+    for asked in ("k (1, 8)", "k (1, 9)"):
+        call(asked)
+    with pytest.raises(td.RankMismatch, match=r"rank 2 called v; rank [01] called u"):
+        call("v" if rank == 2 else "u")
+    call("k (1, 8)")
+    call("k (1, 9)" if rank == 2 else "k (1, 8)")  # both known: no host waits
+    x = torch.ones(9000)
+    arena.settle(x)
+    assert x.isnan().all()
+    later = r"rank 2 called k \(1, 9\); rank [01] called k \(1, 8\) \(in call \d+, of which"
+    with pytest.raises(td.RankMismatch, match=later):
+        call("k (1, 8)")
+    call("k (1, 8)")
+    x = torch.ones(9000)
+    arena.settle(x)
+    assert (x == 1).all()
+    if rank == 1:
+        with pytest.raises(ArgumentError), arena.reporting():
+            raise ArgumentError("k is wrong")
+    else:
+        with pytest.raises(td.RankMismatch, match="rank 1 raised ArgumentError: k is wrong"):
+            call("a new call, at which the host waits")
+    call("k (1, 8)")
+    large = "large" if rank else "larger"  # where one rank's arena would grow and another's not
+    with pytest.raises(td.RankMismatch, match="called larger, for which the arena grows"):
+        rows = 60000 if rank else 70000
+        publish_rows(arena, large, [torch.zeros(rows)], [rows] * arena.ranks)
+    call("k (1, 8)")
+
+
+def test_barriers_of_three_ranks():
+    run(barriers, 3, timeout=60.0)
+
+
+def test_ranks_that_disagree():
+    run(mismatches, 3, timeout=60.0)
+
+
+def killed(rank):
+    arena = device_arena(seconds=2.0)
+
+    def call():
+        publish_rows(arena, "rows", [torch.zeros(2)], [2] * arena.ranks)
+
+    call()
+    call()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    call()  # of a known call: the device waits, and the host does not ask
+    x = torch.ones(10)
+    arena.settle(x)
+    assert x.isnan().all()
+    with pytest.raises(td.RankLost, match="rank 1 of 3 did not come to call 4, rows, within 2 s"):
+        call()
+    assert time.monotonic() - start < 15
+    with pytest.raises(td.RankLost, match="new process group"):
+        call()
+
+
+def test_a_rank_that_is_killed_is_named():
+    run(killed, 3, timeout=20.0, killed=(1,))
+
+
+def algorithms(rank):
+    """The methods over it, as over the arena of CPUs."""
+    group = dist.group.WORLD
+    arena = arenas._arenas[group, CPU] = device_arena()
+    for asked in (dict(causal=True), dict(causal=True, window=(37, None), sinks=True)):
+        case = Case(4, 2, **asked)
+        layout = td.zigzag(case.seqlen, group)
+        compare(case, layout, "stream", method="stream")
+        compare(case, layout, "stream by runs", (), method="stream", bitwise=False)
+        compare(case, layout, "heads", NAMES, method="heads", deterministic=True)
+        compare(case, layout, "ring", (), method="ring", bitwise=False)
+    assert arena.pulled
+    x = torch.randn(1, layout.tokens, 4, 16)
+    with pytest.raises(td.RankMismatch, match=r"called .*causal=True.*called .*causal=False"):
+        td.attention(x, x, x, layout=layout, causal=bool(rank))
+    assert td.attention(x, x, x, layout=layout).isfinite().all()
+
+
+def test_methods():
+    run(algorithms, 2, timeout=60.0)

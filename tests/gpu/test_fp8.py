@@ -1,0 +1,174 @@
+"""The error contract of FP8 products on a GPU, through the public functions.
+
+Norm of the error over the norm of the exact result, in fp64, of what the 8 bits stand for; a sample
+of queries, as scores of all would not fit.
+"""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.kernels.common.quantized import FP8, Lengths
+from tilewise.kernels.cpu import quantize as plain
+
+pytestmark = pytest.mark.gpu
+INT32 = torch.int32
+
+
+def normal(seqlen, headdim, mean=0.0, batch=1, heads=(4, 2), seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(nheads):
+        shape = batch, seqlen, nheads, headdim
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    return draw(heads[0]), draw(heads[1]), draw(heads[1]) + mean
+
+
+def relative(x, exact):
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def errors(inputs, meant, causal=False, rows=64, **options):
+    """Of out, relative, and of lse, absolute, at the last queries."""
+    options |= dict(causal=causal, return_lse=True)
+    out, lse = tilewise.attention(*inputs, out_dtype=torch.float32, **options)
+    q, k, v = (x.double() for x in meant)
+    exact, of_lse = tilewise.attention_reference(q[:, -rows:], k, v, **options)
+    off = (lse[..., -rows:] - of_lse).abs().max().item()
+    return relative(out[:, -rows:], exact), off
+
+
+def both(given):
+    """As a `Quantized`, and as e4m3 tensors, each with what it stands for."""
+    x = tilewise.quantize(*given)
+    q, k, v = plain.dequantize(x, Lengths())
+    raw = [t.to(FP8) for t in given]
+    return {"quantized": ([x], (q, k + x.k_mean.unsqueeze(1), v)), "raw": (raw, raw)}
+
+
+@pytest.mark.parametrize("form", ["quantized", "raw"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_values_without_a_mean(headdim, causal, form):
+    out, lse = errors(*both(normal(4096, headdim))[form], causal)
+    assert out < 3e-2 and lse < 2e-3
+
+
+@pytest.mark.parametrize("form", ["quantized", "raw"])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [2**10, 2**14, 2**16])
+def test_values_of_mean_1_at_any_length(seqlen, headdim, form):
+    out, lse = errors(*both(normal(seqlen, headdim, 1.0, heads=(2, 1)))[form], rows=16)
+    assert out < 5e-3 and lse < 2e-3
+
+
+@pytest.mark.parametrize("seqlen", [1024, 4096, 16384])
+def test_outliers(seqlen):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = 3, 1, seqlen, 2, 128
+    rare = torch.rand(shape, device="cuda", generator=generator) < 0.001
+    more = 10 * torch.randn(shape, device="cuda", generator=generator) * rare
+    given = (torch.randn(shape, device="cuda", generator=generator) + more).unbind(0)
+    found = tilewise.attention(tilewise.quantize(*given), out_dtype=torch.float32)[:, -256:]
+    exact = tilewise.attention_reference(*(x.double() for x in (given[0][:, -256:], *given[1:])))
+    assert (found - exact).square().mean().sqrt() <= 1e-2
+
+
+def test_a_key_far_above_the_others():
+    q, k, v = normal(4096, 128, heads=(1, 1))
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[0, 0] = 0.0
+    k[0, 0, 0, 0] = 12.0 * 128**0.5 / 8
+    inputs = [x.to(FP8) for x in (q, k, v)]
+    assert errors(inputs, inputs, causal=True, rows=512)[0] <= 3.5e-2
+
+
+def test_a_needle_is_found_among_131072_keys():
+    q, k, v = normal(2**17, 64, heads=(1, 1))
+    q = q[:, -8:].contiguous()
+    at = torch.tensor([0, 3, 777, 65536, 99999, 131000, 131070, 131071], device="cuda")
+    k[0, at, 0] = q[0, :, 0] * 4
+    out = tilewise.attention(tilewise.quantize(q, k, v))
+    found = torch.cdist(out[0, :, 0].float(), v[0, :, 0]).argmin(-1)
+    assert torch.equal(found, at)
+
+
+def test_what_is_not_in_use_stays_out():
+    q, k, v = normal(1000, 128, batch=2)
+    used = torch.tensor([700, 1], dtype=INT32, device="cuda")
+    options = dict(causal=True, seqused_k=used, return_lse=True)
+    expected = tilewise.attention(tilewise.quantize(q, k, v, seqused_k=used), **options)
+    for x in (k, v):
+        x[0, 700:], x[1, 1:] = torch.nan, torch.inf
+    found = tilewise.attention(tilewise.quantize(q, k, v, seqused_k=used), **options)
+    for mine, theirs in zip(found, expected):
+        assert not mine.isnan().any() and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_packed_sequences_are_as_they_are_alone(headdim):
+    lengths = [700, 1, 0, 129, 2048]
+    q, k, v = (x[0] for x in normal(sum(lengths), headdim))
+    starts = torch.tensor([0, *lengths]).cumsum(0).to("cuda", INT32)
+    cu = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    out, lse = tilewise.attention(
+        tilewise.quantize(q, k, v, **cu), causal=True, return_lse=True, **cu
+    )
+    for i, parts in enumerate(zip(*(x.split(lengths) for x in (q, k, v)))):
+        if lengths[i]:
+            x = tilewise.quantize(*(part[None] for part in parts))
+            alone = tilewise.attention(x, causal=True, return_lse=True)
+            mine = out.split(lengths)[i]
+            assert relative(mine, alone[0][0].double()) < 1e-2
+            torch.testing.assert_close(lse.split(lengths, 1)[i], alone[1][0], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_repeats_are_the_same_bits(headdim):
+    x = tilewise.quantize(*normal(2048, headdim, 1.0))
+    first = tilewise.attention(x, causal=True, return_lse=True)
+    for _ in range(50):
+        again = tilewise.attention(x, causal=True, return_lse=True)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("options", [dict(), dict(smooth="v"), dict(rotate=False, smooth=False)])
+def test_quantising_gives_what_plain_torch_gives(options):
+    """Scales and codes; a sum of another order may move a code by one."""
+    given = normal(1000, 128, 1.0, batch=2)
+    x = tilewise.quantize(*given, **options)
+    y = tilewise.quantize(*(t.cpu() for t in given), **options)
+    for mine, theirs in zip(x.scales, y.scales):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=0)
+    for mine, theirs in zip(x[:3], y[:3]):
+        assert (mine.cpu().float() != theirs.float()).float().mean() < 1e-3
+
+
+def test_straight_through():
+    given = [x.bfloat16().requires_grad_() for x in normal(512, 64)]
+    x = tilewise.quantize(*given)
+    tilewise.attention(x, causal=True, backward="bf16").float().square().sum().backward()
+    mine = [t.grad for t in given]
+    q, k, v = plain.dequantize(x, Lengths())
+    meant = plain.rotate_back(q), plain.rotate_back(k + x.k_mean.unsqueeze(1)), v
+    exact = [t.detach().double().requires_grad_() for t in meant]
+    tilewise.attention_reference(*exact, causal=True).square().sum().backward()
+    for grad, oracle in zip(mine, exact):
+        assert relative(grad, oracle.grad) < 5e-2
+
+
+def test_a_compiled_and_a_captured_call():
+    given = normal(512, 128)
+    attend = lambda q, k, v: tilewise.attention(tilewise.quantize(q, k, v), causal=True)  # noqa: E731
+    expected = attend(*given)
+    compiled = torch.compile(attend, fullgraph=True)(*given)
+    assert relative(compiled, expected.double()) < 2e-2
+    x = tilewise.quantize(*given)
+    tilewise.attention(x, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewise.attention(x, causal=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)

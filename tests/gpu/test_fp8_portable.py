@@ -1,0 +1,168 @@
+"""FP8 by the portable kernels on a GPU: the error contract against fp64 of the dequantised tensors,
+and quantising as plain torch does it.
+"""
+
+import pytest
+import torch
+from helpers.fp8 import Heads, call8, error, lse_error, reference, run
+
+from tilewise.kernels import portable
+from tilewise.kernels.common.quantized import FP8, Lengths
+from tilewise.kernels.cpu import quantize as plain
+from tilewise.kernels.cpu.quantize import Steps
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+ZERO_MEAN, MEAN_1, LSE, SINK = 3e-2, 5e-3, 2e-3, 3.5e-2
+FEATURES = {
+    "full": {},
+    "causal": dict(causal=True),
+    "top-left": dict(causal="top_left"),
+    "window": dict(window=(200, 90)),
+    "causal-window": dict(causal=True, window=(400, 0)),
+    "softcap": dict(softcap=3.0),
+}
+HEADDIMS = [(64, 64), (128, 128), (256, 256), (16, 16), (40, 72), (192, 128), (100, 65)]
+
+
+def checked(call, most=ZERO_MEAN, **options):
+    """out and lse, within the error contract; twice, the second time past Triton's front end."""
+    found, again = run(portable, call, **options), run(portable, call, **options)
+    expected = reference(call, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, again))
+    assert found[0].isfinite().all() and not found[1].isnan().any()
+    assert error(found[0], expected[0]) < most
+    assert lse_error(found[1], expected[1]) < LSE
+    return found
+
+
+@pytest.mark.parametrize("headdims", HEADDIMS, ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name, headdims):
+    call = call8([700, 700], [1500, 1310], Heads(4, 2, *headdims), device="cuda")
+    checked(call, **FEATURES[name])
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_everything_at_once(headdim):
+    call = call8(
+        *([700, 700], [1500, 950], Heads(4, 2, headdim, headdim)),
+        **dict(spare=7, v_mean=True, mean=1.0, device="cuda"),
+        alibi_slopes=torch.tensor([0.3, 0.02, 0.1, 0.0], device="cuda"),
+        sinks=torch.randn(4).cuda(),
+    )
+    checked(call, causal=True, window=(600, 0), softcap=5.0, out_dtype=BF16)
+
+
+@pytest.mark.parametrize("spare", [0, 5])
+@pytest.mark.parametrize("headdims", [(64, 64), (128, 128), (96, 80)], ids=str)
+def test_packed(headdims, spare):
+    lengths = [5, 0, 700, 333], [7, 4, 700, 500]
+    where = dict(packed=True, spare=spare, v_mean=True, device="cuda")
+    checked(call8(*lengths, Heads(4, 2, *headdims), **where), causal=True)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("keys", [1024, 16384, 65536])
+def test_an_error_that_does_not_grow_with_a_mean_of_v(keys, headdim):
+    """Sums in the tensor cores would be 18 % off at 16Ki keys."""
+    heads = Heads(2, 2, headdim, headdim)
+    checked(call8([256], [keys], heads, mean=1.0, device="cuda"), MEAN_1)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_sink_comes_last(headdim):
+    heads = Heads(2, 2, headdim, headdim)
+    checked(call8([1024], [4096], heads, sink=12.0, device="cuda"), SINK, causal=True)
+
+
+def test_a_relaunch_reads_other_tensors():
+    """One signature, other memory."""
+    calls = [call8([300], [500], device="cuda", v_mean=True, seed=seed) for seed in (0, 1)]
+    forward, options = None, dict(causal=True)
+    real = portable.prepare_fp8
+
+    def prepare(*args):
+        nonlocal forward
+        forward = forward or real(*args)
+        return forward
+
+    portable.prepare_fp8 = prepare
+    try:
+        for call in (*calls, *calls):
+            out, lse = run(portable, call, **options)
+            expected = reference(call, **options)
+            assert error(out, expected[0]) < ZERO_MEAN and lse_error(lse, expected[1]) < LSE
+    finally:
+        portable.prepare_fp8 = real
+    assert forward.relaunches is not None or torch.version.hip
+
+
+def test_repeats_are_bitwise():
+    call = call8([2048], [2048], Heads(8, 8, 128, 128), device="cuda")
+    first = run(portable, call, causal=True)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(run(portable, call, causal=True), first))
+
+
+# quantising
+
+
+STARTS = [0, 7, 7, 2000, 3000]
+LENGTHS = {
+    "batch": ((2, 1500), {}),
+    "used": ((2, 1500), dict(seqused_k=[1310, 0])),
+    "packed": ((1, 3000), dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)),
+}
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256, 96])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("steps", [Steps(True, True, True), Steps(False, False, False)], ids=str)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_quantising_is_that_of_plain_torch(name, steps, dtype, headdim):
+    from tilewise.kernels.portable import quantize as kernels
+
+    rows, lengths = LENGTHS[name]
+    of = Lengths(**{n: torch.tensor(x, dtype=INT32, device="cuda") for n, x in lengths.items()})
+    q, k, v = (torch.randn(*rows, n, headdim, device="cuda").to(dtype) for n in (4, 2, 2))
+    k[..., 3] += 5.0
+    found, again, expected = (
+        f(q, k, v + 1.0, steps, (None, None, None), of)
+        for f in (kernels.quantize, kernels.quantize, plain.quantize)
+    )
+    for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for mine, second, theirs in zip(found[:3], again[:3], expected[:3]):
+        assert torch.equal(mine.view(torch.uint8), second.view(torch.uint8))
+        x, y = mine.float(), theirs.float()
+        assert (x != y).sum() <= (5e-3 if steps.rotate else 0) * x.numel()
+        assert (x - y).abs().le(y.abs() / 8 + 2.0**-9).all()
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_transposed_values(name):
+    from tilewise.kernels.portable import quantize as kernels
+
+    rows, lengths = LENGTHS[name]
+    of = Lengths(**{n: torch.tensor(x, dtype=INT32, device="cuda") for n, x in lengths.items()})
+    v = torch.randn(*rows, 3, 128, device="cuda").to(FP8)
+    found, expected = (
+        f(v, of.seqused_k, of.cu_seqlens_k)
+        for f in (kernels.transposed_values, plain.transposed_values)
+    )
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_rows_past_2_to_31_elements():
+    from tilewise.kernels.portable import quantize as kernels
+
+    apart, rows = 1 << 24, 200
+    v = torch.empty(rows * apart, dtype=torch.uint8, device="cuda")
+    v = v.as_strided((1, rows, 1, 16), (0, apart, 16, 1))
+    v.copy_(torch.randint(0, 100, v.shape))
+    found = kernels.transposed_values(v.view(FP8), None, None)
+    expected = plain.transposed_values(v.contiguous().view(FP8), None, None)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

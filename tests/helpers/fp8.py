@@ -1,0 +1,198 @@
+"""FP8 calls as kernels take them, and what they should give: fp64, of the dequantised tensors."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise import attention_reference
+from tilewise.kernels.common.quantized import (
+    COLUMNS,
+    FP8,
+    KEY_ORDER,
+    LARGEST,
+    Quantized,
+    Scales,
+    columns_of,
+    packed_columns,
+)
+from tilewise.problem import Extras, Scalars, describe
+
+Tensor = torch.Tensor
+
+
+class Heads(NamedTuple):
+    """Heads and head dims of a call."""
+
+    nheads: int = 2
+    nheads_k: int = 2
+    headdim: int = 64
+    headdim_v: int = 64
+
+
+HEADS = Heads()
+
+
+class Call8(NamedTuple):
+    """A call of 8-bit tensors, (batch, seqlen, nheads, headdim), packed ones a batch of 1."""
+
+    quantized: Quantized
+    v: Tensor  # in its natural order
+    extras: Extras
+    exact: tuple[Tensor, Tensor, Tensor]  # what q, k and v stand for, fp64
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """Rounded and saturated."""
+    return x.float().clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def transposed(v: Tensor, used: list[int], starts: list[int] | None = None) -> Tensor:
+    """V^T, key by key; `used` says how many keys of each sequence are in use."""
+    batch, total, nheads_k, headdim_v = v.shape
+    bits = v.cpu().view(torch.uint8)
+    count = columns_of(total) if starts is None else packed_columns(total, len(used))
+    v_t = torch.zeros(batch, nheads_k, headdim_v, count, dtype=torch.uint8)
+    of_16 = torch.tensor(KEY_ORDER)
+    for sequence, length in enumerate(used):
+        row, key, column = sequence, 0, 0
+        if starts is not None:
+            row, key = 0, starts[sequence]
+            column = (key // COLUMNS + sequence) * COLUMNS
+        for first in range(0, length, 16):
+            order = of_16[of_16 < length - first]
+            places = torch.arange(16)[of_16 < length - first]
+            found = bits[row, key + first + order].permute(1, 2, 0)
+            v_t[row, :, :, column + first + places] = found
+    return v_t.view(FP8).to(v.device)
+
+
+def call8(
+    queries: list[int],
+    keys: list[int],
+    heads: Heads = HEADS,
+    mean: float = 0.0,
+    packed: bool = False,
+    spare: int = 0,
+    v_mean: bool = False,
+    sink: float = 0.0,
+    device: Any = "cpu",
+    seed: int = 0,
+    **tensors: Any,
+) -> Call8:
+    """Normal q, k and v of sequences, each in 8 bits with its scale.
+
+    Rows that are not in use, those past a sequence's length where there are longer ones, and
+    `spare` ones behind each of packed sequences, are NaN. `mean` is that of V, `v_mean` takes it
+    off before rounding, and key 0 of each sequence is `sink` above the others. `tensors`: more
+    fields of `Extras`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[list[Tensor]] = [[], [], []]
+    exact: list[list[Tensor]] = [[], [], []]
+    scales, means = [], []
+    for m, n in zip(queries, keys, strict=True):
+        q = torch.randn(m, heads.nheads, heads.headdim, generator=generator)
+        k = torch.randn(n, heads.nheads_k, heads.headdim, generator=generator)
+        v = torch.randn(n, heads.nheads_k, heads.headdim_v, generator=generator) + mean
+        if sink and n:  # a direction of its own, which all queries have
+            q[..., 0], k[..., 0] = heads.headdim**0.5, 0.0
+            k[0], k[0, :, 0], v[0] = 0.0, sink, 0.0  # sinks have small values
+        off = v.mean(0) if v_mean and n else torch.zeros(v.shape[1:])
+        of = []
+        for x, (into, into_exact) in zip((q, k, v - off), zip(parts, exact)):
+            grouped = x.abs().unflatten(1, (heads.nheads_k, -1)).flatten(2)
+            scale = grouped.amax((0, 2)) / LARGEST if len(x) else torch.ones(heads.nheads_k)
+            each = scale.repeat_interleave(x.shape[1] // heads.nheads_k)[:, None]
+            into.append(e4m3(x / each))
+            into_exact.append(into[-1].double() * each.double())
+            of.append(scale)
+        exact[2][-1] += off.double()
+        scales.append(torch.stack(of))
+        means.append(off)
+    every = torch.stack(scales, 1)  # (3, sequences, nheads_k)
+    lengths: dict[str, Tensor] = {}
+    sides = dict(q=queries, k=keys)
+    starts = {name: [0] for name in sides}
+    assert packed or len(set(queries)) == 1
+    for name, rows in sides.items():
+        used = torch.tensor(rows, dtype=torch.int32, device=device)
+        if packed:
+            for n in rows:
+                starts[name].append(starts[name][-1] + n + spare)
+            lengths[f"cu_seqlens_{name}"] = torch.tensor(
+                starts[name], dtype=torch.int32, device=device
+            )
+        is_ragged = (spare > 0 and (packed or name == "k")) or (not packed and len(set(rows)) > 1)
+        if is_ragged:
+            lengths[f"seqused_{name}"] = used
+    spares = spare if packed else 0, spare, spare  # without packing all queries are in use
+    joined = [_join(x, packed, n) for x, n in zip(parts, spares)]
+    whole = [_join(x, packed, n).to(device) for x, n in zip(exact, spares)]
+    q, k, v = (x.to(device) for x in joined)
+    v_t = transposed(v, keys, starts["k"] if packed else None)
+    stacked = torch.stack(means).to(device) if v_mean else None
+    of_scales = Scales(*(x.contiguous().to(device) for x in every))
+    quantized = Quantized(q, k, v_t, of_scales, None, stacked)
+    return Call8(quantized, v, Extras(**lengths, **tensors), tuple(whole))
+
+
+def _join(parts: list[Tensor], packed: bool, spare: int) -> Tensor:
+    """One tensor of all sequences, with NaN in the rows that are not in use."""
+    longest = max(len(x) for x in parts) + spare
+    found = []
+    for x in parts:
+        rows = (len(x) + spare if packed else longest) - len(x)
+        wide = x.double()
+        found.append(torch.cat([wide, wide.new_full((rows, *x.shape[1:]), float("nan"))]))
+    whole = torch.cat(found)[None] if packed else torch.stack(found)
+    return whole.to(parts[0].dtype)
+
+
+def run(
+    backend: Any,
+    call: Call8,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a backend's FP8 kernels."""
+    left, right = window or (-1, -1)
+    right = 0 if causal and right < 0 else right
+    right = min(right, 0) if causal else right
+    scalars = Scalars(call.quantized.q.shape[3] ** -0.5, softcap, left, right)
+    align = "top_left" if causal == "top_left" else "bottom_right"
+    x, extras = call.quantized, call.extras
+    problem = describe(x.q, x.k, call.v, extras, scalars, align, False)
+    assert backend.supports_fp8(problem, x.q.device, out_dtype) is None
+    return backend.prepare_fp8(problem, scalars, out_dtype)(x, extras)
+
+
+def reference(
+    call: Call8,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same in fp64."""
+    q, k, v = (x.nan_to_num(0.0) for x in call.exact)
+    given = {name: x for name, x in zip(Extras._fields, call.extras) if isinstance(x, Tensor)}
+    sides = None if window is None else tuple(None if side < 0 else side for side in window)
+    options = dict(causal=causal, window=sides, softcap=softcap or None, return_lse=True)
+    if call.extras.cu_seqlens_q is None:
+        return attention_reference(q, k, v, **given, **options)
+    out, lse = attention_reference(q[0], k[0], v[0], **given, **options)
+    return out[None], lse[None]
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Norm of the error over norm."""
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def lse_error(found: Tensor, exact: Tensor) -> float:
+    """The largest; infinite where one of the two is."""
+    assert torch.equal(found == float("-inf"), exact == float("-inf"))
+    rows = exact != float("-inf")
+    return (found.double() - exact)[rows].abs().max().item() if rows.any() else 0.0

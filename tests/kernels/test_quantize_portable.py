@@ -1,0 +1,194 @@
+"""Quantising kernels, in the interpreter: what plain torch gives, in the same places."""
+
+import pytest
+import torch
+from helpers.fp8 import transposed
+from helpers.tiers import sample
+
+from tilewise.kernels.common.quantized import COLUMNS, FP8, LARGEST, Lengths
+from tilewise.kernels.cpu import quantize as plain
+from tilewise.kernels.cpu.quantize import Steps
+from tilewise.kernels.portable import quantize as kernels
+from tilewise.testing import use_interpreter
+from tilewise.tile.quantize import SMALLEST
+
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+ALL, NONE = Steps(True, True, True), Steps(False, False, False)
+NO_SCALES = (None, None, None)
+
+
+@pytest.fixture(params=["native", "by integers"])
+def cast(request, monkeypatch):
+    """By the GPU's conversion, and for those without it."""
+    if request.param == "by integers":
+        monkeypatch.setattr(kernels, "architecture", lambda device: "sm80")
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=INT32)
+
+
+LENGTHS = {
+    "batch": ((2, 150), Lengths()),
+    "used": ((2, 150), Lengths(seqused_k=ints(131, 0))),
+    "short": ((3, 5), Lengths(seqused_k=ints(5, 3, 1))),
+    "packed": ((1, 300), Lengths(*[ints(0, 7, 7, 200, 300)] * 2)),
+    "gaps": ((1, 300), Lengths(*[ints(0, 130, 290)] * 2, ints(127, 90), ints(120, 129))),
+}
+
+
+def tensors(rows, heads=(4, 2), headdims=(64, 48), dtype=BF16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (heads[0], headdims[0]), (heads[1], headdims[0]), (heads[1], headdims[1])
+    q, k, v = (torch.randn(*rows, *shape, generator=generator) for shape in shapes)
+    k[..., 3] += 5.0
+    return q.to(dtype), k.to(dtype), (v + 1.0).to(dtype)
+
+
+def by_kernels(*args):
+    with use_interpreter():
+        return kernels.quantize(*args)
+
+
+def assert_codes(found, expected):
+    """Equal, but for values next to the middle of two codes, which sums round one way or other."""
+    found, expected = found.float(), expected.float()
+    assert (found != expected).sum() <= 5e-3 * found.numel()
+    near = expected.abs() / 8 + 2.0**-9
+    assert (found - expected).abs().le(near).all()
+
+
+def assert_same(found, expected, of):
+    for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for side, mine, theirs in zip(("q", "k"), found[:2], expected[:2]):
+        starts, used = (getattr(of, f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
+        rows = plain.rows_of(mine, starts, used)
+        if rows.sequence is not None:  # rows of no sequence are 0 here
+            inside = torch.zeros(mine.shape[1], dtype=torch.bool)
+            inside[starts[0] : starts[-1]] = True
+            assert (mine.float()[:, ~inside] == 0).all()
+            mine, theirs = mine[:, inside], theirs[:, inside]
+        assert mine.shape == theirs.shape
+        assert_codes(mine, theirs)
+    assert found.v_t.shape == expected.v_t.shape and found.v_t.is_contiguous()
+    assert_codes(found.v_t, expected.v_t)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_like_plain_torch(name, cast):
+    rows, of = LENGTHS[name]
+    x = tensors(rows)
+    assert_same(by_kernels(*x, ALL, NO_SCALES, of), plain.quantize(*x, ALL, NO_SCALES, of), of)
+
+
+STEPS = [Steps(*(bool(n >> i & 1) for i in range(3))) for n in range(8)]
+
+
+@pytest.mark.parametrize("steps", sample(STEPS, NONE, Steps(True, False, False)), ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
+def test_each_step(steps, dtype, cast):
+    """Without rotation and means every bit is the same."""
+    x, of = tensors((1, 140), dtype=dtype), Lengths()
+    found, expected = (f(*x, steps, NO_SCALES, of) for f in (by_kernels, plain.quantize))
+    assert_same(found, expected, of)
+    if steps == NONE:
+        for mine, theirs in zip((*found[:3], *found.scales), (*expected[:3], *expected.scales)):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+HEADDIMS = [(16, 16), (128, 64), (256, 256), (96, 80), (65, 100), (192, 128)]
+
+
+@pytest.mark.parametrize("headdims", sample(HEADDIMS, (256, 256), (96, 80)), ids=str)
+def test_head_dims(headdims):
+    x, of = tensors((1, 40), (3, 1), headdims), Lengths()
+    assert_same(by_kernels(*x, ALL, NO_SCALES, of), plain.quantize(*x, ALL, NO_SCALES, of), of)
+
+
+def test_given_scales_saturate(cast):
+    x, of = tensors((2, 40)), Lengths()
+    one = torch.tensor(0.001).expand(2, 2)
+    given = one, torch.rand(2, 2) + 0.01, one.contiguous()
+    found = by_kernels(*x, NONE, given, of)
+    expected = plain.quantize(*x, NONE, given, of)
+    for mine, theirs in zip(found[:3], expected[:3]):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    assert found.q.float().abs().max() == LARGEST
+    assert all(mine is theirs for mine, theirs in zip(found.scales, given))
+
+
+def test_rows_not_in_use_do_not_count(cast):
+    rows, of = LENGTHS["gaps"]
+    q, k, v = tensors(rows)
+    expected = by_kernels(q, k, v, ALL, NO_SCALES, of)
+    for x, starts, used in ((q, of[0], of[2]), (k, of[1], of[3]), (v, of[1], of[3])):
+        keep = torch.zeros(x.shape[1], dtype=torch.bool)
+        for first, count in zip(starts.tolist(), used.tolist()):
+            keep[first : first + count] = True
+        x[:, ~keep] = torch.nan
+    found = by_kernels(q, k, v, ALL, NO_SCALES, of)
+    for mine, theirs in zip((*found[:3], *found.scales), (*expected[:3], *expected.scales)):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_nan_and_zero(cast):
+    q, k, v = tensors((2, 40))
+    k[0, 3, 1, 5], v[1] = torch.nan, 0.0
+    found = by_kernels(q, k, v, NONE, NO_SCALES, Lengths())
+    assert found.scales.k.isnan().tolist() == [[False, True], [False, False]]
+    assert found.k[0, :, 1].isnan().all() and not found.k[0, :, 0].isnan().any()
+    assert (found.scales.v[1] == SMALLEST).all() and (found.v_t[1].float() == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
+def test_nothing(shape):
+    q, k, v = tensors(shape)
+    found = by_kernels(q, k, v, ALL, NO_SCALES, Lengths())
+    expected = plain.quantize(q, k, v, ALL, NO_SCALES, Lengths())
+    assert_same(found, expected, Lengths())
+    packed = tensors((1, 9))
+    of = Lengths(ints(0), ints(0))
+    found = by_kernels(*packed, ALL, NO_SCALES, of)
+    assert found.v_t.shape[3] == 0 and found.scales.k.shape == (0, 2)
+
+
+@pytest.mark.parametrize("memory", ["dense", "heads first", "last apart"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_transposed_values(name, memory):
+    rows, of = LENGTHS[name]
+    v = tensors(rows)[2].to(FP8)
+    if memory == "heads first":
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    elif memory == "last apart":
+        v = torch.stack([v, v], -1).view(torch.uint8)[..., 0].view(FP8)
+    with use_interpreter():
+        found = kernels.transposed_values(v, of.seqused_k, of.cu_seqlens_k)
+    expected = plain.transposed_values(v, of.seqused_k, of.cu_seqlens_k)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_rows_before_the_first_sequence():
+    """As a cut of longer packed tensors has them: the first column follows from the first key."""
+    v = tensors((1, 300))[2].to(FP8)
+    with use_interpreter():
+        found = kernels.transposed_values(v, None, ints(135, 140, 290))
+    expected = torch.zeros_like(found.view(torch.uint8))
+    for sequence, (first, keys) in enumerate([(135, 5), (140, 150)]):
+        alone = transposed(v[:, first : first + keys], [keys])
+        column = (first // COLUMNS + sequence) * COLUMNS
+        expected[..., column : column + alone.shape[3]] = alone.view(torch.uint8)
+    assert torch.equal(found.view(torch.uint8), expected)
+
+
+def test_rows_past_2_to_31_elements():
+    """Memory that is not touched takes none."""
+    apart, rows = 1 << 25, 70
+    v = torch.empty(rows * apart, dtype=torch.uint8).as_strided((1, rows, 1, 16), (0, apart, 16, 1))
+    v.copy_(torch.randint(0, 100, v.shape))
+    with use_interpreter():
+        found = kernels.transposed_values(v.view(FP8), None, None)
+    expected = plain.transposed_values(v.contiguous().view(FP8), None, None)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
