@@ -306,3 +306,9 @@ def test_autocast_leaves_fp64_alone():
     tensors = qkv(dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert tilewise.attention(*tensors).dtype == torch.float64
+
+
+def test_tilewise_imports_after_the_flop_counter():
+    """Whose formulas are registered once all operators are there."""
+    code = "import torch.utils.flop_counter, tilewise"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,19 +17,29 @@ if not dist.is_available() or not dist.is_gloo_available():
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequence.py"
 
 
-def trained(*arguments):
-    return torch.tensor(runpy.run_path(str(EXAMPLE))["main"](["--steps", "15", *arguments]))
+def trained(steps, *arguments):
+    found = runpy.run_path(str(EXAMPLE))["main"](["--steps", str(steps), *arguments])
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def training(rank, expected):
-    for method in ("stream", "heads"):
-        torch.testing.assert_close(trained("--method", method), expected, rtol=1e-6, atol=0)
+    for method in ("stream", "heads", "ring"):
+        found = trained(len(expected), "--method", method)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_losses_are_those_of_one_process():
-    expected = trained()
+    expected = trained(15)
     assert expected[-1] < 0.5 * expected[0]
     run(training, 2, expected)
+
+
+@pytest.mark.slow
+def test_losses_of_a_hundred_steps_are_those_of_one_process():
+    expected = trained(100)
+    assert expected[-1] < 1e-3
+    for ranks in (2, 4):
+        run(training, ranks, expected, timeout=100.0)
 
 
 @pytest.mark.slow

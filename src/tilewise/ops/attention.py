@@ -379,4 +379,3 @@ torch.library.register_vmap("tilewise::flash_attn_forward", batching.forward_op,
 torch.library.register_vmap("tilewise::flash_attn_backward", batching.backward_op, lib=LIBRARY)
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
 straight("flash_attn_backward", SAVED_TENSORS, _backward_kernel, no_double_backward)
-register_late()

@@ -262,3 +262,6 @@ def lengths_of(extras: Extras) -> Lengths:
     """Those of a call."""
     used = extras.seqused_q, extras.seqused_k
     return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, *used)
+
+
+register_late()  # once all operators are there

@@ -1,0 +1,72 @@
+"""Context parallelism as a plan of `parallelize_module`, in the shape of torch's own styles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..errors import ArgumentError
+from ..ops.context_parallel import contexts
+from .attention import check_layout
+from .context import Attention
+from .group import members_of
+from .layout import Layout
+
+
+class ContextParallel(ParallelStyle):
+    """The forward of a module, of a model's attention or of the whole model, is inside of
+    `context_parallel`. Its inputs are this rank's rows, as they are; its weights stay whole.
+
+        layout = td.zigzag(seqlen, mesh["cp"])
+        parallelize_module(model, mesh["cp"], {"layers.*.attention": td.ContextParallel(layout)})
+
+    What a checkpoint around the module recomputes is inside, too. A function that gives a layout
+    is asked at each forward, for sequences of other lengths.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | Callable[[], Layout],
+        *,
+        method: str | None = None,
+        bitwise: bool = True,
+    ) -> None:
+        super().__init__()
+        self.layout, self.method, self.bitwise = layout, method, bitwise
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        ranks = dist.get_process_group_ranks(members_of(device_mesh).group)
+        if isinstance(self.layout, Layout):
+            _check_ranks(self.layout, ranks)
+        entered: list[Attention] = []
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            layout = check_layout(self.layout() if callable(self.layout) else self.layout)
+            _check_ranks(layout, ranks)
+            entered.append(Attention(layout, self.method, self.bitwise))
+            contexts.append(entered[-1])
+
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if entered and contexts[-1] is entered[-1]:  # not if `enter` raised
+                contexts.pop()
+                entered.pop()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+def _check_ranks(layout: Layout, ranks: list[int]) -> None:
+    known = [dist.get_rank()]
+    if layout.group is not None:
+        known = dist.get_process_group_ranks(layout.group)
+    if known != ranks:
+        raise ArgumentError(
+            f"the mesh has ranks {ranks} and the layout's are {known}: make the layout with the "
+            "mesh that parallelize_module is given"
+        )
