@@ -54,7 +54,7 @@ def packing_of(layout: Layout, left: int, right: int) -> Packing:
     >>> import tilewise.distributed as td
     >>> layout = td.striped(1200, 2, block=200)
     >>> packing_of(layout, 50, 0)
-    Packing(starts_q=(0, 200, 400, 600), starts_k=(0, 200, 640, 1200), used=(200, ...
+    Packing(starts_q=(0, 200, 400, 600), starts_k=(0, 256, 640, 1200), used=(200, 344, 360), ...
     """
     asked = Asked(layout, window=(None if left == OPEN else left, None if right == OPEN else right))
     keys = [piece_of(asked, span).keys for span in layout.spans]
