@@ -448,6 +448,8 @@ REFUSED = {
     "causal": (eight(), dict(causal="left"), ArgumentError, "causal"),
     "layout": (eight(), dict(layout="sbhd"), ArgumentError, "layout"),
     "window": (eight(), dict(window=(1, 2, 3)), ArgumentError, "window"),
+    "max_seqlen_k": (eight(), dict(max_seqlen_k=-1), ArgumentError, "max_seqlen_k=-1"),
+    "deterministic": (eight(), dict(deterministic="no"), ArgumentError, "deterministic='no'"),
 }
 
 
@@ -467,8 +469,21 @@ def test_a_quantized_of_other_sequences():
         tilewise.attention(x)
 
 
+@pytest.mark.parametrize("name", ["scales.q", "scales.v", "v_mean"])
+def test_a_quantized_with_numbers_of_another_dtype(name):
+    x = tilewise.quantize(*tensors())
+    if name == "v_mean":
+        x = x._replace(v_mean=x.v_mean.double())
+    else:
+        x = x._replace(scales=x.scales._replace(**{name[-1]: x.scales.q.half()}))
+    with pytest.raises(ArgumentError, match=f"{name} of a Quantized is .* must be float32"):
+        tilewise.attention(x)
+
+
 def test_refusals_of_flash_attns_functions():
     q, k, v = eight()
+    with pytest.raises(ArgumentError, match="deterministic=3"):
+        tilewise.flash_attn_func(q, k, v, deterministic=3)
     for options in (dict(dropout_p=0.1), dict(attention_chunk=8)):
         with pytest.raises(NotImplementedError, match=next(iter(options))):
             tilewise.flash_attn_func(q, k, v, **options)

@@ -195,6 +195,8 @@ def attention(
             *((causal, scale, window, softcap), max_seqlen_q, layout),
             *(out_dtype, backward, backend),
         )
+        check_bounds(max_seqlen_q, max_seqlen_k)
+        check_flag("deterministic", deterministic)
         return_lse = check_flag("return_lse", return_lse)
         found = fp8.attend(q, k, v, asked, return_lse)
         return found if return_lse else found[0]

@@ -123,8 +123,9 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     if not call.is_transposed:
         module = quantizer_for(v_t)
         v_t = module.transposed_values(v_t, extras.seqused_k, extras.cu_seqlens_k)
-    scales = Scales(inputs.q_scale, inputs.k_scale, inputs.v_scale)
-    given = Quantized(inputs.q, inputs.k, v_t, scales, None, inputs.v_mean)
+    # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
+    numbers = [x if x is None or x.is_contiguous() else x.contiguous() for x in inputs[3:]]
+    given = Quantized(inputs.q, inputs.k, v_t, Scales(*numbers[:3]), None, numbers[3])
     return forward(given, extras)
 
 
