@@ -75,9 +75,11 @@ def test_p_is_an_operand_without_a_move():
     assert found["PRMT"] == 0, found
 
 
-def test_the_mean_of_v_compiles():
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_mean_of_v_compiles(is_packed):
     v_t, center = torch.randn(2, 2, 256, 384).to(fp8.FP8), torch.empty(2, 2, 256)
-    lengths = None, torch.zeros(2, dtype=torch.int32), 384
+    starts = torch.zeros(3, dtype=torch.int32) if is_packed else None
+    lengths = starts, torch.zeros(2, dtype=torch.int32), 384
     rows = dict(ROWS=fp8_center.ROWS, BLOCK=fp8_center.BLOCK, COLUMNS=fp8.COLUMNS)
     args = v_t, *v_t.stride()[:3], center, *lengths, 256
     found = stats(build(fp8_center.center_kernel, *args, on="sm90", **rows))

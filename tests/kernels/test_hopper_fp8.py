@@ -241,20 +241,39 @@ def test_a_mean_of_nan_is_left_out():
     assert out[:, :256].isfinite().all() and out[:, 299, 0, 5].isnan()
 
 
-@pytest.mark.parametrize("lengths", ["", "used", "packed"])
+@pytest.mark.parametrize("lengths", ["", "used", "packed", "wrong", "wrong packed"])
 def test_the_mean_of_v_is_that_of_its_keys(lengths, monkeypatch):
-    """The kernel, by the interpreter."""
+    """The kernel, by the interpreter. Lengths past the keys end with them."""
     v_t = normal(3, 2, 40, 384, seed=4, mean=1.0).to(fp8.FP8)
     used = torch.tensor([300, 129, 0], dtype=torch.int32)
     starts = torch.tensor([0, 100, 130], dtype=torch.int32)  # columns 0 to 127, and 128 to 255
-    extras = {
-        "": Extras(),
-        "used": Extras(seqused_k=used),
-        "packed": Extras(cu_seqlens_q=starts, cu_seqlens_k=starts),
+    given = {
+        "": {},
+        "used": dict(seqused_k=used),
+        "packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts),
+        "wrong": dict(seqused_k=used + 10**6),
+        "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts * 10**6),
     }[lengths]
-    v_t = v_t[:1] if lengths == "packed" else v_t
-    expected = fp8_center.center_of(v_t, 384, extras)
+    seqlen_k = 130 if "packed" in lengths else 384
+    meant = {
+        "wrong": dict(seqused_k=torch.full_like(used, 384)),
+        "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts.new_tensor([0, 130, 130])),
+    }.get(lengths, given)
+    v_t = v_t[:1] if "packed" in lengths else v_t
+    expected = fp8_center.center_of(v_t, seqlen_k, Extras(**meant))
     found = torch.full_like(expected, math.nan)
     monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
-    fp8_center.launch_center(v_t, found, 384, extras)
+    fp8_center.launch_center(v_t, found, seqlen_k, Extras(**given))
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_of_heads_2_to_31_elements_apart(monkeypatch):
+    """Memory that is not touched takes none."""
+    heads, apart = 9, 1 << 28
+    memory = torch.empty(heads * apart, dtype=torch.uint8)
+    v_t = memory.as_strided((1, heads, 1, 128), (heads * apart, apart, apart, 1)).view(fp8.FP8)
+    v_t.copy_(torch.arange(1.0, heads + 1)[:, None, None].expand(v_t.shape))
+    found = torch.full((1, heads, 1), math.nan)
+    monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
+    fp8_center.launch_center(v_t, found, 128, Extras())
+    assert found.flatten().tolist() == list(range(1, heads + 1))
