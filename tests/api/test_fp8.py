@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import ArgumentError
+from tilewise import ArgumentError, dispatch
 from tilewise.kernels.common.quantized import FP8
 from tilewise.ops.fp8 import meant
 from tilewise.problem import Extras
@@ -232,6 +232,29 @@ def test_opcheck(is_transposed):
         for x, y in zip(given, before):
             assert torch.equal(x.view(torch.int8), y.view(torch.int8))
     assert not CALL._schema.is_mutable
+
+
+def test_a_compiled_graph_prepares_a_signature_once(monkeypatch):
+    """Its calls do not pass through the functions, which cache them."""
+    chosen, choose = [], dispatch.choose_fp8
+
+    def counted(*asked):
+        chosen.append(asked)
+        return choose(*asked)
+
+    monkeypatch.setattr(dispatch, "choose_fp8", counted)
+    x = tilewise.quantize(*tensors(seqlen_q=61, seed=8), smooth=False)
+    given = (*x[:3], *x.scales, None, *[None] * 6)
+    options = [0.3, 0.0, -1, -1, "bottom_right", False, torch.float32, None]
+    first = CALL(*given, True, *options)
+    assert all(torch.equal(a, b) for a, b in zip(first, CALL(*given, True, *options)))
+    assert len(chosen) == 1
+    options[0] = 0.1
+    assert not torch.equal(first[0], CALL(*given, True, *options)[0]) and len(chosen) == 2
+    options[6] = BF16
+    assert CALL(*given, True, *options)[0].dtype == BF16
+    doubled = [x.scales.q * 2 if t is x.scales.q else t for t in given]
+    assert not torch.equal(first[1], CALL(*doubled, True, *options)[1])
 
 
 def test_the_operator_has_no_gradient():

@@ -90,3 +90,18 @@ def test_some_heads_of_a_quantized(backend):
     with MODES[backend]():
         whole, part = (tilewise.attention(a, causal=True, backend=backend) for a in (x, cut))
     assert torch.equal(part, whole[:, :, 2:])
+
+
+@pytest.mark.parametrize("backend", MODES)
+def test_later_tokens_change_no_bit_with_given_scales(backend):
+    q, k, v = tensors()
+    options = dict(causal="top_left", return_lse=True, backend=backend, out_dtype=torch.float32)
+    found = []
+    for later in (1.0, 9.0):
+        k[:, 60:], v[:, 50:] = k[:, 60:] * later, v[:, 50:] + later
+        x = tilewise.quantize(q, k, v, scales=(torch.tensor(0.02),) * 3, smooth=False)
+        with MODES[backend]():
+            found.append(tilewise.attention(x, **options))
+    (out, lse), (other, other_lse) = found
+    assert torch.equal(out[:, :50], other[:, :50]) and not torch.equal(out, other)
+    assert torch.equal(lse[..., :60], other_lse[..., :60])
