@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import ArgumentError
+from tilewise import ArgumentError, dispatch
 from tilewise.kernels.common.quantized import FP8
 from tilewise.ops.fp8 import meant
 from tilewise.problem import Extras
@@ -234,6 +234,29 @@ def test_opcheck(is_transposed):
     assert not CALL._schema.is_mutable
 
 
+def test_a_compiled_graph_prepares_a_signature_once(monkeypatch):
+    """Its calls do not pass through the functions, which cache them."""
+    chosen, choose = [], dispatch.choose_fp8
+
+    def counted(*asked):
+        chosen.append(asked)
+        return choose(*asked)
+
+    monkeypatch.setattr(dispatch, "choose_fp8", counted)
+    x = tilewise.quantize(*tensors(seqlen_q=61, seed=8), smooth=False)
+    given = (*x[:3], *x.scales, None, *[None] * 6)
+    options = [0.3, 0.0, -1, -1, "bottom_right", False, torch.float32, None]
+    first = CALL(*given, True, *options)
+    assert all(torch.equal(a, b) for a, b in zip(first, CALL(*given, True, *options)))
+    assert len(chosen) == 1
+    options[0] = 0.1
+    assert not torch.equal(first[0], CALL(*given, True, *options)[0]) and len(chosen) == 2
+    options[6] = BF16
+    assert CALL(*given, True, *options)[0].dtype == BF16
+    doubled = [x.scales.q * 2 if t is x.scales.q else t for t in given]
+    assert not torch.equal(first[1], CALL(*doubled, True, *options)[1])
+
+
 def test_the_operator_has_no_gradient():
     given = list(arguments(True))
     given[3] = given[3].requires_grad_()
@@ -448,6 +471,8 @@ REFUSED = {
     "causal": (eight(), dict(causal="left"), ArgumentError, "causal"),
     "layout": (eight(), dict(layout="sbhd"), ArgumentError, "layout"),
     "window": (eight(), dict(window=(1, 2, 3)), ArgumentError, "window"),
+    "max_seqlen_k": (eight(), dict(max_seqlen_k=-1), ArgumentError, "max_seqlen_k=-1"),
+    "deterministic": (eight(), dict(deterministic="no"), ArgumentError, "deterministic='no'"),
 }
 
 
@@ -467,8 +492,21 @@ def test_a_quantized_of_other_sequences():
         tilewise.attention(x)
 
 
+@pytest.mark.parametrize("name", ["scales.q", "scales.v", "v_mean"])
+def test_a_quantized_with_numbers_of_another_dtype(name):
+    x = tilewise.quantize(*tensors())
+    if name == "v_mean":
+        x = x._replace(v_mean=x.v_mean.double())
+    else:
+        x = x._replace(scales=x.scales._replace(**{name[-1]: x.scales.q.half()}))
+    with pytest.raises(ArgumentError, match=f"{name} of a Quantized is .* must be float32"):
+        tilewise.attention(x)
+
+
 def test_refusals_of_flash_attns_functions():
     q, k, v = eight()
+    with pytest.raises(ArgumentError, match="deterministic=3"):
+        tilewise.flash_attn_func(q, k, v, deterministic=3)
     for options in (dict(dropout_p=0.1), dict(attention_chunk=8)):
         with pytest.raises(NotImplementedError, match=next(iter(options))):
             tilewise.flash_attn_func(q, k, v, **options)

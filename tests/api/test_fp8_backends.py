@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import tilewise
+from tilewise.kernels.common.quantized import Scales
 from tilewise.testing import use_emulator, use_interpreter
 
 MODES = {"portable": use_interpreter, "hopper": use_emulator}
@@ -58,3 +59,49 @@ def test_kernels_agree_with_the_cpu(call, backend):
     off = (out.double() - expected.double()).norm() / expected.double().norm()
     assert out.dtype == expected.dtype and 0 < off < 1e-2
     torch.testing.assert_close(lse, of_cpu, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", MODES)
+@pytest.mark.parametrize("kind", ["a batch of zeros", "a scale of zero"])
+def test_scores_that_are_all_zero(kind, backend):
+    """As a batch's padding has them. A hidden score, -inf, times a scale of 0 would be NaN."""
+    q, k, v = tensors()
+    if kind == "a batch of zeros":
+        q[1], k[1] = 0.0, 0.0
+        given, options = [tilewise.quantize(q, k, v, smooth=False)], {}
+    else:
+        given = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+        options = dict(q_descale=torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    options = dict(causal=True, return_lse=True, out_dtype=torch.float32, **options)
+    with MODES[backend]():
+        found = tilewise.attention(*given, backend=backend, **options)
+    for mine, of_cpu in zip(found, tilewise.attention(*given, backend="cpu", **options)):
+        assert (mine - of_cpu).norm() < 1e-2 * of_cpu.norm()
+
+
+@pytest.mark.parametrize("backend", MODES)
+def test_some_heads_of_a_quantized(backend):
+    """A cut of it, of which neither the scales nor the means are contiguous."""
+    q, k, v = tensors()
+    x = tilewise.quantize(q, k * torch.tensor([[0.5], [9.0]]), v + torch.tensor([[0.0], [9.0]]))
+    scales = Scales(*(s[:, 1:] for s in x.scales))
+    cut = x._replace(q=x.q[:, :, 2:], k=x.k[:, :, 1:], v_t=x.v_t[:, 1:], scales=scales)
+    cut = cut._replace(k_mean=x.k_mean[:, 1:], v_mean=x.v_mean[:, 1:])
+    with MODES[backend]():
+        whole, part = (tilewise.attention(a, causal=True, backend=backend) for a in (x, cut))
+    assert torch.equal(part, whole[:, :, 2:])
+
+
+@pytest.mark.parametrize("backend", MODES)
+def test_later_tokens_change_no_bit_with_given_scales(backend):
+    q, k, v = tensors()
+    options = dict(causal="top_left", return_lse=True, backend=backend, out_dtype=torch.float32)
+    found = []
+    for later in (1.0, 9.0):
+        k[:, 60:], v[:, 50:] = k[:, 60:] * later, v[:, 50:] + later
+        x = tilewise.quantize(q, k, v, scales=(torch.tensor(0.02),) * 3, smooth=False)
+        with MODES[backend]():
+            found.append(tilewise.attention(x, **options))
+    (out, lse), (other, other_lse) = found
+    assert torch.equal(out[:, :50], other[:, :50]) and not torch.equal(out, other)
+    assert torch.equal(lse[..., :60], other_lse[..., :60])

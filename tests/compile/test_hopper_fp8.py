@@ -3,7 +3,7 @@
 import pytest
 import torch
 import triton
-from helpers import fp8_calls as fp8
+from helpers import fp8
 from helpers.tiers import sample_rows
 
 from tilewise.kernels.hopper.descriptors import checked
@@ -25,7 +25,7 @@ FEATURES = {
     "alibi": dict(causal=True, alibi_slopes=torch.ones(4)),
     "sinks": dict(sinks=torch.ones(4)),
     "packed": dict(causal=True, packed=True),
-    "used": dict(seqused_k=torch.full((1,), 7, dtype=torch.int32)),
+    "used": dict(spare=1),
     "mean": dict(v_mean=True),
     "center": dict(center=True),
     "fp32": dict(out_dtype=torch.float32),
@@ -40,13 +40,11 @@ CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]
 def compiled_stats(
     headdim, out_dtype=torch.bfloat16, causal=False, left=-1, softcap=0.0, center=False, **asked
 ):
-    q, k, v = torch.randn(1, 256, 4, headdim), *torch.randn(2, 1, 256, 2, headdim)
-    if asked.pop("packed", False):
-        call = fp8.packed_of([(q[0], k[0], v[0])] * 2, **asked)
-    else:
-        call = fp8.batch_of(q, k, v, **asked)
+    sequences = 2 if asked.get("packed") else 1
+    lengths = [[256] * sequences] * 2
+    call = fp8.normal_call(*lengths, fp8.Heads(4, 2, headdim, headdim), **asked)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
-    problem, read = call.problem(scalars, "bottom_right"), call.quantized
+    problem, read = fp8.problem_of(call, scalars), call.quantized
     plan = fp8_launch.plan_for(problem, read.q, call.extras, out_dtype)
     out = torch.empty(*read.q.shape[:3], headdim, dtype=out_dtype)
     lse = torch.empty(read.q.shape[0], 4, read.q.shape[1])
@@ -75,9 +73,11 @@ def test_p_is_an_operand_without_a_move():
     assert found["PRMT"] == 0, found
 
 
-def test_the_mean_of_v_compiles():
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_mean_of_v_compiles(is_packed):
     v_t, center = torch.randn(2, 2, 256, 384).to(fp8.FP8), torch.empty(2, 2, 256)
-    lengths = None, torch.zeros(2, dtype=torch.int32), 384
+    starts = torch.zeros(3, dtype=torch.int32) if is_packed else None
+    lengths = starts, torch.zeros(2, dtype=torch.int32), 384
     rows = dict(ROWS=fp8_center.ROWS, BLOCK=fp8_center.BLOCK, COLUMNS=fp8.COLUMNS)
     args = v_t, *v_t.stride()[:3], center, *lengths, 256
     found = stats(build(fp8_center.center_kernel, *args, on="sm90", **rows))

@@ -4,7 +4,7 @@ and quantising as plain torch does it.
 
 import pytest
 import torch
-from helpers.fp8 import Heads, call8, error, lse_error, reference, run
+from helpers.fp8 import Heads, error_of, lse_error, normal_call, reference, run
 
 from tilewise.kernels import portable
 from tilewise.kernels.common.quantized import FP8, Lengths
@@ -32,7 +32,7 @@ def checked(call, most=ZERO_MEAN, **options):
     expected = reference(call, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, again))
     assert found[0].isfinite().all() and not found[1].isnan().any()
-    assert error(found[0], expected[0]) < most
+    assert error_of(found[0], expected[0]) < most
     assert lse_error(found[1], expected[1]) < LSE
     return found
 
@@ -40,13 +40,13 @@ def checked(call, most=ZERO_MEAN, **options):
 @pytest.mark.parametrize("headdims", HEADDIMS, ids=str)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, headdims):
-    call = call8([700, 700], [1500, 1310], Heads(4, 2, *headdims), device="cuda")
+    call = normal_call([700, 700], [1500, 1310], Heads(4, 2, *headdims), device="cuda")
     checked(call, **FEATURES[name])
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_everything_at_once(headdim):
-    call = call8(
+    call = normal_call(
         *([700, 700], [1500, 950], Heads(4, 2, headdim, headdim)),
         **dict(spare=7, v_mean=True, mean=1.0, device="cuda"),
         alibi_slopes=torch.tensor([0.3, 0.02, 0.1, 0.0], device="cuda"),
@@ -60,7 +60,7 @@ def test_everything_at_once(headdim):
 def test_packed(headdims, spare):
     lengths = [5, 0, 700, 333], [7, 4, 700, 500]
     where = dict(packed=True, spare=spare, v_mean=True, device="cuda")
-    checked(call8(*lengths, Heads(4, 2, *headdims), **where), causal=True)
+    checked(normal_call(*lengths, Heads(4, 2, *headdims), **where), causal=True)
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
@@ -68,18 +68,18 @@ def test_packed(headdims, spare):
 def test_an_error_that_does_not_grow_with_a_mean_of_v(keys, headdim):
     """Sums in the tensor cores would be 18 % off at 16Ki keys."""
     heads = Heads(2, 2, headdim, headdim)
-    checked(call8([256], [keys], heads, mean=1.0, device="cuda"), MEAN_1)
+    checked(normal_call([256], [keys], heads, mean=1.0, device="cuda"), MEAN_1)
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_a_sink_comes_last(headdim):
     heads = Heads(2, 2, headdim, headdim)
-    checked(call8([1024], [4096], heads, sink=12.0, device="cuda"), SINK, causal=True)
+    checked(normal_call([1024], [4096], heads, sink=12.0, device="cuda"), SINK, causal=True)
 
 
 def test_a_relaunch_reads_other_tensors():
     """One signature, other memory."""
-    calls = [call8([300], [500], device="cuda", v_mean=True, seed=seed) for seed in (0, 1)]
+    calls = [normal_call([300], [500], device="cuda", v_mean=True, seed=seed) for seed in (0, 1)]
     forward, options = None, dict(causal=True)
     real = portable.prepare_fp8
 
@@ -93,14 +93,14 @@ def test_a_relaunch_reads_other_tensors():
         for call in (*calls, *calls):
             out, lse = run(portable, call, **options)
             expected = reference(call, **options)
-            assert error(out, expected[0]) < ZERO_MEAN and lse_error(lse, expected[1]) < LSE
+            assert error_of(out, expected[0]) < ZERO_MEAN and lse_error(lse, expected[1]) < LSE
     finally:
         portable.prepare_fp8 = real
     assert forward.relaunches is not None or torch.version.hip
 
 
 def test_repeats_are_bitwise():
-    call = call8([2048], [2048], Heads(8, 8, 128, 128), device="cuda")
+    call = normal_call([2048], [2048], Heads(8, 8, 128, 128), device="cuda")
     first = run(portable, call, causal=True)
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(run(portable, call, causal=True), first))

@@ -1,5 +1,6 @@
 """FP8 calls as kernels take them, and what they should give: fp64, of the dequantised tensors."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from tilewise.kernels.common.quantized import (
     columns_of,
     packed_columns,
 )
-from tilewise.problem import Extras, Scalars, describe
+from tilewise.problem import Extras, Problem, Scalars, describe
 
 Tensor = torch.Tensor
 
@@ -32,7 +33,7 @@ class Heads(NamedTuple):
 HEADS = Heads()
 
 
-class Call8(NamedTuple):
+class Fp8Call(NamedTuple):
     """A call of 8-bit tensors, (batch, seqlen, nheads, headdim), packed ones a batch of 1."""
 
     quantized: Quantized
@@ -66,30 +67,20 @@ def transposed(v: Tensor, used: list[int], starts: list[int] | None = None) -> T
     return v_t.view(FP8).to(v.device)
 
 
-def call8(
+def normal_call(
     queries: list[int],
     keys: list[int],
     heads: Heads = HEADS,
     mean: float = 0.0,
-    packed: bool = False,
-    spare: int = 0,
-    v_mean: bool = False,
     sink: float = 0.0,
-    device: Any = "cpu",
     seed: int = 0,
-    **tensors: Any,
-) -> Call8:
-    """Normal q, k and v of sequences, each in 8 bits with its scale.
-
-    Rows that are not in use, those past a sequence's length where there are longer ones, and
-    `spare` ones behind each of packed sequences, are NaN. `mean` is that of V, `v_mean` takes it
-    off before rounding, and key 0 of each sequence is `sink` above the others. `tensors`: more
-    fields of `Extras`.
+    **how: Any,
+) -> Fp8Call:
+    """`call_of` normal q, k and v of these lengths. `mean` is that of V, and key 0 of each sequence
+    is `sink` above the others.
     """
     generator = torch.Generator().manual_seed(seed)
-    parts: list[list[Tensor]] = [[], [], []]
-    exact: list[list[Tensor]] = [[], [], []]
-    scales, means = [], []
+    parts = []
     for m, n in zip(queries, keys, strict=True):
         q = torch.randn(m, heads.nheads, heads.headdim, generator=generator)
         k = torch.randn(n, heads.nheads_k, heads.headdim, generator=generator)
@@ -97,43 +88,64 @@ def call8(
         if sink and n:  # a direction of its own, which all queries have
             q[..., 0], k[..., 0] = heads.headdim**0.5, 0.0
             k[0], k[0, :, 0], v[0] = 0.0, sink, 0.0  # sinks have small values
-        off = v.mean(0) if v_mean and n else torch.zeros(v.shape[1:])
+        parts.append((q, k, v))
+    return call_of(parts, **how)
+
+
+def call_of(
+    parts: Iterable[tuple[Tensor, Tensor, Tensor]],
+    packed: bool = False,
+    spare: int = 0,
+    v_mean: bool = False,
+    device: Any = "cpu",
+    **tensors: Tensor | None,
+) -> Fp8Call:
+    """q, k and v of each sequence, (seqlen, heads, headdim), in 8 bits with their scales.
+
+    Rows that are not in use, those past a sequence's length where there are longer ones, and
+    `spare` ones behind each of packed sequences, are NaN. `v_mean` takes the mean of V off before
+    rounding. `tensors`: more fields of `Extras`.
+    """
+    codes: list[list[Tensor]] = [[], [], []]
+    exact: list[list[Tensor]] = [[], [], []]
+    scales, means, rows = [], [], dict[str, list[int]](q=[], k=[])
+    for q, k, v in parts:
+        nheads_k = k.shape[1]
+        off = v.mean(0) if v_mean and len(v) else torch.zeros(v.shape[1:])
         of = []
-        for x, (into, into_exact) in zip((q, k, v - off), zip(parts, exact)):
-            grouped = x.abs().unflatten(1, (heads.nheads_k, -1)).flatten(2)
-            scale = grouped.amax((0, 2)) / LARGEST if len(x) else torch.ones(heads.nheads_k)
-            each = scale.repeat_interleave(x.shape[1] // heads.nheads_k)[:, None]
+        for x, into, into_exact in zip((q, k, v - off), codes, exact):
+            grouped = x.abs().unflatten(1, (nheads_k, -1)).flatten(2)
+            scale = grouped.amax((0, 2)) / LARGEST if len(x) else torch.ones(nheads_k)
+            each = scale.repeat_interleave(x.shape[1] // nheads_k)[:, None]
             into.append(e4m3(x / each))
             into_exact.append(into[-1].double() * each.double())
             of.append(scale)
         exact[2][-1] += off.double()
         scales.append(torch.stack(of))
         means.append(off)
+        rows["q"].append(len(q))
+        rows["k"].append(len(k))
     every = torch.stack(scales, 1)  # (3, sequences, nheads_k)
-    lengths: dict[str, Tensor] = {}
-    sides = dict(q=queries, k=keys)
-    starts = {name: [0] for name in sides}
-    assert packed or len(set(queries)) == 1
-    for name, rows in sides.items():
-        used = torch.tensor(rows, dtype=torch.int32, device=device)
+    lengths: dict[str, Tensor | None] = {}
+    starts = {name: [0] for name in rows}
+    assert packed or len(set(rows["q"])) == 1
+    for name, used in rows.items():
         if packed:
-            for n in rows:
+            for n in used:
                 starts[name].append(starts[name][-1] + n + spare)
-            lengths[f"cu_seqlens_{name}"] = torch.tensor(
-                starts[name], dtype=torch.int32, device=device
-            )
-        is_ragged = (spare > 0 and (packed or name == "k")) or (not packed and len(set(rows)) > 1)
+            lengths[f"cu_seqlens_{name}"] = torch.tensor(starts[name], dtype=torch.int32)
+        is_ragged = (spare > 0 and (packed or name == "k")) or (not packed and len(set(used)) > 1)
         if is_ragged:
-            lengths[f"seqused_{name}"] = used
+            lengths[f"seqused_{name}"] = torch.tensor(used, dtype=torch.int32)
     spares = spare if packed else 0, spare, spare  # without packing all queries are in use
-    joined = [_join(x, packed, n) for x, n in zip(parts, spares)]
+    q, k, v = (_join(x, packed, n).to(device) for x, n in zip(codes, spares))
     whole = [_join(x, packed, n).to(device) for x, n in zip(exact, spares)]
-    q, k, v = (x.to(device) for x in joined)
-    v_t = transposed(v, keys, starts["k"] if packed else None)
+    v_t = transposed(v, rows["k"], starts["k"] if packed else None)
     stacked = torch.stack(means).to(device) if v_mean else None
     of_scales = Scales(*(x.contiguous().to(device) for x in every))
     quantized = Quantized(q, k, v_t, of_scales, None, stacked)
-    return Call8(quantized, v, Extras(**lengths, **tensors), tuple(whole))
+    given = {name: x if x is None else x.to(device) for name, x in (lengths | tensors).items()}
+    return Fp8Call(quantized, v, Extras(**given), tuple(whole))
 
 
 def _join(parts: list[Tensor], packed: bool, spare: int) -> Tensor:
@@ -148,28 +160,37 @@ def _join(parts: list[Tensor], packed: bool, spare: int) -> Tensor:
     return whole.to(parts[0].dtype)
 
 
-def run(
+def problem_of(call: Fp8Call, scalars: Scalars, align: str = "bottom_right") -> Problem:
+    """Its Problem."""
+    x = call.quantized
+    return describe(x.q, x.k, call.v, call.extras, scalars, align, False)
+
+
+def forward_of(
     backend: Any,
-    call: Call8,
+    call: Fp8Call,
     causal: bool | str = False,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     out_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of a backend's FP8 kernels."""
+) -> Any:
+    """A backend's forward (quantized, extras) -> (out, lse)."""
     left, right = window or (-1, -1)
     right = 0 if causal and right < 0 else right
     right = min(right, 0) if causal else right
     scalars = Scalars(call.quantized.q.shape[3] ** -0.5, softcap, left, right)
-    align = "top_left" if causal == "top_left" else "bottom_right"
-    x, extras = call.quantized, call.extras
-    problem = describe(x.q, x.k, call.v, extras, scalars, align, False)
-    assert backend.supports_fp8(problem, x.q.device, out_dtype) is None
-    return backend.prepare_fp8(problem, scalars, out_dtype)(x, extras)
+    problem = problem_of(call, scalars, "top_left" if causal == "top_left" else "bottom_right")
+    assert backend.supports_fp8(problem, call.quantized.q.device, out_dtype) is None
+    return backend.prepare_fp8(problem, scalars, out_dtype)
+
+
+def run(backend: Any, call: Fp8Call, **options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse of a backend's FP8 kernels."""
+    return forward_of(backend, call, **options)(call.quantized, call.extras)
 
 
 def reference(
-    call: Call8,
+    call: Fp8Call,
     causal: bool | str = False,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
@@ -186,7 +207,7 @@ def reference(
     return out[None], lse[None]
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error_of(found: Tensor, exact: Tensor) -> float:
     """Norm of the error over norm."""
     return ((found.double() - exact).norm() / exact.norm()).item()
 

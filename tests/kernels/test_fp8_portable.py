@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.fp8 import Heads, call8, error, lse_error, reference, run
+from helpers.fp8 import Heads, error_of, lse_error, normal_call, reference, run
 from helpers.tiers import sample
 
 from tilewise import mods
@@ -37,7 +37,7 @@ def checked(call, most=ZERO_MEAN, **options):
         found = run(portable, call, **options)
     expected = reference(call, **options)
     assert found[0].isfinite().all() and not found[1].isnan().any()
-    assert error(found[0], expected[0]) < most
+    assert error_of(found[0], expected[0]) < most
     assert lse_error(found[1], expected[1]) < LSE
     return found
 
@@ -56,29 +56,29 @@ SLOPES = torch.tensor([0.3, 0.02])
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, product):
-    call = call8([70, 70], [150, 131], Heads(2, 1, 32, 32))
+    call = normal_call([70, 70], [150, 131], Heads(2, 1, 32, 32))
     out, _ = checked(call, **FEATURES[name])
     assert out.dtype == FP32
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi(causal, product):
-    checked(call8([90], [90], alibi_slopes=SLOPES), causal=causal)
+    checked(normal_call([90], [90], alibi_slopes=SLOPES), causal=causal)
     per_batch = torch.stack([SLOPES, 2 * SLOPES])
-    checked(call8([40, 40], [90, 90], alibi_slopes=per_batch), causal=causal)
+    checked(normal_call([40, 40], [90, 90], alibi_slopes=per_batch), causal=causal)
 
 
 def test_sinks_join_once(product):
     sinks = torch.tensor([0.5, -math.inf])
-    call = call8([90], [90], sinks=sinks, v_mean=True, mean=2.0)
+    call = normal_call([90], [90], sinks=sinks, v_mean=True, mean=2.0)
     checked(call, causal=True)
-    nothing = call8([5, 5], [0, 9], sinks=sinks, v_mean=True)
+    nothing = normal_call([5, 5], [0, 9], sinks=sinks, v_mean=True)
     out, lse = checked(nothing)
     assert out[0].eq(0).all() and lse[0, 0].allclose(sinks[0]) and lse[0, 1].eq(-math.inf).all()
 
 
 def test_everything_at_once(product):
-    call = call8(
+    call = normal_call(
         [70, 70], [150, 95], Heads(4, 2, 40, 24), spare=7, v_mean=True, mean=1.0,
         alibi_slopes=torch.tensor([0.3, 0.02, 0.1, 0.0]), sinks=torch.randn(4),
     )  # fmt: skip
@@ -91,12 +91,12 @@ HEADDIMS = [(16, 16), (64, 16), (16, 64), (40, 72), (128, 128), (100, 65), (256,
 
 @pytest.mark.parametrize("headdims", sample(HEADDIMS, (16, 16), (40, 72), (256, 256)), ids=str)
 def test_head_dims(headdims, product):
-    checked(call8([40], [70], Heads(2, 1, *headdims)), causal=True)
+    checked(normal_call([40], [70], Heads(2, 1, *headdims)), causal=True)
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
 def test_output_dtypes(out_dtype):
-    out, lse = checked(call8([33], [70]), out_dtype=out_dtype)
+    out, lse = checked(normal_call([33], [70]), out_dtype=out_dtype)
     assert out.dtype == out_dtype and out.shape == (1, 33, 2, 64) and lse.dtype == FP32
 
 
@@ -107,7 +107,7 @@ TILES = [(16, 32), (32, 128), (128, 32), (64, 64), (128, 128)]
 @pytest.mark.parametrize("name", ["causal", "causal-window"])
 def test_every_tile_shape_is_right(tile, name):
     with override(fp8_fwd=Config(*tile, 4, 1)):
-        checked(call8([130, 130], [150, 97], Heads(1, 1, 32, 32)), **FEATURES[name])
+        checked(normal_call([130, 130], [150, 97], Heads(1, 1, 32, 32)), **FEATURES[name])
 
 
 PACKED = [((5, 0, 70, 33), (7, 4, 60, 50)), ((160, 30), (160, 300)), ((9, 20), (0, 30))]
@@ -117,7 +117,9 @@ PACKED = [((5, 0, 70, 33), (7, 4, 60, 50)), ((160, 30), (160, 300)), ((9, 20), (
 @pytest.mark.parametrize("lengths", PACKED, ids=str)
 def test_packed(lengths, spare, product):
     """Each sequence has scales and a mean of its own; what lies between them is NaN."""
-    call = call8(*map(list, lengths), Heads(4, 2, 32, 48), packed=True, spare=spare, v_mean=True)
+    call = normal_call(
+        *map(list, lengths), Heads(4, 2, 32, 48), packed=True, spare=spare, v_mean=True
+    )
     assert (call.extras.seqused_q is not None) == bool(spare)
     out, lse = checked(call, causal=True)
     if spare:
@@ -125,21 +127,21 @@ def test_packed(lengths, spare, product):
 
 
 def test_a_masked_row_is_zero(product):
-    call = call8([60], [40], v_mean=True, mean=1.0)
+    call = normal_call([60], [40], v_mean=True, mean=1.0)
     out, lse = checked(call, causal=True)
     assert out[:, :20].eq(0).all() and lse[:, :, :20].eq(-math.inf).all()
 
 
 def test_a_window_that_begins_behind_the_keys(product):
     """Queries whose window has passed the last key, and blocks of nothing but masked pairs."""
-    call = call8([200], [70], Heads(1, 1, 32, 32))
+    call = normal_call([200], [70], Heads(1, 1, 32, 32))
     out, _ = checked(call, window=(10, 0), causal="top_left")
     assert out[:, 80:].eq(0).all()
 
 
 def test_strides(product):
     """Heads before rows, and rows apart; V^T is contiguous by contract."""
-    call = call8([40, 40], [70, 70])
+    call = normal_call([40, 40], [70, 70])
     expected = checked(call, causal=True)
     x = call.quantized
     q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k))
@@ -157,43 +159,43 @@ def test_strides(product):
 @pytest.mark.parametrize("keys", sample([1024, 4096], 1024))
 def test_an_error_that_does_not_grow_with_a_mean_of_v(keys):
     with override(fp8_fwd=Config(128, 128, 4, 1)):
-        checked(call8([128], [keys], Heads(1, 1), mean=1.0), MEAN_1)
-        call = call8([128], [keys], Heads(1, 1), mean=1.0, v_mean=True)
+        checked(normal_call([128], [keys], Heads(1, 1), mean=1.0), MEAN_1)
+        call = normal_call([128], [keys], Heads(1, 1), mean=1.0, v_mean=True)
         checked(call, MEAN_1 / 2)
 
 
 def test_a_sink_comes_last():
     """A first key 12 above the others; with keys upwards 1.3e-1."""
     with override(fp8_fwd=Config(128, 64, 4, 1)):
-        checked(call8([128], [4096], Heads(1, 1), sink=12.0), SINK, causal=True)
+        checked(normal_call([128], [4096], Heads(1, 1), sink=12.0), SINK, causal=True)
 
 
 def test_a_sink_comes_last_in_a_window():
     """For the rows that still see it."""
-    call, seeing = call8([64], [4096], Heads(1, 1), sink=12.0), 33
+    call, seeing = normal_call([64], [4096], Heads(1, 1), sink=12.0), 33
     options = dict(causal=True, window=(4096 - 64 + seeing - 1, 0))
     with override(fp8_fwd=Config(64, 64, 4, 1)):
         out, _ = checked(call, 1.0, **options)
     exact, _ = reference(call, **options)
     norms = exact[0].flatten(1).norm(dim=1)
     assert norms[:seeing].max() < 0.1 * norms[seeing:].min()
-    assert error(out[:, :seeing], exact[:, :seeing]) < SINK
+    assert error_of(out[:, :seeing], exact[:, :seeing]) < SINK
 
 
 def test_small_probabilities_beside_a_large_one():
     """In one block: 2^-9 of the largest, which e4m3 has no normal number for without 2^8."""
-    checked(call8([64], [64], Heads(1, 1), sink=6.0))
+    checked(normal_call([64], [64], Heads(1, 1), sink=6.0))
 
 
 def test_repeats_are_bitwise():
-    call = call8([90], [150], v_mean=True)
+    call = normal_call([90], [150], v_mean=True)
     first, second = checked(call, causal=True), checked(call, causal=True)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def test_scores_of_100(product):
     """Nothing overflows: the largest P is 2^8."""
-    call = call8([40], [70])
+    call = normal_call([40], [70])
     scale = call.quantized.scales.q * 30
     x = call.quantized._replace(scales=call.quantized.scales._replace(q=scale))
     q, k, v = call.exact

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers import fp8_calls as fp8
+from helpers import fp8
 from helpers.tiers import sample
 
+from tilewise.kernels import hopper
 from tilewise.kernels.hopper.fwd import fp8_center
-from tilewise.kernels.hopper.fwd.fp8_launch import Fp8Forward
-from tilewise.problem import OPEN, Extras, Scalars
+from tilewise.problem import Extras
 from tilewise.testing import interpret, use_emulator
 from tilewise.testing.inputs import poisoned
 
@@ -25,37 +25,26 @@ def normal(*shape, seed=0, mean=0.0):
     return torch.randn(*shape, generator=generator) + mean
 
 
-def scalars_of(call: fp8.Fp8Call) -> tuple[Scalars, str]:
-    asked = call.options
-    causal, (left, right) = asked.get("causal", False), asked.get("window") or (OPEN, OPEN)
-    scale = asked.get("scale") or call.quantized.q.shape[-1] ** -0.5
-    right = 0 if causal else right
-    return Scalars(scale, asked.get("softcap") or 0.0, left, right), (
-        "top_left" if causal == "top_left" else "bottom_right"
-    )
-
-
-def run(call: fp8.Fp8Call, seed=0, out_dtype=BF16):
+def run(call, seed=0, out_dtype=BF16, **options):
     """On a GPU where the call is there."""
-    scalars, align = scalars_of(call)
-    attend = Fp8Forward(call.problem(scalars, align), scalars, out_dtype)
     if call.quantized.q.is_cuda:
+        attend = fp8.forward_of(hopper, call, out_dtype=out_dtype, **options)
         first, again = (attend(call.quantized, call.extras) for _ in range(2))
         for a, b in zip(first, again):  # by Triton's launcher, and without
             assert a.equal(b)
-        return tuple(x.cpu() for x in first)
+        return first
     with use_emulator(seed), poisoned():
-        return attend(call.quantized, call.extras)
+        return fp8.run(hopper, call, out_dtype=out_dtype, **options)
 
 
-def check(call: fp8.Fp8Call, found, limit=LIMIT):
-    out, lse = found
-    exact, exact_lse = call.reference()
-    out, lse = out.reshape(exact.shape), lse.reshape(exact_lse.shape)
-    assert fp8.error_of(out, exact) < limit
-    is_empty = exact_lse == -math.inf
-    assert (is_empty == (lse == -math.inf)).all()
-    assert (lse - exact_lse)[~is_empty].abs().max() < LSE_LIMIT
+def check(call, found, limit=LIMIT, **options):
+    exact, exact_lse = fp8.reference(call, **options)
+    assert fp8.error_of(found[0], exact) < limit
+    assert fp8.lse_error(found[1], exact_lse) < LSE_LIMIT
+
+
+def checked(call, limit=LIMIT, **options):
+    check(call, run(call, **options), limit, **options)
 
 
 CASES = {
@@ -84,25 +73,26 @@ LONG = {
 }
 
 
-def call_of(name, mean=0.0, **more):
+def case(name, mean=0.0, **how):
+    """The call of a case, and its options."""
     shapes, options = (CASES | LONG)[name]
     q, k = normal(*shapes["q"], seed=1), normal(*shapes["k"], seed=2)
     v = normal(*shapes["k"][:3], shapes.get("v", shapes["k"][3]), seed=3, mean=mean)
-    return fp8.batch_of(q, k, v, **options, **more)
+    return fp8.call_of(zip(q, k, v), **how), options
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64(name):
-    call = call_of(name)
-    check(call, run(call))
+    call, options = case(name)
+    checked(call, **options)
 
 
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*CASES, *LONG])
 def test_against_fp64_on_a_gpu(name):
-    call = call_of(name)
-    check(call, run(call.to("cuda")))
+    call, options = case(name, device="cuda")
+    checked(call, **options)
 
 
 @needs_hopper
@@ -112,16 +102,14 @@ def test_against_fp64_on_a_gpu(name):
 def test_an_error_that_does_not_grow_on_a_gpu(headdim, seqlen_k):
     """V of mean 1: raw, and with its mean taken off."""
     for mean in (False, True):
-        call = around_one(headdim, seqlen_k, v_mean=mean)
-        check(call, run(call.to("cuda")), 5e-3)
+        checked(around_one(headdim, seqlen_k, v_mean=mean, device="cuda"), 5e-3)
 
 
 @needs_hopper
 @pytest.mark.gpu
 def test_repeats_are_bitwise_on_a_gpu():
-    call = call_of("long").to("cuda")
-    scalars, align = scalars_of(call)
-    attend = Fp8Forward(call.problem(scalars, align), scalars, BF16)
+    call, options = case("long", device="cuda")
+    attend = fp8.forward_of(hopper, call, out_dtype=BF16, **options)
     first = attend(call.quantized, call.extras)
     for _ in range(50):
         for a, b in zip(first, attend(call.quantized, call.extras)):
@@ -135,28 +123,27 @@ def test_a_needle_is_found_on_a_gpu():
     q, k, v = (normal(1, n, 1, 128, seed=i) for i, n in enumerate((64, 131072, 131072)))
     k[:, 77777] = 6 * q.mean(1) / q.mean(1).norm() * 128**0.5 / 4
     q[:] = k[:, 77777:77778]
-    call = fp8.batch_of(q, k, v)
-    out, _ = run(call.to("cuda"))
-    assert fp8.error_of(out, call.reference()[0]) < LIMIT
+    call = fp8.call_of(zip(q, k, v), device="cuda")
+    assert fp8.error_of(run(call)[0], fp8.reference(call)[0]) < LIMIT
 
 
 @pytest.mark.parametrize("seed", sample(range(8), 2))
 def test_by_other_schedules(seed):
     """The emulator draws when copies land and matmuls read; the result is the same bits."""
-    call = call_of("causal")
-    for a, b in zip(run(call), run(call, seed=seed + 1)):
+    call, options = case("causal")
+    for a, b in zip(run(call, **options), run(call, seed=seed + 1, **options)):
         assert a.equal(b)
 
 
 def test_slopes_and_sinks():
-    options = dict(alibi_slopes=torch.tensor([0.1, 0.3]), sinks=torch.tensor([2.0, -1.0]))
-    call = call_of("causal", **options)
-    check(call, run(call))
+    tensors = dict(alibi_slopes=torch.tensor([0.1, 0.3]), sinks=torch.tensor([2.0, -1.0]))
+    call, options = case("causal", **tensors)
+    checked(call, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_outputs(dtype):
-    call = call_of("full")
+    call, _ = case("full")
     out, lse = run(call, out_dtype=dtype)
     assert out.dtype == dtype
     check(call, (out, lse))
@@ -164,32 +151,23 @@ def test_other_outputs(dtype):
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, 4.0])])
 def test_the_mean_of_v_is_added(sinks):
-    call = call_of("causal", mean=3.0, v_mean=True, sinks=sinks)
-    check(call, run(call), 5e-3)
+    call, options = case("causal", mean=3.0, v_mean=True, sinks=sinks)
+    checked(call, 5e-3, **options)
 
 
 def test_a_sequence_of_unused_keys():
     """NaN in rows that are not in use changes nothing."""
-    lengths = torch.tensor([129, 0], dtype=torch.int32)
-    call = call_of("causal", seqused_k=lengths)
-    poisoned_k = call.quantized.k.clone()
-    for b, n in enumerate(lengths.tolist()):
-        poisoned_k[b, n:] = math.nan
-    spoiled = call._replace(quantized=call.quantized._replace(k=poisoned_k))
-    found = run(spoiled)
-    check(call, found)
+    call = fp8.normal_call([300, 300], [129, 0], fp8.Heads(2, 2, 128, 128), spare=171)
+    assert call.quantized.k[0, 129:].isnan().all() and call.quantized.k.shape[1] == 300
+    found = run(call, causal=True)
+    check(call, found, causal=True)
     assert (found[0][1] == 0).all()
 
 
 def test_packed_sequences():
-    lengths = (5, 7), (130, 129), (0, 3), (70, 300), (9, 0)
-    parts = [
-        (normal(m, 2, 64, seed=i), normal(n, 2, 64, seed=i + 9), normal(n, 2, 64, seed=i + 19))
-        for i, (m, n) in enumerate(lengths)
-    ]
+    call = fp8.normal_call([5, 130, 0, 70, 9], [7, 129, 3, 300, 0], packed=True)
     for causal in (False, True):
-        call = fp8.packed_of(parts, causal=causal)
-        check(call, run(call))
+        checked(call, causal=causal)
 
 
 def test_a_sink_comes_last():
@@ -200,61 +178,76 @@ def test_a_sink_comes_last():
     k[..., 0] = 0.0
     k[:, 0] = 0.0
     k[:, 0, :, 0] = 12 * 128**0.5 / 4.0
-    call = fp8.batch_of(q, k, v, causal=True)
-    check(call, run(call), 3.5e-2)
+    checked(fp8.call_of(zip(q, k, v)), 3.5e-2, causal=True)
 
 
-def around_one(headdim, seqlen_k, **more):
+def around_one(headdim, seqlen_k, **how):
     q, k = normal(1, 64, 1, headdim, seed=1), normal(1, seqlen_k, 1, headdim, seed=2)
     v = normal(1, seqlen_k, 1, headdim, seed=3, mean=1.0)
-    return fp8.batch_of(q, k, v, **more)
+    return fp8.call_of(zip(q, k, v), **how)
 
 
 @pytest.mark.parametrize("seqlen_k", [1024, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("headdim", [128, 256])
 def test_a_large_sum_loses_nothing(headdim, seqlen_k):
     """V of mean 1: the error does not grow with the keys."""
-    call = around_one(headdim, seqlen_k)
-    check(call, run(call), 5e-3)
-    mean = around_one(headdim, seqlen_k, v_mean=True)
-    check(mean, run(mean), 5e-3)
+    checked(around_one(headdim, seqlen_k), 5e-3)
+    checked(around_one(headdim, seqlen_k, v_mean=True), 5e-3)
 
 
 def test_the_tensor_cores_alone_would_lose_it():
     """Without a mean that is subtracted: an H200 was measured to be 1.0 % off."""
     call = around_one(256, 1024)
-    scalars, align = scalars_of(call)
     out, lse = torch.empty(1, 64, 1, 256, dtype=BF16), torch.empty(1, 1, 64)
     with use_emulator():
-        attend = Fp8Forward(call.problem(scalars, align), scalars, BF16)
+        attend = fp8.forward_of(hopper, call, out_dtype=BF16)
         attend.launch(call.quantized, call.extras, None, out, lse)
-    assert 8e-3 < fp8.error_of(out, call.reference()[0]) < 1.3e-2
+    assert 8e-3 < fp8.error_of(out, fp8.reference(call)[0]) < 1.3e-2
 
 
 def test_a_mean_of_nan_is_left_out():
     """A key that is NaN reaches the tiles that visit its block, and no other ones."""
     q, k = normal(1, 300, 1, 256, seed=1), normal(1, 300, 1, 256, seed=2)
-    call = fp8.batch_of(q, k, normal(1, 300, 1, 256, seed=3, mean=1.0), causal=True)
+    call = fp8.call_of(zip(q, k, normal(1, 300, 1, 256, seed=3, mean=1.0)))
     v_t = call.quantized.v_t.clone()
     v_t[:, :, 5, 256] = math.nan
-    out, _ = run(call._replace(quantized=call.quantized._replace(v_t=v_t)))
+    out, _ = run(call._replace(quantized=call.quantized._replace(v_t=v_t)), causal=True)
     assert out[:, :256].isfinite().all() and out[:, 299, 0, 5].isnan()
 
 
-@pytest.mark.parametrize("lengths", ["", "used", "packed"])
+@pytest.mark.parametrize("lengths", ["", "used", "packed", "wrong", "wrong packed"])
 def test_the_mean_of_v_is_that_of_its_keys(lengths, monkeypatch):
-    """The kernel, by the interpreter."""
+    """The kernel, by the interpreter. Lengths past the keys end with them."""
     v_t = normal(3, 2, 40, 384, seed=4, mean=1.0).to(fp8.FP8)
     used = torch.tensor([300, 129, 0], dtype=torch.int32)
     starts = torch.tensor([0, 100, 130], dtype=torch.int32)  # columns 0 to 127, and 128 to 255
-    extras = {
-        "": Extras(),
-        "used": Extras(seqused_k=used),
-        "packed": Extras(cu_seqlens_q=starts, cu_seqlens_k=starts),
+    given = {
+        "": {},
+        "used": dict(seqused_k=used),
+        "packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts),
+        "wrong": dict(seqused_k=used + 10**6),
+        "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts * 10**6),
     }[lengths]
-    v_t = v_t[:1] if lengths == "packed" else v_t
-    expected = fp8_center.center_of(v_t, 384, extras)
+    seqlen_k = 130 if "packed" in lengths else 384
+    meant = {
+        "wrong": dict(seqused_k=torch.full_like(used, 384)),
+        "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts.new_tensor([0, 130, 130])),
+    }.get(lengths, given)
+    v_t = v_t[:1] if "packed" in lengths else v_t
+    expected = fp8_center.center_of(v_t, seqlen_k, Extras(**meant))
     found = torch.full_like(expected, math.nan)
     monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
-    fp8_center.launch_center(v_t, found, 384, extras)
+    fp8_center.launch_center(v_t, found, seqlen_k, Extras(**given))
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_of_heads_2_to_31_elements_apart(monkeypatch):
+    """Memory that is not touched takes none."""
+    heads, apart = 9, 1 << 28
+    memory = torch.empty(heads * apart, dtype=torch.uint8)
+    v_t = memory.as_strided((1, heads, 1, 128), (heads * apart, apart, apart, 1)).view(fp8.FP8)
+    v_t.copy_(torch.arange(1.0, heads + 1)[:, None, None].expand(v_t.shape))
+    found = torch.full((1, heads, 1), math.nan)
+    monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
+    fp8_center.launch_center(v_t, found, 128, Extras())
+    assert found.flatten().tolist() == list(range(1, heads + 1))

@@ -146,7 +146,7 @@ def attention(
             bits there is no dropout, bias, block_mask and score_mod, and no gradient, but for
             `split_size` alone.
         q_descale: fp32, q of float8_e4m3fn times this is what is meant: (), (nheads_k,) or (batch,
-            nheads_k), and so are k_descale and v_descale beside it; None is 1.
+            nheads_k), and so are k_descale and v_descale beside it, none negative; None is 1.
         k_descale: fp32, k of 8 bits times this is what is meant: one number (), one for each key
             head (nheads_k,), each sequence and key head (batch, nheads_k), or each row, shaped as k
             without headdim; None is 1. Scales of unused rows may be anything.
@@ -195,6 +195,8 @@ def attention(
             *((causal, scale, window, softcap), max_seqlen_q, layout),
             *(out_dtype, backward, backend),
         )
+        check_bounds(max_seqlen_q, max_seqlen_k)
+        check_flag("deterministic", deterministic)
         return_lse = check_flag("return_lse", return_lse)
         found = fp8.attend(q, k, v, asked, return_lse)
         return found if return_lse else found[0]

@@ -112,6 +112,7 @@ def flash_attn_func(
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *given):
+        check_flag("deterministic", deterministic)
         found = _attend_fp8(
             *(inputs, descales, (None, None, None, None), score_args),
             *((_flag(causal), softmax_scale, window_size, softcap), None, out_dtype),
@@ -216,6 +217,7 @@ def flash_attn_varlen_func(
     of_keys = descales[1:] if block_table is None else ()  # pages have scales over 16-bit q, too
     given = q_descale, out_dtype, *of_keys
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *given):
+        check_flag("deterministic", deterministic)
         refused = ("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)
         found = _attend_fp8(
             *(inputs, descales, lengths, score_args),

@@ -115,6 +115,12 @@ def check_quantized(x: Quantized, sequences: int) -> None:
     named = [(f"scales.{name}", s, (sequences, nheads_k)) for name, s in x.scales._asdict().items()]
     named.append(("k_mean", x.k_mean, (sequences, nheads_k, headdim)))
     named.append(("v_mean", x.v_mean, (sequences, nheads_k, shape[2])))
+    for name, t, _ in named:
+        if t is not None and t.dtype != torch.float32:
+            raise ArgumentError(
+                f"{name} of a Quantized is {t.dtype}: it must be float32, as tilewise.quantize "
+                "returns it"
+            )
     if shape[3] not in allowed:
         named.append(("v_t", x.v_t, (*shape[:3], columns_of(total))))
     for name, t, asked in named:

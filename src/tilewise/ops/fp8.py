@@ -16,6 +16,7 @@ from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rotate_back, r
 from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
 from . import attention as ops
 from .attention import needs_dispatcher
+from .calls import entry_of
 from .context_parallel import refuse_shards
 from .late import register_late
 from .quantize import quantizer_for
@@ -123,8 +124,9 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     if not call.is_transposed:
         module = quantizer_for(v_t)
         v_t = module.transposed_values(v_t, extras.seqused_k, extras.cu_seqlens_k)
-    scales = Scales(inputs.q_scale, inputs.k_scale, inputs.v_scale)
-    given = Quantized(inputs.q, inputs.k, v_t, scales, None, inputs.v_mean)
+    # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
+    numbers = [x if x is None or x.is_contiguous() else x.contiguous() for x in inputs[3:]]
+    given = Quantized(inputs.q, inputs.k, v_t, Scales(*numbers[:3]), None, numbers[3])
     return forward(given, extras)
 
 
@@ -169,7 +171,20 @@ def _parsed(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
 
 
 def _kernel(*args):
-    return _run(*_parsed(args))
+    return _run(*_known(args))
+
+
+def _known(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
+    """`_parsed` with a call that is cached by signature, for compiled graphs, which do not pass
+    through `frontend.fp8.attend`.
+    """
+    tensors, flags = args[: INPUTS + 6], args[INPUTS + 6 :]
+    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "fp8", *flags)
+    if entry is None:
+        return _parsed(args)
+    if entry.fp8 is None:
+        entry.fp8 = _parsed(args)[0]
+    return entry.fp8, Inputs(*tensors[:INPUTS]), Extras(*tensors[INPUTS:])
 
 
 def _fake(*args):

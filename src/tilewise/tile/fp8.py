@@ -28,6 +28,15 @@ def from_e4m3(bits):
 
 
 @triton.jit
+def unit_of(q_scale, k_scale):
+    """What Q K^T of 8-bit numbers is multiplied with. Not 0, as of tensors that are all 0: a hidden
+    score is -inf, and times 0 it would be NaN. Scores in so small a unit are below 2^-54.
+    """
+    unit = q_scale * k_scale
+    return tl.where(tl.abs(unit) < 8.271806125530277e-25, 8.271806125530277e-25, unit)  # 2^-80
+
+
+@triton.jit
 def quantize(x, scale, IS_INT: tl.constexpr):
     """x / scale, rounded to nearest even and saturated: int8, where NaN is 0, or the bits of e4m3
     as uint8.

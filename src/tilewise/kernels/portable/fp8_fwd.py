@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import key_blocks
+from ...tile.fp8 import unit_of
 from ...tile.schedule import find_query_tile
 from ...tile.seqlen import modifiers_of, offsets_of, sequence_of
 from ...tile.softmax import finish, load_sink
@@ -69,8 +70,8 @@ def fp8_fwd_kernel(
     m_start = m_block * BLOCK_M
     q_idx = m_start + tl.arange(0, BLOCK_M)
     head_k = head // FEATURES.GROUP
-    unit = load_number(quantization.q, sequence, head_k)
-    unit = unit * load_number(quantization.k, sequence, head_k)
+    q_scale = load_number(quantization.q, sequence, head_k)
+    unit = unit_of(q_scale, load_number(quantization.k, sequence, head_k))
     modifiers, numbers = modifiers_of(optionals), in_units(numbers, unit)
     seq = sequence_of(sequence, head, sizes, optionals, modifiers, numbers, FEATURES)
     offsets = offsets_of(sequence, sizes, optionals, FEATURES)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from ....problem import Extras
+from ....tile.bounds import clamp
+from ....tile.seqlen import padded_row, rows_of
 from ...common.building import on_device
 from ...common.quantized import COLUMNS, columns_of
 
@@ -30,7 +32,7 @@ def center_of(v_t: Tensor, seqlen_k: int, extras: Extras) -> Tensor:
         if starts is not None:
             row, first = 0, (int(starts[b]) // COLUMNS + b) * COLUMNS
             keys = int(starts[b + 1] - starts[b])
-        keys = keys if used is None else int(used[b])
+        keys = keys if used is None else min(int(used[b]), keys)
         sums = v_t[row, :, :, first : first + columns_of(keys)].float().sum(-1)
         center[b] = (sums / max(keys, 1)).nan_to_num(0.0)
     return center
@@ -40,7 +42,7 @@ def launch_center(v_t: Tensor, center: Tensor, seqlen_k: int, extras: Extras) ->
     """Launches the kernel."""
     sequences, nheads_k, headdim_v = center.shape
     lengths = extras.cu_seqlens_k, extras.seqused_k, seqlen_k
-    grid = triton.cdiv(headdim_v, ROWS), nheads_k, sequences
+    grid = sequences, nheads_k, triton.cdiv(headdim_v, ROWS)
     constants = dict(ROWS=ROWS, BLOCK=BLOCK, COLUMNS=COLUMNS)
     with on_device(v_t.device):
         center_kernel[grid](v_t, *v_t.stride()[:3], center, *lengths, headdim_v, **constants)
@@ -61,16 +63,16 @@ def center_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    head, sequence = tl.program_id(1), tl.program_id(2)
-    offs_d = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    offs_d = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     keys, first, batch = seqlen_k, 0, sequence
     if cu_seqlens_k is not None:
-        first_k = tl.load(cu_seqlens_k + sequence)
-        keys = tl.load(cu_seqlens_k + sequence + 1) - first_k
-        first, batch = (first_k // COLUMNS + sequence) * COLUMNS, 0
+        first_k, keys = rows_of(cu_seqlens_k, sequence, sequence + 1, seqlen_k)
+        first, batch = padded_row(first_k, sequence, COLUMNS), 0
     if seqused_k is not None:
-        keys = tl.load(seqused_k + sequence)
-    rows = v_t + batch.to(tl.int64) * by_batch + head * by_head + offs_d.to(tl.int64) * by_row
+        keys = clamp(tl.load(seqused_k + sequence), 0, keys)
+    of_head = tl.cast(batch, tl.int64) * by_batch + head.to(tl.int64) * by_head
+    rows = v_t + of_head + offs_d.to(tl.int64) * by_row
     exists = (offs_d < headdim_v)[:, None]
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, keys, BLOCK):

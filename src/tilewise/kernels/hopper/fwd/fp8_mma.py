@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ....tile.fp8 import unit_of
 from ....tile.score import exp_scale
 from ....tile.seqlen import modifiers_of
 from ....tile.types import Lengths, Numbers, Sequence
@@ -102,7 +103,7 @@ def attend_partition(
     wait_full(kv_ring, state, pred=has_tile)
     q_tile = q_ring.buffers.index(q_state.stage)
     pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
-    unit = unit_of(work, scales, FEATURES, TILE)
+    unit = load_unit(work, scales, FEATURES, TILE)
     tile = open_rows(work, rows, call, FEATURES, TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     if has_tile:
@@ -164,7 +165,7 @@ def attend_partition(
         signal_pingpong(pingpong, WG)
         phase ^= 1
         pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
-        unit = unit_of(upcoming, scales, FEATURES, TILE)
+        unit = load_unit(upcoming, scales, FEATURES, TILE)
         tile = open_rows(upcoming, rows, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
         s, m_begun = scores_of(s, tile, 0, no_max, unit, call, FEATURES, TILE)
@@ -289,12 +290,12 @@ def place_of_scale(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def unit_of(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """What Q K^T of 8-bit numbers is multiplied with."""
+def load_unit(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """What Q K^T of a tile is multiplied with."""
     at = place_of_scale(work, scales, FEATURES, TILE)
     is_tile = work.start != END
     q_scale = gl.load(scales.q + at, mask=is_tile, other=0.0)
-    return q_scale * gl.load(scales.k + at, mask=is_tile, other=0.0)
+    return unit_of(q_scale, gl.load(scales.k + at, mask=is_tile, other=0.0))
 
 
 @gluon.jit
