@@ -28,10 +28,9 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## What has to travel
 #
-# A sequence of a million tokens does not fit beside the activations of its layers on one GPU. So
-# each process, a **rank**, has some of the tokens: a **shard**. Norms, projections and the MLP
-# compute on a token alone, and nothing changes for them. Attention does not: a query sees keys of
-# other ranks.
+# The activations of a million tokens do not fit on one GPU. So each process, a **rank**, has some
+# of the tokens: a **shard**. Norms, projections and the MLP compute on a token alone, and nothing
+# changes for them. Attention does not: a query sees keys of other ranks.
 #
 # Either queries go to the keys, and outputs come back with their log-sum-exp, or keys and values go
 # to the queries. Count elements for one token, with headdim 128:

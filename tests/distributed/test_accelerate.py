@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.processes import run
+from torch.utils.checkpoint import checkpoint
 
 import tilewise.distributed as td
 
@@ -61,7 +62,7 @@ def alone():
     return torch.stack(losses), [x.detach() for x in model.parameters()]
 
 
-def accelerated(rank, losses, weights):
+def accelerator_of(rank):
     ranks = dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     names |= dict(MASTER_ADDR="localhost", MASTER_PORT=0)  # of a group that is there already
@@ -70,6 +71,11 @@ def accelerated(rank, losses, weights):
 
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == ranks and accelerator.process_index == rank
+    return accelerator
+
+
+def accelerated(rank, losses, weights):
+    accelerator = accelerator_of(rank)
     model, optimizer, batches = setup()
     found = torch.stack(train(accelerator, model, optimizer, batches))
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
@@ -82,3 +88,37 @@ def test_losses_and_weights_are_those_of_one_process():
     initial = setup()[0].parameters()
     assert max((x - y).abs().max() for x, y in zip(weights, initial)) > 1e-2
     run(accelerated, 2, losses, weights)
+
+
+class Recomputed(torch.nn.Module):
+    """A layer that keeps its input alone, and computes the rest again in the backward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def summed_squares(model, ids, positions):
+    return model(ids, positions).square().sum()
+
+
+def recomputed(rank, expected):
+    accelerator, (model, _, batches) = accelerator_of(rank), setup()
+    model.layers = torch.nn.Sequential(*map(Recomputed, model.layers))
+    prepared, layout = accelerator.prepare(model), td.zigzag(SEQLEN)
+    with td.context_parallel(layout):
+        loss = summed_squares(prepared, layout.shard(batches[0]), layout.positions)
+        accelerator.backward(loss * accelerator.num_processes)
+    for weight, grad in zip(model.parameters(), expected):
+        torch.testing.assert_close(weight.grad, grad, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_a_checkpointed_model_inside_of_the_context():
+    model, _, batches = setup()
+    loss = summed_squares(model, batches[0], torch.arange(SEQLEN))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    assert min(x.abs().max() for x in expected) > 1e-2
+    run(recomputed, 2, expected)
