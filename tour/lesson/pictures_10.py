@@ -6,7 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
+
+import tilewise
 
 from . import DEVICE, ON_GPU, show
 from . import listing as listing
@@ -18,8 +21,6 @@ LIMIT = 120.0  # seconds for all processes
 
 def tiles(found):
     """Prints and draws the tiles of each rank, by layout; returns how many there are."""
-    import matplotlib.pyplot as plt
-
     counts = {kind: [len(x) for x in of_ranks] for kind, of_ranks in found.items()}
     fig, axes = plt.subplots(1, len(found), figsize=(8, 3.6), sharey=True)
     for ax, (kind, of_ranks) in zip(axes, found.items()):
@@ -62,8 +63,6 @@ def on_ranks(ranks, inputs, how):
 
 def calls(fold, seqlen=4096):
     """Attention of queries to one shard, and a fold of what it gives."""
-    import tilewise
-
     q, k, v = torch.randn(3, 1, seqlen, 16, 128, device=DEVICE).bfloat16().unbind(0)
     state, part = (
         (torch.randn(16 * seqlen, 128, device=DEVICE), torch.randn(16 * seqlen, device=DEVICE))
