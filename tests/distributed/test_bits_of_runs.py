@@ -10,7 +10,7 @@ import torch
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed import packed_runs, rows
-from tilewise.distributed.asked import Asked, check
+from tilewise.distributed.call_spec import CallSpec, check
 from tilewise.distributed.halves import Arena
 from tilewise.distributed.memory import Files
 from tilewise.distributed.stream import by_runs
@@ -75,21 +75,21 @@ def test_the_bits_of_a_run(name, kind):
         total = [torch.zeros(k.shape), torch.zeros(v.shape)]
         for rank in range(RANKS):
             mine = layout.at(rank)
-            asked = Asked(mine, **options)
+            spec = CallSpec(mine, **options)
             local = [mine.shard(x) for x in (q, k, v, dout)]
-            asked = check(asked, *local[:3])
+            spec = check(spec, *local[:3])
             keys = rows.Keys(k, v, arena, (None,) * len(mine.spans))
-            backend = rows.backend_of_runs(asked, *local[:3])
+            backend = rows.backend_of_runs(spec, *local[:3])
             assert backend == "hopper"
-            way = by_runs(asked, local[0])
+            way = by_runs(spec, local[0])
             if name != "full":  # of which as many keys may be copied as are too many
                 assert (way is packed_runs) == (len(mine.spans) > 2 and name not in LOOPS)
-            found = way.attend(asked, local[0], keys, backend)
+            found = way.attend(spec, local[0], keys, backend)
             assert torch.equal(found[0], mine.shard(out)), f"out of rank {rank}"
             assert torch.equal(found[1], mine.shard(lse, 2)), f"lse of rank {rank}"
             if name in ("causal", "window", "documents", "full"):
                 saved = Saved(local[3], None, local[0], k, v, *found)
-                partial = way.gradients(asked, saved, keys)
+                partial = way.gradients(spec, saved, keys)
                 assert partial.dk.dtype == torch.float32
                 for whole, part in zip(total, (partial.dk, partial.dv)):
                     whole += part
@@ -108,16 +108,16 @@ def test_the_bits_of_a_run(name, kind):
 def test_cpus_promise_no_bits_of_runs():
     q, k, v, _, options, _ = made()
     layout = td.zigzag(SEQLEN, RANKS)
-    asked = check(Asked(layout, **options), *(layout.shard(x) for x in (q, k, v)))
-    assert rows.backend_of_runs(asked, q, k, v) is None
+    spec = check(CallSpec(layout, **options), *(layout.shard(x) for x in (q, k, v)))
+    assert rows.backend_of_runs(spec, q, k, v) is None
 
 
 def test_pieces_begin_at_a_block_of_the_sequence():
     layout = td.from_positions([torch.arange(500, 900), torch.arange(500)], RANKS).packed(
         (0, 37, 900)
     )
-    asked = Asked(layout, causal=True, window=(100, 0))
+    spec = CallSpec(layout, causal=True, window=(100, 0))
     (span,) = layout.spans
-    piece = rows.piece_of(asked, span)
+    piece = rows.piece_of(spec, span)
     assert (piece.keys.start - 37) % rows.BLOCK == 0
     assert 400 - rows.BLOCK < piece.keys.start <= 400 and piece.keys.stop == 900

@@ -195,6 +195,18 @@ def without_scale(q, k_mean, scale):
     return q @ k_mean
 
 
+def neighbouring_chunks(rank, ranks):
+    return 2 * rank, 2 * rank + 1
+
+
+def every_nth_chunk(rank, ranks):
+    return rank, rank + ranks
+
+
+def window_of_each_run(runs, window):
+    return sum(min(start, window) for start, _ in runs)
+
+
 # lesson, check, the answer, wrong ones
 EXERCISES = [
     ("00", "sectors", "sectors_from", [without_first]),
@@ -219,6 +231,8 @@ EXERCISES = [
     ("08", "share_prefix", "share_prefix", [lambda table, pages: table, other_pages]),
     ("09", "hadamard", "hadamard", [unscaled, one_step]),
     ("09", "shift_of_lse", "shift_of_lse", [without_scale, lambda q, k_mean, scale: 0.0]),
+    ("10", "chunks", "chunks_of", [neighbouring_chunks, every_nth_chunk]),
+    ("10", "rows_to_pull", "rows_to_pull", [window_of_each_run, lambda runs, window: window]),
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import tilewise
 import tilewise.distributed as td
 
-from ..distributed.asked import Asked
+from ..distributed.call_spec import CallSpec
 from ..distributed.rows import gradients_of
 from ..problem import Saved
 from .peers import Absent
@@ -139,9 +139,9 @@ def _backward(
     deterministic,
 ):
     """flash-attn's, which writes to dq, dk and dv."""
-    asked = Asked(td.contiguous(0, 1), causal=causal, scale=softmax_scale)
+    spec = CallSpec(td.contiguous(0, 1), causal=causal, scale=softmax_scale)
     saved = Saved(dout.contiguous(), None, q, k, v, out, softmax_lse.contiguous())
-    found = gradients_of(asked, saved, "bottom_right", *asked.sides)
+    found = gradients_of(spec, saved, "bottom_right", *spec.sides)
     for written, x in zip((dq, dk, dv), found):
         written.copy_(x)
 

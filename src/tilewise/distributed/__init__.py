@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from .attention import attention
 from .context import context_parallel
-from .deal import contiguous, documents, from_positions, striped, zigzag
 from .failure import RankLost, RankMismatch
 from .layout import Layout
+from .partition import contiguous, documents, from_positions, striped, zigzag
 from .plan import Plan, plan
 
 if TYPE_CHECKING:

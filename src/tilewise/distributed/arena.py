@@ -46,17 +46,17 @@ def _on_gpus(group: Any, device: torch.device) -> Arena:
     from .device_arena import DeviceArena
     from .device_barrier import PAD, DeviceBarrier
 
-    host, asked, reasons = Barrier(group), f"tilewise.distributed on {device.type}", []
+    host, signature, reasons = Barrier(group), f"tilewise.distributed on {device.type}", []
     kinds: tuple[Memory, ...] = Symmetric(group, device), Ipc(device)
     for memory in kinds:
         pads, reason = [], ""
         try:
-            pads = memory.allocate(host, PAD, asked)
+            pads = memory.allocate(host, PAD, signature)
         except (RuntimeError, ImportError, AttributeError) as error:
             if host.lost is not None:
                 raise
             reason = f"{type(error).__name__}: {error}"
-        found = host.wait(f"{asked}, by {type(memory).__name__}", reason)
+        found = host.wait(f"{signature}, by {type(memory).__name__}", reason)
         if not any(found):
             return DeviceArena(DeviceBarrier(host, device, pads), memory, device)
         reasons += [f"{type(memory).__name__}: {x}" for x in found if x]

@@ -16,7 +16,7 @@ from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.context_parallel import unsharded
 from . import dtensor, operator
-from .asked import Asked, check
+from .call_spec import CallSpec, check
 from .layout import Layout
 from .methods import arena_for, attend
 
@@ -110,11 +110,11 @@ def attention(
     inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
     numbers = causal, scale, window, softcap
     learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
-    asked = Asked(layout, *numbers, *learned, deterministic, backend, bitwise)
+    spec = CallSpec(layout, *numbers, *learned, deterministic, backend, bitwise)
     if operator.is_traced(*inputs):
         _refuse(others)
         inputs = _ordered(inputs, order, is_packed)
-        out, lse = operator.attention(asked, method, *inputs)
+        out, lse = operator.attention(spec, method, *inputs)
     else:
         arena = arena_for(layout, q.device)
         reporting = contextlib.nullcontext() if arena is None else arena.reporting()
@@ -122,7 +122,7 @@ def attention(
             _refuse(others)
             inputs = _ordered(inputs, order, is_packed)
             return_lse = check_flag("return_lse", return_lse)
-            out, lse = attend(arena, check(asked, *inputs), method, inputs, return_lse)
+            out, lse = attend(arena, check(spec, *inputs), method, inputs, return_lse)
     if is_packed:
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     elif order == "bhsd":

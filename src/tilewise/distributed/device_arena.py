@@ -31,19 +31,19 @@ class DeviceArena(Arena):
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
 
-    def publish(self, nbytes: int, asked: str) -> Tensor:
+    def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
         self._follow()
         if nbytes > self.room:
             # All ranks have come here, or none: else some would wait for others to grow
-            self.barrier.wait(f"{asked}, for which the arena grows", is_new=True)
-        return super().publish(nbytes, asked)
+            self.barrier.wait(f"{signature}, for which the arena grows", is_new=True)
+        return super().publish(nbytes, signature)
 
-    def grow(self, nbytes: int, asked: str) -> None:
+    def grow(self, nbytes: int, signature: str) -> None:
         synchronize(self.device)
-        self.barrier.host.wait(asked)  # no rank reads the blocks that go
+        self.barrier.host.wait(signature)  # no rank reads the blocks that go
         self.blocks = []
-        self.blocks = self.memory.allocate(self.barrier.host, nbytes, asked)
+        self.blocks = self.memory.allocate(self.barrier.host, nbytes, signature)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

@@ -44,32 +44,32 @@ class DeviceBarrier:
         """Why no further call can be made."""
         return self.host.lost
 
-    def wait(self, asked: str, is_new: bool = False) -> None:
+    def wait(self, signature: str, is_new: bool = False) -> None:
         """What this rank's stream does next follows what each rank's did before this barrier. Waits
         on the host where the call is new, or said to be.
         """
         self.check()
-        fingerprint = self.known.get(asked)
+        fingerprint = self.known.get(signature)
         if fingerprint is None:
-            fingerprint, is_new = self._introduce(asked), True
+            fingerprint, is_new = self._introduce(signature), True
         self.number += 1
         self.signals.barrier(self.number, fingerprint, self.timeout.total_seconds())
         if is_new:
             synchronize(self.device)
-            self.check(asked)
+            self.check(signature)
 
-    def check(self, asked: str = "") -> None:
+    def check(self, signature: str = "") -> None:
         """Raises what a barrier has found since the last check. Asks no device."""
         if self.lost is not None:
             raise RankLost(f"{self.lost}; make a new process group")
         if int(self.signals.report[0]):
-            self._fail(asked)
+            self._fail(signature)
         if self.is_broken:
-            self._resume(asked)
+            self._resume(signature)
 
-    def catch_up(self, asked: str) -> None:
+    def catch_up(self, signature: str) -> None:
         """After `abandon`, before this rank's memory is written to again."""
-        self.check(asked)
+        self.check(signature)
 
     def abandon(self, error: BaseException) -> None:
         """Leaves an error for the ranks that wait, and waits for none of them."""
@@ -83,16 +83,16 @@ class DeviceBarrier:
         """NaN in x if a barrier before has failed, so that nothing false is taken for a result."""
         self.signals.poison(x)
 
-    def _introduce(self, asked: str) -> int:
+    def _introduce(self, signature: str) -> int:
         """The fingerprint of a call, with its text left for those that call another."""
         if len(self.known) >= KNOWN:
             self.known.clear()
-        found = max(RAISED + 1, zlib.crc32(asked.encode()) & 0x7FFFFFFF)
-        self.store.set(self._text(found), asked)
-        self.known[asked] = found
+        found = max(RAISED + 1, zlib.crc32(signature.encode()) & 0x7FFFFFFF)
+        self.store.set(self._text(found), signature)
+        self.known[signature] = found
         return found
 
-    def _fail(self, asked: str) -> NoReturn:
+    def _fail(self, signature: str) -> NoReturn:
         """Raises for the barrier that failed."""
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, words = self.signals.found()
@@ -109,7 +109,7 @@ class DeviceBarrier:
             raise RankLost(self.host.lost)
         self.is_broken = True
         said = [word & 0x7FFFFFFF for word in words]
-        earlier = "" if asked else f" (in call {number}, of which this is the next)"
+        earlier = "" if signature else f" (in call {number}, of which this is the next)"
         for rank, fingerprint in enumerate(said):
             if fingerprint == RAISED:
                 why = self._text_of(self._raised(rank, number))
@@ -121,7 +121,7 @@ class DeviceBarrier:
             f"rank {first} called {self._said(said[first])}{earlier}"
         )
 
-    def _resume(self, asked: str) -> None:
+    def _resume(self, signature: str) -> None:
         """After a failure that left all ranks alive: the ranks have run ahead by different numbers
         of barriers, and go on from the largest.
         """

@@ -54,31 +54,31 @@ class Published:
         return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
-def publish(arena: Arena, asked: str, tensors: Sequence[Tensor], layout: Layout) -> Published:
+def publish(arena: Arena, signature: str, tensors: Sequence[Tensor], layout: Layout) -> Published:
     """Publishes this rank's rows, and returns once all ranks have; on GPUs, once what the stream
-    does next comes after that. `asked` names the call.
+    does next comes after that. `signature` is that of the call.
     """
-    return publish_rows(arena, asked, tensors, layout.counts)
+    return publish_rows(arena, signature, tensors, layout.counts)
 
 
 def publish_rows(
-    arena: Arena, asked: str, tensors: Sequence[Tensor], counts: Sequence[int]
+    arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
 ) -> Published:
     """The same of any numbers of rows."""
-    return publish_parts(arena, asked, [x.unsqueeze(0) for x in tensors], counts)
+    return publish_parts(arena, signature, [x.unsqueeze(0) for x in tensors], counts)
 
 
 def publish_parts(
-    arena: Arena, asked: str, tensors: Sequence[Tensor], counts: Sequence[int]
+    arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
 ) -> Published:
     """The same of tensors in parts, of which each rank pulls one: (parts, rows, ...). Parts are
     contiguous where they are published, so that DMA pulls them.
     """
     published = Published(arena, tensors, counts)
-    arena.publish(published.nbytes, asked)
+    arena.publish(published.nbytes, signature)
     for number, x in enumerate(tensors):
         published.view(arena.rank, number).copy_(x)
-    arena.meet(asked)
+    arena.meet(signature)
     return published
 
 

@@ -45,31 +45,31 @@ class Barrier:
         self.abandoned = 0  # the last barrier that this rank has left without a wait
         self.lost: str | None = None  # why no further call can be made
 
-    def wait(self, asked: str, note: str = "") -> list[str]:
+    def wait(self, signature: str, note: str = "") -> list[str]:
         """Returns once every rank has come with the same call; each rank's note."""
-        found = [x.split(NOTE) for x in self._gather(asked, note)]
+        found = [x.split(NOTE) for x in self._gather(signature, note)]
         for rank, (other, *_) in enumerate(found):
             if other.startswith(RAISED):
                 raise RankMismatch(f"rank {rank} raised {other.removeprefix(RAISED)}")
         for rank, (other, *_) in enumerate(found):
-            if other != asked:
-                first, second = sorted([(self.rank, asked), (rank, other)])
+            if other != signature:
+                first, second = sorted([(self.rank, signature), (rank, other)])
                 raise RankMismatch(
                     f"rank {second[0]} called {second[1]}; rank {first[0]} called {first[1]}"
                 )
         return [x[-1] for x in found]
 
-    def _gather(self, asked: str, note: str) -> list[str]:
+    def _gather(self, signature: str, note: str) -> list[str]:
         """What each rank has left at this barrier."""
         if self.lost is not None:
             raise RankLost(f"{self.lost}; make a new process group")
         keys = [self._key(self.number + 1, rank) for rank in range(self.ranks)]
         try:
-            self._leave(f"{asked}{NOTE}{note}")
+            self._leave(f"{signature}{NOTE}{note}")
             self.store.wait(keys, self.timeout)
             found = [self.store.get(key).decode() for key in keys]
         except dist.DistError as error:
-            self.lost = self._why(asked, keys, error)
+            self.lost = self._why(signature, keys, error)
             raise RankLost(self.lost) from error
         self.passed = self.number
         return found
@@ -80,7 +80,7 @@ class Barrier:
             self._leave(f"{RAISED}{type(error).__name__}: {error}")
             self.abandoned = self.number
 
-    def catch_up(self, asked: str) -> None:
+    def catch_up(self, signature: str) -> None:
         """After `abandon`, before this rank's memory is written to again: waits until all have
         come to that barrier, and so have read what the call before it published.
         """
@@ -90,7 +90,7 @@ class Barrier:
         try:
             self.store.wait(keys, self.timeout)
         except dist.DistError as error:
-            self.lost = self._why(asked, keys, error)
+            self.lost = self._why(signature, keys, error)
             raise RankLost(self.lost) from error
         self.abandoned = 0
 
@@ -104,20 +104,20 @@ class Barrier:
     def _key(self, number: int, rank: int) -> str:
         return f"tilewise/{number}/{rank}"
 
-    def _why(self, asked: str, keys: list[str], error: Exception) -> str:
+    def _why(self, signature: str, keys: list[str], error: Exception) -> str:
         seconds = self.timeout.total_seconds()
         try:
             absent = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
         except dist.DistError:
             return (
-                f"call {self.number}, {asked}: the store of the process group, which rank 0 or "
+                f"call {self.number}, {signature}: the store of the process group, which rank 0 or "
                 f"torchrun holds, does not answer ({error})"
             )
         ranks = "rank" if len(absent) == 1 else "ranks"
         return (
             f"{ranks} {', '.join(absent)} of {self.ranks} did not come to call {self.number}, "
-            f"{asked}, within {seconds:g} s, the time-out of the group: dead, slower than that, or "
-            "not making the same calls"
+            f"{signature}, within {seconds:g} s, the time-out of the group: dead, slower than "
+            "that, or not making the same calls"
         )
 
 

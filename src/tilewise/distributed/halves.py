@@ -33,22 +33,22 @@ class Arena:
         self.blocks: list[Tensor] = []
         self.pulled = 0  # bytes that were read of other ranks, in all
 
-    def publish(self, nbytes: int, asked: str) -> Tensor:
-        """Room for what this rank publishes next, uint8; `asked` names the call, and ranks that
-        make the same one ask for as many bytes.
+    def publish(self, nbytes: int, signature: str) -> Tensor:
+        """Room for what this rank publishes next, uint8; `signature` is that of the call, and ranks
+        that make the same one ask for as many bytes.
         """
-        self.barrier.catch_up(asked)
+        self.barrier.catch_up(signature)
         if not self.room or nbytes > self.room:
             room = max(LEAST, nbytes, 2 * self.room)
-            self.grow(HALVES * room, asked)
+            self.grow(HALVES * room, signature)
             self.room = room
         # By barriers, which ranks count alike: a call that raised on one has published on others
         self.half = (self.barrier.number + 1) % HALVES
         return self.of(self.rank, nbytes)
 
-    def meet(self, asked: str) -> None:
-        """Waits until all ranks have published for this call, which is named by `asked`."""
-        self.barrier.wait(asked)
+    def meet(self, signature: str) -> None:
+        """Waits until all ranks have published for the call of this signature."""
+        self.barrier.wait(signature)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -63,9 +63,9 @@ class Arena:
         """What a rank has published, uint8; after `meet`, and until the call after the next."""
         return self.blocks[rank].narrow(0, self.half * self.room, nbytes)
 
-    def grow(self, nbytes: int, asked: str) -> None:
+    def grow(self, nbytes: int, signature: str) -> None:
         """New memory on every rank, which is there on all of them when it returns."""
-        self.blocks = self.memory.allocate(self.barrier, nbytes, asked)
+        self.blocks = self.memory.allocate(self.barrier, nbytes, signature)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

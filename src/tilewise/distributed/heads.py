@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..problem import Grads, Saved
 from . import whole
-from .asked import Asked
+from .call_spec import CallSpec
 from .exchange import publish_parts, publish_rows, runs_in_turn
 from .halves import Arena
 from .layout import Layout
@@ -22,55 +22,55 @@ Tensor = torch.Tensor
 NAME = "heads"
 
 
-def supports(asked: Asked, nheads: int, nheads_k: int) -> str | None:
+def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
     """None, or why the heads cannot be dealt."""
-    ranks = asked.layout.ranks
+    ranks = spec.layout.ranks
     if nheads_k % ranks:
         return f"{nheads_k} key heads cannot be dealt evenly over {ranks} ranks"
-    if asked.uses_head_index:
+    if spec.uses_head_index:
         return "dropout, or a mask or score function of h, counts heads of the whole, not a rank's"
     return None
 
 
 def attend(
-    arena: Arena, asked: Asked, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
+    arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`out` of a rank's rows, and `lse` where it is asked for."""
-    ranks, rank = asked.layout.ranks, asked.layout.rank
+    ranks, rank = spec.layout.ranks, spec.layout.rank
     each = q.shape[2] // ranks
-    words = f"attention (heads): {asked.words}"
-    q, k, v = _Exchange.apply(arena, asked.layout, words, True, q, k, v)
-    out, lse = whole.attend(asked, q, k, v, slice(rank * each, (rank + 1) * each))
-    words = f"the results of {words}{' with lse' if return_lse else ''}"
+    signature = f"attention (heads): {spec.signature}"
+    q, k, v = _Exchange.apply(arena, spec.layout, signature, True, q, k, v)
+    out, lse = whole.attend(spec, q, k, v, slice(rank * each, (rank + 1) * each))
+    signature = f"the results of {signature}{' with lse' if return_lse else ''}"
     if not return_lse:
-        (out,) = _Exchange.apply(arena, asked.layout, words, False, out)
+        (out,) = _Exchange.apply(arena, spec.layout, signature, False, out)
         return out, None
     lse = lse.transpose(1, 2).unsqueeze(-1)
-    out, lse = _Exchange.apply(arena, asked.layout, words, False, out, lse)
+    out, lse = _Exchange.apply(arena, spec.layout, signature, False, out, lse)
     return out, lse.squeeze(-1).transpose(1, 2)
 
 
-def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
+def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`, of what a compiled graph has kept, which is rows: heads are
     exchanged for them once more.
     """
-    layout, (dout, dlse, q, k, v, out, lse) = asked.layout, saved
+    layout, (dout, dlse, q, k, v, out, lse) = spec.layout, saved
     ranks, rank = layout.ranks, layout.rank
     each = q.shape[2] // ranks
     mine = slice(rank * each, (rank + 1) * each)
     by_row = [q, k, v, out, lse.transpose(1, 2).unsqueeze(-1), dout]
     by_row += [] if dlse is None else [dlse.transpose(1, 2).unsqueeze(-1)]
-    words = f"the backward of attention (heads): {asked.words}"
+    signature = f"the backward of attention (heads): {spec.signature}"
     with arena.reporting():
-        q, k, v, out, lse, dout, *dlses = _exchange(arena, layout, words, True, by_row)
+        q, k, v, out, lse, dout, *dlses = _exchange(arena, layout, signature, True, by_row)
         lse, *dlses = (x.squeeze(-1).transpose(1, 2).contiguous() for x in (lse, *dlses))
         given = Saved(dout, dlses[0] if dlses else None, q, k, v, out, lse)
-        grads = whole.backward(asked, given, mine)
-        words = f"the results of {words}"
-        dq, dk, dv = _exchange(arena, layout, words, False, [grads.dq, grads.dk, grads.dv])
+        grads = whole.backward(spec, given, mine)
+        signature = f"the results of {signature}"
+        dq, dk, dv = _exchange(arena, layout, signature, False, [grads.dq, grads.dk, grads.dv])
     dsinks = None
-    if asked.sinks is not None and grads.dsinks is not None:
-        dsinks = torch.zeros_like(asked.sinks)
+    if spec.sinks is not None and grads.dsinks is not None:
+        dsinks = torch.zeros_like(spec.sinks)
         dsinks[mine] = grads.dsinks
     return Grads(dq, dk, dv, dsinks)
 
@@ -81,36 +81,38 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, arena: Arena, layout: Layout, words: str, to_heads: bool, *tensors):
-        ctx.args = arena, layout, words, to_heads
+    def forward(ctx: Any, arena: Arena, layout: Layout, signature: str, to_heads: bool, *tensors):
+        ctx.args = arena, layout, signature, to_heads
         ctx.set_materialize_grads(False)
-        return _exchange(arena, layout, words, to_heads, tensors)
+        return _exchange(arena, layout, signature, to_heads, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        arena, layout, words, to_heads = ctx.args
+        arena, layout, signature, to_heads = ctx.args
         present = [grad is not None for grad in grads]
-        words = f"the backward of {words}, with gradients {present}"
+        signature = f"the backward of {signature}, with gradients {present}"
         given = [grad for grad in grads if grad is not None]
         with arena.reporting():
-            found = iter(_exchange(arena, layout, words, not to_heads, given))
+            found = iter(_exchange(arena, layout, signature, not to_heads, given))
         return None, None, None, None, *(next(found) if x else None for x in present)
 
 
 def _exchange(
-    arena: Arena, layout: Layout, words: str, to_heads: bool, tensors: Sequence[Tensor]
+    arena: Arena, layout: Layout, signature: str, to_heads: bool, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     by_row = [x.transpose(0, 1) for x in tensors]
-    found = (_to_heads if to_heads else _to_rows)(arena, layout, words, by_row)
+    found = (_to_heads if to_heads else _to_rows)(arena, layout, signature, by_row)
     arena.settle(*found)
     return tuple(x.transpose(0, 1) for x in found)
 
 
-def _to_heads(arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _to_heads(
+    arena: Arena, layout: Layout, signature: str, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence."""
     parts = [x.unflatten(2, (layout.ranks, -1)).movedim(2, 0) for x in tensors]
-    published = publish_parts(arena, words, parts, layout.counts)
+    published = publish_parts(arena, signature, parts, layout.counts)
     found = [x.new_empty(layout.seqlen, *x.shape[2:]) for x in parts]
     with arena.copying():
         for rank, row, start, stop in runs_in_turn(layout, [(0, layout.seqlen)]):
@@ -122,9 +124,11 @@ def _to_heads(arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor
     return found
 
 
-def _to_rows(arena: Arena, layout: Layout, words: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _to_rows(
+    arena: Arena, layout: Layout, signature: str, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads."""
-    published = publish_rows(arena, words, tensors, [layout.seqlen] * layout.ranks)
+    published = publish_rows(arena, signature, tensors, [layout.seqlen] * layout.ranks)
     found = [x.new_empty(layout.ranks, layout.tokens, *x.shape[1:]) for x in tensors]
     with arena.copying():
         for step in range(layout.ranks):

@@ -23,8 +23,8 @@ class Memory(abc.ABC):
     """Blocks of one kind. Collective: all ranks allocate at the same time."""
 
     @abc.abstractmethod
-    def allocate(self, barrier: Barrier, nbytes: int, asked: str) -> list[Tensor]:
-        """A new block on every rank as this one sees them, uint8, for the call that is asked. They
+    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
+        """A new block on every rank as this one sees them, uint8, for the call of `signature`. They
         are there on all ranks when it returns.
         """
 
@@ -34,14 +34,14 @@ class Files(Memory):
     removed as soon as they are mapped, so that nothing stays behind, however a process ends.
     """
 
-    def allocate(self, barrier: Barrier, nbytes: int, asked: str) -> list[Tensor]:
+    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
         path = _reserve(nbytes)
         try:
-            found = on_one_machine(barrier, asked, path)
+            found = on_one_machine(barrier, signature, path)
             blocks = [
                 torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in found
             ]
-            barrier.wait(asked)  # all have mapped it
+            barrier.wait(signature)  # all have mapped it
             return blocks
         finally:
             Path(path).unlink()
@@ -60,12 +60,12 @@ class Symmetric(Memory):
         self.group, self.device = group, device
         self.kept: list[Any] = []  # of the last blocks, which are unmapped when it is dropped
 
-    def allocate(self, barrier: Barrier, nbytes: int, asked: str) -> list[Tensor]:
+    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
         self.kept = []  # before more is taken; `grow` has seen that no rank reads it
         os.environ[NO_MULTICAST] = "1"  # which `rendezvous` reads
         name, ranks = self.group.group_name, barrier.ranks
         given = (nbytes,), (1,), torch.uint8, self.device, name
-        on_one_machine(barrier, asked)  # and all are here: what follows waits without names
+        on_one_machine(barrier, signature)  # and all are here: what follows waits without names
         from torch.distributed import _symmetric_memory
 
         symmetric = getattr(_symmetric_memory, "_SymmetricMemory")  # noqa: B009  # not public
@@ -90,11 +90,11 @@ class Ipc(Memory):
         self.device = device
         self.kept: Tensor | None = None
 
-    def allocate(self, barrier: Barrier, nbytes: int, asked: str) -> list[Tensor]:
+    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
         self.kept = None
         mine = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         shared = mine.untyped_storage()._share_cuda_()
-        found = on_one_machine(barrier, asked, repr(shared))
+        found = on_one_machine(barrier, signature, repr(shared))
         blocks = []
         for rank, note in enumerate(found):
             _, *handles = ast.literal_eval(note)
@@ -103,14 +103,14 @@ class Ipc(Memory):
                 continue
             storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *handles)
             blocks.append(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
-        barrier.wait(asked)  # all have mapped it
+        barrier.wait(signature)  # all have mapped it
         self.kept = mine
         return [x[:nbytes] for x in blocks]
 
 
-def on_one_machine(barrier: Barrier, asked: str, note: str = "") -> list[str]:
+def on_one_machine(barrier: Barrier, signature: str, note: str = "") -> list[str]:
     """What each rank has to say, once all are here; NotImplementedError on several machines."""
-    found = [x.split("\n") for x in barrier.wait(asked, f"{socket.gethostname()}\n{note}")]
+    found = [x.split("\n") for x in barrier.wait(signature, f"{socket.gethostname()}\n{note}")]
     if len({host for host, _ in found}) > 1:
         hosts = ", ".join(f"rank {rank} on {x[0]}" for rank, x in enumerate(found))
         raise NotImplementedError(

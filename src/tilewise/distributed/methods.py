@@ -8,7 +8,7 @@ from ..errors import ArgumentError
 from ..problem import Grads, Saved
 from . import heads, ring, stream, whole
 from .arena import Arena, arena_of
-from .asked import Asked
+from .call_spec import CallSpec
 from .layout import Layout
 from .plan import plan
 
@@ -24,36 +24,36 @@ def arena_for(layout: Layout, device: torch.device) -> Arena | None:
 
 def attend(
     arena: Arena | None,
-    asked: Asked,
+    spec: CallSpec,
     method: str | None,
     inputs: tuple[Tensor, Tensor, Tensor],
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """`out` and, where it is asked for, `lse` of a rank's rows, differentiable."""
-    chosen = choose(asked, method, *inputs)
+    chosen = choose(spec, method, *inputs)
     if arena is None:
-        return whole.alone(asked, *inputs)
+        return whole.alone(spec, *inputs)
     if chosen == "heads":
-        return heads.attend(arena, asked, *inputs, return_lse)
-    return METHODS[chosen].attend(arena, asked, *inputs)
+        return heads.attend(arena, spec, *inputs, return_lse)
+    return METHODS[chosen].attend(arena, spec, *inputs)
 
 
-def backward(arena: Arena | None, asked: Asked, method: str | None, saved: Saved) -> Grads:
+def backward(arena: Arena | None, spec: CallSpec, method: str | None, saved: Saved) -> Grads:
     """The gradients of `attend`, of its inputs and outputs."""
-    chosen = choose(asked, method, saved.q, saved.k, saved.v)
+    chosen = choose(spec, method, saved.q, saved.k, saved.v)
     if arena is None:
-        return whole.alone_backward(asked, saved)
-    return METHODS[chosen].backward(arena, asked, saved)
+        return whole.alone_backward(spec, saved)
+    return METHODS[chosen].backward(arena, spec, saved)
 
 
-def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The method of a call; NotImplementedError with what can where one is asked that cannot."""
+def choose(spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The method of a call; NotImplementedError with what can where `method` cannot."""
     if method is not None and method not in METHODS:
         raise ArgumentError(
             f"method={method!r}: it must be {' or '.join(map(repr, METHODS))}, or None to choose"
         )
     nheads, nheads_k = q.shape[2], k.shape[2]
-    reasons = {name: x.supports(asked, nheads, nheads_k) for name, x in METHODS.items()}
+    reasons = {name: x.supports(spec, nheads, nheads_k) for name, x in METHODS.items()}
     serves = [name for name, reason in reasons.items() if reason is None]
     if method is not None:
         if reasons[method] is not None:
@@ -64,10 +64,10 @@ def choose(asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor) ->
     if len(serves) == 1:
         return serves[0]
     found = plan(
-        *(asked.layout, nheads, nheads_k, q.shape[3], v.shape[3]),
+        *(spec.layout, nheads, nheads_k, q.shape[3], v.shape[3]),
         batch=q.shape[0],
-        causal=asked.causal is not False,
-        window=asked.sides,
+        causal=spec.causal is not False,
+        window=spec.sides,
         itemsize=q.itemsize,
     )
     return found.method

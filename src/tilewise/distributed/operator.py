@@ -25,7 +25,7 @@ from ..ops.schema import LIBRARY, SAVED, no_double_backward
 from ..problem import Saved
 from ..tile.random_bytes import check_dropout, draw_rng
 from .arena import Arena
-from .asked import Asked, check, check_captured
+from .call_spec import CallSpec, check, check_captured
 from .layout import layout_of
 from .methods import arena_for, attend, backward
 
@@ -68,35 +68,35 @@ def is_traced(*inputs: Tensor) -> bool:
 
 
 def attention(
-    asked: Asked, method: str | None, q: Tensor, k: Tensor, v: Tensor
+    spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's rows, (batch, tokens, heads, headdim)."""
-    modifiers = modifiers_of(asked.mask_mod, asked.score_mod, None, (q.shape[0], q.shape[2], 0, 0))
+    modifiers = modifiers_of(spec.mask_mod, spec.score_mod, None, (q.shape[0], q.shape[2], 0, 0))
     check_captured(modifiers)
-    dropout_p, rng = check_dropout(asked.dropout_p), asked.dropout_rng
-    if dropout_p and rng is None and asked.layout.ranks == 1:
+    dropout_p, rng = check_dropout(spec.dropout_p), spec.dropout_rng
+    if dropout_p and rng is None and spec.layout.ranks == 1:
         rng = draw_rng(q.device)
     options = Options(
-        "" if asked.causal is False else check_causal(asked.causal),
-        asked.scale,
-        *band(asked.window, False),
-        asked.softcap,
+        "" if spec.causal is False else check_causal(spec.causal),
+        spec.scale,
+        *band(spec.window, False),
+        spec.softcap,
         float(dropout_p),
         serialize(modifiers.mods.mask),
         serialize(modifiers.mods.score),
-        check_flag("deterministic", asked.deterministic),
-        asked.backend,
+        check_flag("deterministic", spec.deterministic),
+        spec.backend,
         method,
-        check_flag("bitwise", asked.bitwise),
-        ops.needs_grad(q, k, v, asked.sinks),
+        check_flag("bitwise", spec.bitwise),
+        ops.needs_grad(q, k, v, spec.sinks),
     )
-    tensors = asked.alibi_slopes, asked.sinks, rng, list(modifiers.captured) or None
+    tensors = spec.alibi_slopes, spec.sinks, rng, list(modifiers.captured) or None
     return torch.ops.tilewise.context_parallel_forward(
-        q, k, v, *tensors, asked.layout.table, *options
+        q, k, v, *tensors, spec.layout.table, *options
     )
 
 
-def _asked_of(call: tuple) -> tuple[Asked, Options]:
+def _spec_of(call: tuple) -> tuple[CallSpec, Options]:
     """The call of an operator's arguments after q, k and v."""
     alibi_slopes, sinks, dropout_rng, captured, table, *rest = call
     options, captured = Options(*rest), tuple(captured or ())
@@ -107,7 +107,7 @@ def _asked_of(call: tuple) -> tuple[Asked, Options]:
         captured = captured[count_tensors(name) :]
     if options.score_mod:
         score = ScoreMod(lookup(deserialize(options.score_mod, SCORE_FUNCTION)), captured)
-    asked = Asked(
+    spec = CallSpec(
         layout_of(table),
         options.causal or False,
         options.scale,
@@ -124,29 +124,29 @@ def _asked_of(call: tuple) -> tuple[Asked, Options]:
         options.bitwise,
         learns=options.needs_grad,
     )
-    return asked, options
+    return spec, options
 
 
 @contextlib.contextmanager
-def _running(asked: Asked, q: Tensor) -> Iterator[Arena | None]:
-    arena = arena_for(asked.layout, q.device)
+def _running(spec: CallSpec, q: Tensor) -> Iterator[Arena | None]:
+    arena = arena_for(spec.layout, q.device)
     reporting = contextlib.nullcontext() if arena is None else arena.reporting()
     with reporting, unsharded(), torch.no_grad():
         yield arena
 
 
 def _forward(q, k, v, *call):
-    asked, options = _asked_of(call)
-    with _running(asked, q) as arena:
-        found = attend(arena, check(asked, q, k, v), options.method, (q, k, v))
+    spec, options = _spec_of(call)
+    with _running(spec, q) as arena:
+        found = attend(arena, check(spec, q, k, v), options.method, (q, k, v))
     return tuple(x.contiguous() for x in found if x is not None)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *call):
-    asked, options = _asked_of(call)
-    with _running(asked, q) as arena:
+    spec, options = _spec_of(call)
+    with _running(spec, q) as arena:
         saved = Saved(dout, dlse, q, k, v, out, lse)
-        grads = backward(arena, check(asked, q, k, v), options.method, saved)
+        grads = backward(arena, check(spec, q, k, v), options.method, saved)
     dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
     return *(x.contiguous() for x in grads[:INPUTS]), dsinks
 

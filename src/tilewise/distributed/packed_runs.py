@@ -16,7 +16,7 @@ import torch
 
 from ..frontend.attention import call
 from ..problem import OPEN, Extras, Saved
-from .asked import Asked
+from .call_spec import CallSpec
 from .layout import Layout, Run
 from .rows import Keys, Partial, gradients_of, piece_of
 
@@ -36,15 +36,15 @@ class Packing(NamedTuple):
     copied: tuple[Run, ...] | None
 
 
-def serves(asked: Asked, q: Tensor) -> bool:
+def serves(spec: CallSpec, q: Tensor) -> bool:
     """Whether runs are packed: there are many, one window is that of all, and not too many keys are
     copied.
     """
-    left, right = asked.sides
-    is_one_band = right == 0 or (left == OPEN and right == OPEN and asked.alibi_slopes is None)
-    if q.shape[0] != 1 or len(asked.layout.spans) <= FEW or not is_one_band:
+    left, right = spec.sides
+    is_one_band = right == 0 or (left == OPEN and right == OPEN and spec.alibi_slopes is None)
+    if q.shape[0] != 1 or len(spec.layout.spans) <= FEW or not is_one_band:
         return False
-    return packing_of(asked.layout, left, right).starts_k[-1] <= MOST_KEYS * asked.layout.seqlen
+    return packing_of(spec.layout, left, right).starts_k[-1] <= MOST_KEYS * spec.layout.seqlen
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,8 +56,10 @@ def packing_of(layout: Layout, left: int, right: int) -> Packing:
     >>> packing_of(layout, 50, 0)
     Packing(starts_q=(0, 200, 400, 600), starts_k=(0, 256, 640, 1200), used=(200, 344, 360), ...
     """
-    asked = Asked(layout, window=(None if left == OPEN else left, None if right == OPEN else right))
-    keys = [piece_of(asked, span).keys for span in layout.spans]
+    spec = CallSpec(
+        layout, window=(None if left == OPEN else left, None if right == OPEN else right)
+    )
+    keys = [piece_of(spec, span).keys for span in layout.spans]
     starts_q = [span.row for span in layout.spans] + [layout.tokens]
     if any(a.stop > b.start for a, b in itertools.pairwise(keys)):
         sizes = (x.stop - x.start for x in keys)
@@ -80,9 +82,9 @@ def _on(packing: Packing, device: torch.device) -> tuple[Tensor, Tensor, Tensor 
     return there(packing.starts_q), there(packing.starts_k), used
 
 
-def _extras(asked: Asked, packing: Packing, device: torch.device, sinks: Tensor | None) -> Extras:
+def _extras(spec: CallSpec, packing: Packing, device: torch.device, sinks: Tensor | None) -> Extras:
     starts_q, starts_k, used = _on(packing, device)
-    return Extras(asked.alibi_slopes, sinks, used, None, starts_q, starts_k)
+    return Extras(spec.alibi_slopes, sinks, used, None, starts_q, starts_k)
 
 
 def _keys(packing: Packing, known: Keys) -> tuple[Tensor, Tensor]:
@@ -93,27 +95,27 @@ def _keys(packing: Packing, known: Keys) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def attend(asked: Asked, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
+def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's queries, as `rows.attend` has them."""
-    packing = packing_of(asked.layout, *asked.sides)
+    packing = packing_of(spec.layout, *spec.sides)
     return call(
         *(q, *_keys(packing, known)),
-        extras=_extras(asked, packing, q.device, asked.sinks),
-        numbers=(asked.scale, asked.softcap, 0.0),
-        window=("bottom_right", *asked.sides),
-        deterministic=asked.deterministic,
+        extras=_extras(spec, packing, q.device, spec.sinks),
+        numbers=(spec.scale, spec.softcap, 0.0),
+        window=("bottom_right", *spec.sides),
+        deterministic=spec.deterministic,
         backend=backend,
     )
 
 
-def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
+def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
     """Those of a rank's queries, as `rows.gradients` has them."""
-    packing, lse = packing_of(asked.layout, *asked.sides), saved.lse
+    packing, lse = packing_of(spec.layout, *spec.sides), saved.lse
     k, v = _keys(packing, known)
-    sinks = None if asked.sinks is None else asked.sinks.to(lse.dtype)
-    extras = _extras(asked, packing, k.device, sinks)
+    sinks = None if spec.sinks is None else spec.sinks.to(lse.dtype)
+    extras = _extras(spec, packing, k.device, sinks)
     saved = saved._replace(k=k, v=v, lse=lse.contiguous())
-    found = gradients_of(asked, saved, "bottom_right", *asked.sides, extras)
+    found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras)
     parts = [found.dk, found.dv]
     if packing.copied is not None:
         parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]

@@ -13,30 +13,30 @@ import torch
 
 from ..problem import Saved
 from . import whole
-from .asked import Asked
+from .call_spec import CallSpec
 from .layout import Layout
 from .rows import Partial
 
 Tensor = torch.Tensor
 
 
-def attend(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's queries; k and v are of the whole sequence."""
     # Of queries of 0 a row that sees one key has lse 0, for which the CPU's kernel computes short
     # sequences once more, with other bits: it takes such a row for one of NaN (flash.attend)
-    out, lse = whole.attend(asked, place(asked.layout, q, value=1.0), k, v)
-    return asked.layout.shard(out), asked.layout.shard(lse, 2)
+    out, lse = whole.attend(spec, place(spec.layout, q, value=1.0), k, v)
+    return spec.layout.shard(out), spec.layout.shard(lse, 2)
 
 
-def gradients(asked: Asked, saved: Saved) -> Partial:
+def gradients(spec: CallSpec, saved: Saved) -> Partial:
     """Those of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO of
     0, give none.
     """
-    layout, (dout, dlse, q, k, v, out, lse) = asked.layout, saved
+    layout, (dout, dlse, q, k, v, out, lse) = spec.layout, saved
     dout, q, out = (place(layout, x) for x in (dout, q, out))
     lse = place(layout, lse, 2, torch.inf)
     dlse = None if dlse is None else place(layout, dlse, 2)
-    exact = asked._replace(sinks=None if asked.sinks is None else asked.sinks.to(lse.dtype))
+    exact = spec._replace(sinks=None if spec.sinks is None else spec.sinks.to(lse.dtype))
     found = whole.backward(exact, Saved(dout, dlse, q, k, v, out, lse))
     dk, dv = found.dk.to(lse.dtype), found.dv.to(lse.dtype)
     return Partial(layout.shard(found.dq), dk, dv, found.dsinks)

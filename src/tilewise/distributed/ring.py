@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..frontend.attention import call
 from ..problem import OPEN, Extras, Grads, Saved
 from ..reference import merge_states
-from .asked import Asked
+from .call_spec import CallSpec
 from .exchange import Published, publish
 from .halves import Arena
 from .rows import Partial, gradients_of, working_dtype
@@ -28,18 +28,18 @@ Tensor = torch.Tensor
 NAME = "ring"
 
 
-def supports(asked: Asked, nheads: int, nheads_k: int) -> str | None:
+def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
     """None, or why results cannot be merged."""
-    if asked.bitwise and asked.layout.ranks > 1:
+    if spec.bitwise and spec.layout.ranks > 1:
         return "it merges results, which are not those of one process to the bit: bitwise=False"
-    if asked.is_modified or asked.alibi_slopes is not None:
+    if spec.is_modified or spec.alibi_slopes is not None:
         return "a shard of keys knows no positions in the whole for ALiBi, masks and dropout"
     return None
 
 
-def attend(arena: Arena, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's rows."""
-    return _Ring.apply(arena, asked, q, k, v, asked.sinks)
+    return _Ring.apply(arena, spec, q, k, v, spec.sinks)
 
 
 class Meeting(NamedTuple):
@@ -79,16 +79,16 @@ class Shard(NamedTuple):
     values: Tensor
 
 
-def steps(published: Published, asked: Asked) -> Iterator[Shard]:
+def steps(published: Published, spec: CallSpec) -> Iterator[Shard]:
     """The shard of each rank, this one's first. The next one is pulled beside what is computed on
     one.
     """
-    layout, arena = asked.layout, published.arena
+    layout, arena = spec.layout, published.arena
     ahead = None
     for step in range(layout.ranks):
         rank = (layout.rank - step) % layout.ranks
         pairs = ((x, y) for x in layout.spans for y in layout.at(rank).spans)
-        met = [x for x in (meeting(*y, *asked.sides) for y in pairs) if x is not None]
+        met = [x for x in (meeting(*y, *spec.sides) for y in pairs) if x is not None]
         if not met:
             continue
         rows = [published.pull(rank, number) for number in (0, 1)]
@@ -110,21 +110,21 @@ class _Ring(torch.autograd.Function):
     """Attention of a rank's queries, shard by shard of keys."""
 
     @staticmethod
-    def forward(ctx: Any, arena: Arena, asked: Asked, q, k, v, sinks):
-        words = f"attention (ring): {asked.words}"
-        published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], asked.layout)
+    def forward(ctx: Any, arena: Arena, spec: CallSpec, q, k, v, sinks):
+        signature = f"attention (ring): {spec.signature}"
+        published = publish(arena, signature, [k.transpose(0, 1), v.transpose(0, 1)], spec.layout)
         exact = torch.promote_types(q.dtype, torch.float32)
         total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=exact)
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
-        for _, met, keys, values in steps(published, asked):
+        for _, met, keys, values in steps(published, spec):
             for x in met:
                 part = call(
                     *(q[:, x.rows].to(keys.dtype), keys[:, x.keys], values[:, x.keys]),
                     extras=Extras(),
-                    numbers=(asked.scale, asked.softcap, 0.0),
+                    numbers=(spec.scale, spec.softcap, 0.0),
                     window=("bottom_right", x.left, x.right),
-                    deterministic=asked.deterministic,
-                    backend=asked.backend,
+                    deterministic=spec.deterministic,
+                    backend=spec.backend,
                 )
                 before = total[:, x.rows], lse[:, :, x.rows]
                 total[:, x.rows], lse[:, :, x.rows] = merge_states(*before, *part)
@@ -134,7 +134,7 @@ class _Ring(torch.autograd.Function):
             lse = whole
         out = total.to(q.dtype)
         arena.settle(out, lse)
-        ctx.arena, ctx.asked = arena, asked
+        ctx.arena, ctx.spec = arena, spec
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -143,38 +143,38 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = Saved(dout, dlse, *ctx.saved_tensors)
-        grads = backward(ctx.arena, ctx.asked, saved)
+        grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 
 
-def backward(arena: Arena, asked: Asked, saved: Saved) -> Grads:
+def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`."""
     with arena.reporting():
-        partial = _gradients(arena, asked, saved)
-        words = f"the sums of the backward of attention (ring): {asked.words}"
-        dk, dv = summed(arena, asked, partial, words)
+        partial = _gradients(arena, spec, saved)
+        signature = f"the sums of the backward of attention (ring): {spec.signature}"
+        dk, dv = summed(arena, spec, partial, signature)
         arena.settle(partial.dq, dk, dv)
     dsinks, dtype = partial.dsinks, saved.k.dtype
-    if dsinks is not None and asked.sinks is not None:
-        dsinks = dsinks.to(asked.sinks.dtype)
+    if dsinks is not None and spec.sinks is not None:
+        dsinks = dsinks.to(spec.sinks.dtype)
     return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
 
 
-def _gradients(arena: Arena, asked: Asked, saved: Saved) -> Partial:
+def _gradients(arena: Arena, spec: CallSpec, saved: Saved) -> Partial:
     """Those of a rank's queries, and its part of those of all keys: P = exp(S - LSE) of a shard's
     keys is that of the whole row.
     """
     dout, dlse, q, k, v, out, lse = saved
-    words = f"the backward of attention (ring): {asked.words}"
-    published = publish(arena, words, [k.transpose(0, 1), v.transpose(0, 1)], asked.layout)
+    signature = f"the backward of attention (ring): {spec.signature}"
+    published = publish(arena, signature, [k.transpose(0, 1), v.transpose(0, 1)], spec.layout)
     dout = torch.zeros_like(out) if dout is None else dout
     dout, q, out = (x.to(working_dtype(q)) for x in (dout, q, out))
-    seqlen, batch = asked.layout.seqlen, q.shape[0]
+    seqlen, batch = spec.layout.seqlen, q.shape[0]
     dq = torch.zeros_like(q, dtype=lse.dtype)
     dk, dv = (lse.new_zeros(batch, seqlen, *x.shape[2:]) for x in (k, v))
-    plain = asked._replace(sinks=None)
-    for rank, met, keys, values in steps(published, asked):
-        places = asked.layout.at(rank)
+    plain = spec._replace(sinks=None)
+    for rank, met, keys, values in steps(published, spec):
+        places = spec.layout.at(rank)
         parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values)]
         for x in met:
             given = Saved(
@@ -192,16 +192,16 @@ def _gradients(arena: Arena, asked: Asked, saved: Saved) -> Partial:
             for start, stop in places.runs[rank]:
                 total[:, start:stop] = part[:, row : row + stop - start]
                 row += stop - start
-    return Partial(dq, dk, dv, _of_sinks(asked, dout, out, lse, dlse))
+    return Partial(dq, dk, dv, _of_sinks(spec, dout, out, lse, dlse))
 
 
 def _of_sinks(
-    asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    spec: CallSpec, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> Tensor | None:
     """A sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
-    if asked.sinks is None:
+    if spec.sinks is None:
         return None
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     delta = delta if dlse is None else delta - dlse
-    p = torch.exp(asked.sinks.to(lse.dtype).unsqueeze(1) - lse)
+    p = torch.exp(spec.sinks.to(lse.dtype).unsqueeze(1) - lse)
     return -(p * delta).sum((0, 2))

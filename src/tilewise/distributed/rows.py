@@ -31,7 +31,7 @@ from ..problem import (
     Scalars,
     describe,
 )
-from .asked import Asked
+from .call_spec import CallSpec
 from .halves import Arena
 from .work import Span
 
@@ -71,21 +71,21 @@ class Keys(NamedTuple):
             self.arrive(-1)
 
 
-def piece_of(asked: Asked, span: Span) -> Piece:
+def piece_of(spec: CallSpec, span: Span) -> Piece:
     """The call of a span. Its blocks of keys are those of the whole sequence's."""
-    left, right = asked.sides
+    left, right = spec.sides
     row, start, stop, first, last = span
     a = first if left == OPEN else max(first, start - left)
     a = first + (a - first) // BLOCK * BLOCK
     b = last if right == OPEN else min(last, stop + right)
-    more = b - stop if asked.alibi_slopes is not None else 0
+    more = b - stop if spec.alibi_slopes is not None else 0
     shift = b - stop - more
     left = OPEN if left == OPEN else left + shift
     right = OPEN if right == OPEN else right - shift
     return Piece(slice(row, row + stop - start), slice(a, b), more, left, right)
 
 
-def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """The backend by which a call on a run of rows gives those rows the bits of the call on all
     rows; None where there is none. q, k and v are this rank's.
 
@@ -93,27 +93,27 @@ def backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None
     same blocks of keys. But a backend that has more than one tile may choose another for a run, and
     on the CPU BLAS chooses by the shape of a product.
     """
-    key = asked.words, asked.backend, asked.deterministic, q.device, cpu_modes()
+    key = spec.signature, spec.backend, spec.deterministic, q.device, cpu_modes()
     if key not in _known:
         if len(_known) >= MANY:
             _known.clear()
-        _known[key] = _backend_of_runs(asked, q, k, v)
+        _known[key] = _backend_of_runs(spec, q, k, v)
     return _known[key]
 
 
 _known: dict[Any, str | None] = {}
 
 
-def _backend_of_runs(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    layout = asked.layout
-    extras = Extras(asked.alibi_slopes, asked.sinks)
+def _backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    layout = spec.layout
+    extras = Extras(spec.alibi_slopes, spec.sinks)
     if layout.cu_seqlens is not None:
         starts = torch.empty(0, device=q.device)
         extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    scalars = Scalars(1.0, asked.softcap or 0.0, *asked.sides)
-    align = asked.causal if isinstance(asked.causal, str) else "bottom_right"
-    problem = describe(q, k, v, extras, scalars, align, asked.deterministic)
-    name = choose(problem, q.device, asked.backend).NAME
+    scalars = Scalars(1.0, spec.softcap or 0.0, *spec.sides)
+    align = spec.causal if isinstance(spec.causal, str) else "bottom_right"
+    problem = describe(q, k, v, extras, scalars, align, spec.deterministic)
+    name = choose(problem, q.device, spec.backend).NAME
     starts = (0, layout.seqlen) if layout.cu_seqlens is None else layout.cu_seqlens
     longest = max((b - a for a, b in itertools.pairwise(starts)), default=0)
     if name == "cpu" or longest * problem.group <= FEW:
@@ -130,21 +130,21 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
 
-def attend(asked: Asked, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
+def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's queries, by a backend of this name."""
     k, v = known.k, known.v
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
-    for i, span in enumerate(asked.layout.spans):
+    for i, span in enumerate(spec.layout.spans):
         known.arrive(i)
-        rows, keys, more, left, right = piece_of(asked, span)
+        rows, keys, more, left, right = piece_of(spec, span)
         found = call(
             *(_longer(q[:, rows], more), k[:, keys], v[:, keys]),
-            extras=Extras(asked.alibi_slopes, asked.sinks),
-            numbers=(asked.scale, asked.softcap, 0.0),
+            extras=Extras(spec.alibi_slopes, spec.sinks),
+            numbers=(spec.scale, spec.softcap, 0.0),
             window=("bottom_right", left, right),
-            deterministic=asked.deterministic,
+            deterministic=spec.deterministic,
             backend=backend,
         )
         nrows = span.stop - span.start
@@ -161,19 +161,19 @@ class Partial(NamedTuple):
     dsinks: Tensor | None
 
 
-def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
+def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
     """Those of a rank's queries; k and v are of the whole sequence."""
     dout, dlse, q, k, v, out, lse = saved
-    sinks = asked.sinks
+    sinks = spec.sinks
     partial = Partial(
         torch.zeros_like(q),
         torch.zeros_like(k, dtype=lse.dtype),
         torch.zeros_like(v, dtype=lse.dtype),
         None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype),
     )
-    for i, span in enumerate(asked.layout.spans):
+    for i, span in enumerate(spec.layout.spans):
         known.arrive(i)
-        rows, keys, more, left, right = piece_of(asked, span)
+        rows, keys, more, left, right = piece_of(spec, span)
         given = Saved(
             _longer(dout[:, rows], more),
             None if dlse is None else F.pad(dlse[:, :, rows], (0, more)),
@@ -182,7 +182,7 @@ def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
             _longer(out[:, rows], more),
             F.pad(lse[:, :, rows], (0, more), value=torch.inf),  # P of such a row is 0
         )
-        found = gradients_of(asked, given, "bottom_right", left, right)
+        found = gradients_of(spec, given, "bottom_right", left, right)
         partial.dq[:, rows] = found.dq[:, : span.stop - span.start]
         partial.dk[:, keys] += found.dk
         partial.dv[:, keys] += found.dv
@@ -192,7 +192,7 @@ def gradients(asked: Asked, saved: Saved, known: Keys) -> Partial:
 
 
 def gradients_of(
-    asked: Asked,
+    spec: CallSpec,
     saved: Saved,
     align: str,
     left: int,
@@ -201,24 +201,24 @@ def gradients_of(
     is_long: bool = False,
 ) -> Grads:
     """Those of one call of the library."""
-    sinks = None if asked.sinks is None else asked.sinks.to(saved.lse.dtype)
-    extras = Extras(asked.alibi_slopes, sinks) if extras is None else extras
+    sinks = None if spec.sinks is None else spec.sinks.to(saved.lse.dtype)
+    extras = Extras(spec.alibi_slopes, sinks) if extras is None else extras
     q, k, v = saved.q, saved.k, saved.v
     checked = check(
         *(q, k, v),
         extras=extras,
-        numbers=(asked.scale, asked.softcap),
+        numbers=(spec.scale, spec.softcap),
         align=align,
         window=(left, right),
-        deterministic=asked.deterministic,
-        dropout_p=asked.dropout_p,
-        mods=asked.modifiers.mods,
+        deterministic=spec.deterministic,
+        dropout_p=spec.dropout_p,
+        mods=spec.modifiers.mods,
         is_long=is_long,
     )
     problem = checked.problem
     if q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
         problem = problem._replace(has_fp32_key_grads=True)  # parts of sums, rounded once
-    known = Call(problem, checked.scalars, asked.backend)
+    known = Call(problem, checked.scalars, spec.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
     return ops.run_backward(known, saved, extras)
 

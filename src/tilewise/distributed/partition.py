@@ -1,4 +1,4 @@
-"""The ways to deal the tokens of a sequence over ranks."""
+"""The ways to partition the tokens of a sequence over ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The arguments of one call on shards: checked on each rank, and said in words that all ranks
-compare.
+"""The arguments of one call on shards, checked on each rank, and their signature: a text that all
+ranks compare.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layout import Layout
 Tensor = torch.Tensor
 
 
-class Asked(NamedTuple):
+class CallSpec(NamedTuple):
     """A call: its arguments as the caller wrote them, and what follows of them."""
 
     layout: Layout
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     bitwise: bool = True
     learns: bool = False  # whether a gradient will be asked for
     modifiers: FlatMods = NO_MODIFIERS
-    words: str = ""  # what all ranks must ask alike
+    signature: str = ""  # what all ranks must call alike
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -62,9 +62,9 @@ class Asked(NamedTuple):
         return self.dropout_p > 0 or "h" in indices_used(self.modifiers.mods)
 
 
-def check(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Asked:
+def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
     """The call of q, k and v, which are this rank's rows, (batch, tokens, heads, headdim)."""
-    layout, seqlen = asked.layout, asked.layout.seqlen
+    layout, seqlen = spec.layout, spec.layout.seqlen
     check_rank(q, k, v)
     check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k)):
@@ -73,34 +73,34 @@ def check(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> Asked:
                 f"{name} has shape {tuple(x.shape)}, {x.shape[1]} tokens: the layout gives rank "
                 f"{layout.rank} {layout.tokens} of {seqlen}; deal them with layout.shard"
             )
-    check_causal(asked.causal)
-    check_numbers(asked.scale, asked.softcap, q.shape[3], q.dtype)
-    p, rng = check_dropout(asked.dropout_p), asked.dropout_rng
+    check_causal(spec.causal)
+    check_numbers(spec.scale, spec.softcap, q.shape[3], q.dtype)
+    p, rng = check_dropout(spec.dropout_p), spec.dropout_rng
     if p and rng is None and layout.ranks > 1:
         raise ArgumentError(
             "dropout_p without dropout_rng: all ranks must drop alike, so pass the same int64[2] "
             "of seed and offset on each"
         )
-    check_extras(q, k, Extras(asked.alibi_slopes, asked.sinks, dropout_rng=rng))
+    check_extras(q, k, Extras(spec.alibi_slopes, spec.sinks, dropout_rng=rng))
     sizes = q.shape[0], q.shape[2], seqlen, seqlen
     if layout.cu_seqlens is not None:
         sizes = q.shape[0] * (len(layout.cu_seqlens) - 1), q.shape[2], 0, 0
-        if asked.alibi_slopes is not None and asked.alibi_slopes.dim() == 2:
+        if spec.alibi_slopes is not None and spec.alibi_slopes.dim() == 2:
             raise NotImplementedError(
                 "alibi_slopes of (batch, nheads) beside documents: pass those of (nheads,)"
             )
-    modifiers = modifiers_of(asked.mask_mod, asked.score_mod, None, sizes)
+    modifiers = modifiers_of(spec.mask_mod, spec.score_mod, None, sizes)
     if layout.ranks > 1:
         check_captured(modifiers)
-    checked = asked._replace(
+    checked = spec._replace(
         dropout_p=p,
         dropout_rng=rng if p else None,
-        deterministic=check_flag("deterministic", asked.deterministic),
-        bitwise=check_flag("bitwise", asked.bitwise),
-        learns=asked.learns or ops.needs_grad(q, k, v, asked.sinks),
+        deterministic=check_flag("deterministic", spec.deterministic),
+        bitwise=check_flag("bitwise", spec.bitwise),
+        learns=spec.learns or ops.needs_grad(q, k, v, spec.sinks),
         modifiers=modifiers,
     )
-    return checked._replace(words=_words(checked, q, k, v))
+    return checked._replace(signature=_signature(checked, q, k, v))
 
 
 def check_captured(modifiers: FlatMods) -> None:
@@ -112,25 +112,25 @@ def check_captured(modifiers: FlatMods) -> None:
         )
 
 
-def _words(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The call in words, but for the tokens, of which each rank has its own number."""
-    layout, rng = asked.layout, asked.dropout_rng
+def _signature(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The call as a text, without the tokens, of which each rank has its own number."""
+    layout, rng = spec.layout, spec.dropout_rng
     if rng is not None:  # what is on a GPU is not read: that would wait for it
         rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
     options = (
-        ("scale", asked.scale),
-        ("softcap", asked.softcap),
+        ("scale", spec.scale),
+        ("softcap", spec.softcap),
         ("dropout_rng", rng),
-        ("dropout_p", asked.dropout_p or None),
-        ("alibi_slopes", _shape(asked.alibi_slopes)),
-        ("sinks", _shape(asked.sinks)),
-        ("mask_mod", _digest(serialize(asked.modifiers.mods.mask))),
-        ("score_mod", _digest(serialize(asked.modifiers.mods.score))),
-        ("bitwise", None if asked.bitwise else False),
+        ("dropout_p", spec.dropout_p or None),
+        ("alibi_slopes", _shape(spec.alibi_slopes)),
+        ("sinks", _shape(spec.sinks)),
+        ("mask_mod", _digest(serialize(spec.modifiers.mods.mask))),
+        ("score_mod", _digest(serialize(spec.modifiers.mods.score))),
+        ("bitwise", None if spec.bitwise else False),
     )
     return _text(
         *(layout, q.shape, k.shape, v.shape, q.dtype),
-        *(asked.causal, asked.sides, asked.learns, options),
+        *(spec.causal, spec.sides, spec.learns, options),
     )
 
 
