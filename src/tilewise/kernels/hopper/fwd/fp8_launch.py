@@ -16,7 +16,7 @@ from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, on_device
-from ...common.quantized import Quantized
+from ...common.quantized import COLUMNS, Quantized
 from ...common.relaunch import (
     Pattern,
     addresses_of,
@@ -239,6 +239,7 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype) -> Fp8Plan:
     has_terms = problem.has_softcap or problem.has_alibi
     block_n, stages = TILES[max(block_d, block_dv)]
     block_n = block_n // 2 if has_terms else block_n
+    block_n = min(block_n, COLUMNS) if problem.is_packed else block_n
     tile = Pipeline(
         2 * rows // pack,
         block_n,
