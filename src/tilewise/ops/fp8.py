@@ -125,9 +125,14 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
         module = quantizer_for(v_t)
         v_t = module.transposed_values(v_t, extras.seqused_k, extras.cu_seqlens_k)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
-    numbers = [x if x is None or x.is_contiguous() else x.contiguous() for x in inputs[3:]]
-    given = Quantized(inputs.q, inputs.k, v_t, Scales(*numbers[:3]), None, numbers[3])
+    scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
+    mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
+    given = Quantized(inputs.q, inputs.k, v_t, scales, None, mean)
     return forward(given, extras)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor, Tensor]:
