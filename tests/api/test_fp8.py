@@ -278,6 +278,18 @@ def test_one_graph(options):
         assert torch.equal(mine, eager)
 
 
+def test_one_graph_for_every_length():
+    torch._dynamo.reset()
+
+    def step(q, k, v):
+        return tilewise.attention(q, k, v, causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen_k in (150, 90):
+        given = eight(*tensors(seqlen_k=seqlen_k))
+        assert torch.equal(compiled(*given), step(*given))
+
+
 def test_one_graph_of_quantising_and_attending():
     torch._dynamo.reset()
     cu = dict(cu_seqlens_q=starts(20, 40), cu_seqlens_k=starts(30, 30))
