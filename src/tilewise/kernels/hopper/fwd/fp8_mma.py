@@ -93,7 +93,7 @@ def attend_partition(
     q_state = start()
     state = start()
     phase = gl.to_tensor(0)
-    if WG == 1:  # the the other one begins
+    if WG == 1:  # the other one begins
         signal_pingpong(pingpong, WG)
     # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
     work = receive_tile(rings.messages, messages_state, FEATURES)
