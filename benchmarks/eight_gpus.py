@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import tilewise.distributed as td
 from tilewise.bench.ranks import Tell, run_ranks, size_under_torchrun
 from tilewise.bench.run import Outcome
 from tilewise.bench.sharded import Sharded
-from tilewise.bench.sharded_run import Asked, agreed, run_cases, slowest
+from tilewise.bench.sharded_run import Asked, agreed, clock, run_cases, slowest
 from tilewise.distributed.arena import arena_of
 from tilewise.distributed.exchange import publish_rows
 
@@ -34,6 +33,7 @@ LIMIT_S = 420.0  # of the rows, so that the command ends within 8 minutes
 SIDES = ("tilewise:heads", "tilewise:stream", "ring-flash-attn", "torch-cp")
 OURS = SIDES[:2]
 MIB = 1 << 20
+TIMES = 10  # calls of one reading
 SLOW_RATE = 5e14  # FLOPs a second of one H200, fewer than it makes
 
 
@@ -112,10 +112,13 @@ def checked_memory(tell: Tell, device: str, is_dry: bool) -> dict[str, Any]:
                 mark = arena.mark()
             arena.arrive(mark)
 
-        ms = _clocked(pull, here)
+        pull()
+        ms = clock(pull, TIMES, here.type)
         assert (into == peers[-1]).all(), "a peer's memory was not what it has published"
         rows[f"pull_{mib}_mib_gb_s"] = len(peers) * mib * MIB / slowest([ms])[0] / 1e6
-    rows["barrier_us"] = slowest([_clocked(lambda: arena.meet("a barrier"), here)])[0] * 1e3
+    arena.meet("a barrier")
+    ms = clock(lambda: arena.meet("a barrier"), TIMES, here.type)
+    rows["barrier_us"] = slowest([ms])[0] * 1e3
     host = time.perf_counter()
     for _ in range(20):
         arena.meet("a barrier")
@@ -123,27 +126,6 @@ def checked_memory(tell: Tell, device: str, is_dry: bool) -> dict[str, Any]:
     rows["kind"] = type(arena.memory).__name__
     tell(", ".join(f"{k} {v:.4g}" if type(v) is float else f"{k} {v}" for k, v in rows.items()))
     return rows
-
-
-def _clocked(call: Callable[[], object], device: torch.device, count: int = 10) -> float:
-    """Milliseconds a call, back to back."""
-    call()
-    if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / count
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) * 1e3 / count
 
 
 def checked_bits(tell: Tell, device: str, is_dry: bool) -> list[str]:
