@@ -76,7 +76,7 @@ def standard(given: Given) -> Standard:
     by_delta = _rounded_delta(given, result, leaves, dtype)
     sizes, largest = _sizes_of_terms(given, result, leaves)
     exact = torch.promote_types(dtype, torch.float32)
-    grown = given.grown(leaves["q"].shape[2])
+    grown = given.grown(given.tensors["q"].shape[2])
     is_half = dtype.itemsize == 2
     capped = given.tanh_off * min(given.softcap, largest) if is_half else 0.0
     ulp = torch.finfo(exact).eps * (2 * largest * grown + given.grown(given.longest)) + capped
