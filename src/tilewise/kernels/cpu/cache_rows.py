@@ -60,6 +60,7 @@ class CacheRows:
         self.pages = None if table is None else table[row]
         is_in_place = x.dtype == dtype and _is_in_units(x)
         self.whole = self._in_place() if is_in_place and self.first < self.last else None
+        self.heads_are_beside = is_in_place and x.stride(2) < x.stride(1)
         # Keys that are loaded at a time
         self.most = self.last if is_in_place else COPIED // math.prod(x.shape[2:])
 
