@@ -20,7 +20,7 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **kwargs or {})
-        if not func.is_view:
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
             self.calls += 1
             for x in found if isinstance(found, (tuple, list)) else (found,):
                 if isinstance(x, torch.Tensor) and x.layout == torch.strided:

@@ -33,9 +33,9 @@ from .row_products import dots, weighted_sums
 Tensor = torch.Tensor
 SPAN = 512  # keys of a softmax, unless a piece has fewer
 SCORES = 1 << 19  # of a tile and a chunk, where a token and a span have fewer: 2 MiB in fp32
-# Keys of one head before those of the next, where these lie between: of a span, a step over 8Ki keys
-# of 32 heads took 30.8 ms, and 24.1 of 8 (fp32, one thread of an AMD EPYC, 2026-11-23). Several
-# queries of a head find its keys in the L2 cache
+# Keys of one head before those of the next, where these lie between: with 8 a step over 8Ki keys of
+# 32 heads takes 25 ms, with a span of them 33 (fp32, one thread of an AMD EPYC, 2026-11-23).
+# Several queries of a head find its keys in the L2 cache
 FEW_KEYS = 8
 STATES = 1 << 23  # elements of a tile's O of all spans, where a token has fewer
 

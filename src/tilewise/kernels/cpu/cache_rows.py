@@ -17,7 +17,8 @@ import torch
 Tensor = torch.Tensor
 COPIED = 1 << 19  # elements at a time, or those of a span: 2 MiB, of which each thread reads a part
 KEPT_BYTES = 8 << 20  # of memory that outlives a call, each of two, in each thread
-FEW_PAGES = 2  # are copied one by one
+FEW_PAGES = 2  # are copied one by one, and so are pages of so many elements
+LARGE_PAGE = 1 << 16
 INT32_MAX = 2**31 - 1
 
 
@@ -111,7 +112,7 @@ class CacheRows:
             target.copy_(self.x[self.row, first:last])
             return
         pages, skipped = self._pages(first, last)
-        if len(pages) > FEW_PAGES:
+        if len(pages) > FEW_PAGES and self.x[0].numel() < LARGE_PAGE:
             shape = len(pages), *self.x.shape[1:]
             found = memory.take("pages", self.x.dtype, shape)
             rows = torch.index_select(self.x, 0, pages, out=found).flatten(0, 1)
