@@ -9,9 +9,7 @@ alignment of its matrices, and promises no bits. These two are loops over rows i
 `torch.sparse.sampled_addmm` and `torch.embedding_bag`: one vector routine serves every row, and
 threads share rows.
 
-They are no slower than products of tiles. One query, 8Ki keys of 8 heads, headdim 128, fp32, one
-thread: 3.4 ms, of which dots 1.3 and sums 1.6; torch's SDPA takes 9.6, and BLAS of blocks that are
-copied first 11.4 (AMD EPYC, torch 2.13, 2026-11-23).
+Times of them and of other ways are in docs/design/cache.md.
 """
 
 from __future__ import annotations
@@ -51,5 +49,5 @@ def _starts(columns: Tensor) -> Tensor:
 
 with warnings.catch_warnings():  # torch says once in a process that CSR is in beta
     warnings.simplefilter("ignore")
-    _zero = torch.zeros(1, dtype=torch.int32, device="cpu")
-    dots(torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, device="cpu"), _zero.view(1, 1), 1.0)
+    _one = torch.zeros(1, 1, device="cpu")
+    dots(_one, _one, _one.int(), 1.0)
