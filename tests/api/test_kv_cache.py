@@ -118,6 +118,8 @@ def test_lengths_that_are_left_out_are_all_that_there_is_room_for():
 STRIDES = {
     "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "a longer row": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "rows that are no unit": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
+    "off by one number": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     "a layer inside a block": lambda x: torch.stack([x, x * 0, x], 1)[:, 2],
     "shared by heads": lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
 }
@@ -211,6 +213,15 @@ def test_a_length_past_the_table_is_clamped_or_named(monkeypatch):
     table[1, 1] = len(k)
     with pytest.raises(tilewise.ArgumentError, match=r"page_table\[1\].*below the number of pages"):
         tilewise.attention(q, k, v, seqused_k=room, **options)
+
+
+def test_one_page_many_times():
+    """More keys than the pool holds."""
+    q, k, v = torch.randn(1, 3, 4, 16), torch.randn(1, 8, 1, 16), torch.randn(1, 8, 1, 16)
+    table = torch.zeros(1, 90, dtype=INT32)
+    found = tilewise.attention(q, k, v, page_table=table, causal=True)
+    rows = [x[table.long()].flatten(1, 2) for x in (k, v)]
+    torch.testing.assert_close(found, tilewise.attention_reference(q, *rows, causal=True))
 
 
 def test_an_entry_in_use_that_is_no_page_reads_a_page_that_is_there():

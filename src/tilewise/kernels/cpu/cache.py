@@ -1,19 +1,15 @@
 """Attention with a KV cache on the CPU: exact, and batch-invariant: a row's bits depend on the row
 alone.
 
-Every product has one shape for a problem, whatever the lengths: a tile of queries, those at
-positions [i * TOKENS, (i + 1) * TOKENS), times a block of keys, blocks being counted from the
-beginning of a piece. A tile that is not full has rows of zeros, a block has keys that no row sees,
-and both are copied to memory of their own. So a query lies in the same row of the same product
-whether it is decoded alone, verified with others or part of a prefill, and BLAS has nothing to
-choose from.
+For tiles of queries, and for chunks of the keys that a tile sees:
 
-    for each piece, for each span of its blocks, for each tile of queries that sees it:
-        S = Q K^T, block by block;   softmax;   O += P V, block by block
-    fold the pieces from left to right (`tile.split_kv`)
+    S = scale Q K^T;   m = max S;   P = exp(S - m);   l = sum P;   O = P V,   of each span
+    fold the spans:   M = max m;   l = sum exp(m - M) l;   O = sum exp(m - M) O,   left to right
 
-Four tokens are the fewest rows that AVX2 and AVX-512 multiply well: a decode step of one query is
-bound by memory, and rows of zeros are then free.
+A span is SPAN keys of a piece, counted from its beginning. How many queries a tile has and how many
+spans a chunk has is for speed alone: each score, and each sum, is that of one row (`row_products`),
+and a key that a row does not see adds 0 at one end of its sums. So a query has the same bits
+whether it is decoded alone, verified with others or part of a prefill.
 """
 
 from __future__ import annotations
@@ -27,15 +23,21 @@ import torch
 from ...mods.evaluation import evaluate
 from ...mods.expressions import lookup
 from ...tile import predicates
-from ...tile.paging import batch_of, lengths_of, queries_of
+from ...tile.paging import batch_of, gather, lengths_of, queries_of
 from ...tile.quantize import by_row, of_sequence
-from ...tile.split_kv import State, empty_state, finish, fold, pieces
+from ...tile.split_kv import State, empty_state, finish, pieces
 from ..common.cached import Cached, lse_by_query
-from .cache_blocks import Workspace, blocks_of, load
+from .cache_rows import CacheRows, Memory, Rows
+from .row_products import dots, weighted_sums
 
 Tensor = torch.Tensor
-TOKENS = 4
-TILE_ROWS = 16  # of a tile, unless one token has more
+SPAN = 512  # keys of a softmax, unless a piece has fewer
+SCORES = 1 << 19  # of a tile and a chunk, where a token and a span have fewer: 2 MiB in fp32
+# Keys of one head before those of the next, where these lie between: with 8 a step over 8Ki keys of
+# 32 heads takes 25 ms, with a span of them 33 (fp32, one thread of an AMD EPYC, 2026-11-23).
+# Several queries of a head find its keys in the L2 cache
+FEW_KEYS = 8
+STATES = 1 << 23  # elements of a tile's O of all spans, where a token has fewer
 
 
 class CachedSequence(NamedTuple):
@@ -46,20 +48,39 @@ class CachedSequence(NamedTuple):
     length: int  # keys
     first: int  # the first key that some query sees
     diagonal: int  # the position of its first query
-    tokens: int  # of a tile
+    k: CacheRows
+    v: CacheRows
     slopes: Tensor | None  # (nheads_k, group, 1, 1)
-    sinks: Tensor | None  # (nheads_k, rows, 1)
+    sinks: Tensor | None  # (nheads_k, group, 1)
     k_scale: Tensor | None  # (nheads_k or 1, 1, 1), unless each row has its own
     v_scale: Tensor | None
-    n: int  # keys of a block
-    count: int  # blocks of a span
+
+    @property
+    def span(self) -> int:
+        """The keys of a span, but for the last ones of a piece."""
+        return min(SPAN, self.cached.split_size)
 
 
 class TokenTile(NamedTuple):
-    """Queries [start, start + tokens), by position, of one sequence; rows are (group, tokens)."""
+    """Queries [start, stop), by position, of one sequence; rows are (group, tokens)."""
 
     start: int
-    q: Tensor  # (nheads_k, rows, headdim), scaled
+    stop: int
+    q: Tensor  # (nheads_k, rows, headdim)
+
+
+class Chunk(NamedTuple):
+    """Keys [first, last): those of `spans` whole spans, or of a part of one."""
+
+    first: int
+    last: int
+    spans: int
+    skipped: int  # keys of the span before `first`
+
+    @property
+    def n(self) -> int:
+        """Keys of a span."""
+        return (self.last - self.first) // self.spans
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
@@ -69,20 +90,18 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
     lengths = lengths_of(cached.k, cached.page_table, cached.extras.seqused_k, batch)
     if cached.k.shape[0] == 0:
         lengths = [0] * batch
-    workspace = Workspace(lse.dtype)
+    memory = Memory()
     of_rows = (queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse)))
     for row, (length, queries, outs, lses) in enumerate(zip(lengths, *of_rows)):
         if queries.shape[0]:
             sequence = _sequence(cached, row, length, queries.shape[0], lse.dtype)
-            tiles = list(_tiles(sequence, queries, lse.dtype))
-            for tile, state in zip(tiles, _attend(sequence, tiles, workspace)):
-                _store(sequence, tile, state, outs, lses)
+            for tile in _tiles(sequence, queries, lse.dtype):
+                _store(sequence, tile, _attend(sequence, tile, memory), outs, lses)
 
 
 def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> CachedSequence:
     nheads, nheads_k = cached.q.shape[-2], cached.k.shape[2]
     group = nheads // nheads_k
-    tokens = max(1, min(TOKENS, TILE_ROWS // group))
     diagonal, left = length - seqlen_q, cached.scalars.left
     first = min(length, max(0, diagonal - left)) if left >= 0 else 0
     slopes, sinks = cached.extras.alibi_slopes, cached.extras.sinks
@@ -90,13 +109,12 @@ def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Ca
         slopes = slopes if slopes.dim() == 1 else slopes[row]
         slopes = slopes.to(dtype).view(nheads_k, group, 1, 1)
     if sinks is not None:
-        sinks = sinks.to(dtype).view(nheads_k, group, 1).expand(-1, -1, tokens)
-        sinks = sinks.reshape(nheads_k, group * tokens, 1)
-    scales = [_scale_of(x, row, length, dtype) for x in (cached.k_descale, cached.v_descale)]
-    learned = slopes, sinks, *scales
-    return CachedSequence(
-        cached, row, length, first, diagonal, tokens, *learned, *blocks_of(cached)
+        sinks = sinks.to(dtype).view(nheads_k, group, 1)
+    k, v = (
+        CacheRows(x, cached.page_table, row, (first, length), dtype) for x in (cached.k, cached.v)
     )
+    scales = [_scale_of(x, row, length, dtype) for x in (cached.k_descale, cached.v_descale)]
+    return CachedSequence(cached, row, length, first, diagonal, k, v, slopes, sinks, *scales)
 
 
 def _scale_of(scale: Tensor | None, row: int, length: int, dtype: torch.dtype) -> Tensor | None:
@@ -107,214 +125,163 @@ def _scale_of(scale: Tensor | None, row: int, length: int, dtype: torch.dtype) -
 
 
 def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Iterator[TokenTile]:
-    """The tiles that queries (seqlen_q, nheads, headdim) lie in."""
-    seqlen_q, nheads, headdim = queries.shape
-    nheads_k, tokens = sequence.cached.k.shape[2], sequence.tokens
-    group, first = nheads // nheads_k, sequence.diagonal
-    by_group = queries.unflatten(1, (nheads_k, group)).permute(1, 2, 0, 3)
-    for start in range(first - first % tokens, first + seqlen_q, tokens):
-        q = queries.new_zeros(nheads_k, group, tokens, headdim, dtype=dtype)
-        a, b = max(start, first), min(start + tokens, first + seqlen_q)
-        q[:, :, a - start : b - start].copy_(by_group[:, :, a - first : b - first])
-        yield TokenTile(start, q.mul_(sequence.cached.scalars.scale).flatten(1, 2))
+    """Of queries (seqlen_q, nheads, headdim)."""
+    seqlen_q, nheads, _ = queries.shape
+    nheads_k, first = sequence.cached.k.shape[2], sequence.diagonal
+    spans = max(1, (sequence.length - sequence.first) // sequence.span)
+    states = nheads * spans * sequence.cached.v.shape[3]
+    tokens = max(1, min(SCORES // (nheads * sequence.span), STATES // states))
+    by_group = queries.unflatten(1, (nheads_k, nheads // nheads_k)).permute(1, 2, 0, 3)
+    for a in range(0, seqlen_q, tokens):
+        b = min(a + tokens, seqlen_q)
+        q = by_group[:, :, a:b].to(dtype).reshape(nheads_k, -1, queries.shape[2])
+        yield TokenTile(first + a, first + b, q)
 
 
 def _store(
     sequence: CachedSequence, tile: TokenTile, state: State, outs: Tensor, lses: Tensor
 ) -> None:
-    """The rows of a tile that are queries, to (seqlen_q, nheads, ...)."""
-    out, lse = finish(state, sequence.sinks)
+    """The rows of a tile to (seqlen_q, nheads, ...)."""
+    sinks, tokens = sequence.sinks, tile.stop - tile.start
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(tokens, 1)
+    out, lse = finish(state, sinks)
     if sequence.v_scale is not None:
         out = out * sequence.v_scale
-    first, tokens = sequence.diagonal, sequence.tokens
-    a, b = max(tile.start, first), min(tile.start + tokens, first + outs.shape[0])
-    for target, rows in ((outs, out), (lses.unsqueeze(-1), lse.unsqueeze(-1))):
-        nheads_k, nrows, width = rows.shape
-        found = rows.view(nheads_k, nrows // tokens, tokens, width)[:, :, a - tile.start :]
-        found = found[:, :, : b - a].permute(2, 0, 1, 3)
-        target[a - first : b - first].unflatten(1, found.shape[1:3]).copy_(found)
+    rows = slice(tile.start - sequence.diagonal, tile.stop - sequence.diagonal)
+    for target, found in ((outs, out), (lses.unsqueeze(-1), lse.unsqueeze(-1))):
+        found = found.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3)
+        target[rows].unflatten(1, found.shape[1:3]).copy_(found)
 
 
-def _attend(sequence: CachedSequence, tiles: list[TokenTile], workspace: Workspace) -> list[State]:
-    """The states of tiles after all keys."""
-    totals: list[State | None] = [None] * len(tiles)
-    size = sequence.cached.split_size
-    for piece in pieces(sequence.first, sequence.length, size):
-        states: list[State | None] = [None] * len(tiles)
-        for span in _spans(sequence, piece * size, workspace, len(tiles) > 1):
-            for i, tile in enumerate(tiles):
-                if _sees(sequence, tile, span.start, span.stop):
-                    states[i] = _step(sequence, tile, span, states[i])
-        for i, state in enumerate(states):
-            if state is not None:
-                total = totals[i]
-                totals[i] = state if total is None else fold(total, state)
-    return [
-        empty_state(tile.q.new_zeros(*tile.q.shape[:2], sequence.cached.v.shape[3]))
-        if total is None
-        else total
-        for tile, total in zip(tiles, totals)
-    ]
+def _attend(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> State:
+    """The state of a tile after all keys."""
+    found = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
+    if not found:
+        return empty_state(tile.q.new_zeros(*tile.q.shape[:2], sequence.cached.v.shape[3]))
+    return _fold(State(*(torch.cat(x) for x in zip(*found))))
 
 
-class Span:
-    """Keys [start, stop) of a piece, in `count` blocks of `n`, loaded on demand.
-
-    For one tile, blocks share memory that fits a core's cache; for several tiles, all blocks stay.
-    """
-
-    def __init__(
-        self, sequence: CachedSequence, start: int, stop: int, workspace: Workspace, stays: bool
-    ):
-        self.sequence, self.workspace, self.stays = sequence, workspace, stays
-        self.start, self.stop = start, stop
-        self.n, self.count = sequence.n, sequence.count
-        self.loaded: set[tuple[str, int]] = set()
-
-    def ends(self, number: int) -> tuple[int, int]:
-        """Which keys of a block are in use: none where the second is not above the first."""
-        start = self.start + number * self.n
-        stop = min(start + self.n, self.stop, self.sequence.length)
-        return max(start, self.sequence.first), stop
-
-    def factor(self, name: str, number: int) -> Tensor:
-        """Keys ("k") or values ("v") of a block; values are zeros where there is none."""
-        cached = self.sequence.cached
-        x = cached.k if name == "k" else cached.v
-        rows, factor = self.workspace.block(name, number if self.stays else -1, x, self.n)
-        if (name, number) not in self.loaded:
-            # Scores of keys that are not there are masked, whatever they are
-            self._load(rows, x, number, 0.0 if name == "v" else None)
-            if self.stays:
-                self.loaded.add((name, number))
-        return factor
-
-    def scale(self, name: str, number: int) -> Tensor | None:
-        """What the scores ("k") or probabilities ("v") of a block are multiplied with, or None."""
-        cached = self.sequence.cached
-        x = cached.k_descale if name == "k" else cached.v_descale
-        if x is None or not by_row(x):
-            return self.sequence.k_scale if name == "k" else None
-        rows, factor = self.workspace.scales(name, x, self.n)
-        self._load(rows, x, number, 1.0)
-        return factor
-
-    def _load(self, rows: Tensor, x: Tensor, number: int, other: float | None) -> None:
-        """Rows of a block; `other`, unless it is None, where no key is in use."""
-        first, last = self.ends(number)
-        if last - first < self.n:
-            start = self.start + number * self.n
-            if other is not None:
-                rows[: first - start].fill_(other), rows[last - start :].fill_(other)
-            rows = rows[first - start : last - start]
-        table = self.sequence.cached.page_table
-        table = None if table is None else table[self.sequence.row]
-        load(rows, x, (self.sequence.row, table), first, last)
-
-
-def _spans(
-    sequence: CachedSequence, start: int, workspace: Workspace, stays: bool
-) -> Iterator[Span]:
-    """The spans of a piece that hold keys."""
-    stop = start + sequence.cached.split_size
-    width = sequence.n * sequence.count
-    for a in range(start, stop, width):
-        b = min(a + width, stop)
-        if max(a, sequence.first) < min(b, sequence.length):
-            yield Span(sequence, a, b, workspace, stays)
-
-
-def _sees(sequence: CachedSequence, tile: TokenTile, start: int, stop: int) -> bool:
-    """Whether some query of a tile may see some key of [start, stop)."""
+def _chunks(sequence: CachedSequence, tile: TokenTile) -> Iterator[Chunk]:
+    """All keys that some query of a tile may see."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
-    last = tile.start + sequence.tokens - 1
-    is_left = left >= 0 and stop <= max(tile.start, sequence.diagonal) - left
-    return not is_left and not (right >= 0 and start > last + right)
+    first = max(sequence.first, tile.start - left) if left >= 0 else sequence.first
+    last = min(sequence.length, tile.stop + right) if right >= 0 else sequence.length
+    scores = sequence.span * math.prod(tile.q.shape[:2])
+    most = min(sequence.k.most, sequence.v.most) // sequence.span
+    most = max(1, min(SCORES // scores, most))
+    spans = list(_spans(sequence, first, last))
+    while spans:
+        chunk = spans.pop(0)
+        while chunk.n == sequence.span and chunk.spans < most and spans:
+            if spans[0].n < sequence.span:
+                break
+            chunk = Chunk(chunk.first, spans.pop(0).last, chunk.spans + 1, 0)
+        yield chunk
 
 
-def _step(sequence: CachedSequence, tile: TokenTile, span: Span, state: State | None) -> State:
-    """A span of keys into the state of a tile, None before the first of a piece."""
-    nheads_k, rows = tile.q.shape[:2]
-    s = tile.q.new_empty(span.count, nheads_k, rows, span.n)
-    blocks, seen = s.unbind(0), []
-    for number, scores in enumerate(blocks):
-        first, last = span.ends(number)
-        if first < last and _sees(sequence, tile, first, last):
-            torch.bmm(tile.q, span.factor("k", number), out=scores)
-            scale = span.scale("k", number)
-            if scale is not None:
-                scores.mul_(scale)
-            seen.append(number)
-        else:
-            scores.zero_()  # masked
-    _modify(s, sequence, tile, span)
-    m_i = s.amax((0, 3)).unsqueeze(-1)
-    m_i = m_i if state is None else torch.maximum(state.m_i, m_i)
-    shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row has seen no key yet
-    s.sub_(shift).exp_()
-    l_i = s.sum((0, 3)).unsqueeze(-1)
-    if state is None:
-        acc_o = s.new_zeros(nheads_k, rows, sequence.cached.v.shape[3])
-    else:
-        alpha = torch.exp(state.m_i - shift)
-        l_i, acc_o = l_i.add_(state.l_i * alpha), state.acc_o * alpha
-    for number in seen:
-        scale = span.scale("v", number)
-        if scale is not None:
-            blocks[number].mul_(scale)
-        acc_o.baddbmm_(blocks[number], span.factor("v", number))
-    return State(m_i, l_i, acc_o)
+def _spans(sequence: CachedSequence, first: int, last: int) -> Iterator[Chunk]:
+    """The spans that have some of keys [first, last), with no others."""
+    size = sequence.cached.split_size
+    for piece in pieces(first, last, size):
+        start, stop = piece * size, min(last, (piece + 1) * size)
+        skipped = max(0, first - start) // sequence.span
+        for a in range(start + skipped * sequence.span, stop, sequence.span):
+            yield Chunk(max(a, first), min(a + sequence.span, stop), 1, max(0, first - a))
 
 
-def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, span: Span) -> None:
-    """Softcap, ALiBi and masks, on scaled scores (count, nheads_k, rows, n) in place."""
+def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memory) -> State:
+    """The states of a tile after each span of a chunk, (spans, nheads_k, rows, ...)."""
+    cached = sequence.cached
+    shape = chunk.spans, *tile.q.shape[:2], chunk.n
+    rows = sequence.k.load(chunk.first, chunk.last, memory)
+    s = _scores(rows, tile, shape, cached.scalars.scale, sequence.k.heads_are_beside)
+    scale = _scales(sequence, cached.k_descale, chunk)
+    scale = sequence.k_scale if scale is None else scale
+    if scale is not None:
+        s.mul_(scale)
+    _modify(s, sequence, tile, chunk)
+    m_i = s.amax(-1, keepdim=True)
+    s.sub_(m_i.clamp_min(torch.finfo(s.dtype).min)).exp_()  # -inf: the row sees no key
+    l_i = _row_sums(s, chunk.skipped, sequence.span)
+    scale = _scales(sequence, cached.v_descale, chunk)
+    if scale is not None:
+        s.mul_(scale)
+    rows = sequence.v.load(chunk.first, chunk.last, memory)
+    acc_o = weighted_sums(s.view(-1, chunk.n), rows.matrix, _columns(rows, shape))
+    return State(m_i, l_i, acc_o.view(*shape[:3], -1))
+
+
+def _scores(
+    rows: Rows, tile: TokenTile, shape: tuple[int, ...], scale: float, heads_are_beside: bool
+) -> Tensor:
+    """(spans, nheads_k, rows, n), in an order that is near to that of memory."""
+    spans, nheads_k, nrows, n = shape
+    few = FEW_KEYS if heads_are_beside and nrows == 1 and n % FEW_KEYS == 0 else n
+    cut = spans * n // few, nheads_k, nrows, few
+    q = tile.q.expand(cut[0], -1, -1, -1).reshape(-1, tile.q.shape[2])
+    s = dots(q, rows.matrix, _columns(rows, cut), scale)
+    return s.view(spans, n // few, *cut[1:]).permute(0, 2, 3, 1, 4).reshape(shape)
+
+
+def _columns(rows: Rows, shape: tuple[int, ...]) -> Tensor:
+    """The rows of a matrix that each row of scores (spans, nheads_k, rows, n) is of."""
+    by_span = rows.ids.unflatten(0, (shape[0], shape[3])).transpose(1, 2)
+    return by_span.unsqueeze(2).expand(shape).contiguous().view(-1, shape[3])
+
+
+def _row_sums(p: Tensor, skipped: int, span: int) -> Tensor:
+    """Sums over the last dimension, in the order of a whole span."""
+    missing = span - p.shape[3]
+    if missing:
+        p = torch.nn.functional.pad(p, (skipped, missing - skipped))
+    return p.sum(-1, keepdim=True)
+
+
+def _scales(sequence: CachedSequence, scale: Tensor | None, chunk: Chunk) -> Tensor | None:
+    """Those of the rows of a chunk, (spans, nheads_k, 1, n), where each row has its own."""
+    if scale is None or not by_row(scale):
+        return None
+    found = gather(scale, sequence.cached.page_table, sequence.row, chunk.first, chunk.last)
+    found = found.to(sequence.k.dtype).unflatten(0, (chunk.spans, chunk.n))
+    return found.transpose(1, 2).unsqueeze(2)
+
+
+def _fold(state: State) -> State:
+    """The states of spans (spans, nheads_k, rows, ...) as one."""
+    m_i = state.m_i.amax(0)
+    shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row sees no key
+    spans, nheads_k, rows, _ = state.m_i.shape
+    weights = (state.m_i - shift).exp_().view(spans, -1).T.contiguous()
+    columns = torch.arange(weights.numel(), dtype=torch.int32, device="cpu")
+    columns = columns.view(spans, -1).T.contiguous()
+    x = torch.cat((state.acc_o, state.l_i), -1).flatten(0, 2)
+    sums = weighted_sums(weights, x, columns).view(nheads_k, rows, -1)
+    return State(m_i, sums[..., -1:], sums[..., :-1])
+
+
+def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) -> None:
+    """Softcap, ALiBi and masks, on scaled scores (spans, nheads_k, rows, n) in place."""
     cached, scalars = sequence.cached, sequence.cached.scalars
     if scalars.softcap:
         s.div_(scalars.softcap).tanh_().mul_(scalars.softcap)
-    sides = _sides(sequence, tile, span)
-    if sequence.slopes is None and not cached.mask and not any(sides):
+    is_left = scalars.left >= 0 and chunk.first < tile.stop - 1 - scalars.left
+    is_right = scalars.right >= 0 and chunk.last - 1 > tile.start + scalars.right
+    if sequence.slopes is None and not cached.mask and not is_left and not is_right:
         return
-    s = s.unflatten(2, (-1, sequence.tokens))
-    q_idx = _positions(tile.start, tile.start + sequence.tokens).unsqueeze(1)
-    k_idx = _positions(span.start, span.start + span.count * span.n)
-    k_idx = k_idx.view(span.count, 1, 1, 1, span.n)
+    s = s.unflatten(2, (-1, tile.stop - tile.start))
+    q_idx = torch.arange(tile.start, tile.stop, device="cpu").unsqueeze(1)
+    k_idx = torch.arange(chunk.first, chunk.last, device="cpu").view(chunk.spans, 1, 1, 1, chunk.n)
     if sequence.slopes is not None:
-        s.addcmul_(sequence.slopes, (q_idx - k_idx).abs().to(s.dtype), value=-1)
-    for is_partial, seen in zip(sides, (_in_use, _within_left, _within_right)):
-        if is_partial:
-            s.masked_fill_(~seen(sequence, span, q_idx, k_idx), -math.inf)
+        # Rounded twice: whether `addcmul` rounds once depends on where an element lies
+        s.sub_(sequence.slopes * (q_idx - k_idx).abs())
+    if is_left:
+        s.masked_fill_(~predicates.within_left(q_idx, k_idx, 0, scalars.left), -math.inf)
+    if is_right:
+        s.masked_fill_(~predicates.within_right(q_idx, k_idx, 0, scalars.right), -math.inf)
     if cached.mask:
         nheads_k, group = s.shape[1:3]
-        h = _positions(0, nheads_k * group).view(nheads_k, group, 1, 1)
+        h = torch.arange(nheads_k * group, device="cpu").view(nheads_k, group, 1, 1)
         b = torch.tensor(sequence.row, device="cpu")
         seen = evaluate(lookup(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
         s.masked_fill_(~seen, -math.inf)
-
-
-def _sides(sequence: CachedSequence, tile: TokenTile, span: Span) -> tuple[bool, bool, bool]:
-    """Whether the keys of a span are not all in use, and which sides of the band cut a tile."""
-    left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
-    stop = span.start + span.count * span.n
-    return (
-        span.start < sequence.first or stop > min(span.stop, sequence.length),
-        left >= 0 and span.start < tile.start + sequence.tokens - 1 - left,
-        right >= 0 and stop - 1 > tile.start + right,
-    )
-
-
-def _in_use(sequence: CachedSequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-    stop = min(span.stop, sequence.length)
-    return predicates.is_key(k_idx, stop) & (k_idx >= sequence.first)
-
-
-def _within_left(sequence: CachedSequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-    return predicates.within_left(q_idx, k_idx, 0, sequence.cached.scalars.left)
-
-
-def _within_right(sequence: CachedSequence, span: Span, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-    return predicates.within_right(q_idx, k_idx, 0, sequence.cached.scalars.right)
-
-
-def _positions(start: int, stop: int) -> Tensor:
-    """Whatever torch's default device is."""
-    return torch.arange(start, stop, device="cpu")
