@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ..kernels.common.device_words import ARRIVED
 from .device_barrier import DeviceBarrier, synchronize
 from .halves import Arena
 from .memory import Memory
+from .stream_writes import writer_of
 
 Tensor = torch.Tensor
 
@@ -28,8 +30,13 @@ class DeviceArena(Arena):
         self.has_streams = device.type == "cuda"
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call before
+        self.words, self.limit = barrier.signals.words, barrier.nanoseconds
+        self.pieces = 0  # that the copies of the call have brought
+        self.write: Any = None
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
+            self.write = writer_of(self.words)
+        self.counts_pieces = self.write is not None or not self.has_streams
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
@@ -60,6 +67,25 @@ class DeviceArena(Arena):
     def arrive(self, mark: Any) -> None:
         if self.has_streams:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def begin_pieces(self, sources: tuple[int, ...]) -> None:
+        """Before `copying`: none of the pieces of these ranks has arrived."""
+        self.barrier.sources, self.pieces = sources, 0
+        self._write_pieces()
+
+    def count_piece(self) -> None:
+        """Inside of `copying`: once the copies that were begun so far have arrived, a kernel that
+        runs finds so in the word that counts them.
+        """
+        self.pieces += 1
+        self._write_pieces()
+
+    def _write_pieces(self) -> None:
+        if self.has_streams:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
+        else:
+            self.words[ARRIVED] = self.pieces
 
     def settle(self, *pulled: Tensor) -> None:
         for x in pulled:

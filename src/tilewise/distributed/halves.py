@@ -26,6 +26,8 @@ class Arena:
     same calls; an arena grows on all of them at once.
     """
 
+    counts_pieces = False  # whether a kernel can wait for one piece of what is copied
+
     def __init__(self, barrier: Any, memory: Memory) -> None:
         self.barrier, self.memory = barrier, memory
         self.rank, self.ranks = barrier.rank, barrier.ranks

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..problem import Grads, Saved
-from . import packed_runs, placed, rows
+from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
 from .exchange import Published, publish, publish_rows, pulls_of
 from .halves import Arena
@@ -46,13 +46,10 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: CallSpec, q, k, v, sinks):
-        keys = _pull(arena, spec, k, v, f"attention (stream): {spec.signature}")
-        backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
-        if spec.is_modified or (spec.bitwise and backend is None):
-            keys.arrive_all()
-            out, lse = placed.attend(spec, q, keys.k, keys.v)
+        if one_launch.serves(arena, spec, q, k, v):
+            out, lse = one_launch.attend(arena, spec, q, k, v)
         else:
-            out, lse = by_runs(spec, q).attend(spec, q, keys, backend)
+            out, lse = _attend(arena, spec, q, k, v)
         arena.settle(out, lse)
         ctx.arena, ctx.spec = arena, spec
         ctx.save_for_backward(q, k, v, out, lse)
@@ -65,6 +62,16 @@ class _Stream(torch.autograd.Function):
         saved = Saved(dout, dlse, *ctx.saved_tensors)
         grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
+
+
+def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse`, in launches that begin after copies."""
+    keys = _pull(arena, spec, k, v, f"attention (stream): {spec.signature}")
+    backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
+    if spec.is_modified or (spec.bitwise and backend is None):
+        keys.arrive_all()
+        return placed.attend(spec, q, keys.k, keys.v)
+    return by_runs(spec, q).attend(spec, q, keys, backend)
 
 
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:

@@ -35,6 +35,23 @@ class Optionals(NamedTuple):
     cu_seqlens_k: torch.Tensor | None
     dropout_rng: torch.Tensor | None = None
     modifiers: Modifiers | int = 0
+    runs: Runs | None = None
+
+
+class Runs(NamedTuple):
+    """Runs of rows of one sequence, which see overlapping keys of it, and pieces of these keys that
+    arrive while the kernel runs. K and V lie by groups of heads: (groups * rows, heads, headdim).
+    """
+
+    table: torch.Tensor  # int32: two orders of a head's tiles, then what blocks of keys wait for
+    tiles: int  # of a head
+    heads: int  # key heads of a group
+    rows: int  # keys of the sequence
+    shift: int  # log2 of the keys that have one entry in the second part
+    pieces: int  # of each group
+    words: torch.Tensor  # int32: whether a wait has failed, pieces that have arrived, the one that
+    # did not
+    limit: int  # nanoseconds of a wait
 
 
 class Modifiers(NamedTuple):
@@ -124,6 +141,7 @@ class Features(NamedTuple):
     SCORE_DERIVATIVE: Any
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
     ENDS: bool = False  # the mask is intervals of keys and of queries, and its tensors are the ends
+    RUNS: bool = False  # with PACKED: sequences are `Runs`, whose keys may still arrive
 
 
 class Tile(NamedTuple):
