@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..kernels.common.device_words import ARRIVED
+from ..kernels.portable.sum_parts import PartSums
 from .device_barrier import DeviceBarrier, synchronize
 from .halves import Arena
 from .memory import Memory
@@ -31,6 +32,7 @@ class DeviceArena(Arena):
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call before
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
+        self.part_sums = PartSums(barrier.signals._launch)
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         if self.has_streams:

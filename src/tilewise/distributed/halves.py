@@ -27,6 +27,7 @@ class Arena:
     """
 
     counts_pieces = False  # whether a kernel can wait for one piece of what is copied
+    part_sums: Any = None  # the kernel that adds what all ranks have published, where there is one
 
     def __init__(self, barrier: Any, memory: Memory) -> None:
         self.barrier, self.memory = barrier, memory

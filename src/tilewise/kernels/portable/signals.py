@@ -16,19 +16,14 @@ after it (PTX ISA, memory consistency model; launches of one stream are ordered 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from ...emulator.switch import interpreter_is_on
-from ..common.building import first_launch, on_device
 from ..common.device_words import FAILED, LATE
 from ..common.device_words import WORDS as DEVICE_WORDS
-from ..common.direct import past_triton
-from ..common.relaunch import may_relaunch
+from .launches import Launches
 
 Tensor = torch.Tensor
 LANES = 32  # of the warp that waits: a rank each
@@ -131,7 +126,7 @@ class Signals:
         # The host reads it without waiting: the kernel writes it over PCIe, and only at a failure
         pinned = self.device.type == "cuda"
         self.report = torch.zeros(1 + LANES, dtype=torch.int64, pin_memory=pinned)
-        self.launchers: dict[Any, Any] = {}
+        self._launch = Launches(self.device)
 
     def barrier(self, number: int, fingerprint: int, seconds: float, waits: bool = True) -> None:
         """Barrier `number`, on the current stream; without `waits` it is only said that this rank
@@ -163,22 +158,3 @@ class Signals:
         """After a failure that all ranks have seen; nothing may be running."""
         self.report.zero_()
         self.words.zero_()
-
-    def _launch(self, kernel, programs, tensors, numbers, constants: dict[str, Any], key) -> None:
-        if self.device.type == "cpu" and interpreter_is_on():
-            from ...emulator.triton.interpreter import interpret
-
-            # Without its guard: addresses of other processes' memory are no arguments
-            interpret(kernel, check=False)[(programs,)](*tensors, *numbers, **constants)
-            return
-        index = self.device.index
-        launcher = self.launchers.get((kernel, key))
-        if launcher is None or not may_relaunch(index):
-            with on_device(self.device):
-                options = dict(constants, num_warps=1 if programs == 1 else 4)
-                compiled = first_launch(kernel, programs, *tensors, *numbers, **options)
-            self.launchers[kernel, key] = past_triton(compiled, programs)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        addresses = (x.data_ptr() for x in tensors)
-        launcher(stream, *addresses, *numbers, *constants.values())
