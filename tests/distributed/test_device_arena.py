@@ -15,6 +15,7 @@ from helpers.shards import NAMES, Case, compare
 
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
+from tilewise.distributed.device_arena import refuse_capture
 from tilewise.distributed.exchange import publish_rows
 from tilewise.errors import ArgumentError
 
@@ -85,6 +86,15 @@ def test_barriers_of_three_ranks():
 
 def test_ranks_that_disagree():
     run(mismatches, 3, timeout=60.0)
+
+
+def test_a_captured_graph_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match=r"captured CUDA graph.*make_graphed_callables"):
+        refuse_capture()
+    for name in ("context_parallel_forward", "context_parallel_backward"):
+        tags = getattr(torch.ops.tilewise, name).default.tags
+        assert torch.Tag.cudagraph_unsafe in tags  # Inductor leaves them out
 
 
 def killed(rank):

@@ -100,11 +100,21 @@ class DeviceArena(Arena):
         if not self.has_streams:
             return
         stream = torch.cuda.current_stream(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "a captured CUDA graph: barriers are numbered, so a replay would pass or wait for "
-                "others at random; leave tilewise.distributed out of the capture"
-            )
+        refuse_capture()
         if self.last is not None and stream != self.last:
             stream.wait_stream(self.last)
         self.last = stream
+
+
+def refuse_capture() -> None:
+    """Raises where a CUDA graph is captured on the current stream. Its barriers would have the
+    numbers of the capture, its copies that half of the arena, and no host would look at what they
+    found.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "a captured CUDA graph: barriers are numbered, so a replay would pass or wait for "
+            "others at random. Leave tilewise.distributed out of the capture: capture what lies "
+            "between its calls, each part as a graph of its own (torch.cuda.make_graphed_callables)"
+            '; torch.compile(mode="reduce-overhead") leaves it out by itself'
+        )
