@@ -132,6 +132,24 @@ def test_the_bits_of_one_call_as_pieces_arrive_at_random(name, kind):
         assert torch.equal(found[1], mine.shard(lse, 2)), f"lse of rank {rank}"
 
 
+@pytest.fixture
+def wrong_waits(monkeypatch):
+    """Sets what blocks of keys wait for."""
+    made = one_launch.walk_of
+
+    def set_to(waits):
+        one_launch._forward_of.cache_clear()
+
+        def walk_of(*asked):
+            walk = made(*asked)
+            return walk._replace(waits=tuple(map(waits, walk.waits)))
+
+        monkeypatch.setattr(one_launch, "walk_of", walk_of)
+
+    yield set_to
+    one_launch._forward_of.cache_clear()
+
+
 @pytest.mark.parametrize("seed", range(9))
 def test_every_mode_of_arrival(seed):
     """The emulator's modes: copies that land at once, late, or when all wait."""
@@ -143,27 +161,15 @@ def test_every_mode_of_arrival(seed):
     assert torch.equal(found[0], layout.shard(out))
 
 
-def test_a_piece_that_is_not_waited_for_is_an_error(monkeypatch):
-    made = one_launch.walk_of
-
-    def without_waits(*asked):
-        walk = made(*asked)
-        return walk._replace(waits=(0,) * len(walk.waits))
-
-    monkeypatch.setattr(one_launch, "walk_of", without_waits)
+def test_a_piece_that_is_not_waited_for_is_an_error(wrong_waits):
+    wrong_waits(lambda piece: 0)
     with pytest.raises(HopperError, match="starts a copy of piece 1 of 2, and has waited for 0"):
         launched(Whole(**CAUSAL), td.zigzag(SEQLEN, RANKS), 2, 0)
 
 
-def test_one_piece_less_is_an_error(monkeypatch):
+def test_one_piece_less_is_an_error(wrong_waits):
     """Where rows of the last piece are said to come with the one before."""
-    made = one_launch.walk_of
-
-    def earlier(*asked):
-        walk = made(*asked)
-        return walk._replace(waits=tuple(max(x - 1, 1) if x else 0 for x in walk.waits))
-
-    monkeypatch.setattr(one_launch, "walk_of", earlier)
+    wrong_waits(lambda piece: max(piece - 1, min(piece, 1)))
     layout = td.striped(SEQLEN, RANKS, block=300)
     with pytest.raises(HopperError, match="starts a copy of piece 2 of 2, and has waited for 1"):
         for seed in range(9):
@@ -191,7 +197,9 @@ def test_orders_of_tiles():
     walk, scalars = one_launch.walk_of(layout, -1, 0, 1), Scalars(1.0, right=0)
     assert walk.waits == (0,) * 4 + (1,) * 8 + (0,) * 5 and walk.pieces == 1
     tiles = runs_launch.count_tiles(walk, 128)
-    table = runs_launch.table_of(walk, scalars, 128, torch.device("cpu")).tolist()
+    table = runs_launch.table_of(walk, scalars, 128, CPU)
+    head, table = (x.tolist() for x in table.split((4, 12 * tiles + 17)))
+    assert head == [16, 1, 4096, 1]
     orders, waits = table[: 12 * tiles], table[12 * tiles :]
     assert tuple(waits) == walk.waits and tiles == 16
     rows = [tuple(orders[6 * i : 6 * i + 6]) for i in range(2 * tiles)]

@@ -11,7 +11,7 @@ need an SM, and all of these may be waiting.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,9 @@ from .exchange import Published, Pull, publish_parts, runs_in_turn
 from .halves import Arena
 from .layout import Layout
 from .work import keys_of
+
+if TYPE_CHECKING:
+    from ..kernels.hopper.fwd.runs_launch import RunsForward, Walk
 
 Tensor = torch.Tensor
 MOST_COPIES = 128  # of a call, on the host
@@ -96,19 +99,22 @@ def launch(
     """The kernel's launch; `local` are this rank's keys and values, `found` (groups, seqlen, 1,
     heads, headdim) those of the sequence. `beside` is for the emulator.
     """
-    problem, scalars = _problem(spec, q, *local)
     k, v = (x.flatten(0, 1).transpose(0, 1) for x in found)
-    walk = walk_of(spec.layout, *spec.sides, k.shape[2])
     extras = Extras(spec.alibi_slopes, spec.sinks)
     dtypes = tuple(None if x is None else x.dtype for x in extras[:2])
-    forward = _forward_of(problem, scalars, walk, q.device, dtypes, layout_key((q, *extras[:2])))
+    looks = q.device, arena.limit, dtypes, layout_key((q, *extras[:2]))
+    forward = _forward_of(*_problem(spec, q, *local), spec.layout, k.shape[2], *looks)
     return forward(q, k, v, extras, arena.words, arena.limit, **beside)
 
 
 @functools.lru_cache(maxsize=256)
-def _forward_of(problem: Problem, scalars: Scalars, walk: Any, *_: Any) -> Any:
+def _forward_of(
+    problem: Problem, scalars: Scalars, layout: Layout, heads: int, *_: Any
+) -> RunsForward:
+    """The launch of a signature; what follows is of it, too."""
     from ..kernels.hopper.fwd.runs_launch import RunsForward
 
+    walk = walk_of(layout, scalars.left, scalars.right, heads)
     return RunsForward(problem, scalars, walk)
 
 
@@ -149,8 +155,7 @@ def pieces_of(layout: Layout, left: int, right: int) -> Pieces:
     return Pieces(own, tuple(x for x in found if x[0] != layout.rank))
 
 
-@functools.lru_cache(maxsize=256)
-def walk_of(layout: Layout, left: int, right: int, heads: int) -> Any:
+def walk_of(layout: Layout, left: int, right: int, heads: int) -> Walk:
     """The runs as the kernel takes them. The keys of one begin with those of its document, and so
     its blocks are the document's; they end with the last that is seen.
     """

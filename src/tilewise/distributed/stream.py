@@ -104,9 +104,13 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
 
 def _joined(found: list[Grads]) -> Grads:
     """Gradients of groups of heads."""
-    of_heads = (torch.cat([x[i] for x in found], 2) for i in range(3))
     sinks = [x.dsinks for x in found if x.dsinks is not None]
-    return Grads(*of_heads, torch.cat(sinks) if sinks else None)
+    return Grads(
+        torch.cat([x.dq for x in found], 2),
+        torch.cat([x.dk for x in found], 2),
+        torch.cat([x.dv for x in found], 2),
+        torch.cat(sinks) if sinks else None,
+    )
 
 
 def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys) -> rows.Partial:
@@ -125,8 +129,8 @@ def _groups(spec: CallSpec, given: Saved) -> list[tuple[slice, slice]]:
     groups = 1
     if not spec.uses_head_index:
         groups = next((n for n in range(1, nheads_k) if _fits(n, nheads_k, nbytes)), nheads_k)
-    sizes = nheads // groups, nheads_k // groups
-    return [tuple(slice(i * n, (i + 1) * n) for n in sizes) for i in range(groups)]
+    m, n = nheads // groups, nheads_k // groups
+    return [(slice(i * m, (i + 1) * m), slice(i * n, (i + 1) * n)) for i in range(groups)]
 
 
 def _fits(groups: int, nheads_k: int, nbytes: int) -> bool:

@@ -40,17 +40,11 @@ class Optionals(NamedTuple):
 
 class Runs(NamedTuple):
     """Runs of rows of one sequence, which see overlapping keys of it, and pieces of these keys that
-    arrive while the kernel runs. K and V lie by groups of heads: (groups * rows, heads, headdim).
+    arrive while the kernel runs. All numbers are in memory, for they differ with the layout.
     """
 
-    table: torch.Tensor  # int32: two orders of a head's tiles, then what blocks of keys wait for
-    tiles: int  # of a head
-    heads: int  # key heads of a group
-    rows: int  # keys of the sequence
-    shift: int  # log2 of the keys that have one entry in the second part
-    pieces: int  # of each group
-    words: torch.Tensor  # int32: whether a wait has failed, pieces that have arrived, the one that
-    # did not
+    table: torch.Tensor  # int32, of hopper/fwd/runs_launch.py
+    words: torch.Tensor  # int32, of common/device_words.py
     limit: int  # nanoseconds of a wait
 
 

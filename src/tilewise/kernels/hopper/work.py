@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
-from ...tile.types import Modifiers, Numbers, Optionals, Queue, Runs, Sequence, Sizes
+from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
 from .block_list import listed_block, visited
 
 END = gl.constexpr(-1)  # the start that marks the end
@@ -28,7 +28,7 @@ class KernelCall(NamedTuple):
     sizes: Sizes
     numbers: Numbers
     modifiers: Modifiers = 0  # in a partition, which asks `modifiers_of`
-    runs: Runs = 0  # in the load warp
+    runs: tuple = 0  # in the load warp, where sequences are runs: `fwd.runs.RunTable`
 
 
 class Work(NamedTuple):

@@ -49,8 +49,8 @@ def sum_parts_kernel(
             part = (tl.load(addresses + rank) + offset).to(tl.pointer_type(PART))
             if IS_ALIGNED:
                 part = tl.multiple_of(part, 16)
-            has_part = (bits >> rank) & 1 != 0
-            acc += tl.load(part + at, mask=has_part[:, None] & (column < columns)[None, :], other=0.0)
+            has_part = ((bits >> rank) & 1 != 0)[:, None] & (column < columns)[None, :]
+            acc += tl.load(part + at, mask=has_part, other=0.0)
         exists = (row < rows)[:, None] & (column < columns)[None, :]
         tl.store(total + at, acc.to(total.dtype.element_ty), mask=exists)
 

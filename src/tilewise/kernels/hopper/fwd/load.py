@@ -29,7 +29,7 @@ from ..work import (
     key_head,
     reset_counter,
 )
-from .runs import arrived_block, await_keys, no_block, open_run, runs_of
+from .runs import arrived_block, await_keys, no_block, open_run, open_runs
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
@@ -90,10 +90,9 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     progress = Progress(start(), start(), start(), start(), nowhere(FEATURES, TILE), False)
     tile = gl.program_id(0)
     if FEATURES.RUNS:
-        call = KernelCall(
-            call.queue, call.optionals, call.sizes, call.numbers, modifiers, runs_of(call.optionals)
-        )
-        tiles = call.queue.tiles
+        runs = open_runs(call.optionals.runs)
+        call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers, runs)
+        tiles = runs.tiles * call.queue.nheads
         while tile < tiles:
             work = open_run(tile, call, FEATURES, TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)

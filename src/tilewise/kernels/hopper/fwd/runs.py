@@ -18,8 +18,8 @@ from ...common.device_words import ARRIVED, FAILED, LATE
 from ..block_list import visited
 from .varlen import Ragged
 
-TILE_FIELDS = 6  # of the host's table: see `open_run`
-FIELDS = gl.constexpr(TILE_FIELDS)
+# The host's table: its numbers, two orders of a head's tiles, and what each 2^SHIFT keys wait for
+HEAD, FIELDS, SHIFT = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8)
 _FAILED, _ARRIVED, _LATE = gl.constexpr(FAILED), gl.constexpr(ARRIVED), gl.constexpr(LATE)
 
 # Polls until $1 holds at least $2, and returns the least that a lane has read, at once where $3
@@ -68,10 +68,29 @@ class ArrivedBlock(NamedTuple):
     arrived: gl.tensor
 
 
+class RunTable(NamedTuple):
+    """`Runs`, and the numbers of its table."""
+
+    of_tiles: gl.tensor
+    of_keys: gl.tensor
+    tiles: gl.tensor  # of a head
+    heads: gl.tensor  # key heads of a group
+    rows: gl.tensor  # keys of the sequence: from a group to the next
+    pieces: gl.tensor  # of each group
+    words: gl.tensor
+    limit: gl.tensor
+
+
 @gluon.jit
-def runs_of(optionals):
-    """As `modifiers_of`: to be called before any loop."""
-    return optionals.runs
+def open_runs(runs):
+    """Reads the numbers of the table."""
+    table = runs.table
+    tiles = gl.load(table)
+    of_tiles = table + HEAD
+    of_keys = of_tiles + 2 * FIELDS * tiles
+    heads, rows, pieces = gl.load(table + 1), gl.load(table + 2), gl.load(table + 3)
+    limit = gl.cast(runs.limit, gl.int64)
+    return RunTable(of_tiles, of_keys, tiles, heads, rows, pieces, runs.words, limit)
 
 
 @gluon.jit
@@ -92,7 +111,7 @@ def open_run(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     rest = tile - group * of_group
     place = rest // width + gl.where(group > 0, runs.tiles, 0)
     head = group * width + rest % width
-    entry = runs.table + place * FIELDS
+    entry = runs.of_tiles + place * FIELDS
     m_start = gl.load(entry)
     seqlen_q = gl.load(entry + 1)
     first_q = gl.load(entry + 2)
@@ -137,16 +156,17 @@ def await_keys(work, head_k, n_start, arrived, runs, TILE: gl.constexpr):
     """
     first = work.first_k + n_start
     last = work.first_k + gl.maximum(gl.minimum(n_start + TILE.BLOCK_N, work.seqlen_k), 1) - 1
-    of_keys = runs.table + 2 * FIELDS * runs.tiles
-    least = gl.maximum(
-        gl.load(of_keys + (first >> runs.shift)), gl.load(of_keys + (last >> runs.shift))
+    before, after = (
+        gl.load(runs.of_keys + (first >> SHIFT)),
+        gl.load(runs.of_keys + (last >> SHIFT)),
     )
+    least = gl.maximum(before, after)
     group = head_k // runs.heads
     least = gl.where(least > 0, group * runs.pieces + least, 0)
     found = gl.inline_asm_elementwise(
         _AWAIT,
         "=&r,l,r,r,l",
-        [runs.words + _ARRIVED, least, arrived, gl.cast(runs.limit, gl.int64)],
+        [runs.words + _ARRIVED, least, arrived, runs.limit],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -29,7 +29,7 @@ from .kernel import hopper_fwd_kernel
 from .launch import ForwardRelaunch, FwdArgs, Plan, plan_for
 
 Tensor = torch.Tensor
-SHIFT = 8  # log2 of the keys of one entry of `Walk.waits`: at least those of a block
+SHIFT = on_device_runs.SHIFT.value  # 2^SHIFT keys are at least those of a block
 
 
 class Run(NamedTuple):
@@ -101,15 +101,16 @@ class RunsForward:
         self.table = table_of(self.walk, self.scalars, plan.tile.BLOCK_M, q.device)
         args = self.arguments(plan, (q, k, v, out), lse, extras, words, limit)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+        tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
         if (seed := emulator_seed()) is not None and q.device.type == "cpu":
             from ....emulator.hopper import emulate
 
-            programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
+            programs = min(tiles, 4)  # few, so that each works through several tiles
             asm = assembly.ASM | on_device_runs.ASM
             emulated = emulate(hopper_fwd_kernel, seed=seed, asm=asm, **beside)
             emulated[(programs,)](*checked(args), **constants)
             return
-        programs = min(args.queue.tiles, num_sms(q.device))
+        programs = min(tiles, num_sms(q.device))
         with on_device(q.device):
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             self.device = torch.cuda.current_device()
@@ -131,15 +132,16 @@ class RunsForward:
     ) -> FwdArgs:
         """The kernel's arguments; `tensors` are q, k, v and out."""
         q, k = tensors[:2]
-        walk, nheads, table = self.walk, q.shape[2], self.table
-        tiles = count_tiles(walk, plan.tile.BLOCK_M)
-        shape = tiles, walk.heads, walk.seqlen, SHIFT, walk.pieces
+        nheads = q.shape[2]
+        # The kernel reads how many tiles there are, and is not compiled again for a number that is
+        # no multiple of 16
+        tiles = -(-count_tiles(self.walk, plan.tile.BLOCK_M) * nheads // 16) * 16
         *described, for_bias = descriptors(self.problem, plan, *tensors)
         return FwdArgs(
             *described,
             lse,
-            Queue(counter_of(q.device), tiles * nheads, nheads, nheads, 1),
-            optionals_of(extras)._replace(runs=Runs(table, *shape, words, limit)),
+            Queue(counter_of(q.device), tiles, nheads, nheads, 1),
+            optionals_of(extras)._replace(runs=Runs(self.table, words, limit)),
             sizes_of(q, k),
             numbers_of(self.scalars, q, k),
             (0, 0),
@@ -163,8 +165,9 @@ def count_tiles(walk: Walk, block_m: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def table_of(walk: Walk, scalars: Scalars, block_m: int, device: torch.device) -> Tensor:
-    """`Runs.table`: of each tile its first row in the run, the run's rows, where they begin, its
-    first key, how many it has, and the diagonal.
+    """`Runs.table`: how many tiles a head has, key heads a group, keys the sequence and pieces a
+    group; then of each tile its first row in the run, the run's rows, where they begin, its first
+    key, how many it has, and the diagonal; then `Walk.waits`.
     """
     is_late = [0, *itertools.accumulate(x > 0 for x in walk.waits)]
     tiles = []
@@ -181,5 +184,6 @@ def table_of(walk: Walk, scalars: Scalars, block_m: int, device: torch.device) -
             tiles.append((waits, first - stop, (m_start, run.rows, run.first_q, *run[2:])))
     by_keys = [x[2] for x in sorted(tiles, key=lambda x: x[1])]
     by_arrival = [x[2] for x in sorted(tiles, key=lambda x: x[:2])]
-    flat = itertools.chain(*by_arrival, *by_keys, walk.waits)
+    head = len(tiles), walk.heads, walk.seqlen, walk.pieces
+    flat = itertools.chain(head, *by_arrival, *by_keys, walk.waits)
     return torch.tensor(list(flat), dtype=torch.int32, device=device)
