@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
-from helpers.tiers import sample_rows
+from helpers.tiers import sample, sample_rows
 
 import tilewise
 import tilewise.distributed as td
@@ -150,7 +150,7 @@ def wrong_waits(monkeypatch):
     one_launch._forward_of.cache_clear()
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", sample(range(9), 1, 5, 6))
 def test_every_mode_of_arrival(seed):
     """The emulator's modes: copies that land at once, late, or when all wait."""
     case = Whole(**CAUSAL)

@@ -19,7 +19,7 @@ from ....tile.types import Queue, Runs
 from ...common.arguments import aligned, numbers_of, optionals_of, sizes_of
 from ...common.building import first_launch, on_device
 from ...common.outputs import empty_out
-from ...common.relaunch import addresses_of, distinct_extras, may_relaunch, pattern_of
+from ...common.relaunch import Pattern, addresses_of, distinct_extras, may_relaunch, pattern_of
 from .. import assembly
 from ..compat import Descriptors, direct_of
 from ..descriptors import checked, descriptors
@@ -115,12 +115,19 @@ class RunsForward:
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             self.device = torch.cuda.current_device()
         kernel = direct_of(compiled, programs)
-        row = lse, args.queue.counter, self.table, words, *extras[:2]
-        pattern = pattern_of(tuple(args[4:-1]), row)
+        pattern = self.pattern(args, extras)
         if kernel is not None and pattern is not None:
             described = Descriptors(kernel, [args.q, args.k, args.v, args.out])
             constants = plan.features, plan.tile
             self.relaunch = ForwardRelaunch(kernel, described, pattern, True, constants)
+
+    def pattern(self, args: FwdArgs, extras: Extras) -> Pattern | None:
+        """The arguments between the descriptors, for the addresses that `__call__` has."""
+        runs = args.optionals.runs
+        if runs is None:
+            return None
+        row = args.lse, args.queue.counter, runs.table, runs.words, *extras[:2]
+        return pattern_of(tuple(args[4:-1]), row)
 
     def plan(self, q: Tensor, extras: Extras) -> Plan:
         """What the problem selects."""
