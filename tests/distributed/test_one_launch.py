@@ -2,6 +2,8 @@
 process that is every rank, and on two.
 """
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,8 +34,8 @@ CASES = {
     "left": dict(window=(150, None)),
     "sinks": dict(CAUSAL, sinks=True, softcap=4.0),
     "alibi": dict(window=(None, 40), alibi=True),
-    "documents": dict(CAUSAL, docs=True),
-    "documents, window": dict(docs=True, window=(90, 20)),
+    "documents": dict(CAUSAL, docs=DOCUMENTS),
+    "documents, window": dict(docs=DOCUMENTS, window=(90, 20)),
     "headdim 128": dict(CAUSAL, headdim=128),
 }
 LAYOUTS = {
@@ -55,17 +57,26 @@ class Here:
 class Whole:
     """Inputs of a case, and what one call makes of them."""
 
-    def __init__(self, headdim=64, docs=False, sinks=False, alibi=False, **options):
+    def __init__(
+        self,
+        headdim=64,
+        docs=None,
+        sinks=False,
+        alibi=False,
+        seqlen=SEQLEN,
+        heads=HEADS,
+        **options,
+    ):
         draw = torch.Generator().manual_seed(1)
         self.q, self.k, self.v = (
-            torch.randn(1, SEQLEN, heads, headdim, generator=draw).bfloat16()
-            for heads in (HEADS[0], HEADS[1], HEADS[1])
+            torch.randn(1, seqlen, n, headdim, generator=draw).bfloat16()
+            for n in (heads[0], heads[1], heads[1])
         )
         if sinks:
-            options["sinks"] = torch.randn(HEADS[0], generator=draw)
+            options["sinks"] = torch.randn(heads[0], generator=draw)
         if alibi:
-            options["alibi_slopes"] = torch.rand(HEADS[0], generator=draw) / 10
-        self.options, self.docs = options, DOCUMENTS if docs else None
+            options["alibi_slopes"] = torch.rand(heads[0], generator=draw) / 10
+        self.options, self.docs = options, docs
 
     def one(self):
         given = self.q, self.k, self.v
@@ -167,6 +178,49 @@ def test_a_piece_that_is_not_waited_for_is_an_error(wrong_waits):
         launched(Whole(**CAUSAL), td.zigzag(SEQLEN, RANKS), 2, 0)
 
 
+@pytest.mark.parametrize("seed", sample(range(8), 1))
+def test_random_layouts(seed):
+    draw = random.Random(seed)
+    seqlen, ranks = draw.randrange(2, 1300), draw.choice((2, 3, 4))
+    docs = tuple(sorted((0, *(draw.randrange(seqlen + 1) for _ in range(3)), seqlen)))
+    sides = [draw.choice((None, 0, draw.randrange(400))) for _ in range(2)]
+    heads, groups = draw.choice((((4, 2), 1), ((2, 2), 2), ((6, 2), 2), ((8, 1), 1)))
+    case = Whole(
+        headdim=draw.choice((40, 64, 128)),
+        docs=draw.choice((None, docs)),
+        seqlen=seqlen,
+        heads=heads,
+        window=tuple(sides),
+        sinks=draw.random() < 0.3,
+    )
+    made = draw.choice((td.zigzag, td.contiguous, td.striped))
+    layout = case.deal(made(seqlen, ranks))
+    with use_emulator():
+        out, lse = case.one()
+    for rank in range(ranks):
+        mine = layout.at(rank)
+        if mine.tokens:
+            found = launched(case, mine, groups, seed=draw.randrange(9))
+            assert torch.equal(found[0], mine.shard(out)), (layout, rank, case.options)
+            assert torch.equal(found[1], mine.shard(lse, 2)), (layout, rank, case.options)
+
+
+ENTRIES = [(1, 150, (1, 1, 0, 2, 0)), (2, None, (2, 2, 1, 0, 0))]
+
+
+@pytest.mark.parametrize("rank, window, waits", ENTRIES)
+def test_blocks_that_lie_in_two_entries(rank, window, waits):
+    """The block from key 712 on, with keys that wait from 768 on, or before."""
+    docs = 0, 200, 1152
+    case = Whole(seqlen=1152, docs=docs, window=(None, window))
+    layout = td.contiguous(1152, 3).at(rank).packed(docs)
+    assert one_launch.walk_of(layout, -1, -1 if window is None else window, 2).waits == waits
+    with use_emulator():
+        out, _ = case.one()
+    for seed in range(3):
+        assert torch.equal(launched(case, layout, 1, seed)[0], layout.shard(out))
+
+
 def test_one_piece_less_is_an_error(wrong_waits):
     """Where rows of the last piece are said to come with the one before."""
     wrong_waits(lambda piece: max(piece - 1, min(piece, 1)))
@@ -225,7 +279,7 @@ def both(rank):
     one_launch.LEAST_BYTES = 0
     group = dist.group.WORLD
     arena = arenas._arenas[group, CPU] = device_arena()
-    for asked in (CAUSAL, dict(CAUSAL, docs=True, sinks=True), dict(window=(150, 40))):
+    for asked in (CAUSAL, dict(CAUSAL, docs=DOCUMENTS, sinks=True), dict(window=(150, 40))):
         case = Whole(**asked)
         layout = case.deal(td.zigzag(SEQLEN, group))
         with use_emulator(), torch.no_grad():

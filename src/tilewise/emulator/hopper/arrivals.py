@@ -56,8 +56,8 @@ class Arrivals:
 
 
 def await_word(word: Pointer, least: int, arrived: int, waits: bool) -> torch.Tensor:
-    """Waits until a word holds at least `least`; what it holds then. Without `waits`, what it holds
-    now.
+    """Waits until a word holds at least `least`; what a poll has read, which may be less than the
+    word holds by now. Without `waits`, what it holds.
     """
     partition = running()
     if arrived < least:
@@ -67,6 +67,8 @@ def await_word(word: Pointer, least: int, arrived: int, waits: bool) -> torch.Te
                 lambda: f"waits for piece {least}, of which {int(word.flat[word.offset])} arrived",
             )
         arrived = int(word.flat[word.offset])
+        if arrived > least:
+            arrived = partition.machine.random.choice((least, arrived))
         partition.arrived = max(partition.arrived, arrived)
     return torch.tensor(arrived, dtype=torch.int32)
 
