@@ -2,7 +2,6 @@
 all processes map. Streams and torch's symmetric memory are not in it.
 """
 
-import datetime
 import os
 import signal
 import time
@@ -10,40 +9,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.shards import NAMES, Case, compare
 
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
-from tilewise.distributed.device_arena import DeviceArena
-from tilewise.distributed.device_barrier import PAD, DeviceBarrier
+from tilewise.distributed.device_arena import refuse_capture
 from tilewise.distributed.exchange import publish_rows
-from tilewise.distributed.failure import Barrier
-from tilewise.distributed.memory import Files
 from tilewise.errors import ArgumentError
-from tilewise.testing import use_interpreter
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
-
-CPU = torch.device("cpu")
-
-
-def device_arena(group=None, seconds=None):
-    """The arena of GPUs on a CPU group."""
-    group = dist.group.WORLD if group is None else group
-    host, memory = Barrier(group), Files()
-    if seconds is not None:
-        host.timeout = datetime.timedelta(seconds=seconds)
-    barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"))
-    launch = barrier.signals._launch
-
-    def interpreted(*args):  # these kernels alone
-        with use_interpreter():
-            launch(*args)
-
-    barrier.signals._launch = interpreted
-    return DeviceArena(barrier, memory, CPU)
 
 
 def barriers(rank):
@@ -109,6 +86,15 @@ def test_barriers_of_three_ranks():
 
 def test_ranks_that_disagree():
     run(mismatches, 3, timeout=60.0)
+
+
+def test_a_captured_graph_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match=r"captured CUDA graph.*make_graphed_callables"):
+        refuse_capture()
+    for name in ("context_parallel_forward", "context_parallel_backward"):
+        tags = getattr(torch.ops.tilewise, name).default.tags
+        assert torch.Tag.cudagraph_unsafe in tags  # Inductor leaves them out
 
 
 def killed(rank):

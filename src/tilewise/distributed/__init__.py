@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .attention import attention
 from .context import context_parallel
-from .failure import RankLost, RankMismatch
+from .failure import PullTimeout, RankLost, RankMismatch
 from .layout import Layout
 from .partition import contiguous, documents, from_positions, striped, zigzag
 from .plan import Plan, plan
@@ -19,6 +19,7 @@ __all__ = [
     "ContextParallel",
     "Layout",
     "Plan",
+    "PullTimeout",
     "RankLost",
     "RankMismatch",
     "attention",

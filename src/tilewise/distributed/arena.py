@@ -43,9 +43,10 @@ def check_device(device: torch.device) -> None:
 
 def _on_gpus(group: Any, device: torch.device) -> Arena:
     """The arena of GPUs: in symmetric memory, or in CUDA IPC where that fails on any rank."""
-    from .device_arena import DeviceArena
+    from .device_arena import DeviceArena, refuse_capture
     from .device_barrier import PAD, DeviceBarrier
 
+    refuse_capture()
     host, signature, reasons = Barrier(group), f"tilewise.distributed on {device.type}", []
     kinds: tuple[Memory, ...] = Symmetric(group, device), Ipc(device)
     for memory in kinds:

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from ..kernels.common.device_words import ARRIVED
+from ..kernels.portable.sum_parts import PartSums
 from .device_barrier import DeviceBarrier, synchronize
 from .halves import Arena
 from .memory import Memory
+from .stream_writes import writer_of
 
 Tensor = torch.Tensor
 
@@ -28,8 +31,14 @@ class DeviceArena(Arena):
         self.has_streams = device.type == "cuda"
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call before
+        self.words, self.limit = barrier.signals.words, barrier.nanoseconds
+        self.part_sums = PartSums(barrier.signals._launch)
+        self.pieces = 0  # that the copies of the call have brought
+        self.write: Any = None
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
+            self.write = writer_of(self.words)
+        self.counts_pieces = self.write is not None or not self.has_streams
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
@@ -61,6 +70,25 @@ class DeviceArena(Arena):
         if self.has_streams:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
+    def begin_pieces(self, sources: tuple[int, ...]) -> None:
+        """Before `copying`: none of the pieces of these ranks has arrived."""
+        self.barrier.sources, self.pieces = sources, 0
+        self._write_pieces()
+
+    def count_piece(self) -> None:
+        """Inside of `copying`: once the copies that were begun so far have arrived, a kernel that
+        runs finds so in the word that counts them.
+        """
+        self.pieces += 1
+        self._write_pieces()
+
+    def _write_pieces(self) -> None:
+        if self.has_streams:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
+        else:
+            self.words[ARRIVED] = self.pieces
+
     def settle(self, *pulled: Tensor) -> None:
         for x in pulled:
             self.barrier.poison(x)
@@ -72,11 +100,21 @@ class DeviceArena(Arena):
         if not self.has_streams:
             return
         stream = torch.cuda.current_stream(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "a captured CUDA graph: barriers are numbered, so a replay would pass or wait for "
-                "others at random; leave tilewise.distributed out of the capture"
-            )
+        refuse_capture()
         if self.last is not None and stream != self.last:
             stream.wait_stream(self.last)
         self.last = stream
+
+
+def refuse_capture() -> None:
+    """Raises where a CUDA graph is captured on the current stream. Its barriers would have the
+    numbers of the capture, its copies that half of the arena, and no host would look at what they
+    found.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "a captured CUDA graph: barriers are numbered, so a replay would pass or wait for "
+            "others at random. Leave tilewise.distributed out of the capture: capture what lies "
+            "between its calls, each part as a graph of its own (torch.cuda.make_graphed_callables)"
+            '; torch.compile(mode="reduce-overhead") leaves it out by itself'
+        )

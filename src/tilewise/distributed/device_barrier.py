@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.portable.signals import RAISED, WORDS, Signals
-from .failure import Barrier, RankLost, RankMismatch
+from .failure import Barrier, PullTimeout, RankLost, RankMismatch
 
 Tensor = torch.Tensor
 PAD = 8 * WORDS  # bytes
@@ -38,11 +38,17 @@ class DeviceBarrier:
         self.known: dict[str, int] = {}
         self.number = 0
         self.is_broken = False  # all ranks must find the same number again
+        self.sources: tuple[int, ...] = ()  # the ranks that the last call's pieces come from
 
     @property
     def lost(self) -> str | None:
         """Why no further call can be made."""
         return self.host.lost
+
+    @property
+    def nanoseconds(self) -> int:
+        """How long anything on the device waits."""
+        return int(self.timeout.total_seconds() * 1e9)
 
     def wait(self, signature: str, is_new: bool = False) -> None:
         """What this rank's stream does next follows what each rank's did before this barrier. Waits
@@ -96,6 +102,9 @@ class DeviceBarrier:
         """Raises for the barrier that failed."""
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, words = self.signals.found()
+        if number < 0:
+            self.host.lost = self._why_late(-number)
+            raise PullTimeout(self.host.lost)
         self.signals.report.zero_()  # raised once; the device knows until ranks resume
         absent = [str(r) for r, word in enumerate(words) if word >> 32 != number]
         if absent:
@@ -119,6 +128,14 @@ class DeviceBarrier:
         raise RankMismatch(
             f"rank {second} called {self._said(said[second])}; "
             f"rank {first} called {self._said(said[first])}{earlier}"
+        )
+
+    def _why_late(self, piece: int) -> str:
+        source = f", of rank {self.sources[piece - 1]}," if piece <= len(self.sources) else ""
+        return (
+            f"piece {piece} of {len(self.sources)} of the keys{source} did not arrive within "
+            f"{self.timeout.total_seconds():g} s, the time-out of the group: DMA from that GPU "
+            "stands still, or the device was too busy to begin it"
         )
 
     def _resume(self, signature: str) -> None:

@@ -29,6 +29,12 @@ class RankLost(RuntimeError):
     """
 
 
+class PullTimeout(RuntimeError):
+    """Keys that a running kernel waits for did not arrive within the group's time-out; the message
+    says which.
+    """
+
+
 class Barrier:
     """Barriers of a group, one after another, over its store.
 

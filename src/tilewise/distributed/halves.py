@@ -26,6 +26,9 @@ class Arena:
     same calls; an arena grows on all of them at once.
     """
 
+    counts_pieces = False  # whether a kernel can wait for one piece of what is copied
+    part_sums: Any = None  # the kernel that adds what all ranks have published, where there is one
+
     def __init__(self, barrier: Any, memory: Memory) -> None:
         self.barrier, self.memory = barrier, memory
         self.rank, self.ranks = barrier.rank, barrier.ranks

@@ -58,8 +58,11 @@ CALL = (
     "str score_mod, bool deterministic, str? backend, str? method, bool bitwise, bool needs_grad"
 )
 QKV = "Tensor q, Tensor k, Tensor v"
-LIBRARY.define(f"context_parallel_forward({QKV}, {CALL}) -> (Tensor, Tensor)")
-LIBRARY.define(f"context_parallel_backward({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor)")
+# Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
+TAGS = (torch.Tag.cudagraph_unsafe,)
+LIBRARY.define(f"context_parallel_forward({QKV}, {CALL}) -> (Tensor, Tensor)", tags=TAGS)
+OF_BACKWARD = "(Tensor, Tensor, Tensor, Tensor)"
+LIBRARY.define(f"context_parallel_backward({SAVED}, {CALL}) -> {OF_BACKWARD}", tags=TAGS)
 
 
 def is_traced(*inputs: Tensor) -> bool:

@@ -67,7 +67,7 @@ def plan(
     >>> print(td.plan(td.zigzag(65536, 4), nheads=32, nheads_k=8, headdim=128))
     method     TFLOP     MB pulled       ms
     heads     30.787         503.3   51.508  <-
-    stream    30.787         805.3   51.705
+    stream    30.787         805.3   51.775
     """
     sides = band(window, causal)
     widths = headdim, headdim if headdim_v is None else headdim_v
@@ -102,7 +102,9 @@ def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize) -> Cost:
     keys = batch * nheads_k * sum(widths) * pulled
     partial = 4 * keys  # fp32
     flops = batch * nheads * most * sum(widths)
-    return _cost("stream", flops, itemsize * keys, itemsize * keys + partial, 3, None)
+    # Parts in fp32 of all keys, in slices of as many bytes as K and V of a shard
+    slices = -(-4 * layout.seqlen // max(1, itemsize * max(layout.counts)))
+    return _cost("stream", flops, itemsize * keys, itemsize * keys + partial, 2 + slices, None)
 
 
 def _keys_of_others(layout: Layout, left: int, right: int) -> int:

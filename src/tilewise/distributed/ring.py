@@ -21,7 +21,7 @@ from .call_spec import CallSpec
 from .exchange import Published, publish
 from .halves import Arena
 from .rows import Partial, gradients_of, working_dtype
-from .stream import summed
+from .sums import summed
 from .work import Span
 
 Tensor = torch.Tensor
@@ -152,12 +152,13 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     with arena.reporting():
         partial = _gradients(arena, spec, saved)
         signature = f"the sums of the backward of attention (ring): {spec.signature}"
-        dk, dv = summed(arena, spec, partial, signature)
+        dtype = saved.k.dtype
+        dk, dv = summed(arena, spec, partial, signature, dtype)
         arena.settle(partial.dq, dk, dv)
-    dsinks, dtype = partial.dsinks, saved.k.dtype
+    dsinks = partial.dsinks
     if dsinks is not None and spec.sinks is not None:
         dsinks = dsinks.to(spec.sinks.dtype)
-    return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
+    return Grads(partial.dq.to(dtype), dk, dv, dsinks)
 
 
 def _gradients(arena: Arena, spec: CallSpec, saved: Saved) -> Partial:

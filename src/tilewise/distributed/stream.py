@@ -1,8 +1,8 @@
 """Keys travel, queries stay: each rank pulls the keys and values that its queries see, whole and in
 the order of the sequence, so that nothing is merged and no row is rounded twice.
 
-Backward, each rank has a part of the gradient of every key that its queries saw: it publishes them
-in fp32, and the owner of a key adds those of all ranks, in their order, and rounds once.
+Backward, each rank has a part of the gradient of every key that its queries saw (`sums`). Where
+these would take much memory, heads are computed in groups, one after the other.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..problem import Grads, Saved
-from . import packed_runs, placed, rows
+from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
-from .exchange import Published, publish, publish_rows, pulls_of
+from .exchange import publish, pulls_of
 from .halves import Arena
-from .work import keys_of
+from .sums import summed
 
 Tensor = torch.Tensor
 NAME = "stream"
+MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
@@ -46,13 +47,10 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: CallSpec, q, k, v, sinks):
-        keys = _pull(arena, spec, k, v, f"attention (stream): {spec.signature}")
-        backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
-        if spec.is_modified or (spec.bitwise and backend is None):
-            keys.arrive_all()
-            out, lse = placed.attend(spec, q, keys.k, keys.v)
+        if one_launch.serves(arena, spec, q, k, v):
+            out, lse = one_launch.attend(arena, spec, q, k, v)
         else:
-            out, lse = by_runs(spec, q).attend(spec, q, keys, backend)
+            out, lse = _attend(arena, spec, q, k, v)
         arena.settle(out, lse)
         ctx.arena, ctx.spec = arena, spec
         ctx.save_for_backward(q, k, v, out, lse)
@@ -67,31 +65,92 @@ class _Stream(torch.autograd.Function):
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 
 
+def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse`, in launches that begin after copies."""
+    keys = _pull(arena, spec, k, v, f"attention (stream): {spec.signature}")
+    backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
+    if spec.is_modified or (spec.bitwise and backend is None):
+        keys.arrive_all()
+        return placed.attend(spec, q, keys.k, keys.v)
+    return by_runs(spec, q).attend(spec, q, keys, backend)
+
+
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`."""
     dout, dlse, q, k, v, out, lse = saved
     signature = f"the backward of attention (stream): {spec.signature}"
+    dtype = k.dtype
     with arena.reporting():
         keys = _pull(arena, spec, k, v, signature)
         dout = torch.zeros_like(out) if dout is None else dout
         exact = rows.working_dtype(q)
         dout, q, out = (x.to(exact) for x in (dout, q, out))
-        if exact != k.dtype:
+        if exact != dtype:
             keys.arrive_all()
             keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
         given = Saved(dout, dlse, q, keys.k, keys.v, out, lse)
-        if spec.is_modified:
-            keys.arrive_all()
-            partial = placed.gradients(spec, given)
-        else:
-            partial = by_runs(spec, q).gradients(spec, given, keys)
-        dk, dv = summed(arena, spec, partial, f"the sums of {signature}")
-        arena.settle(partial.dq, dk, dv)
-    dsinks = partial.dsinks
-    if dsinks is not None and spec.sinks is not None:
-        dsinks = dsinks.to(spec.sinks.dtype)
-    dtype = k.dtype
-    return Grads(partial.dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks)
+        found = []
+        for of_q, of_k in _groups(spec, given):
+            part, of_part = _of_heads(spec, given, of_q, of_k)
+            partial = _gradients(part, of_part, keys._replace(k=of_part.k, v=of_part.v))
+            of_keys = summed(arena, spec, partial, f"the sums of {signature}", dtype)
+            found.append(Grads(partial.dq.to(dtype), *of_keys, partial.dsinks))
+        grads = found[0] if len(found) == 1 else _joined(found)
+        arena.settle(*grads[:3])
+    if grads.dsinks is None or spec.sinks is None:
+        return grads
+    return grads._replace(dsinks=grads.dsinks.to(spec.sinks.dtype))
+
+
+def _joined(found: list[Grads]) -> Grads:
+    """Gradients of groups of heads."""
+    sinks = [x.dsinks for x in found if x.dsinks is not None]
+    return Grads(
+        torch.cat([x.dq for x in found], 2),
+        torch.cat([x.dk for x in found], 2),
+        torch.cat([x.dv for x in found], 2),
+        torch.cat(sinks) if sinks else None,
+    )
+
+
+def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys) -> rows.Partial:
+    if spec.is_modified:
+        keys.arrive_all()
+        return placed.gradients(spec, given)
+    return by_runs(spec, given.q).gradients(spec, given, keys)
+
+
+def _groups(spec: CallSpec, given: Saved) -> list[tuple[slice, slice]]:
+    """Query heads and key heads whose gradients are computed at a time: so that parts of those of
+    all keys take no more than MOST_BYTES; all where a head's number matters.
+    """
+    nheads, nheads_k = given.q.shape[2], given.k.shape[2]
+    nbytes = (given.k.numel() + given.v.numel()) * given.lse.itemsize
+    groups = 1
+    if not spec.uses_head_index:
+        groups = next((n for n in range(1, nheads_k) if _fits(n, nheads_k, nbytes)), nheads_k)
+    m, n = nheads // groups, nheads_k // groups
+    return [(slice(i * m, (i + 1) * m), slice(i * n, (i + 1) * n)) for i in range(groups)]
+
+
+def _fits(groups: int, nheads_k: int, nbytes: int) -> bool:
+    return nheads_k % groups == 0 and nbytes <= groups * MOST_BYTES
+
+
+def _of_heads(spec: CallSpec, given: Saved, of_q: slice, of_k: slice) -> tuple[CallSpec, Saved]:
+    """The call of some heads."""
+    dout, dlse, q, k, v, out, lse = given
+    if of_k == slice(0, k.shape[2]):
+        return spec, given
+    slopes, sinks = spec.alibi_slopes, spec.sinks
+    part = spec._replace(
+        alibi_slopes=None if slopes is None else slopes[..., of_q],
+        sinks=None if sinks is None else sinks[of_q],
+    )
+    dlse = None if dlse is None else dlse[:, of_q].contiguous()
+    dout, q, out = (x[:, :, of_q] for x in (dout, q, out))
+    k, v = (x[:, :, of_k] for x in (k, v))
+    return part, Saved(dout, dlse, q, k, v, out, lse[:, of_q].contiguous())
 
 
 def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) -> rows.Keys:
@@ -110,31 +169,3 @@ def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) ->
             arrivals.append(arena.mark())
     k, v = (x.transpose(0, 1) for x in found)
     return rows.Keys(k, v, arena, tuple(arrivals))
-
-
-def summed(
-    arena: Arena, spec: CallSpec, partial: rows.Partial, signature: str
-) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's keys: the parts of all ranks, added in their order."""
-    layout = spec.layout
-    parts = [x.transpose(0, 1) for x in (partial.dk, partial.dv)]
-    published = publish_rows(arena, signature, parts, [layout.seqlen] * layout.ranks)
-    return _of_mine(published, spec, 0), _of_mine(published, spec, 1)
-
-
-def _of_mine(published: Published, spec: CallSpec, number: int) -> Tensor:
-    layout = spec.layout
-    others = (layout.at(rank).spans for rank in range(layout.ranks))
-    seen = [keys_of(spans, *spec.sides) for spans in others]
-    dtype, _, shape = published.kinds[number]
-    device = published.view(layout.rank, number).device
-    total = torch.zeros(layout.tokens, *shape, dtype=dtype, device=device)
-    for rank in range(layout.ranks):
-        row = 0
-        for start, stop in layout.runs[layout.rank]:
-            for first, last in seen[rank]:  # of other keys that rank has no part
-                a, b = max(start, first), min(stop, last)
-                if a < b:
-                    total[row + a - start : row + b - start] += published.pull(rank, number, a, b)
-            row += stop - start
-    return total.transpose(0, 1)

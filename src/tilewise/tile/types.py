@@ -35,6 +35,17 @@ class Optionals(NamedTuple):
     cu_seqlens_k: torch.Tensor | None
     dropout_rng: torch.Tensor | None = None
     modifiers: Modifiers | int = 0
+    runs: Runs | None = None
+
+
+class Runs(NamedTuple):
+    """Runs of rows of one sequence, which see overlapping keys of it, and pieces of these keys that
+    arrive while the kernel runs. All numbers are in memory, for they differ with the layout.
+    """
+
+    table: torch.Tensor  # int32, of hopper/fwd/runs_launch.py
+    words: torch.Tensor  # int32, of common/device_words.py
+    limit: int  # nanoseconds of a wait
 
 
 class Modifiers(NamedTuple):
@@ -124,6 +135,7 @@ class Features(NamedTuple):
     SCORE_DERIVATIVE: Any
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
     ENDS: bool = False  # the mask is intervals of keys and of queries, and its tensors are the ends
+    RUNS: bool = False  # with PACKED: sequences are `Runs`, whose keys may still arrive
 
 
 class Tile(NamedTuple):

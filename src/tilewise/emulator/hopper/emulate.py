@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from ..triton.source import as_compiled
 from . import language, tma
+from .arrivals import Arrivals
 from .machine import Cta, Machine, Partition
 from .pointers import Pointer
 from .values import Value, map_tuple, to_value
@@ -41,6 +42,7 @@ class emulate:
         resident: how many CTAs run at a time.
         asm: functions of tensors by inline assembly text.
         trace: a function or a list that receives (cta, partition, event, detail) of every event.
+        arrivals: memory that is filled piece by piece while the kernel runs.
 
     Raises:
         Deadlock: every partition waits and nothing is in flight.
@@ -55,12 +57,13 @@ class emulate:
         resident: int = 8,
         asm: Mapping[str, Callable[..., Any]] | None = None,
         trace: Any = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         if not isinstance(kernel, JITFunction):
             raise TypeError(f"expected a @gluon.jit kernel, got {type(kernel).__name__}")
         self.kernel, self.seed, self.resident = kernel, seed, resident
         self.asm = {" ".join(text.split()): function for text, function in (asm or {}).items()}
-        self.trace = _tracer(trace)
+        self.trace, self.arrivals = _tracer(trace), arrivals
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return lambda *args, **meta: self._launch(grid, args, meta)
@@ -84,6 +87,8 @@ class emulate:
         warps = int(given.get("num_warps", meta.get("num_warps", 4)))
         machine = Machine(self.seed, max(1, min(self.resident, nx * ny * nz)), self.trace)
         machine.grid, machine.asm = (nx, ny, nz), self.asm
+        if self.arrivals is not None:
+            self.arrivals.begin(machine)
 
         def start(cta: Cta) -> None:
             machine.start(Partition(cta, kernel.fn.__name__, warps, lambda: program(cta)))

@@ -144,12 +144,12 @@ def to_tensor(value: Any) -> Any:
 def inline_asm_elementwise(
     asm: str, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any
 ) -> Any:
-    """Looked up among the functions that the user gave for assembly."""
+    """Looked up among the functions that the user gave for assembly, of tensors and pointers."""
     known = running().machine.asm
     key = " ".join(str(asm).split())
     if key not in known:
         raise NotImplementedError(f"inline assembly {key!r}: pass emulate(kernel, asm={{...: fn}})")
-    results = known[key](*map(as_tensor, args))
+    results = known[key](*(x if isinstance(x, Pointer) else as_tensor(x) for x in args))
     if isinstance(dtype, (tuple, list)):
         return tuple(Value(fit(r, kind), kind) for r, kind in zip(results, dtype))
     return Value(fit(results, dtype), dtype)

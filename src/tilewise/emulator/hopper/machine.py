@@ -81,6 +81,7 @@ class Partition:
         self.matmuls: list[Any] = []  # asynchronous matmuls, oldest first
         self.stores: list[Any] = []  # TMA stores, oldest first
         self.copies: list[Any] = []  # asynchronous copies since its last arrival for them
+        self.arrived = 0  # pieces of memory that it has waited for
         # Shared memory it wrote that the asynchronous proxy cannot see yet: an ordered set.
         self.unfenced: dict[Any, None] = {}
         self.token = threading.Lock()
@@ -154,6 +155,7 @@ class Machine:
         self.progress = (0.02, 0.0, 0.3)[seed % 3]
         self.pausing = (0.1, 0.5, 0.0)[seed // 3 % 3]
         self.in_flight: list[Callable[[], bool]] = []
+        self.arrivals: Any = None  # memory that is filled beside the kernel
         self.partitions: list[Partition] = []
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None

@@ -106,6 +106,8 @@ def load(
     coord = [int(i) for i in coord]
     name = result.allocation.name() if partition.machine.trace else ""
     partition.log("TMA load", lambda: f"{name} from {coord}, {nbytes} bytes")
+    if partition.machine.arrivals is not None:
+        partition.machine.arrivals.check(tensor_desc.window(coord)[0], partition)
     for memory in (target.plain, target.fenced):
         poison(memory)
     cta.loads += 1

@@ -28,6 +28,7 @@ class KernelCall(NamedTuple):
     sizes: Sizes
     numbers: Numbers
     modifiers: Modifiers = 0  # in a partition, which asks `modifiers_of`
+    runs: tuple = 0  # in the load warp, where sequences are runs: `fwd.runs.RunTable`
 
 
 class Work(NamedTuple):

@@ -16,23 +16,21 @@ after it (PTX ISA, memory consistency model; launches of one stream are ordered 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from ...emulator.switch import interpreter_is_on
-from ..common.building import first_launch, on_device
-from ..common.direct import past_triton
-from ..common.relaunch import may_relaunch
+from ..common.device_words import FAILED, LATE
+from ..common.device_words import WORDS as DEVICE_WORDS
+from .launches import Launches
 
 Tensor = torch.Tensor
 LANES = 32  # of the warp that waits: a rank each
 WORDS = 2 * LANES  # of a pad: two slots
 POLLS = 1000  # a second, in the interpreter, which has no clock
 RAISED = 1  # the fingerprint of a rank that raised an error and does not call
+_FAILED, _LATE = tl.constexpr(FAILED), tl.constexpr(LATE)
 _BLOCK = 4096
 _PROGRAMS = 128  # of the kernel that poisons: about one an SM
 
@@ -99,9 +97,14 @@ def barrier_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
-def poison_kernel(failed, x, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """NaN in all of x if a barrier has failed: what was copied after it may be anything."""
-    if tl.load(failed) != 0:
+def poison_kernel(words, report, x, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """NaN in all of x if a wait has failed: what was copied after it may be anything. Of a piece
+    that did not come `report` gets the number, negative, unless a barrier has failed before.
+    """
+    if tl.load(words + _FAILED) != 0:
+        late = tl.cast(tl.load(words + _LATE), tl.int64)
+        if (late > 0) & (tl.load(report) == 0):
+            tl.store(report, -late)
         offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         nan = tl.full([BLOCK], float("nan"), x.dtype.element_ty)
         for start in range(0, tl.cast(size, tl.int64), PROGRAMS * BLOCK):
@@ -119,11 +122,11 @@ class Signals:
             raise NotImplementedError(f"{self.ranks} ranks of one machine: at most {LANES}")
         addresses = [x.data_ptr() for x in pads]
         self.pads, self.kept = torch.tensor(addresses, device=self.device), pads
-        self.failed = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.words = torch.zeros(DEVICE_WORDS, dtype=torch.int32, device=self.device)
         # The host reads it without waiting: the kernel writes it over PCIe, and only at a failure
         pinned = self.device.type == "cuda"
         self.report = torch.zeros(1 + LANES, dtype=torch.int64, pin_memory=pinned)
-        self.launchers: dict[Any, Any] = {}
+        self._launch = Launches(self.device)
 
     def barrier(self, number: int, fingerprint: int, seconds: float, waits: bool = True) -> None:
         """Barrier `number`, on the current stream; without `waits` it is only said that this rank
@@ -133,42 +136,25 @@ class Signals:
         limit = int(seconds * (1e9 if is_timed else POLLS))
         numbers = number, fingerprint, self.rank, self.ranks, limit
         constants = dict(WAITS=waits, TIMED=is_timed, LANES=LANES)
-        tensors = self.pads, self.failed, self.report
+        tensors = self.pads, self.words, self.report
         self._launch(barrier_kernel, 1, tensors, numbers, constants, waits)
 
     def poison(self, x: Tensor) -> None:
-        """NaN in x, a dense tensor, if a barrier before it on this stream has failed."""
+        """NaN in x, a dense tensor, if a wait before it on this stream has failed."""
         if x.numel():
             constants = dict(PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
-            tensors = self.failed, x
+            tensors = self.words, self.report, x
             key = x.dtype, x.data_ptr() % 16, x.numel() < 2**31
             self._launch(poison_kernel, _PROGRAMS, tensors, (x.numel(),), constants, key)
 
     def found(self) -> tuple[int, list[int]]:
-        """The number of the barrier that failed, 0 if none did, and the words that it found."""
+        """The number of the barrier that failed, 0 if none did, and the words that it found; or,
+        negative, that of a piece that did not arrive.
+        """
         number = int(self.report[0])
-        return number, self.report[1 : 1 + self.ranks].tolist() if number else []
+        return number, self.report[1 : 1 + self.ranks].tolist() if number > 0 else []
 
     def reset(self) -> None:
         """After a failure that all ranks have seen; nothing may be running."""
         self.report.zero_()
-        self.failed.zero_()
-
-    def _launch(self, kernel, programs, tensors, numbers, constants: dict[str, Any], key) -> None:
-        if self.device.type == "cpu" and interpreter_is_on():
-            from ...emulator.triton.interpreter import interpret
-
-            # Without its guard: addresses of other processes' memory are no arguments
-            interpret(kernel, check=False)[(programs,)](*tensors, *numbers, **constants)
-            return
-        index = self.device.index
-        launcher = self.launchers.get((kernel, key))
-        if launcher is None or not may_relaunch(index):
-            with on_device(self.device):
-                options = dict(constants, num_warps=1 if programs == 1 else 4)
-                compiled = first_launch(kernel, programs, *tensors, *numbers, **options)
-            self.launchers[kernel, key] = past_triton(compiled, programs)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        addresses = (x.data_ptr() for x in tensors)
-        launcher(stream, *addresses, *numbers, *constants.values())
+        self.words.zero_()

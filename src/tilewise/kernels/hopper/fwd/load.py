@@ -29,6 +29,7 @@ from ..work import (
     key_head,
     reset_counter,
 )
+from .runs import arrived_block, await_keys, no_block, open_run, open_runs
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
@@ -88,7 +89,15 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
     progress = Progress(start(), start(), start(), start(), nowhere(FEATURES, TILE), False)
     tile = gl.program_id(0)
-    if FEATURES.PACKED:
+    if FEATURES.RUNS:
+        runs = open_runs(call.optionals.runs)
+        call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers, runs)
+        tiles = runs.tiles * call.queue.nheads
+        while tile < tiles:
+            work = open_run(tile, call, FEATURES, TILE)
+            progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
+        has_values = True
+    elif FEATURES.PACKED:
         found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
         while found.is_tile:
             m_start = found.m_block * TILE.BLOCK_M
@@ -133,7 +142,11 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         # end (headdim 256 causal, 16Ki: 0.97 of FlashAttention-3)
         fetched = fetch_next_tile(call.queue, i == last)
         n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
-        block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
+        if FEATURES.RUNS:
+            arrived = await_keys(work, head_k, n_start, prev_block.arrived, call.runs, TILE)
+            block = arrived_block(work, head_k, n_start, arrived, call.runs)
+        else:
+            block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
         load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
         kv_state = advance(kv_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
@@ -149,6 +162,8 @@ def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Before the first block."""
     if TILE.FP8:
         return TransposedBlock(0, 0, 0, 0)
+    elif FEATURES.RUNS:
+        return no_block()
     elif FEATURES.PACKED or FEATURES.SEQUSED_K:
         return RaggedKeyBlock((0, 0), 0, 0, 0)
     else:

@@ -1,0 +1,8 @@
+"""Words in a device's memory, int32, by which the streams of a group, their kernels and copies tell
+each other what has come, and what has not.
+"""
+
+FAILED = 0  # whether a wait has ended without what it waited for: no other waits after it
+ARRIVED = 1  # how many pieces of the keys that are being copied have arrived
+LATE = 2  # the piece that a kernel waited for until the time-out
+WORDS = 4

@@ -1,0 +1,92 @@
+"""The sum of what all GPUs of a group have published, read where it lies: each number is read once
+of every GPU that has a part of it, added in the order of the ranks, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .launches import Launches
+
+Tensor = torch.Tensor
+_BLOCK_M, _BLOCK_N = 4, 256
+_PROGRAMS = 528  # four an SM: enough reads of other GPUs in flight
+
+TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@triton.jit(do_not_specialize=["offset", "count", "rows"])
+def sum_parts_kernel(
+    addresses,
+    ranks,
+    total,
+    offset,
+    columns,
+    count,
+    rows,
+    PART: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`total`, (rows, columns), from `count` blocks of memory at `addresses`: a part of it lies in
+    each, `offset` bytes in. Bit r of a row's `ranks` says whether to add block r's.
+    """
+    blocks = tl.cdiv(columns, BLOCK_N)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
+        row = tile // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        bits = tl.load(ranks + row, mask=row < rows, other=0)
+        at = row[:, None].to(tl.int64) * columns + column[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], PART)
+        for rank in range(count):
+            part = (tl.load(addresses + rank) + offset).to(tl.pointer_type(PART))
+            if IS_ALIGNED:
+                part = tl.multiple_of(part, 16)
+            has_part = ((bits >> rank) & 1 != 0)[:, None] & (column < columns)[None, :]
+            acc += tl.load(part + at, mask=has_part, other=0.0)
+        exists = (row < rows)[:, None] & (column < columns)[None, :]
+        tl.store(total + at, acc.to(total.dtype.element_ty), mask=exists)
+
+
+class PartSums:
+    """The kernel of a group on one device."""
+
+    def __init__(self, launch: Launches) -> None:
+        self.launch = launch
+        self.blocks: Sequence[Tensor] = ()
+        self.addresses = torch.empty(0)
+
+    def add(
+        self,
+        blocks: Sequence[Tensor],
+        offset: int,
+        dtype: torch.dtype,
+        ranks: Tensor,
+        total: Tensor,
+    ) -> None:
+        """The sums into `total`, dense rows. Parts are in `dtype`, `offset` bytes into each of the
+        ranks' blocks; `ranks` int32 has for each row the bits of those that have one.
+        """
+        if blocks is not self.blocks:
+            self.blocks = blocks
+            addresses = [x.data_ptr() for x in blocks]
+            self.addresses = torch.tensor(addresses, device=total.device)
+        rows, columns = len(total), total[:1].numel()
+        numbers = offset, columns, len(blocks), rows
+        is_aligned = columns % 16 == 0 and offset % 16 == 0
+        # On a GPU always as many: a launcher is of one grid
+        tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
+        programs = _PROGRAMS if total.is_cuda else min(_PROGRAMS, tiles)
+        constants: dict[str, Any] = dict(PART=TYPES[dtype], IS_ALIGNED=is_aligned)
+        constants |= dict(PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
+        key = dtype, total.dtype, total.data_ptr() % 16, ranks.data_ptr() % 16, is_aligned
+        key = *key, columns == 1, columns % 16, offset < 2**31
+        tensors = self.addresses, ranks, total
+        self.launch(sum_parts_kernel, programs, tensors, numbers, constants, key)

@@ -1,0 +1,91 @@
+"""The forward of runs compiles for sm_90: it waits at system scope, fences the async proxy, and has
+the registers for it.
+"""
+
+import re
+
+import pytest
+import torch
+import triton
+from helpers.tiers import sample_rows
+
+from tilewise.kernels.common.device_words import WORDS
+from tilewise.kernels.common.outputs import empty_out
+from tilewise.kernels.hopper.descriptors import checked
+from tilewise.kernels.hopper.fwd import runs_launch
+from tilewise.problem import Extras, Scalars, describe
+from tilewise.testing import SMEM_LIMIT, build, stats
+
+pytestmark = pytest.mark.compile
+
+# Bytes a thread may spill, by headdim. They are the matmul warps', as in calls of a batch; the load
+# warp, of 40 or 32 registers, spills none (Triton 3.6)
+IS_MEASURED = triton.__version__.startswith("3.6.")
+SPILLS = {256: 32}
+FEATURES = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, left=100),
+    "softcap": dict(causal=True, softcap=30.0),
+    "alibi": dict(causal=True, alibi=True),
+    "sinks": dict(causal=True, sinks=True),
+}
+
+
+def compiled(headdim, heads=2, causal=False, left=-1, softcap=0.0, alibi=False, sinks=False):
+    q = torch.empty(1, 8192, 8, headdim, dtype=torch.bfloat16)
+    k = torch.empty(1, 4 * 32768 // heads, heads, headdim, dtype=torch.bfloat16)
+    slopes = torch.ones(8) if alibi else None
+    extras = Extras(slopes, torch.ones(8, dtype=q.dtype) if sinks else None)
+    scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
+    local = torch.empty(1, 8192, 4, headdim, dtype=q.dtype)
+    problem = describe(q, local, local, extras, scalars, "bottom_right", False)
+    assert runs_launch.serves(problem)
+    runs = (
+        runs_launch.Run(0, 4096, 0, 8192, 4096),
+        runs_launch.Run(4096, 4096, 0, 32768, 28672),
+    )
+    walk = runs_launch.Walk(runs, 32768, heads, (0, *range(1, 128)), 127)
+    forward = runs_launch.RunsForward(problem, scalars, walk)
+    plan = forward.plan(q, extras)
+    forward.table = runs_launch.table_of(walk, scalars, plan.tile.BLOCK_M, q.device)
+    out, lse = empty_out(problem, q)
+    words = torch.zeros(WORDS, dtype=torch.int32)
+    args = forward.arguments(plan, (q, k, k, out), lse, extras, words, 10**12)
+    # A later launch has addresses where this one has tensors
+    pattern = forward.pattern(args, extras)
+    filled = pattern.filled([1, 2, 3, 4, 5 if alibi else 0, 6 if sinks else 0])
+    assert filled[0] == 1 and filled[1] == args.queue._replace(counter=2)
+    runs = args.optionals.runs._replace(table=3, words=4)
+    asked = dict(alibi_slopes=5 if alibi else None, sinks=6 if sinks else None, runs=runs)
+    assert filled[2] == args.optionals._replace(**asked)
+    assert filled[3:] == args[7:11]
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    return build(runs_launch.hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+
+
+CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]
+
+
+@pytest.mark.parametrize("headdim, name", sample_rows(CASES, (64, "causal"), (128, "causal")))
+def test_the_load_warp_waits(headdim, name):
+    kernel = compiled(headdim, **FEATURES[name])
+    found = stats(kernel)
+    assert found["smem"] <= SMEM_LIMIT["sm90"], found
+    assert found["HGMMA"] > 0 and found["UTMALDG"] > 0, found
+    # Lanes that have waited are together again where they copy
+    assert not found["wgmma_serialized"] and not found["copies_apart"], found
+    assert not found["idle_barriers"], found
+    assert found["spill_stores"] <= (SPILLS.get(headdim, 0) if IS_MEASURED else 840), found
+
+
+def test_a_wait_acquires_at_system_scope_and_fences_the_proxy_of_tma():
+    ptx = compiled(128, causal=True).asm["ptx"]
+    wait, fence = r"ld\.acquire\.sys\.global\.b32", r"fence\.proxy\.async\.global"
+    copy = r"cp\.async\.bulk\.tensor\.5d\.shared::cluster"
+    said = "".join(x[0] for x in re.findall(f"{wait}|{fence}|{copy}", ptx))
+    # Q; then a fence behind each wait, and after it K and V, two copies each; the last V
+    assert re.fullmatch("c*(lfc{4})+c*", said), said
+    for loop in re.findall(f"{wait}.*?{fence}", ptx, re.DOTALL):
+        assert "globaltimer" in loop  # it ends
+        assert loop.count("bra.uni") == 2 and "bra " not in loop  # all lanes leave it, or none

@@ -1,0 +1,25 @@
+"""The sum of parts compiles for GPUs without spills, and reads memory in wide loads."""
+
+import pytest
+import torch
+import triton.language as tl
+
+from tilewise.kernels.portable.sum_parts import sum_parts_kernel
+from tilewise.testing import build, stats
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_sum_parts(target, dtype):
+    addresses = torch.zeros(8, dtype=torch.int64)
+    ranks, total = torch.zeros(64, dtype=torch.int32), torch.zeros(64, 128, dtype=dtype)
+    numbers = 2**32, 128, 8, 2**20
+    constants = dict(PART=tl.float32, IS_ALIGNED=True, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
+    kernel = build(
+        sum_parts_kernel, addresses, ranks, total, *numbers, on=target, num_warps=4, **constants
+    )
+    found = stats(kernel)
+    assert found["spill_stores"] == 0, found
+    assert kernel.asm["ptx"].count("ld.global.v4.b32") == 2  # all 8 numbers of a thread

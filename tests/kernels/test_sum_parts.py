@@ -1,0 +1,59 @@
+"""The sum of what ranks have published, in the interpreter: the bits of additions one by one."""
+
+import pytest
+import torch
+
+from tilewise.kernels.portable.launches import Launches
+from tilewise.kernels.portable.sum_parts import PartSums
+from tilewise.testing import use_interpreter
+
+CPU = torch.device("cpu")
+KINDS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+]
+
+
+def one_by_one(parts, bits, dtype):
+    """What `tilewise.distributed.sums` does where there is no kernel."""
+    total = torch.zeros_like(parts[0])
+    for rank, part in enumerate(parts):
+        has_part = (bits >> rank) & 1 != 0
+        total[has_part] += part[has_part]
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("part, dtype", KINDS)
+@pytest.mark.parametrize("ranks, rows, columns", [(1, 3, 8), (3, 70, 24), (8, 33, 96), (32, 5, 7)])
+def test_the_bits_of_one_addition_after_the_other(part, dtype, ranks, rows, columns):
+    draw = torch.Generator().manual_seed(ranks)
+    before = 48  # bytes of other things in each block
+    blocks = [torch.full((before + rows * columns * part.itemsize,), 255, dtype=torch.uint8)]
+    blocks += [blocks[0].clone() for _ in range(ranks - 1)]
+    parts = [x[before:].view(part).view(rows, columns) for x in blocks]
+    for x in parts:
+        size = torch.randint(-20, 20, (rows, columns), generator=draw)
+        values = torch.randn(rows, columns, generator=draw, dtype=part) * 2.0**size
+        x.copy_(torch.where(size == 3, -0.0, values))
+    bits = torch.randint(-(2**31), 2**31, (rows,), generator=draw).to(torch.int32)
+    for rank in range(ranks):  # what a rank has no part of may be anything
+        parts[rank][(bits >> rank) & 1 == 0] = float("nan")
+    total = torch.full((rows + 1, columns), 7.0).to(dtype)
+    with use_interpreter():
+        PartSums(Launches(CPU)).add(blocks, before, part, bits, total[:rows])
+    assert torch.equal(
+        total[:rows].view(torch.uint8), one_by_one(parts, bits, dtype).view(torch.uint8)
+    )
+    assert (total[rows] == 7).all()
+
+
+def test_blocks_that_moved():
+    sums = PartSums(Launches(CPU))
+    bits, total = torch.ones(4, dtype=torch.int32), torch.zeros(4, 8)
+    with use_interpreter():
+        for value in (1.0, 2.0):
+            blocks = [torch.full((32,), value).view(torch.uint8)]
+            sums.add(blocks, 0, torch.float32, bits, total)
+            assert (total == value).all()
