@@ -11,6 +11,7 @@ from ..kernels.common.quantized import Lengths, Quantized, Scales, Source
 from ..kernels.cpu.quantize import Steps
 from ..ops import quantize as ops
 from ..ops.attention import needs_grad
+from ..ops.calls import find
 from ..problem import Extras
 from ..tile.rotary import Rotary
 from .append_checks import check_rotary
@@ -87,26 +88,42 @@ def quantize(
     FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3; SageAttention (Zhang et al.
     2024, arXiv 2410.02367), section 4.2.
     """
-    check_layout(layout)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    is_rotated = check_flag("rotate", rotate)
-    is_smooth = smooth == "v" or check_flag("smooth", smooth, ' or "v"')
-    steps = Steps(is_rotated, is_smooth and smooth != "v", is_smooth)
-    q, k, v = in_order(q, k, v, layout, is_packed)
-    check_tensors(q, k, v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    check_extras(q, k, Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k))
+    given = scales if type(scales) is tuple and len(scales) == 3 else (None, None, None)
+    turning = rotary if type(rotary) is Rotary else (None, None, None)
+    words = "quantize", rotate, smooth, layout, scales is given, turning[2]
+    entry = None
+    if (scales is None or scales is given) and (rotary is None or rotary is turning):
+        entry = find((q, k, v, *given, *lengths, *turning[:2]), words)
+    call = None if entry is None else entry.quantize
+    if call is None:
+        call = ops.CallQuantize(_steps(rotate, smooth))
+        check_layout(layout)
+        q, k, v = in_order(q, k, v, layout, is_packed)
+        check_tensors(q, k, v)
+        check_extras(q, k, Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k))
+        if rotary is not None:
+            rotary = _tables(rotary, k, lengths)
+        if entry is not None:
+            entry.quantize = call
+    else:
+        q, k, v = in_order(q, k, v, layout, is_packed)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    given = _scales(scales, k, sequences)
-    if rotary is not None:
-        rotary = _tables(rotary, k, lengths)
-    source = Source(q, k, v, is_rotated, rotary) if needs_grad(q, k, v) else None
+    known = _scales(scales, k, sequences)
+    source = Source(q, k, v, call.steps.rotate, rotary) if needs_grad(q, k, v) else None
     with torch.no_grad():
-        inputs = (x.detach() for x in (q, k, v))
-        found = ops.quantize(*inputs, steps, given, lengths, rotary)
+        inputs = q.detach(), k.detach(), v.detach()
+        found = ops.quantize(call, inputs, known, lengths, rotary)
     if is_packed:
         found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
     return found._replace(source=source)
+
+
+def _steps(rotate: Any, smooth: Any) -> Steps:
+    is_rotated = check_flag("rotate", rotate)
+    is_smooth = smooth == "v" or check_flag("smooth", smooth, ' or "v"')
+    return Steps(is_rotated, is_smooth and smooth != "v", is_smooth)
 
 
 def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:

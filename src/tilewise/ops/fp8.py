@@ -40,6 +40,7 @@ class CallFp8:
 
     __slots__ = (
         *("backend", "forward", "is_transposed", "needs_grad", "out_dtype", "problem", "scalars"),
+        "transpose",
     )
 
     def __init__(
@@ -58,6 +59,7 @@ class CallFp8:
         self.backend = backend  # the name of one to force
         self.needs_grad = needs_grad
         self.forward: Forward | None = None
+        self.transpose: Callable[..., Tensor] | None = None
 
 
 class Inputs(NamedTuple):
@@ -123,8 +125,9 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
         call.forward = forward
     v_t = inputs.v
     if not call.is_transposed:
-        module = quantizer_for(v_t)
-        v_t = module.transposed_values(v_t, extras.seqused_k, extras.cu_seqlens_k)
+        if call.transpose is None:
+            call.transpose = quantizer_for(v_t).prepare_transposed()
+        v_t = call.transpose(v_t, extras.seqused_k, extras.cu_seqlens_k)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)

@@ -5,6 +5,7 @@ elsewhere.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..kernels.common.quantized import FP8, Lengths, Quantized, Scales, columns_
 from ..kernels.cpu import quantize as plain
 from ..kernels.cpu.quantize import Steps
 from ..tile.rotary import Rotary
+from .attention import needs_dispatcher
+from .calls import entry_of
 from .schema import LIBRARY
 
 Tensor = torch.Tensor
@@ -23,26 +26,46 @@ LIBRARY.define(
     "Tensor? cos, Tensor? sin, bool interleaved, bool rotate, bool smooth_k, bool smooth_v) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-# By device type, the module with kernels for `quantize` and `transposed_values`
+# By device type, the module with kernels
 QUANTIZERS = {"cuda": "tilewise.kernels.portable.quantize"}
 
 
+class CallQuantize:
+    """A checked call, and how calls of its signature are launched: its first says that."""
+
+    __slots__ = ("run", "steps")
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.run: Callable[..., Quantized] | None = None
+
+
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, steps: Steps, scales: Given, of: Lengths, rotary: Rotary | None
+    call: CallQuantize,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    scales: Given,
+    of: Lengths,
+    rotary: Rotary | None,
 ) -> Quantized:
-    """Of checked 4-dimensional tensors; `scales` are those that are given, (batch, nheads_k)."""
+    """Of 4-dimensional q, k and v; `scales` are those that are given, (batch, nheads_k)."""
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
-        return quantizer_for(q).quantize(q, k, v, steps, scales, of, rotary)
-    tables = (None, None, True) if rotary is None else rotary
-    found = torch.ops.tilewise.quantize(q, k, v, *scales, *of, *tables, *steps)
+        return _run(call, *inputs, scales, of, rotary)
+    tables, steps = (None, None, True) if rotary is None else rotary, call.steps
+    found = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
     of_data = zip(scales, found[3:6])
     known = Scales(*(x if given is None else given for given, x in of_data))
     k_mean, v_mean = found[6] if steps.smooth_k else None, found[7] if steps.smooth_v else None
     return Quantized(*found[:3], known, k_mean, v_mean)
 
 
+def _run(call: CallQuantize, q: Tensor, *rest: Any) -> Quantized:
+    if call.run is None:
+        call.run = quantizer_for(q).prepare_quantize(call.steps)
+    return call.run(q, *rest)
+
+
 def quantizer_for(x: Tensor) -> Any:
-    """The module with `quantize` and `transposed_values` for a tensor."""
+    """The module with `prepare_quantize` and `prepare_transposed` for a tensor."""
     name = QUANTIZERS.get(x.device.type)
     return plain if name is None else importlib.import_module(name)
 
@@ -50,7 +73,11 @@ def quantizer_for(x: Tensor) -> Any:
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     scales, of, (cos, sin, interleaved) = rest[:3], Lengths(*rest[3:7]), rest[7:10]
     rotary = None if cos is None else Rotary(cos, sin, interleaved)
-    found = quantizer_for(q).quantize(q, k, v, Steps(*rest[10:]), scales, of, rotary)
+    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(*rest[10:]))
+    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "quantize", *rest[9:])
+    if entry is not None:
+        call = entry.quantize = entry.quantize or call
+    found = _run(call, q, k, v, scales, of, rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
     of_data = (x if given is None else None for given, x in zip(scales, found.scales))
     others = *of_data, found.k_mean, found.v_mean

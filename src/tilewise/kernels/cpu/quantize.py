@@ -16,6 +16,7 @@ al. 2023, arXiv 2307.13304). Means: SageAttention (Zhang et al. 2024, arXiv 2410
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -125,6 +126,16 @@ def quantize(
     )
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
     return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean)
+
+
+def prepare_quantize(steps: Steps) -> Callable[..., Quantized]:
+    """`quantize` (q, k, v, scales, of, rotary) of these steps."""
+    return lambda q, k, v, *rest: quantize(q, k, v, steps, *rest)
+
+
+def prepare_transposed() -> Callable[..., Tensor]:
+    """`transposed_values`."""
+    return transposed_values
 
 
 def dequantize(x: Quantized, of: Lengths) -> tuple[Tensor, Tensor, Tensor]:

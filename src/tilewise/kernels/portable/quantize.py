@@ -23,6 +23,13 @@ from ..common.quantized import (
     columns_of,
     packed_columns,
 )
+from ..common.relaunch import (
+    Relaunch,
+    addresses_of,
+    distinct_views,
+    may_relaunch,
+    relaunches_of,
+)
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
 from .quantize_kernels import (
@@ -73,26 +80,80 @@ def quantize(
     """Of 4-dimensional tensors; `steps` has rotate, smooth_k and smooth_v, and `scales` those that
     are given, (batch, nheads_k).
     """
-    sides = sides_of(q, k, steps)
-    starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
-    each = zip((q, k, v), sides, starts, scales)
-    memory = [memory_of(x, side, start, scale is None) for x, side, start, scale in each]
-    for plan in plans_of((q, k, v), sides, scales, of, rotary, memory):
-        run(plan, q.device)
-    q8, k8, v_t = (x.out.view(FP8) for x in memory)
-    found = Scales(*(x.scale if given is None else given for x, given in zip(memory, scales)))
-    return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean)
+    return prepare_quantize(steps)(q, k, v, scales, of, rotary)
 
 
 def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
     """V^T, (batch, nheads_k, headdim_v, columns), of e4m3 (batch, seqlen_k, nheads_k, headdim_v):
     0 where no key is in use.
     """
-    v_t = empty_values(v, cu_seqlens_k)
-    v = v.view(torch.uint8)
-    for plan in transposing(v, seqused_k, cu_seqlens_k, v_t):
-        run(plan, v.device)
-    return v_t.view(FP8)
+    return prepare_transposed()(v, seqused_k, cu_seqlens_k)
+
+
+class Launches:
+    """The launches of calls of one signature: the first as Triton launches them, later ones
+    straight to their kernels.
+    """
+
+    def __init__(self) -> None:
+        self.device: int | None = None
+        self.relaunches: list[Relaunch] | None = None
+
+    def again(self, row: Sequence[Tensor | None]) -> bool:
+        """Launches them for other tensors; whether that could be done."""
+        if self.relaunches is None or not may_relaunch(self.device):
+            return False
+        stream, values = torch._C._cuda_getCurrentRawStream(self.device), addresses_of(row)
+        for launch in self.relaunches:
+            launch.launch(stream, values)
+        return True
+
+    def first(self, plans: list[SplitPlan], row: Sequence[Tensor | None], x: Tensor) -> None:
+        """Launches plans, whose tensors are in `row`, on the device of x."""
+        launched = [run(plan, x.device) for plan in plans]
+        self.device, self.relaunches = x.device.index, relaunches_of(launched, row)
+
+
+class Quantizing(Launches):
+    """`quantize` of one signature."""
+
+    def __init__(self, steps: Any) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scales: Given, of: Lengths, rotary: Rotary | None
+    ) -> Quantized:
+        sides = sides_of(q, k, self.steps)
+        starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
+        each = zip((q, k, v), sides, starts, scales)
+        memory = [memory_of(x, side, start, scale is None) for x, side, start, scale in each]
+        written = [x for of_one in memory for x in of_one]
+        tables = (None, None) if rotary is None else rotary[:2]
+        read = q, k, v, *scales, *of, *tables
+        if not self.again((*read, *written)):
+            views = distinct_views(read)
+            inputs, given, lengths = views[:3], views[3:6], Lengths(*views[6:10])
+            turns = None if rotary is None else rotary._replace(cos=views[10], sin=views[11])
+            plans = plans_of(inputs, sides, given, lengths, turns, memory)
+            self.first(plans, (*views, *written), q)
+        q8, k8, v_t = (x.out.view(FP8) for x in memory)
+        found = Scales(*(x.scale if one is None else one for x, one in zip(memory, scales)))
+        return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean)
+
+
+class Transposing(Launches):
+    """`transposed_values` of one signature."""
+
+    def __call__(self, v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+        v_t = empty_values(v, cu_seqlens_k)
+        if not self.again((v, seqused_k, cu_seqlens_k, v_t)):
+            views = distinct_views((v.view(torch.uint8), seqused_k, cu_seqlens_k))
+            self.first(transposing(*views, v_t), (*views, v_t), v)
+        return v_t.view(FP8)
+
+
+prepare_quantize, prepare_transposed = Quantizing, Transposing
 
 
 def sides_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Side, Side, Side]:
@@ -128,7 +189,7 @@ def memory_of(x: Tensor, side: Side, starts: Tensor | None, wants_scale: bool) -
 
 
 def plans_of(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     sides: Sequence[Side],
     scales: Given,
     of: Lengths,
@@ -185,7 +246,7 @@ def plans_of_one(
 
 
 def transposing(
-    v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None, v_t: Tensor
+    v: Any, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None, v_t: Tensor
 ) -> list[SplitPlan]:
     """The launch that writes V^T, of bits."""
     v = v if v.stride(3) == 1 else v.contiguous()
