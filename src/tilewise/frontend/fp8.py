@@ -20,6 +20,7 @@ from .fp8_checks import (
     check_quantized,
     check_raw,
     check_shift,
+    check_signs,
     descale,
     refuse_grad,
     refuse_sixteen_bits,
@@ -102,6 +103,8 @@ def attend(q: Any, k: Any, v: Any, asked: Asked, wants_lse: bool = True) -> tupl
         x = _as_batch(q, is_packed, asked.layout)
     else:
         x = _of_raw(q, k, v, asked, is_packed, known is None)
+    names = ("scales.q", "scales.k") if is_quantized else ("q_descale", "k_descale")
+    check_signs(zip(names, x.scales))
     extras = Extras(*asked.score_args, *asked.lengths)
     if known is None:
         known = check(x, is_quantized, extras, asked)

@@ -10,6 +10,7 @@ import torch
 from ..errors import OURS, ArgumentError, Words
 from ..kernels.common.quantized import FP8, Quantized, columns_of, packed_columns
 from ..tile.quantize import is_one_byte
+from .checks import knows_values
 from .qkv import check_tensor, check_tensors
 
 Tensor = torch.Tensor
@@ -96,6 +97,18 @@ def descale(name: str, x: Tensor | None, k: Tensor, batch: int) -> Tensor:
             f"{name} is on {x.device} and k is on {k.device}: move them to one device"
         )
     return x.expand(batch, nheads_k).contiguous()
+
+
+def check_signs(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuses scales of q and k below 0, where values may be read: kernels compare products before
+    they are scaled. That of v may have any sign.
+    """
+    for name, x in named:
+        if x is not None and knows_values(x) and bool((x < 0).any()):
+            raise ArgumentError(
+                f"{name} has {x.min().item():.3g}: a scale of q or k must be at least 0; negate q "
+                "instead"
+            )
 
 
 def check_quantized(x: Quantized, sequences: int) -> None:

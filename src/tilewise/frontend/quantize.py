@@ -16,7 +16,7 @@ from ..problem import Extras
 from ..tile.rotary import Rotary
 from .append_checks import check_rotary
 from .checks import check_extras, knows_values
-from .fp8_checks import descale
+from .fp8_checks import check_signs, descale
 from .qkv import check_tensors, in_order
 from .scalars import check_flag, check_layout
 
@@ -111,6 +111,7 @@ def quantize(
         q, k, v = in_order(q, k, v, layout, is_packed)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     known = _scales(scales, k, sequences)
+    check_signs(zip(("scales.q", "scales.k"), known))
     source = Source(q, k, v, call.steps.rotate, rotary) if needs_grad(q, k, v) else None
     with torch.no_grad():
         inputs = q.detach(), k.detach(), v.detach()

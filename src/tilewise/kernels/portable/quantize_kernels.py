@@ -178,7 +178,7 @@ def load_turned(
 
 @triton.jit
 def load_tile(x, tables, block, offs, column, ROTATION: tl.constexpr):
-    """CHUNK columns of the rows at offs, turned and rotated, in fp32; 0 where a row is not in use."""
+    """CHUNK columns of rows, turned and rotated, in fp32; 0 where a row is not in use."""
     HADAMARD: tl.constexpr = ROTATION.HADAMARD
     position = block.start + offs
     row = (block.of.first_row + position).to(tl.int64)[:, None] * x.row
