@@ -4,6 +4,7 @@ give.
 
 import pytest
 import torch
+from helpers.tiers import sample
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilewise
@@ -47,7 +48,7 @@ HEADDIMS = len({headdim for headdim, *_ in SIZES})
 GRAPHS = {quantise: 1, scaled: 1, eight: HEADDIMS, both: HEADDIMS, sixteen: HEADDIMS}
 
 
-@pytest.mark.parametrize("step", GRAPHS)
+@pytest.mark.parametrize("step", sample(GRAPHS, quantise, scaled, both))
 def test_graphs(step):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
