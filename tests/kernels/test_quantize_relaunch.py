@@ -7,6 +7,7 @@ import torch
 
 import tilewise
 from tilewise.cache import Rotary
+from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.hopper.fwd import fp8_center
@@ -150,7 +151,7 @@ def test_a_hook_of_a_profiler_is_called(log, monkeypatch):
     """By Triton's launcher."""
     again = quantize.prepare_quantize(NONE)
     again(*draw(0), (None,) * 3, Lengths(), None)
-    monkeypatch.setattr(quantize, "may_relaunch", lambda device: False)
+    monkeypatch.setattr(relaunch, "may_relaunch", lambda device: False)
     log[:] = []
     again(*draw(1), (None,) * 3, Lengths(), None)
     assert {kind for _, kind, *_ in log} == {"front"}

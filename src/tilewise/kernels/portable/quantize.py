@@ -23,13 +23,7 @@ from ..common.quantized import (
     columns_of,
     packed_columns,
 )
-from ..common.relaunch import (
-    Relaunch,
-    addresses_of,
-    distinct_views,
-    may_relaunch,
-    relaunches_of,
-)
+from ..common.relaunch import Launches, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
 from .quantize_kernels import (
@@ -90,30 +84,6 @@ def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor 
     return prepare_transposed()(v, seqused_k, cu_seqlens_k)
 
 
-class Launches:
-    """The launches of calls of one signature: the first as Triton launches them, later ones
-    straight to their kernels.
-    """
-
-    def __init__(self) -> None:
-        self.device: int | None = None
-        self.relaunches: list[Relaunch] | None = None
-
-    def again(self, row: Sequence[Tensor | None]) -> bool:
-        """Launches them for other tensors; whether that could be done."""
-        if self.relaunches is None or not may_relaunch(self.device):
-            return False
-        stream, values = torch._C._cuda_getCurrentRawStream(self.device), addresses_of(row)
-        for launch in self.relaunches:
-            launch.launch(stream, values)
-        return True
-
-    def first(self, plans: list[SplitPlan], row: Sequence[Tensor | None], x: Tensor) -> None:
-        """Launches plans, whose tensors are in `row`, on the device of x."""
-        launched = [run(plan, x.device) for plan in plans]
-        self.device, self.relaunches = x.device.index, relaunches_of(launched, row)
-
-
 class Quantizing(Launches):
     """`quantize` of one signature."""
 
@@ -136,7 +106,7 @@ class Quantizing(Launches):
             inputs, given, lengths = views[:3], views[3:6], Lengths(*views[6:10])
             turns = None if rotary is None else rotary._replace(cos=views[10], sin=views[11])
             plans = plans_of(inputs, sides, given, lengths, turns, memory)
-            self.first(plans, (*views, *written), q)
+            self.record([run(plan, q.device) for plan in plans], (*views, *written), q)
         q8, k8, v_t = (x.out.view(FP8) for x in memory)
         found = Scales(*(x.scale if one is None else one for x, one in zip(memory, scales)))
         return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean)
@@ -149,7 +119,8 @@ class Transposing(Launches):
         v_t = empty_values(v, cu_seqlens_k)
         if not self.again((v, seqused_k, cu_seqlens_k, v_t)):
             views = distinct_views((v.view(torch.uint8), seqused_k, cu_seqlens_k))
-            self.first(transposing(*views, v_t), (*views, v_t), v)
+            launched = [run(plan, v.device) for plan in transposing(*views, v_t)]
+            self.record(launched, (*views, v_t), v)
         return v_t.view(FP8)
 
 

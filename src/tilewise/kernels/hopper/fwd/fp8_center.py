@@ -15,27 +15,14 @@ from ....tile.bounds import clamp
 from ....tile.seqlen import padded_row, rows_of
 from ...common.building import first_launch, on_device
 from ...common.quantized import COLUMNS, columns_of
-from ...common.relaunch import (
-    Launched,
-    Relaunch,
-    addresses_of,
-    distinct_views,
-    may_relaunch,
-    relaunches_of,
-)
+from ...common.relaunch import Launched, Launches, distinct_views
 
 Tensor = torch.Tensor
 ROWS, BLOCK = 16, 256  # of V^T that a program reads at a time
 
 
-class Centering:
-    """The means of calls of one signature: the first as Triton launches it, later ones straight to
-    its kernel.
-    """
-
-    def __init__(self) -> None:
-        self.device: int | None = None
-        self.relaunches: list[Relaunch] | None = None
+class Centering(Launches):
+    """The means of calls of one signature."""
 
     def __call__(self, v_t: Tensor, seqlen_k: int, extras: Extras) -> Tensor:
         """(batch or sequences, nheads_k, headdim_v), fp32, of V^T as `Quantized` has it."""
@@ -49,13 +36,9 @@ class Centering:
         """The same by the kernel."""
         center = empty_center(v_t, extras)
         row = v_t, center, extras.cu_seqlens_k, extras.seqused_k
-        if self.relaunches is not None and may_relaunch(self.device):
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            self.relaunches[0].launch(stream, addresses_of(row))
-        else:
+        if not self.again(row):
             views = distinct_views(row)
-            launched = launch_center(*views[:2], seqlen_k, *views[2:])
-            self.device, self.relaunches = v_t.device.index, relaunches_of([launched], views)
+            self.record([launch_center(*views[:2], seqlen_k, *views[2:])], views, v_t)
         return center
 
 
