@@ -81,7 +81,7 @@ def test_more_queries_than_keys():
 
 
 @pytest.mark.parametrize("used", [None, ([7, 0, 30], [150, 5, 33])])
-def test_positions_begin_anew_in_each_sequence(used):
+def test_positions_begin_again_in_each_sequence(used):
     queries, keys = [20, 0, 33], [150, 5, 40]
     parts = [tensors(1, m, n, seed=i) for i, (m, n) in enumerate(zip(queries, keys))]
     packed = [torch.cat([p[i][0] for p in parts]) for i in range(3)]

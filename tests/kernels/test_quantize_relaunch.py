@@ -111,7 +111,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_quantising_again(name, log):
-    """Of other tensors, of the same one thrice, and of other ones again."""
+    """Of other tensors, of one tensor as q and k, and of other ones again."""
     rows = (1, 150) if name == "packed" else (2, 150)
     again = None
     for seed in range(3):

@@ -125,9 +125,9 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
         call.forward = forward
     v_t = inputs.v
     if not call.is_transposed:
-        if call.transpose is None:
-            call.transpose = quantizer_for(v_t).prepare_transposed()
-        v_t = call.transpose(v_t, extras.seqused_k, extras.cu_seqlens_k)
+        transpose = call.transpose or quantizer_for(v_t).prepare_transposed()
+        call.transpose = transpose
+        v_t = transpose(v_t, extras.seqused_k, extras.cu_seqlens_k)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)

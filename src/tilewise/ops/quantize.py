@@ -55,13 +55,13 @@ def quantize(
     of_data = zip(scales, found[3:6])
     known = Scales(*(x if given is None else given for given, x in of_data))
     k_mean, v_mean = found[6] if steps.smooth_k else None, found[7] if steps.smooth_v else None
-    return Quantized(*found[:3], known, k_mean, v_mean)
+    q8, k8, v_t = found[:3]
+    return Quantized(q8, k8, v_t, known, k_mean, v_mean)
 
 
 def _run(call: CallQuantize, q: Tensor, *rest: Any) -> Quantized:
-    if call.run is None:
-        call.run = quantizer_for(q).prepare_quantize(call.steps)
-    return call.run(q, *rest)
+    run = call.run = call.run or quantizer_for(q).prepare_quantize(call.steps)
+    return run(q, *rest)
 
 
 def quantizer_for(x: Tensor) -> Any:

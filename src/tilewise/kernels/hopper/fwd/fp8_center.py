@@ -18,7 +18,7 @@ from ...common.quantized import COLUMNS, columns_of
 from ...common.relaunch import Launched, Launches, distinct_views
 
 Tensor = torch.Tensor
-ROWS, BLOCK = 16, 256  # of V^T that a program reads at a time
+ROWS, BLOCK = tl.constexpr(16), tl.constexpr(256)  # of V^T that a program reads at a time
 
 
 class Centering(Launches):
@@ -67,9 +67,9 @@ def launch_center(
 ) -> Launched:
     """Launches the kernel."""
     sequences, nheads_k, headdim_v = center.shape
-    programs = sequences * nheads_k * triton.cdiv(headdim_v, ROWS)
+    programs = sequences * nheads_k * triton.cdiv(headdim_v, ROWS.value)
     args = v_t, *v_t.stride()[:3], center, cu_seqlens_k, seqused_k, seqlen_k, nheads_k
-    constants = dict(HEADDIM_V=headdim_v, ROWS=ROWS, BLOCK=BLOCK, COLUMNS=COLUMNS)
+    constants = dict(HEADDIM_V=headdim_v, COLUMNS=COLUMNS)
     launched = Launched(None, programs, (*args, *constants.values()))
     if not programs:
         return launched
@@ -89,8 +89,6 @@ def center_kernel(
     seqlen_k,
     nheads_k,
     HEADDIM_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Programs are of neighbouring dims, then heads, then sequences."""
