@@ -252,7 +252,7 @@ def row_blocks(x: Tensor, starts: Tensor | None, used: Tensor | None) -> RowBloc
 def count_of(x: Tensor, starts: Tensor | None) -> int:
     """Blocks of rows of all sequences."""
     if starts is None:
-        return x.shape[0] * max(1, triton.cdiv(x.shape[1], COLUMNS))
+        return x.shape[0] * max(1, columns_of(x.shape[1]) // COLUMNS)
     return packed_columns(x.shape[1], starts.shape[0] - 1) // COLUMNS
 
 
