@@ -25,7 +25,7 @@ import tilewise.distributed as td
 from tilewise.bench.ranks import Tell, run_ranks, size_under_torchrun
 from tilewise.bench.run import Outcome
 from tilewise.bench.sharded import Sharded
-from tilewise.bench.sharded_run import Asked, agreed, clock, run_cases, slowest
+from tilewise.bench.sharded_run import Timing, agreed, clock, run_cases, slowest
 from tilewise.distributed.arena import arena_of
 from tilewise.distributed.exchange import publish_rows
 
@@ -59,11 +59,11 @@ def cases_of(ranks: int, is_dry: bool) -> list[tuple[Sharded, tuple[str, ...]]]:
     return found
 
 
-def measure(tell: Tell, asked: Asked, limit_s: float, is_dry: bool) -> dict[str, Any]:
+def measure(tell: Tell, timing: Timing, limit_s: float, is_dry: bool) -> dict[str, Any]:
     """On each rank: the checks, then the rows."""
     begun, ranks = time.monotonic(), dist.get_world_size()
-    found: dict[str, Any] = {"memory": checked_memory(tell, asked.device, is_dry)}
-    found["wrong"] = checked_bits(tell, asked.device, is_dry)
+    found: dict[str, Any] = {"memory": checked_memory(tell, timing.device, is_dry)}
+    found["wrong"] = checked_bits(tell, timing.device, is_dry)
     outcomes: list[list[Outcome[Sharded]]] = []
     for of, sides in cases_of(ranks, is_dry):
         left = limit_s - (time.monotonic() - begun)
@@ -72,7 +72,7 @@ def measure(tell: Tell, asked: Asked, limit_s: float, is_dry: bool) -> dict[str,
         if any(agreed("" if left > needed else "late")):
             tell(f"\n{of}: left out, {left:.0f} s are left and {needed:.0f} may be needed")
             continue
-        how = asked._replace(sides=sides, case_s=max(left / 4, 1))
+        how = timing._replace(sides=sides, case_s=max(left / 4, 1))
         outcomes += run_cases(_all_but_the_first(tell), [of], how)
     found["wrong"] += [f"{x.shape} {x.provider}: {x.wrong}" for y in outcomes for x in y if x.wrong]
     found["rows"] = [dataclasses.asdict(x.row) for y in outcomes for x in y if x.row is not None]
@@ -176,10 +176,10 @@ def main(ranks, dry_run, rounds, round_ms, limit_s, save, summary) -> None:
     """
     on_gpu = torch.cuda.is_available() and not dry_run
     ranks = size_under_torchrun() or ranks or (torch.cuda.device_count() if on_gpu else 8)
-    asked = Asked((), "cuda" if on_gpu else "cpu", rounds, round_ms, save)
+    timing = Timing((), "cuda" if on_gpu else "cpu", rounds, round_ms, save)
     if not on_gpu and not dry_run:
         raise click.UsageError("no GPU is here: --dry-run takes CPU processes")
-    found = run_ranks(measure, ranks, asked.device, asked, limit_s, dry_run, tell=click.echo)
+    found = run_ranks(measure, ranks, timing.device, timing, limit_s, dry_run, tell=click.echo)
     if found is None:
         return
     if summary:

@@ -1,14 +1,18 @@
 """Caches of 8 bits: the formula of what they stand for, the contract, what is refused."""
 
+import contextlib
+
 import pytest
 import torch
 from helpers.caches import INT32
 from helpers.eight_bits import DTYPES, KINDS, quantised
+from helpers.tiers import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise
 from tilewise import ArgumentError
+from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
 BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
@@ -271,3 +275,27 @@ def test_a_graph(kind):
     assert torch.equal(compiled(**given, causal=True), tilewise.attention(**given, causal=True))
     shapes = {x: y.to("meta") for x, y in given.items()}
     assert tilewise.attention(**shapes).shape == given["q"].shape
+
+
+NEEDLE, KEYS = 77_777, 131_072
+
+
+@pytest.mark.parametrize("backend", sample(["cpu", "portable"], "cpu"))
+@pytest.mark.parametrize("is_paged", sample([False, True], True))
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_needle_among_131072_keys(dtype, is_paged, backend):
+    """One key with a logit 20 above the others: its probability is off by less than 1e-2."""
+    q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
+    q[..., 0] = 1.0
+    k, v = torch.zeros(2, 1, KEYS, 1, 64)
+    k[0, NEEDLE, 0, 0], v[0, NEEDLE] = 20 * 64**0.5 / 2, 64.0
+    k, v = k.to(dtype), v.to(dtype)
+    p = 1 / (1 + (KEYS - 1) * torch.exp(-2 * k[0, NEEDLE, 0, 0].double() / 64**0.5))
+    options = dict(k_descale=torch.tensor(2.0), v_descale=torch.tensor(1 / 64))
+    if is_paged:
+        k, v = (x.view(-1, 256, 1, 64).flip(0) for x in (k, v))
+        options["page_table"] = torch.arange(len(k), dtype=torch.int32).flip(0)[None]
+    options |= dict(seqused_k=torch.tensor([KEYS], dtype=torch.int32), backend=backend)
+    with use_interpreter() if backend == "portable" else contextlib.nullcontext():
+        out = tilewise.attention(q, k, v, **options)
+    assert p > 0.99 and (out.double() - p).abs().max() < 1e-2

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import tilewise
+from tilewise.frontend import fp8
 from tilewise.kernels.common.quantized import Scales
 from tilewise.testing import use_emulator, use_interpreter
 
@@ -105,3 +106,45 @@ def test_later_tokens_change_no_bit_with_given_scales(backend):
     (out, lse), (other, other_lse) = found
     assert torch.equal(out[:, :50], other[:, :50]) and not torch.equal(out, other)
     assert torch.equal(lse[..., :60], other_lse[..., :60])
+
+
+SIGNS = {"q": (-1.0, 1.0), "k": (1.0, -0.5), "both": (-1.0, -2.0)}
+
+
+@pytest.mark.parametrize("backend", MODES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_scale_below_zero(name, causal, backend, monkeypatch):
+    """Refused where values are read. Kernels, which do not, give NaN, or what the formula says."""
+    given = [x.to(torch.float8_e4m3fn) for x in tensors()]
+    scales = [torch.tensor(x) for x in SIGNS[name]]
+    options = dict(zip(("q_descale", "k_descale"), scales), causal=causal, return_lse=True)
+    for of in ("cpu", backend):
+        with MODES[backend](), pytest.raises(tilewise.ArgumentError, match="_descale has -"):
+            tilewise.attention(*given, backend=of, **options)
+    x = tilewise.quantize(*tensors(), smooth=False)
+    turned = x.scales._replace(**{"k" if name == "k" else "q": -x.scales.q})
+    with pytest.raises(tilewise.ArgumentError, match="scales.. has -"):
+        tilewise.attention(x._replace(scales=turned))
+    with pytest.raises(tilewise.ArgumentError, match="scales.q has -1"):
+        tilewise.quantize(*tensors(), scales=(torch.tensor(-1.0), None, None))
+    monkeypatch.setattr(fp8, "check_signs", lambda named: None)
+    with MODES[backend]():
+        out, lse = tilewise.attention(*given, backend=backend, **options)
+    if name == "both":
+        expected, of_cpu = tilewise.attention(*given, backend="cpu", **options)
+        assert (out.double() - expected.double()).norm() < 1e-2 * expected.double().norm()
+        torch.testing.assert_close(lse, of_cpu, rtol=0, atol=2e-3)
+    else:
+        assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("backend", MODES)
+def test_a_scale_of_v_below_zero(backend):
+    given = [x.to(torch.float8_e4m3fn) for x in tensors()]
+    options = dict(causal=True, backend=backend)
+    with MODES[backend]():
+        out, negated = (
+            tilewise.attention(*given, v_descale=torch.tensor(x), **options) for x in (2.0, -2.0)
+        )
+    assert torch.equal(negated, -out) and out.isfinite().all()

@@ -22,6 +22,7 @@ from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import fp8_launch, launch, quantize
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
+from tilewise.tile.rotary import Rotary
 
 pytestmark = pytest.mark.compile
 
@@ -125,26 +126,36 @@ def test_p_v_starts_from_zero(target):
         assert re.search(rf"{name} = arith\.constant dense<0\.0+e\+00>", found.asm["ttgir"]), name
 
 
+ROTARY = {"none": None, "neighbours": True, "halves": False}
+
+
+@pytest.mark.parametrize("rotary", sample(ROTARY, "none", "halves"))
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("headdim", sample([64, 128, 256, 72], 128))
 @pytest.mark.parametrize("target", sample(TARGETS, "sm80", "sm90"))
-def test_quantising(target, headdim, is_packed):
+def test_quantising(target, headdim, is_packed, rotary):
     """Every pass, with a rotation, means and scales of the data, and V^T of codes."""
     q = torch.empty(1, SEQLEN, NHEADS, headdim, dtype=torch.bfloat16)
     k = torch.empty(1, SEQLEN, NHEADS_K, headdim, dtype=torch.bfloat16)
     starts = torch.ones(BATCH + 1, dtype=INT32) if is_packed else None
-    plans = []
-    with (
-        mock.patch.object(quantize, "run", lambda plan, device: plans.append(plan)),
-        mock.patch.object(quantize, "architecture", lambda device: target),
-    ):
-        lengths = Lengths(starts, starts)
-        quantize.quantize(q, k, k, Steps(True, True, True), (None, None, None), lengths)
-        quantize.transposed_values(k.to(FP8), None, starts)
-    assert len(plans) == 2 + 4 + 4 + 1
+    tables = None
+    if ROTARY[rotary] is not None:
+        tables = Rotary(*torch.empty(2, SEQLEN, headdim // 2), ROTARY[rotary])
+    given, lengths = (q, k, k), Lengths(starts, starts)
+    with mock.patch.object(quantize, "architecture", lambda device: target):
+        sides = quantize.sides_of(q, k, Steps(True, True, True))
+        memory = [quantize.memory_of(x, side, starts, True) for x, side in zip(given, sides)]
+    plans = quantize.plans_of(given, sides, (None,) * 3, lengths, tables, memory)
+    if rotary == "none":
+        bits = k.to(torch.uint8)
+        plans += quantize.transposing(bits, None, starts, quantize.empty_values(bits, starts))
+        assert len(plans) == 2 + 4 + 4 + 1
+    else:
+        plans = plans[:6]  # of q and k
     for plan in plans:
         found = build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
         numbers = stats(found)
         assert numbers["smem"] <= SMEM_LIMIT[target], (plan.kernel, numbers)
         spilled = numbers["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]
-        assert spilled <= SPILLS, (plan.kernel, numbers)
+        is_easy = target == "sm90" and headdim % 16 == 0
+        assert spilled <= (0 if is_easy else SPILLS), (plan.kernel, numbers)

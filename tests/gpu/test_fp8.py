@@ -65,13 +65,15 @@ def test_values_of_mean_1_at_any_length(seqlen, headdim, form):
 
 @pytest.mark.parametrize("seqlen", [1024, 4096, 16384])
 def test_outliers(seqlen):
+    """A few queries have much of the error, so of 16 heads, and from all of the sequence."""
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = 3, 1, seqlen, 2, 128
+    shape = 3, 1, seqlen, 16, 128
     rare = torch.rand(shape, device="cuda", generator=generator) < 0.001
     more = 10 * torch.randn(shape, device="cuda", generator=generator) * rare
     given = (torch.randn(shape, device="cuda", generator=generator) + more).unbind(0)
-    found = tilewise.attention(tilewise.quantize(*given), out_dtype=torch.float32)[:, -256:]
-    exact = tilewise.attention_reference(*(x.double() for x in (given[0][:, -256:], *given[1:])))
+    rows = slice(None, None, seqlen // 256)
+    found = tilewise.attention(tilewise.quantize(*given), out_dtype=torch.float32)[:, rows]
+    exact = tilewise.attention_reference(*(x.double() for x in (given[0][:, rows], *given[1:])))
     assert (found - exact).square().mean().sqrt() <= 1e-2
 
 

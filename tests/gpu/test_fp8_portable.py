@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers.fp8 import Heads, error_of, lse_error, normal_call, reference, run
 
+import tilewise
+from tilewise.cache import Rotary
 from tilewise.kernels import portable
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu import quantize as plain
@@ -139,6 +141,29 @@ def test_quantising_is_that_of_plain_torch(name, steps, dtype, headdim):
         assert torch.equal(mine.view(torch.uint8), second.view(torch.uint8))
         x, y = mine.float(), theirs.float()
         assert (x != y).sum() <= (5e-3 if steps.rotate else 0) * x.numel()
+        assert (x - y).abs().le(y.abs() / 8 + 2.0**-9).all()
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256, 96])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rotary_tables(name, interleaved, headdim):
+    rows, lengths = LENGTHS[name]
+    given = {n: torch.tensor(x, dtype=INT32, device="cuda") for n, x in lengths.items()}
+    q, k, v = (torch.randn(*rows, n, headdim, device="cuda").to(BF16) for n in (4, 2, 2))
+    angles = torch.outer(torch.arange(3000), 100.0 ** -(torch.arange(0, headdim, 2) / headdim))
+    rotary = Rotary(angles.cos().cuda(), angles.sin().cuda(), interleaved)
+    options = dict(rotary=rotary, **given)
+    if "cu_seqlens_q" in given:
+        q, k, v = q[0], k[0], v[0]
+    found, again = (tilewise.quantize(q, k, v, **options) for _ in range(2))
+    of = Lengths(**given)
+    batch = (x if x.dim() == 4 else x[None] for x in (q, k, v))
+    expected = plain.quantize(*batch, Steps(True, True, True), (None, None, None), of, rotary)
+    for mine, second, theirs in zip(found[:3], again[:3], expected[:3]):
+        assert torch.equal(mine.view(torch.uint8), second.view(torch.uint8))
+        x, y = mine.float(), theirs.float().view(mine.shape)
+        assert (x != y).sum() <= 5e-3 * x.numel()
         assert (x - y).abs().le(y.abs() / 8 + 2.0**-9).all()
 
 

@@ -234,10 +234,11 @@ def test_the_mean_of_v_is_that_of_its_keys(lengths, monkeypatch):
         "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts.new_tensor([0, 130, 130])),
     }.get(lengths, given)
     v_t = v_t[:1] if "packed" in lengths else v_t
-    expected = fp8_center.center_of(v_t, seqlen_k, Extras(**meant))
+    expected = fp8_center.Centering()(v_t, seqlen_k, Extras(**meant))
     found = torch.full_like(expected, math.nan)
     monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
-    fp8_center.launch_center(v_t, found, seqlen_k, Extras(**given))
+    extras = Extras(**given)
+    fp8_center.launch_center(v_t, found, seqlen_k, extras.cu_seqlens_k, extras.seqused_k)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -249,5 +250,5 @@ def test_the_mean_of_heads_2_to_31_elements_apart(monkeypatch):
     v_t.copy_(torch.arange(1.0, heads + 1)[:, None, None].expand(v_t.shape))
     found = torch.full((1, heads, 1), math.nan)
     monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
-    fp8_center.launch_center(v_t, found, 128, Extras())
+    fp8_center.launch_center(v_t, found, 128, None, None)
     assert found.flatten().tolist() == list(range(1, heads + 1))

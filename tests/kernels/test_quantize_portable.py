@@ -11,6 +11,7 @@ from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import quantize as kernels
 from tilewise.testing import use_interpreter
 from tilewise.tile.quantize import SMALLEST
+from tilewise.tile.rotary import Rotary
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 ALL, NONE = Steps(True, True, True), Steps(False, False, False)
@@ -43,6 +44,11 @@ def tensors(rows, heads=(4, 2), headdims=(64, 48), dtype=BF16, seed=0):
     q, k, v = (torch.randn(*rows, *shape, generator=generator) for shape in shapes)
     k[..., 3] += 5.0
     return q.to(dtype), k.to(dtype), (v + 1.0).to(dtype)
+
+
+def turning(positions=300, rotary_dim=48, interleaved=True, dtype=BF16):
+    angles = torch.outer(torch.arange(positions), 100.0 ** -(torch.arange(0, rotary_dim, 2) / 32))
+    return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
 
 
 def by_kernels(*args):
@@ -82,6 +88,41 @@ def test_like_plain_torch(name, cast):
     rows, of = LENGTHS[name]
     x = tensors(rows)
     assert_same(by_kernels(*x, ALL, NO_SCALES, of), plain.quantize(*x, ALL, NO_SCALES, of), of)
+
+
+@pytest.mark.parametrize("name", sample(LENGTHS, "used", "gaps"))
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", sample([BF16, torch.float16, FP32], BF16), ids=str)
+def test_turned_by_positions(name, interleaved, dtype, cast):
+    """Without rotation and means every bit is the same; with them as without rotary tables."""
+    rows, of = LENGTHS[name]
+    x, rotary = tensors(rows, dtype=dtype), turning(interleaved=interleaved)
+    found, expected = (f(*x, NONE, NO_SCALES, of, rotary) for f in (by_kernels, plain.quantize))
+    for mine, theirs in zip(found.scales, expected.scales):
+        assert torch.equal(mine, theirs)
+    if "packed" not in name and name != "gaps":  # rows of no sequence are 0 here
+        for mine, theirs in zip(found[:3], expected[:3]):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    found, expected = (f(*x, ALL, NO_SCALES, of, rotary) for f in (by_kernels, plain.quantize))
+    assert_same(found, expected, of)
+
+
+@pytest.mark.parametrize("headdims", sample([(16, 16), (128, 64), (256, 16), (96, 80)], (96, 80)))
+def test_turned_channels(headdims):
+    """Some of them, and all; queries that are the last of other numbers of keys."""
+    of = Lengths(ints(0, 30, 40), ints(0, 20, 200), ints(30, 4), ints(20, 170))
+    q, k, v = tensors((1, 200), (3, 1), headdims)
+    for rotary_dim in (6, headdims[0]):
+        given = q[:, :40], k, v, ALL, NO_SCALES, of, turning(200, rotary_dim, False, FP32)
+        assert_same(by_kernels(*given), plain.quantize(*given), of)
+
+
+def test_empty_tables():
+    x, of = tensors((2, 40)), Lengths()
+    expected = by_kernels(*x, ALL, NO_SCALES, of)
+    for rotary in (turning(40, 0), turning(0, 8)):
+        for mine, theirs in zip(by_kernels(*x, ALL, NO_SCALES, of, rotary)[:3], expected):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 STEPS = [Steps(*(bool(n >> i & 1) for i in range(3))) for n in range(8)]

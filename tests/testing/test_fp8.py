@@ -68,10 +68,10 @@ def test_one_short_accumulator_grows_with_the_length():
     assert errors(smooth, by=DIRECT)[0] < 5e-3
 
 
-def outliers(seqlen, seed=0):
+def outliers(seqlen, nheads=1):
     """FlashAttention-3's: N(0, 1) + N(0, 100) * Bernoulli(0.001)."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = 3, 1, seqlen, 1, 128
+    generator = torch.Generator().manual_seed(0)
+    shape = 3, 1, seqlen, nheads, 128
     rare = torch.rand(shape, generator=generator) < 0.001
     more = 10 * torch.randn(shape, generator=generator) * rare
     return (torch.randn(shape, generator=generator) + more).unbind(0)
@@ -87,6 +87,16 @@ def test_outliers(seqlen):
         found = fp8.attention(tilewise.quantize(*given, **options))[0]
         rmse[name] = (found - exact).square().mean().sqrt().item()
     assert rmse["all"] <= 1e-2 and rmse["none"] > 1.5 * rmse["all"]
+
+
+@pytest.mark.slow
+def test_outliers_among_16384_keys():
+    """Of a sample of the queries of 16 heads: ten of 1,024 have a quarter of one head's error."""
+    q, k, v = outliers(2**14, 16)
+    x, rows = tilewise.quantize(q, k, v), slice(None, None, 128)
+    found = fp8.attention(x._replace(q=x.q[:, rows]))[0]
+    exact = tilewise.attention_reference(*(x.double() for x in (q[:, rows], k, v)))
+    assert (found - exact).square().mean().sqrt() <= 1e-2
 
 
 def with_a_sink(seqlen, above):
@@ -113,17 +123,17 @@ def test_sinks(above):
     assert out < 5e-3 and lse < 2e-3
 
 
-def test_a_needle_is_found():
-    """The one key that a query looks for, among 16Ki."""
-    q, k, v = normal(4, 2**14, headdim=32)
-    at = torch.tensor([3, 777, 9000, 2**14 - 1])
+def test_a_needle_is_found_among_131072_keys():
+    """The one key that a query looks for; the backend, which does not round P, finds it too."""
+    q, k, v = normal(8, 2**17, headdim=32)
+    at = torch.tensor([0, 3, 777, 65536, 99999, 131000, 131070, 131071])
     k[0, at, 0] = q[0, :, 0] * 4
     x = tilewise.quantize(q, k, v)
-    out = fp8.attention(x)[0]
     exact = tilewise.attention_reference(*(t.double() for t in (q, k, v)))
-    assert relative(out, exact) < 3e-2
-    nearest = torch.cdist(out[0, :, 0], v[0, :, 0]).argmin(-1)
-    assert torch.equal(nearest, at)
+    for out in (fp8.attention(x)[0], tilewise.attention(x, out_dtype=torch.float32)):
+        assert relative(out, exact) < 3e-2
+        nearest = torch.cdist(out[0, :, 0], v[0, :, 0]).argmin(-1)
+        assert torch.equal(nearest, at)
 
 
 def test_what_is_not_in_use_stays_out():

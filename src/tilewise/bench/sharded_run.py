@@ -33,7 +33,7 @@ MOST_CALLS = 20  # of a side in a round
 SLOW_MS = 1000.0
 
 
-class Asked(NamedTuple):
+class Timing(NamedTuple):
     """How a run is timed."""
 
     sides: tuple[str, ...]
@@ -52,39 +52,39 @@ class Ready(NamedTuple):
     extra: dict[str, Any]
 
 
-def run_cases(tell: Tell, cases: Iterable[Sharded], asked: Asked) -> list[list[Outcome[Sharded]]]:
+def run_cases(tell: Tell, cases: Iterable[Sharded], timing: Timing) -> list[list[Outcome[Sharded]]]:
     """Checks and times the sides of each case, on each rank of the default group. Rows are appended
     as each case ends.
     """
-    common = stamp("distributed", asked.device)
+    common = stamp("distributed", timing.device)
     versions = "torch {torch}, triton {triton}".format_map(common)
-    tell(f"{dist.get_world_size()} x {common['device']}, {versions}, {asked.rounds} rounds")
+    tell(f"{dist.get_world_size()} x {common['device']}, {versions}, {timing.rounds} rounds")
     done = []
     for of in cases:
-        outcomes = run_case(of, asked, common)
-        if dist.get_rank() == 0 and asked.save is not None:
-            append(asked.save, [x.row for x in outcomes if x.row is not None])
+        outcomes = run_case(of, timing, common)
+        if dist.get_rank() == 0 and timing.save is not None:
+            append(timing.save, [x.row for x in outcomes if x.row is not None])
         for line in lines_of(of, outcomes):
             tell(line)
         done.append(outcomes)
     return done
 
 
-def run_case(of: Sharded, asked: Asked, common: Stamp) -> list[Outcome[Sharded]]:
+def run_case(of: Sharded, timing: Timing, common: Stamp) -> list[Outcome[Sharded]]:
     """All sides of a case, one process's first."""
     if of.ranks != dist.get_world_size():
         raise ValueError(f"{of} on a group of {dist.get_world_size()} ranks")
-    whole = make_inputs(of, asked.device)
+    whole = make_inputs(of, timing.device)
     with contextlib.ExitStack() as stack:
         ready: dict[str, Ready | Outcome[Sharded]] = {}
         call = one_process(of)
         one = results_of(of, call, whole)
         ready[ONE] = Ready(caller(of, call, whole), None, {})
-        for name in asked.sides:
-            ready[name] = prepared(name, of, asked.device, whole, one, stack)
+        for name in timing.sides:
+            ready[name] = prepared(name, of, timing.device, whole, one, stack)
         del one
         calls = {name: x.call for name, x in ready.items() if isinstance(x, Ready)}
-        times = timed(calls, asked)
+        times = timed(calls, timing)
     outcomes = []
     for name, x in ready.items():
         if isinstance(x, Ready):
@@ -173,22 +173,22 @@ def caller(of: Sharded, call: Any, tensors: Inputs) -> Callable[[], object]:
     return lambda: results_of(of, call, tensors)
 
 
-def timed(calls: Mapping[str, Callable[[], object]], asked: Asked) -> dict[str, list[float]]:
+def timed(calls: Mapping[str, Callable[[], object]], timing: Timing) -> dict[str, list[float]]:
     """For each side a time a round, in milliseconds: the slowest rank's, of calls back to back.
 
     Calls were made before, for their results. One that takes longer than SLOW_MS is timed at once;
     others are warmed up once more, as TorchScript compiles at the second call.
     """
     names = list(calls)
-    first = slowest([clock(calls[name], 1, asked.device) for name in names])
+    first = slowest([clock(calls[name], 1, timing.device) for name in names])
     if max(first) < SLOW_MS:
-        first = slowest([clock(calls[name], 2, asked.device) for name in names])
+        first = slowest([clock(calls[name], 2, timing.device) for name in names])
     each = [max(ms, 1e-6) for ms in first]
-    counts = [int(min(max(asked.round_ms / ms, 1), MOST_CALLS)) for ms in each]
-    rounds = asked.rounds
-    if asked.case_s:
+    counts = [int(min(max(timing.round_ms / ms, 1), MOST_CALLS)) for ms in each]
+    rounds = timing.rounds
+    if timing.case_s:
         one_round = sum(map(operator.mul, each, counts))
-        rounds = min(rounds, max(1, int(asked.case_s * 1e3 / one_round)))
+        rounds = min(rounds, max(1, int(timing.case_s * 1e3 / one_round)))
     found: dict[str, list[float]] = {name: [] for name in names}
     if max(first) >= SLOW_MS:
         found = {name: [ms] for name, ms in zip(names, first)}
@@ -196,7 +196,7 @@ def timed(calls: Mapping[str, Callable[[], object]], asked: Asked) -> dict[str, 
     count = dict(zip(names, counts))
     for number in range(rounds):
         for name in order_of(names, number):
-            found[name].append(clock(calls[name], count[name], asked.device))
+            found[name].append(clock(calls[name], count[name], timing.device))
     return {name: slowest(times) for name, times in found.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import ArgumentError
@@ -130,16 +132,21 @@ def _has_positions(new: Append) -> bool:
 
 def _check_rotary(new: Append) -> None:
     rotary = new.rotary
-    if not isinstance(rotary, Rotary):
-        raise ArgumentError(
-            f"rotary is a {type(rotary).__name__}: it must be a tilewise.cache.Rotary or None"
-        )
-    if not _has_positions(new):
+    if isinstance(rotary, Rotary) and not _has_positions(new):
         raise ArgumentError(
             "rotary needs the positions of new keys: pass seqused_k, and cu_seqlens_q if they are "
             "packed"
         )
-    check_tables(rotary, new.k, "k")
+    check_rotary(rotary, new.k, "k")
+
+
+def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
+    """Tables for the heads of x."""
+    if not isinstance(rotary, Rotary):
+        raise ArgumentError(
+            f"rotary is a {type(rotary).__name__}: it must be a tilewise.cache.Rotary or None"
+        )
+    check_tables(rotary, x, of)
 
 
 def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:

@@ -190,7 +190,7 @@ def attention(
             *(("score_mod", score_mod), ("dropout_p", dropout_p or None)),
             *(("page_table", page_table), ("split_size", split_size), ("out", out)),
         )
-        asked = fp8.Asked(
+        given = fp8.Arguments(
             *((q_descale, k_descale, v_descale), lengths, (alibi_slopes, sinks)),
             *((causal, scale, window, softcap), max_seqlen_q, layout),
             *(out_dtype, backward, backend),
@@ -198,7 +198,7 @@ def attention(
         check_bounds(max_seqlen_q, max_seqlen_k)
         check_flag("deterministic", deterministic)
         return_lse = check_flag("return_lse", return_lse)
-        found = fp8.attend(q, k, v, asked, return_lse)
+        found = fp8.attend(q, k, v, given, return_lse)
         return found if return_lse else found[0]
     align = check_causal(causal)
     check_layout(layout)

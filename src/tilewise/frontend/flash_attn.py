@@ -259,9 +259,9 @@ def _attend_fp8(
     refused: tuple[tuple[str, Any], ...],
 ) -> tuple[Tensor, Tensor]:
     fp8.refuse_others(*refused)
-    asked = fp8.Asked(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
-    asked = asked._replace(words=WORDS, window_name="window_size")
-    return fp8.attend(*inputs, asked)
+    given = fp8.Arguments(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
+    given = given._replace(words=WORDS, window_name="window_size")
+    return fp8.attend(*inputs, given)
 
 
 def is_plain(dropout_p: float, attention_chunk: int) -> bool:

@@ -20,6 +20,7 @@ from .fp8_checks import (
     check_quantized,
     check_raw,
     check_shift,
+    check_signs,
     descale,
     refuse_grad,
     refuse_sixteen_bits,
@@ -49,7 +50,7 @@ ONE_BYTE = frozenset(
 )
 
 
-class Asked(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of a call with FP8 products, but for q, k and v."""
 
     descales: tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -73,7 +74,9 @@ def has_fp8(q: Any, *others: Any) -> bool:
     return type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
 
 
-def attend(q: Any, k: Any, v: Any, asked: Asked, wants_lse: bool = True) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Any, k: Any, v: Any, given: Arguments, wants_lse: bool = True
+) -> tuple[Tensor, Tensor]:
     """`out` and `lse` in the order of the caller; `lse` is right where it is wanted."""
     is_quantized = isinstance(q, Quantized)
     if is_quantized:
@@ -82,7 +85,7 @@ def attend(q: Any, k: Any, v: Any, asked: Asked, wants_lse: bool = True) -> tupl
                 "k and v beside a Quantized, which has them: pass it in place of q, and None for "
                 "k and v"
             )
-        for name, scale in zip(("q_descale", "k_descale", "v_descale"), asked.descales):
+        for name, scale in zip(("q_descale", "k_descale", "v_descale"), given.descales):
             if scale is not None:
                 raise ArgumentError(
                     f"{name} beside a Quantized, which has its scales: leave it out, or pass it to "
@@ -90,50 +93,52 @@ def attend(q: Any, k: Any, v: Any, asked: Asked, wants_lse: bool = True) -> tupl
                 )
         inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, *(q.source or ())[:3]
     else:
-        inputs = q, k, v, *asked.descales
-    causal, scale, window, softcap = asked.numbers
+        inputs = q, k, v, *given.descales
+    causal, scale, window, softcap = given.numbers
     sides = window if type(window) is tuple else (window,)
-    words = "fp8", is_quantized, causal, scale, softcap, asked.layout, asked.backward, *sides
-    words = *words, asked.backend, str(asked.out_dtype), as_bound(asked.max_seqlen_q)
-    entry = find((*inputs, *asked.score_args, *asked.lengths), words)
+    words = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward, *sides
+    words = *words, given.backend, str(given.out_dtype), as_bound(given.max_seqlen_q)
+    entry = find((*inputs, *given.score_args, *given.lengths), words)
     known = None if entry is None else entry.fp8
-    is_packed = asked.lengths[2] is not None or asked.lengths[3] is not None
+    is_packed = given.lengths[2] is not None or given.lengths[3] is not None
     if is_quantized:
-        x = _as_batch(q, is_packed, asked.layout)
+        x = _as_batch(q, is_packed, given.layout)
     else:
-        x = _of_raw(q, k, v, asked, is_packed, known is None)
-    extras = Extras(*asked.score_args, *asked.lengths)
+        x = _of_raw(q, k, v, given, is_packed, known is None)
+    names = ("scales.q", "scales.k") if is_quantized else ("q_descale", "k_descale")
+    check_signs(zip(names, x.scales))
+    extras = Extras(*given.score_args, *given.lengths)
     if known is None:
-        known = check(x, is_quantized, extras, asked)
+        known = check(x, is_quantized, extras, given)
         if entry is not None:
             entry.fp8 = known
     out, lse = ops.attention(known, x, extras, wants_lse)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
-    elif asked.layout == "bhsd":
+    elif given.layout == "bhsd":
         out = out.transpose(1, 2)
     return out, lse
 
 
-def _of_raw(q: Any, k: Any, v: Any, asked: Asked, is_packed: bool, is_new: bool) -> Quantized:
+def _of_raw(q: Any, k: Any, v: Any, given: Arguments, is_packed: bool, is_new: bool) -> Quantized:
     """q, k and v in order, with their scales; `v_t` is v as it came."""
     if is_new:
-        check_layout(asked.layout)
-        for name, x in zip(asked.words[:3], (q, k, v)):
+        check_layout(given.layout)
+        for name, x in zip(given.words[:3], (q, k, v)):
             if x is None:
                 raise ArgumentError(
-                    f"{name} is None: pass {', '.join(asked.words[:3])}, or a tilewise.Quantized "
-                    f"in place of {asked.words.q}"
+                    f"{name} is None: pass {', '.join(given.words[:3])}, or a tilewise.Quantized "
+                    f"in place of {given.words.q}"
                 )
             check_tensor(name, x)
         if not any(is_one_byte(x) for x in (q, k, v)):
-            refuse_sixteen_bits(q, asked.words)
-    q, k, v = in_order(q, k, v, asked.layout, is_packed)
+            refuse_sixteen_bits(q, given.words)
+    q, k, v = in_order(q, k, v, given.layout, is_packed)
     if is_new:
-        check_raw(q, k, v, asked.descales, asked.words)
-    starts = asked.lengths[2]
+        check_raw(q, k, v, given.descales, given.words)
+    starts = given.lengths[2]
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
-    named = zip(("q_descale", "k_descale", "v_descale"), asked.descales)
+    named = zip(("q_descale", "k_descale", "v_descale"), given.descales)
     return Quantized(q, k, v, Scales(*(descale(name, s, k, sequences) for name, s in named)))
 
 
@@ -154,27 +159,27 @@ def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:
     return x._replace(q=x.q.unsqueeze(0), k=x.k.unsqueeze(0), v_t=x.v_t.unsqueeze(0))
 
 
-def check(x: Quantized, is_quantized: bool, extras: Extras, asked: Asked) -> ops.CallFp8:
+def check(x: Quantized, is_quantized: bool, extras: Extras, given: Arguments) -> ops.CallFp8:
     """The call of 4-dimensional tensors."""
-    dispatch.check_backend(asked.backend)
-    check_layout(asked.layout)
-    check_bounds(asked.max_seqlen_q)
-    causal, scale, window, softcap = asked.numbers
+    dispatch.check_backend(given.backend)
+    check_layout(given.layout)
+    check_bounds(given.max_seqlen_q)
+    causal, scale, window, softcap = given.numbers
     align = check_causal(causal)
-    sides = band(window, causal is not False, asked.window_name)
-    out_dtype = check_out_dtype(asked.out_dtype)
-    check_extras(x.q, x.k, extras, asked.words)
+    sides = band(window, causal is not False, given.window_name)
+    out_dtype = check_out_dtype(given.out_dtype)
+    check_extras(x.q, x.k, extras, given.words)
     starts = extras.cu_seqlens_q
     sequences = x.q.shape[0] if starts is None else starts.shape[0] - 1
     if is_quantized:
         check_quantized(x, sequences)
         refuse_grad(zip(("q", "k", "v_t"), x[:3]))
-    numbers = check_numbers(scale, softcap, x.q.shape[3], torch.float32, asked.words)
+    numbers = check_numbers(scale, softcap, x.q.shape[3], torch.float32, given.words)
     check_shift(x, numbers[1], extras.sinks)
-    needs_grad = check_backward(x if is_quantized else None, asked.backward, extras.sinks)
+    needs_grad = check_backward(x if is_quantized else None, given.backward, extras.sinks)
     scalars = Scalars(*numbers, *sides)
     headdim_v = x.v_t.shape[2 if is_quantized else 3]
-    flags = align, extras.cu_seqlens_q is not None and is_long(asked.max_seqlen_q)
+    flags = align, extras.cu_seqlens_q is not None and is_long(given.max_seqlen_q)
     problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, flags)
-    given = out_dtype, is_quantized, asked.backend, needs_grad
-    return ops.CallFp8(problem, scalars, *given)
+    how = out_dtype, is_quantized, given.backend, needs_grad
+    return ops.CallFp8(problem, scalars, *how)

@@ -10,6 +10,7 @@ import torch
 from ..errors import OURS, ArgumentError, Words
 from ..kernels.common.quantized import FP8, Quantized, columns_of, packed_columns
 from ..tile.quantize import is_one_byte
+from .checks import knows_values
 from .qkv import check_tensor, check_tensors
 
 Tensor = torch.Tensor
@@ -98,13 +99,26 @@ def descale(name: str, x: Tensor | None, k: Tensor, batch: int) -> Tensor:
     return x.expand(batch, nheads_k).contiguous()
 
 
+def check_signs(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuses scales of q and k below 0, where values may be read: kernels compare products before
+    they are scaled. That of v may have any sign.
+    """
+    for name, x in named:
+        if x is not None and knows_values(x) and bool((x < 0).any()):
+            raise ArgumentError(
+                f"{name} has {x.min().item():.3g}: a scale of q or k must be at least 0; negate q "
+                "instead"
+            )
+
+
 def check_quantized(x: Quantized, sequences: int) -> None:
     """A `Quantized` of 4-dimensional tensors and so many sequences."""
     check_tensors(x.q, x.k, x.k, kinds=(FP8,))
     nheads_k, headdim = x.k.shape[2:]
     batch, total = x.k.shape[:2]
-    columns = columns_of(total) if sequences == batch else None
-    allowed = {columns, packed_columns(total, sequences)}
+    allowed = [packed_columns(total, sequences)]  # no set, which would fix symbolic sizes
+    if sequences == batch:
+        allowed.insert(0, columns_of(total))
     shape = tuple(x.v_t.shape)
     if x.v_t.dtype != FP8 or len(shape) != 4 or shape[:2] != (batch, nheads_k):
         raise ArgumentError(

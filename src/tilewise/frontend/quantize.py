@@ -9,11 +9,14 @@ import torch
 from ..errors import ArgumentError
 from ..kernels.common.quantized import Lengths, Quantized, Scales, Source
 from ..kernels.cpu.quantize import Steps
+from ..ops import quantize as ops
 from ..ops.attention import needs_grad
-from ..ops.quantize import quantizer_for
+from ..ops.calls import find
 from ..problem import Extras
-from .checks import check_extras
-from .fp8_checks import descale
+from ..tile.rotary import Rotary
+from .append_checks import check_rotary
+from .checks import check_extras, knows_values
+from .fp8_checks import check_signs, descale
 from .qkv import check_tensors, in_order
 from .scalars import check_flag, check_layout
 
@@ -28,6 +31,7 @@ def quantize(
     rotate: bool = True,
     smooth: bool | str = True,
     scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    rotary: Rotary | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -63,6 +67,10 @@ def quantize(
             output in fp32; "v": of v alone, for calls with sinks or softcap.
         scales: those of q, k and v, fp32 (), (nheads_k,) or (batch, nheads_k), such as of a
             calibration; larger values saturate. None is of the data.
+        rotary: `tilewise.cache.Rotary(cos, sin, interleaved)`, turns q and k in fp32 by their
+            positions before all else. Keys count from the first of their sequence, and queries
+            are the last of its keys in use, as under `causal=True`; those before the first key
+            are at position 0. The tables have no gradient.
         cu_seqlens_q: as in `tilewise.attention`, which is to be passed the same.
         cu_seqlens_k: the same for keys.
         seqused_k: keys in use of each sequence; others may hold anything, and do not count.
@@ -75,31 +83,74 @@ def quantize(
 
     Raises:
         ArgumentError: an argument is wrong.
+        NotImplementedError: a scale or a table requires a gradient.
 
     FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3; SageAttention (Zhang et al.
     2024, arXiv 2410.02367), section 4.2.
     """
-    check_layout(layout)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    is_rotated = check_flag("rotate", rotate)
-    is_smooth = smooth == "v" or check_flag("smooth", smooth, ' or "v"')
-    steps = Steps(is_rotated, is_smooth and smooth != "v", is_smooth)
-    q, k, v = in_order(q, k, v, layout, is_packed)
-    check_tensors(q, k, v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    check_extras(q, k, Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k))
+    given = scales if type(scales) is tuple and len(scales) == 3 else (None, None, None)
+    turning = rotary if type(rotary) is Rotary else (None, None, None)
+    words = "quantize", rotate, smooth, layout, scales is given, turning[2]
+    entry = None
+    if (scales is None or scales is given) and (rotary is None or rotary is turning):
+        entry = find((q, k, v, *given, *lengths, *turning[:2]), words)
+    call = None if entry is None else entry.quantize
+    if call is None:
+        call = ops.CallQuantize(_steps(rotate, smooth))
+        check_layout(layout)
+        q, k, v = in_order(q, k, v, layout, is_packed)
+        check_tensors(q, k, v)
+        check_extras(q, k, Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k))
+        if rotary is not None:
+            rotary = _tables(rotary, k, lengths)
+        if entry is not None:
+            entry.quantize = call
+    else:
+        q, k, v = in_order(q, k, v, layout, is_packed)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    given = _scales(scales, k, sequences)
-    source = Source(q, k, v, is_rotated) if needs_grad(q, k, v) else None
+    known = _scales(scales, k, sequences)
+    check_signs(zip(("scales.q", "scales.k"), known))
+    source = Source(q, k, v, call.steps.rotate, rotary) if needs_grad(q, k, v) else None
     with torch.no_grad():
-        inputs = (x.detach() for x in (q, k, v))
-        found = quantizer_for(q).quantize(*inputs, steps, given, lengths)
+        inputs = q.detach(), k.detach(), v.detach()
+        found = ops.quantize(call, inputs, known, lengths, rotary)
     if is_packed:
         found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
     return found._replace(source=source)
 
 
-def _scales(scales: Any, k: Tensor, sequences: int) -> tuple[Tensor | None, ...]:
+def _steps(rotate: Any, smooth: Any) -> Steps:
+    is_rotated = check_flag("rotate", rotate)
+    is_smooth = smooth == "v" or check_flag("smooth", smooth, ' or "v"')
+    return Steps(is_rotated, is_smooth and smooth != "v", is_smooth)
+
+
+def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
+    """Rotary tables, with a row for each key where lengths are known."""
+    check_rotary(rotary, k, "k")
+    is_interleaved = check_flag("rotary.interleaved", rotary.interleaved)
+    for name, x in zip(("cos", "sin"), rotary):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"rotary.{name}.requires_grad: tables have no gradient; detach() it"
+            )
+    longest, starts, used = k.shape[1], of.cu_seqlens_k, of.seqused_k
+    counts = starts if used is None else used
+    if counts is not None:
+        longest = 0
+        if knows_values(counts):
+            longest = max((counts.diff() if used is None else counts).tolist(), default=0)
+    if longest > rotary.cos.shape[0]:
+        raise ArgumentError(
+            f"rotary.cos has {rotary.cos.shape[0]} positions and k {longest} keys: make longer "
+            "tables"
+        )
+    return Rotary(rotary.cos, rotary.sin, is_interleaved)
+
+
+def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
     if scales is None:
         return None, None, None
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
@@ -111,4 +162,4 @@ def _scales(scales: Any, k: Tensor, sequences: int) -> tuple[Tensor | None, ...]
         if isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(f"scales.{name}.requires_grad: scales have none; detach() it")
         found.append(None if x is None else descale(f"scales.{name}", x, k, sequences))
-    return tuple(found)
+    return found[0], found[1], found[2]

@@ -35,15 +35,16 @@ _CHECK = _encode("TILEWISE_CHECK") if _environment is not os.environ else "TILEW
 
 
 class Entry:
-    """The cache entry of a signature: the checked call, that with FP8 products, or, with a KV
-    cache, the function `step(tensors)` that launches one.
+    """The cache entry of a signature: the checked call, that with FP8 products, that which
+    quantises, or, with a KV cache, the function `step(tensors)` that launches one.
     """
 
-    __slots__ = ("call", "fp8", "step")
+    __slots__ = ("call", "fp8", "quantize", "step")
 
     def __init__(self) -> None:
         self.call: Call | None = None
         self.fp8: Any = None
+        self.quantize: Any = None
         self.step: Callable[..., Any] | None = None
 
 

@@ -12,8 +12,9 @@ import torch
 
 from .. import dispatch
 from ..kernels.common.quantized import Lengths, Quantized, Scales
-from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rotate_back, rows_of
+from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rotate_back, rows_of, turned
 from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
+from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import needs_dispatcher
 from .calls import entry_of
@@ -39,6 +40,7 @@ class CallFp8:
 
     __slots__ = (
         *("backend", "forward", "is_transposed", "needs_grad", "out_dtype", "problem", "scalars"),
+        "transpose",
     )
 
     def __init__(
@@ -57,6 +59,7 @@ class CallFp8:
         self.backend = backend  # the name of one to force
         self.needs_grad = needs_grad
         self.forward: Forward | None = None
+        self.transpose: Callable[..., Tensor] | None = None
 
 
 class Inputs(NamedTuple):
@@ -85,7 +88,7 @@ def attention(
                 "not served: call it eagerly"
             )
         inputs = *source[:3], extras.sinks
-        return _StraightThrough.apply(call, x, extras, source.is_rotated, *inputs)
+        return _StraightThrough.apply(call, x, extras, *inputs)
     return _attend(call, x, extras, wants_lse)
 
 
@@ -122,8 +125,9 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
         call.forward = forward
     v_t = inputs.v
     if not call.is_transposed:
-        module = quantizer_for(v_t)
-        v_t = module.transposed_values(v_t, extras.seqused_k, extras.cu_seqlens_k)
+        transpose = call.transpose or quantizer_for(v_t).prepare_transposed()
+        call.transpose = transpose
+        v_t = transpose(v_t, extras.seqused_k, extras.cu_seqlens_k)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
@@ -214,20 +218,27 @@ torch.library.register_autograd("tilewise::flash_attn_fp8_forward", _no_gradient
 # the backward
 
 
+class Given(NamedTuple):
+    """How a `Quantized` came from its source, but for the rotary tables."""
+
+    is_rotated: bool
+    is_interleaved: bool
+
+
 class _StraightThrough(torch.autograd.Function):
     """Rounding has the derivative of doing nothing: the gradients of the dequantised tensors, in
     bf16, are those of what was quantised.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: CallFp8, x: Quantized, extras: Extras, is_rotated: bool, *tensors: Any
-    ):
+    def forward(ctx: Any, call: CallFp8, x: Quantized, extras: Extras, *tensors: Any):
         out, lse = _attend(call, x, extras, True)
         kept = *x[:3], *x.scales, x.k_mean, x.v_mean
-        ctx.save_for_backward(out, lse, *kept, *extras.tensors)
+        is_rotated, rotary = (False, None) if x.source is None else x.source[3:]
+        tables = (None, None, True) if rotary is None else rotary
+        ctx.save_for_backward(out, lse, *kept, *tables[:2], *extras.tensors)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.is_rotated = call, is_rotated
+        ctx.call, ctx.given = call, Given(is_rotated, tables[2])
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         return out, lse
 
@@ -235,14 +246,14 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found: tuple[Tensor | None, ...] = (None,) * 4
         if not (dout is dlse is None):
-            differentiate = functools.partial(_differentiated, ctx.call, ctx.is_rotated)
+            differentiate = functools.partial(_differentiated, ctx.call, ctx.given)
             if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
                 differentiate = functools.partial(_Gradients.apply, differentiate)
             found = differentiate(dout, dlse, *ctx.saved_tensors)
             found = *found, *(None,) * (4 - len(found))
             pairs = zip(found, ctx.dtypes)
             found = tuple(None if x is None else x.to(dtype) for x, dtype in pairs)
-        return *(None,) * 4, *found
+        return *(None,) * 3, *found
 
 
 class _Gradients(Once):
@@ -254,23 +265,30 @@ class _Gradients(Once):
 
 
 def _differentiated(
-    call: CallFp8, is_rotated: bool, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+    call: CallFp8, given: Given, dout: Tensor | None, dlse: Tensor | None, *saved: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and of sinks where there are any."""
     out, lse, q, k, v_t, *rest = saved
-    scales, extras = Scales(*rest[:3]), extras_of(*rest[5:])
+    scales, (cos, sin), extras = Scales(*rest[:3]), rest[5:7], extras_of(*rest[7:])
     x = Quantized(q, k, v_t, scales, rest[3], rest[4])
     dout = torch.zeros_like(out) if dout is None else dout
-    q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
+    q, k, v = (t.bfloat16() for t in meant(x, given.is_rotated, extras))
     problem = call.problem._replace(dtype=torch.bfloat16)
     kept = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
     grads = ops.run_backward(Call(problem, call.scalars, call.backend), kept, extras)
     found = grads.dq, grads.dk, grads.dv
+    if cos is not None:  # the transpose of a turn is the turn back
+        back, lengths = Rotary(cos, -sin, given.is_interleaved), lengths_of(extras)
+        of_q = rows_of(q, lengths.cu_seqlens_q, lengths.seqused_q)
+        of_k = rows_of(k, lengths.cu_seqlens_k, lengths.seqused_k)
+        found = turned(found[0], back, of_q, of_k), turned(found[1], back, of_k), found[2]
     return found if grads.dsinks is None else (*found, grads.dsinks)
 
 
 def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
-    """What q, k and v of 8 bits stand for, in fp32: rotated back, with their means."""
+    """What q, k and v of 8 bits stand for, in fp32: rotated back, with their means; q and k are
+    still turned by rotary tables.
+    """
     lengths = lengths_of(extras)
     q, k, v = dequantize(x, lengths)
     if x.k_mean is not None:

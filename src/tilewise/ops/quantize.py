@@ -1,21 +1,117 @@
-"""Which module quantises: kernels on GPUs, plain torch elsewhere and where a compiler traces."""
+"""The operator of `tilewise.quantize`, and how a call reaches it: kernels on GPUs, plain torch
+elsewhere.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..kernels.common.quantized import FP8, Lengths, Quantized, Scales, columns_of, packed_columns
 from ..kernels.cpu import quantize as plain
+from ..kernels.cpu.quantize import Steps
+from ..tile.rotary import Rotary
+from .attention import needs_dispatcher
+from .calls import entry_of
+from .schema import LIBRARY
 
-# By device type, the module with kernels for `quantize` and `transposed_values`
+Tensor = torch.Tensor
+Given = tuple[Tensor | None, Tensor | None, Tensor | None]
+LIBRARY.define(
+    "quantize(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "Tensor? cos, Tensor? sin, bool interleaved, bool rotate, bool smooth_k, bool smooth_v) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+# By device type, the module with kernels
 QUANTIZERS = {"cuda": "tilewise.kernels.portable.quantize"}
 
 
-def quantizer_for(x: torch.Tensor) -> Any:
-    """The module with `quantize` and `transposed_values` for a tensor."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return plain
+class CallQuantize:
+    """A checked call, and how calls of its signature are launched: its first says that."""
+
+    __slots__ = ("run", "steps")
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.run: Callable[..., Quantized] | None = None
+
+
+def quantize(
+    call: CallQuantize,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    scales: Given,
+    of: Lengths,
+    rotary: Rotary | None,
+) -> Quantized:
+    """Of 4-dimensional q, k and v; `scales` are those that are given, (batch, nheads_k)."""
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+        return _run(call, *inputs, scales, of, rotary)
+    tables, steps = (None, None, True) if rotary is None else rotary, call.steps
+    found = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
+    of_data = zip(scales, found[3:6])
+    known = Scales(*(x if given is None else given for given, x in of_data))
+    k_mean, v_mean = found[6] if steps.smooth_k else None, found[7] if steps.smooth_v else None
+    q8, k8, v_t = found[:3]
+    return Quantized(q8, k8, v_t, known, k_mean, v_mean)
+
+
+def _run(call: CallQuantize, q: Tensor, *rest: Any) -> Quantized:
+    run = call.run = call.run or quantizer_for(q).prepare_quantize(call.steps)
+    return run(q, *rest)
+
+
+def quantizer_for(x: Tensor) -> Any:
+    """The module with `prepare_quantize` and `prepare_transposed` for a tensor."""
     name = QUANTIZERS.get(x.device.type)
     return plain if name is None else importlib.import_module(name)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    scales, of, (cos, sin, interleaved) = rest[:3], Lengths(*rest[3:7]), rest[7:10]
+    rotary = None if cos is None else Rotary(cos, sin, interleaved)
+    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(*rest[10:]))
+    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "quantize", *rest[9:])
+    if entry is not None:
+        call = entry.quantize = entry.quantize or call
+    found = _run(call, q, k, v, scales, of, rotary)
+    # What is given or left out is not returned: an output may neither alias an input nor be None
+    of_data = (x if given is None else None for given, x in zip(scales, found.scales))
+    others = *of_data, found.k_mean, found.v_mean
+    return *found[:3], *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in others)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    scales, starts = rest[:3], rest[3]
+    _, smooth_k, smooth_v = rest[10:]
+    sequences, columns = q.shape[0], columns_of(v.shape[1])
+    if starts is not None:
+        sequences = starts.shape[0] - 1
+        columns = packed_columns(v.shape[1], sequences)
+
+    def number(is_there: bool, *shape: int) -> Tensor:
+        return q.new_empty(shape if is_there else (0,), dtype=torch.float32)
+
+    heads = sequences, k.shape[2]
+    return (
+        *(x.new_empty(x.shape, dtype=FP8) for x in (q, k)),
+        v.new_empty(v.shape[0], *v.shape[2:], columns, dtype=FP8),
+        *(number(x is None, *heads) for x in scales),
+        number(smooth_k, *heads, k.shape[3]),
+        number(smooth_v, *heads, v.shape[3]),
+    )
+
+
+def _no_gradient(ctx, *grads):
+    raise NotImplementedError(
+        "8-bit tensors have no gradient: pass what tilewise.quantize returns, and "
+        'backward="bf16", to tilewise.attention'
+    )
+
+
+LIBRARY.impl("quantize", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::quantize", _fake, lib=LIBRARY)
+torch.library.register_autograd("tilewise::quantize", _no_gradient, lib=LIBRARY)

@@ -30,10 +30,12 @@ def from_e4m3(bits):
 @triton.jit
 def unit_of(q_scale, k_scale):
     """What Q K^T of 8-bit numbers is multiplied with. Not 0, as of tensors that are all 0: a hidden
-    score is -inf, and times 0 it would be NaN. Scores in so small a unit are below 2^-54.
+    score is -inf, and times 0 it would be NaN. Scores in so small a unit are below 2^-54. NaN below
+    0: the largest score would be the smallest product.
     """
     unit = q_scale * k_scale
-    return tl.where(tl.abs(unit) < 8.271806125530277e-25, 8.271806125530277e-25, unit)  # 2^-80
+    small = tl.where(unit < 0.0, float("nan"), 8.271806125530277e-25)  # 2^-80
+    return tl.where(unit < 8.271806125530277e-25, small, unit)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def distributed(
 
     from ...bench.ranks import run_ranks, size_under_torchrun
     from ...bench.sharded import Sharded
-    from ...bench.sharded_run import Asked, run_cases
+    from ...bench.sharded_run import Timing, run_cases
 
     on_gpu = device.startswith("cuda")
     ranks = size_under_torchrun() or ranks or (torch.cuda.device_count() if on_gpu else 2)
@@ -72,7 +72,7 @@ def distributed(
     if wrong := [of for of in cases if of.direction == "bwd"]:
         raise click.UsageError(f"{wrong[0]}: a backward alone is not timed here; use fwd,fwd+bwd")
     sides = (*(f"tilewise:{name}" for name in methods), *against)
-    how = Asked(sides, "cuda" if on_gpu else "cpu", **asked)
+    how = Timing(sides, "cuda" if on_gpu else "cpu", **asked)
     show = show_with(as_json)
     done = run_ranks(run_cases, ranks, how.device, cases, how, tell=show) or []
     outcomes = [outcome for each in done for outcome in each]

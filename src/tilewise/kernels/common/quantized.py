@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...tile.rotary import Rotary
+
 Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -38,6 +40,7 @@ class Source(NamedTuple):
     k: Tensor
     v: Tensor
     is_rotated: bool  # whether q and k were, before rounding
+    rotary: Rotary | None = None  # by which q and k were turned
 
 
 class Lengths(NamedTuple):

@@ -176,3 +176,26 @@ def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Rela
         return None
     kernels = [past_triton(x.compiled, x.programs) for x in launches]
     return [Relaunch(kernel, args) for kernel, args in zip(kernels, patterns) if args is not None]
+
+
+class Launches:
+    """The launches of calls of one signature: the first as Triton launches them, later ones
+    straight to their kernels. Holds no tensor.
+    """
+
+    def __init__(self) -> None:
+        self.device: int | None = None
+        self.relaunches: list[Relaunch] | None = None
+
+    def again(self, row: Sequence[Tensor | None]) -> bool:
+        """Launches them for other tensors; whether that could be done."""
+        if self.relaunches is None or not may_relaunch(self.device):
+            return False
+        stream, values = torch._C._cuda_getCurrentRawStream(self.device), addresses_of(row)
+        for launch in self.relaunches:
+            launch.launch(stream, values)
+        return True
+
+    def record(self, launched: Sequence[Launched], row: Sequence[Any], x: Tensor) -> None:
+        """Keeps the first launches, for tensors in the order of `row`, on the device of x."""
+        self.device, self.relaunches = x.device.index, relaunches_of(launched, row)

@@ -1,6 +1,7 @@
 """q, k and v to e4m3 and back, in plain torch on any device: what every quantising kernel must
 give.
 
+    q, k   turned by the angles of their positions, in fp32, where there are rotary tables
     q, k   sign flip and Hadamard transform of headdim, the same for both: q k^T stays as it is, and
            an outlier of one channel is spread over all of them
     k, v   minus their means over the keys in use. Scores of a row shift by a constant, which
@@ -15,12 +16,15 @@ al. 2023, arXiv 2307.13304). Means: SageAttention (Zhang et al. 2024, arXiv 2410
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ...tile.quantize import SMALLEST
 from ...tile.quantize import quantize as rounded
+from ...tile.rotary import Rotary
+from ...tile.rotary import rotate as turned_at
 from ..common.quantized import (
     FP8,
     LARGEST,
@@ -75,13 +79,36 @@ def _by_sequence(counts: Tensor) -> Tensor:
     return counts.double()[:, None, None]
 
 
+def turned(x: Tensor, rotary: Rotary, rows: Rows, keys: Rows | None = None) -> Tensor:
+    """x (batch, seqlen, heads, headdim) by the angles of its positions: queries, which come with
+    the rows of their keys, are the last of the keys in use.
+    """
+    position = rows.position
+    if keys is not None and rows.count:
+        before = (keys.used - rows.used).long().flatten()
+        if rows.sequence is None:
+            position = position + before.unsqueeze(1)
+        else:
+            position = position + before[rows.sequence]
+    return turned_at(x, rotary, position)
+
+
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, steps: Steps, scales: tuple[Tensor | None, ...], of: Lengths
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: Steps,
+    scales: tuple[Tensor | None, ...],
+    of: Lengths,
+    rotary: Rotary | None = None,
 ) -> Quantized:
     """Of 4-dimensional tensors; `scales` are those that are given, (batch, nheads_k)."""
     of_q = rows_of(q, of.cu_seqlens_q, of.seqused_q)
     of_k = rows_of(k, of.cu_seqlens_k, of.seqused_k)
     q, k, v = used_rows(q.float(), of_q), used_rows(k.float(), of_k), used_rows(v.float(), of_k)
+    if rotary is not None:
+        q, k = turned(q, rotary, of_q, of_k), turned(k, rotary, of_k)
+        q, k = used_rows(q, of_q), used_rows(k, of_k)  # a 0 may be -0 now
     if steps.rotate:
         q, k = rotate(q), rotate(k)
     k_mean = mean(k, of_k) if steps.smooth_k else None
@@ -94,11 +121,21 @@ def quantize(
     sides = (q, of_q, group), (k, of_k, 1), (v, of_k, 1)
     found = [given if given is not None else scale_of(*side) for given, side in zip(scales, sides)]
     q8, k8, v8 = (
-        rounded(x, of_heads(scale, rows, heads), FP8)
+        rounded(x, of_heads(scale, rows, heads), FP8).contiguous()
         for scale, (x, rows, heads) in zip(found, sides)
     )
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
     return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean)
+
+
+def prepare_quantize(steps: Steps) -> Callable[..., Quantized]:
+    """`quantize` (q, k, v, scales, of, rotary) of these steps."""
+    return lambda q, k, v, *rest: quantize(q, k, v, steps, *rest)
+
+
+def prepare_transposed() -> Callable[..., Tensor]:
+    """`transposed_values`."""
+    return transposed_values
 
 
 def dequantize(x: Quantized, of: Lengths) -> tuple[Tensor, Tensor, Tensor]:

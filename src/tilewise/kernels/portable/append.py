@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.bounds import clamp
 from ...tile.fp8 import quantize
 from ...tile.types import Strided
+from .rotary import turned
 
 SEQUENCES_PER_GROUP = tl.constexpr(128)  # sequences, or slots, per group
 
@@ -67,7 +67,8 @@ def cache_append_kernel(new, cache, total, WIDTHS: tl.constexpr):
     k_row, v_row = row_of(new.k, *batch_row, heads), row_of(new.v, *batch_row, heads)
     k = tl.load(k_row + k_dims, mask=k_in, other=0.0)
     if new.cos is not None:
-        k = turned(k, k_row, k_dims, k_in, position, new, WIDTHS)
+        found = turned(k, k_row, 0, k_in, position, new, WIDTHS.HALF, WIDTHS.INTERLEAVED)
+        k = found.to(k.dtype)
     if WIDTHS.LIMIT > 0:
         at = sequence, page, row, heads
         k = in_bytes(
@@ -156,22 +157,3 @@ def has_later(token, slot, slots, total):
         other = tl.load(slots + number, mask=number < total, other=-1)
         count += tl.sum(((other == slot) & (number < total)).to(tl.int32), 0)
     return count > 0
-
-
-@triton.jit
-def turned(k, k_row, dims, inside, position, new, WIDTHS: tl.constexpr):
-    """The key turned by the angles of its position, in fp32."""
-    HALF: tl.constexpr = WIDTHS.HALF
-    is_turned = dims < 2 * HALF
-    if WIDTHS.INTERLEAVED:
-        is_first, angle = dims % 2 == 0, dims // 2
-        partner = dims + tl.where(is_first, 1, -1)
-    else:
-        is_first, angle = dims < HALF, dims % HALF
-        partner = dims + tl.where(is_first, HALF, -HALF)
-    other = tl.load(k_row + partner, mask=inside & is_turned, other=0.0).to(tl.float32)
-    at = clamp(position, 0, new.positions - 1).to(tl.int64) * HALF + angle
-    cos = tl.load(new.cos + at, mask=is_turned, other=1.0).to(tl.float32)
-    sin = tl.load(new.sin + at, mask=is_turned, other=0.0).to(tl.float32)
-    found = k.to(tl.float32) * cos + other * tl.where(is_first, -sin, sin)
-    return tl.where(is_turned, found.to(k.dtype), k)

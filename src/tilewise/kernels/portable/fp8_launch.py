@@ -14,14 +14,7 @@ from ...tile.types import Strided
 from ...tuning.select import architecture, is_overridden
 from ..common.arguments import numbers_of, optionals_of, sizes_of, strided
 from ..common.quantized import Quantized
-from ..common.relaunch import (
-    Relaunch,
-    addresses_of,
-    distinct_extras,
-    distinct_views,
-    may_relaunch,
-    relaunches_of,
-)
+from ..common.relaunch import Launches, distinct_extras, distinct_views
 from .fp8_fwd import OfHead, Quantization, fp8_fwd_kernel
 from .launch import Plan, _scratch, run
 
@@ -40,17 +33,14 @@ def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> F
     return ForwardFp8(problem, scalars, out_dtype)
 
 
-class ForwardFp8:
-    """Forwards of one signature: the first as Triton launches it, later ones straight to its
-    kernel.
-    """
+class ForwardFp8(Launches):
+    """Forwards of one signature."""
 
     def __init__(self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> None:
+        super().__init__()
         self.problem = problem
         self.scalars = scalars
         self.out_dtype = out_dtype
-        self.device: int | None = None
-        self.relaunches: list[Relaunch] | None = None
 
     def __call__(self, quantized: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
         q = quantized.q
@@ -60,18 +50,16 @@ class ForwardFp8:
         lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
         read = *quantized[:3], *quantized.scales, quantized.v_mean
         row = *read, out, lse, *extras.tensors
-        if self.relaunches is not None and may_relaunch(self.device) and not is_overridden():
+        if self.relaunches is not None and not is_overridden():
             triton.set_allocator(_scratch)
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            self.relaunches[0].launch(stream, addresses_of(row))
-            return out, lse
+            if self.again(row):
+                return out, lse
         read, extras = distinct_views((*read, out, lse)), distinct_extras(extras)
         if not has_product(architecture(q.device)):
             read[:3] = [x.view(torch.uint8) for x in read[:3]]
         launched = run(plan_fp8(self.problem, *read, extras, self.scalars))
         if not is_overridden():
-            self.device = q.device.index
-            self.relaunches = relaunches_of([launched], (*read, *extras.tensors))
+            self.record([launched], (*read, *extras.tensors), q)
         return out, lse
 
 

@@ -4,11 +4,13 @@ kernels.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from ...tile.rotary import Rotary
 from ...tile.types import Strided
 from ...tuning.select import architecture
 from ..common.arguments import strided
@@ -21,11 +23,13 @@ from ..common.quantized import (
     columns_of,
     packed_columns,
 )
+from ..common.relaunch import Launches, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
 from .quantize_kernels import (
     Rotation,
     RowBlocks,
+    Tables,
     quantize_amax_kernel,
     quantize_cast_kernel,
     quantize_means_kernel,
@@ -34,76 +38,208 @@ from .quantize_kernels import (
 )
 
 Tensor = torch.Tensor
+Given = Sequence[Tensor | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WARPS, STAGES = 8, 1
 
 
+class Side(NamedTuple):
+    """What is done to q, to k or to v."""
+
+    group: int  # heads that share a scale
+    rotates: bool
+    smooths: bool
+    transposes: bool
+
+
+class Memory(NamedTuple):
+    """What kernels write of one tensor."""
+
+    out: Tensor  # codes, or V^T: e4m3, or its bits where a GPU has no conversion
+    scale: Tensor | None  # where none is given
+    mean: Tensor | None
+    sums: Tensor | None  # of each block of rows
+    largest: Tensor | None
+
+
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, steps: Any, scales: tuple[Tensor | None, ...], of: Lengths
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: Any,
+    scales: Given,
+    of: Lengths,
+    rotary: Rotary | None = None,
 ) -> Quantized:
     """Of 4-dimensional tensors; `steps` has rotate, smooth_k and smooth_v, and `scales` those that
     are given, (batch, nheads_k).
     """
-    of_q = row_blocks(q, of.cu_seqlens_q, of.seqused_q)
-    of_k = row_blocks(k, of.cu_seqlens_k, of.seqused_k)
-    group = q.shape[2] // k.shape[2]
-    q8, q_scale, _ = codes_of(q, of_q, scales[0], group, steps.rotate, False, False)
-    k8, k_scale, k_mean = codes_of(k, of_k, scales[1], 1, steps.rotate, steps.smooth_k, False)
-    of_v = of_k._replace(nheads=v.shape[2])
-    v_t, v_scale, v_mean = codes_of(v, of_v, scales[2], 1, False, steps.smooth_v, True)
-    return Quantized(q8, k8, v_t, Scales(q_scale, k_scale, v_scale), k_mean, v_mean)
+    return prepare_quantize(steps)(q, k, v, scales, of, rotary)
 
 
 def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
     """V^T, (batch, nheads_k, headdim_v, columns), of e4m3 (batch, seqlen_k, nheads_k, headdim_v):
     0 where no key is in use.
     """
-    v = v if v.stride(3) == 1 else v.contiguous()
-    blocks = row_blocks(v, cu_seqlens_k, seqused_k)
-    v_t = empty_values(v, blocks)
-    args = strided(v.view(torch.uint8)), _of_values(v_t.view(torch.uint8)), blocks
-    _run(transpose_values_kernel, _programs(v, blocks), args, dict(D=v.shape[3]), v.device)
-    return v_t
+    return prepare_transposed()(v, seqused_k, cu_seqlens_k)
 
 
-def codes_of(
+class Quantizing(Launches):
+    """`quantize` of one signature."""
+
+    def __init__(self, steps: Any) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scales: Given, of: Lengths, rotary: Rotary | None
+    ) -> Quantized:
+        sides = sides_of(q, k, self.steps)
+        starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
+        each = zip((q, k, v), sides, starts, scales)
+        memory = [memory_of(x, side, start, scale is None) for x, side, start, scale in each]
+        written = [x for of_one in memory for x in of_one]
+        tables = (None, None) if rotary is None else rotary[:2]
+        read = q, k, v, *scales, *of, *tables
+        if not self.again((*read, *written)):
+            views = distinct_views(read)
+            inputs, given, lengths = views[:3], views[3:6], Lengths(*views[6:10])
+            turns = None if rotary is None else rotary._replace(cos=views[10], sin=views[11])
+            plans = plans_of(inputs, sides, given, lengths, turns, memory)
+            self.record([run(plan, q.device) for plan in plans], (*views, *written), q)
+        q8, k8, v_t = (x.out.view(FP8) for x in memory)
+        found = Scales(*(x.scale if one is None else one for x, one in zip(memory, scales)))
+        return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean)
+
+
+class Transposing(Launches):
+    """`transposed_values` of one signature."""
+
+    def __call__(self, v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+        v_t = empty_values(v, cu_seqlens_k)
+        if not self.again((v, seqused_k, cu_seqlens_k, v_t)):
+            views = distinct_views((v.view(torch.uint8), seqused_k, cu_seqlens_k))
+            launched = [run(plan, v.device) for plan in transposing(*views, v_t)]
+            self.record(launched, (*views, v_t), v)
+        return v_t.view(FP8)
+
+
+prepare_quantize, prepare_transposed = Quantizing, Transposing
+
+
+def sides_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Side, Side, Side]:
+    """Of q, k and v."""
+    return (
+        Side(q.shape[2] // k.shape[2], steps.rotate, False, False),
+        Side(1, steps.rotate, steps.smooth_k, False),
+        Side(1, False, steps.smooth_v, True),
+    )
+
+
+def memory_of(x: Tensor, side: Side, starts: Tensor | None, wants_scale: bool) -> Memory:
+    """Of a tensor's kernels; `starts` are where its packed sequences begin."""
+    nheads, headdim = x.shape[2:]
+    sequences = x.shape[0] if starts is None else starts.shape[0] - 1
+    count = count_of(x, starts)
+    if side.transposes:
+        out = empty_values(x, starts)
+    else:  # rows of no packed sequence are 0
+        make = torch.empty if starts is None else torch.zeros
+        out = make(x.shape, device=x.device, dtype=torch.uint8)
+    if has_product(architecture(x.device)):
+        out = out.view(FP8)
+    sums = mean = scale = largest = None
+    number = dict(device=x.device, dtype=torch.float32)
+    if side.smooths:
+        sums = torch.empty(count, nheads, headdim, **number)
+        mean = torch.empty(sequences, nheads, headdim, **number)
+    if wants_scale:
+        scale = torch.empty(sequences, nheads // side.group, **number)
+        largest = torch.empty(count, nheads, device=x.device, dtype=torch.int32)
+    return Memory(out, scale, mean, sums, largest)
+
+
+def plans_of(
+    tensors: Sequence[Any],
+    sides: Sequence[Side],
+    scales: Given,
+    of: Lengths,
+    rotary: Rotary | None,
+    memory: Sequence[Memory],
+) -> list[SplitPlan]:
+    """The launches of a call."""
+    q, k, v = tensors
+    of_q = row_blocks(q, of.cu_seqlens_q, of.seqused_q)
+    of_k = row_blocks(k, of.cu_seqlens_k, of.seqused_k)
+    blocks = of_q, of_k, of_k._replace(nheads=v.shape[2])
+    tables = tables_of(rotary, of_k)
+    each = zip(tensors, sides, blocks, (tables, tables, None), scales, memory)
+    return [plan for one in each for plan in plans_of_one(*one)]
+
+
+def plans_of_one(
     x: Tensor,
+    side: Side,
     blocks: RowBlocks,
+    tables: tuple[Tables, int, bool] | None,
     scale: Tensor | None,
-    group: int,
-    rotates: bool,
-    smooths: bool,
-    transposes: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A tensor's codes, or V^T, its scale and its mean."""
+    into: Memory,
+) -> list[SplitPlan]:
+    """The launches of q, k or v."""
     x = x if x.dtype in DTYPES else x.float()
     x = x if x.stride(3) == 1 else x.contiguous()
-    headdim, heads_k = x.shape[3], x.shape[2] // group
-    mixed = headdim & -headdim if rotates else 0
+    headdim, group = x.shape[3], side.group
+    mixed = headdim & -headdim if side.rotates else 0
     rotation = Rotation(headdim, mixed, mixed**-0.5 if mixed else 1.0)
-    programs, constants = _programs(x, blocks), dict(ROTATION=rotation)
-    count = programs // blocks.nheads if blocks.nheads else 0
-    number = dict(device=x.device, dtype=torch.float32)
-    mean = of_mean = largest = None
-    if smooths:
-        sums = torch.empty(count, blocks.nheads, headdim, **number)
-        mean = torch.zeros(blocks.sequences, blocks.nheads, headdim, **number)
-        of_mean = of_head(mean)
-        _run(quantize_sums_kernel, programs, (strided(x), sums, blocks), constants, x.device)
-        means, args = blocks.sequences * blocks.nheads, (sums, of_mean, blocks)
-        _run(quantize_means_kernel, means, args, dict(D=headdim), x.device)
+    angles = None
+    if tables is not None:
+        angles, half, is_interleaved = tables
+        rotation = rotation._replace(HALF=half, INTERLEAVED=is_interleaved)
+    constants = dict(ROTATION=rotation)
+    of_x, programs = (strided(x), angles), count_of(x, blocks.cu_seqlens) * x.shape[2]
+    mean = None if into.mean is None else of_head(into.mean)
+    launches = []
+    if mean is not None:
+        sums, means = (into.sums, blocks), blocks.sequences * blocks.nheads
+        launches.append((quantize_sums_kernel, programs, (*of_x, *sums), constants))
+        args = into.sums, mean, blocks
+        launches.append((quantize_means_kernel, means, args, dict(D=headdim)))
     if scale is None:
-        scale = torch.empty(blocks.sequences, heads_k, **number)
-        largest = torch.empty(count, blocks.nheads, device=x.device, dtype=torch.int32)
-        args = strided(x), of_mean, largest, blocks, headdim
-        _run(quantize_amax_kernel, programs, args, constants, x.device)
-    out = empty_values(x, blocks) if transposes else torch.zeros_like(x, dtype=torch.uint8)
-    out = out.view(FP8) if has_product(architecture(x.device)) else out.view(torch.uint8)
-    into = _of_values(out) if transposes else strided(out)
-    args = strided(x), of_mean, largest, of_head(scale), into, blocks
-    groups = dict(GROUP=group, BLOCK_GROUP=triton.next_power_of_2(group), TRANSPOSED=transposes)
-    _run(quantize_cast_kernel, programs, args, constants | groups, x.device)
-    return out.view(FP8), scale, mean
+        args = *of_x, mean, into.largest, blocks, headdim
+        launches.append((quantize_amax_kernel, programs, args, constants))
+    out = _of_values(into.out) if side.transposes else strided(into.out)
+    written = of_head(into.scale if scale is None else scale), out, blocks
+    groups = dict(GROUP=group, BLOCK_GROUP=triton.next_power_of_2(group))
+    constants = constants | groups | dict(TRANSPOSED=side.transposes)
+    args = *of_x, mean, into.largest, *written
+    launches.append((quantize_cast_kernel, programs, args, constants))
+    return _plans(blocks, launches)
+
+
+def transposing(
+    v: Any, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None, v_t: Tensor
+) -> list[SplitPlan]:
+    """The launch that writes V^T, of bits."""
+    v = v if v.stride(3) == 1 else v.contiguous()
+    blocks = row_blocks(v, cu_seqlens_k, seqused_k)
+    programs, args = count_of(v, cu_seqlens_k) * v.shape[2], (strided(v), _of_values(v_t), blocks)
+    return _plans(blocks, [(transpose_values_kernel, programs, args, dict(D=v.shape[3]))])
+
+
+def _plans(blocks: RowBlocks, launches: list[tuple]) -> list[SplitPlan]:
+    """Those that have a program; without sequences there is nothing to write."""
+    there = [x for x in launches if x[1] and blocks.sequences]
+    return [SplitPlan(*launch, WARPS, STAGES) for launch in there]
+
+
+def tables_of(rotary: Rotary | None, keys: RowBlocks) -> tuple[Tables, int, bool] | None:
+    """Rotary tables, the pairs that they turn, and whether these are neighbours; None where nothing
+    is turned.
+    """
+    if rotary is None or 0 in rotary.cos.shape:
+        return None
+    cos, sin = (x.contiguous() for x in rotary[:2])
+    return Tables(cos, sin, cos.shape[0], keys), cos.shape[1], bool(rotary.interleaved)
 
 
 def row_blocks(x: Tensor, starts: Tensor | None, used: Tensor | None) -> RowBlocks:
@@ -113,31 +249,23 @@ def row_blocks(x: Tensor, starts: Tensor | None, used: Tensor | None) -> RowBloc
     return RowBlocks(starts, used, sequences, x.shape[1], x.shape[2])
 
 
-def empty_values(v: Tensor, blocks: RowBlocks) -> Tensor:
-    """V^T without its contents; of no sequences it is 0."""
-    columns = columns_of(v.shape[1])
-    if blocks.cu_seqlens is not None:
-        columns = packed_columns(v.shape[1], blocks.sequences)
-    shape, empty = (v.shape[0], *v.shape[2:], columns), torch.empty
-    if blocks.sequences == 0:
-        empty = torch.zeros
-    return empty(shape, device=v.device, dtype=torch.uint8).view(FP8)
+def count_of(x: Tensor, starts: Tensor | None) -> int:
+    """Blocks of rows of all sequences."""
+    if starts is None:
+        return x.shape[0] * max(1, columns_of(x.shape[1]) // COLUMNS)
+    return packed_columns(x.shape[1], starts.shape[0] - 1) // COLUMNS
+
+
+def empty_values(v: Tensor, starts: Tensor | None) -> Tensor:
+    """The bits of V^T without its contents; of no sequences it is 0."""
+    columns, make = columns_of(v.shape[1]), torch.empty
+    if starts is not None:
+        columns = packed_columns(v.shape[1], starts.shape[0] - 1)
+        make = torch.zeros if starts.shape[0] == 1 else make
+    return make((v.shape[0], *v.shape[2:], columns), device=v.device, dtype=torch.uint8)
 
 
 def _of_values(v_t: Tensor) -> Strided:
     """V^T as kernels take it: rows are the dims of a head, and as long as there are columns."""
     _, nheads, headdim, columns = v_t.shape
     return Strided(v_t, nheads * headdim * columns, columns, headdim * columns)
-
-
-def _programs(x: Tensor, blocks: RowBlocks) -> int:
-    """One for each block and head."""
-    if blocks.cu_seqlens is None:
-        return x.shape[0] * max(1, triton.cdiv(x.shape[1], COLUMNS)) * x.shape[2]
-    return packed_columns(x.shape[1], blocks.sequences) // COLUMNS * x.shape[2]
-
-
-def _run(kernel: Any, programs: int, args: tuple, constants: dict, device: torch.device) -> None:
-    has_sequences = any(isinstance(x, RowBlocks) and x.sequences for x in args)
-    if programs and has_sequences:
-        run(SplitPlan(kernel, programs, args, constants, WARPS, STAGES), device)

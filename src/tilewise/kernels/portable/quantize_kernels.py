@@ -20,6 +20,7 @@ from ...tile.seqlen import padded_row, rows_of
 from ..common.io import head_of
 from .fp8_fwd import address_of, load_number
 from .fp8_order import COLUMNS, key_of_column
+from .rotary import turned
 
 ROWS = COLUMNS
 SEQUENCES_PER_GROUP = tl.constexpr(128)
@@ -37,12 +38,23 @@ class RowBlocks(NamedTuple):
     nheads: int
 
 
+class Tables(NamedTuple):
+    """Rotary tables, and the keys: rows in use are the last of them, or all."""
+
+    cos: Any  # (positions, HALF)
+    sin: Any
+    positions: int
+    keys: RowBlocks
+
+
 class Rotation(NamedTuple):
-    """Constexprs: the head dim, and how its channels are mixed."""
+    """Constexprs: the head dim, how its channels are mixed, and which pairs of them are turned."""
 
     D: int
     HADAMARD: int  # channels of a block, a power of two; 0 for none
     FACTOR: float  # its inverse square root
+    HALF: int = 0  # pairs
+    INTERLEAVED: bool = True  # pairs are of neighbours
 
 
 class OfSequence(NamedTuple):
@@ -62,6 +74,7 @@ class Block(NamedTuple):
     batch: tl.tensor
     head: tl.tensor
     start: tl.tensor  # the position of its first row
+    before: tl.tensor  # keys before the sequence's first row, where rows are turned
     of: OfSequence
 
 
@@ -81,13 +94,24 @@ def find_sequence(sequence, blocks):
 
 
 @triton.jit
-def find_block(program, blocks):
+def keys_before(sequence, used, tables, HALF: tl.constexpr):
+    """The keys before the first of so many rows, which are the last; 0 where none is turned."""
+    before = sequence * 0
+    if HALF > 0:
+        before = find_sequence(sequence, tables.keys).used - used
+    return before
+
+
+@triton.jit
+def find_block(program, blocks, tables, HALF: tl.constexpr):
     """The rows of a program; heads of a block are neighbours."""
     number, head = program // blocks.nheads, program % blocks.nheads
     if blocks.cu_seqlens is None:
         sequence = number // tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
         of = find_sequence(sequence, blocks)
-        return Block(number, sequence, sequence, head, (number - of.first_block) * ROWS, of)
+        start = (number - of.first_block) * ROWS
+        before = keys_before(sequence, of.used, tables, HALF)
+        return Block(number, sequence, sequence, head, start, before, of)
     else:
         count = number * 0
         for group in range(0, blocks.sequences, SEQUENCES_PER_GROUP):
@@ -102,7 +126,8 @@ def find_block(program, blocks):
         of = find_sequence(sequence, blocks)
         # Blocks before the first sequence have no rows
         start = tl.where(count > 0, (number - of.first_block) * ROWS, of.rows)
-        return Block(number, sequence, sequence * 0, head, start, of)
+        before = keys_before(sequence, of.used, tables, HALF)
+        return Block(number, sequence, sequence * 0, head, start, before, of)
 
 
 @triton.jit
@@ -120,36 +145,68 @@ def rotation(source, columns, HADAMARD: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, block, offs, column, ROTATION: tl.constexpr):
-    """CHUNK columns of the rows at offs, rotated, in fp32; 0 where a row is not in use."""
-    D: tl.constexpr = ROTATION.D
+def add_product(acc, x, matrix):
+    """acc + x matrix, whose products with 1 and -1 are exact in any dtype. fp32 is the sum of three
+    bf16 numbers, and so multiplies in the tensor cores.
+    """
+    if x.dtype == tl.float32:
+        matrix = matrix.to(tl.bfloat16)
+        for _ in tl.static_range(3):
+            part = x.to(tl.bfloat16)
+            acc = tl.dot(part, matrix, acc)
+            x -= part.to(tl.float32)
+        return acc
+    else:
+        return tl.dot(x, matrix.to(x.dtype), acc)
+
+
+@triton.jit
+def load_turned(
+    row, column, is_used, position, tables, ROTATION: tl.constexpr, COUNT: tl.constexpr
+):
+    """So many columns of rows, in fp32 where they are turned."""
+    HALF: tl.constexpr = ROTATION.HALF
+    columns = column + tl.arange(0, COUNT)[None, :]
+    exists = is_used & (columns < ROTATION.D)
+    tile = tl.load(row + columns, mask=exists, other=0.0)
+    if HALF > 0:
+        at = position[:, None]
+        return turned(tile, row, column, exists, at, tables, HALF, ROTATION.INTERLEAVED)
+    else:
+        return tile
+
+
+@triton.jit
+def load_tile(x, tables, block, offs, column, ROTATION: tl.constexpr):
+    """CHUNK columns of rows, turned and rotated, in fp32; 0 where a row is not in use."""
     HADAMARD: tl.constexpr = ROTATION.HADAMARD
     position = block.start + offs
     row = (block.of.first_row + position).to(tl.int64)[:, None] * x.row
     ptrs = head_of(x, block.batch, block.head) + row
     is_used = (position < block.of.used)[:, None]
-    columns = column + tl.arange(0, CHUNK)
+    angle = block.before + position
     if HADAMARD == 0:
-        exists = is_used & (columns < D)[None, :]
-        return tl.load(ptrs + columns[None, :], mask=exists, other=0.0).to(tl.float32)
+        found = load_turned(ptrs, column, is_used, angle, tables, ROTATION, CHUNK)
+        return found.to(tl.float32)
     else:
-        # Channels that are mixed with these; products with 1 and -1 are exact in any dtype
+        # Channels that are mixed with these
         WIDTH: tl.constexpr = HADAMARD if HADAMARD > CHUNK else CHUNK
         first = column // WIDTH * WIDTH
+        columns = column + tl.arange(0, CHUNK)
         tile = tl.zeros([ROWS, CHUNK], tl.float32)
-        for more in range(0, WIDTH, CHUNK):
-            source = first + more + tl.arange(0, CHUNK)
-            exists = is_used & (source < D)[None, :]
-            of_x = tl.load(ptrs + source[None, :], mask=exists, other=0.0)
-            matrix = rotation(source, columns, HADAMARD).to(of_x.dtype)
-            tile = tl.dot(of_x, matrix, tile, input_precision="ieee")
+        # With their partners and angles in fp32, fewer at a time have room in registers
+        COUNT: tl.constexpr = CHUNK // 2 if ROTATION.HALF > 0 else CHUNK
+        for more in range(0, WIDTH, COUNT):
+            of_x = load_turned(ptrs, first + more, is_used, angle, tables, ROTATION, COUNT)
+            source = first + more + tl.arange(0, COUNT)
+            tile = add_product(tile, of_x, rotation(source, columns, HADAMARD))
         return tile * ROTATION.FACTOR
 
 
 @triton.jit
-def load_smooth(x, mean, block, offs, column, ROTATION: tl.constexpr):
+def load_smooth(x, tables, mean, block, offs, column, ROTATION: tl.constexpr):
     """The same less its mean; 0 where a row is not in use."""
-    tile = load_tile(x, block, offs, column, ROTATION)
+    tile = load_tile(x, tables, block, offs, column, ROTATION)
     if mean is not None:
         columns = column + tl.arange(0, CHUNK)
         at = address_of(mean, block.sequence, block.head) + columns
@@ -160,12 +217,12 @@ def load_smooth(x, mean, block, offs, column, ROTATION: tl.constexpr):
 
 
 @triton.jit
-def quantize_sums_kernel(x, sums, blocks, ROTATION: tl.constexpr):
+def quantize_sums_kernel(x, tables, sums, blocks, ROTATION: tl.constexpr):
     """Of each block: sums (blocks, nheads, headdim)."""
-    block = find_block(tl.program_id(0), blocks)
+    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
     row = sums + (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
     for column in range(0, ROTATION.D, CHUNK):
-        tile = load_tile(x, block, tl.arange(0, ROWS), column, ROTATION)
+        tile = load_tile(x, tables, block, tl.arange(0, ROWS), column, ROTATION)
         columns = column + tl.arange(0, CHUNK)
         tl.store(row + columns, tl.sum(tile, 0), mask=columns < ROTATION.D)
 
@@ -190,17 +247,17 @@ def quantize_means_kernel(sums, mean, blocks, D: tl.constexpr):
 
 
 @triton.jit
-def quantize_amax_kernel(x, mean, largest, blocks, headdim, ROTATION: tl.constexpr):
+def quantize_amax_kernel(x, tables, mean, largest, blocks, headdim, ROTATION: tl.constexpr):
     """Of each block: (blocks, nheads), the bits of the largest magnitude, which are in its order,
     and NaN's above all.
 
     `headdim` is no constant, so that the loop stays one: Triton 3.6 makes no code for sm_100 of a
     product's maximum by columns and then by rows without a loop between.
     """
-    block = find_block(tl.program_id(0), blocks)
+    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
     found = tl.zeros([CHUNK], tl.int32)
     for column in range(0, headdim, CHUNK):
-        tile = load_smooth(x, mean, block, tl.arange(0, ROWS), column, ROTATION)
+        tile = load_smooth(x, tables, mean, block, tl.arange(0, ROWS), column, ROTATION)
         bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         found = tl.maximum(found, tl.max(bits, 0))
     row = largest + tl.cast(block.number, tl.int64) * blocks.nheads
@@ -227,6 +284,7 @@ def scale_of(largest, block, blocks, GROUP: tl.constexpr, BLOCK_GROUP: tl.conste
 @triton.jit
 def quantize_cast_kernel(
     x,
+    tables,
     mean,
     largest,
     scale,
@@ -238,7 +296,7 @@ def quantize_cast_kernel(
     TRANSPOSED: tl.constexpr,
 ):
     """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given."""
-    block = find_block(tl.program_id(0), blocks)
+    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
     head_k = block.head // GROUP
     if largest is None:
         factor = load_number(scale, block.sequence, head_k)
@@ -251,7 +309,7 @@ def quantize_cast_kernel(
         offs = key_of_column(offs)
     is_used = (block.start + offs < block.of.used)[:, None]
     for column in range(0, ROTATION.D, CHUNK):
-        tile = load_smooth(x, mean, block, offs, column, ROTATION)
+        tile = load_smooth(x, tables, mean, block, offs, column, ROTATION)
         tile = tl.where(is_used, tl.div_rn(tile, tl.zeros_like(tile) + factor), 0.0)
         if out.ptr.dtype.element_ty == tl.uint8:
             codes = to_e4m3(tile)
@@ -267,7 +325,7 @@ def quantize_cast_kernel(
 @triton.jit
 def transpose_values_kernel(v, v_t, blocks, D: tl.constexpr):
     """V^T of codes, given as bytes."""
-    block = find_block(tl.program_id(0), blocks)
+    block = find_block(tl.program_id(0), blocks, None, 0)
     offs = key_of_column(tl.arange(0, ROWS))
     for column in range(0, D, CHUNK):
         # (ROWS, CHUNK)

@@ -31,7 +31,7 @@ from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged
 from ..tile_counter import counter, num_sms
 from . import fp8_operand
 from .epilogue import OUT_COLUMNS
-from .fp8_center import center_of
+from .fp8_center import Centering
 from .fp8_kernel import hopper_fp8_fwd_kernel
 from .fp8_mma import Scales, has_two_levels
 from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
@@ -88,6 +88,7 @@ class Fp8Forward:
         self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
         self.device = -1
         self.relaunch: Fp8Relaunch | None = None
+        self.center = Centering()
 
     def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
         q, headdim_v = given.q, self.problem.headdim_v
@@ -96,7 +97,7 @@ class Fp8Forward:
         lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
         center = None
         if given.v_mean is None and not has_two_levels(block_of(headdim_v)):
-            center = center_of(given.v_t, given.k.shape[1], extras)
+            center = self.center(given.v_t, given.k.shape[1], extras)
         self.launch(given, extras, center, out, lse)
         return out, lse
 

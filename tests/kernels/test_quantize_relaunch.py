@@ -1,0 +1,211 @@
+"""Quantising again for other tensors of a signature: kernels get what Triton's launcher would give
+them. No GPU: kernels are fakes that record their calls.
+"""
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.cache import Rotary
+from tilewise.kernels.common import relaunch
+from tilewise.kernels.common.quantized import FP8, Lengths
+from tilewise.kernels.cpu.quantize import Steps
+from tilewise.kernels.hopper.fwd import fp8_center
+from tilewise.kernels.portable import quantize
+from tilewise.ops import quantize as ops
+from tilewise.problem import Extras
+
+NAMES = [
+    *("quantize_amax_kernel", "quantize_cast_kernel", "quantize_means_kernel"),
+    *("quantize_sums_kernel", "transpose_values_kernel"),
+]
+ALL, NONE = Steps(True, True, True), Steps(False, False, False)
+
+
+class Kernel:
+    """A kernel as Triton launches it, and as it is called when it is compiled."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def __getitem__(self, grid):
+        def front(*args, **options):
+            constants = [x for name, x in options.items() if name.isupper()]
+            self.log.append((self.name, "front", grid[0], plain((*args, *constants))))
+            return self
+
+        return front
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        self.log.append((self.name, "again", x, plain(rest[3:])))
+
+
+def plain(args):
+    """Arguments as the driver gets them: 0 and None are one for a pointer."""
+    found = []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            found.append(x.data_ptr())
+        else:
+            found.append(plain(x) if isinstance(x, tuple) else x)
+    return tuple(found)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Calls of kernels. Memory that a call makes is the same for all calls."""
+    log, made = [], {}
+
+    def once(name, function):
+        def make(x, *rest):
+            key = name, x.shape, *(None if isinstance(y, torch.Tensor) else y for y in rest)
+            return made.setdefault(key, function(x, *rest))
+
+        return make
+
+    for name in NAMES:
+        monkeypatch.setattr(quantize, name, Kernel(name, log))
+    monkeypatch.setattr(fp8_center, "center_kernel", Kernel("center_kernel", log))
+    for name in ("memory_of", "empty_values"):
+        monkeypatch.setattr(quantize, name, once(name, getattr(quantize, name)))
+    monkeypatch.setattr(fp8_center, "empty_center", once("center", fp8_center.empty_center))
+    monkeypatch.setattr(quantize, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, raising=False)
+    return log
+
+
+def starts(*ends):
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def counts(*used):
+    return torch.tensor(used, dtype=torch.int32)
+
+
+def draw(seed, rows=(2, 150), dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*rows, n, 64, generator=generator).to(dtype) for n in (4, 2, 2)]
+
+
+def tables():
+    return Rotary(*torch.randn(2, 150, 32), False)
+
+
+def one_for_both():
+    cu = starts(100, 150)
+    return Lengths(cu, cu)
+
+
+CALLS = {
+    "a batch": lambda: (ALL, (None,) * 3, Lengths(), None),
+    "in use": lambda: (ALL, (None,) * 3, Lengths(seqused_k=counts(150, 90)), tables()),
+    "given scales": lambda: (NONE, tuple(torch.rand(3, 2, 2)), Lengths(), None),
+    "one scale for all": lambda: (NONE, (torch.rand(2, 2),) * 3, Lengths(), tables()),
+    "packed": lambda: (ALL, (None,) * 3, one_for_both(), tables()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_quantising_again(name, log):
+    """Of other tensors, of one tensor as q and k, and of other ones again."""
+    rows = (1, 150) if name == "packed" else (2, 150)
+    again = None
+    for seed in range(3):
+        steps, scales, of, rotary = CALLS[name]()
+        q, k, v = draw(seed, rows)
+        given = q, (q[:, :, :2] if seed == 1 else k).clone(), v, scales, of, rotary
+        again = again or quantize.prepare_quantize(steps)
+        again(*given)
+        found, log[:] = list(log), []
+        assert {kind for _, kind, *_ in found} == {"again" if seed else "front"}
+        quantize.prepare_quantize(steps)(*given)
+        expected, log[:] = list(log), []
+        assert [(n, *rest) for n, _, *rest in found] == [(n, *rest) for n, _, *rest in expected]
+        assert len(found) == (2 + 4 + 4 if steps == ALL else 3)
+
+
+def test_transposing_and_centering_again(log):
+    used = counts(150, 90)
+    transpose, center = quantize.prepare_transposed(), fp8_center.Centering()
+    for seed in range(3):
+        v, columns = draw(seed)[2].to(FP8), torch.randn(2, 2, 64, 256).to(FP8)
+        transpose(v, used, None)
+        found, log[:] = list(log), []
+        quantize.prepare_transposed()(v, used, None)
+        assert found[0][1] == ("again" if seed else "front")
+        assert found[0][2:] == log[0][2:]
+        log[:] = []
+        center.launched(columns, 150, Extras(seqused_k=used))
+        found, log[:] = list(log), []
+        fp8_center.Centering().launched(columns, 150, Extras(seqused_k=used))
+        assert found[0][1] == ("again" if seed else "front")
+        assert found[0][2:] == log[0][2:]
+        log[:] = []
+
+
+def test_a_hook_of_a_profiler_is_called(log, monkeypatch):
+    """By Triton's launcher."""
+    again = quantize.prepare_quantize(NONE)
+    again(*draw(0), (None,) * 3, Lengths(), None)
+    monkeypatch.setattr(relaunch, "may_relaunch", lambda device: False)
+    log[:] = []
+    again(*draw(1), (None,) * 3, Lengths(), None)
+    assert {kind for _, kind, *_ in log} == {"front"}
+
+
+def test_a_copy_is_launched_by_triton(log):
+    """What kernels read is not what the caller passed then."""
+    again = quantize.prepare_quantize(NONE)
+    for seed in range(2):
+        again(*draw(seed, dtype=torch.float64), (None,) * 3, Lengths(), None)
+    assert {kind for _, kind, *_ in log} == {"front"}
+
+
+def test_calls_of_a_signature_are_prepared_once(monkeypatch):
+    """And those of another one again: shapes, strides, dtypes, alignment, steps, tables."""
+    prepared = []
+    real = ops.plain.prepare_quantize
+
+    def counted(steps):
+        prepared.append(steps)
+        return real(steps)
+
+    monkeypatch.setattr(ops.plain, "prepare_quantize", counted)
+    q, k, v = draw(0, (2, 37), torch.float32)
+    shifted = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
+    calls = [
+        dict(),
+        dict(smooth="v"),
+        dict(rotate=False),
+        dict(scales=(torch.tensor(0.1), None, None)),
+        dict(scales=(None, torch.tensor(0.1), None)),
+        dict(rotary=tables()),
+        dict(rotary=tables()._replace(interleaved=True)),
+        dict(rotary=Rotary(*torch.randn(2, 150, 16))),
+    ]
+    for options in calls:
+        for _ in range(2):
+            tilewise.quantize(q, k, v, **options)
+    assert len(prepared) == len(calls)
+    for other in (shifted, q.transpose(0, 1).contiguous().transpose(0, 1)):
+        for _ in range(2):
+            tilewise.quantize(other, k, v)
+    assert len(prepared) == len(calls) + 2
+    tilewise.quantize(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert len(prepared) == len(calls) + 3
+
+
+def test_a_cached_signature_hides_no_argument():
+    q, k, v = draw(0, (2, 41), torch.float32)
+    for _ in range(2):
+        tilewise.quantize(q, k, v)
+        with pytest.raises(tilewise.ArgumentError, match="rotary is a tuple"):
+            tilewise.quantize(q, k, v, rotary=tuple(tables()))
+        with pytest.raises(tilewise.ArgumentError, match="three"):
+            tilewise.quantize(q, k, v, scales=[None])
+        with pytest.raises(tilewise.ArgumentError, match="rotate=3"):
+            tilewise.quantize(q, k, v, rotate=3)
