@@ -6,6 +6,8 @@ left to right (`tile.split_kv`): by this program as far as it has all pieces so 
 slices of the fold (fold.py).
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,18 +24,19 @@ from ....tile.splits import SplitState, fold, piece_keys
 from ....tile.types import Sequence
 from ..layouts import accumulator, column_of, row_of
 from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
-from ..pieces import in_pieces
 from ..pipeline import advance, release_by_threads, start, wait_full
+from ..rescale import pinned
 from .fold import end_part, fold_slice
-from .rows import rows_at, store_partial, write_rows
+from .rows import clear_unused, rows_at, store_partial, write_rows
 from .scales import k_sequence_scale, times_scale
-from .work import END, PART, keys_of, lengths_in, receive_work
+from .work import END, PART, blocks_of, half_of, keys_of, lengths_in, receive_work, seen_of
 
 
 @gluon.jit
 def attend_partition(
-    rings, state_smem, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr
-):
+    WG: gl.constexpr, rings, state_smem, output, counters, call,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
     modifiers = modifiers_of(call.optionals)
     messages_state, q_state, state = start(), start(), start()
     work = receive_work(rings.messages, messages_state)
@@ -41,15 +44,30 @@ def attend_partition(
         messages_state = advance(messages_state, 2)
         if work.kind == PART:
             wait_full(rings.q, q_state)
-            q_smem = rings.q.buffers.index(q_state.stage)
-            state = attend_part(
-                work, state, rings, q_smem, state_smem, output, counters, call, modifiers,
-                FEATURES, TILE,
-            )  # fmt: skip
+            q_smem = rings.q.buffers.index(q_state.stage * TILE.WARPGROUPS + WG)
+            half = half_of(work, WG, FEATURES, TILE)
+            if TILE.WARPGROUPS == 1:
+                state = attend_part(
+                    half, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+                    FEATURES, TILE,
+                )  # fmt: skip
+            else:
+                passed = blocks_apart(work, half, call, FEATURES, TILE)
+                half = seen_of(half, call, FEATURES, TILE.ROWS)
+                state = skip_blocks(passed.before, state, rings, TILE)
+                if half.start < half.seqlen_q:
+                    state = attend_part(
+                        half, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+                        FEATURES, TILE,
+                    )  # fmt: skip
+                state = skip_blocks(passed.after, state, rings, TILE)
             release_by_threads(rings.q, q_state)
             q_state = advance(q_state, TILE.Q_STAGES)
-        else:
+        elif TILE.WARPGROUPS == 1:
             fold_slice(work, output, counters, call, FEATURES, TILE)
+        else:
+            if work.index % TILE.WARPGROUPS == WG:
+                fold_slice(work, output, counters, call, FEATURES, TILE)
         work = receive_work(rings.messages, messages_state)
 
 
@@ -127,7 +145,32 @@ def attend_piece(
     l_i = row_sums(no_scores)
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, keys, N)
-    if TILE.CACHE == "":
+    if TILE.WARPGROUPS > 1:
+        # O += P V of a block and S of the next are issued together, and the softmax waits for S
+        # alone
+        s = multiply_keys(q_smem, rings, state, no_scores, TILE)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release_by_threads(rings.k, state)
+        p, _, m_i, l_i = online_block(s, first, m_i, l_i, position, keys, full, seq, FEATURES)
+        p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
+        for n in range(first + N, stop, N):
+            ahead = advance(state, TILE.STAGES)
+            s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
+            acc_o = multiply_values(p, acc_o, rings, state, TILE)
+            s = warpgroup_mma_wait(1, deps=[s])
+            release_by_threads(rings.k, ahead)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
+            alpha = pinned(alpha)
+            acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+            release_by_threads(rings.v, state)
+            acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
+            p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
+            state = ahead
+        acc_o = multiply_values(p, acc_o, rings, state, TILE)
+        acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+        release_by_threads(rings.v, state)
+        state = advance(state, TILE.STAGES)
+    elif TILE.CACHE == "":
         for n in range(first, stop, N):
             s = multiply_keys(q_smem, rings, state, no_scores, TILE)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -221,7 +264,7 @@ def wait_values(n, keys, rings, state, TILE: gl.constexpr):
     v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
     if TILE.CACHE == "":
         if (n < keys.first) | (n + N > keys.last):
-            clear_unused(v_tile, n, keys, TILE)
+            clear_unused(v_tile, n, keys, 32, 4, TILE)
     return v_tile
 
 
@@ -246,6 +289,46 @@ def add_values(p, v_tile, acc_o, rings, state):
 
 
 @gluon.jit
+def multiply_values(p, acc_o, rings, state, TILE: gl.constexpr):
+    """O += P V, (64, BLOCK_DV), begun."""
+    wait_full(rings.v, state)
+    if not TILE.BY_TMA:
+        fence_async_shared()
+    v_tile = rings.v.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_DV))
+    return warpgroup_mma(p, v_tile, acc_o, is_async=True)
+
+
+class Passed(NamedTuple):
+    """Blocks of a part that another warpgroup's rows see, and these do not."""
+
+    before: gl.tensor
+    after: gl.tensor
+
+
+@gluon.jit
+def blocks_apart(work, half, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """How many blocks of a part a warpgroup passes."""
+    N: gl.constexpr = TILE.BLOCK_N
+    first, stop = blocks_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS, N)
+    half_first, half_stop = blocks_of(half, call, FEATURES, TILE.ROWS, N)
+    half_first = gl.minimum(half_first, stop)
+    half_stop = gl.where(half.start < half.seqlen_q, gl.maximum(half_stop, half_first), half_first)
+    return Passed(half_first - first, stop - half_stop)
+
+
+@gluon.jit
+def skip_blocks(count, state, rings, TILE: gl.constexpr):
+    """Releases blocks unread, but not before they are there: a stage counts each warpgroup once."""
+    for _ in range(count):
+        wait_full(rings.k, state)
+        release_by_threads(rings.k, state)
+        wait_full(rings.v, state)
+        release_by_threads(rings.v, state)
+        state = advance(state, TILE.STAGES)
+    return state
+
+
+@gluon.jit
 def keys_of_all(work, keys, call, FEATURES: gl.constexpr):
     """The keys that all rows of a tile see: blocks within them need no mask."""
     diagonal = work.seqlen_k - work.seqlen_q
@@ -263,20 +346,6 @@ def hide(s, q_idx, k_idx, keys, seq, FEATURES: gl.constexpr):
     keep = (k_idx >= keys.first) & (k_idx < keys.last)
     keep = seen_by_position(keep, q_idx, k_idx, seq, FEATURES)
     return gl.where(keep, s, float("-inf"))
-
-
-@gluon.jit
-def clear_unused(v_tile, n, keys, TILE: gl.constexpr):
-    """Zeros in rows of V that are not in use, which may hold NaN: 0 times NaN is NaN."""
-    N: gl.constexpr = TILE.BLOCK_N
-    ROWS: gl.constexpr = 32
-    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, 8, 4)
-    for i in gl.static_range(0, N, ROWS):
-        rows = v_tile.slice(i, ROWS)
-        row = n + i + gl.arange(0, ROWS, row_of(LAYOUT))
-        is_used = (row >= keys.first) & (row < keys.last)
-        rows.store(gl.where(is_used[:, None], rows.load(LAYOUT), 0.0))
-    fence_async_shared()  # what threads wrote, before wgmma reads it
 
 
 @gluon.jit

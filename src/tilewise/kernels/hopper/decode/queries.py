@@ -12,7 +12,7 @@ from ..layouts import column_of, row_of
 from ..pieces import in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start, wait_empty
 from .rows import begins_of, rows_at
-from .work import END, PART, receive_work
+from .work import END, PART, half_of, receive_work
 
 ROWS = gl.constexpr(8)  # that a warp has registers for
 
@@ -25,7 +25,11 @@ def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
         messages_state = advance(messages_state, 2)
         if work.kind == PART:
             wait_empty(rings.q, state)
-            load_queries(work, q, rings.q.buffers.index(state.stage), FEATURES, TILE)
+            WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+            for wg in gl.static_range(WARPGROUPS):
+                half = half_of(work, wg, FEATURES, TILE)
+                buffer = rings.q.buffers.index(state.stage * WARPGROUPS + wg)
+                load_queries(half, q, buffer, FEATURES, TILE)
             fence_async_shared()  # what threads wrote, before wgmma reads it
             mbarrier.arrive(rings.q.full.index(state.stage), count=1)
             state = advance(state, TILE.Q_STAGES)
