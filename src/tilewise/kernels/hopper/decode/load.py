@@ -21,8 +21,8 @@ from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
-from .scales import copy_scales, k_rows, v_rows
 from .rows import clear_unused
+from .scales import copy_scales, k_rows, v_rows
 from .work import copied, keys_of, no_more, open_part, open_slice, tile_counter
 
 

@@ -89,9 +89,7 @@ def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TI
 
 
 @gluon.jit
-def clear_unused(
-    v_tile, n, keys, ROWS: gl.constexpr, WARPS: gl.constexpr, TILE: gl.constexpr
-):
+def clear_unused(v_tile, n, keys, ROWS: gl.constexpr, WARPS: gl.constexpr, TILE: gl.constexpr):
     """Zeros in rows of V that are not in use, which may hold NaN: 0 times NaN is NaN. ROWS at a
     time by WARPS.
     """
