@@ -15,7 +15,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.bounds import clamp
-from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
+from ....tile.split_schedule import (
+    Hint,
+    find_in_turns,
+    find_sequence,
+    pieces_of_a_part,
+    streams_of,
+)
 from ....tile.splits import piece_keys
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
@@ -52,7 +58,11 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()
     number = gl.program_id(0)
-    found = find_sequence(number, Hint(0, 0, 0), lane, share, call, False, FEATURES, ROWS, DV)
+    if TILE.WARPGROUPS == 1:
+        streams = Hint(0, 0, 0)
+    else:
+        streams = streams_of(lane, share, call, FEATURES, ROWS, DV)
+    found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     while found.is_work:
         fetched = fetch_next_tile(counters, True)
         work = open_part(found, share, call, FEATURES, TILE)
@@ -61,8 +71,7 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
         number = fetched_tile(fetched)
-        hint = found.hint
-        found = find_sequence(number, hint, lane, share, call, False, FEATURES, ROWS, DV)
+        found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     parts = found.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
     # that run: a slice waits for nothing that has not begun.
@@ -80,6 +89,18 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         found = find_sequence(number, hint, lane, share, call, True, FEATURES, FOLDED, DV)
     reset_counter(counters, number, found.stop)
     send(rings.messages, messages_state, no_more())
+
+
+@gluon.jit
+def find_part(number, streams, lane, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The sequence of a part, and where to look for the next."""
+    ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
+    DV: gl.constexpr = TILE.BLOCK_DV
+    if TILE.WARPGROUPS == 1:
+        found = find_sequence(number, streams, lane, share, call, False, FEATURES, ROWS, DV)
+        return found, found.hint
+    else:
+        return find_in_turns(number, streams, lane, share, call, FEATURES, ROWS, DV)
 
 
 @gluon.jit
@@ -149,8 +170,8 @@ def load_values(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
     copy_pages(desc, at, buffer, work, n, keys, table, TILE)
     if has_unused:
         mbarrier.wait(landed, 0)
-        mbarrier.arrive(landed, count=1)  # so that the next phase is again the first
         clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys, 8, 1, TILE)
+        mbarrier.arrive(landed, count=1)  # so that the next phase is again the first
         mbarrier.arrive(full, count=1)
 
 
