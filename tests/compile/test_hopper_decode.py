@@ -35,11 +35,12 @@ SPILLS = (
 OF_FEATURES = 420
 
 
-def compiled(headdim, page_size, causal=False, window=None, softcap=None, kept=BF16, **has):
+def compiled(headdims, page_size, causal=False, window=None, softcap=None, kept=BF16, **has):
     batch, room, heads, heads_k = 3, 4096, 8, 2
-    q = torch.empty(5, heads, headdim, dtype=BF16)
+    headdims = (headdims, headdims) if isinstance(headdims, int) else headdims
+    q = torch.empty(5, heads, headdims[0], dtype=BF16)
     shape = (batch, room) if page_size is None else (999, page_size)
-    k, v = (torch.empty(*shape, heads_k, headdim, dtype=kept) for _ in "kv")
+    k, v = (torch.empty(*shape, heads_k, n, dtype=kept) for n in headdims)
     by_kind = dict(head=(heads_k,), row=(*shape, heads_k))
     scales = [torch.ones(by_kind[has["scales"]]) for _ in "kv"] if "scales" in has else (None, None)
     table = None
@@ -54,7 +55,8 @@ def compiled(headdim, page_size, causal=False, window=None, softcap=None, kept=B
     lengths = torch.ones(batch, dtype=INT32), STARTS
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd", scales)
     assert launch.refusal(cached) is None
-    plan = launch.plan_of(cached, torch.empty_like(q), torch.empty(heads, 5))
+    out = q.new_empty(*q.shape[:-1], headdims[1])
+    plan = launch.plan_of(cached, out, torch.empty(heads, 5))
     return build(launch.hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
 
 
