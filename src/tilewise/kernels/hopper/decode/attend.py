@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....tile.seqlen import modifiers_of
 from ....tile.splits import SplitState, fold
@@ -43,6 +44,7 @@ def attend_partition(
                     FEATURES, TILE,
                 )  # fmt: skip
             else:
+                fence_async_shared()  # what threads copied, before wgmma reads it
                 passed = blocks_apart(work, half, call, FEATURES, TILE)
                 half = seen_of(half, call, FEATURES, TILE.ROWS)
                 state = skip_blocks(passed.before, state, rings, TILE)

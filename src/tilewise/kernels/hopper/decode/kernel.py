@@ -74,7 +74,7 @@ def hopper_decode_kernel(
     q_buffers = gl.allocate_shared_memory(
         dtype, [TILE.Q_STAGES * WARPGROUPS, 64, D], shared(64, D, dtype)
     )
-    q_full, q_empty = make_barriers(TILE.Q_STAGES, 1, READS)
+    q_full, q_empty = make_barriers(TILE.Q_STAGES, 1 if WARPGROUPS == 1 else 32, READS)
     queries = Ring(q_buffers, q_full, q_empty)
     READERS: gl.constexpr = 1 + WARPGROUPS + (not TILE.BY_TMA) + (TILE.CACHE != "")
     rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS))
