@@ -1,4 +1,4 @@
-"""Many queries beside a cache by Hopper's kernel on the card, whose warpgroups then share tiles of
+"""Many queries with a KV cache by Hopper's kernel on the card, whose warpgroups then share tiles of
 keys: the formula, and the bits of one warpgroup, of single tokens, of any division.
 """
 
@@ -110,7 +110,7 @@ def test_a_chunk_has_the_bits_of_its_tokens(split_size, share):
 
 
 @pytest.mark.parametrize("mates", [1, 63, 200])
-def test_long_and_short_sequences_take_turns(mates, share):
+def test_parts_of_long_and_short_sequences_alternate(mates, share):
     s = sequences([1] * mates + [700, 3], [900] * mates + [2600, 1800], (8, 2), (128, 128), BF16)
     share(2)
     found = run(s, causal=True)

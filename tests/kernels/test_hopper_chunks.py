@@ -1,4 +1,4 @@
-"""Many queries beside a cache in the emulator, by two warpgroups of Hopper's kernel that share
+"""Many queries with a KV cache in the emulator, by two warpgroups of Hopper's kernel that share
 tiles of keys: the formula, and the bits of one warpgroup.
 """
 
@@ -106,7 +106,7 @@ def test_how_a_tile_is_divided_changes_no_bit(name, warpgroups, monkeypatch):
 
 
 @pytest.mark.parametrize("queries", [[1] * 40 + [150], [150] + [1] * 40, [70, 1, 1, 90, 1]])
-def test_long_and_short_sequences_take_turns(queries, warpgroups):
+def test_parts_of_long_and_short_sequences_alternate(queries, warpgroups):
     """Of more sequences than a warp has lanes; each program gets parts of both kinds."""
     lengths = [n + 140 * (i % 3) for i, n in enumerate(queries)]
     s = drawn(queries, lengths, (2, 1))
@@ -166,7 +166,7 @@ def test_training_has_the_bits_of_decoding(warpgroups):
         assert_equal(found, (out[0, a:b].detach(), lse[0, :, a:b].detach()))
 
 
-def test_who_gets_two():
+def test_which_calls_get_two():
     """Many queries of each sequence, and as many tiles as programs; not caches of 8 bits, nor
     headdims without registers for it. Any shape, whatever the lengths on the device.
     """

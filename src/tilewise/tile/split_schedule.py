@@ -220,11 +220,11 @@ def streams_of(
 
 
 @triton.jit
-def find_in_turns(
+def find_alternating(
     number, streams, lane, share, call,
     FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """The sequence of a part, where parts of long sequences and of the others take turns as long as
+    """The sequence of a part, where parts of long sequences and of the others alternate as long as
     there are both: at all times some programs then wait for tensor cores, and some for memory.
     """
     pairs = tl.minimum(streams.longs, streams.shorts)

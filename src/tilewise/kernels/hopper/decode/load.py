@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....tile.bounds import clamp
 from ....tile.split_schedule import (
     Hint,
-    find_in_turns,
+    find_alternating,
     find_sequence,
     pieces_of_a_part,
     streams_of,
@@ -100,7 +100,7 @@ def find_part(number, streams, lane, share, call, FEATURES: gl.constexpr, TILE: 
         found = find_sequence(number, streams, lane, share, call, False, FEATURES, ROWS, DV)
         return found, found.hint
     else:
-        return find_in_turns(number, streams, lane, share, call, FEATURES, ROWS, DV)
+        return find_alternating(number, streams, lane, share, call, FEATURES, ROWS, DV)
 
 
 @gluon.jit
