@@ -86,7 +86,7 @@ def test_a_chunk_has_the_bits_of_its_tokens(name, warpgroups):
     assert torch.equal(torch.cat(turned.split([3, 1, 140])[::-1]), out)
     for count in (1, 2):
         warpgroups(count)
-        for a, b in ((0, 1), (1, 65), (30, 94), (60, 140), (139, 140)):
+        for a, b in ((0, 1), (30, 94), (139, 140)):
             n = 530 - 140 + b
             part = type(s)([s.q[0][a:b]], [s.k[0][:n]], [s.v[0][:n]])
             assert_equal(run(part, 8, **options), (out[a:b], lse[:, a:b]))
