@@ -82,8 +82,9 @@ def test_decoding_compiles(headdim, page_size, name):
 
 
 # Of two warpgroups: bytes that a thread spills, once a part, where cp.async and where TMA copies
-SPILLS_SHARED = (720, 240) if IS_3_6 else (900, 600)
-OF_FEATURES_SHARED = 1000
+SPILLS_SHARED = (740, 280) if IS_3_6 else (900, 600)
+OF_FEATURES_SHARED = 1400  # at headdim 192 by cp.async, 1000 at others
+MATMULS = {64: (64, 128), (192, 128): (256, 64), (64, 128): (64, 64)}  # BLOCK_D, BLOCK_N
 SHARED = [
     *itertools.product((64, 128), (None, 16, 3), VARIANTS),
     *itertools.product(((192, 128), (128, 64), (64, 128)), (16, 3), ("causal", "everything")),
@@ -101,11 +102,14 @@ def test_two_warpgroups_compile(headdims, page_size, name, monkeypatch):
     most = SPILLS_SHARED[page_size != 3] if is_plain else OF_FEATURES_SHARED
     found = assert_fits(kernel, most)
     loops = innermost_loops(kernel, "HGMMA")[:2]  # of each warpgroup, the others being of pieces
-    assert all(sum("HGMMA" in line for line in loop) == 12 for loop in loops)
+    block_d, block_n = MATMULS.get(headdims, (128, 64))
+    count = (block_d + block_n) // 16
+    assert all(sum("HGMMA" in line for line in loop) == count for loop in loops)
     assert max(map(spills_in, loops)) <= (0 if is_plain else 2)
     copies = innermost_loops(kernel, "UTMALDG")
     assert bool(copies) == (page_size != 3) == (found["UTMALDG"] > 0)
-    assert not is_plain or not copies or spills_in(copies[0]) == 0
+    few = 2 * (block_d == 256)  # boxes of which are twice as many
+    assert not is_plain or not copies or spills_in(copies[0]) <= few
     if not IS_3_6:  # the order of instructions is that of its compiler
         return
     # The wait for P V comes behind the maxima of the next block
