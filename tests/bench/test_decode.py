@@ -58,6 +58,35 @@ def test_lengths_of_a_ragged_batch():
         decode(0, 0, HEADS, lengths="40,7,19", queries=8)
 
 
+def test_a_chunk_beside_decodes():
+    of = decode(3, 40, HEADS, queries=1, chunk=10, dtype="float32")
+    assert of.queries == (1, 1, 10)
+    assert of.flops == 2 * 4 * 32 * (40 + 40 + 10 * 40 - 45)
+    assert make_queries(of, "cpu").shape == (12, 4, 16)
+    assert of.kv_bytes == 3 * of._replace(seqlen_q=0).kv_bytes
+    with pytest.raises(ValueError, match="41 queries"):
+        decode(3, 40, HEADS, chunk=41)
+    with pytest.raises(ValueError, match="no sequence"):
+        decode(1, 40, HEADS, chunk=0)
+
+
+def test_a_chunk_and_decodes_are_timed_apart_and_in_one_call(monkeypatch):
+    """Each held to fp64, of long chunks the last queries; torch's own take no packed queries."""
+    monkeypatch.setattr("tilewise.bench.caches.CHECKED", 7)
+    steps = [
+        decode(3, 40, HEADS, queries=n, page_size=4, dtype="float32", chunk=chunk, split_size=64)
+        for n, chunk in ((0, 20), (1, 0), (1, 20))
+    ]
+    (outcomes,) = run_decode([steps], [decoder("tilewise:cpu"), decoder("sdpa")], **QUICK)
+    mine = [o for o in outcomes if o.provider == "tilewise:cpu"]
+    assert [o.shape.chunk for o in mine if o.row] == [20, 0, 20]
+    assert all("no lengths" in o.refused for o in outcomes if o.provider == "sdpa")
+    figure = next(f for f in decode_table.figures_of(outcomes) if f.what.startswith("larger"))
+    assert "1+20 queries" in figure.what and figure.aim == 1 / 1.15
+    table = "\n".join(decode_table.lines_of(outcomes, 1))
+    assert "0+20" in table and "1+0" in table
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_pages_hold_the_same_keys(page_size):
     cache = make_cache(decode(3, 40, HEADS, dtype="float32"), "cpu")
@@ -268,7 +297,7 @@ def test_caches_of_8_bits_are_held_to_what_they_stand_for(kind):
 
 def test_a_scale_that_is_forgotten_is_wrong():
     def forgets(of, device):
-        attend = decoders._ours("cpu")
+        attend = decoders._ours("cpu", of, device)
         return lambda q, cache: attend(q, cache._replace(v_descale=None))
 
     wrong = Decoder("tilewise:forgetful", forgets, has_eight_bits=True)

@@ -66,6 +66,16 @@ def test_ragged_batches_replace_batch_and_seqlens(asked):
     assert first.sequences == (8192, 16, 300)
 
 
+def test_a_chunk_is_timed_with_decodes_and_without(asked):
+    options = "--batch 64 --queries 1,8 --chunk 2k --split-size 2k --pages 16 --seqlens 8k"
+    done = invoke("--device", "cpu", *options.split())
+    assert done.exit_code == 0, done.output
+    ((*steps,),) = asked["cases"]
+    pairs = [(of.seqlen_q, of.chunk) for of in steps]
+    assert pairs == [(0, 2048), (1, 0), (1, 2048), (8, 0), (8, 2048)]
+    assert {of.split_size for of in steps} == {2048}
+
+
 @pytest.mark.parametrize("json_asked", [True, False])
 def test_a_run_on_the_cpu(tmp_path, json_asked):
     file = tmp_path / "rows.jsonl"
@@ -96,7 +106,7 @@ def test_wrong_usage_is_named(options, message):
 
 
 def test_a_wrong_step_fails_the_command(monkeypatch):
-    wrong = lambda backend: lambda q, cache: q * 2  # noqa: E731
+    wrong = lambda *asked: lambda q, cache: q * 2  # noqa: E731
     monkeypatch.setattr("tilewise.bench.decoders._ours", wrong)
     done = invoke(*QUICK, "--queries", "1", "--pages", "0", "--against", "")
     assert done.exit_code == 1 and "WRONG" in done.output

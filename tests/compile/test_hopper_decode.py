@@ -1,10 +1,12 @@
 """Hopper's kernel of a cache compiles: it fits, its copies stand together, its matmuls overlap."""
 
 import itertools
+import re
 
 import pytest
 import torch
 import triton
+from helpers.sass import innermost_loops, spills_in
 from helpers.tiers import sample_rows
 
 from tilewise import mods
@@ -27,19 +29,17 @@ VARIANTS = {
 }
 # Bytes a thread may spill: none where nothing is asked for at headdim 64 and 128; at 256 addresses
 # of the fold, once a tile
-SPILLS = (
-    {64: 16, 128: 0, 256: 320}
-    if triton.__version__.startswith("3.6.")
-    else dict.fromkeys((64, 128, 256), 500)
-)
+IS_3_6 = triton.__version__.startswith("3.6.")
+SPILLS = {64: 16, 128: 0, 256: 320} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
 OF_FEATURES = 420
 
 
-def compiled(headdim, page_size, causal=False, window=None, softcap=None, kept=BF16, **has):
+def compiled(headdims, page_size, causal=False, window=None, softcap=None, kept=BF16, **has):
     batch, room, heads, heads_k = 3, 4096, 8, 2
-    q = torch.empty(5, heads, headdim, dtype=BF16)
+    headdims = (headdims, headdims) if isinstance(headdims, int) else headdims
+    q = torch.empty(5, heads, headdims[0], dtype=BF16)
     shape = (batch, room) if page_size is None else (999, page_size)
-    k, v = (torch.empty(*shape, heads_k, headdim, dtype=kept) for _ in "kv")
+    k, v = (torch.empty(*shape, heads_k, n, dtype=kept) for n in headdims)
     by_kind = dict(head=(heads_k,), row=(*shape, heads_k))
     scales = [torch.ones(by_kind[has["scales"]]) for _ in "kv"] if "scales" in has else (None, None)
     table = None
@@ -54,7 +54,8 @@ def compiled(headdim, page_size, causal=False, window=None, softcap=None, kept=B
     lengths = torch.ones(batch, dtype=INT32), STARTS
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd", scales)
     assert launch.refusal(cached) is None
-    plan = launch.plan_of(cached, torch.empty_like(q), torch.empty(heads, 5))
+    out = q.new_empty(*q.shape[:-1], headdims[1])
+    plan = launch.plan_of(cached, out, torch.empty(heads, 5))
     return build(launch.hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
 
 
@@ -80,12 +81,75 @@ def test_decoding_compiles(headdim, page_size, name):
     assert (copies > 0) == (page_size == 3) and (found["UTMALDG"] > 0) == (page_size != 3)
 
 
-# The scores of the next block are two tiles of registers at once
-SPILLS_8 = (
-    {64: 16, 128: 16, 256: 600}
-    if triton.__version__.startswith("3.6.")
-    else dict.fromkeys((64, 128, 256), 700)
+# Of two warpgroups: bytes that a thread spills, once a part, where cp.async and where TMA copies
+SPILLS_SHARED = (740, 280) if IS_3_6 else (900, 600)
+OF_FEATURES_SHARED = 1400  # at headdim 192 by cp.async, 1000 at others
+MATMULS = {64: (64, 128), (192, 128): (256, 64), (64, 128): (64, 64)}  # BLOCK_D, BLOCK_N
+SHARED = [
+    *itertools.product((64, 128), (None, 16, 3), VARIANTS),
+    *itertools.product(((192, 128), (128, 64), (64, 128)), (16, 3), ("causal", "everything")),
+]
+
+
+@pytest.mark.parametrize(
+    "headdims, page_size, name", sample_rows(SHARED, (128, 16, "causal"), (128, 3, "causal"))
 )
+def test_two_warpgroups_compile(headdims, page_size, name, monkeypatch):
+    """They have registers for all that a block of keys takes: nothing is spilled in its loop."""
+    monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 2)
+    kernel = compiled(headdims, page_size, **VARIANTS[name])
+    is_plain = name in ("plain", "causal")
+    most = SPILLS_SHARED[page_size != 3] if is_plain else OF_FEATURES_SHARED
+    found = assert_fits(kernel, most)
+    loops = innermost_loops(kernel, "HGMMA")[:2]  # of each warpgroup, the others being of pieces
+    block_d, block_n = MATMULS.get(headdims, (128, 64))
+    count = (block_d + block_n) // 16
+    assert all(sum("HGMMA" in line for line in loop) == count for loop in loops)
+    assert max(map(spills_in, loops)) <= (0 if is_plain else 2)
+    copies = innermost_loops(kernel, "UTMALDG")
+    assert bool(copies) == (page_size != 3) == (found["UTMALDG"] > 0)
+    few = 2 * (block_d == 256)  # boxes of which are twice as many
+    assert not is_plain or not copies or spills_in(copies[0]) <= few
+    if not IS_3_6:  # the order of instructions is that of its compiler
+        return
+    # The wait for P V comes behind the maxima of the next block
+    loop = loops[0]
+    waits = [at for at, line in enumerate(loop) if "WARPGROUP.DEPBAR" in line]
+    maxima = [at for at, line in enumerate(loop) if "FMNMX" in line]
+    assert waits[0] < maxima[0] and maxima[-1] < waits[1]
+
+
+def fused(ptx):
+    """How a sum of two products is fused, at each: whether the one whose factor was computed first
+    is the one that is not rounded.
+    """
+    factors, products, found = {}, {}, []
+    for at, line in enumerate(ptx.splitlines()):
+        if power := re.match(r"\s+ex2\.\S+\s+(%\w+),", line):
+            factors[power[1]] = at
+        elif product := re.match(r"\s+mul\.f32\s+(%\w+), (%\w+), (%\w+);", line):
+            products[product[1]] = product.groups()[1:]
+        elif total := re.match(r"\s+fma\.rn\.f32\s+%\w+, (%\w+), (%\w+), (%\w+);", line):
+            first = [factors[x] for x in total.groups()[:2] if x in factors]
+            second = [factors[x] for x in products.get(total[3], ()) if x in factors]
+            if first and second:
+                found.append(first[0] < second[0])
+    return found
+
+
+def test_folds_round_alike_in_all_kernels(monkeypatch):
+    """C2: the fold of two pieces has one product that is rounded, which must be the same one in the
+    kernel of one warpgroup, in that of two, on the way and afterwards.
+    """
+    ptx = [compiled(128, 16, causal=True).asm["ptx"]]
+    monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 2)
+    ptx.append(compiled(128, 16, causal=True).asm["ptx"])
+    one, two = map(fused, ptx)
+    assert len(one) >= 64 and len(two) == 2 * len(one) and all(one + two)
+
+
+# The scores of the next block are two tiles of registers at once
+SPILLS_8 = {64: 16, 128: 16, 256: 600} if IS_3_6 else dict.fromkeys((64, 128, 256), 700)
 KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 FAST_8 = (128, 16, "e4m3", "head"), (128, 3, "int8", "row")

@@ -16,6 +16,7 @@ INT32 = torch.int32
 BY_ROW = ":row"
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 KINDS = tuple(name + each for name in DTYPES for each in ("", BY_ROW))  # a scale a head, or a row
+CHECKED = 256  # queries of a sequence whose results are held to fp64
 COLD_BYTES = 256 << 20  # what is read between two reads of a byte, so that it is in no L2 cache
 
 
@@ -24,6 +25,8 @@ class Decode(NamedTuple):
 
     `page_size` 0 is a cache without pages. `lengths` are those of a ragged batch; its seqlen_k is
     the longest. `cache` is "" for keys and values of `dtype`; else it is one of KINDS, of 8 bits.
+    `chunk` is how many queries the last sequence has, of a prompt that comes in chunks; -1: as many
+    as the others. With one, queries are packed.
     """
 
     direction: str  # "decode"
@@ -39,6 +42,14 @@ class Decode(NamedTuple):
     page_size: int = 0
     lengths: str = ""
     cache: str = ""
+    chunk: int = -1
+    split_size: int = 0  # of ours; 0 is the default
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """How many queries each sequence has."""
+        last = self.seqlen_q if self.chunk < 0 else self.chunk
+        return (self.seqlen_q,) * (self.batch - 1) + (last,)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -47,18 +58,20 @@ class Decode(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values in use, and of their rows' scales."""
+        """Bytes of the keys and values that queries see, and of their rows' scales."""
         itemsize = 1 if self.cache else getattr(torch, self.dtype).itemsize
         row = (self.headdim + self.headdim_v) * itemsize
         if self.cache.endswith(BY_ROW):
             row += 2 * torch.float32.itemsize
-        return sum(self.sequences) * self.nheads_k * row
+        seen = sum(keys for keys, queries in zip(self.sequences, self.queries) if queries)
+        return seen * self.nheads_k * row
 
     @property
     def flops(self) -> float:
         """2 (D + Dv) for each query head and key that it sees."""
-        hidden = self.seqlen_q * (self.seqlen_q - 1) // 2  # of a sequence, by the causal mask
-        pairs = sum(self.seqlen_q * keys - hidden for keys in self.sequences)
+        # Less what the causal mask hides
+        each = zip(self.queries, self.sequences)
+        pairs = sum(queries * keys - queries * (queries - 1) // 2 for queries, keys in each)
         return 2.0 * self.nheads * pairs * (self.headdim + self.headdim_v)
 
     @property
@@ -94,6 +107,8 @@ def decode(
     page_size: int = 0,
     dtype: str = "bfloat16",
     cache: str = "",
+    chunk: int = -1,
+    split_size: int = 0,
 ) -> Decode:
     """One step; `heads` are nheads, nheads_k, headdim. `lengths` replace batch and seqlen_k."""
     if lengths:
@@ -101,11 +116,15 @@ def decode(
         batch, seqlen_k = len(each), max(each)
     nheads, nheads_k, headdim = heads
     sizes = batch, queries, seqlen_k, nheads, nheads_k, headdim, headdim
-    found = Decode("decode", *sizes, True, dtype, page_size, lengths, cache)
+    kept = page_size, lengths, cache, chunk, split_size
+    found = Decode("decode", *sizes, True, dtype, *kept)
     if cache and cache not in KINDS:
         raise ValueError(f"cache {cache!r} is none of {', '.join(KINDS)}")
-    if queries > min(found.sequences):
-        raise ValueError(f"{queries} queries are more than a sequence of {min(found.sequences)}")
+    for count, keys in zip(found.queries, found.sequences):
+        if count > keys:
+            raise ValueError(f"{count} queries are more than a sequence of {keys}")
+    if not sum(found.queries):
+        raise ValueError("no sequence has a query")
     return found
 
 
@@ -128,11 +147,27 @@ class Cache(NamedTuple):
 
 
 def make_queries(of: Decode, device: str) -> Tensor:
-    """Normal, (batch, seqlen_q, nheads, headdim)."""
+    """Normal, (batch, seqlen_q, nheads, headdim), with a chunk (queries, nheads, headdim)."""
     generator = torch.Generator(device=device).manual_seed(of.seqlen_q)
-    shape = of.batch, of.seqlen_q, of.nheads, of.headdim
+    rows = (of.batch, of.seqlen_q) if of.chunk < 0 else (sum(of.queries),)
+    shape = *rows, of.nheads, of.headdim
     q = torch.randn(shape, device=device, generator=generator)
     return q.to(getattr(torch, of.dtype))
+
+
+def starts_of(of: Decode, device: str) -> Tensor | None:
+    """Where packed queries begin; None without a chunk."""
+    if of.chunk < 0:
+        return None
+    return torch.tensor([0, *of.queries], device=device).cumsum(0, dtype=INT32)
+
+
+def queries_of(of: Decode, x: Tensor, row: int) -> Tensor:
+    """The last queries of a sequence, CHECKED at most, (1, queries, nheads, headdim)."""
+    if of.chunk < 0:
+        return x[row : row + 1, -CHECKED:]
+    stop = sum(of.queries[: row + 1])
+    return x[stop - min(of.queries[row], CHECKED) : stop].unsqueeze(0)
 
 
 def make_cache(of: Decode, device: str) -> Cache:

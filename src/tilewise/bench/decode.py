@@ -18,7 +18,16 @@ import torch
 from ..reference import attention_reference
 from ..testing import tolerance
 from .bandwidth import bandwidth
-from .caches import Cache, Decode, by_head, make_cache, make_queries, paged, quantised
+from .caches import (
+    Cache,
+    Decode,
+    by_head,
+    make_cache,
+    make_queries,
+    paged,
+    quantised,
+    queries_of,
+)
 from .check import Verdict
 from .decode_table import lines_of
 from .decoders import Absent, Decoder
@@ -88,8 +97,8 @@ class Stage:
     def __init__(self, of: Decode, plan: Plan, copies: int) -> None:
         self.of, self.plan, self.copies = of, plan, copies
         self.first = make_cache(of, plan.device)
-        self.queries: dict[int, Tensor] = {}
-        self.expected: dict[tuple[int, str], list[Truth]] = {}
+        self.queries: dict[tuple[int, int], Tensor] = {}
+        self.expected: dict[tuple[tuple[int, int], str], list[Truth]] = {}
         self.stored: dict[str, Cache] = {"": self.first}
         self.caches: dict[tuple[str, int, bool], list[Cache]] = {}
 
@@ -111,22 +120,24 @@ class Stage:
 
     def asked(self, of: Decode) -> tuple[Tensor, list[Truth]]:
         """Queries, and what is to come of them and of what the cache holds."""
-        if of.seqlen_q not in self.queries:
-            one = self.of._replace(seqlen_q=of.seqlen_q)
-            self.queries[of.seqlen_q] = make_queries(one, self.plan.device)
-        q, key = self.queries[of.seqlen_q], (of.seqlen_q, of.cache)
+        counts = of.seqlen_q, of.chunk
+        if counts not in self.queries:
+            self.queries[counts] = make_queries(of, self.plan.device)
+        q, key = self.queries[counts], (counts, of.cache)
         if key not in self.expected:
             self.expected[key] = truth(of, q, self.without_pages(of.cache))
         return q, self.expected[key]
 
 
 def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
-    """Of the first, the last, the longest and the shortest sequence."""
+    """Of the first, the last, the longest and the shortest sequence, those that have queries."""
     lengths = of.sequences
     ends = max(lengths), min(lengths)
     found = []
     for row in sorted({0, of.batch - 1, *map(lengths.index, ends)}):
-        asked, here = q[row : row + 1], (slice(row, row + 1), slice(lengths[row]))
+        if not of.queries[row]:
+            continue
+        asked, here = queries_of(of, q, row), (slice(row, row + 1), slice(lengths[row]))
         k, v = cache.k[here], cache.v[here]
         k_scale, v_scale = (
             x if x is None or x.dim() == 1 else x[here] for x in (cache.k_descale, cache.v_descale)
@@ -142,12 +153,12 @@ def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
     return found
 
 
-def judge(outs: Iterable[Tensor], expected: list[Truth], is_ours: bool) -> Verdict:
+def judge(of: Decode, outs: Iterable[Tensor], expected: list[Truth], is_ours: bool) -> Verdict:
     """Every result beside the truth. Peers are not held to our bound on the mean error."""
     verdicts = []
     for out in outs:
         for row, exact, plain in expected:
-            held = tolerance.judge(out[row : row + 1], exact, plain)
+            held = tolerance.judge(queries_of(of, out, row), exact, plain)
             passes = held.ok if is_ours else held.max_error <= held.max_bound
             verdicts.append(Verdict(f"out: {held}", held.max_error, held.max_bound, passes))
     failed = [verdict for verdict in verdicts if not verdict.passes]
@@ -182,7 +193,7 @@ def ready(of: Decode, decoder: Decoder, stage: Stage) -> Ready | Outcome[Decode]
         q, expected = stage.asked(of)
         calls = [without_grad(attend, q, cache) for cache in stage.cached(of, decoder.by_head)]
         timed = Replayed(calls) if stage.plan.on_gpu else lambda: [call() for call in calls]
-        verdict = judge(timed(), expected, decoder.is_ours)
+        verdict = judge(of, timed(), expected, decoder.is_ours)
     except Absent as absent:
         return Outcome(of, decoder.name, None, refused=str(absent))
     except Exception as error:  # whatever a peer raises is its reason

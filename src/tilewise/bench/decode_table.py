@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from .caches import Decode
     from .run import Outcome
 
-# Of a GPU: pages of 16, 8 queries, caches of 8 bits with a scale for each head and for each row
-AIMS = {"pages": 0.85, "queries": 1 / 1.1, "host": 1 / 0.8, "head": 1 / 0.6, "row": 1 / 0.66}
+# Of a GPU: pages of 16, 8 queries, decodes and a chunk in one call, caches of 8 bits with a scale
+# for each head and for each row
+AIMS = {
+    "pages": 0.85,
+    "queries": 1 / 1.1,
+    "mixed": 1 / 1.15,
+    "host": 1 / 0.8,
+    "head": 1 / 0.6,
+    "row": 1 / 0.66,
+}
 
 
 class Figure(NamedTuple):
@@ -52,7 +60,7 @@ def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
         of = outcome.shape
         named = [
             f"  {outcome.provider}",
-            str(of.seqlen_q),
+            counts_of(of),
             str(of.page_size or "-"),
             of.cache or "-",
         ]
@@ -82,7 +90,10 @@ def _short(value: float) -> str:
 def beside(outcome: Outcome[Decode], outcomes: Sequence[Outcome[Decode]]) -> Row | None:
     """Our row that a step is held against."""
     of, name = outcome.shape, outcomes[0].provider
-    mine = [o for o in outcomes if o.provider == name and o.shape.seqlen_q == of.seqlen_q]
+    counts = of.seqlen_q, of.chunk
+    mine = [
+        o for o in outcomes if o.provider == name and (o.shape.seqlen_q, o.shape.chunk) == counts
+    ]
     same = [o for o in mine if o.shape.page_size == of.page_size]
     alike = [o for o in same if o.shape.cache == of.cache]
     return next((o.row for o in (*alike, *same, *mine) if o.row is not None), None)
@@ -120,7 +131,14 @@ def figures_of(outcomes: Sequence[Outcome[Decode]]) -> Iterator[Figure]:
             aim = AIMS["row" if of.cache.endswith(BY_ROW) else "head"]
             what = f"{of.dtype} cache / {of.cache}, {_queries(of)}, {of._replace(cache='').pages}"
             yield Figure(what, ratio_of(row, other), aim)
-        if of.seqlen_q > 1 and (other := mine.get(of._replace(seqlen_q=1))):
+        if min(of.seqlen_q, of.chunk) > 0:
+            parts = [mine.get(of._replace(chunk=0)), mine.get(of._replace(seqlen_q=0))]
+            timed = [part for part in parts if part is not None]
+            if len(timed) == 2:
+                larger = max(timed, key=lambda part: part.median_ms)
+                what = f"larger part / both, {_queries(of)}, {of.pages}"
+                yield Figure(what, ratio_of(row, larger), AIMS["mixed"])
+        if of.seqlen_q > 1 and of.chunk < 0 and (other := mine.get(of._replace(seqlen_q=1))):
             aim = AIMS["queries"] if of.seqlen_q <= 8 else None
             yield Figure(f"1 query / {of.seqlen_q}, {of.pages}", ratio_of(row, other), aim)
     for outcome in outcomes:
@@ -135,5 +153,12 @@ def figures_of(outcomes: Sequence[Outcome[Decode]]) -> Iterator[Figure]:
             yield Figure(f"host: {what}", Spread(ratio, ratio, ratio), aim)
 
 
+def counts_of(of: Decode) -> str:
+    """The queries of a sequence, and those of the last, 1+2048."""
+    return str(of.seqlen_q) if of.chunk < 0 else f"{of.seqlen_q}+{of.chunk}"
+
+
 def _queries(of: Decode) -> str:
+    if of.chunk >= 0:
+        return f"{counts_of(of)} queries"
     return "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"

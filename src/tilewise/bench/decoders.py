@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from . import peers
-from .caches import Cache, Decode
+from .caches import Cache, Decode, starts_of
 from .peers import Absent
 from .providers import provider
 from .shapes import Shape
@@ -45,15 +45,19 @@ def decoder(name: str) -> Decoder:
     """By name; `tilewise:portable` forces that backend."""
     if name == "tilewise" or name.startswith("tilewise:"):
         backend = name.partition(":")[2] or None
-        return Decoder(name, lambda of, device: _ours(backend), has_eight_bits=True)
+        return Decoder(name, lambda *asked: _ours(backend, *asked), has_eight_bits=True)
     if name not in PEERS:
         raise KeyError(f"provider {name!r} is unknown: use one of tilewise, {', '.join(PEERS)}")
     return PEERS[name]
 
 
-def _ours(backend: str | None) -> Attend:
+def _ours(backend: str | None, of: Decode, device: str) -> Attend:
     from .. import attention
     from ..tile.split_kv import default_split_size
+
+    starts = starts_of(of, device)
+    # Without it a cache without pages goes to the kernels of training
+    split_size = of.split_size or default_split_size(of.nheads // of.nheads_k)
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
         out = attention(
@@ -61,10 +65,10 @@ def _ours(backend: str | None) -> Attend:
             causal=True,
             seqused_k=cache.seqused_k,
             page_table=cache.page_table,
+            cu_seqlens_q=starts,
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
-            # Without it a cache without pages goes to the kernels of training
-            split_size=default_split_size(q.shape[2] // cache.k.shape[2]),
+            split_size=split_size,
             backend=backend,
         )
         return cast(Tensor, out)
@@ -105,7 +109,7 @@ def _sdpa(backend: SDPBackend | None) -> Callable[[Decode, str], Attend]:
 
 
 def _refuse_lengths(of: Decode) -> None:
-    if of.lengths:
+    if of.lengths or of.chunk >= 0:
         raise Absent("it takes no lengths: it would read a mask beside every key")
 
 
@@ -126,19 +130,29 @@ def _fa3(of: Decode, device: str) -> Attend:
     if unfit is not None:
         raise Absent(unfit)
     if path := os.environ.get(peers.FA3_LIBRARY):
-        return fa3_operator(peers.load(path), of)
+        return fa3_operator(peers.load(path), of, device)
     function = _fa3_function()
     try:
-        return fa3_operator(torch.ops.flash_attn_3, of)
+        return fa3_operator(torch.ops.flash_attn_3, of, device)
     except (Absent, AttributeError):
-        return fa3_function(function, of)
+        return fa3_function(function, of, device)
 
 
-def fa3_operator(operators, of: Decode) -> Attend:
+def _packed(of: Decode, device: str) -> dict[str, object]:
+    """FA3's words for packed queries."""
+    starts = starts_of(of, device)
+    return {} if starts is None else dict(cu_seqlens_q=starts, max_seqlen_q=max(of.queries))
+
+
+def fa3_operator(operators, of: Decode, device: str = "cuda") -> Attend:
     """FA3's forward with a KV cache; it chooses the number of splits."""
     fwd = operators.fwd.default
     options = peers.operator_keywords(
-        fwd, softmax_scale=of.headdim**-0.5, is_causal=of.causal, num_splits=0
+        fwd,
+        softmax_scale=of.headdim**-0.5,
+        is_causal=of.causal,
+        num_splits=0,
+        **_packed(of, device),
     )
     names = {argument.name for argument in fwd._schema.arguments}
     if missing := {"page_table", "seqused_k"} - names:
@@ -151,10 +165,12 @@ def fa3_operator(operators, of: Decode) -> Attend:
     return attend
 
 
-def fa3_function(function: Callable, of: Decode) -> Attend:
+def fa3_function(function: Callable, of: Decode, device: str = "cuda") -> Attend:
     """The package's `flash_attn_with_kvcache`."""
     known = inspect.signature(function).parameters
-    options = peers.keywords(known, softmax_scale=of.headdim**-0.5, causal=of.causal, num_splits=0)
+    options = peers.keywords(
+        known, softmax_scale=of.headdim**-0.5, causal=of.causal, num_splits=0, **_packed(of, device)
+    )
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
         where = dict(cache_seqlens=cache.seqused_k, page_table=cache.page_table)

@@ -23,7 +23,9 @@ from .types import Numbers, Optionals
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
 PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
 MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
+LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
+LONG_ROWS = tl.constexpr(64)  # with more, tiles wait for tensor cores rather than for memory
 FOLD_ROWS = tl.constexpr(16)  # of a slice of the output
 FOLD_COLUMNS = tl.constexpr(32)
 
@@ -75,6 +77,15 @@ class Found(NamedTuple):
     rows: tl.tensor  # of partial states, of the sequences before it
     hint: Hint
     stop: tl.tensor  # numbers up to and with its group of sequences; all, where it is none
+
+
+class Streams(NamedTuple):
+    """Parts of long sequences and of the others, each numbered by itself."""
+
+    long: Hint
+    short: Hint
+    longs: tl.tensor  # how many
+    shorts: tl.tensor
 
 
 @triton.jit
@@ -152,8 +163,11 @@ def slices_of(seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl
 def find_sequence(
     number, hint, lane, share, call,
     IS_FOLD: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    is_long=None,
 ):  # fmt: skip
-    """The sequence of a part, or of a slice of a fold; `lane` is 0 .. 31 in the caller's layout."""
+    """The sequence of a part, or of a slice of a fold; `lane` is 0 .. 31 in the caller's layout.
+    `is_long`: numbers are of long sequences alone, or of the others.
+    """
     TOKENS: tl.constexpr = ROWS // FEATURES.GROUP
     first = hint.batch - GROUP
     after, rows_after = hint.before, hint.rows
@@ -170,6 +184,8 @@ def find_sequence(
             has_slices = is_sliced(counts.pieces, parts, queries, FEATURES, ROWS)
             times = tl.where(has_slices, slices, 0)
         works = counts.tiles * times * call.sizes.nheads
+        if is_long is not None:
+            works = tl.where((counts.queries * FEATURES.GROUP > LONG_ROWS) == is_long, works, 0)
         rows = tl.where(parts > 1, counts.queries * counts.pieces, 0)
         rows = rows * (call.sizes.nheads * FEATURES.GROUP)
         after += tl.sum(works, 0)
@@ -189,3 +205,49 @@ def find_sequence(
         Hint(first, before, rows_before),
         after,
     )
+
+
+@triton.jit
+def streams_of(
+    lane, share, call, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """The parts of all sequences, from the first on."""
+    none = Hint(share * 0, share * 0, share * 0)
+    end = share * 0 + LAST
+    longs = find_sequence(end, none, lane, share, call, False, FEATURES, ROWS, BLOCK_DV, True)
+    shorts = find_sequence(end, none, lane, share, call, False, FEATURES, ROWS, BLOCK_DV, False)
+    return Streams(none, none, longs.stop, shorts.stop)
+
+
+@triton.jit
+def find_alternating(
+    number, streams, lane, share, call,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The sequence of a part, where parts of long sequences and of the others alternate as long as
+    there are both: at all times some programs then wait for tensor cores, and some for memory.
+    """
+    pairs = tl.minimum(streams.longs, streams.shorts)
+    is_long = tl.where(number < 2 * pairs, number % 2 == 0, streams.longs > streams.shorts)
+    index = tl.where(number < 2 * pairs, number // 2, number - pairs)
+    long, short = streams.long, streams.short
+    hint = Hint(
+        tl.where(is_long, long.batch, short.batch),
+        tl.where(is_long, long.before, short.before),
+        tl.where(is_long, long.rows, short.rows),
+    )
+    found = find_sequence(index, hint, lane, share, call, False, FEATURES, ROWS, BLOCK_DV, is_long)
+    batch, before, rows = found.hint
+    long = Hint(
+        tl.where(is_long, batch, long.batch),
+        tl.where(is_long, before, long.before),
+        tl.where(is_long, rows, long.rows),
+    )
+    short = Hint(
+        tl.where(is_long, short.batch, batch),
+        tl.where(is_long, short.before, before),
+        tl.where(is_long, short.rows, rows),
+    )
+    stop = streams.longs + streams.shorts
+    found = Found(found.is_work, found.batch, found.within, found.rows, found.hint, stop)
+    return found, Streams(long, short, streams.longs, streams.shorts)

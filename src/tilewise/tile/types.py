@@ -183,7 +183,7 @@ class Pipeline(NamedTuple):
 class SplitPipeline(NamedTuple):
     """A tile of attention with a KV cache, and how keys pass through a Hopper program."""
 
-    ROWS: int  # of queries times query heads of a key head
+    ROWS: int  # of a warpgroup: queries times query heads of a key head
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_DV: int
@@ -194,6 +194,7 @@ class SplitPipeline(NamedTuple):
     COPY_WARPS: int = 4  # that copy where TMA does not
     CACHE: str = ""  # "e4m3" or "int8" where keys and values have 8 bits; else they are as queries
     CACHE_STAGES: int = 0  # for tiles of 8 bits; STAGES are those of what they are converted to
+    WARPGROUPS: int = 1  # that multiply, each with ROWS of its own, and share tiles of K and V
 
 
 class KeyPipeline(NamedTuple):

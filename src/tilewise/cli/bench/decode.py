@@ -6,7 +6,7 @@ import itertools
 
 import click
 
-from ..options import DTYPES, HeadList, IntList, LengthSets, NameList
+from ..options import DTYPES, HeadList, IntList, LengthSets, NameList, OneInt
 from .options import conclude, run_options, show_with
 
 GPU = dict(batch=(32, 1), seqlens=(8192,), heads=((32, 8, 128),), dtype="bf16")
@@ -32,6 +32,13 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
 @click.option(
     "--queries", type=IntList(), default="1,8", show_default=True, help="The last of a sequence."
 )
+@click.option(
+    "--chunk",
+    type=OneInt(),
+    help="Queries of the last sequence, of a prompt: beside the others' queries, without them, and "
+    "they without it.",
+)
+@click.option("--split-size", type=OneInt(), help="Of ours.  [default: that of the heads]")
 @click.option(
     "--cache",
     "caches",
@@ -66,14 +73,18 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
 )
 @run_options
 def decode(
-    quick, device, ours, against, lengths, pages, queries, caches, as_json, **options
-) -> None:
+    quick, device, ours, against, lengths, pages, queries, chunk, split_size, caches, as_json,
+    **options,
+) -> None:  # fmt: skip
     """Time a step of decoding: the last queries of each sequence with its KV cache.
 
     On a GPU a step is the replay of a CUDA graph, and no byte of a cache is in the L2 cache; host
     us are those of an eager call. GB/s counts keys and values alone, share is that of what a copy
     or a sum of a large tensor reached in the same run. Pages lie in no order. All steps of a batch
     are timed in interleaved rounds, each result held to fp64 first.
+
+    Chunks of a prompt are --queries 512,2k, alone, and --chunk 2k, in one call with decodes: as
+    --batch 64 --queries 1 --chunk 2k, whose time is held to that of either part.
 
     A cache of 8 bits is held to fp64 of what it stands for, and its time to that of the queries'
     dtype of the same provider; put it first, as in --cache bf16,e4m3,int8:row.
@@ -90,7 +101,8 @@ def decode(
     asked = {name: options.pop(name) or value for name, value in usual.items()}
     try:
         chosen = [decoder(name) for name in dict.fromkeys((ours, *against))]
-        cases = cases_of(asked, lengths, pages, queries, caches)
+        counts = counts_of(queries, chunk)
+        cases = cases_of(asked, lengths, pages, counts, caches, split_size or 0)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
     done = run_decode(cases, chosen, device=device, show=show_with(as_json), **options)
@@ -98,7 +110,14 @@ def decode(
     conclude(outcomes, summary(done), as_json, [chosen[0].name])
 
 
-def cases_of(asked: dict, lengths, pages, queries, caches) -> list[list]:
+def counts_of(queries, chunk: int | None) -> list[tuple[int, int]]:
+    """Queries of each sequence, and of the last."""
+    if chunk is None:
+        return [(number, -1) for number in queries]
+    return [(0, chunk), *(pair for number in queries for pair in ((number, 0), (number, chunk)))]
+
+
+def cases_of(asked: dict, lengths, pages, counts, caches, split_size: int = 0) -> list[list]:
     """The steps that are timed together: a list for each batch and head."""
     from ...bench.caches import decode
 
@@ -116,9 +135,11 @@ def cases_of(asked: dict, lengths, pages, queries, caches) -> list[list]:
                 page_size=page_size,
                 dtype=DTYPES[asked["dtype"]],
                 cache=kind,
+                chunk=chunk,
+                split_size=split_size,
             )
             for kind in kinds
-            for number in queries
+            for number, chunk in counts
             for page_size in pages
         ]
         for heads in asked["heads"]

@@ -51,11 +51,14 @@ def make_ring(
     STAGES: gl.constexpr,
     PRODUCERS: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    MORE: gl.constexpr = 0,
 ):
-    """A ring whose stages are full after PRODUCERS arrivals and empty after CONSUMERS."""
+    """A ring whose stages are full after PRODUCERS arrivals and empty after CONSUMERS; behind their
+    `full` barriers are MORE for other uses.
+    """
     buffers = gl.allocate_shared_memory(dtype, [STAGES] + shape, layout)
-    full, empty = make_barriers(STAGES, PRODUCERS, CONSUMERS)
-    return Ring(buffers, full, empty)
+    full = make_barrier(STAGES + MORE, PRODUCERS)
+    return Ring(buffers, full, make_barrier(STAGES, CONSUMERS))
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     STAGES: gl.constexpr = TILE.STAGES if TILE.CACHE == "" else TILE.CACHE_STAGES
     into = copied(rings, TILE)
     table = sources.table
-    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    keys = keys_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS)
     split_size = call.sizes.split_size
     for piece in range(work.piece, work.stop):
         first, stop = piece_keys(piece * split_size, split_size, keys, N)

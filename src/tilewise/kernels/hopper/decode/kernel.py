@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..layouts import shared
-from ..pipeline import Ring, make_ring
+from ..pipeline import Ring, make_barriers, make_ring
 from .attend import attend_partition
 from .convert import convert_partition
 from .copy import copy_partition
@@ -65,10 +65,18 @@ def hopper_decode_kernel(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
     COPIES: gl.constexpr = 1 if TILE.BY_TMA or TILE.CACHE != "" else 32 * TILE.COPY_WARPS
-    k_ring = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, COPIES, 128)
-    v_ring = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, COPIES, 128)
-    queries = make_ring(dtype, [64, D], shared(64, D, dtype), TILE.Q_STAGES, 1, 128)
-    READERS: gl.constexpr = 2 + (not TILE.BY_TMA) + (TILE.CACHE != "")
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    READS: gl.constexpr = 128 * WARPGROUPS  # of a stage: see `release_by_threads`
+    k_ring = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, COPIES, READS)
+    # Two warpgroups' blocks of values are cleared before they are full, behind one barrier more
+    MORE: gl.constexpr = 1 if WARPGROUPS > 1 and TILE.BY_TMA else 0
+    v_ring = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, COPIES, READS, MORE)
+    q_buffers = gl.allocate_shared_memory(
+        dtype, [TILE.Q_STAGES * WARPGROUPS, 64, D], shared(64, D, dtype)
+    )
+    q_full, q_empty = make_barriers(TILE.Q_STAGES, 1 if WARPGROUPS == 1 else 32, READS)
+    queries = Ring(q_buffers, q_full, q_empty)
+    READERS: gl.constexpr = 1 + WARPGROUPS + (not TILE.BY_TMA) + (TILE.CACHE != "")
     rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS))
     if TILE.CACHE != "":
         rings = with_stored(rings, scales, TILE)
@@ -83,7 +91,7 @@ def hopper_decode_kernel(
     if TILE.CACHE != "" and TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (convert_partition, (rings, call, FEATURES, TILE)),
@@ -94,7 +102,7 @@ def hopper_decode_kernel(
     elif TILE.CACHE != "":
         gl.warp_specialize(
             [
-                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (convert_partition, (rings, call, FEATURES, TILE)),
@@ -103,10 +111,33 @@ def hopper_decode_kernel(
             [1, 1, 4, 2],
             [96, 96, 128, 96],
         )
+    elif WARPGROUPS == 2 and TILE.BY_TMA:
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
+                (query_partition, (rings, q, FEATURES, TILE)),
+            ],
+            [4, 1, 1],
+            [224, 56, 56],
+        )
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
+                (query_partition, (rings, q, FEATURES, TILE)),
+                (copy_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1, 1, 2],
+            [208, 96, 96, 96],
+        )
     elif TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
             ],
@@ -116,7 +147,7 @@ def hopper_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_partition, (rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),

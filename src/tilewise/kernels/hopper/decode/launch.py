@@ -37,6 +37,7 @@ from .work import Counters
 Tensor = torch.Tensor
 ROWS = 64
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
+FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
 OUTPUT, COUNTERS = 4, 5  # among a plan's arguments
@@ -82,7 +83,11 @@ def is_box(page_size: int, block_n: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def tile_of(
-    problem: Problem, page_size: int = 0, kept: torch.dtype | None = None, row_scales: int = 0
+    problem: Problem,
+    page_size: int = 0,
+    kept: torch.dtype | None = None,
+    row_scales: int = 0,
+    warpgroups: int = 1,
 ) -> SplitPipeline:
     """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
     it. How its keys are copied, they do not depend on. `row_scales` counts the sides, of keys and
@@ -93,6 +98,8 @@ def tile_of(
     )
     # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
     block_n = 128 if max(block_d, block_dv) == 64 else 64
+    if warpgroups > 1:
+        return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
     is_wide = block_dv > 128
     # With 8 bits the scores of two blocks are there at once, here of 128 keys
     in_shared = is_wide or (kept in CACHES and block_n == 128)
@@ -115,14 +122,47 @@ def tile_of(
     )  # fmt: skip
 
 
+def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
+    """How many warpgroups share tiles of keys, which decides no bit: two where sequences have many
+    queries, by their number on average, and tiles of two are as many as programs, or almost.
+    """
+    problem, queries = cached.problem, cached.q.shape[:-2].numel()
+    if cached.k.dtype in CACHES or problem.headdim_v > 128:  # two have no registers for these
+        return 1
+    tiles = queries * problem.nheads / (2 * ROWS)
+    return 2 if queries > FEW_QUERIES * batch and tiles > 0.75 * programs else 1
+
+
+def shared_tile(
+    problem: Problem, block: tuple[int, int, int], page_size: int, warpgroups: int
+) -> SplitPipeline:
+    """The same blocks for two warpgroups of rows: half the bytes of keys for as many products."""
+    block_n, block_d, block_dv = block
+    rows = ROWS // problem.group * problem.group
+    room = SHARED_MEMORY["sm90"] - 1024
+    stage = 2 * block_n * (block_d + block_dv)
+    of_queries = 2 * warpgroups * ROWS * block_d
+    q_stages = 2 if (room - 2 * of_queries) // stage > 3 else 1
+    stages = min((room - q_stages * of_queries) // stage, 8)
+    by_tma = is_box(page_size, block_n)
+    return SplitPipeline(
+        *(rows, *block, stages, q_stages, by_tma),
+        STATE_IN_SHARED=False,
+        COPY_WARPS=2,  # those that the load warp's group has room for
+        WARPGROUPS=warpgroups,
+    )
+
+
 def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:
     """A launch for any lengths."""
     problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
     scales = Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale))
     row_scales = (scales.k_row is not None) + (scales.v_row is not None)
     page_size = 0 if cached.page_table is None else k.shape[1]
-    tile = tile_of(problem, page_size, k.dtype, row_scales)
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
+    most = num_sms(q.device) if q.is_cuda else 4
+    warpgroups = warpgroups_of(cached, batch, most)
+    tile = tile_of(problem, page_size, k.dtype, row_scales, warpgroups)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
     reach = max(rows, room)
@@ -155,8 +195,7 @@ def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE
         scales,
     )
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
-    programs = min(bound, num_sms(q.device) if q.is_cuda else 4)
-    return Plan(programs, args, dict(FEATURES=features, TILE=tile, num_warps=4))
+    return Plan(min(bound, most), args, dict(FEATURES=features, TILE=tile, num_warps=4))
 
 
 def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:

@@ -15,12 +15,19 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.bounds import clamp
-from ....tile.split_schedule import Hint, find_sequence, pieces_of_a_part
+from ....tile.split_schedule import (
+    Hint,
+    find_alternating,
+    find_sequence,
+    pieces_of_a_part,
+    streams_of,
+)
 from ....tile.splits import piece_keys
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
+from .rows import clear_unused
 from .scales import copy_scales, k_rows, v_rows
 from .work import copied, keys_of, no_more, open_part, open_slice, tile_counter
 
@@ -44,40 +51,56 @@ class Sources(NamedTuple):
 
 @gluon.jit
 def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    ROWS: gl.constexpr = TILE.ROWS
+    ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     DV: gl.constexpr = TILE.BLOCK_DV
     lane = gl.arange(0, 32, LANE_LAYOUT)
     programs = gl.num_programs(0)
     share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()
     number = gl.program_id(0)
-    found = find_sequence(number, Hint(0, 0, 0), lane, share, call, False, FEATURES, ROWS, DV)
+    if TILE.WARPGROUPS == 1:
+        streams = Hint(0, 0, 0)
+    else:
+        streams = streams_of(lane, share, call, FEATURES, ROWS, DV)
+    found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     while found.is_work:
         fetched = fetch_next_tile(counters, True)
-        work = open_part(found, share, call, FEATURES, ROWS)
+        work = open_part(found, share, call, FEATURES, TILE)
         send(rings.messages, messages_state, work)
         messages_state = advance(messages_state, 2)
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
         number = fetched_tile(fetched)
-        hint = found.hint
-        found = find_sequence(number, hint, lane, share, call, False, FEATURES, ROWS, DV)
+        found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     parts = found.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
     # that run: a slice waits for nothing that has not begun.
+    FOLDED: gl.constexpr = TILE.ROWS  # each warpgroup's are folded by themselves
     hint = Hint(0, parts, 0)
-    found = find_sequence(number, hint, lane, share, call, True, FEATURES, ROWS, DV)
+    found = find_sequence(number, hint, lane, share, call, True, FEATURES, FOLDED, DV)
     while found.is_work:
         fetched = fetch_next_tile(counters, True)
-        work = open_slice(found, share, call, FEATURES, ROWS, DV)
+        work = open_slice(found, share, call, FEATURES, FOLDED, DV)
         await_parts(work, counters, call, FEATURES)
         send(rings.messages, messages_state, work)
         messages_state = advance(messages_state, 2)
         number = fetched_tile(fetched)
         hint = found.hint
-        found = find_sequence(number, hint, lane, share, call, True, FEATURES, ROWS, DV)
+        found = find_sequence(number, hint, lane, share, call, True, FEATURES, FOLDED, DV)
     reset_counter(counters, number, found.stop)
     send(rings.messages, messages_state, no_more())
+
+
+@gluon.jit
+def find_part(number, streams, lane, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The sequence of a part, and where to look for the next."""
+    ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
+    DV: gl.constexpr = TILE.BLOCK_DV
+    if TILE.WARPGROUPS == 1:
+        found = find_sequence(number, streams, lane, share, call, False, FEATURES, ROWS, DV)
+        return found, found.hint
+    else:
+        return find_alternating(number, streams, lane, share, call, FEATURES, ROWS, DV)
 
 
 @gluon.jit
@@ -96,7 +119,7 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     STAGES: gl.constexpr = TILE.STAGES if TILE.CACHE == "" else TILE.CACHE_STAGES
     into = copied(rings, TILE)
     table = sources.table
-    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    keys = keys_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS)
     split_size = call.sizes.split_size
     for piece in range(work.piece, work.stop):
         first, stop = piece_keys(piece * split_size, split_size, keys, N)
@@ -104,7 +127,10 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
             load_block(sources.k, into.k, state, work, n, keys, table, TILE)
             if call.scales.k_row is not None:
                 load_scales(k_rows(call.scales), into.k, into.k_scales, state, work, n, keys, table)
-            load_block(sources.v, into.v, state, work, n, keys, table, TILE)
+            if TILE.WARPGROUPS == 1:
+                load_block(sources.v, into.v, state, work, n, keys, table, TILE)
+            else:
+                load_values(sources.v, into.v, state, work, n, keys, table, TILE)
             if call.scales.v_row is not None:
                 load_scales(v_rows(call.scales), into.v, into.v_scales, state, work, n, keys, table)
             state = advance(state, STAGES)
@@ -123,13 +149,39 @@ def load_block(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
     """A block of keys or values, as one copy or, of short pages, one for each. The bytes of a block
     are always as many: for a page past the last key some other one is copied.
     """
+    wait_empty(ring, state)
+    full = ring.full.index(state.stage)
+    copy_pages(desc, full, ring.buffers.index(state.stage), work, n, keys, table, TILE)
+
+
+@gluon.jit
+def load_values(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
+    """A block of values whose rows that are not in use are zeros: they may hold NaN, and 0 times
+    NaN is NaN. One warpgroup clears them itself; of two that read a block, neither could write it.
+    """
+    N: gl.constexpr = TILE.BLOCK_N
+    has_unused = (n < keys.first) | (n + N > keys.last)
+    wait_empty(ring, state)
+    buffer = ring.buffers.index(state.stage)
+    full = ring.full.index(state.stage)
+    # Behind the stages' is a barrier for blocks that are full only when they have been cleared
+    landed = ring.full.index(TILE.STAGES)
+    at = ring.full.index(gl.where(has_unused, TILE.STAGES, state.stage))
+    copy_pages(desc, at, buffer, work, n, keys, table, TILE)
+    if has_unused:
+        mbarrier.wait(landed, 0)
+        clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys, 8, 1, TILE)
+        mbarrier.arrive(landed, count=1)  # so that the next phase is again the first
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def copy_pages(desc, full, buffer, work, n, keys, table, TILE: gl.constexpr):
+    """Starts the copies of a block, which complete `full`."""
     shape: gl.constexpr = desc.block_type.shape
     BYTES: gl.constexpr = desc.block_type.nbytes
     PAGE: gl.constexpr = shape[2]
     PAGES: gl.constexpr = TILE.BLOCK_N // PAGE
-    wait_empty(ring, state)
-    full = ring.full.index(state.stage)
-    buffer = ring.buffers.index(state.stage)
     mbarrier.expect(full, BYTES * PAGES)
     for i in gl.static_range(PAGES):
         key = n + i * PAGE

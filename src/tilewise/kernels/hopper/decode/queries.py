@@ -1,18 +1,20 @@
 """The query warp: it brings the queries of the next part while the warpgroup computes with these.
 
 A tile's rows are few and lie anywhere, one for each query and head of a group: they are read by
-addresses, not by TMA, a round trip to memory that nothing else has to wait for.
+addresses, not by TMA, a round trip to memory that nothing else has to wait for. Those of two
+warpgroups are many, and copied by cp.async, so that all are one round trip.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start, wait_empty
 from .rows import begins_of, rows_at
-from .work import END, PART, receive_work
+from .work import END, PART, half_of, receive_work
 
 ROWS = gl.constexpr(8)  # that a warp has registers for
 
@@ -25,9 +27,16 @@ def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
         messages_state = advance(messages_state, 2)
         if work.kind == PART:
             wait_empty(rings.q, state)
-            load_queries(work, q, rings.q.buffers.index(state.stage), FEATURES, TILE)
-            fence_async_shared()  # what threads wrote, before wgmma reads it
-            mbarrier.arrive(rings.q.full.index(state.stage), count=1)
+            WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+            for wg in gl.static_range(WARPGROUPS):
+                half = half_of(work, wg, FEATURES, TILE)
+                buffer = rings.q.buffers.index(state.stage * WARPGROUPS + wg)
+                load_queries(half, q, buffer, FEATURES, TILE)
+            if WARPGROUPS == 1:
+                fence_async_shared()  # what threads wrote, before wgmma reads it
+                mbarrier.arrive(rings.q.full.index(state.stage), count=1)
+            else:
+                async_copy.mbarrier_arrive(rings.q.full.index(state.stage), increment_count=False)
             state = advance(state, TILE.Q_STAGES)
         work = receive_work(rings.messages, messages_state, 1)
 
@@ -44,4 +53,7 @@ def load_queries(work, q, buffer, FEATURES: gl.constexpr, TILE: gl.constexpr):
             rows = rows_at(work, first + gl.arange(0, ROWS, row_of(LAYOUT)), FEATURES)
             begins = begins_of(q, work, rows, FEATURES)
             ptrs, exist = pieces_of(begins, rows.is_query, columns, FEATURES.HEADDIM, PIECE)
-            buffer.slice(first, ROWS).store(gl.load(ptrs, mask=exist, other=0.0))
+            if TILE.WARPGROUPS == 1:
+                buffer.slice(first, ROWS).store(gl.load(ptrs, mask=exist, other=0.0))
+            else:
+                async_copy.async_copy_global_to_shared(buffer.slice(first, ROWS), ptrs, mask=exist)

@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....tile.softmax import finish, load_sink
 from ..layouts import column_of, row_of
+from ..pieces import in_pieces
 from .scales import v_sequence_scale
 from .work import partial_row
 
@@ -84,3 +86,18 @@ def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TI
     gl.store(ptrs, state.acc_o, mask=inside)
     gl.store(partials.m_i + at, state.m_i, mask=rows.is_query)
     gl.store(partials.l_i + at, state.l_i, mask=rows.is_query)
+
+
+@gluon.jit
+def clear_unused(v_tile, n, keys, ROWS: gl.constexpr, WARPS: gl.constexpr, TILE: gl.constexpr):
+    """Zeros in rows of V that are not in use, which may hold NaN: 0 times NaN is NaN. ROWS at a
+    time by WARPS.
+    """
+    N: gl.constexpr = TILE.BLOCK_N
+    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, 8, WARPS)
+    for i in gl.static_range(0, N, ROWS):
+        rows = v_tile.slice(i, ROWS)
+        row = n + i + gl.arange(0, ROWS, row_of(LAYOUT))
+        is_used = (row >= keys.first) & (row < keys.last)
+        rows.store(gl.where(is_used[:, None], rows.load(LAYOUT), 0.0))
+    fence_async_shared()  # what threads wrote, before wgmma reads it

@@ -17,7 +17,7 @@ from ....tile.split_schedule import (
     pieces_at,
     slices_of,
 )
-from ....tile.splits import keys_seen
+from ....tile.splits import keys_seen, piece_keys
 from ....tile.types import Lengths, Numbers, Optionals
 from ..tile_messages import make_messages, receive
 from .scales import Scales
@@ -94,8 +94,9 @@ def no_more():
 
 
 @gluon.jit
-def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The part of a number; parts of a tile are neighbours, which read the same queries."""
+    ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     tokens = ROWS // FEATURES.GROUP
     first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
     seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
@@ -103,7 +104,10 @@ def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
     each, parts = divide(pieces, share)
     part, tile = found.within % parts, found.within // parts
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
-    start = tile % tiles * tokens
+    place = tile % tiles
+    if TILE.WARPGROUPS > 1 and FEATURES.RIGHT:
+        place = tiles - 1 - place  # those that see the most keys first, so that all end together
+    start = place * tokens
     of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
     first = seen.piece + part * each
     piece = gl.maximum(first, of_tile.piece)
@@ -111,7 +115,7 @@ def open_part(found, share, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
     return Work(
         *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
         *(piece, stop, seen.piece, each, parts, found.rows, part),
-        is_sliced(pieces, parts, seqlen_q, FEATURES, ROWS),
+        is_sliced(pieces, parts, seqlen_q, FEATURES, TILE.ROWS),
     )
 
 
@@ -133,6 +137,43 @@ def open_slice(
         *(0, 0, seen.piece, each, parts, found.rows, found.within % slices),
         True,
     )
+
+
+@gluon.jit
+def half_of(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """A warpgroup's rows of a part."""
+    if TILE.WARPGROUPS == 1:
+        return work
+    else:
+        start = work.start + WG * (TILE.ROWS // FEATURES.GROUP)
+        return narrowed(work, start, work.piece, work.stop)
+
+
+@gluon.jit
+def seen_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
+    """A part without the pieces that its rows do not see."""
+    keys = keys_of(work, call, FEATURES, ROWS)
+    piece = gl.maximum(work.piece, keys.piece)
+    return narrowed(work, work.start, piece, gl.maximum(gl.minimum(work.stop, keys.stop), piece))
+
+
+@gluon.jit
+def narrowed(work, start, piece, stop):
+    """Fewer rows or pieces of a part."""
+    return Work(
+        *(work.kind, start, work.head_k, work.batch, work.first_q, work.seqlen_q, work.seqlen_k),
+        *(piece, stop, work.first, work.each, work.parts, work.rows, work.index, work.is_sliced),
+    )
+
+
+@gluon.jit
+def blocks_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr):
+    """The blocks, counted from key 0, that a part of a tile of ROWS has."""
+    split_size = call.sizes.split_size
+    keys = keys_of(work, call, FEATURES, ROWS)
+    first, _ = piece_keys(work.piece * split_size, split_size, keys, N)
+    stop = gl.minimum(work.stop * split_size, keys.last)
+    return first // N, gl.maximum(gl.cdiv(stop, N), first // N)
 
 
 @gluon.jit
