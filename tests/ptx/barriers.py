@@ -66,7 +66,9 @@ class Mbarrier:
         """So many arrivals."""
         self.pending -= count
         if self.pending < 0:
-            raise BarrierFault(f"{one}: more arrivals than the {self.count} of the mbarrier's phase")
+            raise BarrierFault(
+                f"{one}: more arrivals than the {self.count} of the mbarrier's phase"
+            )
         self._end_phase()
 
     def expect(self, count: int) -> None:
@@ -140,7 +142,10 @@ def try_wait(code: Program, one: Instruction) -> Wait:
     """The warp goes on when the phase of that parity is over."""
     if without(one, *SCOPES) != ["try_wait", "parity"] or one.guard is not None:
         raise unknown(one, *one.modifiers)
-    p, (base, offset) = code.slots.write(one.operands[0], "pred"), address_slot(code, one.operands[1])
+    p, (base, offset) = (
+        code.slots.write(one.operands[0], "pred"),
+        address_slot(code, one.operands[1]),
+    )
     parity = code.slots.read(one.operands[2], "u32")
 
     def wait(r, group, warp):

@@ -187,7 +187,9 @@ def _bulk_tensor(code: Program, one: Instruction) -> Step:
     def step(r, group):
         warps = active_warps(group)
         for n in range(len(warps)):  # mostly of one thread
-            tensor_map = group.cta.machine.tensor_maps.get(int(addresses_of(r, *map_slot, group)[n]))
+            tensor_map = group.cta.machine.tensor_maps.get(
+                int(addresses_of(r, *map_slot, group)[n])
+            )
             if tensor_map is None:
                 raise MemoryFault(f"{one}: no tensor map is at this address")
             first = tuple(int(active(r[x], group)[n]) for x in coordinates)
@@ -317,5 +319,3 @@ def _arrive_later(code: Program, one: Instruction) -> Step:
                     barrier.arrive(1, one)
 
     return step
-
-

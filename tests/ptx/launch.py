@@ -1,7 +1,7 @@
 """Launches: a Triton or Gluon kernel compiled for sm_90, and its PTX run on CPU tensors."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +33,8 @@ class execute:
             at random.
         options: of a launch, such as num_warps, where the caller's launch lacks them.
         resident: how many CTAs run at a time.
+        reached: tensors beside the arguments, that the kernel has addresses of.
+        edit: changes the PTX, to plant a bug.
 
     Raises:
         PtxError: see errors.py.
@@ -45,47 +47,56 @@ class execute:
         *,
         options: dict[str, Any] | None = None,
         resident: int = 8,
-        **ignored: Any,
+        reached: Sequence[torch.Tensor] = (),
+        edit: Callable[[str], str] | None = None,
     ) -> None:
-        self.kernel, self.seed, self.options, self.resident = kernel, seed, options or {}, resident
+        self.kernel, self.seed, self.resident = kernel, seed, resident
+        self.options, self.reached, self.edit = options or {}, reached, edit or str
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **meta: self._launch(grid, args, {**self.options, **meta})
+        return lambda *args, **meta: self.machine(grid, *args, **meta).run()
 
-    def _launch(self, grid: tuple[int, ...], args: tuple, meta: dict[str, Any]) -> None:
+    def machine(self, grid: tuple[int, ...], *args: Any, **meta: Any) -> Machine:
+        """What is about to run it."""
+        meta = {**self.options, **meta}
         compiled = build(self.kernel, *args, on="sm90", **meta)
         names = [x.name for x in self.kernel.params]
         given = dict(zip(names, args)) | {k: v for k, v in meta.items() if k in names}
+        values, tensors = _flatten(compiled, [given[x] for x in names])
         nx, ny, nz = (*grid, 1, 1)[:3]
-        machine = machine_of(compiled, [given[x] for x in names], (nx, ny, nz), self)
-        machine.run()
+        return machine_of(
+            self.edit(compiled.asm["ptx"]),
+            values,
+            (nx, ny, nz),
+            GlobalMemory([*tensors, *self.reached]),
+            shared=compiled.metadata.shared,
+            seed=self.seed,
+            resident=self.resident,
+        )
 
 
-def machine_of(compiled: Any, args: list[Any], grid: tuple[int, int, int], how: execute) -> Machine:
-    """A machine that is about to run a compiled kernel."""
-    kernel, program = _decoded(compiled.asm["ptx"])
-    flat, tensors, tensor_maps = _flatten(compiled, args)
-    scratch = [0] * (len(kernel.parameters) - len(flat))  # none is needed
-    parameters, maps, given = {}, {}, iter([*flat, *scratch])
-    for number, parameter in enumerate(kernel.parameters):
-        value = next(given)
+def machine_of(
+    ptx: str, values: list[Any], grid: tuple[int, int, int], memory: GlobalMemory, **how: Any
+) -> Machine:
+    """What is about to run an entry with these values of its first parameters; others are 0, such
+    as the scratch memory that no kernel here has.
+    """
+    kernel, program = _decoded(ptx)
+    machine = Machine(program, grid, memory, {}, warps=kernel.threads // LANES, **how)
+    values = [*values, *[0] * (len(kernel.parameters) - len(values))]
+    for parameter, value in zip(kernel.parameters, values, strict=True):
         if isinstance(value, TensorMap):
-            maps[PARAMETERS + 1024 * number] = value
+            machine.tensor_maps[program.slots.addresses[parameter.name]] = value
         else:
-            parameters[parameter.name] = _bytes_of(value, parameter.type)
-    assert len(maps) == len(tensor_maps)
-    machine = Machine(
-        program,
-        grid,
-        GlobalMemory(tensors),
-        parameters,
-        warps=_warps(compiled),
-        shared=compiled.metadata.shared,
-        seed=how.seed,
-        resident=how.resident,
-    )
-    machine.tensor_maps = maps
+            machine.parameters[parameter.name] = _bytes_of(value, parameter.type)
     return machine
+
+
+def run_together(machines: Sequence[Machine]) -> None:
+    """Launches that run at the same time, as those of several GPUs do."""
+    running = [x.rounds() for x in machines]
+    while running:
+        running = [x for x in running if next(x, machines) is not machines]
 
 
 @lru_cache(maxsize=16)
@@ -97,19 +108,14 @@ def _decoded(ptx: str) -> tuple[Kernel, Program]:
     return kernel, Program(kernel, addresses)
 
 
-def _warps(compiled: Any) -> int:
-    """Those of warp-specialised partitions, too: what .reqntid says."""
-    text = compiled.asm["ptx"]
-    return int(text.split(".reqntid")[1].split()[0].rstrip(",")) // LANES
-
-
-def _flatten(compiled: Any, args: list[Any]) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
-    """Values of the parameters, by the signature that was compiled, as Triton's launcher does."""
+def _flatten(compiled: Any, args: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Values of the parameters, by the signature that was compiled, as Triton's launcher does; and
+    the tensors among them.
+    """
     signature = list(compiled.src.signature.values())
     described = iter(getattr(compiled.metadata, "tensordesc_meta", None) or [])
     flat: list[Any] = []
     tensors: list[torch.Tensor] = []
-    maps: list[TensorMap] = []
 
     def walk(kind: Any, value: Any) -> None:
         if isinstance(kind, tuple):
@@ -119,9 +125,8 @@ def _flatten(compiled: Any, args: list[Any]) -> tuple[list[Any], list[torch.Tens
             meta = next(described)
             if meta is None:
                 raise PtxError("a descriptor that was not made a tensor map")
-            maps.append(_tensor_map(value, meta))
             tensors.append(value.base)
-            flat.extend([maps[-1], *value.shape, *value.strides])
+            flat.extend([_tensor_map(value, meta), *value.shape, *value.strides])
         elif kind.startswith("*"):
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
@@ -131,7 +136,7 @@ def _flatten(compiled: Any, args: list[Any]) -> tuple[list[Any], list[torch.Tens
 
     for kind, value in zip(signature, args, strict=True):
         walk(kind, value)
-    return flat, tensors, maps
+    return flat, tensors
 
 
 def _tensor_map(value: Any, meta: dict[str, Any]) -> TensorMap:

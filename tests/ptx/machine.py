@@ -10,7 +10,7 @@ it completes, and warps take turns, at random.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,9 @@ class Cta:
         values = dict(laneid=thread % LANES, warpid=thread // LANES)
         sizes = (count, 1, 1)
         grid = self.machine.grid
-        for axis, at, program, programs, size in zip("xyz", (thread, 0, 0), self.index, grid, sizes):
+        for axis, at, program, programs, size in zip(
+            "xyz", (thread, 0, 0), self.index, grid, sizes
+        ):
             values |= {f"tid.{axis}": at, f"ntid.{axis}": size}
             values |= {f"ctaid.{axis}": program, f"nctaid.{axis}": programs}
             values |= {f"clusterid.{axis}": program, f"cluster_ctaid.{axis}": 0}
@@ -173,19 +175,27 @@ class Machine:
         return self.turns * 100
 
     def run(self) -> None:
-        """All CTAs, some at a time; a place that one leaves is taken by the next."""
+        """All CTAs."""
+        for _ in self.rounds():
+            pass
+
+    def rounds(self) -> Iterator[None]:
+        """All CTAs, some at a time: a place that one leaves is taken by the next. Stops after each
+        round, so that several machines can take turns.
+        """
         nx, ny, nz = self.grid
         pending = [(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)]
         pending.reverse()
         running: list[Cta] = []
-        with np.errstate(all="ignore"):
-            while pending or running:
-                while pending and len(running) < self.resident:
-                    running.append(Cta(self, pending.pop()))
+        while pending or running:
+            while pending and len(running) < self.resident:
+                running.append(Cta(self, pending.pop()))
+            with np.errstate(all="ignore"):
                 self._round(running)
                 for cta in [x for x in running if x.is_done]:
                     cta.check_end()
                     running.remove(cta)
+            yield
 
     def run_cta(self, cta: Cta) -> None:
         """One that was made by the caller."""

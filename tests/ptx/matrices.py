@@ -113,7 +113,9 @@ def _left_fragments(registers: list[np.ndarray], element: int) -> np.ndarray:
 
 def _accumulator(registers: list[np.ndarray]) -> np.ndarray:
     """(64, N): of eight columns a thread has two, of rows r and r + 8."""
-    values = np.stack(registers).reshape(-1, 2, 2, 4, 8, 4)  # eight, rows, column, warp, row, thread
+    values = np.stack(registers).reshape(
+        -1, 2, 2, 4, 8, 4
+    )  # eight, rows, column, warp, row, thread
     return values.transpose(3, 1, 4, 0, 5, 2).reshape(64, -1)
 
 
@@ -274,5 +276,3 @@ def move_matrices(code: Program, one: Instruction) -> Step:
             shared.store(rows, data, one, np.repeat(warps, 8))
 
     return step
-
-

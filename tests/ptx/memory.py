@@ -83,9 +83,14 @@ class GlobalMemory:
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
-    """The bytes from its first element to its last one."""
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    """The bytes from its first element to its last one, with the padding of the last row."""
+    *others, width = sorted(zip(x.stride(), x.shape), reverse=True) or [(1, 1)]
+    row = 1 + width[0] * (width[1] - 1)
+    pitch = min((stride for stride, n in others if n > 1 and stride > row), default=row)
+    last = sum(stride * (n - 1) for stride, n in others) + pitch
+    storage = x.untyped_storage()
+    stop = min(x.data_ptr() + last * x.element_size(), storage.data_ptr() + storage.nbytes())
+    return x.data_ptr(), stop
 
 
 def _bytes_at(address: int, count: int) -> np.ndarray:
@@ -321,7 +326,7 @@ def atomic(code: Program, one: Instruction) -> Step:
         given = [active(r[x], group) for x in sources]
         found = np.empty(len(at), kind)
         for n in range(len(at)):
-            before = memory.load(at[n : n + 1], size, one).view(kind)[0]
+            before = memory.load(at[n : n + 1], size, one).view(kind)[0, 0]
             values = [x[n] for x in given]
             if access.operation == "cas":
                 after = values[1] if before == values[0] else before

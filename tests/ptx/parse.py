@@ -89,13 +89,16 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)  # to the instruction that follows
     tables: dict[str, list[str]] = field(default_factory=dict)  # .branchtargets
     max_registers: int = 0  # .maxnreg
+    threads: int = 128  # .reqntid
 
 
 _ENTRY = re.compile(r"\.entry\s+(?P<name>[\w$]+)\s*\((?P<parameters>.*?)\)(?P<rest>[^{]*)\{", re.S)
 _PARAMETER = re.compile(r"\.param\s+(?P<head>[^,]*?)(?P<name>[\w$]+)(?:\[(?P<count>\d+)\])?\s*$")
 _LOC = re.compile(r"^\s*\.loc\s+([^\n]*)$", re.M)
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
-_OPCODE = re.compile(r"(?:@(?P<guard>!?[%\w$]+)\s+)?(?P<opcode>[a-z]\w*)(?P<modifiers>(?:(?:\.|::)\w+)*)")
+_OPCODE = re.compile(
+    r"(?:@(?P<guard>!?[%\w$]+)\s+)?(?P<opcode>[a-z]\w*)(?P<modifiers>(?:(?:\.|::)\w+)*)"
+)
 _RANGE = re.compile(r"([%\w$]+)<(\d+)>")
 _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 
@@ -112,6 +115,8 @@ def parse(text: str) -> Kernel:
         kernel.parameters.append(Parameter(one["name"], kind, int(one["count"] or 0)))
     limit = re.search(r"\.maxnreg\s+(\d+)", found["rest"])
     kernel.max_registers = int(limit[1]) if limit else 0
+    threads = re.search(r"\.reqntid\s+(\d+)", found["rest"])
+    kernel.threads = int(threads[1]) if threads else 128
     parse_body(found.string[found.end() :], kernel)
     return kernel
 
