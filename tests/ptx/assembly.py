@@ -4,7 +4,7 @@ import numpy as np
 
 from .machine import Cta, Machine
 from .memory import GlobalMemory
-from .parse import Kernel, parse_body
+from .parse import Kernel, parse_body, without_comments
 from .program import Program
 from .registers import LANES
 
@@ -24,7 +24,7 @@ def assemble(text: str, constraints: str, *inputs: np.ndarray) -> list[np.ndarra
             kernel.registers[f"%operand{number}"] = KINDS[part.lstrip("=&")]
     for number in reversed(range(len(parts))):
         text = text.replace(f"${number}", f"%operand{number}")
-    parse_body(f"{text}; ret; }}", kernel)
+    parse_body(f"{without_comments(text)}; ret; }}", kernel)
     program, count = Program(kernel, {}), len(inputs[0])
     warps = -(-count // LANES)
     machine = Machine(program, (1, 1, 1), GlobalMemory([]), {}, warps=warps)

@@ -52,7 +52,7 @@ class TensorMap(NamedTuple):
         return int(np.prod(self.box)) * self.element
 
     def offsets(self) -> np.ndarray:
-        """(rows of a box, bytes of one): places of its bytes in shared memory, from its start on."""
+        """(rows of a box, bytes of one): places in shared memory, from its start on."""
         row = self.box[0] * self.element
         return np.arange(self.bytes).reshape(-1, row)
 

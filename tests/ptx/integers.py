@@ -58,10 +58,7 @@ def product(code: Program, one: Instruction) -> Step:
         raise unknown(one, "hi", type_)
 
     def step(r, group):
-        if how == "lo":
-            found = np.multiply(r[a], r[b])
-        else:
-            found = np.multiply(r[a], r[b], dtype=double)
+        found = np.multiply(r[a], r[b], dtype=None if how == "lo" else double)
         if how == "hi":
             found = (found >> shift).astype(numpy_type(type_))
         put(r[d], found if c is None else found + r[c], group)

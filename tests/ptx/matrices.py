@@ -15,7 +15,7 @@ import numpy as np
 from .copies import swizzled
 from .errors import AsyncFault, Divergence, MemoryFault
 from .formats import E4M3, E5M2, f32_from_bf16
-from .memory import active, address_slot, addresses_of, active_warps
+from .memory import active, active_warps, address_slot, addresses_of
 from .parse import Instruction, Vector
 from .program import Program, Step, Wait, instruction, names_of, unknown, waiting
 
@@ -87,11 +87,8 @@ class Matmul:
             a = self._operand(*self.a, 64, k, element)
         a = decoded(np.ascontiguousarray(a), self.type).reshape(64, k)
         b = decoded(self._operand(*self.b, n, k, element), self.type).reshape(n, k)
-        acc = _accumulator(self.d) if self.adds else None
-        if element == 1:
-            found = _short_sum(a, b, acc)
-        else:
-            found = a @ b.T if acc is None else acc + a @ b.T
+        acc = _accumulator(self.d) if self.adds else np.zeros((64, n), np.float32)
+        found = _short_sum(a, b, acc) if element == 1 else acc + a @ b.T
         for target, values in zip(self.d, _to_accumulator(found)):
             target[:] = values
 
@@ -125,12 +122,10 @@ def _to_accumulator(values: np.ndarray) -> np.ndarray:
     return parts.reshape(-1, 128)
 
 
-def _short_sum(a: np.ndarray, b: np.ndarray, acc: np.ndarray | None) -> np.ndarray:
-    """The products of 32 columns of a and b, cut."""
+def _short_sum(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """The products of 32 columns of a and b, cut, added to the total."""
     products = a.T[:, :, None] * b.T[:, None, :]  # (32, 64, N)
-    largest = np.abs(products).max(0)
-    total = np.zeros_like(largest) if acc is None else acc
-    largest = np.maximum(largest, np.abs(total))
+    largest = np.maximum(np.abs(products).max(0), np.abs(total))
     unit = np.exp2(np.frexp(largest)[1] - np.float32(1 + SHORT)).astype(np.float32)
     products /= unit
     kept = (np.trunc(total / unit) + np.trunc(products, out=products).sum(0)) * unit

@@ -65,7 +65,7 @@ class GlobalMemory:
             found[which] = memory[offsets[:, None] + np.arange(size)]
         return found
 
-    def store(self, addresses: np.ndarray, data: np.ndarray, one: Instruction) -> None:
+    def store(self, addresses: np.ndarray, data: np.ndarray, one: Instruction, _=None) -> None:
         """The opposite."""
         size = data.shape[1]
         for memory, offsets, which in self.places(addresses, size, one):
@@ -283,20 +283,13 @@ def store(code: Program, one: Instruction) -> Step:
         at = addresses_of(r, base, offset, group)
         columns = [active(r[x], group).astype(kind) for x in slots]
         data = np.ascontiguousarray(np.stack(columns, 1)).view(np.uint8)
-        if access.space == "global":
-            group.cta.machine.memory.store(at, data, one)
-        else:
-            group.cta.shared.store(at, data, one, active_warps(group))
+        memory_of(group, access.space).store(at, data, one, active_warps(group))
 
     return step
 
 
-def _add(x, y):
-    return x + y
-
-
 ATOMICS = {
-    "add": _add,
+    "add": np.add,
     "exch": lambda x, y: y,
     "min": np.minimum,
     "max": np.maximum,
@@ -308,38 +301,36 @@ ATOMICS = {
 
 @instruction("atom", "red")
 def atomic(code: Program, one: Instruction) -> Step:
-    """Lane after lane."""
+    """Lane after lane where addresses are the same; of vectors element by element."""
     access = Access(one)
-    if access.operation not in (*ATOMICS, "cas") or access.count > 1 or "x2" in access.type:
+    if access.operation not in (*ATOMICS, "cas") or "x2" in access.type or access.type == "bf16":
         raise unknown(one, access.operation)
-    operands = list(one.operands)
-    d = None
-    if one.opcode == "atom":
-        d = code.slots.write(operands.pop(0), access.type)
-    base, offset = address_slot(code, operands.pop(0))
-    sources = code.step_list(operands, access.type)
-    kind, size = numpy_type(access.type), access.bytes
+    operands = [list(x.items) if isinstance(x, Vector) else [x] for x in one.operands]
+    targets = operands.pop(0) if one.opcode == "atom" else []
+    base, offset = address_slot(code, operands.pop(0)[0])
+    targets = [code.slots.write(x, access.type) for x in targets]
+    sources = [code.step_list(x, access.type) for x in operands]
+    if any(len(x) != access.count for x in sources):
+        raise unknown(one)
+    kind, size = numpy_type(access.type), access.bytes * access.count
+
+    def after(before: np.ndarray, given: list[np.ndarray]) -> np.ndarray:
+        if access.operation == "cas":
+            return np.where(before == given[0], given[1], before)
+        return ATOMICS[access.operation](before, given[0])
 
     def step(r, group):
-        at = addresses_of(r, base, offset, group)
+        at, warps = addresses_of(r, base, offset, group), active_warps(group)
         memory = memory_of(group, access.space)
-        given = [active(r[x], group) for x in sources]
-        found = np.empty(len(at), kind)
-        for n in range(len(at)):
-            before = memory.load(at[n : n + 1], size, one).view(kind)[0, 0]
-            values = [x[n] for x in given]
-            if access.operation == "cas":
-                after = values[1] if before == values[0] else before
-            else:
-                after = ATOMICS[access.operation](before, values[0])
-            data = np.array([[after]], kind).view(np.uint8)
-            if access.space == "global":
-                memory.store(at[n : n + 1], data, one)
-            else:
-                memory.store(at[n : n + 1], data, one, active_warps(group)[n : n + 1])
-            found[n] = before
-        if d is not None:
-            put_active(r[d], found, group)
+        given = [np.stack([active(r[y], group) for y in x], 1) for x in sources]
+        found = np.empty((len(at), access.count), kind)
+        is_apart = len(set(at.tolist())) == len(at)
+        for n in [slice(None)] if is_apart else [slice(n, n + 1) for n in range(len(at))]:
+            found[n] = memory.load(at[n], size, one).view(kind)
+            data = after(found[n], [x[n] for x in given]).astype(kind)
+            memory.store(at[n], np.ascontiguousarray(data).view(np.uint8), one, warps[n])
+        for n, d in enumerate(targets):
+            put_active(r[d], found[:, n], group)
 
     return step
 

@@ -1,7 +1,7 @@
 """PTX text as a list of instructions.
 
-Braces open scopes, in which inline assembly declares registers and labels of its own; here each gets
-a name that no other scope has. `.loc` says which line of the kernel an instruction is of.
+Braces open scopes, in which inline assembly declares registers and labels of its own; here each
+gets a name that no other scope has. `.loc` says which line of the kernel an instruction is of.
 """
 
 import re
@@ -105,7 +105,7 @@ _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 
 def parse(text: str) -> Kernel:
     """The only entry of a module."""
-    found = _ENTRY.search(_without_comments(text))
+    found = _ENTRY.search(without_comments(text))
     if found is None:
         raise UnknownInstruction("this text has no .entry")
     kernel = Kernel(found["name"])
@@ -201,7 +201,7 @@ def _found(name: str, scopes: list[_Scope]) -> str:
     return name
 
 
-def _without_comments(text: str) -> str:
+def without_comments(text: str) -> str:
     """Without comments, but those of `.loc`, which say the line; these end with a semicolon."""
     text = _LOC.sub(lambda found: f".loc {_line(found[1])};", text)
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
