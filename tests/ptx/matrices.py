@@ -76,7 +76,8 @@ class Matmul:
         self.a: Any = None  # registers, or (descriptor, is transposed)
         self.b: Any = None
         self.adds = True
-        self.registers = frozenset(names_of(one))
+        fragments = [x for x in one.operands[:2] if isinstance(x, Vector)]
+        self.registers = {x.name for vector in fragments for x in vector.items}
 
     def execute(self) -> None:
         n, k = self.shape

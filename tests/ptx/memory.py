@@ -201,7 +201,9 @@ class Access:
         left = [x for x in one.modifiers if x not in IGNORED]
         self.space = left.pop(0) if left and left[0] in SPACES else ""
         self.type = left.pop()
-        self.count = int(left.pop(0)[1:]) if left and left[0] in ("v2", "v4", "v8") else 1
+        vectors = [x for x in left if x in ("v2", "v4", "v8")]
+        self.count = int(vectors[0][1:]) if vectors else 1
+        left = [x for x in left if x not in vectors]
         self.operation = left.pop(0) if left and one.opcode in ("atom", "red") else ""
         if left or not self.space:
             raise unknown(one, *left)
