@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from .errors import Deadlock, Divergence, PtxError
+from .errors import AsyncFault, Deadlock, Divergence, PtxError
 from .memory import GlobalMemory, SharedMemory
 from .program import EXIT, Block, Program
 from .registers import LANES, RegisterFile
 
 TURN = 64  # blocks that a group runs before others do
+ALONE = 0.2  # how often, with a seed, a warp runs a block without the others of its warpgroup
 PATIENCE = 256  # turns until something in flight completes though warps run: they may be polling
 REGISTERS = 65536  # of an SM
 
@@ -137,9 +138,9 @@ class Cta:
         """Nothing may be in flight that reads or writes its shared memory."""
         for warp in self.warps:
             if warp.bulk or warp.bulk_groups:
-                raise Deadlock(f"{warp} ended before its bulk copies have read shared memory")
+                raise AsyncFault(f"{warp} ended before its bulk copies have read shared memory")
         if self.matmuls:
-            raise Deadlock(f"CTA {self.index} ended before its wgmma were waited for")
+            raise AsyncFault(f"CTA {self.index} ended before its wgmma were waited for")
         while self.in_flight:
             self.in_flight[0].complete()
 
@@ -229,13 +230,23 @@ class Machine:
             ready = [x for x in ready if self._is_met(x, gang)]
             if not ready:
                 return n > 0
-            # The lowest block, so that warps that parted meet; but now and then another
-            if len(ready) > 1 and (self.turns + n) % 16 == 15:
-                at = ready[(self.turns + n) // 16 % len(ready)].at
-            else:
-                at = min(x.at for x in ready)
-            self._run(Group(cta, [x for x in ready if x.at == at]), self.program.blocks[at], at)
+            ready = self._next(ready, n)
+            at = ready[0].at
+            self._run(Group(cta, ready), self.program.blocks[at], at)
         return True
+
+    def _next(self, ready: list[Warp], n: int) -> list[Warp]:
+        """Those of the lowest block, so that warps that parted meet; but now and then of another,
+        as the lowest may be polling.
+        """
+        at = min(x.at for x in ready)
+        if len(ready) > 1 and (self.turns + n) % 16 == 15:
+            at = ready[(self.turns + n) // 16 % len(ready)].at
+        found = [x for x in ready if x.at == at]
+        if self.random is not None and self.random.random() < ALONE:
+            alone = self.random.choice(ready)
+            return found if self.program.blocks[alone.at].is_of_warpgroup else [alone]
+        return found
 
     def _is_met(self, warp: Warp, gang: list[Warp]) -> bool:
         """What a warpgroup executes together waits for all of its warps."""

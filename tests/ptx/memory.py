@@ -104,7 +104,7 @@ class SharedMemory:
     `fence.proxy.async`, of the warp that wrote, or of those that issue what reads.
     """
 
-    UNIT = 16  # bytes of which fences are known together
+    UNIT = 8  # bytes of which fences are known together
 
     def __init__(self, size: int) -> None:
         self.size = size
