@@ -176,7 +176,7 @@ def address_slot(code: Program, address: Address) -> tuple[int, int]:
     return code.slots.read(address.base, f"u{width}"), address.offset
 
 
-def addresses_of(r: list, slot: int, offset: int, group) -> np.ndarray:
+def addresses_of(r: dict, slot: int, offset: int, group) -> np.ndarray:
     """Of the active lanes."""
     found = np.broadcast_to(r[slot], group.lanes.stop - group.lanes.start)
     found = found.astype(np.int64) + offset

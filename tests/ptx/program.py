@@ -13,11 +13,11 @@ from .errors import UnknownInstruction
 from .parse import Address, Immediate, Instruction, Kernel, Name, Pair, Register, Vector
 from .registers import Slots
 
-Step = Callable[[list, Any], None]
+Step = Callable[[dict, Any], None]
 # What a block ends with: the next block of all active lanes, or that of each lane
-End = Callable[[list, Any], Any]
+End = Callable[[dict, Any], Any]
 # For one warp of a group: None to go on, else a function that says when it may
-Wait = Callable[[list, Any, Any], Callable[[], bool] | None]
+Wait = Callable[[dict, Any, Any], Callable[[], bool] | None]
 
 EXIT = 2**30  # the block of lanes that have ended
 
@@ -108,7 +108,7 @@ class Program:
         slot = self.slots.read(Register(guard.name), "pred")
         is_negated = guard.is_negated
 
-        def guarded(r: list, group: Any) -> None:
+        def guarded(r: dict, group: Any) -> None:
             kept = ~r[slot] if is_negated else r[slot]
             before = group.where
             if before is not True:
@@ -131,7 +131,7 @@ class Program:
             return lambda r, group: EXIT if name is None else self.block_of(name)
         slot = self.slots.read(Register(guard.name), "pred")
 
-        def end(r: list, group: Any) -> Any:
+        def end(r: dict, group: Any) -> Any:
             target = EXIT if name is None else self.block_of(name)
             taken = r[slot] != guard.is_negated
             active = taken if group.where is True else taken[group.where]
@@ -147,7 +147,7 @@ class Program:
         slot = self.slots.read(one.operands[0], "u32")
         names = self.kernel.tables[one.operands[1].name]
 
-        def end(r: list, group: Any) -> Any:
+        def end(r: dict, group: Any) -> Any:
             targets = np.array([self.block_of(x) for x in names])
             active = r[slot] if group.where is True else r[slot][group.where]
             if active.max() >= len(names):

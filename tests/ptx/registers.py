@@ -95,6 +95,18 @@ def bits_of(number: Immediate, type_: str) -> int:
     return number.value
 
 
+class _Views(dict):
+    """Of a span of lanes: each is made when an instruction first asks for it."""
+
+    def __init__(self, registers: "RegisterFile", span: slice) -> None:
+        self.registers, self.span = registers, span
+
+    def __missing__(self, slot: int) -> np.ndarray:
+        entry = self.registers.slots.entries[slot]
+        found = self[slot] = self.registers.view(*entry, self.span)
+        return found
+
+
 class RegisterFile:
     """The registers of a CTA's lanes."""
 
@@ -104,16 +116,16 @@ class RegisterFile:
             width: np.full((count, lanes), POISON & (2**width - 1), dtype=UNSIGNED[width])
             for width, count in slots.counts.items()
         }
-        self._views: dict[tuple[int, int], list] = {}
+        self._views: dict[tuple[int, int], _Views] = {}
 
-    def views(self, first: int, stop: int) -> list:
+    def views(self, first: int, stop: int) -> dict:
         """Of lanes [first, stop): an array for each slot."""
         if (first, stop) not in self._views:
-            span = slice(first, stop)
-            self._views[first, stop] = [self._view(*entry, span) for entry in self.slots.entries]
+            self._views[first, stop] = _Views(self, slice(first, stop))
         return self._views[first, stop]
 
-    def _view(self, kind: str, what, dtype: type, span: slice) -> np.ndarray:
+    def view(self, kind: str, what, dtype: type, span: slice) -> np.ndarray:
+        """What a slot is, of a span of lanes."""
         if kind == "constant":
             width = np.dtype(dtype).itemsize * 8
             holder = UNSIGNED[1 if dtype is np.bool_ else width]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.caches import contiguous, paged, sequences
 from helpers.eight_bits import DTYPES, quantised
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import sample_rows
 
 import tilewise
 from ptx import executing
@@ -55,12 +55,15 @@ def assert_equal(found, expected):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("headdim", sample([64, 128, 256], 64))
-def test_pages(headdim, monkeypatch):
-    """Contiguous, and pages that TMA copies and that threads copy. In the sample, one of each."""
+@pytest.mark.parametrize(
+    "headdim, page_sizes",
+    sample_rows([(64, (16,)), *((d, (None, 16, 5, 1)) for d in (64, 128, 256))], (64, (16,))),
+)
+def test_pages(headdim, page_sizes, monkeypatch):
+    """Contiguous, pages that TMA copies, and pages that threads copy."""
     s = sequences([1, 3], [130, 70], (4, 2), (headdim, headdim), BF16)
-    q, sizes = torch.cat(s.q), [16, 5] if headdim == 64 else [None, 16, 5, 1]
-    found = [run(monkeypatch, q, cache_of(s, size), causal=True) for size in sizes]
+    q = torch.cat(s.q)
+    found = [run(monkeypatch, q, cache_of(s, size), causal=True) for size in page_sizes]
     assert_right(q, cache_of(s, None), found[0], causal=True)
     for other in found[1:]:
         assert_equal(other, found[0])

@@ -134,7 +134,7 @@ class Ranks:
         self.failed = [torch.zeros(1, dtype=INT32) for _ in range(ranks)]
         self.reports = [torch.zeros(1 + LANES, dtype=torch.int64) for _ in range(ranks)]
 
-    def launch(self, number, rank, fingerprint=7, waits=True, limit=50_000, seed=None):
+    def launch(self, number, rank, fingerprint=7, waits=True, limit=3000, seed=None):
         kernel = execute(barrier_kernel, seed, options=dict(num_warps=1), reached=self.pads)
         tensors = self.addresses, self.failed[rank], self.reports[rank]
         numbers = number, fingerprint, rank, len(self.pads), limit
