@@ -11,7 +11,7 @@ without a proxy fence, before it has landed, or after it was overwritten; regist
 flight; lanes that are apart where a warp must be together. Each is an error of errors.py.
 
 It does not see what ptxas makes of the PTX (registers, spills, the order of instructions), how fast
-anything is, races between threads that here take turns in a harmless order, nor the rounding of
+anything is, races between threads that are scheduled here in a harmless order, nor the rounding of
 approximations, which are exact here. Fences of threads among themselves do nothing.
 """
 

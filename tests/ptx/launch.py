@@ -29,8 +29,8 @@ class execute:
 
     Args:
         kernel: a `@triton.jit` or `@gluon.jit` kernel.
-        seed: None: warps take turns in order and copies complete as late as they can. A number:
-            at random.
+        seed: None: warps are scheduled round-robin, and copies complete as late as they can. A
+            number: at random.
         options: of a launch, such as num_warps, where the caller's launch lacks them.
         resident: how many CTAs run at a time.
         reached: tensors beside the arguments, that the kernel has addresses of.

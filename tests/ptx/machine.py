@@ -6,7 +6,7 @@ Warps of a warpgroup that are at the same block run as one group, with one numpy
 instruction.
 
 An asynchronous operation in flight completes as late as it can: when no warp can run. With a seed
-it completes, and warps take turns, at random.
+it completes, and warps are scheduled, at random.
 """
 
 import random
@@ -20,9 +20,9 @@ from .memory import GlobalMemory, SharedMemory
 from .program import EXIT, Block, Program
 from .registers import LANES, RegisterFile
 
-TURN = 64  # blocks that a group runs before others do
-ALONE = 0.2  # how often, with a seed, a warp runs a block without the others of its warpgroup
-PATIENCE = 256  # turns until something in flight completes though warps run: they may be polling
+QUANTUM = 64  # blocks that a warpgroup runs before others do
+APART = 0.2  # how often, with a seed, a warp runs a block without the others of its warpgroup
+PATIENCE = 256  # rounds after which something in flight completes though warps run
 REGISTERS = 65536  # of an SM
 
 
@@ -109,7 +109,7 @@ class Cta:
         self.shared = SharedMemory(machine.shared)
         self.registers = RegisterFile(machine.program.slots, count, self._special(count))
         self.warps = [Warp(self, n, machine.register_limit) for n in range(machine.warps)]
-        self.gangs = [self.warps[n : n + 4] for n in range(0, len(self.warps), 4)]
+        self.warpgroups = [self.warps[n : n + 4] for n in range(0, len(self.warps), 4)]
         self.barriers: dict[int, Any] = {}  # by number
         self.mbarriers: dict[int, Any] = {}  # by address
         self.in_flight: list[Any] = []
@@ -159,21 +159,21 @@ class Machine:
         shared: int = 0,
         seed: int | None = None,
         resident: int = 8,
-        most_turns: int = 1_000_000,
+        most_rounds: int = 1_000_000,
     ) -> None:
         self.program, self.grid, self.memory, self.parameters = program, grid, memory, parameters
         self.warps, self.shared = warps, shared
         self.random = None if seed is None else random.Random(seed)
-        self.resident, self.most_turns = resident, most_turns
-        self.turns = 0
+        self.resident, self.most_rounds = resident, most_rounds
+        self.rounds_run = 0
         self.tensor_maps: dict[int, Any] = {}
         self.register_limit = program.kernel.max_registers or 255
         if self.register_limit * warps * LANES > REGISTERS:
             self.register_limit = REGISTERS // (warps * LANES) // 8 * 8
 
     def clock(self) -> int:
-        """Nanoseconds, as %globaltimer says: 100 a turn."""
-        return self.turns * 100
+        """Nanoseconds, as %globaltimer says: 100 a round."""
+        return self.rounds_run * 100
 
     def run(self) -> None:
         """All CTAs."""
@@ -182,7 +182,7 @@ class Machine:
 
     def rounds(self) -> Iterator[None]:
         """All CTAs, some at a time: a place that one leaves is taken by the next. Stops after each
-        round, so that several machines can take turns.
+        round, so that several machines can be interleaved.
         """
         nx, ny, nz = self.grid
         pending = [(x, y, z) for z in range(nz) for y in range(ny) for x in range(nx)]
@@ -205,29 +205,29 @@ class Machine:
                 self._round([cta])
 
     def _round(self, running: list[Cta]) -> None:
-        """A turn of each gang that can run."""
-        gangs = [(cta, gang) for cta in running for gang in cta.gangs]
+        """Each warpgroup that can run does."""
+        warpgroups = [(cta, warpgroup) for cta in running for warpgroup in cta.warpgroups]
         if self.random is not None:
-            self.random.shuffle(gangs)
+            self.random.shuffle(warpgroups)
         has_run = False
-        for cta, gang in gangs:
-            has_run |= self._turn(cta, gang)
+        for cta, warpgroup in warpgroups:
+            has_run |= self._schedule(cta, warpgroup)
         in_flight = [x for cta in running for x in cta.in_flight]
         if in_flight and self.random is not None and self.random.random() < 0.3:
             self.random.choice(in_flight).complete()
-        elif in_flight and (not has_run or self.turns % PATIENCE == 0):
+        elif in_flight and (not has_run or self.rounds_run % PATIENCE == 0):
             in_flight[0].complete()
         elif not has_run and not all(x.is_done for x in running):
             raise Deadlock("no warp can run, and nothing is in flight:\n" + _waits(running))
-        self.turns += 1
-        if self.turns > self.most_turns:
-            raise Deadlock(f"{self.turns} turns and no end:\n" + _waits(running))
+        self.rounds_run += 1
+        if self.rounds_run > self.most_rounds:
+            raise Deadlock(f"{self.rounds_run} rounds and no end:\n" + _waits(running))
 
-    def _turn(self, cta: Cta, gang: list[Warp]) -> bool:
-        """Up to TURN blocks of a gang. Whether any of its warps could run."""
-        for n in range(TURN):
-            ready = [x for x in gang if x.is_ready()]
-            ready = [x for x in ready if self._is_met(x, gang)]
+    def _schedule(self, cta: Cta, warpgroup: list[Warp]) -> bool:
+        """Up to QUANTUM blocks of a warpgroup. Whether any of its warps could run."""
+        for n in range(QUANTUM):
+            ready = [x for x in warpgroup if x.is_ready()]
+            ready = [x for x in ready if self._is_met(x, warpgroup)]
             if not ready:
                 return n > 0
             ready = self._next(ready, n)
@@ -240,19 +240,19 @@ class Machine:
         as the lowest may be polling.
         """
         at = min(x.at for x in ready)
-        if len(ready) > 1 and (self.turns + n) % 16 == 15:
-            at = ready[(self.turns + n) // 16 % len(ready)].at
+        if len(ready) > 1 and (self.rounds_run + n) % 16 == 15:
+            at = ready[(self.rounds_run + n) // 16 % len(ready)].at
         found = [x for x in ready if x.at == at]
-        if self.random is not None and self.random.random() < ALONE:
+        if self.random is not None and self.random.random() < APART:
             alone = self.random.choice(ready)
             return found if self.program.blocks[alone.at].is_of_warpgroup else [alone]
         return found
 
-    def _is_met(self, warp: Warp, gang: list[Warp]) -> bool:
+    def _is_met(self, warp: Warp, warpgroup: list[Warp]) -> bool:
         """What a warpgroup executes together waits for all of its warps."""
         if not self.program.blocks[warp.at].is_of_warpgroup:
             return True
-        return all(x.at == warp.at and x.over is None for x in gang)
+        return all(x.at == warp.at and x.over is None for x in warpgroup)
 
     def _run(self, group: Group, block: Block, at: int) -> None:
         """A block, and what it ends with."""

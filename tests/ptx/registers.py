@@ -49,7 +49,7 @@ class Slots:
         return self.rows[operand.name][0]
 
     def write(self, operand: Register | Name, type_: str) -> int:
-        """The slot of a destination; `_` takes what nobody reads."""
+        """The slot of a destination; `_` takes what is not read."""
         if isinstance(operand, Name) and operand.name == "_":
             return self._slot(("register", (WIDTH[type_], 0), numpy_type(type_)))
         return self._register(operand, type_)

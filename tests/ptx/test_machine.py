@@ -147,10 +147,10 @@ ret;
 """
 
 
-def run_lines(body, threads=64, shared=256, seed=None, most_turns=200):
+def run_lines(body, threads=64, shared=256, seed=None, most_rounds=200):
     x = torch.zeros(threads, dtype=torch.int32)
     ptx = ENTRY.format(body=body, threads=threads)
-    how = dict(shared=shared, seed=seed, most_turns=most_turns)
+    how = dict(shared=shared, seed=seed, most_rounds=most_rounds)
     machine_of(ptx, [x.data_ptr()], (1, 1, 1), GlobalMemory([x]), **how).run()
     return x.numpy()
 
