@@ -173,7 +173,9 @@ def read_message(messages, n):
 
 
 @gluon.jit
-def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_tiles, messages, problem, SHAPE: gl.constexpr):
+def matmul_compute(
+    wg: gl.constexpr, c_ptr, a_ring, b_tiles, messages, problem, SHAPE: gl.constexpr
+):
     N: gl.constexpr = SHAPE.N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     STAGES: gl.constexpr = SHAPE.STAGES
