@@ -39,7 +39,7 @@ class Barrier:
 def barrier(code: Program, one: Instruction) -> Wait:
     """Warps arrive as wholes."""
     (how,) = without(one, "aligned", "cta")
-    slots = code.step_list(one.operands, "u32")
+    slots = code.sources(one.operands, "u32")
 
     def wait(r, group, warp):
         group.require_whole(warp, one)

@@ -42,7 +42,7 @@ def funnel_shift(code: Program, one: Instruction) -> Step:
     """A word of the 64 bits of b:a, shifted."""
     way, how, _ = one.modifiers
     d = code.slots.write(one.operands[0], "u32")
-    a, b, c = code.step_list(one.operands[1:], "u32")
+    a, b, c = code.sources(one.operands[1:], "u32")
 
     def step(r, group):
         by = r[c] & 31 if how == "wrap" else np.minimum(r[c], 32)
@@ -60,7 +60,7 @@ def bit_field_extract(code: Program, one: Instruction) -> Step:
         raise unknown(one, *one.modifiers)
     (type_,) = one.modifiers
     d, a = code.slots.write(one.operands[0], type_), code.slots.read(one.operands[1], type_)
-    pos, length = code.step_list(one.operands[2:], "u32")
+    pos, length = code.sources(one.operands[2:], "u32")
     kind = numpy_type(f"{type_[0]}64")
 
     def step(r, group):
@@ -77,8 +77,8 @@ def bit_field_insert(code: Program, one: Instruction) -> Step:
     """len bits of a into b at pos."""
     if one.modifiers != ("b32",):
         raise unknown(one, *one.modifiers)
-    d, (a, b) = code.slots.write(one.operands[0], "b32"), code.step_list(one.operands[1:3], "b32")
-    pos, length = code.step_list(one.operands[3:], "u32")
+    d, (a, b) = code.slots.write(one.operands[0], "b32"), code.sources(one.operands[1:3], "b32")
+    pos, length = code.sources(one.operands[3:], "u32")
 
     def step(r, group):
         first = np.minimum(r[pos] & 255, 32).astype(np.uint64)
@@ -94,7 +94,7 @@ def three_inputs(code: Program, one: Instruction) -> Step:
     """Bit by bit, the table of 8 answers that the last operand is."""
     d, (a, b, c) = (
         code.slots.write(one.operands[0], "b32"),
-        code.step_list(one.operands[1:4], "b32"),
+        code.sources(one.operands[1:4], "b32"),
     )
     table = one.operands[4].value
 
@@ -115,7 +115,7 @@ def permute(code: Program, one: Instruction) -> Step:
     """Four of the eight bytes of b:a, by nibbles of the selector; bit 3 replicates the sign."""
     if one.modifiers != ("b32",):
         raise unknown(one, *one.modifiers)
-    d, (a, b, c) = code.slots.write(one.operands[0], "b32"), code.step_list(one.operands[1:], "b32")
+    d, (a, b, c) = code.slots.write(one.operands[0], "b32"), code.sources(one.operands[1:], "b32")
 
     def step(r, group):
         both = (r[b].astype(np.uint64) << np.uint64(32)) | r[a]

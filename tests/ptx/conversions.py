@@ -99,7 +99,7 @@ def _to_pair(code: Program, one: Instruction, how: list[str], to: str, from_: st
         return widen
     if from_ != "f32" or "rn" not in how or (to in SMALL) != ("satfinite" in how):
         raise unknown(one, *how, to, from_)
-    high, low = code.step_list(one.operands[1:], "f32")
+    high, low = code.sources(one.operands[1:], "f32")
 
     def narrow(x: np.ndarray) -> np.ndarray:
         if "relu" in how:

@@ -181,7 +181,7 @@ def _bulk_tensor(code: Program, one: Instruction) -> Step:
     in_global, in_shared = (source, target) if is_load else (target, source)
     map_slot = address_slot(code, in_global)
     place_slot = address_slot(code, in_shared)
-    coordinates = code.step_list(in_global.coordinates.items, "s32")
+    coordinates = code.sources(in_global.coordinates.items, "s32")
     barrier_slot = address_slot(code, barrier[0]) if is_load else None
 
     def step(r, group):
@@ -241,8 +241,8 @@ class ThreadCopy(Copy):
         self.warp, self.places, self.sources, self.counts = warp, places, sources, counts
         self.before = list(warp.copies)
         warp.copies.append(self)
-        group.cta.shared.store(places, np.full((len(places), sources[1]), POISON, np.uint8), one,
-                               np.full(len(places), warp.index))  # fmt: skip
+        poison = np.full((len(places), sources[1]), POISON, np.uint8)
+        group.cta.shared.store(places, poison, one, np.full(len(places), warp.index))
         super().__init__(group, one)
 
     def move(self) -> None:
@@ -258,7 +258,8 @@ class ThreadCopy(Copy):
             found = _by_bytes(whole, int(count))
             memory = self.cta.machine.memory
             data[which, :count] = memory.load(found.ravel(), 1, self.one).reshape(found.shape)
-        self.cta.shared.bytes[self.cta.shared.places(self.places, size, self.one)] = data
+        shared = self.cta.shared
+        shared.store(self.places, data, self.one, np.full(len(data), self.warp.index))
 
 
 def _copy_by_threads(code: Program, one: Instruction) -> Step:

@@ -54,7 +54,7 @@ def arithmetic(code: Program, one: Instruction) -> Step:
         return _of_halves(code, one, function, type_, "relu" in how)
     if "relu" in how:
         raise unknown(one, "relu")
-    d, sources = code.slots.write(one.operands[0], type_), code.step_list(one.operands[1:], type_)
+    d, sources = code.slots.write(one.operands[0], type_), code.sources(one.operands[1:], type_)
     if "ftz" in how:
         return lambda r, group: put(r[d], flush(function(*(flush(r[x]) for x in sources))), group)
     if isinstance(function, np.ufunc):
@@ -70,7 +70,7 @@ def _of_halves(code: Program, one: Instruction, function, type_: str, has_relu: 
     """Numbers of 16 bits, or pairs; computed in fp32 or fp64 and rounded once."""
     is_pair, is_bf16 = type_.endswith("x2"), type_.startswith("bf16")
     holder = "b32" if is_pair else "b16"
-    d, sources = code.slots.write(one.operands[0], holder), code.step_list(one.operands[1:], holder)
+    d, sources = code.slots.write(one.operands[0], holder), code.sources(one.operands[1:], holder)
 
     def number(bits: np.ndarray) -> np.ndarray:
         wide = f32_from_bf16(bits) if is_bf16 else np.ascontiguousarray(bits).view(np.float16)

@@ -13,7 +13,7 @@ BINARY = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximu
 def of_ufunc(code: Program, one: Instruction, function: np.ufunc, type_: str) -> Step:
     """d = function(a, ...)"""
     d = code.slots.write(one.operands[0], type_)
-    sources = code.step_list(one.operands[1:], type_)
+    sources = code.sources(one.operands[1:], type_)
     if len(sources) == 1:
         (a,) = sources
         return lambda r, group: function(r[a], out=r[d], where=group.where)
@@ -51,7 +51,7 @@ def product(code: Program, one: Instruction) -> Step:
     """mul and mad: .lo of the same width, .hi, or .wide."""
     how, type_ = one.modifiers
     wide = f"{type_[0]}{2 * WIDTH[type_]}" if how == "wide" else type_
-    d, (a, b) = code.slots.write(one.operands[0], wide), code.step_list(one.operands[1:3], type_)
+    d, (a, b) = code.slots.write(one.operands[0], wide), code.sources(one.operands[1:3], type_)
     c = code.slots.read(one.operands[3], wide) if one.opcode == "mad" else None
     double, shift = numpy_type(f"{type_[0]}{min(2 * WIDTH[type_], 64)}"), WIDTH[type_]
     if how == "hi" and shift == 64:
@@ -70,7 +70,7 @@ def product(code: Program, one: Instruction) -> Step:
 def quotient(code: Program, one: Instruction) -> Step:
     """div and rem of integers, towards zero."""
     (type_,) = one.modifiers
-    d, (a, b) = code.slots.write(one.operands[0], type_), code.step_list(one.operands[1:], type_)
+    d, (a, b) = code.slots.write(one.operands[0], type_), code.sources(one.operands[1:], type_)
     is_rem = one.opcode == "rem"
 
     def step(r, group):

@@ -34,7 +34,7 @@ def shuffle(code: Program, one: Instruction) -> Step:
     d, p = (target.first, target.second) if isinstance(target, Pair) else (target, None)
     d, a = code.slots.write(d, "b32"), code.slots.read(one.operands[1], "b32")
     p = None if p is None else code.slots.write(p, "pred")
-    b, c, mask = code.step_list(one.operands[2:], "b32")
+    b, c, mask = code.sources(one.operands[2:], "b32")
     lane = np.arange(LANES)
 
     def step(r, group):

@@ -180,8 +180,8 @@ def wgmma(code: Program, one: Instruction) -> Step:
     trans_a = transposes[0] if transposes and not is_register else False
     if k == 32 and (trans_a or trans_b):
         raise unknown(one, "transposed operands of 8 bits")
-    targets = code.step_list(d.items, "f32")
-    left = code.step_list(a.items, "b32") if is_register else code.slots.read(a, "u64")
+    targets = code.sources(d.items, "f32")
+    left = code.sources(a.items, "b32") if is_register else code.slots.read(a, "u64")
     right, adds = code.slots.read(b, "u64"), code.slots.read(adds, "pred")
 
     def step(r, group):

@@ -311,7 +311,7 @@ def atomic(code: Program, one: Instruction) -> Step:
     targets = operands.pop(0) if one.opcode == "atom" else []
     base, offset = address_slot(code, operands.pop(0)[0])
     targets = [code.slots.write(x, access.type) for x in targets]
-    sources = [code.step_list(x, access.type) for x in operands]
+    sources = [code.sources(x, access.type) for x in operands]
     if any(len(x) != access.count for x in sources):
         raise unknown(one)
     kind, size = numpy_type(access.type), access.bytes * access.count

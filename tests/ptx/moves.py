@@ -23,7 +23,7 @@ def set_predicate(code: Program, one: Instruction) -> Step:
     """p = a < b, with .and, .or or .xor of another predicate."""
     how, *join, type_ = without(one, "ftz")
     p, q = _two_predicates(code, one.operands[0])
-    a, b = code.step_list(one.operands[1:3], type_)
+    a, b = code.sources(one.operands[1:3], type_)
     compare = _comparison(one, how, type_)
     if not join and q is None:
         if isinstance(compare, np.ufunc):
@@ -71,7 +71,7 @@ def _comparison(one: Instruction, how: str, type_: str):
 def select(code: Program, one: Instruction) -> Step:
     """d = p ? a : b"""
     (type_,) = one.modifiers
-    d, (a, b) = code.slots.write(one.operands[0], type_), code.step_list(one.operands[1:3], type_)
+    d, (a, b) = code.slots.write(one.operands[0], type_), code.sources(one.operands[1:3], type_)
     p = code.slots.read(one.operands[3], "pred")
     return lambda r, group: put(r[d], np.where(r[p], r[a], r[b]), group)
 
@@ -92,27 +92,28 @@ def move(code: Program, one: Instruction) -> Step:
 
 
 def _unpack(code: Program, target: Vector, source: Register, type_: str) -> Step:
+    """{low, ...} = a"""
     part = WIDTH[type_] // len(target.items)
     a = code.slots.read(source, f"b{WIDTH[type_]}")
     parts = [code.slots.write(x, f"b{part}") for x in target.items]
 
     def step(r, group):
-        whole = np.atleast_1d(r[a]).copy().view(UNSIGNED[part]).reshape(-1, len(parts))
+        found = np.array(r[a], ndmin=1).view(UNSIGNED[part]).reshape(-1, len(parts))
         for n, d in enumerate(parts):
-            put(r[d], whole[:, n], group)
+            put(r[d], found[:, n], group)
 
     return step
 
 
 def _pack(code: Program, target: Register, source: Vector, type_: str) -> Step:
+    """d = {low, ...}"""
     part = WIDTH[type_] // len(source.items)
     d = code.slots.write(target, f"b{WIDTH[type_]}")
-    parts = code.step_list(source.items, f"b{part}")
+    parts = code.sources(source.items, f"b{part}")
 
     def step(r, group):
-        whole = np.stack(np.broadcast_arrays(r[d].astype(UNSIGNED[part]), *(r[x] for x in parts)))
-        whole = np.ascontiguousarray(whole[1:].T).view(r[d].dtype)[:, 0]
-        put(r[d], whole, group)
+        whole = np.stack(np.broadcast_arrays(*(r[x] for x in parts)), -1)
+        put(r[d], np.ascontiguousarray(whole).view(r[d].dtype)[..., 0], group)
 
     return step
 

@@ -161,7 +161,7 @@ class Program:
         """The block that a label names."""
         return self.starts[self.kernel.labels[label]]
 
-    def step_list(self, operands: Iterable[Any], type_: str) -> list[int]:
+    def sources(self, operands: Iterable[Any], type_: str) -> list[int]:
         """Slots of sources."""
         return [self.slots.read(x, type_) for x in operands]
 
