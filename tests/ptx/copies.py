@@ -241,9 +241,16 @@ class ThreadCopy(Copy):
         self.warp, self.places, self.sources, self.counts = warp, places, sources, counts
         self.before = list(warp.copies)
         warp.copies.append(self)
-        poison = np.full((len(places), sources[1]), POISON, np.uint8)
-        group.cta.shared.store(places, poison, one, np.full(len(places), warp.index))
         super().__init__(group, one)
+        self.put(np.full((len(places), sources[1]), POISON, np.uint8))
+
+    def put(self, data: np.ndarray) -> None:
+        """Into shared memory, as a thread does or, unless the machine is strict, as TMA does."""
+        shared, size = self.cta.shared, data.shape[1]
+        if self.cta.machine.strict:
+            shared.store(self.places, data, self.one, np.full(len(data), self.warp.index))
+        else:
+            shared.store_by_proxy(shared.places(self.places, size, self.one), data, self.one)
 
     def move(self) -> None:
         for other in self.before:
@@ -258,8 +265,7 @@ class ThreadCopy(Copy):
             found = _by_bytes(whole, int(count))
             memory = self.cta.machine.memory
             data[which, :count] = memory.load(found.ravel(), 1, self.one).reshape(found.shape)
-        shared = self.cta.shared
-        shared.store(self.places, data, self.one, np.full(len(data), self.warp.index))
+        self.put(data)
 
 
 def _copy_by_threads(code: Program, one: Instruction) -> Step:

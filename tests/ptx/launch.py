@@ -33,6 +33,8 @@ class execute:
             number: at random.
         options: of a launch, such as num_warps, where the caller's launch lacks them.
         resident: how many CTAs run at a time.
+        strict: whether what cp.async writes needs a proxy fence before wgmma reads it, as the ISA
+            says; the loops that Triton pipelines have none.
         reached: tensors beside the arguments, that the kernel has addresses of.
         edit: changes the PTX, to plant a bug.
 
@@ -47,10 +49,11 @@ class execute:
         *,
         options: dict[str, Any] | None = None,
         resident: int = 8,
+        strict: bool = False,
         reached: Sequence[torch.Tensor] = (),
         edit: Callable[[str], str] | None = None,
     ) -> None:
-        self.kernel, self.seed, self.resident = kernel, seed, resident
+        self.kernel, self.seed, self.resident, self.strict = kernel, seed, resident, strict
         self.options, self.reached, self.edit = options or {}, reached, edit or str
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -72,6 +75,7 @@ class execute:
             shared=compiled.metadata.shared,
             seed=self.seed,
             resident=self.resident,
+            strict=self.strict,
         )
 
 

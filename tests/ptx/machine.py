@@ -159,12 +159,13 @@ class Machine:
         shared: int = 0,
         seed: int | None = None,
         resident: int = 8,
+        strict: bool = False,
         most_rounds: int = 1_000_000,
     ) -> None:
         self.program, self.grid, self.memory, self.parameters = program, grid, memory, parameters
         self.warps, self.shared = warps, shared
         self.random = None if seed is None else random.Random(seed)
-        self.resident, self.most_rounds = resident, most_rounds
+        self.resident, self.strict, self.most_rounds = resident, strict, most_rounds
         self.rounds_run = 0
         self.tensor_maps: dict[int, Any] = {}
         self.register_limit = program.kernel.max_registers or 255

@@ -16,6 +16,7 @@ from .copies import swizzled
 from .errors import AsyncFault, Divergence, MemoryFault
 from .formats import E4M3, E5M2, f32_from_bf16
 from .memory import active, active_warps, address_slot, addresses_of
+from .moves import put
 from .parse import Instruction, Vector
 from .program import Program, Step, Wait, instruction, names_of, unknown, waiting
 
@@ -230,6 +231,41 @@ def wait_group(code: Program, one: Instruction) -> Wait:
             del group.cta.matmuls[warp.index // 4]
 
     return wait
+
+
+@instruction("mma")
+def mma(code: Program, one: Instruction) -> Step:
+    """m16n8 of 32 bytes of K, by each warp, in fragments as those of a warp of a wgmma."""
+    *head, d_type, a_type, b_type, c_type = one.modifiers
+    is_known = head[:2] == ["sync", "aligned"] and head[3:] == ["row", "col"] and a_type == b_type
+    k = {"m16n8k16": 16, "m16n8k32": 32}.get(head[2])
+    if not is_known or {d_type, c_type} != {"f32"} or k != {"f16": 16, "bf16": 16}.get(a_type, 32):
+        raise unknown(one, *one.modifiers)
+    d = [code.slots.write(x, "f32") for x in one.operands[0].items]
+    a, b = (code.sources(x.items, "b32") for x in one.operands[1:3])
+    c = code.sources(one.operands[3].items, "f32")
+
+    def step(r, group):
+        for warp in group.warps:
+            group.require_whole(warp, one)
+        lanes = group.lanes.stop - group.lanes.start
+        a_words, b_words, values = (
+            np.stack([np.broadcast_to(r[x], lanes) for x in slots]) for slots in (a, b, c)
+        )
+        # half of K, of rows; warp, row, thread
+        left = a_words.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4)
+        right = b_words.reshape(2, -1, 8, 4).transpose(1, 2, 0, 3)
+        total = values.reshape(2, 2, -1, 8, 4).transpose(2, 0, 3, 4, 1).reshape(-1, 16, 8)
+        left, right = (
+            decoded(np.ascontiguousarray(x).view(np.uint8), a_type).reshape(len(x), -1, k)
+            for x in (left, right)
+        )
+        found = total + left @ right.transpose(0, 2, 1)
+        parts = found.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        for slot, part in zip(d, parts):
+            put(r[slot], part, group)
+
+    return step
 
 
 @instruction("ldmatrix", "stmatrix")

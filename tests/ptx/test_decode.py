@@ -30,7 +30,7 @@ REFERENCE = tilewise.attention_reference
 
 def run(patch, q, cache, seed=None, **options):
     options |= dict(return_lse=True, split_size=SPLIT, backend="hopper")
-    with executing(patch, seed=seed), use_emulator():
+    with executing(patch, seed=seed, strict=True), use_emulator():
         return tilewise.attention(q, **cache, **options)
 
 

@@ -5,6 +5,8 @@ and shared memory, with K or M and N inside.
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers.tiers import sample_rows
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -94,3 +96,21 @@ def test_an_accumulator_there_and_back():
     assert tile.shape == (64, 128) and (_to_accumulator(tile) == registers).all()
     # Lane 5 of warp 1: row 16 + 1, columns 2 and 3; its third register is of the row 8 below
     assert (tile[17, 2:4] == registers[:2, 37]).all() and tile[25, 10] == registers[6, 37]
+
+
+@triton.jit
+def dot_kernel(a, b, d, N: tl.constexpr, K: tl.constexpr):
+    """Of 16 rows, too few for wgmma: mma.sync."""
+    m, n, k = tl.arange(0, 16), tl.arange(0, N), tl.arange(0, K)
+    left = tl.load(a + m[:, None] * K + k[None, :])
+    right = tl.load(b + n[None, :] * K + k[:, None])
+    tl.store(d + m[:, None] * N + n[None, :], tl.dot(left, right))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_products_of_a_warp(dtype):
+    a, b = (torch.randn(rows, 64).to(DTYPES[dtype]) for rows in (16, 32))
+    d, kernels = torch.full((16, 32), float("nan")), []
+    execute(dot_kernel, edit=lambda ptx: kernels.append(ptx) or ptx)[(1,)](a, b, d, 32, 64)
+    assert "mma.sync.aligned.m16n8k16" in kernels[0] and "wgmma.mma" not in kernels[0]
+    torch.testing.assert_close(d, a.float() @ b.float().T, rtol=0, atol=2e-5)
