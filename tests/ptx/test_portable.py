@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from helpers import fp8
 from helpers.tiers import sample, sample_rows
 
 from ptx import execute, executing
 from ptx.launch import run_together
+from tilewise.kernels import portable
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.hopper.copy_rows import copy_rows
 from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
+from tilewise.testing import use_interpreter
 
 BF16, INT32 = torch.bfloat16, torch.int32
 NO_SCALES = None, None, None
@@ -120,6 +123,25 @@ def test_copies_of_rows(headdim, width, monkeypatch):
         copy_rows((x, y[..., :headdim], width))
     assert torch.equal(y[..., :headdim], x)
     assert (y[..., headdim:width] == 0).all() and (y[..., width:] == 7).all()
+
+
+FP8_CASES = {
+    "causal": (([70], [140]), dict(causal=True), {}),
+    "window": (([140], [140]), dict(window=(70, 10)), {}),
+    "packed": (([160, 30], [160, 300]), dict(causal=True), dict(packed=True)),
+    "mean of v": (([70], [140]), {}, dict(mean=3.0, v_mean=True)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_products_in_fp8(name, monkeypatch):
+    lengths, options, how = FP8_CASES[name]
+    call = fp8.normal_call(*lengths, **how)
+    with executing(monkeypatch), use_interpreter():
+        out, lse = fp8.run(portable, call, **options)
+    exact, exact_lse = fp8.reference(call, **options)
+    assert fp8.error_of(out, exact) < 3e-2 and fp8.lse_error(lse, exact_lse) < 2e-3
 
 
 # Signals
