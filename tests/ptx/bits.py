@@ -56,8 +56,6 @@ def funnel_shift(code: Program, one: Instruction) -> Step:
 @instruction("bfe")
 def bit_field_extract(code: Program, one: Instruction) -> Step:
     """len bits of a from pos on, extended by zeros or by the field's highest bit."""
-    if one.modifiers[0] not in ("u32", "s32"):
-        raise unknown(one, *one.modifiers)
     (type_,) = one.modifiers
     d, a = code.slots.write(one.operands[0], type_), code.slots.read(one.operands[1], type_)
     pos, length = code.sources(one.operands[2:], "u32")
@@ -65,7 +63,7 @@ def bit_field_extract(code: Program, one: Instruction) -> Step:
 
     def step(r, group):
         field = r[a].astype(kind) >> np.minimum(r[pos] & 255, 63).astype(kind)
-        count = np.minimum(r[length] & 255, 63)
+        count = np.minimum(r[length] & 255, 64)
         above = (64 - count).astype(kind) & kind(63)
         put(r[d], np.where(count == 0, kind(0), (field << above) >> above), group)
 

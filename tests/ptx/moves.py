@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .formats import f32_from_bf16
 from .parse import Instruction, Pair, Register, Vector
 from .program import Program, Step, instruction, unknown, without
 from .registers import UNSIGNED, WIDTH
@@ -24,7 +25,9 @@ def set_predicate(code: Program, one: Instruction) -> Step:
     how, *join, type_ = without(one, "ftz")
     p, q = _two_predicates(code, one.operands[0])
     a, b = code.sources(one.operands[1:3], type_)
-    compare = _comparison(one, how, type_)
+    if type_.endswith("x2"):
+        raise unknown(one, type_)
+    compare = _of_bf16(one, how) if type_ == "bf16" else _comparison(one, how, type_)
     if not join and q is None:
         if isinstance(compare, np.ufunc):
             return lambda r, group: compare(r[a], r[b], out=r[p], where=group.where)
@@ -51,6 +54,11 @@ def _two_predicates(code: Program, target: Register | Pair) -> tuple[int, int | 
     if isinstance(target, Pair):
         return code.slots.write(target.first, "pred"), code.slots.write(target.second, "pred")
     return code.slots.write(target, "pred"), None
+
+
+def _of_bf16(one: Instruction, how: str):
+    compare = _comparison(one, how, "f32")
+    return lambda a, b: compare(f32_from_bf16(a), f32_from_bf16(b))
 
 
 def _comparison(one: Instruction, how: str, type_: str):

@@ -68,6 +68,7 @@ def test_wide_products_and_halves():
     assert found.view(np.int64).tolist() == [-21, (2**31 - 1) ** 2]
     low, high = assemble("mov.b64 {$0, $1}, $2;", "=r,=r,l", np.array([0x1122334455667788]))
     assert (low[0], high[0]) == (0x55667788, 0x11223344)
+    assert run("bfe.u64 $0, $1, 4, 12;", "=l,l", np.array([0x1234567]))[0] == 0x456
 
 
 NAN, INF = float("nan"), float("inf")
@@ -101,6 +102,15 @@ def test_comparisons_with_nan(how):
         **dict(num=[True, False, True], nan=[False, True, False]),
     }[how]
     assert found == list(map(int, expected))
+
+
+def test_comparisons_of_bf16():
+    """As numbers, and not as bits."""
+    a, b = floats(-1, NAN, 2), floats(1, 1, 1)
+    pair = "{ .reg .b16 x, y; .reg .pred p; mov.b32 {_, x}, $1; mov.b32 {_, y}, $2;"
+    for how, expected in (("lt", [1, 0, 0]), ("nan", [0, 1, 0]), ("neu", [1, 1, 1])):
+        text = f"{pair} setp.{how}.bf16 p, x, y; selp.b32 $0, 1, 0, p; }}"
+        assert run(text, "=r,f,f", a, b).tolist() == expected
 
 
 def test_two_predicates_of_one_comparison():
