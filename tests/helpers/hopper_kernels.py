@@ -128,7 +128,7 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, messages, problem, SHAPE: gl.constexpr):
+def matmul_load(a_desc, b_desc, counter, a_ring, b_tiles, messages, problem, SHAPE: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     N: gl.constexpr = SHAPE.N
     K: gl.constexpr = SHAPE.K
@@ -155,7 +155,7 @@ def matmul_load(a_desc, b_desc, counter, a_ring, b_ring, messages, problem, SHAP
                 full = a_ring.full.index(stage)
                 mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
                 tma_load(a_desc, [row * 128, k * K], full, a_ring.tiles.index(stage))
-                tma_load(b_desc, [k * K, column * N], full, b_ring.tiles.index(stage))
+                tma_load(b_desc, [k * K, column * N], full, b_tiles.index(stage))
                 it += 1
             tile = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         else:
@@ -173,7 +173,9 @@ def read_message(messages, n):
 
 
 @gluon.jit
-def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, messages, problem, SHAPE: gl.constexpr):
+def matmul_compute(
+    wg: gl.constexpr, c_ptr, a_ring, b_tiles, messages, problem, SHAPE: gl.constexpr
+):
     N: gl.constexpr = SHAPE.N
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     STAGES: gl.constexpr = SHAPE.STAGES
@@ -188,7 +190,7 @@ def matmul_compute(wg: gl.constexpr, c_ptr, a_ring, b_ring, messages, problem, S
             phase = (it // STAGES) & 1
             mbarrier.wait(a_ring.full.index(stage), phase)
             a = a_ring.tiles.index(stage).slice(wg * 64, 64, 0)
-            token = warpgroup_mma(a, b_ring.tiles.index(stage), acc, is_async=True)
+            token = warpgroup_mma(a, b_tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[token])
             mbarrier.arrive(a_ring.empty.index(stage), count=1)
             it += 1
@@ -213,14 +215,14 @@ def matmul_kernel(
     B: gl.constexpr = b_desc.layout
     MESSAGES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_ring = make_ring(dtype, [STAGES, 128, K], A, 2)
-    b_ring = make_ring(dtype, [STAGES, K, N], B, 2)
+    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, K, N], B)
     messages = make_ring(gl.int32, [2, 1], MESSAGES, 2)
     fence_async_shared()  # the barriers of the matmul
     gl.warp_specialize(
         [
-            (matmul_compute, (0, c_ptr, a_ring, b_ring, messages, problem, SHAPE)),
-            (matmul_compute, (1, c_ptr, a_ring, b_ring, messages, problem, SHAPE)),
-            (matmul_load, (a_desc, b_desc, counter, a_ring, b_ring, messages, problem, SHAPE)),
+            (matmul_compute, (0, c_ptr, a_ring, b_tiles, messages, problem, SHAPE)),
+            (matmul_compute, (1, c_ptr, a_ring, b_tiles, messages, problem, SHAPE)),
+            (matmul_load, (a_desc, b_desc, counter, a_ring, b_tiles, messages, problem, SHAPE)),
         ],
         [4, 1],
         [200, 24],
@@ -331,7 +333,9 @@ def attention_kernel(
     dtype: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
-    q_ring = make_ring(dtype, [1, BLOCK_M, D], QUERIES, 1)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    q_ring = Ring(gl.allocate_shared_memory(dtype, [1, BLOCK_M, D], QUERIES), q_full, q_full)
     k_ring = make_ring(dtype, [2, BLOCK_N, D], KEYS, 1)
     v_ring = make_ring(dtype, [2, BLOCK_N, D], KEYS, 1)
     fence_async_shared()

@@ -1,0 +1,120 @@
+"""Hopper's kernel of a cache, which no GPU has run, instruction by instruction: against fp64, and
+the same bits for every way to store a cache.
+"""
+
+import itertools
+
+import pytest
+import torch
+from helpers.caches import contiguous, paged, sequences
+from helpers.eight_bits import DTYPES, quantised
+from helpers.tiers import sample_rows
+
+import tilewise
+from ptx import executing
+from tilewise.testing import use_emulator
+from tilewise.testing.tolerance import assert_within
+
+BF16 = torch.bfloat16
+SPLIT = 128
+QUERIES, LENGTHS = [1, 3, 0, 6], [300, 64, 5, 401]
+FEATURES = {
+    "causal": dict(causal=True),
+    "window": dict(window=(150, 3)),
+    "softcap": dict(causal=True, scale=0.7, softcap=3.0),
+    "alibi": dict(causal=True, alibi_slopes=torch.tensor([0.5, 0.1, 0.02, 0.01])),
+    "sinks": dict(causal=True, sinks=torch.tensor([1.0, -torch.inf, 0.0, 4.0])),
+}
+REFERENCE = tilewise.attention_reference
+
+
+def run(patch, q, cache, seed=None, **options):
+    options |= dict(return_lse=True, split_size=SPLIT, backend="hopper")
+    with executing(patch, seed=seed, strict=True), use_emulator():
+        return tilewise.attention(q, **cache, **options)
+
+
+def assert_right(q, cache, found, **options):
+    exact = {k: x.double() if k in "kv" and x.dtype == BF16 else x for k, x in cache.items()}
+    oracle = REFERENCE(q.double(), **exact, return_lse=True, **options)
+    plain = REFERENCE(q, **cache, return_lse=True, upcast=False, **options)
+    for mine, wanted, rough, name in zip(found, oracle, plain, ("out", "lse")):
+        assert_within(mine, wanted, rough, name)
+
+
+def cache_of(s, page_size, seed=0):
+    at = dict(seqused_k=s.lengths, cu_seqlens_q=s.starts)
+    if page_size is None:
+        return dict(k=contiguous(s.k), v=contiguous(s.v), **at)
+    k, v, table = paged(s, page_size, seed)
+    return dict(k=k, v=v, page_table=table, **at)
+
+
+def assert_equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "headdim, page_sizes",
+    sample_rows([(64, (16,)), *((d, (None, 16, 5, 1)) for d in (64, 128, 256))], (64, (16,))),
+)
+def test_pages(headdim, page_sizes, monkeypatch):
+    """Contiguous, pages that TMA copies, and pages that threads copy."""
+    s = sequences([1, 3], [130, 70], (4, 2), (headdim, headdim), BF16)
+    q = torch.cat(s.q)
+    found = [run(monkeypatch, q, cache_of(s, size), causal=True) for size in page_sizes]
+    assert_right(q, cache_of(s, None), found[0], causal=True)
+    for other in found[1:]:
+        assert_equal(other, found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name, seed, monkeypatch):
+    """Several parts a sequence, by four programs."""
+    s = sequences(QUERIES, LENGTHS, (4, 2), (64, 64), BF16)
+    q, cache = torch.cat(s.q), cache_of(s, 16)
+    found = run(monkeypatch, q, cache, seed, **FEATURES[name])
+    assert_right(q, cache_of(s, None), found, **FEATURES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [0, 10**6])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_folds(most, seed, monkeypatch):
+    """By all programs, in slices, or by the one that ends the last part."""
+    import triton.language as tl
+
+    from tilewise.tile import split_schedule
+
+    s = sequences([1, 40], [520, 650], (4, 2), (64, 64), BF16)
+    q, cache = torch.cat(s.q), cache_of(s, 16)
+    monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
+    found = run(monkeypatch, q, cache, seed, causal=True)
+    assert_right(q, cache_of(s, None), found, causal=True)
+
+
+EIGHT_BITS = list(itertools.product(DTYPES, ("tensor", "row"), (None, 16, 3), (64, 128)))
+
+
+@pytest.mark.parametrize(
+    "dtype, kind, page_size, headdim", sample_rows(EIGHT_BITS, ("int8", "row", 3, 64))
+)
+def test_eight_bits(dtype, kind, page_size, headdim, monkeypatch):
+    x = quantised([1, 3], [130, 70], DTYPES[dtype], kind, headdims=(headdim, headdim))
+    q = torch.cat(x.s.q)
+    found = run(monkeypatch, q, x.cache(page_size), causal=True)
+    assert_right(q, x.cache(), found, causal=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_eight_bits_in_any_order(dtype, seed, monkeypatch):
+    """Of several parts, by four programs; fp16 queries."""
+    x = quantised(QUERIES, LENGTHS, DTYPES[dtype], "row", headdims=(64, 64), q_dtype=torch.float16)
+    q = torch.cat(x.s.q)
+    found = run(monkeypatch, q, x.cache(16), seed, causal=True)
+    assert_right(q, x.cache(), found, causal=True)

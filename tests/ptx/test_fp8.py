@@ -1,0 +1,88 @@
+"""The Hopper forward in FP8, which no GPU has run, instruction by instruction: against fp64."""
+
+import pytest
+import torch
+from helpers import fp8
+from helpers.tiers import sample, sample_rows
+
+from ptx import execute, executing
+from tilewise.kernels import hopper
+from tilewise.kernels.hopper.fwd import fp8_center
+from tilewise.problem import Extras
+from tilewise.testing import use_emulator
+
+LIMIT, LSE_LIMIT = 3e-2, 2e-3  # as tests/kernels/test_hopper_fp8.py has them
+
+CASES = {
+    "64": (([130], [300], fp8.Heads(2, 2, 64, 64)), {}, {}),
+    "128": (([130], [300], fp8.Heads(2, 2, 128, 128)), {}, {}),
+    "256": (([70], [200], fp8.Heads(1, 1, 256, 256)), {}, {}),
+    "64 causal": (([200], [200], fp8.Heads(2, 1, 64, 64)), dict(causal=True), {}),
+    "128 causal": (([140], [200], fp8.Heads(2, 1, 128, 128)), dict(causal=True), {}),
+    "256 causal": (([150], [150], fp8.Heads(1, 1, 256, 256)), dict(causal=True), {}),
+    "192 and 128": (([70], [200], fp8.Heads(1, 1, 192, 128)), {}, {}),
+    "window": (([200], [200], fp8.Heads(1, 1, 64, 64)), dict(window=(70, 10)), {}),
+    "softcap": (([70], [200], fp8.Heads(1, 1, 64, 64)), dict(softcap=3.0), {}),
+    "few queries": (([3, 3], [280, 280], fp8.Heads(8, 2, 64, 64)), dict(causal=True), {}),
+    "packed": (
+        *(([5, 130, 0, 9], [7, 129, 3, 0], fp8.Heads(2, 2, 64, 64)), dict(causal=True)),
+        dict(packed=True),
+    ),
+    "packed 128": (([5, 130], [7, 129], fp8.Heads(2, 2, 128, 128)), {}, dict(packed=True)),
+    "unused keys": (
+        *(([150, 150], [129, 0], fp8.Heads(2, 2, 128, 128)), dict(causal=True)),
+        dict(spare=70),
+    ),
+    "mean of v": (([130], [200], fp8.Heads(2, 2, 128, 128)), {}, dict(mean=3.0, v_mean=True)),
+    "256 and its mean": (
+        *(([70], [200], fp8.Heads(1, 1, 256, 256)), dict(causal=True)),
+        dict(mean=1.0, v_mean=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, seed", sample_rows([(name, seed) for name in CASES for seed in (None, 1)], ("64", None))
+)
+def test_against_fp64(name, seed, monkeypatch):
+    lengths, options, how = CASES[name]
+    call = fp8.normal_call(*lengths, **how)
+    with executing(monkeypatch, seed=seed), use_emulator():
+        out, lse = fp8.run(hopper, call, **options)
+    exact, exact_lse = fp8.reference(call, **options)
+    assert fp8.error_of(out, exact) < LIMIT
+    assert fp8.lse_error(lse, exact_lse) < LSE_LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_of_16_bits(dtype, monkeypatch):
+    (queries, keys, heads), options, _ = CASES["128 causal"]
+    call = fp8.normal_call(queries, keys, heads)
+    with executing(monkeypatch), use_emulator():
+        out, _ = fp8.run(hopper, call, out_dtype=dtype, **options)
+    assert out.dtype == dtype
+    assert fp8.error_of(out, fp8.reference(call, **options)[0]) < LIMIT
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+LENGTHS = {
+    "": {},
+    "used": dict(seqused_k=ints(300, 129, 0)),
+    "packed": dict(cu_seqlens_q=ints(0, 100, 130), cu_seqlens_k=ints(0, 100, 130)),
+}
+
+
+@pytest.mark.parametrize("lengths", sample(LENGTHS, "used"))
+def test_the_mean_of_v(lengths, monkeypatch):
+    v_t = (torch.randn(1 if lengths == "packed" else 3, 2, 40, 384) + 1.0).to(fp8.FP8)
+    seqlen_k, extras = 130 if lengths == "packed" else 384, Extras(**LENGTHS[lengths])
+    expected = fp8_center.Centering()(v_t, seqlen_k, extras)
+    found = torch.full_like(expected, float("nan"))
+    monkeypatch.setattr(fp8_center, "center_kernel", execute(fp8_center.center_kernel))
+    of_keys = extras.cu_seqlens_k, extras.seqused_k
+    fp8_center.launch_center(v_t, found, seqlen_k, *of_keys)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,205 @@
+"""Portable kernels that no GPU has run, as compiled for sm_90: quantising, signals, copies."""
+
+import pytest
+import torch
+from helpers import fp8
+from helpers.tiers import sample, sample_rows
+
+from ptx import execute, executing
+from ptx.launch import run_together
+from tilewise.kernels import portable
+from tilewise.kernels.common import device_words
+from tilewise.kernels.common.quantized import FP8, Lengths
+from tilewise.kernels.common.relaunch import Launched
+from tilewise.kernels.cpu import quantize as plain
+from tilewise.kernels.cpu.quantize import Steps
+from tilewise.kernels.hopper.copy_rows import copy_rows
+from tilewise.kernels.portable import quantize as kernels
+from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
+from tilewise.testing import use_interpreter
+
+BF16, INT32 = torch.bfloat16, torch.int32
+NO_SCALES = None, None, None
+ALL, NONE = Steps(True, True, True), Steps(False, False, False)
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """Launches of quantising kernels, with the warps that they have on a GPU."""
+
+    def run(plan, device):
+        execute(plan.kernel, options=plan.options)[(plan.programs,)](*plan.args, **plan.constants)
+        return Launched(None, plan.programs, plan.args)
+
+    monkeypatch.setattr(kernels, "run", run)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=INT32)
+
+
+LENGTHS = {
+    "batch": ((2, 150), Lengths()),
+    "used": ((2, 150), Lengths(seqused_k=ints(131, 0))),
+    "packed": ((1, 300), Lengths(*[ints(0, 7, 7, 200, 300)] * 2)),
+    "gaps": ((1, 300), Lengths(*[ints(0, 130, 290)] * 2, ints(127, 90), ints(120, 129))),
+}
+
+
+def tensors(rows, headdims=(64, 48), dtype=BF16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, headdims[0]), (2, headdims[0]), (2, headdims[1])
+    q, k, v = (torch.randn(*rows, *shape, generator=generator) for shape in shapes)
+    k[..., 3] += 5.0
+    return q.to(dtype), k.to(dtype), (v + 1.0).to(dtype)
+
+
+def assert_bits(found, expected):
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+CASES = [(name, arch) for name in LENGTHS for arch in ("sm90", "sm80")]
+
+
+@pytest.mark.parametrize("name, arch", sample_rows(CASES, ("used", "sm90")))
+def test_codes_and_scales_have_the_bits_of_torch(name, arch, executed, monkeypatch):
+    """By the conversion of sm_89 and later, and by integers."""
+    monkeypatch.setattr(kernels, "architecture", lambda device: arch)
+    rows, of = LENGTHS[name]
+    q, k, v = tensors(rows)
+    found = kernels.quantize(q, k, v, NONE, NO_SCALES, of)
+    expected = plain.quantize(q, k, v, NONE, NO_SCALES, of)
+    for mine, theirs in zip(found.scales, expected.scales):
+        assert_bits(mine, theirs)
+    assert_bits(found.v_t, expected.v_t)
+    for side, mine, theirs in zip("qk", found[:2], expected[:2]):
+        starts = getattr(of, f"cu_seqlens_{side}")
+        inside = slice(None) if starts is None else slice(int(starts[0]), int(starts[-1]))
+        assert_bits(mine[:, inside], theirs[:, inside])
+
+
+SMOOTHED = [(2**n, dtype) for n in range(4, 9) for dtype in (BF16, torch.float16, torch.float32)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim, dtype", [*SMOOTHED, (96, BF16), (65, BF16), (192, BF16)])
+def test_rotation_and_means(headdim, dtype, executed):
+    x, of = tensors((1, 140), (headdim, headdim), dtype), Lengths()
+    found = kernels.quantize(*x, ALL, NO_SCALES, of)
+    expected = plain.quantize(*x, ALL, NO_SCALES, of)
+    for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(found[:3], expected[:3]):
+        mine, theirs = mine.float(), theirs.float()
+        assert (mine != theirs).float().mean() <= 5e-3  # next to the middle of two codes
+        assert (mine - theirs).abs().le(theirs.abs() / 8 + 2.0**-9).all()
+
+
+@pytest.mark.parametrize("arch", sample(["sm90", "sm80"], "sm80"))
+def test_nan_zero_and_saturation(arch, executed, monkeypatch):
+    monkeypatch.setattr(kernels, "architecture", lambda device: arch)
+    q, k, v = tensors((2, 40))
+    k[0, 3, 1, 5], v[1], q[:, 0] = torch.nan, 0.0, torch.inf
+    given = torch.tensor(0.001).expand(2, 2), None, None
+    found = kernels.quantize(q, k, v, NONE, given, Lengths())
+    expected = plain.quantize(q, k, v, NONE, given, Lengths())
+    for mine, theirs in zip((*found[:3], *found.scales), (*expected[:3], *expected.scales)):
+        is_nan = theirs.isnan()
+        assert torch.equal(mine.isnan(), is_nan)
+        assert torch.equal(mine[~is_nan].float(), theirs[~is_nan].float())
+
+
+@pytest.mark.parametrize("name", sample(LENGTHS, "gaps"))
+def test_transposed_values(name, executed):
+    rows, of = LENGTHS[name]
+    v = tensors(rows)[2].to(FP8)
+    found = kernels.transposed_values(v, of.seqused_k, of.cu_seqlens_k)
+    assert_bits(found, plain.transposed_values(v, of.seqused_k, of.cu_seqlens_k))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim, width", [(33, 40), (64, 64), (100, 104)])
+def test_copies_of_rows(headdim, width, monkeypatch):
+    """Zeros up to the width, nothing past it."""
+    x, y = torch.randn(2, 50, 3, headdim).half(), torch.full((2, 50, 3, width + 8), 7.0).half()
+    with executing(monkeypatch, options=dict(num_warps=8)):
+        copy_rows((x, y[..., :headdim], width))
+    assert torch.equal(y[..., :headdim], x)
+    assert (y[..., headdim:width] == 0).all() and (y[..., width:] == 7).all()
+
+
+FP8_CASES = {
+    "causal": (([70], [140]), dict(causal=True), {}),
+    "window": (([140], [140]), dict(window=(70, 10)), {}),
+    "packed": (([160, 30], [160, 300]), dict(causal=True), dict(packed=True)),
+    "mean of v": (([70], [140]), {}, dict(mean=3.0, v_mean=True)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_products_in_fp8(name, monkeypatch):
+    lengths, options, how = FP8_CASES[name]
+    call = fp8.normal_call(*lengths, **how)
+    with executing(monkeypatch), use_interpreter():
+        out, lse = fp8.run(portable, call, **options)
+    exact, exact_lse = fp8.reference(call, **options)
+    assert fp8.error_of(out, exact) < 3e-2 and fp8.lse_error(lse, exact_lse) < 2e-3
+
+
+# Signals
+
+
+class Ranks:
+    """The pads of some GPUs, and their launches of a barrier."""
+
+    def __init__(self, ranks):
+        self.pads = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(ranks)]
+        self.addresses = torch.tensor([x.data_ptr() for x in self.pads])
+        self.failed = [torch.zeros(1, dtype=INT32) for _ in range(ranks)]
+        self.reports = [torch.zeros(1 + LANES, dtype=torch.int64) for _ in range(ranks)]
+
+    def launch(self, number, rank, fingerprint=7, waits=True, limit=3000, seed=None):
+        kernel = execute(barrier_kernel, seed, options=dict(num_warps=1), reached=self.pads)
+        tensors = self.addresses, self.failed[rank], self.reports[rank]
+        numbers = number, fingerprint, rank, len(self.pads), limit
+        constants = dict(WAITS=waits, TIMED=True, LANES=LANES)
+        return kernel.machine((1,), *tensors, *numbers, **constants)
+
+
+@pytest.mark.parametrize("ranks", sample([1, 2, 8, 32], 8))
+def test_ranks_meet(ranks):
+    """Also where one comes late; a slot is used again by the barrier after the next."""
+    it = Ranks(ranks)
+    for number in range(1, 5):
+        machines = [it.launch(number, rank, seed=number + rank) for rank in range(ranks)]
+        run_together(machines)
+        assert not any(x.item() for x in it.failed)
+        slot = number % 2 * LANES
+        for pad in it.pads:
+            assert (pad[slot : slot + ranks] == (number << 32 | 7)).all()
+            assert (pad[slot + ranks : slot + LANES] == 0).all()
+
+
+def test_a_rank_that_does_not_come_and_one_that_calls_another():
+    it = Ranks(3)
+    run_together([it.launch(1, 0), it.launch(1, 1, fingerprint=9)])
+    for rank in range(2):
+        assert it.failed[rank].item() == 1
+        assert it.reports[rank][:4].tolist() == [1, 1 << 32 | 7, 1 << 32 | 9, 0]
+    it = Ranks(2)
+    run_together([it.launch(2, 0), it.launch(2, 1, fingerprint=1, waits=False)])
+    assert [x.item() for x in it.failed] == [1, 0]
+    assert it.reports[0][:3].tolist() == [2, 2 << 32 | 7, 2 << 32 | 1]
+
+
+@pytest.mark.parametrize("dtype", sample([BF16, torch.float32, torch.float64], BF16))
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_poison(dtype, has_failed):
+    x, report = torch.zeros(5003, dtype=dtype), torch.zeros(1 + LANES, dtype=torch.int64)
+    words = torch.zeros(device_words.WORDS, dtype=INT32)
+    words[device_words.FAILED], words[device_words.LATE] = has_failed, 5
+    numbers = x.numel(), 4, 4096
+    execute(poison_kernel, options=dict(num_warps=4))[(4,)](words, report, x, *numbers)
+    assert x.isnan().all() if has_failed else (x == 0).all()
+    assert report[0].item() == (-5 if has_failed else 0)
