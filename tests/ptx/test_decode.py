@@ -12,6 +12,7 @@ from helpers.tiers import sample_rows
 
 import tilewise
 from ptx import executing
+from tilewise.kernels.hopper.decode import launch
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
 
@@ -118,3 +119,29 @@ def test_eight_bits_in_any_order(dtype, seed, monkeypatch):
     q = torch.cat(x.s.q)
     found = run(monkeypatch, q, x.cache(16), seed, causal=True)
     assert_right(q, x.cache(), found, causal=True)
+
+
+CHUNKS = list(itertools.product((16, 3), (64, 128), ("causal", "window")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size, headdim, name", CHUNKS)
+def test_two_warpgroups(page_size, headdim, name, monkeypatch):
+    """Halves of a tile that see other blocks, a half without rows, values that are not in use."""
+    monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 2)
+    s = sequences([70, 1, 20], [200, 130, 150], (4, 2), (headdim, headdim), BF16)
+    q, options = torch.cat(s.q), FEATURES[name]
+    found = run(monkeypatch, q, cache_of(s, page_size), **options)
+    assert_right(q, cache_of(s, None), found, **options)
+    monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 1)
+    assert_equal(run(monkeypatch, q, cache_of(s, 16), **options), found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_two_warpgroups_in_any_order(seed, monkeypatch):
+    monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 2)
+    s = sequences([70, 1, 20], [400, 130, 350], (4, 2), (64, 64), BF16)
+    q, cache = torch.cat(s.q), cache_of(s, 16)
+    found = run(monkeypatch, q, cache, seed, causal=True)
+    assert_right(q, cache_of(s, None), found, causal=True)
