@@ -2,6 +2,7 @@
 and computed for some heads at a time where all would take much memory.
 """
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,27 @@ def sliced(rank):
 
 def test_slices_and_heads():
     run(sliced, 2, timeout=60.0)
+
+
+def freed(rank):
+    """Parts of one group of heads are gone before those of the next are computed."""
+    stream.MOST_BYTES = 1
+    made, given = [], stream._gradients
+
+    def gradients_of(*asked):
+        assert not any(x() is not None for x in made)
+        found = given(*asked)
+        made.extend(weakref.ref(x) for x in (found.dk, found.dv))
+        return found
+
+    stream._gradients = gradients_of
+    case = Case(4, 2, causal=True)
+    gradients(td.zigzag(case.seqlen), case, causal=True)
+    assert len(made) == 2 * 2
+
+
+def test_parts_of_one_group_at_a_time():
+    run(freed, 2, timeout=60.0)
 
 
 def peak():

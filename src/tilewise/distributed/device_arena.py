@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.common.building import on_device
 from ..kernels.common.device_words import ARRIVED
 from ..kernels.portable.sum_parts import PartSums
 from .device_barrier import DeviceBarrier, synchronize
@@ -63,6 +64,16 @@ class DeviceArena(Arena):
         with torch.cuda.stream(self.side):
             yield
 
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        with super().reporting():
+            try:
+                yield
+            except Exception:
+                if self.has_streams:  # what an error frees may still be pulled into
+                    torch.cuda.current_stream(self.device).wait_stream(self.side)
+                raise
+
     def mark(self) -> Any:
         return self.side.record_event() if self.has_streams else None
 
@@ -85,7 +96,8 @@ class DeviceArena(Arena):
     def _write_pieces(self) -> None:
         if self.has_streams:
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
+            with on_device(self.device):  # the default stream is that of the current one
+                self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
         else:
             self.words[ARRIVED] = self.pieces
 

@@ -99,12 +99,12 @@ class DeviceBarrier:
         return found
 
     def _fail(self, signature: str) -> NoReturn:
-        """Raises for the barrier that failed."""
+        """Raises for the barrier or the piece that failed."""
+        if (piece := -int(self.signals.report[0])) > 0:  # its copy may never end: no wait for it
+            self.host.lost = self._why_late(piece)
+            raise PullTimeout(self.host.lost)
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, words = self.signals.found()
-        if number < 0:
-            self.host.lost = self._why_late(-number)
-            raise PullTimeout(self.host.lost)
         self.signals.report.zero_()  # raised once; the device knows until ranks resume
         absent = [str(r) for r, word in enumerate(words) if word >> 32 != number]
         if absent:
@@ -143,6 +143,7 @@ class DeviceBarrier:
         of barriers, and go on from the largest.
         """
         found = self.host.wait("the call after one that failed", str(self.number))
+        synchronize(self.device)  # of a call before, on another stream, too
         self.signals.reset()
         synchronize(self.device)
         self.number = max(map(int, found))

@@ -148,11 +148,8 @@ class Signals:
             self._launch(poison_kernel, _PROGRAMS, tensors, (x.numel(),), constants, key)
 
     def found(self) -> tuple[int, list[int]]:
-        """The number of the barrier that failed, 0 if none did, and the words that it found; or,
-        negative, that of a piece that did not arrive.
-        """
-        number = int(self.report[0])
-        return number, self.report[1 : 1 + self.ranks].tolist() if number > 0 else []
+        """The number of the barrier that failed, and the words that it found."""
+        return int(self.report[0]), self.report[1 : 1 + self.ranks].tolist()
 
     def reset(self) -> None:
         """After a failure that all ranks have seen; nothing may be running."""
