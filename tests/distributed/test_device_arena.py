@@ -138,11 +138,20 @@ def on_gpu(monkeypatch):
 
 
 def test_pieces_are_counted_on_the_device_of_the_arena(on_gpu):
-    """Stream 0 is that of the current device, whatever device it was asked of."""
-    on_gpu.barrier = SimpleNamespace()
+    """Stream 0 is that of the current device, which may be another than the arena's."""
+    on_gpu.barrier = SimpleNamespace(expect=lambda sources: None)
     on_gpu.write = lambda stream, address, number: events.append(("write", number))
     on_gpu.begin_pieces((0, 2))
     assert events == [("current", 1), ("write", 0), ("current", 0)]
+
+
+def test_pieces_are_counted_on_all_ranks_or_none():
+    """Ranks that count them publish in another order than ranks that do not."""
+    signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32), _launch=None)
+    for said, expected in ((["1", "1"], True), (["1", "0"], False)):
+        host = SimpleNamespace(wait=lambda signature, note, said=said: said)
+        barrier = SimpleNamespace(rank=0, ranks=2, signals=signals, nanoseconds=1, host=host)
+        assert DeviceArena(barrier, None, CPU).counts_pieces == expected
 
 
 def test_memory_that_is_pulled_into_is_not_used_again_after_an_error(on_gpu):

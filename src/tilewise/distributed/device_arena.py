@@ -39,7 +39,10 @@ class DeviceArena(Arena):
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
             self.write = writer_of(self.words)
-        self.counts_pieces = self.write is not None or not self.has_streams
+        counts = self.write is not None or not self.has_streams
+        # All ranks or none: those that count pieces publish keys in another order
+        found = barrier.host.wait("whether pieces are counted", str(int(counts)))
+        self.counts_pieces = all(map(int, found))
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
@@ -83,7 +86,8 @@ class DeviceArena(Arena):
 
     def begin_pieces(self, sources: tuple[int, ...]) -> None:
         """Before `copying`: none of the pieces of these ranks has arrived."""
-        self.barrier.sources, self.pieces = sources, 0
+        self.barrier.expect(sources)
+        self.pieces = 0
         self._write_pieces()
 
     def count_piece(self) -> None:
