@@ -2,9 +2,11 @@
 all processes map. Streams and torch's symmetric memory are not in it.
 """
 
+import contextlib
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from helpers.shards import NAMES, Case, compare
 
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
-from tilewise.distributed.device_arena import refuse_capture
+from tilewise.distributed import device_barrier
+from tilewise.distributed.device_arena import DeviceArena, refuse_capture
 from tilewise.distributed.exchange import publish_rows
 from tilewise.errors import ArgumentError
 
@@ -46,6 +49,9 @@ def mismatches(rank):
     NaN in between; and the group goes on after both.
     """
     arena = device_arena()
+    order, reset = [], arena.barrier.signals.reset
+    device_barrier.synchronize = lambda device: order.append("synchronize")
+    arena.barrier.signals.reset = lambda: order.append("reset") or reset()
 
     def call(asked):
         publish_rows(arena, asked, [torch.zeros(2)], [2] * arena.ranks)
@@ -72,7 +78,9 @@ def mismatches(rank):
     else:
         with pytest.raises(td.RankMismatch, match="rank 1 raised ArgumentError: k is wrong"):
             call("a new call, at which the host waits")
+    order.clear()
     call("k (1, 8)")
+    assert order == ["synchronize", "reset", "synchronize"]  # nothing runs whose words are reset
     large = "large" if rank else "larger"  # where one rank's arena would grow and another's not
     with pytest.raises(td.RankMismatch, match="called larger, for which the arena grows"):
         rows = 60000 if rank else 70000
@@ -95,6 +103,63 @@ def test_a_captured_graph_is_refused_with_what_to_do(monkeypatch):
     for name in ("context_parallel_forward", "context_parallel_backward"):
         tags = getattr(torch.ops.tilewise, name).default.tags
         assert torch.Tag.cudagraph_unsafe in tags  # Inductor leaves them out
+
+
+class Stream:
+    """A stream of a device that is not the current one."""
+
+    cuda_stream = 0
+
+    def wait_stream(self, other):
+        events.append(("wait", other))
+
+
+events = []
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """An arena of cuda:1, where cuda:0 is current, without a GPU."""
+
+    @contextlib.contextmanager
+    def current(device):
+        events.append(("current", device.index))
+        yield
+        events.append(("current", 0))
+
+    events.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "device", current)
+    arena = DeviceArena.__new__(DeviceArena)
+    arena.has_streams, arena.device, arena.side = True, torch.device("cuda", 1), "side"
+    arena.words = torch.zeros(4, dtype=torch.int32)
+    return arena
+
+
+def test_pieces_are_counted_on_the_device_of_the_arena(on_gpu):
+    """Stream 0 is that of the current device, which may be another than the arena's."""
+    on_gpu.barrier = SimpleNamespace(expect=lambda sources: None)
+    on_gpu.write = lambda stream, address, number: events.append(("write", number))
+    on_gpu.begin_pieces((0, 2))
+    assert events == [("current", 1), ("write", 0), ("current", 0)]
+
+
+def test_pieces_are_counted_on_all_ranks_or_none():
+    """Ranks that count them publish in another order than ranks that do not."""
+    signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32), _launch=None)
+    for said, expected in ((["1", "1"], True), (["1", "0"], False)):
+        host = SimpleNamespace(wait=lambda signature, note, said=said: said)
+        barrier = SimpleNamespace(rank=0, ranks=2, signals=signals, nanoseconds=1, host=host)
+        assert DeviceArena(barrier, None, CPU).counts_pieces == expected
+
+
+def test_memory_that_is_pulled_into_is_not_used_again_after_an_error(on_gpu):
+    """What is freed by an error is the stream's again, while copies of another may go on."""
+    on_gpu.barrier = SimpleNamespace(abandon=lambda error: events.append(("abandon", str(error))))
+    with pytest.raises(RuntimeError, match="out of memory"), on_gpu.reporting():
+        raise RuntimeError("out of memory")
+    assert events == [("wait", "side"), ("abandon", "out of memory")]
 
 
 def killed(rank):

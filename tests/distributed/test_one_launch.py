@@ -14,7 +14,7 @@ from helpers.tiers import sample, sample_rows
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
-from tilewise.distributed import one_launch
+from tilewise.distributed import device_barrier, one_launch
 from tilewise.distributed.call_spec import CallSpec, check
 from tilewise.emulator.hopper.arrivals import Arrivals
 from tilewise.emulator.hopper.machine import Deadlock, HopperError
@@ -311,6 +311,10 @@ def late(rank):
     group = dist.group.WORLD
     arena = arenas._arenas[group, CPU] = device_arena()
     arena.limit, arena._write_pieces = 0, lambda: None
+    order = []
+    for name in ("arrive", "settle"):
+        given = getattr(arena, name)
+        setattr(arena, name, lambda *x, name=name, given=given: order.append(name) or given(*x))
     case, layout = Whole(**CAUSAL), td.contiguous(SEQLEN, group)
     shards = [layout.shard(x) for x in (case.q, case.k, case.v)]
 
@@ -319,10 +323,15 @@ def late(rank):
             return td.attention(*shards, layout=layout, method="stream", causal=True)
 
     out = call()
+    # The host learns what is late before anything waits for copies that may never end
+    assert order == ["arrive", "settle", "arrive"]
     if rank == 0:  # which sees its own keys alone
         assert out.isfinite().all()
         return
     assert out.isnan().all()
+    device_barrier.synchronize = None  # which would wait for these copies
+    arena.barrier.number += 1  # a host that is ahead has begun a call of another window
+    arena.begin_pieces((1, 1))
     with pytest.raises(td.PullTimeout, match=r"piece 1 of 1 of the keys, of rank 0, did not"):
         call()
     with pytest.raises(td.RankLost, match="make a new process group"):

@@ -2,6 +2,7 @@
 and computed for some heads at a time where all would take much memory.
 """
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.shards import FEATURES, Case, compare, deals
 import tilewise.distributed as td
 from tilewise.distributed import halves, stream, sums
 from tilewise.distributed.arena import arena_of
+from tilewise.distributed.exchange import ALIGN
 from tilewise.distributed.work import keys_of
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -41,6 +43,18 @@ def test_slices_have_each_row_once(layout, each):
         order = [torch.arange(a, b) for a, b in layout.runs[rank]]
         assert torch.equal(torch.cat(found), torch.cat([*order, torch.arange(0)]))
         assert torch.cat(positions).sort().values.equal(torch.arange(layout.seqlen))
+
+
+@pytest.mark.parametrize("row_bytes", [[512, 512], [512, 96], [4, 12], [0, 0]])
+@pytest.mark.parametrize("room", [100, 4096, 65536])
+def test_slices_fit_the_room(row_bytes, room):
+    def nbytes(each):
+        return sum(-(-each * 4 * n // ALIGN) * ALIGN for n in row_bytes)
+
+    each = sums.most_rows(room, row_bytes, 4)
+    assert nbytes(each) <= room or each == 1
+    if not any(n % ALIGN for n in row_bytes) and sum(row_bytes):
+        assert nbytes(each + 1) > room  # and no smaller than need be: 2 N of 16 bits
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.kind)
@@ -81,8 +95,10 @@ def sliced(rank):
     sums.slices_of = slices_of
     found = gradients(td.zigzag(case.seqlen, group), case, causal=True)
     assert all(torch.equal(x, y) for x, y in zip(found, whole))
-    assert counted == [3]  # of what is twice as long as K and V of a shard, less alignment
+    assert counted == [2]  # of what is twice as long as K and V of a shard
     stream.MOST_BYTES = 1
+    most_rows = sums.most_rows
+    sums.most_rows = lambda *asked: min(20, most_rows(*asked))  # of one head all would fit
     layouts = deals(case.seqlen, group)
     for name in ("causal", "sinks", "alibi", "lse and sinks", "documents", "mask_mod", "bf16"):
         case = Case(4, 2, **FEATURES[name])
@@ -94,6 +110,27 @@ def sliced(rank):
 
 def test_slices_and_heads():
     run(sliced, 2, timeout=60.0)
+
+
+def freed(rank):
+    """Parts of one group of heads are gone before those of the next are computed."""
+    stream.MOST_BYTES = 1
+    made, given = [], stream._gradients
+
+    def gradients_of(*asked):
+        assert not any(x() is not None for x in made)
+        found = given(*asked)
+        made.extend(weakref.ref(x) for x in (found.dk, found.dv))
+        return found
+
+    stream._gradients = gradients_of
+    case = Case(4, 2, causal=True)
+    gradients(td.zigzag(case.seqlen), case, causal=True)
+    assert len(made) == 2 * 2
+
+
+def test_parts_of_one_group_at_a_time():
+    run(freed, 2, timeout=60.0)
 
 
 def peak():

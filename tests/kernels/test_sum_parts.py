@@ -1,5 +1,7 @@
 """The sum of what ranks have published, in the interpreter: the bits of additions one by one."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -57,3 +59,6 @@ def test_blocks_that_moved():
             blocks = [torch.full((32,), value).view(torch.uint8)]
             sums.add(blocks, 0, torch.float32, bits, total)
             assert (total == value).all()
+    left = weakref.ref(blocks[0])
+    del blocks
+    assert left() is None  # an arena that grows lets go of its memory before it takes more

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.common.building import on_device
 from ..kernels.common.device_words import ARRIVED
 from ..kernels.portable.sum_parts import PartSums
 from .device_barrier import DeviceBarrier, synchronize
@@ -38,7 +39,10 @@ class DeviceArena(Arena):
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
             self.write = writer_of(self.words)
-        self.counts_pieces = self.write is not None or not self.has_streams
+        counts = self.write is not None or not self.has_streams
+        # All ranks or none: those that count pieces publish keys in another order
+        found = barrier.host.wait("whether pieces are counted", str(int(counts)))
+        self.counts_pieces = all(map(int, found))
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
@@ -63,6 +67,16 @@ class DeviceArena(Arena):
         with torch.cuda.stream(self.side):
             yield
 
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        with super().reporting():
+            try:
+                yield
+            except Exception:
+                if self.has_streams:  # what an error frees may still be pulled into
+                    torch.cuda.current_stream(self.device).wait_stream(self.side)
+                raise
+
     def mark(self) -> Any:
         return self.side.record_event() if self.has_streams else None
 
@@ -72,7 +86,8 @@ class DeviceArena(Arena):
 
     def begin_pieces(self, sources: tuple[int, ...]) -> None:
         """Before `copying`: none of the pieces of these ranks has arrived."""
-        self.barrier.sources, self.pieces = sources, 0
+        self.barrier.expect(sources)
+        self.pieces = 0
         self._write_pieces()
 
     def count_piece(self) -> None:
@@ -85,7 +100,8 @@ class DeviceArena(Arena):
     def _write_pieces(self) -> None:
         if self.has_streams:
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
+            with on_device(self.device):  # the default stream is that of the current one
+                self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
         else:
             self.words[ARRIVED] = self.pieces
 

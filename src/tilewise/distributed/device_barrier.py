@@ -38,7 +38,7 @@ class DeviceBarrier:
         self.known: dict[str, int] = {}
         self.number = 0
         self.is_broken = False  # all ranks must find the same number again
-        self.sources: tuple[int, ...] = ()  # the ranks that the last call's pieces come from
+        self.sources: dict[int, tuple[int, ...]] = {}  # by barriers, the ranks of a call's pieces
 
     @property
     def lost(self) -> str | None:
@@ -87,7 +87,15 @@ class DeviceBarrier:
 
     def poison(self, x: Tensor) -> None:
         """NaN in x if a barrier before has failed, so that nothing false is taken for a result."""
-        self.signals.poison(x)
+        self.signals.poison(x, self.number)
+
+    def expect(self, sources: tuple[int, ...]) -> None:
+        """What is launched next waits for pieces of these ranks. The host, which runs ahead, may
+        learn calls later which did not arrive.
+        """
+        self.sources[self.number] = sources
+        if len(self.sources) > KNOWN:
+            del self.sources[next(iter(self.sources))]
 
     def _introduce(self, signature: str) -> int:
         """The fingerprint of a call, with its text left for those that call another."""
@@ -99,12 +107,12 @@ class DeviceBarrier:
         return found
 
     def _fail(self, signature: str) -> NoReturn:
-        """Raises for the barrier that failed."""
+        """Raises for the barrier or the piece that failed."""
+        if (late := self.signals.late()) is not None:  # its copy may never end: no wait for it
+            self.host.lost = self._why_late(*late)
+            raise PullTimeout(self.host.lost)
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, words = self.signals.found()
-        if number < 0:
-            self.host.lost = self._why_late(-number)
-            raise PullTimeout(self.host.lost)
         self.signals.report.zero_()  # raised once; the device knows until ranks resume
         absent = [str(r) for r, word in enumerate(words) if word >> 32 != number]
         if absent:
@@ -130,12 +138,12 @@ class DeviceBarrier:
             f"rank {first} called {self._said(said[first])}{earlier}"
         )
 
-    def _why_late(self, piece: int) -> str:
-        source = f", of rank {self.sources[piece - 1]}," if piece <= len(self.sources) else ""
+    def _why_late(self, number: int, piece: int) -> str:
+        sources = self.sources[number]
         return (
-            f"piece {piece} of {len(self.sources)} of the keys{source} did not arrive within "
-            f"{self.timeout.total_seconds():g} s, the time-out of the group: DMA from that GPU "
-            "stands still, or the device was too busy to begin it"
+            f"piece {piece} of {len(sources)} of the keys, of rank {sources[piece - 1]}, did not "
+            f"arrive within {self.timeout.total_seconds():g} s, the time-out of the group: DMA "
+            "from that GPU stands still, or the device was too busy to begin it"
         )
 
     def _resume(self, signature: str) -> None:
@@ -143,6 +151,7 @@ class DeviceBarrier:
         of barriers, and go on from the largest.
         """
         found = self.host.wait("the call after one that failed", str(self.number))
+        synchronize(self.device)  # of a call before, on another stream, too
         self.signals.reset()
         synchronize(self.device)
         self.number = max(map(int, found))

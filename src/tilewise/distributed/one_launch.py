@@ -54,7 +54,7 @@ def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> boo
 
 
 def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's queries."""
+    """`out` and `lse` of a rank's queries, settled."""
     layout = spec.layout
     groups = groups_of(layout, k.shape[2], layout.seqlen * k.shape[3] * k.itemsize)
     pieces = pieces_of(layout, *spec.sides)
@@ -77,7 +77,9 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
         last = arena.mark()
     arena.arrive(own)
     try:
-        return launch(arena, spec, q, (k, v), found)
+        out, lse = launch(arena, spec, q, (k, v), found)
+        arena.settle(out, lse)  # before the stream waits for copies that may never end
+        return out, lse
     finally:
         arena.arrive(last)
 

@@ -51,7 +51,7 @@ class _Stream(torch.autograd.Function):
             out, lse = one_launch.attend(arena, spec, q, k, v)
         else:
             out, lse = _attend(arena, spec, q, k, v)
-        arena.settle(out, lse)
+            arena.settle(out, lse)
         ctx.arena, ctx.spec = arena, spec
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -95,6 +95,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
             partial = _gradients(part, of_part, keys._replace(k=of_part.k, v=of_part.v))
             of_keys = summed(arena, spec, partial, f"the sums of {signature}", dtype)
             found.append(Grads(partial.dq.to(dtype), *of_keys, partial.dsinks))
+            del partial  # or it would be there beside that of the next group
         grads = found[0] if len(found) == 1 else _joined(found)
         arena.settle(*grads[:3])
     if grads.dsinks is None or spec.sinks is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import warn_slow
+from ..kernels.common.building import on_device
 
 Tensor = torch.Tensor
 Writer = Callable[[int, int, int], None]  # a stream, an address, a number of 32 bits
@@ -27,7 +28,8 @@ def writer_of(words: Tensor) -> Writer | None:
         write = _driver()
         stream = torch.cuda.current_stream(words.device)
         for number in (7, 0):
-            write(stream.cuda_stream, words.data_ptr(), number)
+            with on_device(words.device):
+                write(stream.cuda_stream, words.data_ptr(), number)
             stream.synchronize()
             if int(words[0]) != number:
                 raise RuntimeError("cuStreamWriteValue32 wrote nothing")
@@ -42,7 +44,9 @@ def writer_of(words: Tensor) -> Writer | None:
 
 @functools.cache
 def _driver() -> Writer:
-    """cuStreamWriteValue32; OSError or AttributeError where the driver has none."""
+    """cuStreamWriteValue32, for the current device; OSError or AttributeError where the driver has
+    none.
+    """
     call = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
     call.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
     call.restype = ctypes.c_int

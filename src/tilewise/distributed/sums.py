@@ -42,9 +42,8 @@ def summed(
     layout = spec.layout
     parts = [x.transpose(0, 1) for x in (partial.dk, partial.dv)]
     totals = [x.new_empty(layout.tokens, *x.shape[1:], dtype=dtype) for x in parts]
-    room = max(arena.room, LEAST) - ALIGN * len(parts)
-    row_bytes = sum(x[:1].numel() * x.itemsize for x in parts)
-    each = max(1, room // max(1, row_bytes * layout.ranks))
+    row_bytes = [x[:1].numel() * x.itemsize for x in parts]
+    each = most_rows(max(arena.room, LEAST), row_bytes, layout.ranks)
     slices = slices_of(layout, each)
     signature = f"{signature}, in {len(slices)} slices"
     for piece, index in zip(slices, positions_of(layout, each, parts[0].device)):
@@ -102,6 +101,17 @@ def parts_in(spec: CallSpec, piece: Slice) -> Iterator[tuple[int, int, int]]:
             a, b = max(start, piece.first), min(stop, piece.stop)
             if a < b:
                 yield rank, a - piece.first, b - piece.first
+
+
+def most_rows(room: int, row_bytes: Sequence[int], ranks: int) -> int:
+    """How many rows of every owner a slice may have: of tensors that each begin at a multiple of
+    ALIGN bytes.
+
+    >>> most_rows(2 * 1024 * 256, [512, 512], 4)  # K and V of 1024 rows, in 16 bits: 2 N slices
+    128
+    """
+    padding = sum(ALIGN for n in row_bytes if n % ALIGN)
+    return max(1, (room - padding) // max(1, sum(row_bytes) * ranks))
 
 
 @functools.lru_cache(maxsize=64)

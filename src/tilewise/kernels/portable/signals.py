@@ -96,15 +96,16 @@ def barrier_kernel(
             tl.store(failed, 1)
 
 
-@triton.jit(do_not_specialize=["size"])
-def poison_kernel(words, report, x, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "number"])
+def poison_kernel(words, report, x, size, number, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     """NaN in all of x if a wait has failed: what was copied after it may be anything. Of a piece
-    that did not come `report` gets the number, negative, unless a barrier has failed before.
+    that did not come `report` gets the number and that of the call's barrier, negative, unless a
+    barrier has failed before.
     """
     if tl.load(words + _FAILED) != 0:
         late = tl.cast(tl.load(words + _LATE), tl.int64)
         if (late > 0) & (tl.load(report) == 0):
-            tl.store(report, -late)
+            tl.store(report, -((tl.cast(number, tl.int64) << 32) | late))
         offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         nan = tl.full([BLOCK], float("nan"), x.dtype.element_ty)
         for start in range(0, tl.cast(size, tl.int64), PROGRAMS * BLOCK):
@@ -139,20 +140,26 @@ class Signals:
         tensors = self.pads, self.words, self.report
         self._launch(barrier_kernel, 1, tensors, numbers, constants, waits)
 
-    def poison(self, x: Tensor) -> None:
-        """NaN in x, a dense tensor, if a wait before it on this stream has failed."""
+    def poison(self, x: Tensor, number: int) -> None:
+        """NaN in x, a dense tensor, if a wait before it on this stream has failed. `number` is that
+        of the call's last barrier.
+        """
         if x.numel():
             constants = dict(PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
             tensors = self.words, self.report, x
             key = x.dtype, x.data_ptr() % 16, x.numel() < 2**31
-            self._launch(poison_kernel, _PROGRAMS, tensors, (x.numel(),), constants, key)
+            self._launch(poison_kernel, _PROGRAMS, tensors, (x.numel(), number), constants, key)
+
+    def late(self) -> tuple[int, int] | None:
+        """The barrier of the first call of which a piece did not arrive, and that piece's number.
+        Asks no device.
+        """
+        found = -int(self.report[0])
+        return (found >> 32, found & 0xFFFFFFFF) if found > 0 else None
 
     def found(self) -> tuple[int, list[int]]:
-        """The number of the barrier that failed, 0 if none did, and the words that it found; or,
-        negative, that of a piece that did not arrive.
-        """
-        number = int(self.report[0])
-        return number, self.report[1 : 1 + self.ranks].tolist() if number > 0 else []
+        """The number of the barrier that failed, and the words that it found."""
+        return int(self.report[0]), self.report[1 : 1 + self.ranks].tolist()
 
     def reset(self) -> None:
         """After a failure that all ranks have seen; nothing may be running."""

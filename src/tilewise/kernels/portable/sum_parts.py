@@ -60,7 +60,7 @@ class PartSums:
 
     def __init__(self, launch: Launches) -> None:
         self.launch = launch
-        self.blocks: Sequence[Tensor] = ()
+        self.known: list[int] = []  # of blocks, which it does not keep
         self.addresses = torch.empty(0)
 
     def add(
@@ -74,9 +74,8 @@ class PartSums:
         """The sums into `total`, dense rows. Parts are in `dtype`, `offset` bytes into each of the
         ranks' blocks; `ranks` int32 has for each row the bits of those that have one.
         """
-        if blocks is not self.blocks:
-            self.blocks = blocks
-            addresses = [x.data_ptr() for x in blocks]
+        if (addresses := [x.data_ptr() for x in blocks]) != self.known:
+            self.known = addresses
             self.addresses = torch.tensor(addresses, device=total.device)
         rows, columns = len(total), total[:1].numel()
         numbers = offset, columns, len(blocks), rows
