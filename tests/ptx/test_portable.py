@@ -199,7 +199,7 @@ def test_poison(dtype, has_failed):
     x, report = torch.zeros(5003, dtype=dtype), torch.zeros(1 + LANES, dtype=torch.int64)
     words = torch.zeros(device_words.WORDS, dtype=INT32)
     words[device_words.FAILED], words[device_words.LATE] = has_failed, 5
-    numbers = x.numel(), 4, 4096
+    numbers = x.numel(), 9, 4, 4096
     execute(poison_kernel, options=dict(num_warps=4))[(4,)](words, report, x, *numbers)
     assert x.isnan().all() if has_failed else (x == 0).all()
-    assert report[0].item() == (-5 if has_failed else 0)
+    assert report[0].item() == (-(9 << 32 | 5) if has_failed else 0)
