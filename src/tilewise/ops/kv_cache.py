@@ -1,5 +1,5 @@
-"""The operators of calls with a KV cache, and how a call reaches them: plain eager calls go
-straight to the backend, as in `attention`.
+"""The operators of calls with a KV cache, and how a call reaches them: plain eager calls outside of
+functorch transforms go straight to the backend, as in `attention`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import importlib
 from types import ModuleType
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..emulator.switch import interpreter_is_on
@@ -49,11 +51,25 @@ def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor
     """`out` and `lse` of a checked call; `out` is written where it is given."""
     tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
     tensors = *tensors, cached.k_descale, cached.v_descale
-    if not needs_dispatcher(*tensors):
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*tensors)
+    # A backend below the operator sees no functorch transform: torch has no rules for its kernels
+    if not needs_dispatcher(*tensors) and peek_interpreter_stack() is None:
         return _run(cached, out)
     if out is None:
         return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
     return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Refuses tensors that forward-mode AD may differentiate: an operator would drop tangents."""
+    for x in tensors:
+        if x is not None:
+            if is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    "attention with a cache has no forward-mode derivative: use "
+                    "tilewise.attention_reference"
+                )
 
 
 def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
