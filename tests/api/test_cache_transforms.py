@@ -1,4 +1,4 @@
-"""A cache inside of torch's transforms: mapped, constant, refused where it would be differentiated."""
+"""A cache inside of torch's transforms: mapped, constant, refused where it is differentiated."""
 
 import os
 import subprocess

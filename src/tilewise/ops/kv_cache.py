@@ -76,7 +76,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call without pages, differentiable: a forward in pieces, and the
     backward of any other call, which takes nothing but its `out` and `lse`.
     """
-    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (cached.q, cached.k, cached.v))
+    q, k, v = cached[:3]
     if cached.mask and (cached.extras.seqused_k is not None or q.shape[1] != k.shape[1]):
         raise NotImplementedError(
             "mask_mod with split_size and a gradient: positions count from the first key here and "
@@ -87,6 +87,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
             "subclass is not served: call it eagerly, or leave out split_size"
         )
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
     problem = cached.problem._replace(deterministic=deterministic)
     call = Call(problem, cached.scalars, cached.backend, needs_grad=True)
     plain = cached._replace(entry=None)  # a step has no gradient
