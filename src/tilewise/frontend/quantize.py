@@ -118,7 +118,7 @@ def quantize(
         found = ops.quantize(call, inputs, known, lengths, rotary)
     if is_packed:
         found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
-    return found._replace(source=source)
+    return Quantized(*found[:6], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:
