@@ -92,7 +92,7 @@ def quantize(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     given = scales if type(scales) is tuple and len(scales) == 3 else (None, None, None)
     turning = rotary if type(rotary) is Rotary else (None, None, None)
-    words = "quantize", rotate, smooth, layout, scales is given, turning[2]
+    words = "quantize", rotate, smooth, layout, scales is given, rotary is turning, turning[2]
     entry = None
     if (scales is None or scales is given) and (rotary is None or rotary is turning):
         entry = find((q, k, v, *given, *lengths, *turning[:2]), words)
