@@ -215,6 +215,12 @@ def test_tables_of_packed_sequences_are_long_enough():
         tilewise.quantize(*given, rotary=tables(39), **cu)
 
 
+def test_tables_that_are_none_are_refused_after_a_call_without_tables():
+    tilewise.quantize(Q, K, V)
+    with pytest.raises(ArgumentError, match="rotary.cos"):
+        tilewise.quantize(Q, K, V, rotary=tilewise.cache.Rotary(None, None, None))
+
+
 def test_tables_have_no_gradient():
     rotary = tables()
     rotary.sin.requires_grad_()

@@ -92,7 +92,7 @@ def quantize(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     given = scales if type(scales) is tuple and len(scales) == 3 else (None, None, None)
     turning = rotary if type(rotary) is Rotary else (None, None, None)
-    words = "quantize", rotate, smooth, layout, scales is given, turning[2]
+    words = "quantize", rotate, smooth, layout, scales is given, rotary is turning, turning[2]
     entry = None
     if (scales is None or scales is given) and (rotary is None or rotary is turning):
         entry = find((q, k, v, *given, *lengths, *turning[:2]), words)
@@ -118,7 +118,7 @@ def quantize(
         found = ops.quantize(call, inputs, known, lengths, rotary)
     if is_packed:
         found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
-    return found._replace(source=source)
+    return Quantized(*found[:6], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:

@@ -1,5 +1,5 @@
-"""The operators of calls with a KV cache, and how a call reaches them: plain eager calls go
-straight to the backend, as in `attention`.
+"""The operators of calls with a KV cache, and how a call reaches them: plain eager calls outside of
+functorch transforms go straight to the backend, as in `attention`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import importlib
 from types import ModuleType
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..emulator.switch import interpreter_is_on
@@ -49,18 +51,32 @@ def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor
     """`out` and `lse` of a checked call; `out` is written where it is given."""
     tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
     tensors = *tensors, cached.k_descale, cached.v_descale
-    if not needs_dispatcher(*tensors):
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*tensors)
+    # A backend below the operator sees no functorch transform: torch has no rules for its kernels
+    if not needs_dispatcher(*tensors) and peek_interpreter_stack() is None:
         return _run(cached, out)
     if out is None:
         return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
     return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
 
 
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Refuses tensors that forward-mode AD may differentiate: an operator would drop tangents."""
+    for x in tensors:
+        if x is not None:
+            if is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    "attention with a cache has no forward-mode derivative: use "
+                    "tilewise.attention_reference"
+                )
+
+
 def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call without pages, differentiable: a forward in pieces, and the
     backward of any other call, which takes nothing but its `out` and `lse`.
     """
-    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (cached.q, cached.k, cached.v))
+    q, k, v = cached[:3]
     if cached.mask and (cached.extras.seqused_k is not None or q.shape[1] != k.shape[1]):
         raise NotImplementedError(
             "mask_mod with split_size and a gradient: positions count from the first key here and "
@@ -71,6 +87,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
             "subclass is not served: call it eagerly, or leave out split_size"
         )
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
     problem = cached.problem._replace(deterministic=deterministic)
     call = Call(problem, cached.scalars, cached.backend, needs_grad=True)
     plain = cached._replace(entry=None)  # a step has no gradient

@@ -49,5 +49,5 @@ def _starts(columns: Tensor) -> Tensor:
 
 with warnings.catch_warnings():  # torch says once in a process that CSR is in beta
     warnings.simplefilter("ignore")
-    _one = torch.zeros(1, 1, device="cpu")
+    _one = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
     dots(_one, _one, _one.int(), 1.0)

@@ -1,0 +1,83 @@
+"""A cache inside of torch's transforms: mapped, constant, refused where it is differentiated."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tilewise
+
+LENGTHS = torch.tensor([23, 9], dtype=torch.int32)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def problem(dtype=torch.float32):
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    q = torch.randn(2, 3, 4, 16, dtype=dtype)
+    k, v = torch.randn(2, 6, 8, 2, 16, dtype=dtype).unbind(0)
+    return q, k, v, dict(page_table=table, seqused_k=LENGTHS, causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_loop(name, dtype):
+    q, k, v, options = problem(dtype)
+
+    def attend(x):
+        tensors = dict(q=q, k=k, v=v) | {name: x}
+        return tilewise.attention(*tensors.values(), return_lse=True, **options)
+
+    mapped = torch.stack([q, q + 1] if name == "q" else [k, k + 1])
+    expected = [torch.stack(x) for x in zip(*map(attend, mapped))]
+    for mine, theirs in zip(torch.vmap(attend)(mapped), expected):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transform", ["grad", "jvp", "functionalize"])
+def test_a_cache_that_a_transform_does_not_change(transform, dtype):
+    q, k, v, options = problem(dtype)
+    out = tilewise.attention(q, k, v, **options).float()
+    one = torch.ones(())
+
+    def weighted(x):
+        return (x * tilewise.attention(q, k, v, **options).float()).sum()
+
+    if transform == "grad":
+        found = torch.func.grad(weighted)(one)
+    elif transform == "jvp":
+        found = torch.func.jvp(weighted, (one,), (one,))[1]
+    else:
+        found = torch.func.functionalize(weighted)(one)
+    torch.testing.assert_close(found, out.sum())
+    assert torch.equal(tilewise.attention(q, k, v, **options).float(), out)
+
+
+def test_forward_mode_is_refused():
+    q, k, v, options = problem()
+    refusal = pytest.raises(NotImplementedError, match="no forward-mode derivative")
+    with refusal:
+        torch.func.jvp(lambda q: tilewise.attention(q, k, v, **options), (q,), (q,))
+    with forward_ad.dual_level(), refusal:
+        tilewise.attention(forward_ad.make_dual(q, q), k, v, **options)
+    with forward_ad.dual_level():
+        tilewise.attention(q, k, v, **options)
+
+
+FIRST_CALL = """
+import torch
+torch.set_default_dtype(torch.{})
+import tilewise
+x = torch.ones(1, 8, 2, 16, dtype=torch.float32)
+assert torch.equal(tilewise.attention(x, x, x, split_size=4), x)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_the_first_call_of_a_process_with_another_default_dtype(dtype):
+    command = [sys.executable, "-W", "error", "-c", FIRST_CALL.format(dtype)]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
