@@ -6,22 +6,23 @@ import sys
 
 SCRIPT = """
 import time
-import torch
 start = time.process_time()
+import torch
+of_torch = time.process_time() - start
 import tilewise
-seconds = time.process_time() - start
+seconds = time.process_time() - start - of_torch
 import sys
 q = torch.randn(1, 4, 2, 16, requires_grad=True)
 unwanted = ("triton", "click", "transformers", "torch._dynamo", "torch._inductor")
 after_import = [name for name in unwanted if name in sys.modules]
 tilewise.attention(q, q, q, causal=True).sum().backward()
 after_call = [name for name in ("triton", "click", "transformers") if name in sys.modules]
-print(seconds, after_import, after_call, sep=";")
+print(seconds, of_torch, after_import, after_call, sep=";")
 """
 
 
 def test_import_is_cheap_and_alone(record_property):
-    """Aimed at 50 ms of the CPU; asserted with room for a slow one."""
+    """Aimed at 50 ms of the CPU; asserted as a share of torch's import, whatever the machine."""
     runs = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT],
@@ -32,10 +33,10 @@ def test_import_is_cheap_and_alone(record_property):
         ).stdout.split(";")
         for _ in range(2)
     ]
-    for _, after_import, after_call in runs:
+    for _, _, after_import, after_call in runs:
         assert after_import == "[]"
         assert after_call.strip() == "[]"
     least = min(float(seconds) for seconds, *_ in runs)
     print(f"import tilewise: {least * 1e3:.0f} ms beyond torch")
     record_property("import_ms", least * 1e3)
-    assert least < 0.15
+    assert least < 0.15 * min(float(of_torch) for _, of_torch, *_ in runs)
