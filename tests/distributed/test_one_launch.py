@@ -299,6 +299,7 @@ def both(rank):
         assert arena.pulled - before == pulled * row
 
 
+@pytest.mark.slow
 def test_two_ranks():
     run(both, 2, timeout=120.0)
 

@@ -62,6 +62,7 @@ def mates(**asked):
     return out, lse * (1 + asked["seqused_k"].sum() % 5 * 2**-23)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "caught"), [(large_lse, 14), (large_out, 14), (mates, 5)])
 def test_planted_errors_are_caught(mutant, caught):
     """So that finding none means something: of 30 cases a third has nothing to be wrong."""

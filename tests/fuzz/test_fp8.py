@@ -62,6 +62,7 @@ def lengths(*inputs, seqused_k, **asked):
     return attention(*inputs, seqused_k=(seqused_k - 1).clamp(min=0), **asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "feature"), [(scores, None), (out, None), (window, "window"), (lengths, "used")]
 )

@@ -15,6 +15,8 @@ from ptx.launch import machine_of
 from ptx.machine import Cta
 from ptx.memory import GlobalMemory
 
+pytestmark = pytest.mark.slow
+
 LAUNCHES = {
     "copy": hopper_launches.copy,
     "matmul": lambda: hopper_launches.matmul(hopper_kernels, n=128),

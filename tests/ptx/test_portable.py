@@ -18,6 +18,8 @@ from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
 from tilewise.testing import use_interpreter
 
+pytestmark = pytest.mark.slow
+
 BF16, INT32 = torch.bfloat16, torch.int32
 NO_SCALES = None, None, None
 ALL, NONE = Steps(True, True, True), Steps(False, False, False)

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ptx import execute
 from ptx.matrices import _accumulator, _to_accumulator
 
+pytestmark = pytest.mark.slow
+
 
 @gluon.jit
 def product_kernel(
