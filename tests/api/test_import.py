@@ -22,7 +22,7 @@ print(seconds, of_torch, after_import, after_call, sep=";")
 
 
 def test_import_is_cheap_and_alone(record_property):
-    """Aimed at 50 ms of the CPU; asserted as a share of torch's import: 0.1 alone, 0.2 if loaded."""
+    """Aimed at 50 ms of the CPU; held to a share of torch's import (0.1 alone, 0.2 loaded)."""
     runs = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT],
