@@ -22,21 +22,23 @@ print(seconds, of_torch, after_import, after_call, sep=";")
 
 
 def test_import_is_cheap_and_alone(record_property):
-    """Aimed at 50 ms of the CPU; held to a share of torch's import (0.1 alone, 0.2 loaded)."""
-    runs = [
-        subprocess.run(
+    """Aimed at 50 ms of the CPU; held to a share of torch's import in the same process, the least
+    of five, so that neither a slow machine nor a busy one decides.
+    """
+    least = float("inf")
+    for _ in range(5):
+        found = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         ).stdout.split(";")
-        for _ in range(3)
-    ]
-    for _, _, after_import, after_call in runs:
-        assert after_import == "[]"
-        assert after_call.strip() == "[]"
-    least = min(float(seconds) for seconds, *_ in runs)
-    print(f"import tilewise: {least * 1e3:.0f} ms beyond torch")
-    record_property("import_ms", least * 1e3)
-    assert least < 0.25 * min(float(of_torch) for _, of_torch, *_ in runs)
+        seconds, of_torch = map(float, found[:2])
+        assert [x.strip() for x in found[2:]] == ["[]", "[]"]
+        least = min(least, seconds / of_torch)
+        if least < 0.15:
+            break
+    print(f"import tilewise: {seconds * 1e3:.0f} ms beyond torch")
+    record_property("import_ms", seconds * 1e3)
+    assert least < 0.15
