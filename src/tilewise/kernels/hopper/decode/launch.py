@@ -259,13 +259,16 @@ class DecodeStep:
         if out is None:
             out = q.new_empty(self.out)
         lse = q.new_empty(self.lse, dtype=torch.float32)
-        partials = q.new_empty(sum(self.floats), dtype=torch.float32).data_ptr()
-        counters = counters_of(self.device, self.counters).data_ptr()
+        # Both are held until the launch: memory that is given back may at once be another's
+        partials = q.new_empty(sum(self.floats), dtype=torch.float32)
+        counters = counters_of(self.device, self.counters)
         row = addresses_of((q, *tensors[3:], out, lse))
+        at = partials.data_ptr()
         for floats in self.floats:
-            row.append(partials)
-            partials += 4 * floats
-        row += [counters, counters + 4 * HANDED_OUT]
+            row.append(at)
+            at += 4 * floats
+        at = counters.data_ptr()
+        row += [at, at + 4 * HANDED_OUT]
         queries, *others = self.args.filled(row)
         self.kernel(
             torch._C._cuda_getCurrentRawStream(self.index),
