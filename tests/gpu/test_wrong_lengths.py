@@ -110,9 +110,9 @@ def call(backend, extras, shape, headdim=128, causal=False, left=-1, determinist
     before = [x.clone() for x in given]
     scalars = Scalars(headdim**-0.5, 0.0, left, 0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic, *names)
-    forward, backward = portable.prepare(problem, scalars, q, k, v), portable.backward
+    forward, backward = portable.prepare(problem, scalars, q, k), portable.backward
     if backend == "hopper":
-        forward = hopper.prepare(problem, scalars, q, k, v)
+        forward = hopper.prepare(problem, scalars, q, k)
         backward = hopper_backward.backward
     for _ in range(2):
         with arena:

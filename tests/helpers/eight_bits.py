@@ -72,7 +72,9 @@ def quantised(queries, lengths, dtype, kind, heads=(4, 2), headdims=(16, 16), q_
             if kind in ("tensor", "none"):
                 scale = scale[:, :1].expand_as(scale)
             scale = torch.ones_like(scale) if kind == "none" else scale / size
-            codes.append((x * (1 if kind == "none" else size)).round().to(dtype))
+            code = (x * (1 if kind == "none" else size)).round()
+            most = LARGEST[dtype]  # past it, torch before 2.13 makes NaN of e4m3
+            codes.append(code.clamp(-most, most).to(dtype))
             scales.append(scale)
         found.append((codes, scales))
     (k, k_scales), (v, v_scales) = found
