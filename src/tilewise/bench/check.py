@@ -42,7 +42,7 @@ Truth = list[tuple[str, tuple, Tensor, tuple[Tensor, ...]]]
 def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) -> Inputs:
     """Normal inputs, the same for every layout; under a softcap q is larger, to reach it."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = getattr(torch, shape.dtype)
+    dtype = getattr(torch, fp8.WIDE if shape.dtype == FP8 else shape.dtype)
     # Scores of unit variance would not show that a softcap of 30 was left out; 7.5 times that does.
     size_q = max(1.0, shape.softcap / 4)
     tensors = []
@@ -58,13 +58,15 @@ def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) 
         x = x.mul_(size).to(dtype)
         tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
     q, k, v, dout = tensors
-    return fp8.in_form(Inputs(q, k, v, dout, bias_of(shape, device, generator)), layout)
+    inputs = Inputs(q, k, v, dout, bias_of(shape, device, generator))
+    return fp8.in_form(inputs, layout) if shape.dtype == FP8 else inputs
 
 
 def truth(shape: Shape, inputs: Inputs) -> Truth:
     """The sampled heads' results in fp64 and as plain torch gives them in the inputs' precision."""
     if shape.dtype == FP8:  # their exact values
-        shape, inputs = shape._replace(dtype="bfloat16"), fp8.in_form(inputs, fp8.WIDE)
+        shape = shape._replace(dtype=fp8.WIDE)
+        inputs = Inputs(*(x.to(torch.bfloat16) for x in inputs[:4]))
     options = options_of(shape, str(inputs.q.device))
     if shape.lengths:
         return _truth_of_packed(shape, inputs, options)

@@ -1,8 +1,10 @@
 """FP8 shapes: their inputs, what a result is held to, and our calls with and without quantising.
 
-The inputs are normal numbers rounded to e4m3, with scales of 1. All providers compute on these
-values: as they are, as a `Quantized` whose V is transposed before the time is taken, or in
-bfloat16, which holds them exactly.
+The inputs are normal numbers rounded to e4m3, with scales of 1: as they are, or as a `Quantized`
+whose V is transposed before the time is taken. Providers that take bfloat16 get the numbers before
+that rounding, and are held to these. Of numbers on e4m3's coarse grid a mean would shift all by the
+same part of a step, so that what the next rounding loses does not average out; and their few bits
+cost bfloat16 less power than those of an activation.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ NAMES = {  # of ours, with what each takes
 
 
 def in_form(inputs: Inputs, form: str) -> Inputs:
-    """e4m3 inputs as a provider takes them."""
+    """bfloat16 inputs as a provider takes them."""
     if form == WIDE:
-        return Inputs(*(x.to(torch.bfloat16) for x in inputs[:4]))
+        return inputs
+    inputs = Inputs(*(x.to(getattr(torch, FP8)) for x in inputs[:4]))
     if form != TRANSPOSED:
         return inputs
     ones = torch.ones(inputs.q.shape[0], inputs.k.shape[2], device=inputs.q.device)

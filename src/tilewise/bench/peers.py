@@ -68,7 +68,7 @@ def prepare_fa3(shape: Shape, device: str) -> Attend:
 def prepare_fa3_fp8(shape: Shape, device: str) -> Attend:
     """From the package whose forward takes e4m3; without scales it takes them for 1."""
     try:
-        importlib.import_module(FA3_FP8)
+        importlib.import_module(f"{FA3_FP8}._C")  # registers the operators
     except ImportError as error:
         raise Absent(f"{FA3_FP8} is not installed, the forward with FP8 ({error})") from error
     return from_library(getattr(torch.ops, FA3_FP8), shape, device)

@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from . import fp8
 from .check import Inputs, Verdict, backward_of, judge, make_inputs, truth
 from .providers import Attend, Provider, provider
 from .row import Row, Stamp, append, stamp
@@ -80,7 +81,7 @@ class Stage:
     def __init__(self, shape: Shape, device: str) -> None:
         self.shape, self.device = shape, device
         self.inputs = {"bshd": make_inputs(shape, device)}
-        self.expected = truth(shape, self.inputs["bshd"])
+        self.expected = {"bshd": truth(shape, self.inputs["bshd"])}
 
     def ready(self, one: Provider) -> Ready | Outcome[Shape]:
         """The provider once it has been asked and checked, or why it is not timed."""
@@ -90,9 +91,12 @@ class Stage:
             if one.layout not in self.inputs:
                 self.inputs[one.layout] = make_inputs(self.shape, self.device, one.layout)
             inputs = self.inputs[one.layout]
+            values = fp8.WIDE if one.layout == fp8.WIDE else "bshd"  # not rounded to 8 bits, or so
+            if values not in self.expected:
+                self.expected[values] = truth(self.shape, inputs)
             attend = one.prepare(self.shape, self.device)
             is_ours = one.name.startswith("tilewise")
-            verdict = judge(self.shape, attend, inputs, self.expected, is_ours)
+            verdict = judge(self.shape, attend, inputs, self.expected[values], is_ours)
             if verdict.passes:
                 return Ready(call_of(self.shape, attend, inputs), verdict)
         except Exception as error:  # whatever a peer raises is its reason
