@@ -1,5 +1,7 @@
 """Calls with FP8 products: the formula, and every function that takes them."""
 
+import sys
+
 import pytest
 import torch
 from helpers.fp8_calls import FEATURES, INT32, assert_near, eight, exactly, starts, tensors
@@ -156,3 +158,20 @@ def test_pages_of_8_bits_keep_their_scales_in_varlen():
         *given[:3], page_table=table, seqused_k=used, cu_seqlens_q=starts(20), k_descale=scale
     )
     assert torch.equal(found, expected)
+
+
+def test_missing_scales_are_one_tensor_and_the_call_is_looked_up_once(monkeypatch):
+    """A tensor of ones is a kernel's launch, and a look costs as much as another."""
+    q, k, v = (torch.randn(1, 16, 2, 64).to(torch.float8_e4m3fn) for _ in range(3))
+    ones, looks = [], []
+    new_ones = torch.Tensor.new_ones
+    monkeypatch.setattr(
+        torch.Tensor, "new_ones", lambda x, *a, **o: ones.append(a) or new_ones(x, *a, **o)
+    )
+    for name in ("attention", "fp8"):
+        monkeypatch.setattr(
+            sys.modules[f"tilewise.frontend.{name}"], "find", lambda *a: looks.append(a)
+        )
+    tilewise.attention(q, k, v)
+    tilewise.attention(q, k, v, k_descale=torch.tensor(2.0))
+    assert ones == [(1, 2)] * 2 and len(looks) == 2

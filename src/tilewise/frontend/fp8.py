@@ -138,8 +138,12 @@ def _of_raw(q: Any, k: Any, v: Any, given: Arguments, is_packed: bool, is_new: b
         check_raw(q, k, v, given.descales, given.words)
     starts = given.lengths[2]
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
+    one = None
+    if any(x is None for x in given.descales):  # a tensor of ones is a launch: they share it
+        one = k.new_ones(sequences, k.shape[2], dtype=torch.float32)
     named = zip(("q_descale", "k_descale", "v_descale"), given.descales)
-    return Quantized(q, k, v, Scales(*(descale(name, s, k, sequences) for name, s in named)))
+    scales = (one if x is None else descale(name, x, k, sequences) for name, x in named)
+    return Quantized(q, k, v, Scales(*scales))
 
 
 def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:

@@ -79,11 +79,9 @@ def refuse_grad(named: Iterable[tuple[str, Tensor | None]]) -> None:
             )
 
 
-def descale(name: str, x: Tensor | None, k: Tensor, batch: int) -> Tensor:
+def descale(name: str, x: Tensor, k: Tensor, batch: int) -> Tensor:
     """A scale as kernels take it, fp32 (batch, nheads_k)."""
     nheads_k = k.shape[2]
-    if x is None:
-        return k.new_ones(batch, nheads_k, dtype=torch.float32)
     check_tensor(name, x)
     if tuple(x.shape) not in ((), (nheads_k,), (batch, nheads_k)):
         raise ArgumentError(

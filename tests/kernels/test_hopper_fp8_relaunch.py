@@ -1,0 +1,64 @@
+"""Relaunches of the FP8 forward for Hopper read each call's own tensors. No GPU: the launcher is a
+function that notes the arguments.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import fp8
+
+from tilewise.kernels.common.quantized import Scales
+from tilewise.kernels.hopper.fwd import fp8_launch
+from tilewise.problem import Scalars
+
+HEADS = fp8.Heads(2, 2, 128, 128)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Arguments of relaunches, as flat numbers."""
+    found = []
+
+    def kernel(stream, *args):
+        found.append(list(numbers_in(args)))
+
+    def described(kernel, args):
+        return SimpleNamespace(at=lambda index, address: (address,))
+
+    def first(*args, **constants):
+        return None
+
+    monkeypatch.setattr(fp8_launch, "first_launch", first)
+    monkeypatch.setattr(fp8_launch, "checked", lambda args: args)
+    monkeypatch.setattr(fp8_launch, "direct_of", lambda compiled, programs: kernel)
+    monkeypatch.setattr(fp8_launch, "Descriptors", described)
+    monkeypatch.setattr(fp8_launch, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(fp8_launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(fp8_launch, "may_relaunch", lambda device: True)
+    monkeypatch.setattr(fp8_launch, "counter", lambda *of: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return found
+
+
+def numbers_in(args):
+    for x in args:
+        if isinstance(x, tuple):
+            yield from numbers_in(x)
+        elif isinstance(x, int):
+            yield x
+
+
+def test_scales_that_were_one_tensor_may_be_several(launched):
+    call = fp8.normal_call([128], [128], HEADS)
+    scalars = Scalars(128**-0.5, 0.0, -1, -1)
+    problem = fp8.problem_of(call, scalars)
+    forward = fp8_launch.Fp8Forward(problem, scalars, torch.bfloat16)
+    one, *three = (torch.rand(1, 2) for _ in range(4))
+    forward(call.quantized._replace(scales=Scales(one, one, one)), call.extras)
+    forward(call.quantized._replace(scales=Scales(*three)), call.extras)
+    (numbers,) = launched
+    places = [numbers.index(x.data_ptr()) for x in three]
+    assert places == sorted(places) and one.data_ptr() not in numbers
