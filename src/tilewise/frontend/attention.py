@@ -175,7 +175,8 @@ def attention(
     of_fp8 = q_descale, out_dtype, backward
     has_more = not (mask_mod is score_mod is block_mask is None)
     has_more = has_more or not (q_descale is out_dtype is backward is None)
-    has_more = has_more or getattr(q, "dtype", None) in fp8.ONE_BYTE  # which has its own entries
+    # FP8 products have entries of their own
+    has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in fp8.ONE_BYTE
     if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
         sides = window if type(window) is tuple else (window,)
         words = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
