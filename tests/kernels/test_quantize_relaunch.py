@@ -17,7 +17,7 @@ from tilewise.problem import Extras
 
 NAMES = [
     *("quantize_amax_kernel", "quantize_cast_kernel", "quantize_means_kernel"),
-    *("quantize_sums_kernel", "transpose_values_kernel"),
+    *("quantize_statistics_kernel", "transpose_values_kernel"),
 ]
 ALL, NONE = Steps(True, True, True), Steps(False, False, False)
 
@@ -125,7 +125,7 @@ def test_quantising_again(name, log):
         quantize.prepare_quantize(steps)(*given)
         expected, log[:] = list(log), []
         assert [(n, *rest) for n, _, *rest in found] == [(n, *rest) for n, _, *rest in expected]
-        assert len(found) == (2 + 4 + 4 if steps == ALL else 3)
+        assert len(found) == (2 + 3 + 3 if steps == ALL else 3)
 
 
 def test_transposing_and_centering_again(log):

@@ -26,14 +26,15 @@ from ..common.quantized import (
 from ..common.relaunch import Launches, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
+from .hadamard import Rotation
 from .quantize_kernels import (
-    Rotation,
     RowBlocks,
+    Statistics,
     Tables,
     quantize_amax_kernel,
     quantize_cast_kernel,
     quantize_means_kernel,
-    quantize_sums_kernel,
+    quantize_statistics_kernel,
     transpose_values_kernel,
 )
 
@@ -58,8 +59,8 @@ class Memory(NamedTuple):
     out: Tensor  # codes, or V^T: e4m3, or its bits where a GPU has no conversion
     scale: Tensor | None  # where none is given
     mean: Tensor | None
-    sums: Tensor | None  # of each block of rows
-    largest: Tensor | None
+    statistics: Statistics  # of each block of rows
+    largest: Tensor | None  # magnitude: of a block, or, where a mean is taken off, of a sequence
 
 
 def quantize(
@@ -98,7 +99,7 @@ class Quantizing(Launches):
         starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
         each = zip((q, k, v), sides, starts, scales)
         memory = [memory_of(x, side, start, scale is None) for x, side, start, scale in each]
-        written = [x for of_one in memory for x in of_one]
+        written = [x for one in memory for x in (*one[:3], *one.statistics, one.largest)]
         tables = (None, None) if rotary is None else rotary[:2]
         read = q, k, v, *scales, *of, *tables
         if not self.again((*read, *written)):
@@ -148,15 +149,19 @@ def memory_of(x: Tensor, side: Side, starts: Tensor | None, wants_scale: bool) -
         out = make(x.shape, device=x.device, dtype=torch.uint8)
     if has_product(architecture(x.device)):
         out = out.view(FP8)
-    sums = mean = scale = largest = None
+    mean = scale = largest = None
+    statistics = Statistics(None, None, None)
     number = dict(device=x.device, dtype=torch.float32)
     if side.smooths:
-        sums = torch.empty(count, nheads, headdim, **number)
+        kinds = 3 if wants_scale else 1
+        found = torch.empty(kinds, count, nheads, headdim, **number).unbind(0)
+        statistics = Statistics(*found, *[None] * (3 - kinds))
         mean = torch.empty(sequences, nheads, headdim, **number)
     if wants_scale:
         scale = torch.empty(sequences, nheads // side.group, **number)
-        largest = torch.empty(count, nheads, device=x.device, dtype=torch.int32)
-    return Memory(out, scale, mean, sums, largest)
+        rows = sequences if side.smooths else count
+        largest = torch.empty(rows, nheads, device=x.device, dtype=torch.int32)
+    return Memory(out, scale, mean, statistics, largest)
 
 
 def plans_of(
@@ -200,12 +205,15 @@ def plans_of_one(
     mean = None if into.mean is None else of_head(into.mean)
     launches = []
     if mean is not None:
-        sums, means = (into.sums, blocks), blocks.sequences * blocks.nheads
-        launches.append((quantize_sums_kernel, programs, (*of_x, *sums), constants))
-        args = into.sums, mean, blocks
+        args = *of_x, into.statistics, blocks
+        launches.append((quantize_statistics_kernel, programs, args, constants))
+        args, means = (
+            (into.statistics, mean, into.largest, blocks),
+            blocks.sequences * blocks.nheads,
+        )
         launches.append((quantize_means_kernel, means, args, dict(D=headdim)))
-    if scale is None:
-        args = *of_x, mean, into.largest, blocks, headdim
+    elif scale is None:
+        args = *of_x, into.largest, blocks, headdim
         launches.append((quantize_amax_kernel, programs, args, constants))
     out = _of_values(into.out) if side.transposes else strided(into.out)
     written = of_head(into.scale if scale is None else scale), out, blocks

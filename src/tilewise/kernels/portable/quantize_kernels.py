@@ -1,8 +1,9 @@
 """q, k and v to e4m3, and V^T: the steps of `kernels/cpu/quantize.py`, in passes over the tensor.
 
-    sums   of each block of rows, where a mean is taken off; then the means
-    amax   of each block, where no scale is given
-    cast   the scale of a sequence and key head from its blocks, then codes, or V^T
+    statistics   where a mean is taken off: of each block and channel the sum and the extremes; then
+                 the means, and the largest magnitude without them, which the extremes tell
+    amax         else: of each block, where no scale is given
+    cast         the scale of a sequence and key head, then codes, or V^T
 
 A program has ROWS rows of one head and one sequence. Blocks are counted so that no block has rows
 of two packed sequences, as the columns of V^T are (`padded_row`). What was computed of a block is
@@ -20,12 +21,12 @@ from ...tile.seqlen import padded_row, rows_of
 from ..common.io import head_of
 from .fp8_fwd import address_of, load_number
 from .fp8_order import COLUMNS, key_of_column
+from .hadamard import CHUNK, add_product, hadamard, is_odd, tiles_at_once, with_signs
 from .rotary import turned
 
 ROWS = COLUMNS
 SEQUENCES_PER_GROUP = tl.constexpr(128)
 PARTS = tl.constexpr(64)  # blocks whose results are read at a time
-CHUNK = tl.constexpr(64)  # columns of a head that a tile has
 
 
 class RowBlocks(NamedTuple):
@@ -47,14 +48,12 @@ class Tables(NamedTuple):
     keys: RowBlocks
 
 
-class Rotation(NamedTuple):
-    """Constexprs: the head dim, how its channels are mixed, and which pairs of them are turned."""
+class Statistics(NamedTuple):
+    """Of each block of rows: (blocks, nheads, headdim), fp32."""
 
-    D: int
-    HADAMARD: int  # channels of a block, a power of two; 0 for none
-    FACTOR: float  # its inverse square root
-    HALF: int = 0  # pairs
-    INTERLEAVED: bool = True  # pairs are of neighbours
+    sums: Any
+    highs: Any  # None where no scale is wanted
+    lows: Any
 
 
 class OfSequence(NamedTuple):
@@ -131,36 +130,6 @@ def find_block(program, blocks, tables, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotation(source, columns, HADAMARD: tl.constexpr):
-    """Entries of Hadamard's matrix times the signs of channels: minus where an odd number of bits
-    is 1 in both indices, and, Rudin and Shapiro's sign, of pairs of adjacent bits of the channel's.
-    """
-    i, j = columns[None, :], source[:, None]
-    bits = (i & j & (HADAMARD - 1)) ^ (j & (j >> 1))
-    bits = bits ^ (bits >> 8)
-    bits = bits ^ (bits >> 4)
-    bits = bits ^ (bits >> 2)
-    bits = bits ^ (bits >> 1)
-    return tl.where(i // HADAMARD == j // HADAMARD, 1.0 - 2.0 * (bits & 1), 0.0)
-
-
-@triton.jit
-def add_product(acc, x, matrix):
-    """acc + x matrix, whose products with 1 and -1 are exact in any dtype. fp32 is the sum of three
-    bf16 numbers, and so multiplies in the tensor cores.
-    """
-    if x.dtype == tl.float32:
-        matrix = matrix.to(tl.bfloat16)
-        for _ in tl.static_range(3):
-            part = x.to(tl.bfloat16)
-            acc = tl.dot(part, matrix, acc)
-            x -= part.to(tl.float32)
-        return acc
-    else:
-        return tl.dot(x, matrix.to(x.dtype), acc)
-
-
-@triton.jit
 def load_turned(
     row, column, is_used, position, tables, ROTATION: tl.constexpr, COUNT: tl.constexpr
 ):
@@ -177,8 +146,10 @@ def load_turned(
 
 
 @triton.jit
-def load_tile(x, tables, block, offs, column, ROTATION: tl.constexpr):
-    """CHUNK columns of rows, turned and rotated, in fp32; 0 where a row is not in use."""
+def load_tiles(x, tables, block, offs, first, ROTATION: tl.constexpr):
+    """Columns of rows from `first` on, turned and rotated, in fp32, as a tuple of tiles of CHUNK
+    columns; 0 where a row is not in use.
+    """
     HADAMARD: tl.constexpr = ROTATION.HADAMARD
     position = block.start + offs
     row = (block.of.first_row + position).to(tl.int64)[:, None] * x.row
@@ -186,68 +157,108 @@ def load_tile(x, tables, block, offs, column, ROTATION: tl.constexpr):
     is_used = (position < block.of.used)[:, None]
     angle = block.before + position
     if HADAMARD == 0:
-        found = load_turned(ptrs, column, is_used, angle, tables, ROTATION, CHUNK)
-        return found.to(tl.float32)
+        found = load_turned(ptrs, first, is_used, angle, tables, ROTATION, CHUNK)
+        return (found.to(tl.float32),)
     else:
-        # Channels that are mixed with these
-        WIDTH: tl.constexpr = HADAMARD if HADAMARD > CHUNK else CHUNK
-        first = column // WIDTH * WIDTH
-        columns = column + tl.arange(0, CHUNK)
-        tile = tl.zeros([ROWS, CHUNK], tl.float32)
-        # With their partners and angles in fp32, fewer at a time have room in registers
+        # Tiles of channels that are mixed with these, and which of them the first is
+        OF_BLOCK: tl.constexpr = HADAMARD // CHUNK if HADAMARD > CHUNK else 1
+        of_first = first // CHUNK % OF_BLOCK
+        begin = first - of_first * CHUNK
+        # With their partners and angles in fp32, fewer columns at a time have room in registers
         COUNT: tl.constexpr = CHUNK // 2 if ROTATION.HALF > 0 else CHUNK
-        for more in range(0, WIDTH, COUNT):
-            of_x = load_turned(ptrs, first + more, is_used, angle, tables, ROTATION, COUNT)
-            source = first + more + tl.arange(0, COUNT)
-            tile = add_product(tile, of_x, rotation(source, columns, HADAMARD))
-        return tile * ROTATION.FACTOR
+        left = tl.zeros([ROWS, CHUNK], tl.float32)
+        right = left
+        # Unrolled, four products at once would not fit in registers
+        UNROLL: tl.constexpr = OF_BLOCK if OF_BLOCK <= 2 else 1
+        for source in tl.range(0, OF_BLOCK, loop_unroll_factor=UNROLL):
+            product = tl.zeros([ROWS, CHUNK], tl.float32)
+            for part in tl.static_range(0, CHUNK, COUNT):
+                column = begin + source * CHUNK + part
+                of_x = load_turned(ptrs, column, is_used, angle, tables, ROTATION, COUNT)
+                of_x = with_signs(of_x, column + tl.arange(0, COUNT))
+                product = add_product(product, of_x, hadamard(part, COUNT, HADAMARD))
+            left += tl.where(is_odd(of_first & source), -1.0, 1.0) * product
+            if OF_BLOCK > 1:
+                right += tl.where(is_odd(of_first + 1 & source), -1.0, 1.0) * product
+        tiles = (left * ROTATION.FACTOR,)
+        if OF_BLOCK > 1:
+            tiles = tiles + (right * ROTATION.FACTOR,)
+        return tiles
 
 
 @triton.jit
-def load_smooth(x, tables, mean, block, offs, column, ROTATION: tl.constexpr):
-    """The same less its mean; 0 where a row is not in use."""
-    tile = load_tile(x, tables, block, offs, column, ROTATION)
-    if mean is not None:
-        columns = column + tl.arange(0, CHUNK)
-        at = address_of(mean, block.sequence, block.head) + columns
-        of_columns = tl.load(at, mask=columns < ROTATION.D, other=0.0)
+def load_smooth(x, tables, mean, block, offs, first, ROTATION: tl.constexpr):
+    """The same less their means; 0 where a row is not in use."""
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    tiles = load_tiles(x, tables, block, offs, first, ROTATION)
+    if mean is None:
+        return tiles
+    else:
         is_used = (block.start + offs < block.of.used)[:, None]
-        tile = tl.where(is_used, tile - of_columns[None, :], 0.0)
-    return tile
+        smooth = ()
+        for i in tl.static_range(TILES):
+            columns = first + i * CHUNK + tl.arange(0, CHUNK)
+            at = address_of(mean, block.sequence, block.head) + columns
+            of_columns = tl.load(at, mask=columns < ROTATION.D, other=0.0)
+            smooth = smooth + (tl.where(is_used, tiles[i] - of_columns[None, :], 0.0),)
+        return smooth
 
 
 @triton.jit
-def quantize_sums_kernel(x, tables, sums, blocks, ROTATION: tl.constexpr):
-    """Of each block: sums (blocks, nheads, headdim)."""
+def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr):
+    """Of each block."""
     block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
-    row = sums + (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
-    for column in range(0, ROTATION.D, CHUNK):
-        tile = load_tile(x, tables, block, tl.arange(0, ROWS), column, ROTATION)
-        columns = column + tl.arange(0, CHUNK)
-        tl.store(row + columns, tl.sum(tile, 0), mask=columns < ROTATION.D)
+    row = (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
+    is_used = (block.start + tl.arange(0, ROWS) < block.of.used)[:, None]
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    for first in range(0, ROTATION.D, TILES * CHUNK):
+        tiles = load_tiles(x, tables, block, tl.arange(0, ROWS), first, ROTATION)
+        for i in tl.static_range(TILES):
+            columns = first + i * CHUNK + tl.arange(0, CHUNK)
+            at, exists = row + columns, columns < ROTATION.D
+            tl.store(found.sums + at, tl.sum(tiles[i], 0), mask=exists)
+            if found.highs is not None:
+                high = tl.max(tl.where(is_used, tiles[i], float("-inf")), 0)
+                low = tl.min(tl.where(is_used, tiles[i], float("inf")), 0)
+                tl.store(found.highs + at, high, mask=exists)
+                tl.store(found.lows + at, low, mask=exists)
 
 
 @triton.jit
-def quantize_means_kernel(sums, mean, blocks, D: tl.constexpr):
-    """Of each sequence and head, over its rows in use: (sequences, nheads, headdim)."""
+def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
+    """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
+    of the largest magnitude without it. Rounding keeps order, so that this is of an extreme.
+    """
     sequence, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
     of = find_sequence(sequence, blocks)
-    count = tl.cdiv(of.used, ROWS)
+    count, top = tl.cdiv(of.used, ROWS), sequence * 0
     for column in range(0, D, CHUNK):
         columns = column + tl.arange(0, CHUNK)
         total = tl.zeros([CHUNK], tl.float32)
+        high = tl.full([CHUNK], float("-inf"), tl.float32)
+        low = tl.full([CHUNK], float("inf"), tl.float32)
         for first in range(0, count, PARTS):
             number = first + tl.arange(0, PARTS)
             at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+            at = at[:, None] + columns[None, :]
             exists = (number < count)[:, None] & (columns < D)[None, :]
-            part = tl.load(sums + at[:, None] + columns[None, :], mask=exists, other=0.0)
-            total += tl.sum(part, 0)
-        found = total / tl.maximum(of.used, 1).to(tl.float32)
-        tl.store(address_of(mean, sequence, head) + columns, found, mask=columns < D)
+            total += tl.sum(tl.load(found.sums + at, mask=exists, other=0.0), 0)
+            if largest is not None:
+                highs = tl.load(found.highs + at, mask=exists, other=float("-inf"))
+                lows = tl.load(found.lows + at, mask=exists, other=float("inf"))
+                high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
+        of_columns = total / tl.maximum(of.used, 1).to(tl.float32)
+        tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
+        if largest is not None:
+            off = tl.maximum(high - of_columns, of_columns - low)  # NaN where the mean is
+            off = tl.where((columns < D) & (of.used > 0), off, 0.0)
+            top = tl.maximum(top, tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+    if largest is not None:
+        tl.store(largest + (tl.cast(sequence, tl.int64) * blocks.nheads + head), top)
 
 
 @triton.jit
-def quantize_amax_kernel(x, tables, mean, largest, blocks, headdim, ROTATION: tl.constexpr):
+def quantize_amax_kernel(x, tables, largest, blocks, headdim, ROTATION: tl.constexpr):
     """Of each block: (blocks, nheads), the bits of the largest magnitude, which are in its order,
     and NaN's above all.
 
@@ -256,23 +267,29 @@ def quantize_amax_kernel(x, tables, mean, largest, blocks, headdim, ROTATION: tl
     """
     block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
     found = tl.zeros([CHUNK], tl.int32)
-    for column in range(0, headdim, CHUNK):
-        tile = load_smooth(x, tables, mean, block, tl.arange(0, ROWS), column, ROTATION)
-        bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    for first in range(0, headdim, TILES * CHUNK):
+        tiles = load_tiles(x, tables, block, tl.arange(0, ROWS), first, ROTATION)
+        bits = tl.zeros([ROWS, CHUNK], tl.int32)
+        for i in tl.static_range(TILES):
+            bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         found = tl.maximum(found, tl.max(bits, 0))
     row = largest + tl.cast(block.number, tl.int64) * blocks.nheads
     tl.store(row + block.head, tl.max(found, 0))
 
 
 @triton.jit
-def scale_of(largest, block, blocks, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr):
-    """Takes the largest magnitude of a sequence and key head to 448; NaN where there is NaN."""
-    of, first_head = block.of, block.head // GROUP * GROUP
-    count, heads = tl.cdiv(of.used, ROWS), tl.arange(0, BLOCK_GROUP)
+def scale_of(
+    largest, first_row, count, block, blocks, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr
+):
+    """Takes the largest magnitude of a sequence and key head to 448; NaN where there is NaN. It is
+    in `count` rows of `largest`.
+    """
+    first_head, heads = block.head // GROUP * GROUP, tl.arange(0, BLOCK_GROUP)
     found = block.number * 0
     for first in range(0, count, PARTS):
         number = first + tl.arange(0, PARTS)
-        at = (of.first_block + number).to(tl.int64) * blocks.nheads + first_head
+        at = (first_row + number).to(tl.int64) * blocks.nheads + first_head
         exists = (number < count)[:, None] & (heads < GROUP)[None, :]
         part = tl.load(largest + at[:, None] + heads[None, :], mask=exists, other=0)
         found = tl.maximum(found, tl.max(tl.max(part, 1), 0))
@@ -301,25 +318,30 @@ def quantize_cast_kernel(
     if largest is None:
         factor = load_number(scale, block.sequence, head_k)
     else:
-        factor = scale_of(largest, block, blocks, GROUP, BLOCK_GROUP)
+        row, count = block.of.first_block, tl.cdiv(block.of.used, ROWS)
+        if mean is not None:  # found with it, of the whole sequence
+            row, count = block.sequence, block.number * 0 + 1
+        factor = scale_of(largest, row, count, block, blocks, GROUP, BLOCK_GROUP)
         if (block.start == 0) & (block.head % GROUP == 0):
             tl.store(address_of(scale, block.sequence, head_k), factor)
     offs = tl.arange(0, ROWS)
     if TRANSPOSED:
         offs = key_of_column(offs)
     is_used = (block.start + offs < block.of.used)[:, None]
-    for column in range(0, ROTATION.D, CHUNK):
-        tile = load_smooth(x, tables, mean, block, offs, column, ROTATION)
-        tile = tl.where(is_used, tl.div_rn(tile, tl.zeros_like(tile) + factor), 0.0)
-        if out.ptr.dtype.element_ty == tl.uint8:
-            codes = to_e4m3(tile)
-        else:
-            codes = tl.minimum(tl.maximum(tile, -448.0), 448.0)
-            codes = tl.where(tile != tile, tile, codes).to(out.ptr.dtype.element_ty)
-        if TRANSPOSED:
-            store_columns(out, codes, block, column, ROTATION.D, blocks)
-        else:
-            store_codes(out, codes, block, column, ROTATION.D)
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    for first in range(0, ROTATION.D, TILES * CHUNK):
+        tiles = load_smooth(x, tables, mean, block, offs, first, ROTATION)
+        for i in tl.static_range(TILES):
+            tile = tl.where(is_used, tl.div_rn(tiles[i], tl.zeros_like(tiles[i]) + factor), 0.0)
+            if out.ptr.dtype.element_ty == tl.uint8:
+                codes = to_e4m3(tile)
+            else:
+                codes = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+                codes = tl.where(tile != tile, tile, codes).to(out.ptr.dtype.element_ty)
+            if TRANSPOSED:
+                store_columns(out, codes, block, first + i * CHUNK, ROTATION.D, blocks)
+            else:
+                store_codes(out, codes, block, first + i * CHUNK, ROTATION.D)
 
 
 @triton.jit
