@@ -6,7 +6,8 @@ import pytest
 import torch
 import triton
 from helpers import fp8
-from helpers.tiers import sample_rows
+from helpers.sass import innermost_loops, spills_in
+from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
@@ -36,36 +37,65 @@ FEATURES = {
 # epilogue adds, and lengths of packed sequences
 SPILLS = {(64, "packed"): 16, (128, "window"): 12, (128, "mean"): 64, (128, "softcap"): 40}
 WIDE_SPILLS = 100
+HALVES_SPILLS = 40
 CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]
+HALVES = [name for name in FEATURES if name not in ("mean", "center")]
 
 
-def compiled_stats(
-    headdim, out_dtype=torch.bfloat16, causal=False, left=-1, softcap=0.0, center=False, **asked
+def compiled_stats(*args, **asked):
+    return stats(compiled(*args, **asked))
+
+
+def compiled(
+    headdim,
+    out_dtype=torch.bfloat16,
+    causal=False,
+    left=-1,
+    softcap=0.0,
+    center=False,
+    in_halves=False,
+    **asked,
 ):
     sequences = 2 if asked.get("packed") else 1
     lengths = [[256] * sequences] * 2
     call = fp8.normal_call(*lengths, fp8.Heads(4, 2, headdim, headdim), **asked)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     problem, read = fp8.problem_of(call, scalars), call.quantized
-    plan = fp8_launch.plan_for(problem, read.q, call.extras, out_dtype)
+    plan = fp8_launch.plan_for(problem, read, call.extras, out_dtype)
+    plan = plan._replace(tile=plan.tile._replace(O_HALVES=in_halves))
     out = torch.empty(*read.q.shape[:3], headdim, dtype=out_dtype)
     lse = torch.empty(read.q.shape[0], 4, read.q.shape[1])
     center = torch.zeros(read.v_t.shape[0], 2, headdim) if center else None
     args = fp8_launch.arguments(problem, plan, read, call.extras, scalars, out, lse, center)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    return stats(build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants))
+    return build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants)
 
 
 @pytest.mark.parametrize(
     "headdim, name", sample_rows(CASES, (128, "full"), (128, "mean"), (256, "mean"))
 )
 def test_compiles(headdim, name):
-    found = compiled_stats(headdim, **FEATURES[name])
+    most = SPILLS.get((headdim, name), WIDE_SPILLS if headdim == 256 else 0)
+    check(compiled_stats(headdim, **FEATURES[name]), most)
+
+
+@pytest.mark.parametrize("name", sample(HALVES, "full"))
+def test_halves_compile(name):
+    """No spills in the loop, which has no S in flight while a half of P V is."""
+    kernel = compiled(256, in_halves=True, **FEATURES[name])
+    check(stats(kernel), HALVES_SPILLS)
+    loops = innermost_loops(kernel, "QGMMA")
+    loops = [x for x in loops if sum("MUFU.EX2" in line for line in x) >= 32]
+    # Each warpgroup's, and behind them jumps back from what ptxas put at the end
+    assert sum(map(spills_in, sorted(loops, key=len)[:2])) == 0 and len(loops) >= 2
+
+
+def check(found, most):
+    """What compiled spills at most so many bytes, and is as it should be."""
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["QGMMA"] > 0 and found["HGMMA"] == 0 and found["UTMALDG"] > 0, found
     assert not found["wgmma_serialized"] and not found["copies_apart"], found
     assert not found["idle_barriers"], found
-    most = SPILLS.get((headdim, name), WIDE_SPILLS if headdim == 256 else 0)
     assert found["spill_stores"] <= most, found
 
 

@@ -57,7 +57,7 @@ def test_values_without_a_mean(headdim, causal, form):
 
 @pytest.mark.parametrize("form", ["quantized", "raw"])
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen", [2**10, 2**14, 2**16])
+@pytest.mark.parametrize("seqlen", [2**10, 2**14, 2**16, 2**17])
 def test_values_of_mean_1_at_any_length(seqlen, headdim, form):
     out, lse = errors(*both(normal(seqlen, headdim, 1.0, heads=(2, 1)))[form], rows=16)
     assert out < 5e-3 and lse < 2e-3

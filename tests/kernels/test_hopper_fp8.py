@@ -8,7 +8,7 @@ from helpers import fp8
 from helpers.tiers import sample
 
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper.fwd import fp8_center
+from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
 from tilewise.problem import Extras
 from tilewise.testing import interpret, use_emulator
 from tilewise.testing.inputs import poisoned
@@ -98,7 +98,7 @@ def test_against_fp64_on_a_gpu(name):
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen_k", [1024, 16384, 65536])
+@pytest.mark.parametrize("seqlen_k", [1024, 16384, 65536, 131072])
 def test_an_error_that_does_not_grow_on_a_gpu(headdim, seqlen_k):
     """V of mean 1: raw, and with its mean taken off."""
     for mean in (False, True):
@@ -203,6 +203,92 @@ def test_the_tensor_cores_alone_would_lose_it():
         attend = fp8.forward_of(hopper, call, out_dtype=BF16)
         attend.launch(call.quantized, call.extras, None, out, lse)
     assert 8e-3 < fp8.error_of(out, fp8.reference(call)[0]) < 1.3e-2
+
+
+# V of more than 128 columns, as where it has more keys than centring serves
+HALVES = {
+    "full": (([130], [300], fp8.Heads(2, 2, 256, 256)), {}, {}),
+    "one-block": (([130], [70], fp8.Heads(1, 1, 256, 256)), {}, {}),
+    "causal": (([300], [300], fp8.Heads(1, 1, 256, 256)), dict(causal=True), {}),
+    "more-queries": (([300], [140], fp8.Heads(1, 1, 256, 256)), dict(causal=True), {}),
+    "group": (([3, 3], [280, 280], fp8.Heads(8, 2, 256, 256)), dict(causal=True), {}),
+    "window": (([290], [290], fp8.Heads(1, 1, 256, 256)), dict(window=(100, 20)), {}),
+    "softcap": (([140], [200], fp8.Heads(1, 1, 256, 256)), dict(softcap=3.0), {}),
+    "64-192": (([70], [200], fp8.Heads(2, 2, 64, 192)), {}, {}),
+    "used": (([300, 300], [129, 0], fp8.Heads(2, 2, 256, 256)), dict(causal=True), dict(spare=9)),
+    "packed": (
+        *(([5, 130, 0, 70, 9], [7, 129, 3, 300, 0], fp8.Heads(2, 2, 256, 256)), dict(causal=True)),
+        dict(packed=True),
+    ),
+    "sinks": (
+        *(([140], [200], fp8.Heads(2, 2, 256, 256)), {}),
+        dict(sinks=torch.tensor([2.0, -1.0]), alibi_slopes=torch.tensor([0.1, 0.3])),
+    ),
+}
+
+
+@pytest.fixture
+def in_halves(monkeypatch):
+    """As if all calls had more keys than centring serves."""
+    monkeypatch.setattr(fp8_launch, "CENTERED_KEYS", 0)
+
+    def no_mean(*args):
+        raise AssertionError("the mean of V is not needed")
+
+    monkeypatch.setattr(fp8_center.Centering, "__call__", no_mean)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_in_halves_against_fp64(name, in_halves):
+    lengths, options, how = HALVES[name]
+    checked(fp8.normal_call(*lengths, **how), **options)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HALVES)
+def test_in_halves_against_fp64_on_a_gpu(name, in_halves):
+    lengths, options, how = HALVES[name]
+    checked(fp8.normal_call(*lengths, device="cuda", **how), **options)
+
+
+@pytest.mark.parametrize("seed", sample(range(4), 0))
+def test_in_halves_by_other_schedules(seed, in_halves):
+    lengths, options, how = HALVES["causal"]
+    call = fp8.normal_call(*lengths, **how)
+    for a, b in zip(run(call, **options), run(call, seed=seed + 1, **options)):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize("seqlen_k", [1024, pytest.param(4096, marks=pytest.mark.slow)])
+def test_in_halves_a_large_sum_loses_nothing(seqlen_k, in_halves):
+    checked(around_one(256, seqlen_k), 4e-3)
+
+
+def test_in_halves_the_mean_may_drift(in_halves):
+    """From 0 to 2 along the sequence: 7.6e-3 where the mean of all keys is subtracted."""
+    q, k, v = (normal(1, n, 1, 256, seed=i) for i, n in enumerate((64, 2048, 2048)))
+    v[:, 1024:] += 2.0
+    checked(fp8.call_of(zip(q, k, v)), 4e-3)
+
+
+def keys_of(seqlen_k, headdim_v=256, v_mean=None):
+    """A `Quantized` of that many keys, which takes no memory for them."""
+    k = torch.empty(1, dtype=fp8.FP8).expand(1, seqlen_k, 1, 256)
+    v_t = torch.empty(1, dtype=fp8.FP8).expand(1, 1, headdim_v, seqlen_k)
+    return fp8.Quantized(k, k, v_t, fp8.Scales(*[torch.ones(1, 1)] * 3), None, v_mean)
+
+
+def test_which_calls_are_summed_in_halves():
+    """Those whose O is too wide for two levels at once, with a mean in V and many keys."""
+    last = fp8_launch.CENTERED_KEYS
+    assert last == 32 * 1024
+    for n in (1, last):
+        assert fp8_launch.needs_center(keys_of(n)) and not fp8_launch.needs_halves(keys_of(n))
+    for given in (keys_of(last + 1), keys_of(2**20), keys_of(2**20, 144)):
+        assert fp8_launch.needs_halves(given) and not fp8_launch.needs_center(given)
+    for given in (keys_of(2**20, 128), keys_of(2**20, v_mean=torch.zeros(1))):
+        assert not fp8_launch.needs_halves(given) and not fp8_launch.needs_center(given)
 
 
 def test_a_mean_of_nan_is_left_out():

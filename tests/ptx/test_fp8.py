@@ -7,7 +7,7 @@ from helpers.tiers import sample, sample_rows
 
 from ptx import execute, executing
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper.fwd import fp8_center
+from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
 from tilewise.problem import Extras
 from tilewise.testing import use_emulator
 
@@ -51,6 +51,38 @@ def test_against_fp64(name, seed, monkeypatch):
         out, lse = fp8.run(hopper, call, **options)
     exact, exact_lse = fp8.reference(call, **options)
     assert fp8.error_of(out, exact) < LIMIT
+    assert fp8.lse_error(lse, exact_lse) < LSE_LIMIT
+
+
+HALVES = {
+    "full": (([70], [200], fp8.Heads(1, 1, 256, 256)), {}, {}),
+    "causal": (([150], [150], fp8.Heads(1, 1, 256, 256)), dict(causal=True), {}),
+    "softcap": (([70], [200], fp8.Heads(1, 1, 128, 192)), dict(softcap=3.0), {}),
+    "few queries": (([3, 3], [280, 280], fp8.Heads(8, 2, 64, 256)), dict(causal=True), {}),
+    "packed": (
+        *(([5, 130, 0], [7, 200, 3], fp8.Heads(2, 2, 64, 256)), dict(causal=True)),
+        dict(packed=True),
+    ),
+    "unused keys": (
+        *(([150, 150], [129, 0], fp8.Heads(1, 1, 64, 256)), dict(causal=True)),
+        dict(spare=70),
+    ),
+    "mean of 1": (([70], [400], fp8.Heads(1, 1, 64, 256)), {}, dict(mean=1.0)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("seed", [None, 1])
+def test_in_halves_against_fp64(name, seed, monkeypatch):
+    """As if these calls had more keys than centring serves."""
+    lengths, options, how = HALVES[name]
+    call = fp8.normal_call(*lengths, **how)
+    monkeypatch.setattr(fp8_launch, "CENTERED_KEYS", 0)
+    with executing(monkeypatch, seed=seed), use_emulator():
+        out, lse = fp8.run(hopper, call, **options)
+    exact, exact_lse = fp8.reference(call, **options)
+    assert fp8.error_of(out, exact) < (5e-3 if how.get("mean") else LIMIT)
     assert fp8.lse_error(lse, exact_lse) < LSE_LIMIT
 
 

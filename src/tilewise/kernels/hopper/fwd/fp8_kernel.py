@@ -11,6 +11,7 @@ from ..layouts import shared
 from ..pipeline import KVRing, make_barriers, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output
+from .fp8_halves import attend_in_halves
 from .fp8_mma import attend_partition, make_centers, make_pingpong
 from .kernel import Rings
 from .load import Sources, load_partition
@@ -57,12 +58,29 @@ def hopper_fp8_fwd_kernel(
     sources = Sources(q_desc, k_desc, v_desc, None, (0, 0), 0)
     rings = Rings((q_0, q_1), kv_ring, messages)
     # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
-    gl.warp_specialize(
-        [
-            (attend_partition, (0, rings, pingpong, centers, output, scales, call, FEATURES, TILE)),
-            (attend_partition, (1, rings, pingpong, centers, output, scales, call, FEATURES, TILE)),
-            (load_partition, (sources, rings, call, FEATURES, TILE)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if TILE.O_HALVES:
+        gl.warp_specialize(
+            [
+                (attend_in_halves, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (attend_in_halves, (1, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    attend_partition,
+                    (0, rings, pingpong, centers, output, scales, call, FEATURES, TILE),
+                ),
+                (
+                    attend_partition,
+                    (1, rings, pingpong, centers, output, scales, call, FEATURES, TILE),
+                ),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

@@ -43,6 +43,9 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
+# Of V with a mean and over 128 columns: what centring leaves of O grows with the keys. Measured of
+# V of mean 1 at 64Ki: 5.2e-3 off (H200, Triton 3.6); a model says 2.6e-3 at 32Ki, 1.7e-2 at 128Ki
+CENTERED_KEYS = 32 * 1024
 
 
 class Fp8Plan(NamedTuple):
@@ -91,12 +94,12 @@ class Fp8Forward:
         self.center = Centering()
 
     def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
-        q, headdim_v = given.q, self.problem.headdim_v
+        q = given.q
         batch, seqlen_q, nheads, _ = q.shape
-        out = q.new_empty(batch, seqlen_q, nheads, headdim_v, dtype=self.out_dtype)
+        out = q.new_empty(batch, seqlen_q, nheads, self.problem.headdim_v, dtype=self.out_dtype)
         lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
         center = None
-        if given.v_mean is None and not has_two_levels(block_of(headdim_v)):
+        if needs_center(given):
             center = self.center(given.v_t, given.k.shape[1], extras)
         self.launch(given, extras, center, out, lse)
         return out, lse
@@ -137,7 +140,7 @@ class Fp8Forward:
             return
         read = readable(given)
         extras = distinct_extras(extras)
-        plan = plan_for(self.problem, read.q, extras, self.out_dtype)
+        plan = plan_for(self.problem, read, extras, self.out_dtype)
         args = arguments(self.problem, plan, read, extras, self.scalars, out, lse, center)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         device = given.q.device
@@ -224,14 +227,32 @@ def in_units(x: Tensor, name: str) -> Tensor:
     return x.contiguous()
 
 
-def plan_for(problem: Problem, q: Tensor, extras: Extras, out_dtype: torch.dtype) -> Fp8Plan:
+def needs_center(given: Quantized) -> bool:
+    """Whether O is kept small by the mean of V: see `fp8_mma`."""
+    return has_large_sums(given) and given.k.shape[1] <= CENTERED_KEYS
+
+
+def needs_halves(given: Quantized) -> bool:
+    """Whether O is summed by halves of its columns: see `fp8_halves`. Of packed sequences the host
+    knows the keys of all, and so counts these.
+    """
+    return has_large_sums(given) and given.k.shape[1] > CENTERED_KEYS
+
+
+def has_large_sums(given: Quantized) -> bool:
+    """Whether O may grow with the keys where registers do not hold two levels of it."""
+    return given.v_mean is None and not has_two_levels(block_of(given.v_t.shape[2]))
+
+
+def plan_for(problem: Problem, given: Quantized, extras: Extras, out_dtype: torch.dtype) -> Fp8Plan:
     """The plan of a call."""
-    seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
-    return plan_of(problem, 1 if problem.is_packed else pack_of(problem, seqlen_q), out_dtype)
+    seqlen_q = max(1, given.q.shape[1] // max(1, packed_in(extras)))
+    pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
+    return plan_of(problem, pack, out_dtype, needs_halves(given))
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype) -> Fp8Plan:
+def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, in_halves: bool) -> Fp8Plan:
     """The plan of a problem whose tiles hold `pack` heads."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
@@ -251,6 +272,7 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype) -> Fp8Plan:
         Q_STAGES=2,
         PACK=pack,
         FP8=True,
+        O_HALVES=in_halves,
     )
     if shared_memory(tile, out_columns, out_dtype) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)

@@ -9,6 +9,7 @@ each block's P V gets registers of its own, and is added to O in fp32:
 which takes a fused multiply-add where rescaling takes a multiplication. Of 256 columns registers do
 not hold O twice. There O += P V, as in 16 bits, and O is kept small: without the mean of V, either
 since that was taken off (`quantize`) or by subtracting (sum of P) (mean of V) after each block.
+What is left grows with the keys by rounding: beyond 32Ki of them the second is `fp8_halves`'s.
 
 The loop begins with the exponentials of the block before, so that it carries S and not P, of which
 LLVM would hold each byte in a register of its own; ptxas puts them among the matmuls of the next S.
