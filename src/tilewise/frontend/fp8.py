@@ -138,7 +138,7 @@ def _of_raw(q: Any, k: Any, v: Any, given: Arguments, is_packed: bool, is_new: b
         check_raw(q, k, v, given.descales, given.words)
     starts = given.lengths[2]
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
-    one = None
+    one: Any = None
     if any(x is None for x in given.descales):  # a tensor of ones is a launch: they share it
         one = k.new_ones(sequences, k.shape[2], dtype=torch.float32)
     named = zip(("q_descale", "k_descale", "v_descale"), given.descales)
