@@ -100,9 +100,8 @@ def test_folds(most, seed, monkeypatch):
 EIGHT_BITS = list(itertools.product(DTYPES, ("tensor", "row"), (None, 16, 3), (64, 128)))
 
 
-@pytest.mark.parametrize(
-    "dtype, kind, page_size, headdim", sample_rows(EIGHT_BITS, ("int8", "row", 3, 64))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, kind, page_size, headdim", EIGHT_BITS)
 def test_eight_bits(dtype, kind, page_size, headdim, monkeypatch):
     x = quantised([1, 3], [130, 70], DTYPES[dtype], kind, headdims=(headdim, headdim))
     q = torch.cat(x.s.q)
