@@ -102,7 +102,7 @@ def _rows():
         name = f"{key.arch}-{key.kernel}-d{key.block_d}-{'causal' if key.is_causal else 'full'}"
         name += "-short" if key.is_short else ""
         kind = key.kernel, key.block_d, key.is_causal, key.is_short
-        is_fast = key.bits == 16 and kind == ("bwd_dkdv", 128, True, False)
+        is_fast = key.bits == 16 and kind == ("fwd", 128, True, False)
         marks = [] if is_fast else [pytest.mark.slow]
         yield pytest.param(key, id=name, marks=marks)
 
