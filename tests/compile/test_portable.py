@@ -122,8 +122,9 @@ def test_one_kernel_a_target(target):
     check(plans_of(64, BF16, **EVERYTHING)["fwd"], target)
 
 
-@pytest.mark.parametrize("kernel", sample(KERNELS, "bwd_dkdv"))
-@pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
 def test_packed(target, kernel):
     check(plans_of(128, BF16, **PACKED)[kernel], target)
 
@@ -162,8 +163,9 @@ def test_a_head_that_is_no_multiple_of_16(target, variant, most):
     assert found["spill_stores"] <= most, found
 
 
-@pytest.mark.parametrize("target", sample(TARGETS, "sm89"))
-@pytest.mark.parametrize("kernel", sample(BIASED, "bwd_dkdv"))
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", BIASED)
 def test_headdim_512(target, kernel):
     """With what takes the most shared memory: a tile of a bias and of a captured table."""
     plan = plans_of(512, BF16, score="table", **BIAS)[kernel]
