@@ -260,7 +260,7 @@ UTILS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["none", "head", "row"])
+@pytest.mark.parametrize("kind", sample(["none", "head", "row"], "row"))
 def test_opcheck(kind, dtype):
     args, utils = arguments(kind, DTYPES[dtype]), UTILS[dtype]
     torch.library.opcheck(CALL, args, test_utils=utils)

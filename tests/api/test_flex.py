@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from helpers.tiers import sample_rows
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, and_masks, or_masks
@@ -142,8 +143,12 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ASKED)
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
+CALLS = [(name, dtype) for name in ASKED for dtype in DTYPES]
+FAST = [(name, torch.float32) for name in ASKED] + [(next(iter(ASKED)), x) for x in DTYPES[1:]]
+
+
+@pytest.mark.parametrize("name, dtype", sample_rows(CALLS, *FAST))
 def test_equals_torchs(name, dtype):
     check(qkv(dtype), **ASKED[name]())
 

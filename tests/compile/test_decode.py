@@ -74,7 +74,7 @@ def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
 
 
 @pytest.mark.parametrize("target, headdim, name", CASES)
-@pytest.mark.parametrize("row_tiles", sample([2, 4], 4))
+@pytest.mark.parametrize("row_tiles", sample([2, 4], 2))
 def test_tiles_that_share_keys_compile(target, headdim, name, row_tiles):
     split, _ = plans_of(headdim, True, rows=3 * 4 * row_tiles, **VARIANTS[name])
     assert split.constants["ROW_TILES"] == min(row_tiles, 4 if headdim < 256 else 2)
@@ -88,7 +88,7 @@ BYTES = sample_rows(BYTES, ("sm80", EIGHT_BITS[0], ("row", "row")))
 
 
 @pytest.mark.parametrize("target, dtype, descales", BYTES)
-@pytest.mark.parametrize("headdim", sample([64, 128, 256], 128))
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 64))
 def test_caches_of_8_bits_compile(monkeypatch, target, dtype, descales, headdim):
     """Of e4m3 sm_80 reads the bits."""
     monkeypatch.setattr(decode_launch, "converts_e4m3", lambda device: target != "sm80")

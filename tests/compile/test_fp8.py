@@ -2,6 +2,7 @@
 GPU does, and adds P V to O outside of the tensor cores.
 """
 
+import itertools
 import re
 from unittest import mock
 
@@ -129,10 +130,13 @@ def test_p_v_starts_from_zero(target):
 ROTARY = {"none": None, "neighbours": True, "halves": False}
 
 
-@pytest.mark.parametrize("rotary", sample(ROTARY, "none", "halves"))
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("headdim", sample([64, 128, 256, 72], 128))
-@pytest.mark.parametrize("target", sample(TARGETS, "sm80", "sm90"))
+_quantised = itertools.product(TARGETS, (64, 128, 256, 72), (False, True), ROTARY)
+
+
+@pytest.mark.parametrize(
+    ("target", "headdim", "is_packed", "rotary"),
+    sample_rows(_quantised, ("sm90", 128, True, "none"), ("sm80", 128, False, "halves")),
+)
 def test_quantising(target, headdim, is_packed, rotary):
     """Every pass, with a rotation, means and scales of the data, and V^T of codes."""
     q = torch.empty(1, SEQLEN, NHEADS, headdim, dtype=torch.bfloat16)

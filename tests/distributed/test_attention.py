@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import run
 from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, compare, deals, merges
+from helpers.tiers import sample
 
 import tilewise
 import tilewise.distributed as td
@@ -28,11 +29,14 @@ def groups(rank):
     return {n: group for n, group in made.items() if rank < n}
 
 
-def features(rank):
+def features(rank, in_turn):
+    """Each on one number of ranks in turn, or on the other two."""
     members = groups(rank)
     for i, (name, asked) in enumerate((FEATURES | OF_HEADS).items()):
         case = Case(4, 2, **asked)  # fewer key heads than ranks, for 3 and 4
         for n, group in members.items():
+            if (n == RANKS[i % 3]) != in_turn:
+                continue
             what, made = f"{name} on {n} ranks", deals(case.seqlen, group)
             for _ in range((i + n) % 4):
                 next(made)
@@ -49,8 +53,9 @@ def features(rank):
                 compare(of_heads, next(made), f"{what}, heads", NAMES, **heads)
 
 
-def test_features():
-    run(features, 4, timeout=60.0)
+@pytest.mark.parametrize("in_turn", sample([True, False], True))
+def test_features(in_turn):
+    run(features, 4, in_turn, timeout=60.0)
 
 
 def long(rank):

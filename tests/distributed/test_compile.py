@@ -134,14 +134,15 @@ def refused(rank):
 
 
 def two(rank):
-    features(rank, ("bf16, sinks", "documents, much"))
+    features(rank, ("bf16, sinks",))
     inside(rank)
     lengths(rank)
     refused(rank)
 
 
 def every(rank):
-    features(rank, ("causal", "lse and sinks", "documents, mask_mod", "score_mod", "dropout"))
+    features(rank, ("causal", "lse and sinks", "documents, much"))
+    features(rank, ("documents, mask_mod", "score_mod", "dropout"))
     ring(rank)
 
 

@@ -123,7 +123,7 @@ def launched(case, layout, groups, seed, arena=None, deliver=lambda pieces: piec
 
 
 PAIRS = [(name, kind) for name in CASES for kind in LAYOUTS]
-FAST = ("causal", "zigzag"), ("both sides", "zigzag"), ("documents, window", "striped")
+FAST = ("both sides", "zigzag"), ("documents, window", "striped")
 
 
 @pytest.mark.parametrize("name, kind", sample_rows(PAIRS, *FAST))
@@ -158,7 +158,7 @@ def wrong_waits(monkeypatch):
     one_launch._forward_of.cache_clear()
 
 
-@pytest.mark.parametrize("seed", sample(range(9), 1, 5, 6))
+@pytest.mark.parametrize("seed", sample(range(9), 1))
 def test_every_mode_of_arrival(seed):
     """The emulator's modes: copies that land at once, late, or when all wait."""
     case = Whole(**CAUSAL)
@@ -205,7 +205,7 @@ def test_random_layouts(seed):
 ENTRIES = [(1, 150, (1, 1, 0, 2, 0)), (2, None, (2, 2, 1, 0, 0))]
 
 
-@pytest.mark.parametrize("rank, window, waits", ENTRIES)
+@pytest.mark.parametrize("rank, window, waits", sample_rows(ENTRIES, ENTRIES[0]))
 def test_blocks_that_lie_in_two_entries(rank, window, waits):
     """The block from key 712 on, with keys that wait from 768 on, or before."""
     docs = 0, 200, 1152

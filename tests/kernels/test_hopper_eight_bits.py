@@ -54,11 +54,11 @@ def assert_equal(found, expected):
         assert torch.equal(x, y)
 
 
-CASES = [("row", "e4m3"), ("row", "int8"), ("sequence", "e4m3"), ("none", "int8")]
-CASES = sample_rows(list(itertools.product(KINDS, DTYPES)), *CASES)
+CASES = list(itertools.product(KINDS, DTYPES))
+OTHERS = sample_rows(CASES, ("row", "int8"), ("sequence", "e4m3"))
 
 
-@pytest.mark.parametrize("kind, dtype", CASES)
+@pytest.mark.parametrize("kind, dtype", OTHERS)
 @pytest.mark.parametrize("q_dtype", sample([BF16, torch.float16], BF16))
 def test_against_fp64_of_what_was_stored(kind, dtype, q_dtype):
     x = drawn(dtype=DTYPES[dtype], kind=kind, q_dtype=q_dtype)
@@ -79,7 +79,7 @@ SHAPES = [((64, 128), "row", E4M3), ((128, 64), "head", INT8), ((80, 80), "row",
 SHAPES += [((256, 256), "row", E4M3), ((192, 128), "head", E4M3)]
 
 
-@pytest.mark.parametrize("headdims, kind, dtype", SHAPES)
+@pytest.mark.parametrize("headdims, kind, dtype", sample_rows(SHAPES, *SHAPES[1:4]))
 def test_headdims(headdims, kind, dtype):
     x = drawn([1, 5], [300, 70], dtype, kind, headdims, heads=(6, 2))
     found = run(x, causal=True)
@@ -87,7 +87,7 @@ def test_headdims(headdims, kind, dtype):
     assert_equal(run(x, 1, 2, causal=True), found)
 
 
-@pytest.mark.parametrize("kind, dtype", CASES)
+@pytest.mark.parametrize("kind, dtype", sample_rows(CASES, ("row", "e4m3")))
 def test_neither_mates_nor_order_nor_pages_nor_queries(kind, dtype):
     x = drawn([20, 1, 3], [3 * SPLIT + 9, 4 * SPLIT, 150], DTYPES[dtype], kind)
     out, lse = run(x, causal=True)
@@ -102,7 +102,7 @@ def test_neither_mates_nor_order_nor_pages_nor_queries(kind, dtype):
         assert_equal(found, (out[a:b], lse[:, a:b]))
 
 
-@pytest.mark.parametrize("kind", ["row", "head"])
+@pytest.mark.parametrize("kind", sample(["row", "head"], "row"))
 def test_one_part_gives_the_bits_of_many(kind, monkeypatch):
     x = drawn([1, 20], [700, 513], kind=kind)
     found = run(x, causal=True)

@@ -3,11 +3,12 @@
 The forward is the oracle's, so that each gradient is judged alone.
 """
 
+import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.tiers import sample
+from helpers.tiers import sample, sample_rows
 
 from tilewise.errors import Avoidable
 from tilewise.kernels import hopper
@@ -33,7 +34,6 @@ ON = [
     pytest.param("cpu", marks=pytest.mark.emulator),
     pytest.param("cuda", marks=[pytest.mark.gpu, needs_hopper]),
 ]
-SEEDS = sample(range(8), 0)
 PAIR = Sizes(2, 130, 200, 4, 2, 64)
 SQUARE = Sizes(2, 150, 150, 2, 2, 64)
 TALL = Sizes(2, 210, 150, 4, 2, 64)
@@ -218,8 +218,8 @@ def assert_right(grads, oracle, plain):
 
 # One of each way through the kernels
 FAST = [
-    *("mask-by-head-window", "mask-holes", "mask-documents", "mask-wide"),
-    *("blocks-causal", "blocks-documents", "blocks-used", "blocks-three-quarters"),
+    *("mask-by-head-window", "mask-holes", "mask-wide"),
+    *("blocks-causal", "blocks-used", "blocks-three-quarters"),
     *(
         "score-tilted",
         "score-table",
@@ -227,7 +227,7 @@ FAST = [
         "score-nonlinear-128",
         "score-nonlinear-wide",
     ),
-    *("bias", "bias-heads", "bias-of-heads", "bias-blocks", "dropout-causal", "dropout-wide"),
+    *("bias", "bias-of-heads", "bias-blocks", "dropout-causal", "dropout-wide"),
 ]
 
 
@@ -250,11 +250,13 @@ SOME = ("bias-heads", "blocks-holes", "dropout-wide", "blocks-wide")
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", [x for x in CASES if x.name in SOME], ids=lambda case: case.name)
-def test_any_order_of_events(case, seed):
+@pytest.mark.parametrize(
+    "name, seed",
+    sample_rows(itertools.product(SOME, range(8)), ("bias-heads", 1), ("blocks-holes", 2)),
+)
+def test_any_order_of_events(name, seed):
     """No metadata and no bias is read before it is written or after its buffer was reused."""
-    given, oracle, plain = call_of(case)
+    given, oracle, plain = call_of(case_of(name))
     assert_right(backward(given, seed), oracle, plain)
 
 
@@ -265,7 +267,7 @@ ORDERED = [
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("name", sample(ORDERED, "bias-heads", "dropout-wide"))
+@pytest.mark.parametrize("name", sample(ORDERED, "bias-heads"))
 def test_deterministic(name, device):
     given, oracle, plain = call_of(case_of(name), device, deterministic=True)
     first, again = (backward(given, seed) for seed in (0, 3))

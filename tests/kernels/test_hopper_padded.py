@@ -124,7 +124,7 @@ def test_values_are_read_where_they_lie(monkeypatch):
     assert torch.equal(found, expected) and torch.equal(found, copied)
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", sample(range(9), 0, 1, 2))
 def test_any_order_of_events(seed):
     """Tiles of one block and of more, heads that share keys, and O in halves."""
     for d, e, heads in ((100, 100, 2), (36, 132, 4)):

@@ -179,7 +179,7 @@ def test_batches_that_are_no_whole_number_of_heads_apart():
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("name", ["d128", "wide"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", sample([math.nan, math.inf], math.nan))
 def test_what_one_sequence_holds_reaches_no_other(name, value):
     case = next(case for case in PACKED if case.name == name)
     given, oracle, plain = packed_call(case)

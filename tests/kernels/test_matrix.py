@@ -33,8 +33,12 @@ HEADDIMS = tuple(
     + ((256, 256), (100, 100), (512, 512))
     for name, features in _FEATURES.items()
 )
-# `make test` interprets every other head dim of each kind, and emulates the rest
-INTERPRETED = [x for i, x in enumerate(HEADDIMS) if (i // len(_FEATURES) + i) % 2 == 0]
+# `make test` interprets each head dim with one of these features, and emulates it with another
+_RANKED = [(x, (i // len(_FEATURES) + i) % len(_FEATURES)) for i, x in enumerate(HEADDIMS)]
+SAMPLED = {
+    "interpreted": [x for x, rank in _RANKED if rank == 0],
+    "emulated": [x for x, rank in _RANKED if rank == 1],
+}
 ALL = CASES + HEADDIMS + PACKED
 MOST_TILES = 24  # of a sampled case in the interpreter, which pays 10 ms a tile and its gradients
 # The compiler takes longest for fp32, and dtype changes little but that.
@@ -45,8 +49,8 @@ def _is_sampled(backend, at, case, dtype):
     """Whether `make test` runs it. Each case runs in one dtype, in turn."""
     dtypes = ("bf16", "fp16") if backend == "emulated" else tuple(DTYPES)
     fits = case not in HEADDIMS if backend == "cpu" else case.tiles <= MOST_TILES
-    is_of_other_half = case in HEADDIMS and (case in INTERPRETED) != (backend == "interpreted")
-    return fits and not is_of_other_half and dtype == dtypes[at % len(dtypes)]
+    is_left_out = case in HEADDIMS and case not in SAMPLED.get(backend, ())
+    return fits and not is_left_out and dtype == dtypes[at % len(dtypes)]
 
 
 def _params():

@@ -1,9 +1,11 @@
 """Quantising kernels, in the interpreter: what plain torch gives, in the same places."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.fp8 import transposed
-from helpers.tiers import sample
+from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.common.quantized import COLUMNS, FP8, LARGEST, Lengths
 from tilewise.kernels.cpu import quantize as plain
@@ -83,16 +85,25 @@ def assert_same(found, expected, of):
     assert_codes(found.v_t, expected.v_t)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+_casts = list(itertools.product(LENGTHS, ("native", "by integers")))
+_native = [row for row in _casts if row[1] == "native"]
+
+
+@pytest.mark.parametrize(
+    "name, cast", sample_rows(_casts, *_native, ("packed", "by integers")), indirect=["cast"]
+)
 def test_like_plain_torch(name, cast):
     rows, of = LENGTHS[name]
     x = tensors(rows)
     assert_same(by_kernels(*x, ALL, NO_SCALES, of), plain.quantize(*x, ALL, NO_SCALES, of), of)
 
 
-@pytest.mark.parametrize("name", sample(LENGTHS, "used", "gaps"))
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", sample([BF16, torch.float16, FP32], BF16), ids=str)
+_turned = itertools.product(LENGTHS, (False, True), (BF16, torch.float16, FP32))
+
+
+@pytest.mark.parametrize(
+    "name, interleaved, dtype", sample_rows(_turned, ("used", False, BF16), ("gaps", True, BF16))
+)
 def test_turned_by_positions(name, interleaved, dtype, cast):
     """Without rotation and means every bit is the same; with them as without rotary tables."""
     rows, of = LENGTHS[name]
@@ -129,7 +140,7 @@ STEPS = [Steps(*(bool(n >> i & 1) for i in range(3))) for n in range(8)]
 
 
 @pytest.mark.parametrize("steps", sample(STEPS, NONE, Steps(True, False, False)), ids=str)
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", sample([BF16, torch.float16, FP32], BF16), ids=str)
 def test_each_step(steps, dtype, cast):
     """Without rotation and means every bit is the same."""
     x, of = tensors((1, 140), dtype=dtype), Lengths()

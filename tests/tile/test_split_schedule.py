@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers.records import NOTHING, features
+from helpers.tiers import sample_rows
 
 from tilewise.testing import interpret
 from tilewise.tile.split_schedule import (
@@ -57,8 +58,12 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize("queries, lengths", BATCHES)
+CASES = [(*batch, programs) for batch in BATCHES for programs in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    "queries, lengths, programs", sample_rows(CASES, CASES[3], CASES[4], CASES[6])
+)
 def test_parts_of_both_kinds_alternate(queries, lengths, programs):
     starts = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
     used = torch.tensor(lengths, dtype=torch.int32)

@@ -137,7 +137,7 @@ def test_ragged_batches(lengths, programs):
 
 
 @pytest.mark.parametrize("seed", sample(range(4), 0))
-@pytest.mark.parametrize("programs", [None, 1, 5], ids=["one a tile", "1", "5"])
+@pytest.mark.parametrize("programs", sample([None, 1, 5], 5), ids=["one a tile", "1", "5"])
 def test_random_lengths(seed, programs):
     draw = random.Random(seed)
     lengths = [draw.choice([0, 1, draw.randrange(60)]) for _ in range(draw.choice([7, 50, 100]))]
@@ -195,7 +195,7 @@ def test_one_warp_in_gluon(programs):
 
 # A launch makes the number 1 a constant: Triton 3.6 died of that with one sequence.
 COUNTS = pytest.mark.parametrize(
-    ("batch_size", "nheads"), sample_rows([(1, 1), (1, 2), (40, 1), (40, 2)], (1, 1), (40, 2))
+    ("batch_size", "nheads"), sample_rows([(1, 1), (1, 2), (40, 1), (40, 2)], (40, 2))
 )
 
 

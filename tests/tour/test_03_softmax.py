@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 pytest.importorskip("matplotlib")
 
@@ -64,7 +65,7 @@ def test_what_is_timed_runs(tmp_path):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("kernel", [*SAFE, "literal_kernel"])
+@pytest.mark.parametrize("kernel", sample([*SAFE, "literal_kernel"], "online_kernel"))
 def test_its_kernels_compile(softmax, kernel):
     x = torch.empty(64)
     whole = "whole" in kernel
