@@ -27,7 +27,7 @@ def test_all_forms_are_timed_and_held_to_their_truth(tmp_path, changes):
     assert [one.row and one.provider for one in outcomes] == OURS
     rows = load(tmp_path / "rows.jsonl")
     assert all(row.shape["dtype"] == FP8 and 0 < row.max_error <= row.bound for row in rows)
-    assert [row.bound for row in rows] == [3e-2, 3e-2, 6e-2, 6e-2]
+    assert [row.bound for row in rows] == [3e-2, 6e-2, 6e-2, 6e-2]
 
 
 def test_forms_of_inputs():
@@ -39,7 +39,7 @@ def test_forms_of_inputs():
         assert (x.float() != y.float()).float().mean() > 0.5
     made = check.make_inputs(SMALL, "cpu", "quantized")
     assert isinstance(made.q, Quantized) and made.k is made.v is None
-    assert (made.q.scales.q == 1).all()
+    assert made.q.v_mean is not None and (made.q.k_mean is not None)
 
 
 def test_a_wrong_result_has_no_row():
@@ -57,8 +57,9 @@ def test_names_are_for_8_bits_alone():
 
 def test_what_rounding_moves_too_far_is_not_judged():
     outcomes = run(SMALL._replace(softcap=20.0), OURS)
-    assert [one.provider for one in outcomes if one.row is None] == ["tilewise:quantize"]
-    assert "softcap" in outcomes[2].refused
+    refused = [one for one in outcomes if one.row is None]
+    assert [one.provider for one in refused] == ["tilewise:quantized", "tilewise:quantize"]
+    assert all("softcap" in one.refused for one in refused)
 
 
 def test_a_forced_backend_is_asked_for_fp8():

@@ -1,7 +1,5 @@
 """The Hopper forward in FP8 compiles for sm_90: it fits, its wgmma overlap, it spills little."""
 
-from unittest import mock
-
 import pytest
 import torch
 import triton
@@ -10,7 +8,7 @@ from helpers.sass import innermost_loops, spills_in
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.hopper.descriptors import checked
-from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
+from tilewise.kernels.hopper.fwd import fp8_launch
 from tilewise.kernels.hopper.fwd.fp8_kernel import hopper_fp8_fwd_kernel
 from tilewise.problem import Scalars
 from tilewise.testing import build, stats
@@ -30,7 +28,6 @@ FEATURES = {
     "packed": dict(causal=True, packed=True),
     "used": dict(spare=1),
     "mean": dict(v_mean=True),
-    "center": dict(center=True),
     "fp32": dict(out_dtype=torch.float32),
 }
 # Bytes a thread may spill. Most do it where one tile joins the next: the mean of V, which the
@@ -39,7 +36,7 @@ SPILLS = {(64, "packed"): 16, (128, "window"): 12, (128, "mean"): 64, (128, "sof
 WIDE_SPILLS = 100
 HALVES_SPILLS = 40
 CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]
-HALVES = [name for name in FEATURES if name not in ("mean", "center")]
+HALVES = [name for name in FEATURES if name != "mean"]
 
 
 def compiled_stats(*args, **asked):
@@ -52,8 +49,6 @@ def compiled(
     causal=False,
     left=-1,
     softcap=0.0,
-    center=False,
-    in_halves=False,
     **asked,
 ):
     sequences = 2 if asked.get("packed") else 1
@@ -62,11 +57,9 @@ def compiled(
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     problem, read = fp8.problem_of(call, scalars), call.quantized
     plan = fp8_launch.plan_for(problem, read, call.extras, out_dtype)
-    plan = plan._replace(tile=plan.tile._replace(O_HALVES=in_halves))
     out = torch.empty(*read.q.shape[:3], headdim, dtype=out_dtype)
     lse = torch.empty(read.q.shape[0], 4, read.q.shape[1])
-    center = torch.zeros(read.v_t.shape[0], 2, headdim) if center else None
-    args = fp8_launch.arguments(problem, plan, read, call.extras, scalars, out, lse, center)
+    args = fp8_launch.arguments(problem, plan, read, call.extras, scalars, out, lse)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     return build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants)
 
@@ -80,7 +73,7 @@ def test_compiles(headdim, name):
 @pytest.mark.parametrize("name", sample(HALVES, "full"))
 def test_halves_compile(name):
     """No spills in the loop, which has no S in flight while a half of P V is."""
-    kernel = compiled(256, in_halves=True, **FEATURES[name])
+    kernel = compiled(256, **FEATURES[name])
     check(stats(kernel), HALVES_SPILLS)
     loops = innermost_loops(kernel, "QGMMA")
     loops = [x for x in loops if sum("MUFU.EX2" in line for line in x) >= 32]
@@ -101,16 +94,3 @@ def test_p_is_an_operand_without_a_move():
     """No shuffle but those of the maxima, and no byte that is packed into another register."""
     found = compiled_stats(128)
     assert found["PRMT"] == 0, found
-
-
-@pytest.mark.parametrize("is_packed", sample([False, True], True))
-def test_the_mean_of_v_compiles(is_packed):
-    v_t, center = torch.randn(2, 2, 256, 384).to(fp8.FP8), torch.empty(2, 2, 256)
-    starts = torch.zeros(3, dtype=torch.int32) if is_packed else None
-    launched = []
-    kernel = {"__getitem__": lambda self, grid: lambda *a, **c: launched.append((a, c))}
-    with mock.patch.object(fp8_center, "center_kernel", type("Kernel", (), kernel)()):
-        fp8_center.launch_center(v_t, center, 384, starts, torch.zeros(2, dtype=torch.int32))
-    [(args, constants)] = launched
-    found = stats(build(fp8_center.center_kernel, *args, on="sm90", **constants))
-    assert found["spill_stores"] == 0

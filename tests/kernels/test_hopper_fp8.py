@@ -8,9 +8,8 @@ from helpers import fp8
 from helpers.tiers import sample
 
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
-from tilewise.problem import Extras
-from tilewise.testing import interpret, use_emulator
+from tilewise.kernels.hopper.fwd import fp8_launch
+from tilewise.testing import use_emulator
 from tilewise.testing.inputs import poisoned
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -197,17 +196,14 @@ def test_a_large_sum_loses_nothing(headdim, seqlen_k):
     checked(around_one(headdim, seqlen_k, v_mean=True), 5e-3)
 
 
-def test_the_tensor_cores_alone_would_lose_it():
-    """Without a mean that is subtracted: an H200 was measured to be 1.0 % off."""
+def test_the_tensor_cores_alone_would_lose_it(monkeypatch):
+    """In one level, with the mean of V: an H200 was measured to be 1.0 % off."""
+    monkeypatch.setattr(fp8_launch, "needs_halves", lambda given: False)
     call = around_one(256, 1024)
-    out, lse = torch.empty(1, 64, 1, 256, dtype=BF16), torch.empty(1, 1, 64)
-    with use_emulator():
-        attend = fp8.forward_of(hopper, call, out_dtype=BF16)
-        attend.launch(call.quantized, call.extras, None, out, lse)
-    assert 8e-3 < fp8.error_of(out, fp8.reference(call)[0]) < 1.3e-2
+    assert 8e-3 < fp8.error_of(run(call, out_dtype=BF16)[0], fp8.reference(call)[0]) < 1.3e-2
 
 
-# V of more than 128 columns, as where it has more keys than centring serves
+# V of more than 128 columns, with its mean
 HALVES = {
     "full": (([130], [300], fp8.Heads(2, 2, 256, 256)), {}, {}),
     "one-block": (([130], [70], fp8.Heads(1, 1, 256, 256)), {}, {}),
@@ -229,19 +225,8 @@ HALVES = {
 }
 
 
-@pytest.fixture
-def in_halves(monkeypatch):
-    """As if all calls had more keys than centring serves."""
-    monkeypatch.setattr(fp8_launch, "CENTERED_KEYS", 0)
-
-    def no_mean(*args):
-        raise AssertionError("the mean of V is not needed")
-
-    monkeypatch.setattr(fp8_center.Centering, "__call__", no_mean)
-
-
 @pytest.mark.parametrize("name", HALVES)
-def test_in_halves_against_fp64(name, in_halves):
+def test_in_halves_against_fp64(name):
     lengths, options, how = HALVES[name]
     checked(fp8.normal_call(*lengths, **how), **options)
 
@@ -249,13 +234,13 @@ def test_in_halves_against_fp64(name, in_halves):
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", HALVES)
-def test_in_halves_against_fp64_on_a_gpu(name, in_halves):
+def test_in_halves_against_fp64_on_a_gpu(name):
     lengths, options, how = HALVES[name]
     checked(fp8.normal_call(*lengths, device="cuda", **how), **options)
 
 
 @pytest.mark.parametrize("seed", sample(range(4), 0))
-def test_in_halves_by_other_schedules(seed, in_halves):
+def test_in_halves_by_other_schedules(seed):
     lengths, options, how = HALVES["causal"]
     call = fp8.normal_call(*lengths, **how)
     for a, b in zip(run(call, **options), run(call, seed=seed + 1, **options)):
@@ -263,80 +248,33 @@ def test_in_halves_by_other_schedules(seed, in_halves):
 
 
 @pytest.mark.parametrize("seqlen_k", [1024, pytest.param(4096, marks=pytest.mark.slow)])
-def test_in_halves_a_large_sum_loses_nothing(seqlen_k, in_halves):
+def test_in_halves_a_large_sum_loses_nothing(seqlen_k):
     checked(around_one(256, seqlen_k), 4e-3)
 
 
-def test_in_halves_the_mean_may_drift(in_halves):
+def test_in_halves_the_mean_may_drift():
     """From 0 to 2 along the sequence: 7.6e-3 where the mean of all keys is subtracted."""
     q, k, v = (normal(1, n, 1, 256, seed=i) for i, n in enumerate((64, 2048, 2048)))
     v[:, 1024:] += 2.0
     checked(fp8.call_of(zip(q, k, v)), 4e-3)
 
 
-def keys_of(seqlen_k, headdim_v=256, v_mean=None):
-    """A `Quantized` of that many keys, which takes no memory for them."""
-    k = torch.empty(1, dtype=fp8.FP8).expand(1, seqlen_k, 1, 256)
-    v_t = torch.empty(1, dtype=fp8.FP8).expand(1, 1, headdim_v, seqlen_k)
-    return fp8.Quantized(k, k, v_t, fp8.Scales(*[torch.ones(1, 1)] * 3), None, v_mean)
-
-
 def test_which_calls_are_summed_in_halves():
-    """Those whose O is too wide for two levels at once, with a mean in V and many keys."""
-    last = fp8_launch.CENTERED_KEYS
-    assert last == 32 * 1024
-    for n in (1, last):
-        assert fp8_launch.needs_center(keys_of(n)) and not fp8_launch.needs_halves(keys_of(n))
-    for given in (keys_of(last + 1), keys_of(2**20), keys_of(2**20, 144)):
-        assert fp8_launch.needs_halves(given) and not fp8_launch.needs_center(given)
-    for given in (keys_of(2**20, 128), keys_of(2**20, v_mean=torch.zeros(1))):
-        assert not fp8_launch.needs_halves(given) and not fp8_launch.needs_center(given)
+    """Those whose O is too wide for two levels at once, and whose V has its mean."""
+    k, scales = torch.empty(1, 9, 1, 256), fp8.Scales(*[torch.ones(1, 1)] * 3)
+    for headdim_v, v_mean, expected in (
+        *((128, None, False), (144, None, True), (256, None, True)),
+        (256, torch.zeros(1, 1, 256), False),
+    ):
+        given = fp8.Quantized(k, k, torch.empty(1, 1, headdim_v, 128), scales, None, v_mean)
+        assert fp8_launch.needs_halves(given) == expected
 
 
-def test_a_mean_of_nan_is_left_out():
-    """A key that is NaN reaches the tiles that visit its block, and no other ones."""
+def test_a_key_of_nan_reaches_no_tile_before_it():
+    """It reaches the tiles that visit its block, and no other ones."""
     q, k = normal(1, 300, 1, 256, seed=1), normal(1, 300, 1, 256, seed=2)
     call = fp8.call_of(zip(q, k, normal(1, 300, 1, 256, seed=3, mean=1.0)))
     v_t = call.quantized.v_t.clone()
     v_t[:, :, 5, 256] = math.nan
     out, _ = run(call._replace(quantized=call.quantized._replace(v_t=v_t)), causal=True)
     assert out[:, :256].isfinite().all() and out[:, 299, 0, 5].isnan()
-
-
-@pytest.mark.parametrize("lengths", ["", "used", "packed", "wrong", "wrong packed"])
-def test_the_mean_of_v_is_that_of_its_keys(lengths, monkeypatch):
-    """The kernel, by the interpreter. Lengths past the keys end with them."""
-    v_t = normal(3, 2, 40, 384, seed=4, mean=1.0).to(fp8.FP8)
-    used = torch.tensor([300, 129, 0], dtype=torch.int32)
-    starts = torch.tensor([0, 100, 130], dtype=torch.int32)  # columns 0 to 127, and 128 to 255
-    given = {
-        "": {},
-        "used": dict(seqused_k=used),
-        "packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts),
-        "wrong": dict(seqused_k=used + 10**6),
-        "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts * 10**6),
-    }[lengths]
-    seqlen_k = 130 if "packed" in lengths else 384
-    meant = {
-        "wrong": dict(seqused_k=torch.full_like(used, 384)),
-        "wrong packed": dict(cu_seqlens_q=starts, cu_seqlens_k=starts.new_tensor([0, 130, 130])),
-    }.get(lengths, given)
-    v_t = v_t[:1] if "packed" in lengths else v_t
-    expected = fp8_center.Centering()(v_t, seqlen_k, Extras(**meant))
-    found = torch.full_like(expected, math.nan)
-    monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
-    extras = Extras(**given)
-    fp8_center.launch_center(v_t, found, seqlen_k, extras.cu_seqlens_k, extras.seqused_k)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_mean_of_heads_2_to_31_elements_apart(monkeypatch):
-    """Memory that is not touched takes none."""
-    heads, apart = 9, 1 << 28
-    memory = torch.empty(heads * apart, dtype=torch.uint8)
-    v_t = memory.as_strided((1, heads, 1, 128), (heads * apart, apart, apart, 1)).view(fp8.FP8)
-    v_t.copy_(torch.arange(1.0, heads + 1)[:, None, None].expand(v_t.shape))
-    found = torch.full((1, heads, 1), math.nan)
-    monkeypatch.setattr(fp8_center, "center_kernel", interpret(fp8_center.center_kernel))
-    fp8_center.launch_center(v_t, found, 128, None, None)
-    assert found.flatten().tolist() == list(range(1, heads + 1))

@@ -10,10 +10,8 @@ from tilewise.cache import Rotary
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.hopper.fwd import fp8_center
 from tilewise.kernels.portable import quantize
 from tilewise.ops import quantize as ops
-from tilewise.problem import Extras
 
 NAMES = [
     *("quantize_amax_kernel", "quantize_cast_kernel", "quantize_means_kernel"),
@@ -67,10 +65,8 @@ def log(monkeypatch):
 
     for name in NAMES:
         monkeypatch.setattr(quantize, name, Kernel(name, log))
-    monkeypatch.setattr(fp8_center, "center_kernel", Kernel("center_kernel", log))
     for name in ("memory_of", "empty_values"):
         monkeypatch.setattr(quantize, name, once(name, getattr(quantize, name)))
-    monkeypatch.setattr(fp8_center, "empty_center", once("center", fp8_center.empty_center))
     monkeypatch.setattr(quantize, "architecture", lambda device: "sm90")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -128,20 +124,14 @@ def test_quantising_again(name, log):
         assert len(found) == (2 + 3 + 3 if steps == ALL else 3)
 
 
-def test_transposing_and_centering_again(log):
+def test_transposing_again(log):
     used = counts(150, 90)
-    transpose, center = quantize.prepare_transposed(), fp8_center.Centering()
+    transpose = quantize.prepare_transposed()
     for seed in range(3):
-        v, columns = draw(seed)[2].to(FP8), torch.randn(2, 2, 64, 256).to(FP8)
+        v = draw(seed)[2].to(FP8)
         transpose(v, used, None)
         found, log[:] = list(log), []
         quantize.prepare_transposed()(v, used, None)
-        assert found[0][1] == ("again" if seed else "front")
-        assert found[0][2:] == log[0][2:]
-        log[:] = []
-        center.launched(columns, 150, Extras(seqused_k=used))
-        found, log[:] = list(log), []
-        fp8_center.Centering().launched(columns, 150, Extras(seqused_k=used))
         assert found[0][1] == ("again" if seed else "front")
         assert found[0][2:] == log[0][2:]
         log[:] = []

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from helpers import fp8
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import sample_rows
 
-from ptx import execute, executing
+from ptx import executing
 from tilewise.kernels import hopper
-from tilewise.kernels.hopper.fwd import fp8_center, fp8_launch
-from tilewise.problem import Extras
 from tilewise.testing import use_emulator
 
 LIMIT, LSE_LIMIT = 3e-2, 2e-3  # as tests/kernels/test_hopper_fp8.py has them
@@ -75,10 +73,8 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("seed", [None, 1])
 def test_in_halves_against_fp64(name, seed, monkeypatch):
-    """As if these calls had more keys than centring serves."""
     lengths, options, how = HALVES[name]
     call = fp8.normal_call(*lengths, **how)
-    monkeypatch.setattr(fp8_launch, "CENTERED_KEYS", 0)
     with executing(monkeypatch, seed=seed), use_emulator():
         out, lse = fp8.run(hopper, call, **options)
     exact, exact_lse = fp8.reference(call, **options)
@@ -95,26 +91,3 @@ def test_outputs_of_16_bits(dtype, monkeypatch):
         out, _ = fp8.run(hopper, call, out_dtype=dtype, **options)
     assert out.dtype == dtype
     assert fp8.error_of(out, fp8.reference(call, **options)[0]) < LIMIT
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-LENGTHS = {
-    "": {},
-    "used": dict(seqused_k=ints(300, 129, 0)),
-    "packed": dict(cu_seqlens_q=ints(0, 100, 130), cu_seqlens_k=ints(0, 100, 130)),
-}
-
-
-@pytest.mark.parametrize("lengths", sample(LENGTHS, "used"))
-def test_the_mean_of_v(lengths, monkeypatch):
-    v_t = (torch.randn(1 if lengths == "packed" else 3, 2, 40, 384) + 1.0).to(fp8.FP8)
-    seqlen_k, extras = 130 if lengths == "packed" else 384, Extras(**LENGTHS[lengths])
-    expected = fp8_center.Centering()(v_t, seqlen_k, extras)
-    found = torch.full_like(expected, float("nan"))
-    monkeypatch.setattr(fp8_center, "center_kernel", execute(fp8_center.center_kernel))
-    of_keys = extras.cu_seqlens_k, extras.seqused_k
-    fp8_center.launch_center(v_t, found, seqlen_k, *of_keys)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -59,7 +59,7 @@ def make_inputs(shape: Shape, device: str, layout: str = "bshd", seed: int = 0) 
         tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bhsd" else x)
     q, k, v, dout = tensors
     inputs = Inputs(q, k, v, dout, bias_of(shape, device, generator))
-    return fp8.in_form(inputs, layout) if shape.dtype == FP8 else inputs
+    return fp8.in_form(inputs, layout, shape) if shape.dtype == FP8 else inputs
 
 
 def truth(shape: Shape, inputs: Inputs) -> Truth:

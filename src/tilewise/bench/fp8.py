@@ -1,10 +1,10 @@
 """FP8 shapes: their inputs, what a result is held to, and our calls with and without quantising.
 
-The inputs are normal numbers rounded to e4m3, with scales of 1: as they are, or as a `Quantized`
-whose V is transposed before the time is taken. Providers that take bfloat16 get the numbers before
-that rounding, and are held to these. Of numbers on e4m3's coarse grid a mean would shift all by the
-same part of a step, so that what the next rounding loses does not average out; and their few bits
-cost bfloat16 less power than those of an activation.
+The inputs are normal numbers rounded to e4m3, with scales of 1. Providers that take bfloat16, or
+what was quantised of that before the time is taken, get the numbers before that rounding, and are
+held to these. Of numbers on e4m3's coarse grid a mean would shift all by the same part of a step,
+so that what the next rounding loses does not average out; and their few bits cost bfloat16 less
+power than those of an activation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 
 from ..frontend.quantize import quantize
-from ..kernels.common.quantized import Quantized, Scales
-from ..ops.quantize import quantizer_for
+from ..kernels.common.quantized import Quantized
 from .features import options_of
 from .shapes import FP8, Shape
 from .standards import Inputs
@@ -24,33 +23,39 @@ from .standards import Inputs
 Tensor = torch.Tensor
 BOUND = 3e-2  # norm of the error over norm of the result, of what is computed on 8 bits
 BOUND_ROUNDED = 6e-2  # the same of a call that rounds its inputs first
-TRANSPOSED, WIDE = "quantized", "bfloat16"  # beside the memory orders of inputs
+QUANTIZED, WIDE = "quantized", "bfloat16"  # beside the memory orders of inputs
 NAMES = {  # of ours, with what each takes
-    "tilewise:quantized": TRANSPOSED,
+    "tilewise:quantized": QUANTIZED,
     "tilewise:quantize": WIDE,
     "tilewise:bf16": WIDE,
 }
 
 
-def in_form(inputs: Inputs, form: str) -> Inputs:
+def in_form(inputs: Inputs, form: str, shape: Shape) -> Inputs:
     """bfloat16 inputs as a provider takes them."""
     if form == WIDE:
         return inputs
-    inputs = Inputs(*(x.to(getattr(torch, FP8)) for x in inputs[:4]))
-    if form != TRANSPOSED:
-        return inputs
-    ones = torch.ones(inputs.q.shape[0], inputs.k.shape[2], device=inputs.q.device)
-    v_t = quantizer_for(inputs.v).transposed_values(inputs.v, None, None)
-    x: Any = Quantized(inputs.q, inputs.k, v_t, Scales(ones, ones, ones))
-    nothing: Any = None
+    if form != QUANTIZED:
+        return Inputs(*(x.to(getattr(torch, FP8)) for x in inputs[:4]))
+    x, nothing = cast(Any, (quantized(*inputs.arguments, shape), None))
     return Inputs(x, nothing, nothing, inputs.dout)
+
+
+def values_of(form: str) -> str:
+    """The form whose numbers a result is held to: those that it was quantised of, or its own."""
+    return WIDE if form in (QUANTIZED, WIDE) else "bshd"
+
+
+def quantized(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Quantized:
+    """As `tilewise.quantize` does it, with the means that the shape's scores allow."""
+    return quantize(q, k, v, smooth="v" if shape.sinks else True)
 
 
 def refuse(name: str, shape: Shape, device: str) -> str | None:
     """Why one of NAMES does not serve a shape."""
     if shape.dtype != FP8:
         return f"{name} is for {FP8}"
-    if name == "tilewise:quantize" and shape.softcap:
+    if name != "tilewise:bf16" and shape.softcap:
         return "scores that reach a softcap move by more than its bound when q and k are rounded"
     return None
 
@@ -60,11 +65,10 @@ def prepare(name: str, shape: Shape, device: str) -> Callable[..., Tensor]:
     from .. import attention
 
     options = options_of(shape, device)
-    smooth: bool | str = "v" if shape.sinks else True
 
     def attend(q: Any, k: Any, v: Any) -> Tensor:
         if name == "tilewise:quantize":
-            q, k, v = quantize(q, k, v, smooth=smooth), None, None
+            q, k, v = quantized(q, k, v, shape), None, None
         return cast(Tensor, attention(q, k, v, **options))
 
     return attend
@@ -76,5 +80,5 @@ def error_of(result: Tensor, expected: list, inputs: Inputs) -> tuple[float, flo
     for _, place, exact, _ in expected:
         off = torch.linalg.vector_norm(result[place].double() - exact)
         found = max(found, (off / torch.linalg.vector_norm(exact)).item())
-    is_rounded = isinstance(inputs.q, Tensor) and inputs.q.dtype == torch.bfloat16
-    return found, BOUND_ROUNDED if is_rounded else BOUND
+    is_raw = isinstance(inputs.q, Tensor) and inputs.q.dtype != torch.bfloat16
+    return found, BOUND if is_raw else BOUND_ROUNDED

@@ -91,9 +91,11 @@ class Stage:
             if one.layout not in self.inputs:
                 self.inputs[one.layout] = make_inputs(self.shape, self.device, one.layout)
             inputs = self.inputs[one.layout]
-            values = fp8.WIDE if one.layout == fp8.WIDE else "bshd"  # not rounded to 8 bits, or so
+            values = fp8.values_of(one.layout)
             if values not in self.expected:
-                self.expected[values] = truth(self.shape, inputs)
+                self.expected[values] = truth(
+                    self.shape, make_inputs(self.shape, self.device, values)
+                )
             attend = one.prepare(self.shape, self.device)
             is_ours = one.name.startswith("tilewise")
             verdict = judge(self.shape, attend, inputs, self.expected[values], is_ours)

@@ -12,7 +12,7 @@ from ..pipeline import KVRing, make_barriers, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output
 from .fp8_halves import attend_in_halves
-from .fp8_mma import attend_partition, make_centers, make_pingpong
+from .fp8_mma import attend_partition, make_pingpong
 from .kernel import Rings
 from .load import Sources, load_partition
 from .varlen import make_tile_messages
@@ -45,7 +45,6 @@ def hopper_fp8_fwd_kernel(
     kv_ring = KVRing(k_buffers, v_buffers, full, empty)
     messages = make_tile_messages(2, FEATURES)
     pingpong = make_pingpong()
-    centers = make_centers(scales.v_center is not None, DV)
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
@@ -71,14 +70,8 @@ def hopper_fp8_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    attend_partition,
-                    (0, rings, pingpong, centers, output, scales, call, FEATURES, TILE),
-                ),
-                (
-                    attend_partition,
-                    (1, rings, pingpong, centers, output, scales, call, FEATURES, TILE),
-                ),
+                (attend_partition, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, pingpong, output, scales, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [4, 1],

@@ -31,7 +31,6 @@ from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged
 from ..tile_counter import counter, num_sms
 from . import fp8_operand
 from .epilogue import OUT_COLUMNS
-from .fp8_center import Centering
 from .fp8_kernel import hopper_fp8_fwd_kernel
 from .fp8_mma import Scales, has_two_levels
 from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
@@ -43,9 +42,6 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
-# Of V with a mean and over 128 columns: what centring leaves of O grows with the keys. Measured of
-# V of mean 1 at 64Ki: 5.2e-3 off (H200, Triton 3.6); a model says 2.6e-3 at 32Ki, 1.7e-2 at 128Ki
-CENTERED_KEYS = 32 * 1024
 
 
 class Fp8Plan(NamedTuple):
@@ -91,31 +87,20 @@ class Fp8Forward:
         self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
         self.device = -1
         self.relaunch: Fp8Relaunch | None = None
-        self.center = Centering()
 
     def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
         q = given.q
         batch, seqlen_q, nheads, _ = q.shape
         out = q.new_empty(batch, seqlen_q, nheads, self.problem.headdim_v, dtype=self.out_dtype)
         lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
-        center = None
-        if needs_center(given):
-            center = self.center(given.v_t, given.k.shape[1], extras)
-        self.launch(given, extras, center, out, lse)
-        return out, lse
-
-    def launch(
-        self, given: Quantized, extras: Extras, center: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
-        """Launches the kernel, into given outputs."""
         relaunch, device = self.relaunch, self.device
         if relaunch is None or not may_relaunch(device):
-            self._first(given, extras, center, out, lse)
-            return
+            self._first(given, extras, out, lse)
+            return out, lse
         stream = torch._C._cuda_getCurrentRawStream(device)
         of = relaunch.described.at
         row = [lse.data_ptr(), counter(given.q.device, device, stream)]
-        row += addresses_of((*given.scales, given.v_mean, center))
+        row += addresses_of((*given.scales, given.v_mean))
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
         relaunch.kernel(
@@ -127,10 +112,9 @@ class Fp8Forward:
             *relaunch.args.filled(row),
             *relaunch.constants,
         )
+        return out, lse
 
-    def _first(
-        self, given: Quantized, extras: Extras, center: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
+    def _first(self, given: Quantized, extras: Extras, out: Tensor, lse: Tensor) -> None:
         """The first launch of a signature, through Triton's launcher."""
         if out.numel() == 0 and lse.numel() == 0:
             return
@@ -141,7 +125,7 @@ class Fp8Forward:
         read = readable(given)
         extras = distinct_extras(extras)
         plan = plan_for(self.problem, read, extras, self.out_dtype)
-        args = arguments(self.problem, plan, read, extras, self.scalars, out, lse, center)
+        args = arguments(self.problem, plan, read, extras, self.scalars, out, lse)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         device = given.q.device
         if (seed := emulator_seed()) is not None and device.type == "cpu":
@@ -169,7 +153,7 @@ def relaunch_of(
     has_extras = any(x is not None for x in extras.tensors)
     optional = extras.tensors if has_extras else ()
     pattern = pattern_of(
-        tuple(args[4:]), (args.lse, args.queue.counter, *args.scales[:5], *optional)
+        tuple(args[4:]), (args.lse, args.queue.counter, *args.scales[:4], *optional)
     )
     if kernel is None or pattern is None:
         return None
@@ -185,7 +169,6 @@ def arguments(
     scalars: Scalars,
     out: Tensor,
     lse: Tensor,
-    center: Tensor | None = None,
 ) -> Fp8Args:
     """The kernel's arguments for a call: q and out as in 16 bits, k and v_t as (batch, head, row,
     column).
@@ -200,7 +183,7 @@ def arguments(
         by_head(given.v_t.transpose(1, 2), *of_v),
         of_rows(out, *of_out),
         lse,
-        Scales(*distinct_views((*given.scales, given.v_mean, center)), problem.nheads_k),
+        Scales(*distinct_views((*given.scales, given.v_mean)), problem.nheads_k),
         queue_of(problem, plan.tile, q, k, packed_in(extras)),
         optionals_of(extras),
         sizes_of(q, k, extras),
@@ -227,20 +210,10 @@ def in_units(x: Tensor, name: str) -> Tensor:
     return x.contiguous()
 
 
-def needs_center(given: Quantized) -> bool:
-    """Whether O is kept small by the mean of V: see `fp8_mma`."""
-    return has_large_sums(given) and given.k.shape[1] <= CENTERED_KEYS
-
-
 def needs_halves(given: Quantized) -> bool:
-    """Whether O is summed by halves of its columns: see `fp8_halves`. Of packed sequences the host
-    knows the keys of all, and so counts these.
+    """Whether halves of O's columns alternate, as it may grow with the keys where registers do not
+    hold two levels of it: see `fp8_halves`.
     """
-    return has_large_sums(given) and given.k.shape[1] > CENTERED_KEYS
-
-
-def has_large_sums(given: Quantized) -> bool:
-    """Whether O may grow with the keys where registers do not hold two levels of it."""
     return given.v_mean is None and not has_two_levels(block_of(given.v_t.shape[2]))
 
 
@@ -298,5 +271,4 @@ def shared_memory(tile: Pipeline, out_columns: int, out_dtype: torch.dtype) -> i
     """Bytes of shared memory of a program, with 1 KiB for its barriers."""
     q = 2 * tile.Q_STAGES * WARPGROUP_ROWS * tile.BLOCK_D
     kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
-    centers = 0 if has_two_levels(tile.BLOCK_DV) else 2 * tile.BLOCK_DV * 4
-    return q + kv + centers + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024
+    return q + kv + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024

@@ -7,9 +7,8 @@ each block's P V gets registers of its own, and is added to O in fp32:
     O = alpha O + P V
 
 which takes a fused multiply-add where rescaling takes a multiplication. Of 256 columns registers do
-not hold O twice. There O += P V, as in 16 bits, and O is kept small: without the mean of V, either
-since that was taken off (`quantize`) or by subtracting (sum of P) (mean of V) after each block.
-What is left grows with the keys by rounding: beyond 32Ki of them the second is `fp8_halves`'s.
+not hold O twice. Where the mean of V was taken off (`quantize`), O stays small and O += P V, as in
+16 bits; else halves of the columns alternate (`fp8_halves`).
 
 The loop begins with the exponentials of the block before, so that it carries S and not P, of which
 LLVM would hold each byte in a register of its own; ptxas puts them among the matmuls of the next S.
@@ -49,15 +48,14 @@ LAG = gl.constexpr(0.75)
 
 
 class Scales(NamedTuple):
-    """What 8-bit tensors are multiplied with, by (sequence, key head), and means of V, (sequence,
-    key head, HEADDIM_V), or None.
+    """What 8-bit tensors are multiplied with, by (sequence, key head), and the mean that V lost
+    before it was rounded, (sequence, key head, HEADDIM_V), or None.
     """
 
     q: gl.tensor
     k: gl.tensor
     v: gl.tensor
-    v_mean: gl.tensor  # what V lost before it was rounded
-    v_center: gl.tensor  # of the 8-bit numbers: what O is kept without
+    v_mean: gl.tensor
     nheads_k: gl.tensor
 
 
@@ -66,7 +64,6 @@ def attend_partition(
     WG: gl.constexpr,
     rings,
     pingpong,
-    centers,
     output,
     scales,
     call,
@@ -78,8 +75,6 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     TWO_LEVELS: gl.constexpr = has_two_levels(DV)
-    CENTERED: gl.constexpr = scales.v_center is not None
-    center = centers.index(WG) if CENTERED else 0
     q_ring = rings.q[WG]
     kv_ring = rings.kv_ring
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
@@ -117,8 +112,6 @@ def attend_partition(
         l_i = no_sums(N, DV)
         alpha = no_alpha
         scale = scale_of(unit, call, FEATURES)
-        if CENTERED:
-            load_center(center, work, scales, FEATURES, TILE)
         blocks = work.last + 1 - work.first
         for i in range(1, blocks):
             wait_full(kv_ring, state)
@@ -136,8 +129,6 @@ def attend_partition(
             product = warpgroup_mma_wait(0, deps=[pending_o])
             release_by_threads(kv_ring, state)
             state = advance(state, STAGES)
-            if CENTERED:
-                product = centered(product, sums, center)
             if TWO_LEVELS:
                 acc_o = add_product(acc_o, alpha, product)
                 alpha = gl.exp2(m_i - finite_max(m_new))
@@ -173,14 +164,10 @@ def attend_partition(
         product = warpgroup_mma_wait(0, deps=[pending_o])
         release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
-        if CENTERED:
-            product = centered(product, sums, center)
         if TWO_LEVELS:
             product = add_product(acc_o, alpha, product)
         parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
         l_i = whole_sums(l_i, row_of(S_LAYOUT))
-        if CENTERED:
-            product = centered(product, -l_i[:, None], center)
         write_tile(product, m_i, l_i, work, output, scales, call, parity, WG, FEATURES, TILE)
         m_i = m_begun
         work = upcoming
@@ -237,31 +224,6 @@ def add_product(acc_o, alpha, product):
     """O = alpha O + P V."""
     layout: gl.constexpr = acc_o.type.layout
     return acc_o * row_factor(alpha, layout)[:, None] + product
-
-
-@gluon.jit
-def make_centers(CENTERED: gl.constexpr, DV: gl.constexpr):
-    """Shared memory for the mean of V of a warpgroup's tile: registers have no room for it."""
-    if CENTERED:
-        return gl.allocate_shared_memory(gl.float32, [2, DV], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    else:
-        return 0
-
-
-@gluon.jit
-def load_center(center, work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The mean of V of a tile's sequence and key head."""
-    offs_d = gl.arange(0, TILE.BLOCK_DV, gl.BlockedLayout([1], [32], [4], [0]))
-    at = place_of_scale(work, scales, FEATURES, TILE) * FEATURES.HEADDIM_V + offs_d
-    center.store(gl.load(scales.v_center + at, mask=offs_d < FEATURES.HEADDIM_V, other=0.0))
-
-
-@gluon.jit
-def centered(product, sums, center):
-    """P V - (sum of P) (mean of V), which stays small however many keys there are."""
-    O_LAYOUT: gl.constexpr = product.type.layout
-    mean = center.load(column_of(O_LAYOUT))
-    return product - row_factor(gl.sum(sums, 1), O_LAYOUT)[:, None] * mean[None, :]
 
 
 @gluon.jit
