@@ -37,7 +37,8 @@ def in_form(inputs: Inputs, form: str, shape: Shape) -> Inputs:
         return inputs
     if form != QUANTIZED:
         return Inputs(*(x.to(getattr(torch, FP8)) for x in inputs[:4]))
-    x, nothing = cast(Any, (quantized(*inputs.arguments, shape), None))
+    q, k, v = inputs[:3]
+    x, nothing = cast(Any, (quantized(q, k, v, shape), None))
     return Inputs(x, nothing, nothing, inputs.dout)
 
 

@@ -34,8 +34,8 @@ def unit_of(q_scale, k_scale):
     0: the largest score would be the smallest product.
     """
     unit = q_scale * k_scale
-    small = tl.where(unit < 0.0, float("nan"), 8.271806125530277e-25)  # 2^-80
-    return tl.where(unit < 8.271806125530277e-25, small, unit)
+    small = tl.maximum(unit, 8.271806125530277e-25, tl.PropagateNan.ALL)  # 2^-80
+    return tl.where(unit < 0.0, float("nan"), small)
 
 
 @triton.jit

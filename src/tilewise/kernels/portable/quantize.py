@@ -26,7 +26,7 @@ from ..common.quantized import (
 from ..common.relaunch import Launches, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
-from .hadamard import Rotation
+from .hadamard import CHUNK, Rotation
 from .quantize_kernels import (
     RowBlocks,
     Statistics,
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
     scale: Tensor | None  # where none is given
     mean: Tensor | None
     statistics: Statistics  # of each block of rows
-    largest: Tensor | None  # magnitude: of a block, or, where a mean is taken off, of a sequence
+    largest: Tensor | None  # magnitude: of a block or, less a mean, of a sequence's CHUNK columns
 
 
 def quantize(
@@ -159,7 +159,7 @@ def memory_of(x: Tensor, side: Side, starts: Tensor | None, wants_scale: bool) -
         mean = torch.empty(sequences, nheads, headdim, **number)
     if wants_scale:
         scale = torch.empty(sequences, nheads // side.group, **number)
-        rows = sequences if side.smooths else count
+        rows = sequences * triton.cdiv(headdim, CHUNK.value) if side.smooths else count
         largest = torch.empty(rows, nheads, device=x.device, dtype=torch.int32)
     return Memory(out, scale, mean, statistics, largest)
 
@@ -207,10 +207,8 @@ def plans_of_one(
     if mean is not None:
         args = *of_x, into.statistics, blocks
         launches.append((quantize_statistics_kernel, programs, args, constants))
-        args, means = (
-            (into.statistics, mean, into.largest, blocks),
-            blocks.sequences * blocks.nheads,
-        )
+        args = into.statistics, mean, into.largest, blocks
+        means = blocks.sequences * blocks.nheads * triton.cdiv(headdim, CHUNK.value)
         launches.append((quantize_means_kernel, means, args, dict(D=headdim)))
     elif scale is None:
         args = *of_x, into.largest, blocks, headdim

@@ -227,34 +227,35 @@ def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr)
 @triton.jit
 def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
     """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
-    of the largest magnitude without it. Rounding keeps order, so that this is of an extreme.
+    of the largest magnitude without it, of CHUNK columns each: (sequences, chunks, nheads).
+    Rounding keeps order, so that this is of an extreme.
     """
-    sequence, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
+    CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
+    sequence = part // CHUNKS
     of = find_sequence(sequence, blocks)
-    count, top = tl.cdiv(of.used, ROWS), sequence * 0
-    for column in range(0, D, CHUNK):
-        columns = column + tl.arange(0, CHUNK)
-        total = tl.zeros([CHUNK], tl.float32)
-        high = tl.full([CHUNK], float("-inf"), tl.float32)
-        low = tl.full([CHUNK], float("inf"), tl.float32)
-        for first in range(0, count, PARTS):
-            number = first + tl.arange(0, PARTS)
-            at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
-            at = at[:, None] + columns[None, :]
-            exists = (number < count)[:, None] & (columns < D)[None, :]
-            total += tl.sum(tl.load(found.sums + at, mask=exists, other=0.0), 0)
-            if largest is not None:
-                highs = tl.load(found.highs + at, mask=exists, other=float("-inf"))
-                lows = tl.load(found.lows + at, mask=exists, other=float("inf"))
-                high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
-        of_columns = total / tl.maximum(of.used, 1).to(tl.float32)
-        tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
+    count = tl.cdiv(of.used, ROWS)
+    columns = part % CHUNKS * CHUNK + tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK], tl.float32)
+    high = tl.full([CHUNK], float("-inf"), tl.float32)
+    low = tl.full([CHUNK], float("inf"), tl.float32)
+    for first in range(0, count, PARTS):
+        number = first + tl.arange(0, PARTS)
+        at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+        at = at[:, None] + columns[None, :]
+        exists = (number < count)[:, None] & (columns < D)[None, :]
+        total += tl.sum(tl.load(found.sums + at, mask=exists, other=0.0), 0)
         if largest is not None:
-            off = tl.maximum(high - of_columns, of_columns - low)  # NaN where the mean is
-            off = tl.where((columns < D) & (of.used > 0), off, 0.0)
-            top = tl.maximum(top, tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+            highs = tl.load(found.highs + at, mask=exists, other=float("-inf"))
+            lows = tl.load(found.lows + at, mask=exists, other=float("inf"))
+            high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
+    of_columns = total / tl.maximum(of.used, 1).to(tl.float32)
+    tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
     if largest is not None:
-        tl.store(largest + (tl.cast(sequence, tl.int64) * blocks.nheads + head), top)
+        off = tl.maximum(high - of_columns, of_columns - low)  # NaN where the mean is
+        off = tl.where((columns < D) & (of.used > 0), off, 0.0)
+        top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        tl.store(largest + (tl.cast(part, tl.int64) * blocks.nheads + head), top)
 
 
 @triton.jit
@@ -320,7 +321,8 @@ def quantize_cast_kernel(
     else:
         row, count = block.of.first_block, tl.cdiv(block.of.used, ROWS)
         if mean is not None:  # found with it, of the whole sequence
-            row, count = block.sequence, block.number * 0 + 1
+            CHUNKS: tl.constexpr = (ROTATION.D + CHUNK - 1) // CHUNK
+            row, count = block.sequence * CHUNKS, block.number * 0 + CHUNKS
         factor = scale_of(largest, row, count, block, blocks, GROUP, BLOCK_GROUP)
         if (block.start == 0) & (block.head % GROUP == 0):
             tl.store(address_of(scale, block.sequence, head_k), factor)
