@@ -1,4 +1,4 @@
-"""An executor of PTX on a CPU, for kernels that no GPU has run.
+"""An executor of PTX on a CPU, for tests of kernels without a GPU.
 
 `execute(kernel)[grid](*args)` compiles a kernel for sm_90 as a launch does and executes the PTX
 that Triton made: instructions, not the functions of Gluon that stand for them in the emulator. So

@@ -1,4 +1,4 @@
-"""Hopper's kernel of a cache, which no GPU has run, instruction by instruction: against fp64, and
+"""Hopper's kernel of a cache, instruction by instruction: against fp64, and
 the same bits for every way to store a cache.
 """
 

@@ -1,4 +1,4 @@
-"""The Hopper forward in FP8, which no GPU has run, instruction by instruction: against fp64."""
+"""The Hopper forward in FP8, instruction by instruction: against fp64."""
 
 import pytest
 import torch
