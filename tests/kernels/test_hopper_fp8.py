@@ -247,6 +247,18 @@ def test_in_halves_by_other_schedules(seed):
         assert a.equal(b)
 
 
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_in_halves_with_one_stage_of_queries(name, monkeypatch):
+    """The next Q is copied before the stage that has the last V of this one."""
+    monkeypatch.setattr(fp8_launch, "shared_memory", lambda *of: 2**20)
+    fp8_launch.plan_of.cache_clear()
+    try:
+        lengths, options, how = HALVES[name]
+        checked(fp8.normal_call(*lengths, **how), **options)
+    finally:
+        fp8_launch.plan_of.cache_clear()
+
+
 @pytest.mark.parametrize("seqlen_k", [1024, pytest.param(4096, marks=pytest.mark.slow)])
 def test_in_halves_a_large_sum_loses_nothing(seqlen_k):
     checked(around_one(256, seqlen_k), 4e-3)

@@ -82,12 +82,15 @@ def attend_in_halves(
         left, right = no_half, no_half  # halves of O: (64, HALF)
         m_i = no_max
         l_i = no_sums(N, HALF)
-        for i in range(work.last + 1 - work.first):
+        blocks = work.last + 1 - work.first
+        for i in range(blocks):
             # A stage has K of this block, and V of the one before: S = Q K^T, (64, BLOCK_N)
             pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
             s = warpgroup_mma_wait(0, deps=[pending_s])
             release_by_threads(kv_ring, state)
             state = advance(state, TILE.STAGES)
+            if i == blocks - 1:  # the next Q comes before the stage that has this block's V
+                release_by_threads(q_ring, q_state)
             wait_full(kv_ring, state)
             wait_pingpong(pingpong, phase, WG)
             s, m_new = scores_of(s, tile, i, m_i, unit, call, FEATURES, TILE)
@@ -100,7 +103,6 @@ def attend_in_halves(
             left = add_values(left, alpha, p, kv_ring, state, 0, no_half)
             right = add_values(right, alpha, p, kv_ring, state, 1, no_half)
 
-        release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
         parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
         l_i = whole_sums(l_i, row_of(S_LAYOUT))
