@@ -96,9 +96,12 @@ def test_some_heads_of_a_quantized(backend):
     assert torch.equal(part, whole[:, :, 2:])
 
 
+@pytest.mark.parametrize("headdim_v", [None, 256])
 @pytest.mark.parametrize("backend", MODES)
-def test_later_tokens_change_no_bit_with_given_scales(backend):
+def test_later_tokens_change_no_bit_with_given_scales(backend, headdim_v):
     q, k, v = tensors()
+    if headdim_v is not None:
+        v = torch.randn(*v.shape[:3], headdim_v)
     options = dict(causal="top_left", return_lse=True, backend=backend, out_dtype=torch.float32)
     found = []
     for later in (1.0, 9.0):

@@ -91,7 +91,7 @@ def check(found, q, k, v, **options):
         assert verdict.ok, f"{name}: {verdict}"
 
 
-FAST = ("sinks", "half a pair", "block mask")
+FAST = ("sinks", "half a pair", "dropout", "block mask")
 
 
 @on_devices
@@ -149,7 +149,7 @@ def exact_attend(*tensors, **options):
 
 
 @on_devices
-@pytest.mark.parametrize("name", sample(CALLS, "sinks", "block mask"))
+@pytest.mark.parametrize("name", sample(CALLS, *FAST))
 def test_backward(name, device, quick):
     launches = []
     for _ in range(1 if device == "cpu" else 3):

@@ -195,6 +195,19 @@ def test_nan_and_zero(cast):
     assert (found.scales.v[1] == SMALLEST).all() and (found.v_t[1].float() == 0).all()
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_no_mean_without_finite_numbers(value):
+    """Nor a scale: NaN, as plain torch has it."""
+    q, k, v = tensors((2, 40))
+    k[0, 5, 0, 3] = v[0, 5, 0, 3] = value
+    for rotate in (False, True):
+        given = q, k, v, Steps(rotate, True, True), NO_SCALES, Lengths()
+        found, expected = by_kernels(*given), plain.quantize(*given)
+        for mine, theirs in zip(found.scales, expected.scales):
+            assert torch.equal(mine.isnan(), theirs.isnan()) and mine.isfinite().any()
+        assert found.scales.k[0, 0].isnan() and found.scales.v[0, 0].isnan()
+
+
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
 def test_nothing(shape):
     q, k, v = tensors(shape)

@@ -1,10 +1,10 @@
 """FP8 shapes: their inputs, what a result is held to, and our calls with and without quantising.
 
 The inputs are normal numbers rounded to e4m3, with scales of 1. Providers that take bfloat16, or
-what was quantised of that before the time is taken, get the numbers before that rounding, and are
-held to these. Of numbers on e4m3's coarse grid a mean would shift all by the same part of a step,
-so that what the next rounding loses does not average out; and their few bits cost bfloat16 less
-power than those of an activation.
+what was quantised of that before the time is taken, get the numbers before that rounding. Each is
+held to what its inputs stand for. Of numbers on e4m3's coarse grid a mean would shift all by the
+same part of a step, so that what the next rounding loses does not average out; and their few bits
+cost bfloat16 less power than those of an activation.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any, cast
 import torch
 
 from ..frontend.quantize import quantize
-from ..kernels.common.quantized import Quantized
+from ..kernels.common.quantized import Lengths, Quantized
+from ..kernels.cpu.quantize import dequantize
 from .features import options_of
 from .shapes import FP8, Shape
 from .standards import Inputs
 
 Tensor = torch.Tensor
 BOUND = 3e-2  # norm of the error over norm of the result, of what is computed on 8 bits
-BOUND_ROUNDED = 6e-2  # the same of a call that rounds its inputs first
+BOUND_ROUNDED = 6e-2  # the same of a call that takes 16 bits, which it may round first
 QUANTIZED, WIDE = "quantized", "bfloat16"  # beside the memory orders of inputs
 NAMES = {  # of ours, with what each takes
     "tilewise:quantized": QUANTIZED,
@@ -43,8 +44,18 @@ def in_form(inputs: Inputs, form: str, shape: Shape) -> Inputs:
 
 
 def values_of(form: str) -> str:
-    """The form whose numbers a result is held to: those that it was quantised of, or its own."""
-    return WIDE if form in (QUANTIZED, WIDE) else "bshd"
+    """The form whose numbers a result is held to; all memory orders are one."""
+    return form if form in (QUANTIZED, WIDE) else "bshd"
+
+
+def meant(inputs: Inputs) -> Inputs:
+    """What inputs stand for, in a dtype that holds it; queries and keys of a `Quantized` as they
+    are rotated, and keys without their mean, which out does not show.
+    """
+    x: Any = inputs.q
+    if isinstance(x, Quantized):
+        return Inputs(*dequantize(x, Lengths()), inputs.dout)
+    return Inputs(*(y.to(torch.bfloat16) for y in inputs[:4]))
 
 
 def quantized(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Quantized:
@@ -81,5 +92,5 @@ def error_of(result: Tensor, expected: list, inputs: Inputs) -> tuple[float, flo
     for _, place, exact, _ in expected:
         off = torch.linalg.vector_norm(result[place].double() - exact)
         found = max(found, (off / torch.linalg.vector_norm(exact)).item())
-    is_raw = isinstance(inputs.q, Tensor) and inputs.q.dtype != torch.bfloat16
-    return found, BOUND if is_raw else BOUND_ROUNDED
+    is_wide = isinstance(inputs.q, Tensor) and inputs.q.dtype == torch.bfloat16
+    return found, BOUND_ROUNDED if is_wide else BOUND

@@ -54,7 +54,7 @@ def quantize(
     Each sequence and key head has one scale, which takes its largest magnitude to 448; that of q is
     over the query heads of the key head. A scale or a mean of the data depends on all keys, so that
     under a causal mask later tokens change earlier outputs, by rounding alone; with `scales` and
-    `smooth=False` they do not, to a headdim_v of 128.
+    `smooth=False` they do not.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.

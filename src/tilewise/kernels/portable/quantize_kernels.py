@@ -252,7 +252,8 @@ def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
     of_columns = total / tl.maximum(of.used, 1).to(tl.float32)
     tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
     if largest is not None:
-        off = tl.maximum(high - of_columns, of_columns - low)  # NaN where the mean is
+        # NaN where the mean is NaN or infinite
+        off = tl.maximum(high - of_columns, of_columns - low, tl.PropagateNan.ALL)
         off = tl.where((columns < D) & (of.used > 0), off, 0.0)
         top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         tl.store(largest + (tl.cast(part, tl.int64) * blocks.nheads + head), top)
