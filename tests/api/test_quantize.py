@@ -1,7 +1,11 @@
 """`tilewise.quantize`: what 8 bits stand for, what is not read, what does not leak."""
 
+import functools
+
 import pytest
 import torch
+from helpers import fp8_calls
+from helpers.fp8_calls import assert_same, bits
 
 import tilewise
 from tilewise import ArgumentError
@@ -11,28 +15,7 @@ from tilewise.ops.fp8 import meant
 from tilewise.problem import Extras
 
 INT32 = torch.int32
-
-
-def tensors(batch=2, seqlen_q=70, seqlen_k=150, heads=(4, 2), headdims=(32, 16), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    q = draw(batch, seqlen_q, heads[0], headdims[0])
-    k, v = (draw(batch, seqlen_k, heads[1], d) for d in headdims)
-    return q, k + 2, v + 1
-
-
-def bits(x):
-    return x.view(torch.int8) if x.dtype == FP8 else x
-
-
-def assert_same(x, y):
-    """Two Quantized, bit for bit."""
-    for mine, theirs in zip((*x[:3], *x.scales, *x[4:6]), (*y[:3], *y.scales, *y[4:6])):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(bits(mine), bits(theirs))
+tensors = functools.partial(fp8_calls.tensors, k_mean=2)
 
 
 def relative(x, exact):

@@ -1,47 +1,25 @@
 """`tilewise.quantize` with rotary tables: q and k are turned in fp32 before they are rounded."""
 
+import functools
+
 import pytest
 import torch
+from helpers import fp8_calls
+from helpers.fp8_calls import assert_same, bits, starts
 
 import tilewise
 from tilewise import ArgumentError
 from tilewise.cache import Rotary
-from tilewise.kernels.common.quantized import FP8
 from tilewise.tile.rotary import rotate
 
 INT32 = torch.int32
 CALL = torch.ops.tilewise.quantize.default
+tensors = functools.partial(fp8_calls.tensors, k_mean=2)
 
 
 def tables(positions=150, rotary_dim=32, interleaved=True, dtype=torch.float32):
     angles = torch.outer(torch.arange(positions), 100.0 ** -(torch.arange(0, rotary_dim, 2) / 32))
     return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
-
-
-def tensors(batch=2, seqlen_q=70, seqlen_k=150, heads=(4, 2), headdims=(32, 16), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    q = draw(batch, seqlen_q, heads[0], headdims[0])
-    k, v = (draw(batch, seqlen_k, heads[1], d) for d in headdims)
-    return q, k + 2, v + 1
-
-
-def starts(*lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(INT32)
-
-
-def bits(x):
-    return x.view(torch.int8) if x.dtype == FP8 else x
-
-
-def assert_same(x, y):
-    """Two Quantized, bit for bit."""
-    for mine, theirs in zip((*x[:3], *x.scales, *x[4:6]), (*y[:3], *y.scales, *y[4:6])):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(bits(mine), bits(theirs))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -21,7 +21,7 @@ FEATURES = {
 }
 
 
-def tensors(batch=2, seqlen_q=70, seqlen_k=150, heads=(4, 2), headdims=(32, 16), seed=0):
+def tensors(batch=2, seqlen_q=70, seqlen_k=150, heads=(4, 2), headdims=(32, 16), seed=0, k_mean=1):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -29,7 +29,7 @@ def tensors(batch=2, seqlen_q=70, seqlen_k=150, heads=(4, 2), headdims=(32, 16),
 
     q = draw(batch, seqlen_q, heads[0], headdims[0])
     k, v = (draw(batch, seqlen_k, heads[1], d) for d in headdims)
-    return q, k + 1, v + 1
+    return q, k + k_mean, v + 1
 
 
 def eight(*given):
@@ -48,3 +48,14 @@ def exactly(given, descales=(1.0, 1.0, 1.0), **options):
 def assert_near(found, exact, rtol=1e-5):
     for mine, theirs in zip(found, exact):
         torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=rtol)
+
+
+def bits(x):
+    return x.view(torch.int8) if x.dtype == FP8 else x
+
+
+def assert_same(x, y):
+    """Two Quantized, bit for bit."""
+    for mine, theirs in zip((*x[:3], *x.scales, *x[4:6]), (*y[:3], *y.scales, *y[4:6])):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(bits(mine), bits(theirs))
