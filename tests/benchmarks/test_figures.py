@@ -173,6 +173,8 @@ def test_a_step_of_decoding():
         row(name, suite="decode", shape=shape, ms=ms, run="steps")
         for name, ms in (("tilewise", 0.2), ("fa3", 0.3))
     ]
+    # A later run without ours is compared with none of it
+    rows.append(row("fa3", suite="decode", shape=shape, ms=0.9, run="later", date="2100-01-01"))
     evidence = collect(rows)
     assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "16"]) == "1.50"
     assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "0"]) == "–"

@@ -94,18 +94,18 @@ def matmul(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 def decode(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Time of a peer over ours for a step over 8Ki keys: `{decode fa3: 32 1 16}` is that of 32
-    sequences, 1 query each, in pages of 16; pages of 0 are none.
+    sequences, 1 query each, in pages of 16; pages of 0 are none. Of the newest run that has both.
     """
-    asked = [int(word) for word in words]
-    rows = {
-        row.provider: row
-        for row in newest(evidence, "decode")
-        if [row.shape[x] for x in ("batch", "seqlen_q", "page_size")] == asked
-        and row.shape["seqlen_k"] == 8192
-    }
-    if not {OURS, names[0]} <= rows.keys():
-        return NONE
-    return times(ratio(rows[OURS].rounds_ms, rows[names[0]].rounds_ms).median)
+    asked, place = [8192, *map(int, words)], where(evidence)
+    runs: dict[str, dict[str, Row]] = {}
+    for row in sorted(evidence.others.get("decode", []), key=lambda row: row.date):
+        of = [row.shape[x] for x in ("seqlen_k", "batch", "seqlen_q", "page_size")]
+        if of == asked and environment_of(row) == place:
+            runs.setdefault(row.run, {})[row.provider] = row
+    for rows in reversed(runs.values()):
+        if {OURS, names[0]} <= rows.keys():
+            return times(ratio(rows[OURS].rounds_ms, rows[names[0]].rounds_ms).median)
+    return NONE
 
 
 def first(evidence: Evidence, names: list[str], words: list[str]) -> str:
