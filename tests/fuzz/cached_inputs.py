@@ -197,8 +197,7 @@ def _moved(view: Tensor, device: str) -> Tensor:
     """The view on a device with the strides that it has."""
     if device == "cpu":
         return view
-    whole = torch.empty(view.untyped_storage().nbytes(), dtype=torch.uint8, device=device)
-    whole.copy_(torch.frombuffer(view.untyped_storage(), dtype=torch.uint8))
+    whole = torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).to(device)
     return whole.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
 
 

@@ -1,5 +1,6 @@
 """The arena of GPUs on CPU processes: its kernels in the interpreter, over pads in files."""
 
+import ctypes
 import datetime
 
 import torch
@@ -12,15 +13,31 @@ from tilewise.distributed.memory import Files
 from tilewise.testing import use_interpreter
 
 CPU = torch.device("cpu")
+LIBC = ctypes.CDLL(None)
+
+
+class Unmapping(Files):
+    """Like torch's symmetric memory: what was allocated before is gone with the next allocation,
+    and a process that still reads it gets a signal.
+    """
+
+    def __init__(self):
+        self.kept = []
+
+    def allocate(self, barrier, nbytes, signature):
+        for x in self.kept:
+            assert not LIBC.mprotect(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.numel()), 0)
+        self.kept = super().allocate(barrier, nbytes, signature)
+        return self.kept
 
 
 def device_arena(group=None, seconds=None):
     """The arena of GPUs on a CPU group."""
     group = dist.group.WORLD if group is None else group
-    host, memory = Barrier(group), Files()
+    host, memory = Barrier(group), Unmapping()
     if seconds is not None:
         host.timeout = datetime.timedelta(seconds=seconds)
-    barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"))
+    barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"), memory)
     launch = barrier.signals._launch
 
     def interpreted(*args):  # these kernels alone
@@ -28,4 +45,4 @@ def device_arena(group=None, seconds=None):
             launch(*args)
 
     barrier.signals._launch = interpreted
-    return DeviceArena(barrier, memory, CPU)
+    return DeviceArena(barrier, Unmapping(), CPU)

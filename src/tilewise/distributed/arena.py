@@ -9,7 +9,7 @@ import torch
 
 from .failure import Barrier, check_cpu_group
 from .halves import Arena
-from .memory import Files, Ipc, Memory, Symmetric
+from .memory import Files, Ipc, Symmetric
 
 ON_GPUS = "TILEWISE_DISTRIBUTED_GPU"  # asks for what no GPU has run yet
 
@@ -48,17 +48,18 @@ def _on_gpus(group: Any, device: torch.device) -> Arena:
 
     refuse_capture()
     host, signature, reasons = Barrier(group), f"tilewise.distributed on {device.type}", []
-    kinds: tuple[Memory, ...] = Symmetric(group, device), Ipc(device)
-    for memory in kinds:
-        pads, reason = [], ""
+    kinds: tuple[type[Symmetric | Ipc], ...] = Symmetric, Ipc
+    for kind in kinds:
+        memory, pads, reason = kind(group, device), [], ""
         try:
             pads = memory.allocate(host, PAD, signature)
         except (RuntimeError, ImportError, AttributeError) as error:
             if host.lost is not None:
                 raise
             reason = f"{type(error).__name__}: {error}"
-        found = host.wait(f"{signature}, by {type(memory).__name__}", reason)
+        found = host.wait(f"{signature}, by {kind.__name__}", reason)
         if not any(found):
-            return DeviceArena(DeviceBarrier(host, device, pads), memory, device)
-        reasons += [f"{type(memory).__name__}: {x}" for x in found if x]
+            barrier = DeviceBarrier(host, device, pads, memory)
+            return DeviceArena(barrier, kind(group, device), device)
+        reasons += [f"{kind.__name__}: {x}" for x in found if x]
     raise RuntimeError("no memory that GPUs share could be made: " + "; ".join(reasons))

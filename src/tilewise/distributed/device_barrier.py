@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..kernels.portable.signals import RAISED, WORDS, Signals
 from .failure import Barrier, PullTimeout, RankLost, RankMismatch
+from .memory import Memory
 
 Tensor = torch.Tensor
 PAD = 8 * WORDS  # bytes
@@ -27,8 +28,10 @@ class DeviceBarrier:
     its current stream.
     """
 
-    def __init__(self, host: Barrier, device: torch.device, pads: list[Tensor]) -> None:
-        self.host = host
+    def __init__(
+        self, host: Barrier, device: torch.device, pads: list[Tensor], memory: Memory
+    ) -> None:
+        self.host, self.memory = host, memory  # which keeps the pads mapped
         self.rank, self.ranks = host.rank, host.ranks
         self.store, self.timeout, self.device = host.store, host.timeout, device
         pads[self.rank].zero_()

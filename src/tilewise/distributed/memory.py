@@ -20,7 +20,10 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Memory(abc.ABC):
-    """Blocks of one kind. Collective: all ranks allocate at the same time."""
+    """Blocks of one kind. Collective: all ranks allocate at the same time. It keeps the blocks that
+    it allocated last, and no earlier ones: the pads of a barrier and the blocks of an arena, which
+    grow, are of two.
+    """
 
     @abc.abstractmethod
     def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
@@ -86,7 +89,7 @@ class Ipc(Memory):
     several ranks at once had a quarter of the bandwidth (four H200s, November 2026).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         self.device = device
         self.kept: Tensor | None = None
 

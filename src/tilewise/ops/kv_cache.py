@@ -171,11 +171,10 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     return fresh, lse
 
 
-# In order of preference; imported on first use. Hopper's kernel serves calls that force it: it is
-# faster than the portable ones for 8 queries and for many sequences, not for all (decode.md)
+# In order of preference; imported on first use
 BACKENDS = {
-    "portable": "tilewise.kernels.portable.decode_launch",
     "hopper": "tilewise.kernels.hopper.decode.launch",
+    "portable": "tilewise.kernels.portable.decode_launch",
     "cpu": "tilewise.kernels.cpu.cache",
 }
 
