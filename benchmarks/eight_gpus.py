@@ -1,6 +1,6 @@
 """Rows of eight GPUs (or of fewer), in one command of less than eight minutes.
 
-    PYTHONPATH=src TILEWISE_DISTRIBUTED_GPU=1 python -m benchmarks.eight_gpus --save rows.jsonl
+    PYTHONPATH=src python -m benchmarks.eight_gpus --save rows.jsonl
 
 First what GPUs alone can show: the memory that they share, its kind and its bandwidth, the barrier,
 and the bits of `out` beside one GPU's. Then the rows that are asked for, in order of their weight,

@@ -163,7 +163,13 @@ def _torch(of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            return replaced(q, k, v, is_causal=True).transpose(1, 2)
 
+    # While torch's function is replaced, ours refuses every call: what replaces it is kept, and
+    # put back in time for torch to restore its own
+    name, original = "scaled_dot_product_attention", F.scaled_dot_product_attention
     stack.enter_context(context_parallel(mesh, **dealt))
+    replaced = F.scaled_dot_product_attention
+    stack.callback(setattr, F, name, replaced)
+    setattr(F, name, original)
     return Side(td.zigzag(of.seqlen), call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ import torch
 from .failure import Barrier, check_cpu_group
 from .halves import Arena
 from .memory import Files, Ipc, Symmetric
-
-ON_GPUS = "TILEWISE_DISTRIBUTED_GPU"  # asks for what no GPU has run yet
 
 _arenas: dict[Any, Arena] = {}
 
@@ -31,14 +28,9 @@ def arena_of(group: Any, device: torch.device) -> Arena:
 
 
 def check_device(device: torch.device) -> None:
-    """CPUs, and GPUs by request."""
+    """NotImplementedError but for CPUs and GPUs."""
     if device.type != "cuda":
         raise NotImplementedError(f"tensors on {device}: tilewise.distributed serves CPUs and GPUs")
-    if os.environ.get(ON_GPUS) != "1":
-        raise NotImplementedError(
-            f"tensors on {device}: tilewise.distributed on GPUs is written, not yet run on any. "
-            f"{ON_GPUS}=1 in the environment of every rank runs it all the same"
-        )
 
 
 def _on_gpus(group: Any, device: torch.device) -> Arena:
