@@ -18,6 +18,7 @@ FEATURES = {
     "softcap": dict(causal=True, softcap=20.0),
     "mask": dict(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != h),
 }
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 QUERIES, LENGTHS = [1, 8, 0, 2], [1700, 130, 5, 3000]
 
 
@@ -40,18 +41,22 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (34, 2)])
 @pytest.mark.parametrize("headdims", [(64, 64), (128, 128), (80, 40), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_features(name, heads, headdims, dtype):
+@pytest.mark.parametrize("backend", ["portable", "hopper"])
+def test_features(name, heads, headdims, dtype, backend):
+    if backend == "hopper" and (dtype == torch.float32 or not IS_HOPPER):
+        pytest.skip("16 bits on a Hopper GPU")
     s = sequences(QUERIES, LENGTHS, heads, headdims, dtype)
-    found = run(s, **FEATURES[name])
+    options = FEATURES[name] | dict(backend=backend)
+    found = run(s, **options)
     reference = dict(attend=tilewise.attention_reference)
     oracle = run(s, None, cast=torch.float64, device="cpu", **reference, **FEATURES[name])
     # On the GPU, too: a CPU sums a long product in many lanes, and is off by less
     plain = run(s, None, upcast=False, **reference, **FEATURES[name])
     for what, mine, exact, rough in zip(("out", "lse"), found, oracle, plain):
         assert_within(mine, exact, rough, what)
-    assert_equal(run(s, 1, seed=1, **FEATURES[name]), found)
-    assert_equal(run(s, 100, seed=2, **FEATURES[name]), found)
-    assert_equal(run(s, None, **FEATURES[name]), found)
+    assert_equal(run(s, 1, seed=1, **options), found)
+    assert_equal(run(s, 100, seed=2, **options), found)
+    assert_equal(run(s, None, **options), found)
 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
@@ -97,10 +102,10 @@ def test_one_launch_gives_the_bits_of_two(monkeypatch):
     from tilewise.kernels.portable import decode_launch
 
     s = sequences([1, 5], [3000, 1700], (8, 2), (128, 128), torch.bfloat16)
-    two = run(s, causal=True)
+    two = run(s, causal=True, backend="portable")
     with monkeypatch.context() as patched:
         patched.setattr(decode_launch.plans_of, "__defaults__", (0,))
-        assert_equal(run(s, causal=True), two)
+        assert_equal(run(s, causal=True, backend="portable"), two)
 
 
 def test_one_graph_serves_any_lengths_and_nothing_waits():
