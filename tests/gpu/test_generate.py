@@ -49,11 +49,11 @@ def many_requests(count: int) -> list[Request]:
     return requests
 
 
-def served(device: str, dtype: torch.dtype, requests: list[Request], most: int):
+def served(device: str, dtype: torch.dtype, requests: list[Request], most: int, split_size=64):
     sizes = dict(hidden_size=256, num_hidden_layers=2, vocab_size=128)
     model = workload.llama(0, device, **sizes).to(dtype)
     pages = Pages(command.few_pages(requests[:6], 16), 16)
-    paged = PagedLlama(model, pages.count, 16, 64)
+    paged = PagedLlama(model, pages.count, 16, split_size)
     steps = paged if device == "cpu" else PaddedSteps(paged, most, len(requests), device)
     return serve.serve(steps, Scheduler(pages, most), requests, device)
 
@@ -65,6 +65,21 @@ def test_a_thousand_steps():
     served("cpu", torch.float32, there, 128)
     assert [x.generated for x in here] == [x.generated for x in there]
     assert sum(x.preemptions for x in here) > 0
+
+
+def test_the_batch_changes_no_token_of_16_bits():
+    """Requests that come one by one, all at once, or in another order have the same tokens: each
+    step has as many rows, so that products of matrices, too, have the bits of a row alone.
+    """
+    by_arrival = []
+    for later in (18, 0, -5):
+        requests = many_requests(24)
+        for i, request in enumerate(requests):
+            request.arrival = later * (i if later >= 0 else i - 23)
+        served("cuda", torch.bfloat16, requests, 128, 128)
+        by_arrival.append([x.generated for x in requests])
+    assert by_arrival[0] == by_arrival[1] == by_arrival[2]
+    assert len({tuple(tokens[:8]) for tokens in by_arrival[0]}) > 12
 
 
 def test_nothing_waits_in_a_step():
