@@ -322,7 +322,7 @@ def late(rank):
 
     out = call()
     # The host learns what is late before anything waits for copies that may never end
-    assert order == ["arrive", "settle", "arrive"]
+    assert order == ["settle", "arrive"]
     if rank == 0:  # which sees its own keys alone
         assert out.isfinite().all()
         return

@@ -74,15 +74,25 @@ def publish_rows(
 
 
 def publish_parts(
-    arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
+    arena: Arena,
+    signature: str,
+    tensors: Sequence[Tensor],
+    counts: Sequence[int],
+    left_out: int | None = None,
 ) -> Published:
     """The same of tensors in parts, of which each rank pulls one: (parts, rows, ...). Parts are
-    contiguous where they are published, so that DMA pulls them.
+    contiguous where they are published, so that DMA pulls them. One that no rank pulls may be
+    left out.
     """
     published = Published(arena, tensors, counts)
     arena.publish(published.nbytes, signature)
     for number, x in enumerate(tensors):
-        published.view(arena.rank, number).copy_(x)
+        room = published.view(arena.rank, number)
+        if left_out is None:
+            room.copy_(x)
+            continue
+        for parts in (slice(0, left_out), slice(left_out + 1, len(x))):
+            room[parts].copy_(x[parts])
     arena.meet(signature)
     return published
 

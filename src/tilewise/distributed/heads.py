@@ -5,6 +5,7 @@ arXiv 2309.14509). A rank has whole groups of query heads and their key heads.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from . import whole
 from .call_spec import CallSpec
 from .exchange import publish_parts, publish_rows, runs_in_turn
 from .halves import Arena
-from .layout import Layout
+from .layout import Layout, Run
 
 Tensor = torch.Tensor
 NAME = "heads"
@@ -112,14 +113,21 @@ def _to_heads(
 ) -> list[Tensor]:
     """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence."""
     parts = [x.unflatten(2, (layout.ranks, -1)).movedim(2, 0) for x in tensors]
-    published = publish_parts(arena, signature, parts, layout.counts)
+    published = publish_parts(arena, signature, parts, layout.counts, left_out=layout.rank)
     found = [x.new_empty(layout.seqlen, *x.shape[2:]) for x in parts]
+    pulls = [*runs_in_turn(layout, [(0, layout.seqlen)])]
     with arena.copying():
-        for rank, row, start, stop in runs_in_turn(layout, [(0, layout.seqlen)]):
+        for rank, row, start, stop in pulls:
+            if rank == layout.rank:
+                continue
             for number, x in enumerate(found):
                 rows = published.pull(rank, number, row, row + stop - start, layout.rank)
                 x[start:stop].copy_(rows)
         arrived = arena.mark()
+    for rank, row, start, stop in pulls:  # beside the copies from the other ranks
+        if rank == layout.rank:
+            for x, of_ranks in zip(found, parts):
+                x[start:stop].copy_(of_ranks[rank, row : row + stop - start])
     arena.arrive(arrived)
     return found
 
@@ -129,15 +137,31 @@ def _to_rows(
 ) -> list[Tensor]:
     """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads."""
     published = publish_rows(arena, signature, tensors, [layout.seqlen] * layout.ranks)
-    found = [x.new_empty(layout.ranks, layout.tokens, *x.shape[1:]) for x in tensors]
+    # (tokens, batch, ranks, heads of one, ...); rows come contiguous, as DMA copies them
+    found = [x.new_empty(layout.tokens, x.shape[1], layout.ranks, *x.shape[2:]) for x in tensors]
+    pulled = [x.new_empty(layout.ranks - 1, layout.tokens, *x.shape[1:]) for x in tensors]
+    others = [(layout.rank - step) % layout.ranks for step in range(1, layout.ranks)]
+    rows = _rows_at(layout)
     with arena.copying():
-        for step in range(layout.ranks):
-            rank, row = (layout.rank - step) % layout.ranks, 0
-            for start, stop in layout.runs[layout.rank]:
-                for number, x in enumerate(found):
-                    rows = published.pull(rank, number, start, stop)
-                    x[rank, row : row + stop - start].copy_(rows)
-                row += stop - start
+        for at, rank in enumerate(others):
+            for mine, (start, stop) in rows:
+                for number, x in enumerate(pulled):
+                    x[at, mine].copy_(published.pull(rank, number, start, stop))
         arrived = arena.mark()
+    for mine, (start, stop) in rows:  # beside the copies from the other ranks
+        for x, y in zip(found, tensors):
+            x[mine, :, layout.rank].copy_(y[start:stop])
     arena.arrive(arrived)
-    return [x.movedim(0, 2).flatten(2, 3) for x in found]
+    for x, from_others in zip(found, pulled):
+        for at, rank in enumerate(others):
+            x[:, :, rank].copy_(from_others[at])
+    return [x.flatten(2, 3) for x in found]
+
+
+def _rows_at(layout: Layout) -> list[tuple[slice, Run]]:
+    """The rows of this rank that each of its runs of positions are."""
+    ends = itertools.accumulate((stop - start for start, stop in layout.runs[layout.rank]))
+    return [
+        (slice(end - (run[1] - run[0]), end), run)
+        for end, run in zip(ends, layout.runs[layout.rank])
+    ]

@@ -4,8 +4,8 @@ of stream on Hopper GPUs.
 Keys and values come by groups of key heads, so that the first tiles wait for one group alone. Of a
 group a rank pulls from the ranks before it, one after the other, and the stream of the copies
 writes after each piece how many have arrived; the kernel's load warp waits for the piece that its
-next block lies in. What this rank has itself is there before the launch: a copy within a GPU may
-need an SM, and all of these may be waiting.
+next block lies in. What this rank has itself is there before the launch: a copy within a GPU needs
+an SM, and all of these may be waiting.
 """
 
 from __future__ import annotations
@@ -67,16 +67,14 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
     arena.begin_pieces(tuple(rank for rank, *_ in pieces.others) * groups)
     with arena.copying():
         for group in range(groups):
-            for pull in pieces.own:
-                _copy(published, found, group, pull)
-        own = arena.mark()
-        for group in range(groups):
             for pull in pieces.others:
                 _copy(published, found, group, pull)
                 arena.count_piece()
         last = arena.mark()
-    arena.arrive(own)
     try:
+        for _, row, start, stop in pieces.own:
+            for x, local in zip(found, parts):
+                x[:, start:stop].copy_(local[:, row : row + stop - start])
         out, lse = launch(arena, spec, q, (k, v), found)
         arena.settle(out, lse)  # before the stream waits for copies that may never end
         return out, lse

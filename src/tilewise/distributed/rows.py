@@ -165,12 +165,9 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
     """Those of a rank's queries; k and v are of the whole sequence."""
     dout, dlse, q, k, v, out, lse = saved
     sinks = spec.sinks
-    partial = Partial(
-        torch.zeros_like(q),
-        torch.zeros_like(k, dtype=lse.dtype),
-        torch.zeros_like(v, dtype=lse.dtype),
-        None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype),
-    )
+    dq = torch.empty_like(q)
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
+    of_keys: list[tuple[slice, Tensor, Tensor]] = []
     for i, span in enumerate(spec.layout.spans):
         known.arrive(i)
         rows, keys, more, left, right = piece_of(spec, span)
@@ -183,12 +180,31 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
             F.pad(lse[:, :, rows], (0, more), value=torch.inf),  # P of such a row is 0
         )
         found = gradients_of(spec, given, "bottom_right", left, right)
-        partial.dq[:, rows] = found.dq[:, : span.stop - span.start]
-        partial.dk[:, keys] += found.dk
-        partial.dv[:, keys] += found.dv
-        if found.dsinks is not None and partial.dsinks is not None:
-            partial.dsinks.add_(found.dsinks)
-    return partial
+        dq[:, rows] = found.dq[:, : span.stop - span.start]
+        of_keys.append((keys, found.dk, found.dv))
+        if found.dsinks is not None and dsinks is not None:
+            dsinks.add_(found.dsinks)
+    dk = _sum(k, lse.dtype, [(keys, dk) for keys, dk, _ in of_keys])
+    dv = _sum(v, lse.dtype, [(keys, dv) for keys, _, dv in of_keys])
+    return Partial(dq, dk, dv, dsinks)
+
+
+def _sum(like: Tensor, dtype: torch.dtype, parts: list[tuple[slice, Tensor]]) -> Tensor:
+    """The sum of parts that are of some rows each; the others are 0. Of runs that see all keys
+    before them, the longest part is the sum so far.
+    """
+    if not parts:
+        return torch.zeros_like(like, dtype=dtype)
+    parts = sorted(parts, key=lambda part: part[0].stop - part[0].start)
+    whole, total = parts.pop()
+    if whole != slice(0, like.shape[1]) or total.dtype != dtype:
+        part, total = total, torch.empty_like(like, dtype=dtype)
+        total[:, whole] = part
+        total[:, : whole.start] = 0
+        total[:, whole.stop :] = 0
+    for rows, part in parts:
+        total[:, rows] += part
+    return total
 
 
 def gradients_of(

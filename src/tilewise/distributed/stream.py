@@ -7,6 +7,7 @@ these would take much memory, heads are computed in groups, one after the other.
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -155,7 +156,9 @@ def _of_heads(spec: CallSpec, given: Saved, of_q: slice, of_k: slice) -> tuple[C
 
 
 def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) -> rows.Keys:
-    """Keys and values of the whole sequence, those that no query here sees 0."""
+    """Keys and values of the whole sequence, those that no query here sees 0. Those of this rank
+    are there; others arrive.
+    """
     layout = spec.layout
     published = publish(arena, signature, [k.transpose(0, 1), v.transpose(0, 1)], layout)
     pulls = pulls_of(layout, *spec.sides)
@@ -165,8 +168,14 @@ def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) ->
     with arena.copying():
         for pulled in pulls.by_span:
             for rank, row, start, stop in pulled:
+                if rank == layout.rank:
+                    continue
                 for number, x in enumerate(found):
                     x[start:stop].copy_(published.pull(rank, number, row, row + stop - start))
             arrivals.append(arena.mark())
+    for rank, row, start, stop in itertools.chain(*pulls.by_span):
+        if rank == layout.rank:
+            for x, local in zip(found, (k, v)):
+                x[start:stop].copy_(local[:, row : row + stop - start].transpose(0, 1))
     k, v = (x.transpose(0, 1) for x in found)
     return rows.Keys(k, v, arena, tuple(arrivals))
