@@ -97,6 +97,22 @@ def publish_parts(
     return published
 
 
+def publish_side_by_side(
+    arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
+) -> Published:
+    """The same of tensors of one shape, as one of (parts, rows, tensors, ...): each pull brings
+    rows of all.
+    """
+    like = tensors[0].unsqueeze(2).expand(-1, -1, len(tensors), *tensors[0].shape[2:])
+    published = Published(arena, [like], counts)
+    arena.publish(published.nbytes, signature)
+    room = published.view(arena.rank, 0)
+    for number, x in enumerate(tensors):
+        room[:, :, number].copy_(x)
+    arena.meet(signature)
+    return published
+
+
 Pull = tuple[int, int, int, int]  # rank, its row, and the positions [start, stop) of its rows
 
 

@@ -15,12 +15,13 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
-from .exchange import publish_parts, publish_rows, runs_in_turn
+from .exchange import Published, publish_parts, runs_in_turn
 from .halves import Arena
 from .layout import Layout, Run
 
 Tensor = torch.Tensor
 NAME = "heads"
+MOST_COPIES = 4  # of what is published of a tensor
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
@@ -136,12 +137,17 @@ def _to_rows(
     arena: Arena, layout: Layout, signature: str, tensors: Sequence[Tensor]
 ) -> list[Tensor]:
     """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads."""
-    published = publish_rows(arena, signature, tensors, [layout.seqlen] * layout.ranks)
+    rows = _rows_at(layout)
+    published = Published(arena, [x.unsqueeze(0) for x in tensors], [layout.seqlen] * layout.ranks)
+    arena.publish(published.nbytes, signature)
+    for start, stop in _between([run for _, run in rows], layout.seqlen):
+        for number, x in enumerate(tensors):
+            published.view(layout.rank, number)[0, start:stop].copy_(x[start:stop])
+    arena.meet(signature)
     # (tokens, batch, ranks, heads of one, ...); rows come contiguous, as DMA copies them
     found = [x.new_empty(layout.tokens, x.shape[1], layout.ranks, *x.shape[2:]) for x in tensors]
     pulled = [x.new_empty(layout.ranks - 1, layout.tokens, *x.shape[1:]) for x in tensors]
     others = [(layout.rank - step) % layout.ranks for step in range(1, layout.ranks)]
-    rows = _rows_at(layout)
     with arena.copying():
         for at, rank in enumerate(others):
             for mine, (start, stop) in rows:
@@ -156,6 +162,13 @@ def _to_rows(
         for at, rank in enumerate(others):
             x[:, :, rank].copy_(from_others[at])
     return [x.flatten(2, 3) for x in found]
+
+
+def _between(runs: list[Run], seqlen: int) -> list[Run]:
+    """The positions of the other ranks, where these are few copies; else all."""
+    ends = [0, *(x for run in sorted(runs) for x in run), seqlen]
+    found = [(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
+    return found if len(found) <= MOST_COPIES else [(0, seqlen)]
 
 
 def _rows_at(layout: Layout) -> list[tuple[slice, Run]]:

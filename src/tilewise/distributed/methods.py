@@ -69,5 +69,6 @@ def choose(spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor) 
         causal=spec.causal is not False,
         window=spec.sides,
         itemsize=q.itemsize,
+        learns=spec.learns,
     )
     return found.method

@@ -20,7 +20,7 @@ from ..ops.calls import layout_key
 from ..problem import OPEN, Extras, Problem, Scalars, describe
 from . import rows
 from .call_spec import CallSpec
-from .exchange import Published, Pull, publish_parts, runs_in_turn
+from .exchange import Published, Pull, publish_parts, publish_side_by_side, runs_in_turn
 from .halves import Arena
 from .layout import Layout
 from .work import keys_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 MOST_COPIES = 128  # of a call, on the host
-LEAST_BYTES = 1 << 22  # of K of a group: shorter copies are slower
+LEAST_BYTES = 1 << 23  # of K of a group: a copy costs the host 25 us, and shorter ones are slower
 
 
 class Pieces(NamedTuple):
@@ -60,15 +60,19 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
     pieces = pieces_of(layout, *spec.sides)
     parts = [x.transpose(0, 1).unflatten(2, (groups, -1)).movedim(2, 0) for x in (k, v)]
     signature = f"attention (stream, {groups} groups of heads at a time): {spec.signature}"
-    published = publish_parts(arena, signature, parts, layout.counts)
+    side_by_side = k.shape == v.shape
+    publish = publish_side_by_side if side_by_side else publish_parts
+    published = publish(arena, signature, parts, layout.counts)
     # A block may begin before a window's first key: what lies there is hidden, and must be finite
     empty = k.new_empty if spec.sides[0] == OPEN else k.new_zeros
-    found = [empty(groups, layout.seqlen, *x.shape[2:]) for x in parts]
+    shapes = [(groups, layout.seqlen, *shape) for _, _, shape in published.kinds]
+    pulled = [empty(*shape) for shape in shapes]
+    found = [pulled[0][:, :, i] for i in (0, 1)] if side_by_side else pulled
     arena.begin_pieces(tuple(rank for rank, *_ in pieces.others) * groups)
     with arena.copying():
         for group in range(groups):
             for pull in pieces.others:
-                _copy(published, found, group, pull)
+                _copy(published, pulled, group, pull)
                 arena.count_piece()
         last = arena.mark()
     try:
@@ -82,9 +86,9 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
         arena.arrive(last)
 
 
-def _copy(published: Published, found: list[Tensor], group: int, pull: Pull) -> None:
+def _copy(published: Published, pulled: list[Tensor], group: int, pull: Pull) -> None:
     rank, row, start, stop = pull
-    for number, x in enumerate(found):
+    for number, x in enumerate(pulled):
         x[group, start:stop].copy_(published.pull(rank, number, row, row + stop - start, group))
 
 

@@ -1,11 +1,14 @@
 """Which method is the fastest for a call, by a model of its time: the work of the slowest rank, the
 bytes that it pulls, and how much of the pulling nothing hides.
 
-    t = max(FLOPs / rate, bytes / bandwidth) + 2 / groups * bytes / bandwidth + one barrier a step
+    t = FLOPs / rate + bytes / bandwidth + one barrier a step
 
-The rates are those of four H200s (bf16, NVLink, November 2026: 650 TFLOP/s forward, 585 backward,
+of the bytes that nothing hides: all but those of the forward of stream, which begins when one of
+GROUPS is there, and takes no less than all bytes do.
+
+The rates are those of H200s (bf16, NVLink, November 2026: 650 TFLOP/s forward, 585 backward,
 365 GB/s pulled by each GPU at once); a choice depends on their ratio alone. How well tiles fill a
-GPU is not in it.
+GPU is not in it, but for the launches of the backward of stream, one for each of two runs.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from .work import keys_of
 FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
 BANDWIDTH = 365e6  # bytes a millisecond
 BARRIER = 0.01  # milliseconds
-GROUPS = 8  # pieces that are pulled one after another: nothing hides the first and the last one
+GROUPS = 4  # pieces that are pulled one after another: nothing hides the first one
+SHORTER = (
+    0.96  # of the backward's rate, in launches of a run: 0.95 at 8Ki tokens a rank, 0.97 at 64Ki
+)
 
 
 class Cost(NamedTuple):
@@ -60,26 +66,28 @@ def plan(
     causal: bool = True,
     window: Window = None,
     itemsize: int = 2,
+    learns: bool = True,
 ) -> Plan:
-    """What each method costs by the model, forward and backward, and which one is taken.
+    """What each method costs by the model, forward and, where it `learns`, backward, and which one
+    is taken.
 
     >>> import tilewise.distributed as td
     >>> print(td.plan(td.zigzag(65536, 4), nheads=32, nheads_k=8, headdim=128))
     method     TFLOP     MB pulled       ms
-    heads     30.787         503.3   51.508  <-
-    stream    30.787         805.3   51.775
+    heads     30.787         503.3   52.542  <-
+    stream    30.787         805.3   54.582
     """
     sides = band(window, causal)
     widths = headdim, headdim if headdim_v is None else headdim_v
     costs = (
-        _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize),
-        _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize),
+        _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns),
+        _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns),
     )
     best = min((x for x in costs if x.reason is None), key=lambda x: x.ms)
     return Plan(best.method, costs)
 
 
-def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize) -> Cost:
+def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
     """All rows of a share of the heads: work is even whatever the layout."""
     ranks = layout.ranks
     reason = None
@@ -92,19 +100,30 @@ def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize) -> Cost:
     of_q = (nheads * width + nheads_k * (width + width_v)) * rows
     of_out = nheads * width_v * (layout.seqlen - min(layout.counts)) / ranks
     moved = batch * itemsize * (of_q + of_out)
-    return _cost("heads", batch * nheads * share * sum(widths), moved, moved, 4, reason)
+    products = batch * nheads * share * sum(widths)
+    pulled = [moved, moved if learns else 0]
+    ms = (2 * products / FORWARD + 5 * products * learns / BACKWARD) + sum(pulled) / BANDWIDTH
+    return _cost("heads", products, pulled, ms + BARRIER * (4 if learns else 2), reason)
 
 
-def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize) -> Cost:
+def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
     """The rows of a rank: the one with the most work decides."""
     most = max(layout.work(window=sides))
     pulled = max(_keys_of_others(layout.at(rank), *sides) for rank in range(layout.ranks))
     keys = batch * nheads_k * sum(widths) * pulled
     partial = 4 * keys  # fp32
-    flops = batch * nheads * most * sum(widths)
+    products = batch * nheads * most * sum(widths)
+    keys *= itemsize
+    pulling = keys / BANDWIDTH
+    ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
+    if not learns:
+        return _cost("stream", products, [keys, 0], ms, None)
     # Parts in fp32 of all keys, in slices of as many bytes as K and V of a shard
     slices = -(-4 * layout.seqlen // max(1, itemsize * max(layout.counts)))
-    return _cost("stream", flops, itemsize * keys, itemsize * keys + partial, 2 + slices, None)
+    ms += (
+        5 * products / (SHORTER * BACKWARD) + (keys + partial) / BANDWIDTH + BARRIER * (1 + slices)
+    )
+    return _cost("stream", products, [keys, keys + partial], ms, None)
 
 
 def _keys_of_others(layout: Layout, left: int, right: int) -> int:
@@ -112,13 +131,7 @@ def _keys_of_others(layout: Layout, left: int, right: int) -> int:
     return sum(b - a for a, b in keys_of(layout.spans, left, right)) - layout.tokens
 
 
-def _cost(method, products: float, forward: float, backward: float, barriers: int, reason) -> Cost:
+def _cost(method: str, products: float, pulled: list[float], ms: float, reason) -> Cost:
     """`products` are pairs times heads times head dims: 2 FLOPs each, and 5 in the backward."""
-    ms = BARRIER * barriers
-    for flops, rate, moved in (
-        (2 * products, FORWARD, forward),
-        (5 * products, BACKWARD, backward),
-    ):
-        pulling = moved / BANDWIDTH
-        ms += max(flops / rate, pulling) + 2 / GROUPS * pulling
-    return Cost(method, 7 * products / 1e12, (forward + backward) / 1e6, ms, reason)
+    flops = (7 if pulled[1] else 2) * products
+    return Cost(method, flops / 1e12, sum(pulled) / 1e6, ms, reason)
