@@ -89,10 +89,10 @@ def publish_parts(
     for number, x in enumerate(tensors):
         room = published.view(arena.rank, number)
         if left_out is None:
-            room.copy_(x)
+            copy(x, room)
             continue
         for parts in (slice(0, left_out), slice(left_out + 1, len(x))):
-            room[parts].copy_(x[parts])
+            copy(x[parts], room[parts])
     arena.meet(signature)
     return published
 
@@ -108,9 +108,27 @@ def publish_side_by_side(
     arena.publish(published.nbytes, signature)
     room = published.view(arena.rank, 0)
     for number, x in enumerate(tensors):
-        room[:, :, number].copy_(x)
+        copy(x, room[:, :, number])
     arena.meet(signature)
     return published
+
+
+def copy(x: Tensor, into: Tensor) -> None:
+    """`into.copy_(x)`. What is not contiguous torch copies element by element: by 2 bytes with 1.4
+    TB/s on an H200, so these are of 16 bytes, where x and its rows begin at multiples of them.
+    """
+    wide = torch.complex128
+    rows = x.shape[-1] * x.itemsize
+    if rows and rows % wide.itemsize == 0 and is_wide(x) and is_wide(into):
+        x, into = x.view(wide), into.view(wide)
+    into.copy_(x)
+
+
+def is_wide(x: Tensor) -> bool:
+    """Whether all rows of x begin at multiples of 16 bytes."""
+    unit, at = 16 // x.itemsize, x.storage_offset()
+    starts = *x.stride()[:-1], at
+    return x.stride(-1) == 1 and not any(n % unit for n in starts) and not x.data_ptr() % 16
 
 
 Pull = tuple[int, int, int, int]  # rank, its row, and the positions [start, stop) of its rows

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
-from .exchange import Published, publish_parts, runs_in_turn
+from .exchange import Published, copy, publish_parts, runs_in_turn
 from .halves import Arena
 from .layout import Layout, Run
 
@@ -128,7 +128,7 @@ def _to_heads(
     for rank, row, start, stop in pulls:  # beside the copies from the other ranks
         if rank == layout.rank:
             for x, of_ranks in zip(found, parts):
-                x[start:stop].copy_(of_ranks[rank, row : row + stop - start])
+                copy(of_ranks[rank, row : row + stop - start], x[start:stop])
     arena.arrive(arrived)
     return found
 
@@ -142,7 +142,7 @@ def _to_rows(
     arena.publish(published.nbytes, signature)
     for start, stop in _between([run for _, run in rows], layout.seqlen):
         for number, x in enumerate(tensors):
-            published.view(layout.rank, number)[0, start:stop].copy_(x[start:stop])
+            copy(x[start:stop], published.view(layout.rank, number)[0, start:stop])
     arena.meet(signature)
     # (tokens, batch, ranks, heads of one, ...); rows come contiguous, as DMA copies them
     found = [x.new_empty(layout.tokens, x.shape[1], layout.ranks, *x.shape[2:]) for x in tensors]
@@ -156,11 +156,11 @@ def _to_rows(
         arrived = arena.mark()
     for mine, (start, stop) in rows:  # beside the copies from the other ranks
         for x, y in zip(found, tensors):
-            x[mine, :, layout.rank].copy_(y[start:stop])
+            copy(y[start:stop], x[mine, :, layout.rank])
     arena.arrive(arrived)
     for x, from_others in zip(found, pulled):
         for at, rank in enumerate(others):
-            x[:, :, rank].copy_(from_others[at])
+            copy(from_others[at], x[:, :, rank])
     return [x.flatten(2, 3) for x in found]
 
 

@@ -20,7 +20,14 @@ from ..ops.calls import layout_key
 from ..problem import OPEN, Extras, Problem, Scalars, describe
 from . import rows
 from .call_spec import CallSpec
-from .exchange import Published, Pull, publish_parts, publish_side_by_side, runs_in_turn
+from .exchange import (
+    Published,
+    Pull,
+    copy,
+    publish_parts,
+    publish_side_by_side,
+    runs_in_turn,
+)
 from .halves import Arena
 from .layout import Layout
 from .work import keys_of
@@ -78,7 +85,7 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
     try:
         for _, row, start, stop in pieces.own:
             for x, local in zip(found, parts):
-                x[:, start:stop].copy_(local[:, row : row + stop - start])
+                copy(local[:, row : row + stop - start], x[:, start:stop])
         out, lse = launch(arena, spec, q, (k, v), found)
         arena.settle(out, lse)  # before the stream waits for copies that may never end
         return out, lse

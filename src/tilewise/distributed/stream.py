@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
-from .exchange import publish, pulls_of
+from .exchange import copy, publish, pulls_of
 from .halves import Arena
 from .sums import summed
 
@@ -176,6 +176,6 @@ def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) ->
     for rank, row, start, stop in itertools.chain(*pulls.by_span):
         if rank == layout.rank:
             for x, local in zip(found, (k, v)):
-                x[start:stop].copy_(local[:, row : row + stop - start].transpose(0, 1))
+                copy(local[:, row : row + stop - start].transpose(0, 1), x[start:stop])
     k, v = (x.transpose(0, 1) for x in found)
     return rows.Keys(k, v, arena, tuple(arrivals))
