@@ -167,6 +167,17 @@ def test_the_report_has_the_page(evidence):
     assert not any("{" in text for text in cells + section.blocks if isinstance(text, str))
 
 
+def test_one_sequence_over_several_gpus():
+    shape = dict(ranks=2, tokens=8192, causal=True, window=0, documents=0, direction="fwd")
+    one = row("one process", suite="distributed", shape=shape)
+    other = row("tilewise:heads", suite="distributed", shape=shape | dict(window=64))
+    mine = row("tilewise:heads", suite="distributed", shape=shape)
+    mine.extra["of_ideal"], other.extra["of_ideal"] = 0.9, 0.1
+    ask = figures.experiments.distributed
+    assert ask(collect([one, mine, other]), [], ["heads", "2", "8Ki", "fwd"]) == "0.90"
+    assert ask(collect([one, mine, other]), [], ["heads", "4", "8Ki", "fwd"]) == "–"
+
+
 def test_a_step_of_decoding():
     shape = dict(direction="decode", batch=32, seqlen_q=1, seqlen_k=8192, page_size=16)
     rows = [

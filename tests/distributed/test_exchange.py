@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tilewise.distributed.exchange import copy, is_wide
+import tilewise.distributed as td
+from tilewise.distributed.exchange import copy, is_wide, place
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -21,3 +22,13 @@ def test_nothing_is_copied():
     copy(torch.zeros(0, 8), torch.zeros(0, 8))
     copy(torch.zeros(3, 0), torch.zeros(3, 0))
     copy(torch.zeros(4, 3, 8)[:, 1:1], torch.zeros(4, 3, 8)[:, 2:2])
+
+
+@pytest.mark.parametrize("layout", [td.zigzag(48, 2), td.striped(48, 2, block=3)])
+def test_rows_are_placed_at_their_positions(layout):
+    for rank in range(2):
+        mine, whole = layout.at(rank), torch.randn(2, 48, 3, 8)
+        into = torch.zeros(2, 48, 2, 3, 8)
+        place(mine, mine.shard(whole), into[:, :, 1])
+        assert torch.equal(mine.shard(into[:, :, 1]), mine.shard(whole))
+        assert into.count_nonzero() == whole.numel() // 2

@@ -266,7 +266,7 @@ def test_groups_are_as_many_as_leave_few_copies():
     layout = td.zigzag(65536, 4)
     assert one_launch.groups_of(layout, 8, 65536 * 256) == 8
     assert one_launch.groups_of(layout, 6, 65536 * 256) == 6
-    assert one_launch.groups_of(layout, 8, 1 << 21) == 2  # longer copies
+    assert one_launch.groups_of(layout, 8, 1 << 22) == 2  # longer copies
     assert one_launch.groups_of(td.striped(65536, 4), 8, 65536 * 256) == 1
     assert all(one_launch.groups_of(layout.at(r), 8, 1 << 30) == 8 for r in range(4))
 

@@ -108,6 +108,21 @@ def decode(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return NONE
 
 
+def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The share of one GPU's rate that each of several keeps on one causal sequence:
+    `{distributed: stream 2 8Ki fwd}` is that of the method on 2 of them, of 8Ki tokens each.
+    """
+    name, ranks, tokens, direction = words
+    found = NONE
+    for row in newest(evidence, "distributed"):
+        shape = row.shape
+        plain = shape["causal"] and not shape["window"] and not shape["documents"]
+        said = str(shape["ranks"]), length(shape["tokens"]), shape["direction"]
+        if plain and said == (ranks, tokens, direction) and row.provider.split(":")[-1] == name:
+            found = times(row.extra["of_ideal"])
+    return found
+
+
 def first(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Seconds of the first call of a process: `{first: fwd empty}`."""
     direction, cache = words
@@ -158,6 +173,7 @@ ANSWERS = {
     "speedup": speedup,
     "matmul": matmul,
     "decode": decode,
+    "distributed": distributed,
     "first": first,
     "modifier": modifier,
     "cpu": cpu,

@@ -15,6 +15,7 @@ from .work import keys_of
 
 Tensor = torch.Tensor
 ALIGN = 64  # bytes
+FEW_RUNS = 2  # that are copied one by one
 
 
 class Published:
@@ -117,11 +118,36 @@ def copy(x: Tensor, into: Tensor) -> None:
     """`into.copy_(x)`. What is not contiguous torch copies element by element: by 2 bytes with 1.4
     TB/s on an H200, so these are of 16 bytes, where x and its rows begin at multiples of them.
     """
-    wide = torch.complex128
-    rows = x.shape[-1] * x.itemsize
-    if rows and rows % wide.itemsize == 0 and is_wide(x) and is_wide(into):
-        x, into = x.view(wide), into.view(wide)
+    x, into = as_wide(x, into)
     into.copy_(x)
+
+
+def place(layout: Layout, x: Tensor, into: Tensor) -> None:
+    """The rows of this rank, (parts, tokens, ...), at their positions in (parts, seqlen, ...)."""
+    runs, row = layout.runs[layout.rank], 0
+    if len(runs) > FEW_RUNS:  # one launch for all
+        x, into = as_wide(x, into)
+        into.index_copy_(1, positions_on(layout, x.device), x)
+        return
+    for start, stop in runs:
+        copy(x[:, row : row + stop - start], into[:, start:stop])
+        row += stop - start
+
+
+@functools.lru_cache(maxsize=64)
+def positions_on(layout: Layout, device: torch.device) -> Tensor:
+    """The positions of this rank's rows."""
+    runs = [torch.arange(start, stop) for start, stop in layout.runs[layout.rank]]
+    return torch.cat(runs).to(device)
+
+
+def as_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same bytes as elements of 16 bytes, if all tensors can be read so."""
+    wide = torch.complex128
+    row = tensors[0].shape[-1] * tensors[0].itemsize
+    if row and row % wide.itemsize == 0 and all(map(is_wide, tensors)):
+        return tuple(x.view(wide) for x in tensors)
+    return tensors
 
 
 def is_wide(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
-from .exchange import Published, copy, publish_parts, runs_in_turn
+from .exchange import Published, copy, place, publish_parts, runs_in_turn
 from .halves import Arena
 from .layout import Layout, Run
 
@@ -116,19 +116,16 @@ def _to_heads(
     parts = [x.unflatten(2, (layout.ranks, -1)).movedim(2, 0) for x in tensors]
     published = publish_parts(arena, signature, parts, layout.counts, left_out=layout.rank)
     found = [x.new_empty(layout.seqlen, *x.shape[2:]) for x in parts]
-    pulls = [*runs_in_turn(layout, [(0, layout.seqlen)])]
     with arena.copying():
-        for rank, row, start, stop in pulls:
+        for rank, row, start, stop in runs_in_turn(layout, [(0, layout.seqlen)]):
             if rank == layout.rank:
                 continue
             for number, x in enumerate(found):
                 rows = published.pull(rank, number, row, row + stop - start, layout.rank)
                 x[start:stop].copy_(rows)
         arrived = arena.mark()
-    for rank, row, start, stop in pulls:  # beside the copies from the other ranks
-        if rank == layout.rank:
-            for x, of_ranks in zip(found, parts):
-                copy(of_ranks[rank, row : row + stop - start], x[start:stop])
+    for x, of_ranks in zip(found, parts):  # beside the copies from the other ranks
+        place(layout, of_ranks[layout.rank].unsqueeze(0), x.unsqueeze(0))
     arena.arrive(arrived)
     return found
 

@@ -23,7 +23,7 @@ from .call_spec import CallSpec
 from .exchange import (
     Published,
     Pull,
-    copy,
+    place,
     publish_parts,
     publish_side_by_side,
     runs_in_turn,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 MOST_COPIES = 128  # of a call, on the host
-LEAST_BYTES = 1 << 23  # of K of a group: a copy costs the host 25 us, and shorter ones are slower
+LEAST_BYTES = 1 << 22  # of one, in the mean: it costs the host 25 us, and shorter ones are slower
 
 
 class Pieces(NamedTuple):
@@ -83,9 +83,8 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
                 arena.count_piece()
         last = arena.mark()
     try:
-        for _, row, start, stop in pieces.own:
-            for x, local in zip(found, parts):
-                copy(local[:, row : row + stop - start], x[:, start:stop])
+        for x, local in zip(found, parts):
+            place(layout, local, x)
         out, lse = launch(arena, spec, q, (k, v), found)
         arena.settle(out, lse)  # before the stream waits for copies that may never end
         return out, lse
@@ -142,13 +141,13 @@ def groups_of(layout: Layout, nheads_k: int, head_bytes: int) -> int:
     """In how many groups heads are pulled: as many as leave few copies, none of them short. All
     ranks find the same number.
     """
-    copies = 2 * sum(map(len, layout.runs))
+    runs = sum(map(len, layout.runs))
     found = [
         n
         for n in range(1, nheads_k + 1)
         if nheads_k % n == 0
-        and n * copies <= MOST_COPIES
-        and head_bytes * (nheads_k // n) >= LEAST_BYTES
+        and 2 * n * runs <= MOST_COPIES
+        and 2 * head_bytes * (nheads_k // n) >= runs * LEAST_BYTES
     ]
     return max(found, default=1)
 

@@ -7,7 +7,6 @@ these would take much memory, heads are computed in groups, one after the other.
 
 from __future__ import annotations
 
-import itertools
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
-from .exchange import copy, publish, pulls_of
+from .exchange import place, publish, pulls_of
 from .halves import Arena
 from .sums import summed
 
@@ -173,9 +172,7 @@ def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) ->
                 for number, x in enumerate(found):
                     x[start:stop].copy_(published.pull(rank, number, row, row + stop - start))
             arrivals.append(arena.mark())
-    for rank, row, start, stop in itertools.chain(*pulls.by_span):
-        if rank == layout.rank:
-            for x, local in zip(found, (k, v)):
-                copy(local[:, row : row + stop - start].transpose(0, 1), x[start:stop])
+    for x, local in zip(found, (k, v)):
+        place(layout, local.transpose(0, 1).unsqueeze(0), x.unsqueeze(0))
     k, v = (x.transpose(0, 1) for x in found)
     return rows.Keys(k, v, arena, tuple(arrivals))
