@@ -60,8 +60,8 @@ class Captured:
     """Counters of captured graphs, from zeros that were made before. Zeros made by the graph itself
     would be a node in front of each launch, about 1.7 us of every replay.
 
-    A capture's launches on one stream share theirs. They are not given back: who could say when a
-    graph is replayed for the last time?
+    A capture's launches on one stream share theirs. They are not given back: a graph may always be
+    replayed once more.
     """
 
     def __init__(self) -> None:
