@@ -14,6 +14,7 @@ from tilewise.tile.split_schedule import (
     SplitSizes,
     find_alternating,
     find_sequence,
+    pieces_of_a_part,
     streams_of,
 )
 from tilewise.tile.types import Numbers
@@ -41,13 +42,23 @@ def parts_kernel(
 
 @triton.jit
 def rows_kernel(out, share, optionals, sizes, numbers, FEATURES: tl.constexpr, ROWS: tl.constexpr):
-    """Partial states before each part, in the order of the batch."""
+    """Partial states before each part, in the order of the batch, and what is known of it."""
     lane = tl.arange(0, 32)
     call = SplitCall(optionals, sizes, numbers)
     number = tl.program_id(0)
     found = find_sequence(number, Hint(0, 0, 0), lane, share, call, False, FEATURES, ROWS, 64)
-    tl.store(out + 2 * number, found.batch)
-    tl.store(out + 2 * number + 1, found.rows)
+    first_q, seqlen_q, seqlen_k, piece, pieces = found.sequence
+    fields = found.batch, found.rows, first_q, seqlen_q, seqlen_k, piece, pieces, found.parts
+    for i in tl.static_range(8):
+        tl.store(out + 8 * number + i, fields[i])
+
+
+@triton.jit
+def share_kernel(
+    out, programs, optionals, sizes, numbers, FEATURES: tl.constexpr, TOKENS: tl.constexpr
+):
+    lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
+    tl.store(out, pieces_of_a_part(lane, programs, call, FEATURES, TOKENS))
 
 
 BATCHES = [
@@ -73,8 +84,7 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
     expected = []
     for batch, (count, keys) in enumerate(zip(queries, lengths)):
         pieces = -(-keys // 512)
-        parts = max((pieces + share // 2) // share, 1)
-        parts = -(-pieces // -(-pieces // parts))
+        parts = -(-pieces // share)
         expected += [(batch, i) for i in range(-(-count // tokens) * parts * HEADS)]
     bound = len(expected) + 5
     out = torch.full((bound, 4), -1, dtype=torch.int32)
@@ -90,7 +100,32 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
         own = [part for part, long in zip(found, is_long) if long == kind]
         assert own == sorted(own)
     # Where a sequence's states lie does not depend on the order
-    ordered = torch.empty(len(expected), 2, dtype=torch.int32)
+    ordered = torch.empty(len(expected), 8, dtype=torch.int32)
     interpret(rows_kernel)[(len(expected),)](ordered, *asked, FEATURES=FEATURES, ROWS=ROWS)
-    rows = dict(ordered.tolist())
+    for batch, _, *known in ordered.tolist():
+        pieces = -(-lengths[batch] // 512)
+        of = (int(starts[batch]), queries[batch], lengths[batch], 0, pieces)
+        assert known == [*of, -(-pieces // share)]
+    rows = dict(ordered[:, :2].tolist())
     assert all(rows[batch] == at for _, batch, _, at in out[: len(expected)].tolist())
+
+
+@pytest.mark.parametrize(
+    "batch, keys, room, expected",
+    [
+        (1, 8192, 2**20, 1),  # 128 pieces for 132 programs
+        (8, 8192, 2**20, 2),  # 1,024, of which each has four parts
+        (32, 8192, 2**20, 8),
+        (1, 2**20, 2**20, 8),  # 124 a program, in parts that are not longer
+        (8, 8192, 127, 2**25),  # no room for the states of 8 queries times 16 pieces
+        (1, 0, 2**20, 1),
+    ],
+)
+def test_pieces_of_a_part(batch, keys, room, expected):
+    used = torch.full((batch,), keys, dtype=torch.int32)
+    optionals = NOTHING._replace(seqused_k=used)
+    sizes = SplitSizes(0, 8, 1, 2**20, batch, 512, room)
+    found = torch.zeros(1, dtype=torch.int32)
+    of = features(GROUP=GROUP, SEQUSED_K=True)
+    interpret(share_kernel)[(1,)](found, 132, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16)
+    assert found.item() == expected

@@ -21,7 +21,8 @@ from .splits import keys_seen
 from .types import Numbers, Optionals
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
-PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
+PARTS_A_PROGRAM = tl.constexpr(4)  # more of them write more states, fewer end less evenly
+LONGEST_PART = tl.constexpr(8)  # pieces: programs end as unevenly as a part is long
 MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
 LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
@@ -50,12 +51,14 @@ class SplitCall(NamedTuple):
     numbers: Numbers
 
 
-class Counts(NamedTuple):
-    """Of each of 32 sequences."""
+class SplitSequence(NamedTuple):
+    """What parts are made of, of one sequence or of each of 32."""
 
-    queries: tl.tensor
-    tiles: tl.tensor
-    pieces: tl.tensor  # that any of its queries sees
+    first_q: tl.tensor  # where its queries begin, if they are packed
+    seqlen_q: tl.tensor
+    seqlen_k: tl.tensor
+    piece: tl.tensor  # the first piece that any of its queries sees
+    pieces: tl.tensor
 
 
 class Hint(NamedTuple):
@@ -73,6 +76,8 @@ class Found(NamedTuple):
 
     is_work: tl.tensor
     batch: tl.tensor
+    sequence: SplitSequence
+    parts: tl.tensor  # of its tiles
     within: tl.tensor
     rows: tl.tensor  # of partial states, of the sequences before it
     hint: Hint
@@ -103,46 +108,40 @@ def lengths_at(batch, call, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def pieces_at(seqlen_q, seqlen_k, call, FEATURES: tl.constexpr):
-    """The pieces that any query of a sequence sees."""
+def sequence_at(batch, call, FEATURES: tl.constexpr):
+    """Sequences; of none past the last any queries."""
+    of = tl.minimum(batch, call.sizes.batch - 1)
+    first_q, seqlen_q, seqlen_k = lengths_at(of, call, FEATURES)
+    numbers, split_size = call.numbers, call.sizes.split_size
     first = seqlen_k - seqlen_q
-    return keys_seen(first, seqlen_k - 1, seqlen_k, call.numbers, call.sizes.split_size, FEATURES)
-
-
-@triton.jit
-def counts_at(batch, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """The counts of sequences; none past the last."""
-    _, seqlen_q, seqlen_k = lengths_at(tl.minimum(batch, call.sizes.batch - 1), call, FEATURES)
-    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
+    seen = keys_seen(first, seqlen_k - 1, seqlen_k, numbers, split_size, FEATURES)
     seqlen_q = tl.where(batch < call.sizes.batch, seqlen_q, 0)
-    return Counts(seqlen_q, tl.cdiv(seqlen_q, TOKENS), seen.stop - seen.piece)
+    return SplitSequence(first_q, seqlen_q, seqlen_k, seen.piece, seen.stop - seen.piece)
 
 
 @triton.jit
 def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """About how many pieces a part has: so many that each program has PARTS_A_PROGRAM of them, all
-    full; all of a tile's where the states of all pieces would not have room.
+    """How many pieces a part has: so many that each program has PARTS_A_PROGRAM of them, but at
+    most LONGEST_PART; all of a tile's where the states of all pieces would not have room.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
     while first < call.sizes.batch:
-        counts = counts_at(first + lane, call, FEATURES, TOKENS)
-        total += tl.sum(counts.tiles * counts.pieces, 0)
+        of = sequence_at(first + lane, call, FEATURES)
+        total += tl.sum(tl.cdiv(of.seqlen_q, TOKENS) * of.pieces, 0)
         # 32-bit sums, which the whole warp has at once; none may overflow
-        each = tl.minimum(counts.queries, MOST) * tl.minimum(counts.pieces, MOST)
+        each = tl.minimum(of.seqlen_q, MOST) * tl.minimum(of.pieces, MOST)
         queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
         first += GROUP
-    share = tl.maximum(tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM), 1)
+    share = tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM)
+    share = tl.minimum(tl.maximum(share, 1), LONGEST_PART)
     return tl.where(queries <= call.sizes.room, share, MANY)
 
 
 @triton.jit
 def divide(pieces, share):
-    """Pieces of a part, and how many parts a tile has: of about `share` pieces, all alike but the
-    last.
-    """
-    parts = tl.maximum((pieces + share // 2) // share, 1)
-    each = tl.maximum(tl.cdiv(pieces, parts), 1)
-    return each, tl.maximum(tl.cdiv(pieces, each), 1)
+    """Pieces of a part, at most `share`, and how many parts a tile has; all alike but the last."""
+    parts = tl.maximum(tl.cdiv(pieces, share), 1)
+    return tl.maximum(tl.cdiv(pieces, parts), 1), parts
 
 
 @triton.jit
@@ -172,21 +171,21 @@ def find_sequence(
     first = hint.batch - GROUP
     after, rows_after = hint.before, hint.rows
     works, rows = lane * 0, lane * 0
+    of, parts = SplitSequence(works, works, works, works, works), works
     # The sums before a group are no variables of the loop: see `varlen.varlen_tile`
     while (after <= number) & (first + GROUP < call.sizes.batch):
         first += GROUP
-        counts = counts_at(first + lane, call, FEATURES, TOKENS)
-        _, parts = divide(counts.pieces, share)
+        of = sequence_at(first + lane, call, FEATURES)
+        _, parts = divide(of.pieces, share)
         times = parts
         if IS_FOLD:
-            slices = slices_of(counts.queries, FEATURES, ROWS, BLOCK_DV)
-            queries = counts.queries
-            has_slices = is_sliced(counts.pieces, parts, queries, FEATURES, ROWS)
+            slices = slices_of(of.seqlen_q, FEATURES, ROWS, BLOCK_DV)
+            has_slices = is_sliced(of.pieces, parts, of.seqlen_q, FEATURES, ROWS)
             times = tl.where(has_slices, slices, 0)
-        works = counts.tiles * times * call.sizes.nheads
+        works = tl.cdiv(of.seqlen_q, TOKENS) * times * call.sizes.nheads
         if is_long is not None:
-            works = tl.where((counts.queries * FEATURES.GROUP > LONG_ROWS) == is_long, works, 0)
-        rows = tl.where(parts > 1, counts.queries * counts.pieces, 0)
+            works = tl.where((of.seqlen_q * FEATURES.GROUP > LONG_ROWS) == is_long, works, 0)
+        rows = tl.where(parts > 1, of.seqlen_q * of.pieces, 0)
         rows = rows * (call.sizes.nheads * FEATURES.GROUP)
         after += tl.sum(works, 0)
         rows_after += tl.sum(rows, 0)
@@ -200,10 +199,31 @@ def find_sequence(
     return Found(
         number < after,
         tl.minimum(first + place, call.sizes.batch - 1),
+        sequence_in(of, lane, place, call, FEATURES),
+        tl.maximum(tl.sum(tl.where(lane == place, parts, 0), 0), 1),
         number - start,
         rows_before + of_passed,
         Hint(first, before, rows_before),
         after,
+    )
+
+
+@triton.jit
+def sequence_in(of, lane, place, call, FEATURES: tl.constexpr):
+    """The one that a lane holds: a sum over the warp, where its lengths again would be loads and
+    divisions.
+    """
+    is_here = lane == place
+    first_q, seqlen_q = place * 0, call.sizes.seqlen_q + place * 0
+    if FEATURES.PACKED:
+        first_q = tl.sum(tl.where(is_here, of.first_q, 0), 0)
+        seqlen_q = tl.sum(tl.where(is_here, of.seqlen_q, 0), 0)
+    return SplitSequence(
+        first_q,
+        seqlen_q,
+        tl.sum(tl.where(is_here, of.seqlen_k, 0), 0),
+        tl.sum(tl.where(is_here, of.piece, 0), 0),
+        tl.sum(tl.where(is_here, of.pieces, 0), 0),
     )
 
 
@@ -249,5 +269,8 @@ def find_alternating(
         tl.where(is_long, short.rows, rows),
     )
     stop = streams.longs + streams.shorts
-    found = Found(found.is_work, found.batch, found.within, found.rows, found.hint, stop)
+    found = Found(
+        *(found.is_work, found.batch, found.sequence, found.parts, found.within, found.rows),
+        *(found.hint, stop),
+    )
     return found, Streams(long, short, streams.longs, streams.shorts)

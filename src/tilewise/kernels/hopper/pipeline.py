@@ -62,6 +62,26 @@ def make_ring(
 
 
 @gluon.jit
+def allocate_ring(
+    dtype: gl.constexpr,
+    shape: gl.constexpr,
+    layout: gl.constexpr,
+    STAGES: gl.constexpr,
+    MORE: gl.constexpr = 0,
+):
+    """`make_ring` without its barriers' first state, which `init_ring` gives them."""
+    buffers = gl.allocate_shared_memory(dtype, [STAGES] + shape, layout)
+    return Ring(buffers, allocate_barrier(STAGES + MORE), allocate_barrier(STAGES))
+
+
+@gluon.jit
+def init_ring(ring, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The first state of a ring's barriers; a barrier of all warps stands between any two."""
+    init_barrier(ring.full, PRODUCERS)
+    init_barrier(ring.empty, CONSUMERS)
+
+
+@gluon.jit
 def make_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A `full` and an `empty` barrier for each stage."""
     return make_barrier(STAGES, PRODUCERS), make_barrier(STAGES, CONSUMERS)
@@ -73,10 +93,23 @@ def make_barrier(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     of an idle barrier to other data, and a GPU that turns to another process and back writes an
     mbarrier's first state over it.
     """
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    barriers = allocate_barrier(STAGES)
+    init_barrier(barriers, ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def allocate_barrier(STAGES: gl.constexpr):
+    """Memory of a barrier for each stage."""
+    return gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def init_barrier(barriers, ARRIVALS: gl.constexpr):
+    """Their first state."""
+    STAGES: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from ....tile.seqlen import modifiers_of
 from ....tile.splits import SplitState, fold
 from ..layouts import accumulator, column_of, row_of
 from ..pipeline import advance, release_by_threads, start, wait_full
+from .barriers import make_ready
 from .fold import end_part, fold_slice
 from .piece import attend_piece
 from .rows import rows_at, store_partial, write_rows
@@ -29,6 +30,8 @@ def attend_partition(
     WG: gl.constexpr, rings, state_smem, output, counters, call,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
+    if TILE.WARPGROUPS == 1:
+        make_ready(rings, call.scales, TILE)
     modifiers = modifiers_of(call.optionals)
     messages_state, q_state, state = start(), start(), start()
     work = receive_work(rings.messages, messages_state)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..layouts import shared
-from ..pipeline import Ring, make_barriers, make_ring
+from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
 from .attend import attend_partition
+from .barriers import make_barriers
 from .convert import convert_partition
 from .copy import copy_partition
-from .load import Sources, load_partition
+from .load import Sources, fetches_descriptors, load_partition
 from .queries import query_partition
 from .work import DecodeCall, make_work_messages
 
@@ -28,6 +28,7 @@ class Rings(NamedTuple):
     k: Ring  # (1, 1, BLOCK_N, BLOCK_D)
     v: Ring  # (1, 1, BLOCK_N, BLOCK_DV)
     messages: Ring  # what to work on
+    ready: Any  # a barrier: the load warp may begin to fill these
     stored: Any = 0  # `Stored`, where keys and values have 8 bits
     k_scales: Any = 0  # (STAGES, BLOCK_N), where each row has its own
     v_scales: Any = 0
@@ -64,27 +65,30 @@ def hopper_decode_kernel(
     # (1, 1, keys, columns), as TMA has it: parts of a slot are copied, and cannot be reshaped
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
-    COPIES: gl.constexpr = 1 if TILE.BY_TMA or TILE.CACHE != "" else 32 * TILE.COPY_WARPS
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    READS: gl.constexpr = 128 * WARPGROUPS  # of a stage: see `release_by_threads`
-    k_ring = make_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES, COPIES, READS)
+    k_ring = allocate_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES)
     # Two warpgroups' blocks of values are cleared before they are full, behind one barrier more
     MORE: gl.constexpr = 1 if WARPGROUPS > 1 and TILE.BY_TMA else 0
-    v_ring = make_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, COPIES, READS, MORE)
+    v_ring = allocate_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
     q_buffers = gl.allocate_shared_memory(
         dtype, [TILE.Q_STAGES * WARPGROUPS, 64, D], shared(64, D, dtype)
     )
-    q_full, q_empty = make_barriers(TILE.Q_STAGES, 1 if WARPGROUPS == 1 else 32, READS)
+    q_full, q_empty = allocate_barrier(TILE.Q_STAGES), allocate_barrier(TILE.Q_STAGES)
     queries = Ring(q_buffers, q_full, q_empty)
     READERS: gl.constexpr = 1 + WARPGROUPS + (not TILE.BY_TMA) + (TILE.CACHE != "")
-    rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS))
+    ready = 0
+    if WARPGROUPS == 1:
+        # What the matmul warpgroup makes, and what TMA copies of nothing
+        ready = make_barrier(1, 1 + fetches_descriptors(TILE.BY_TMA, WARPGROUPS))
+    rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS), ready)
     if TILE.CACHE != "":
         rings = with_stored(rings, scales, TILE)
     state_smem = 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
         state_smem = gl.allocate_shared_memory(gl.float32, [64, DV], layout)
-    fence_async_shared()  # barriers are made before a copy arrives at one
+    if WARPGROUPS > 1:
+        make_barriers(rings, scales, TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
     call = DecodeCall(optionals, sizes, numbers, scales)
     sources = Sources(k, v, table)
@@ -166,11 +170,8 @@ def with_stored(rings, scales, TILE: gl.constexpr):
     STAGES: gl.constexpr = TILE.CACHE_STAGES
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], gl.int8)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], gl.int8)
-    # The load warp's lanes arrive, too, when the scales that they copy have landed
-    K_COPIES: gl.constexpr = arrivals_of(scales.k_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
-    V_COPIES: gl.constexpr = arrivals_of(scales.v_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
-    k = make_ring(gl.int8, [1, 1, N, D], k_layout, STAGES, K_COPIES, 128)
-    v = make_ring(gl.int8, [1, 1, N, DV], v_layout, STAGES, V_COPIES, 128)
+    k = allocate_ring(gl.int8, [1, 1, N, D], k_layout, STAGES)
+    v = allocate_ring(gl.int8, [1, 1, N, DV], v_layout, STAGES)
     stored_k, stored_v, k_scales, v_scales = 0, 0, 0, 0
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if scales.k_row is not None:
@@ -180,10 +181,6 @@ def with_stored(rings, scales, TILE: gl.constexpr):
         stored_v = gl.allocate_shared_memory(gl.float32, [STAGES, N], layout)
         v_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, N], layout)
     stored = Stored(k, v, stored_k, stored_v)
-    return Rings(rings.q, rings.k, rings.v, rings.messages, stored, k_scales, v_scales)
-
-
-@gluon.constexpr_function
-def arrivals_of(has_scales, copy_warps, by_tma):
-    """Arrivals at a stage of 8 bits."""
-    return 1 + 32 * has_scales if by_tma else 32 * copy_warps
+    return Rings(
+        *(rings.q, rings.k, rings.v, rings.messages, rings.ready), stored, k_scales, v_scales
+    )

@@ -53,6 +53,8 @@ class Sources(NamedTuple):
 def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     DV: gl.constexpr = TILE.BLOCK_DV
+    if fetches_descriptors(TILE.BY_TMA, TILE.WARPGROUPS):
+        fetch_descriptors(sources, rings, TILE)
     lane = gl.arange(0, 32, LANE_LAYOUT)
     programs = gl.num_programs(0)
     share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
@@ -63,6 +65,8 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     else:
         streams = streams_of(lane, share, call, FEATURES, ROWS, DV)
     found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
+    if TILE.WARPGROUPS == 1:
+        mbarrier.wait(rings.ready.index(0), 0)
     while found.is_work:
         fetched = fetch_next_tile(counters, True)
         work = open_part(found, share, call, FEATURES, TILE)
@@ -89,6 +93,29 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         found = find_sequence(number, hint, lane, share, call, True, FEATURES, FOLDED, DV)
     reset_counter(counters, number, found.stop)
     send(rings.messages, messages_state, no_more())
+
+
+@gluon.constexpr_function
+def fetches_descriptors(by_tma, warpgroups):
+    """Whether the descriptors are fetched ahead. Of two warpgroups' calls, which take long, the
+    load warp has no registers for it.
+    """
+    return by_tma and warpgroups == 1
+
+
+@gluon.jit
+def fetch_descriptors(sources, rings, TILE: gl.constexpr):
+    """Copies a box of keys and one of values that lie outside of the cache: zeros, which no memory
+    is read for. So the descriptors, a trip to memory, are there when the lengths are.
+    """
+    into = copied(rings, TILE)
+    k, v = sources.k, sources.v
+    PAGE: gl.constexpr = k.block_type.shape[2]
+    BYTES: gl.constexpr = k.block_type.nbytes + v.block_type.nbytes
+    ready = rings.ready.index(0)
+    mbarrier.expect(ready, BYTES)
+    tma_load(k, [0, 0, -PAGE, 0], ready, into.k.buffers.index(0).slice(0, PAGE, 2))
+    tma_load(v, [0, 0, -PAGE, 0], ready, into.v.buffers.index(0).slice(0, PAGE, 2))
 
 
 @gluon.jit

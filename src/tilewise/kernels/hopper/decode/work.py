@@ -13,8 +13,7 @@ from ....tile.split_schedule import (
     SplitSizes,
     divide,
     is_sliced,
-    lengths_at,
-    pieces_at,
+    sequence_at,
     slices_of,
 )
 from ....tile.splits import keys_seen, piece_keys
@@ -95,26 +94,34 @@ def no_more():
 
 @gluon.jit
 def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The part of a number; parts of a tile are neighbours, which read the same queries."""
+    """The part of a number. Neighbours are the same keys of all heads, which mostly lie beside each
+    other in memory; of two warpgroups the parts of a tile, which read the same queries.
+    """
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     tokens = ROWS // FEATURES.GROUP
-    first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
-    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
-    pieces = seen.stop - seen.piece
-    each, parts = divide(pieces, share)
-    part, tile = found.within % parts, found.within // parts
+    if TILE.WARPGROUPS == 1:
+        first_q, seqlen_q, seqlen_k, seen, pieces = found.sequence
+        each, parts = gl.maximum(gl.cdiv(pieces, found.parts), 1), found.parts
+    else:  # whose load warp has no registers for these
+        first_q, seqlen_q, seqlen_k, seen, pieces = sequence_at(found.batch, call, FEATURES)
+        each, parts = divide(pieces, share)
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
+    if TILE.WARPGROUPS == 1:
+        of_a_part = tiles * call.sizes.nheads
+        part, tile = found.within // of_a_part, found.within % of_a_part
+    else:
+        part, tile = found.within % parts, found.within // parts
     place = tile % tiles
     if TILE.WARPGROUPS > 1 and FEATURES.RIGHT:
         place = tiles - 1 - place  # those that see the most keys first, so that all end together
     start = place * tokens
     of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
-    first = seen.piece + part * each
+    first = seen + part * each
     piece = gl.maximum(first, of_tile.piece)
     stop = gl.maximum(gl.minimum(first + each, of_tile.stop), piece)
     return Work(
         *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(piece, stop, seen.piece, each, parts, found.rows, part),
+        *(piece, stop, seen, each, parts, found.rows, part),
         is_sliced(pieces, parts, seqlen_q, FEATURES, TILE.ROWS),
     )
 
@@ -125,16 +132,14 @@ def open_slice(
 ):
     """The slice of a number."""
     tokens = ROWS // FEATURES.GROUP
-    first_q, seqlen_q, seqlen_k = lengths_at(found.batch, call, FEATURES)
-    seen = pieces_at(seqlen_q, seqlen_k, call, FEATURES)
-    pieces = seen.stop - seen.piece
-    each, parts = divide(pieces, share)
+    first_q, seqlen_q, seqlen_k, seen, pieces = found.sequence
+    each, parts = gl.maximum(gl.cdiv(pieces, found.parts), 1), found.parts
     slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
     tile = found.within // slices
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     return Work(
         *(FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(0, 0, seen.piece, each, parts, found.rows, found.within % slices),
+        *(0, 0, seen, each, parts, found.rows, found.within % slices),
         True,
     )
 

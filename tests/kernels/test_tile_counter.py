@@ -1,0 +1,100 @@
+"""Counters of captured graphs. No GPU: tensors are on "meta", and captures what a test says."""
+
+import pytest
+import torch
+
+from tilewise.kernels.hopper import tile_counter
+
+META = torch.device("meta", 0)
+
+
+class Captures:
+    """What streams are in, and what is made during a capture."""
+
+    def __init__(self):
+        self.stream, self.capture, self.made, self.numbers = 0, None, [], True
+
+    def number_of(self, stream):
+        return self.capture if self.numbers else None
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    state, zeros = Captures(), torch.zeros
+
+    def noted(*shape, **options):
+        if state.capture is not None:
+            state.made.append(shape)
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(tile_counter, "_counters", {})
+    monkeypatch.setattr(tile_counter, "_many", {})
+    monkeypatch.setattr(tile_counter, "_captured", tile_counter.Captured())
+    monkeypatch.setattr(tile_counter, "capture_of", state.number_of)
+    monkeypatch.setattr(torch, "zeros", noted)
+    capturing, stream = "_cuda_isCurrentStreamCapturing", "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, capturing, lambda: state.capture is not None, raising=False)
+    monkeypatch.setattr(torch._C, stream, lambda index: state.stream, raising=False)
+    return state
+
+
+def place(x):
+    return range(x.storage_offset(), x.storage_offset() + x.numel())
+
+
+def test_a_capture_after_a_plain_call_makes_no_zeros(cuda):
+    """They would be one node more in front of each launch."""
+    plain = tile_counter.counters_of(META, 40)
+    cuda.capture = 7
+    first = tile_counter.counters_of(META, 40)
+    assert tile_counter.counter_of(META).numel() >= 1
+    assert not cuda.made and first.numel() >= 40
+    assert first.untyped_storage() is not plain.untyped_storage()
+
+
+def test_launches_of_a_capture_on_one_stream_share_counters(cuda):
+    tile_counter.counters_of(META, 40)
+    cuda.capture = 7
+    first = tile_counter.counters_of(META, 40)
+    assert place(tile_counter.counters_of(META, 20)) == place(first)
+    larger = tile_counter.counters_of(META, 1000)
+    assert larger.numel() >= 1000 and not set(place(larger)) & set(place(first))
+    cuda.stream = 1
+    beside = tile_counter.counters_of(META, 40)
+    assert not set(place(beside)) & {*place(first), *place(larger)}
+
+
+def test_captures_share_no_counters(cuda):
+    """One may be replayed beside the other. Where the driver does not number them, no launch of a
+    capture shares any.
+    """
+    tile_counter.counters_of(META, 40)
+    seen = []
+    for capture in (1, 2, 3):
+        cuda.capture = capture
+        seen += place(tile_counter.counters_of(META, 33))
+    cuda.numbers = False
+    for _ in range(3):
+        seen += place(tile_counter.counters_of(META, 33))
+    assert len(seen) == len(set(seen)) and not cuda.made
+
+
+def test_a_capture_without_a_plain_call_before_or_without_room_makes_its_own(cuda):
+    cuda.capture = 1
+    assert tile_counter.counters_of(META, 40).numel() == 40 and len(cuda.made) == 1
+    cuda.capture = None
+    tile_counter.counters_of(META, 40)
+    cuda.capture = 2
+    count = tile_counter.RESERVED + 1
+    assert tile_counter.counters_of(META, count).numel() == count and len(cuda.made) == 2
+
+
+def test_what_is_set_aside_is_renewed(cuda):
+    tile_counter.counters_of(META, 40)
+    cuda.capture = 1
+    tile_counter.counters_of(META, tile_counter.RESERVED)
+    cuda.capture, cuda.stream = None, 5
+    tile_counter.counters_of(META, 40)
+    cuda.capture = 2
+    tile_counter.counters_of(META, 40)
+    assert not cuda.made
