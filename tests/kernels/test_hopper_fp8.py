@@ -9,6 +9,7 @@ from helpers.tiers import sample
 
 from tilewise.kernels import hopper
 from tilewise.kernels.hopper.fwd import fp8_launch
+from tilewise.problem import Extras, Scalars
 from tilewise.testing import use_emulator
 from tilewise.testing.inputs import poisoned
 
@@ -198,7 +199,7 @@ def test_a_large_sum_loses_nothing(headdim, seqlen_k):
 
 def test_the_tensor_cores_alone_would_lose_it(monkeypatch):
     """In one level, with the mean of V: an H200 was measured to be 1.0 % off."""
-    monkeypatch.setattr(fp8_launch, "needs_halves", lambda given: False)
+    monkeypatch.setattr(fp8_launch, "needs_halves", lambda problem, given: False)
     call = around_one(256, 1024)
     assert 8e-3 < fp8.error_of(run(call, out_dtype=BF16)[0], fp8.reference(call)[0]) < 1.3e-2
 
@@ -228,7 +229,7 @@ HALVES = {
 @pytest.mark.parametrize("v_mean", [False, True])
 @pytest.mark.parametrize("name", HALVES)
 def test_in_halves_against_fp64(name, v_mean):
-    """And in one level, without the mean of V."""
+    """And in one level, where V lost its mean and rows see all keys."""
     lengths, options, how = HALVES[name]
     mean = dict(mean=1.0, v_mean=True) if v_mean else {}
     checked(fp8.normal_call(*lengths, **how, **mean), **options)
@@ -274,15 +275,34 @@ def test_in_halves_the_mean_may_drift():
     checked(fp8.call_of(zip(q, k, v)), 4e-3)
 
 
+@pytest.mark.parametrize("options", [dict(window=(1023, 0)), dict(causal="top_left")], ids=str)
+def test_where_rows_see_a_part_of_the_keys_the_mean_may_drift(options):
+    """V lost its mean over all keys, not the one of those that a row sees."""
+    rows = 64 if "window" in options else 1024
+    q, k, v = (normal(1, n, 1, 256, seed=i) for i, n in enumerate((rows, 2048, 2048)))
+    v[:, :1024] -= 1.0
+    v[:, 1024:] += 1.0
+    call = fp8.call_of(zip(q, k, v), v_mean=True)
+    found, exact = run(call, **options), fp8.reference(call, **options)
+    assert fp8.error_of(found[0][:, -64:], exact[0][:, -64:]) < 5e-3
+    assert fp8.lse_error(found[1], exact[1]) < LSE_LIMIT
+
+
 def test_which_calls_are_summed_in_halves():
-    """Those whose O is too wide for two levels at once, and whose V has its mean."""
+    """Those whose O is too wide for two levels at once, and whose V has a mean over the keys that a
+    row sees.
+    """
     k, scales = torch.empty(1, 9, 1, 256), fp8.Scales(*[torch.ones(1, 1)] * 3)
-    for headdim_v, v_mean, expected in (
-        *((128, None, False), (144, None, True), (256, None, True)),
-        (256, torch.zeros(1, 1, 256), False),
+    mean, causal, window = torch.zeros(1, 1, 256), dict(right=0), dict(left=3, right=3)
+    for headdim_v, v_mean, band, expected in (
+        *((128, None, {}, False), (144, None, {}, True), (256, None, {}, True)),
+        *((256, mean, {}, False), (256, mean, causal, True), (256, mean, window, True)),
+        *((128, mean, causal, False), (256, None, causal, True), (256, mean, dict(left=3), True)),
     ):
         given = fp8.Quantized(k, k, torch.empty(1, 1, headdim_v, 128), scales, None, v_mean)
-        assert fp8_launch.needs_halves(given) == expected
+        call = fp8.Fp8Call(given, torch.empty(1, 9, 1, headdim_v), Extras(), (k, k, k))
+        problem = fp8.problem_of(call, Scalars(1.0, **band))
+        assert fp8_launch.needs_halves(problem, given) == expected
 
 
 def test_a_key_of_nan_reaches_no_tile_before_it():

@@ -33,6 +33,10 @@ CASES = {
     ),
     "mean of v": (([130], [200], fp8.Heads(2, 2, 128, 128)), {}, dict(mean=3.0, v_mean=True)),
     "256 and its mean": (
+        *(([70], [200], fp8.Heads(1, 1, 256, 256)), {}),
+        dict(mean=1.0, v_mean=True),
+    ),
+    "256 causal and its mean": (
         *(([70], [200], fp8.Heads(1, 1, 256, 256)), dict(causal=True)),
         dict(mean=1.0, v_mean=True),
     ),

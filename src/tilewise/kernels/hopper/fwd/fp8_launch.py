@@ -210,18 +210,21 @@ def in_units(x: Tensor, name: str) -> Tensor:
     return x.contiguous()
 
 
-def needs_halves(given: Quantized) -> bool:
+def needs_halves(problem: Problem, given: Quantized) -> bool:
     """Whether halves of O's columns alternate, as it may grow with the keys where registers do not
-    hold two levels of it: see `fp8_halves`.
+    hold two levels of it: see `fp8_halves`. The mean that V lost is over all keys: of those that a
+    row sees under a band it may have another.
     """
-    return given.v_mean is None and not has_two_levels(block_of(given.v_t.shape[2]))
+    is_banded = problem.has_left or problem.has_right
+    has_mean = given.v_mean is None or is_banded
+    return has_mean and not has_two_levels(block_of(given.v_t.shape[2]))
 
 
 def plan_for(problem: Problem, given: Quantized, extras: Extras, out_dtype: torch.dtype) -> Fp8Plan:
     """The plan of a call."""
     seqlen_q = max(1, given.q.shape[1] // max(1, packed_in(extras)))
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
-    return plan_of(problem, pack, out_dtype, needs_halves(given))
+    return plan_of(problem, pack, out_dtype, needs_halves(problem, given))
 
 
 @functools.lru_cache(maxsize=1024)
