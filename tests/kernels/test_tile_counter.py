@@ -90,6 +90,7 @@ def test_a_capture_without_a_plain_call_before_or_without_room_makes_its_own(cud
 
 
 def test_what_is_set_aside_is_renewed(cuda):
+    """What was set aside before is kept: graphs that count there are replayed at any time."""
     tile_counter.counters_of(META, 40)
     cuda.capture = 1
     tile_counter.counters_of(META, tile_counter.RESERVED)
@@ -97,4 +98,4 @@ def test_what_is_set_aside_is_renewed(cuda):
     tile_counter.counters_of(META, 40)
     cuda.capture = 2
     tile_counter.counters_of(META, 40)
-    assert not cuda.made
+    assert not cuda.made and len(tile_counter._captured.reserves) == 2

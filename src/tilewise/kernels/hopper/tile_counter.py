@@ -65,6 +65,7 @@ class Captured:
     """
 
     def __init__(self) -> None:
+        self.reserves: list[Tensor] = []  # all that were made
         self.zeros: dict[int, Tensor] = {}  # what is left, by device
         self.given: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by stream: a capture's
 
@@ -72,6 +73,7 @@ class Captured:
         """Zeros, outside of captures, for those that follow."""
         if index not in self.zeros or self.zeros[index].numel() < RESERVED // 2:
             self.zeros[index] = torch.zeros(RESERVED, dtype=torch.int32, device=device)
+            self.reserves.append(self.zeros[index])
 
     def counters(self, device: torch.device, index: int, stream: int, count: int) -> Tensor:
         """At least `count` of the capture that the stream is in."""
