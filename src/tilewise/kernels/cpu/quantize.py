@@ -7,6 +7,7 @@ give.
     k, v   minus their means over the keys in use. Scores of a row shift by a constant, which
            softmax does not see; the mean of v is added to out in fp32
     scale  the largest magnitude of a sequence and key head / 448; that of q over its group of heads
+    codes  times 1 / scale, which is rounded once, to nearest even and saturated
     V^T    keys along the last dimension, those of every 16 in KEY_ORDER, 0 where none is in use
 
 Hadamard: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3, after QuIP (Chee et
@@ -22,7 +23,6 @@ from typing import NamedTuple
 import torch
 
 from ...tile.quantize import SMALLEST
-from ...tile.quantize import quantize as rounded
 from ...tile.rotary import Rotary
 from ...tile.rotary import rotate as turned_at
 from ..common.quantized import (
@@ -121,7 +121,7 @@ def quantize(
     sides = (q, of_q, group), (k, of_k, 1), (v, of_k, 1)
     found = [given if given is not None else scale_of(*side) for given, side in zip(scales, sides)]
     q8, k8, v8 = (
-        rounded(x, of_heads(scale, rows, heads), FP8).contiguous()
+        rounded(x, of_heads(scale, rows, heads)).contiguous()
         for scale, (x, rows, heads) in zip(found, sides)
     )
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
@@ -182,6 +182,11 @@ def scale_of(x: Tensor, rows: Rows, group: int) -> Tensor:
         found = largest.new_zeros(max(rows.count, 1), largest.shape[1])
         found = found.scatter_reduce(0, index, largest, "amax")[: rows.count]
     return (found / LARGEST).clamp(min=SMALLEST)
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """The codes of fp32 numbers. Kernels multiply, as a division takes ten times as long."""
+    return (x * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(FP8)
 
 
 def of_each(x: Tensor, rows: Rows) -> Tensor:

@@ -327,6 +327,7 @@ def quantize_cast_kernel(
         factor = scale_of(largest, row, count, block, blocks, GROUP, BLOCK_GROUP)
         if (block.start == 0) & (block.head % GROUP == 0):
             tl.store(address_of(scale, block.sequence, head_k), factor)
+    inverse = tl.div_rn(1.0, factor)
     offs = tl.arange(0, ROWS)
     if TRANSPOSED:
         offs = key_of_column(offs)
@@ -335,7 +336,7 @@ def quantize_cast_kernel(
     for first in range(0, ROTATION.D, TILES * CHUNK):
         tiles = load_smooth(x, tables, mean, block, offs, first, ROTATION)
         for i in tl.static_range(TILES):
-            tile = tl.where(is_used, tl.div_rn(tiles[i], tl.zeros_like(tiles[i]) + factor), 0.0)
+            tile = tl.where(is_used, tiles[i] * inverse, 0.0)
             if out.ptr.dtype.element_ty == tl.uint8:
                 codes = to_e4m3(tile)
             else:
