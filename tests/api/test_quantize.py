@@ -1,6 +1,7 @@
 """`tilewise.quantize`: what 8 bits stand for, what is not read, what does not leak."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def values_of(x, v, **lengths):
         parts = [*zip(found, v)]
     else:
         ends = cu.tolist()
-        parts = [(found[0, a:b], v[a:b]) for a, b in zip(ends, ends[1:])]
+        parts = [(found[0, a:b], v[a:b]) for a, b in itertools.pairwise(ends)]
     counts = [len(part[1]) for part in parts] if used is None else used.tolist()
     return [tuple(y[:n].double() for y in part) for part, n in zip(parts, counts)]
 
