@@ -186,6 +186,15 @@ def test_codes_are_products_with_the_inverse(cast):
             assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", ["batch", "packed"])
+def test_a_block_of_small_values_limits_what_is_added_to_the_mean(name):
+    rows, of = LENGTHS[name]
+    q, k, v = tensors(rows)
+    v[:, :128] *= 0.125
+    given = q, k, v, ALL, NO_SCALES, of
+    assert_same(by_kernels(*given), plain.quantize(*given), of)
+
+
 def test_rows_not_in_use_do_not_count(cast):
     rows, of = LENGTHS["gaps"]
     q, k, v = tensors(rows)
