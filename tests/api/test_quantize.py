@@ -1,6 +1,7 @@
 """`tilewise.quantize`: what 8 bits stand for, what is not read, what does not leak."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from helpers.fp8_calls import assert_same, bits
 
 import tilewise
 from tilewise import ArgumentError
-from tilewise.kernels.common.quantized import FP8, KEY_ORDER, Quantized
+from tilewise.kernels.common.quantized import FP8, KEY_ORDER, Lengths, Quantized
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.ops.fp8 import meant
 from tilewise.problem import Extras
@@ -103,6 +104,68 @@ def test_queries_that_are_not_in_use_are_not_read():
     q[50:] = torch.nan
     x = tilewise.quantize(q, k, v, **ends, seqused_q=torch.tensor([50], dtype=INT32))
     assert x.scales.q.isfinite().all() and x.q.float().isfinite().all()
+
+
+def values_of(x, v, **lengths):
+    """What 8 bits stand for, and v, of each sequence and of keys in use, in fp64."""
+    cu, used = lengths.get("cu_seqlens_k"), lengths.get("seqused_k")
+    found = plain.dequantize(
+        x if cu is None else x._replace(q=x.q[None], k=x.k[None], v_t=x.v_t[None]),
+        Lengths(lengths.get("cu_seqlens_q"), cu, None, used),
+    )[2]
+    if cu is None:
+        parts = [*zip(found, v)]
+    else:
+        ends = cu.tolist()
+        parts = [(found[0, a:b], v[a:b]) for a, b in itertools.pairwise(ends)]
+    counts = [len(part[1]) for part in parts] if used is None else used.tolist()
+    return [tuple(y[:n].double() for y in part) for part, n in zip(parts, counts)]
+
+
+@pytest.mark.parametrize("case", ["batch", "used", "packed", "given", "only v"])
+def test_the_mean_over_keys_is_that_of_v(case):
+    """What rounding loses is in v_mean: sums over many keys do not gather it."""
+    q, k, v = tensors(seqlen_k=600, headdims=(32, 64))
+    options, lengths = {}, {}
+    if case == "used":
+        lengths = dict(seqused_k=torch.tensor([300, 590], dtype=INT32))
+    elif case == "packed":
+        q, k, v = (x[0] for x in (q, k, v))
+        ends = dict(cu_seqlens_q=[0, 20, 70], cu_seqlens_k=[0, 230, 600])
+        lengths = {name: torch.tensor(x, dtype=INT32) for name, x in ends.items()}
+    elif case == "given":
+        options = dict(scales=(None, None, torch.tensor(0.02)))
+    elif case == "only v":
+        options = dict(smooth="v")
+    x = tilewise.quantize(q, k, v, **options, **lengths)
+    for found, exact in values_of(x, v, **lengths):
+        torch.testing.assert_close(found.mean(0), exact.mean(0), rtol=0, atol=2e-6)
+
+
+def test_without_means_nothing_is_added():
+    assert tilewise.quantize(*tensors(), smooth=False).v_mean is None
+
+
+def test_keys_of_small_values_limit_what_is_added():
+    """A causal row that sees those alone is as close as without it."""
+    q, k, v = tensors(1, 1024, 1024, headdims=(32, 64))
+    v[:, :512] *= 0.01
+    x = tilewise.quantize(q, k, v)
+    without = x._replace(v_mean=v.double().mean(1).float())
+    exact = tilewise.attention_reference(*(t.double() for t in (q, k, v)), causal=True)
+    mine, plain_mean = (
+        tilewise.attention(y, causal=True, out_dtype=torch.float32) for y in (x, without)
+    )
+    for rows in (slice(0, 128), slice(384, 512), slice(512, 1024)):
+        off, before = (relative(y[:, rows], exact[:, rows]) for y in (mine, plain_mean))
+        assert off < 1.05 * before
+
+
+def test_values_beyond_a_given_scale_saturate_and_leave_the_mean():
+    q, k, v = tensors()
+    v[0, 7] = 1e30
+    x = tilewise.quantize(q, k, v, scales=(None, None, torch.tensor(1e-3)))
+    assert x.v_mean.isfinite().all()
 
 
 def test_layouts():

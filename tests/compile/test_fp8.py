@@ -148,12 +148,12 @@ def test_quantising(target, headdim, is_packed, rotary):
     given, lengths = (q, k, k), Lengths(starts, starts)
     with mock.patch.object(quantize, "architecture", lambda device: target):
         sides = quantize.sides_of(q, k, Steps(True, True, True))
-        memory = [quantize.memory_of(x, side, starts, True) for x, side in zip(given, sides)]
+        memory = quantize.memory_of(given, sides, (starts,) * 3, (None,) * 3)
     plans = quantize.plans_of(given, sides, (None,) * 3, lengths, tables, memory)
     if rotary == "none":
         bits = k.to(torch.uint8)
         plans += quantize.transposing(bits, None, starts, quantize.empty_values(bits, starts))
-        assert len(plans) == 2 + 3 + 3 + 1
+        assert len(plans) == 2 + 3 + 4 + 1
     else:
         plans = plans[:5]  # of q and k
     for plan in plans:

@@ -172,6 +172,29 @@ def test_given_scales_saturate(cast):
     assert all(mine is theirs for mine, theirs in zip(found.scales, given))
 
 
+def test_codes_are_products_with_the_inverse(cast):
+    """Of the scale: where a quotient would round to another code, too."""
+    of, scale = Lengths(), torch.tensor(0.3)
+    x = torch.arange(1, 4097) * 0.3 * 2.0**-4  # next to the middle of two codes, many of them
+    x = x.view(1, 64, 1, 64)
+    given = tuple(scale.expand(1, 1).contiguous() for _ in "qkv")
+    expected = (x * (1 / scale)).clamp(-LARGEST, LARGEST).to(FP8)
+    assert (expected.float() != (x / scale).clamp(-LARGEST, LARGEST).to(FP8).float()).any()
+    for quantize in (plain.quantize, by_kernels):
+        found = quantize(x, x, x, NONE, given, of)
+        for codes in (found.q, found.k, plain.natural_values(found.v_t, 64, None)):
+            assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["batch", "packed"])
+def test_a_block_of_small_values_limits_what_is_added_to_the_mean(name):
+    rows, of = LENGTHS[name]
+    q, k, v = tensors(rows)
+    v[:, :128] *= 0.125
+    given = q, k, v, ALL, NO_SCALES, of
+    assert_same(by_kernels(*given), plain.quantize(*given), of)
+
+
 def test_rows_not_in_use_do_not_count(cast):
     rows, of = LENGTHS["gaps"]
     q, k, v = tensors(rows)

@@ -14,8 +14,8 @@ from tilewise.kernels.portable import quantize
 from tilewise.ops import quantize as ops
 
 NAMES = [
-    *("quantize_amax_kernel", "quantize_cast_kernel", "quantize_means_kernel"),
-    *("quantize_statistics_kernel", "transpose_values_kernel"),
+    *("quantize_amax_kernel", "quantize_cast_kernel", "quantize_loss_kernel"),
+    *("quantize_means_kernel", "quantize_statistics_kernel", "transpose_values_kernel"),
 ]
 ALL, NONE = Steps(True, True, True), Steps(False, False, False)
 
@@ -65,7 +65,7 @@ def log(monkeypatch):
 
     for name in NAMES:
         monkeypatch.setattr(quantize, name, Kernel(name, log))
-    for name in ("memory_of", "empty_values"):
+    for name in ("_memory", "empty_values"):
         monkeypatch.setattr(quantize, name, once(name, getattr(quantize, name)))
     monkeypatch.setattr(quantize, "architecture", lambda device: "sm90")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -121,7 +121,7 @@ def test_quantising_again(name, log):
         quantize.prepare_quantize(steps)(*given)
         expected, log[:] = list(log), []
         assert [(n, *rest) for n, _, *rest in found] == [(n, *rest) for n, _, *rest in expected]
-        assert len(found) == (2 + 3 + 3 if steps == ALL else 3)
+        assert len(found) == (2 + 3 + 4 if steps == ALL else 3)
 
 
 def test_transposing_again(log):

@@ -64,7 +64,8 @@ def quantize(
             of the largest power of two that divides headdim: q k^T is the same, and outliers of
             single channels spread over all.
         smooth: takes the means over keys off k and v before rounding, and adds that of v to the
-            output in fp32; "v": of v alone, for calls with sinks or softcap.
+            output in fp32, with the mean of what rounding takes from v; "v": of v alone, for calls
+            with sinks or softcap.
         scales: those of q, k and v, fp32 (), (nheads_k,) or (batch, nheads_k), such as of a
             calibration; larger values saturate. None is of the data.
         rotary: `tilewise.cache.Rotary(cos, sin, interleaved)`, turns q and k in fp32 by their

@@ -60,7 +60,7 @@ class Quantized(NamedTuple):
     v_t: Tensor  # (batch, nheads_k, headdim_v, columns), or (nheads_k, headdim_v, columns)
     scales: Scales
     k_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim): what k lost before rounding
-    v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): the same of v
+    v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): of v, and of its rounding
     source: Source | None = None  # for backward="bf16"
 
 

@@ -5,8 +5,10 @@ give.
     q, k   sign flip and Hadamard transform of headdim, the same for both: q k^T stays as it is, and
            an outlier of one channel is spread over all of them
     k, v   minus their means over the keys in use. Scores of a row shift by a constant, which
-           softmax does not see; the mean of v is added to out in fp32
+           softmax does not see; the mean of v is added to out in fp32, with that of what rounding
+           takes from v (`with_loss`)
     scale  the largest magnitude of a sequence and key head / 448; that of q over its group of heads
+    codes  times 1 / scale, which is rounded once, to nearest even and saturated
     V^T    keys along the last dimension, those of every 16 in KEY_ORDER, 0 where none is in use
 
 Hadamard: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3, after QuIP (Chee et
@@ -22,10 +24,10 @@ from typing import NamedTuple
 import torch
 
 from ...tile.quantize import SMALLEST
-from ...tile.quantize import quantize as rounded
 from ...tile.rotary import Rotary
 from ...tile.rotary import rotate as turned_at
 from ..common.quantized import (
+    COLUMNS,
     FP8,
     LARGEST,
     Lengths,
@@ -121,9 +123,11 @@ def quantize(
     sides = (q, of_q, group), (k, of_k, 1), (v, of_k, 1)
     found = [given if given is not None else scale_of(*side) for given, side in zip(scales, sides)]
     q8, k8, v8 = (
-        rounded(x, of_heads(scale, rows, heads), FP8).contiguous()
+        rounded(x, of_heads(scale, rows, heads)).contiguous()
         for scale, (x, rows, heads) in zip(found, sides)
     )
+    if v_mean is not None:
+        v_mean = with_loss(v_mean, v, v8, found[2], of_k, of.cu_seqlens_k)
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
     return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean)
 
@@ -182,6 +186,43 @@ def scale_of(x: Tensor, rows: Rows, group: int) -> Tensor:
         found = largest.new_zeros(max(rows.count, 1), largest.shape[1])
         found = found.scatter_reduce(0, index, largest, "amax")[: rows.count]
     return (found / LARGEST).clamp(min=SMALLEST)
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """The codes of fp32 numbers. Kernels multiply, as a division takes ten times as long."""
+    return (x * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def with_loss(
+    v_mean: Tensor, v: Tensor, codes: Tensor, scale: Tensor, rows: Rows, starts: Tensor | None
+) -> Tensor:
+    """v_mean and a share of the mean of what rounding took from v, which had lost its mean: with
+    all of it the mean over all keys is that of v.
+
+    What rounding takes from a part of the keys goes with its own size. A row under a mask that sees
+    such a part, of size s^2 in the mean of squares, beside S^2 of all, is on average no farther off
+    with a share of at most 2 s^2 / S^2: so the smallest block of COLUMNS keys limits the share.
+    """
+    heads, headdim = v.shape[2:]
+    scaled = v * of_heads(scale, rows, 1).reciprocal()
+    lost = used_rows(scaled.clamp(-LARGEST, LARGEST) - codes.float(), rows).double()
+    batch = torch.arange(v.shape[0], device=v.device).unsqueeze(1)
+    sequence = batch if rows.sequence is None else rows.sequence
+    per_sequence = -(-v.shape[1] // COLUMNS)
+    block = (sequence * per_sequence + rows.position // COLUMNS).flatten()
+    count = rows.count * per_sequence
+    if count == 0:
+        return v_mean
+    sums = lost.new_zeros(count, heads, headdim).index_add(0, block, lost.flatten(0, 1))
+    first = COLUMNS * torch.arange(per_sequence, device=v.device)
+    keys = (rows.used.flatten(1) - first).clamp(0, COLUMNS).unsqueeze(2)
+    squares = sums.square().sum(2).unflatten(0, (rows.count, per_sequence))
+    least = torch.where(keys > 0, squares / keys.clamp(min=1), torch.inf).amin(1)
+    used = rows.used.flatten(1).clamp(min=1)
+    of_all = (squares.sum(1) / used).clamp(min=SMALLEST)
+    share = (2 * least / of_all).clamp(max=1.0).unsqueeze(2)
+    total = sums.unflatten(0, (rows.count, per_sequence)).sum(1) / used.unsqueeze(2)
+    return v_mean + (share * scale.unsqueeze(2) * total).float()
 
 
 def of_each(x: Tensor, rows: Rows) -> Tensor:

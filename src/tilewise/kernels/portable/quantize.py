@@ -26,22 +26,22 @@ from ..common.quantized import (
 from ..common.relaunch import Launches, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
-from .hadamard import CHUNK, Rotation
+from .hadamard import CHUNK, Rotation, tiles_at_once
 from .quantize_kernels import (
-    RowBlocks,
     Statistics,
-    Tables,
     quantize_amax_kernel,
     quantize_cast_kernel,
+    quantize_loss_kernel,
     quantize_means_kernel,
     quantize_statistics_kernel,
     transpose_values_kernel,
 )
+from .quantize_rows import RowBlocks, Tables
 
 Tensor = torch.Tensor
 Given = Sequence[Tensor | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WARPS, STAGES = 8, 1
+WARPS, WIDE, STAGES = 4, 8, 1
 
 
 class Side(NamedTuple):
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
     scale: Tensor | None  # where none is given
     mean: Tensor | None
     statistics: Statistics  # of each block of rows
-    largest: Tensor | None  # magnitude: of a block or, less a mean, of a sequence's CHUNK columns
+    largest: Tensor | None  # magnitude, by its bits: (sequences, nheads_k)
 
 
 def quantize(
@@ -97,8 +97,7 @@ class Quantizing(Launches):
     ) -> Quantized:
         sides = sides_of(q, k, self.steps)
         starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
-        each = zip((q, k, v), sides, starts, scales)
-        memory = [memory_of(x, side, start, scale is None) for x, side, start, scale in each]
+        memory = memory_of((q, k, v), sides, starts, scales)
         written = [x for one in memory for x in (*one[:3], *one.statistics, one.largest)]
         tables = (None, None) if rotary is None else rotary[:2]
         read = q, k, v, *scales, *of, *tables
@@ -137,8 +136,21 @@ def sides_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Side, Side, Side]:
     )
 
 
-def memory_of(x: Tensor, side: Side, starts: Tensor | None, wants_scale: bool) -> Memory:
-    """Of a tensor's kernels; `starts` are where its packed sequences begin."""
+def memory_of(
+    tensors: Sequence[Tensor], sides: Sequence[Side], starts: Sequence[Tensor | None], scales: Given
+) -> list[Memory]:
+    """Of a call's kernels; `starts` are where packed sequences of q, k and v begin."""
+    q, k, _ = tensors
+    sequences = q.shape[0] if starts[0] is None else starts[0].shape[0] - 1
+    largest: Given = (None, None, None)
+    if any(x is None for x in scales):
+        shape = 3, sequences, k.shape[2]
+        largest = torch.zeros(shape, device=q.device, dtype=torch.int32).unbind(0)
+    each = zip(tensors, sides, starts, largest, scales)
+    return [_memory(*of, top if scale is None else None) for *of, top, scale in each]
+
+
+def _memory(x: Tensor, side: Side, starts: Tensor | None, largest: Tensor | None) -> Memory:
     nheads, headdim = x.shape[2:]
     sequences = x.shape[0] if starts is None else starts.shape[0] - 1
     count = count_of(x, starts)
@@ -149,18 +161,16 @@ def memory_of(x: Tensor, side: Side, starts: Tensor | None, wants_scale: bool) -
         out = make(x.shape, device=x.device, dtype=torch.uint8)
     if has_product(architecture(x.device)):
         out = out.view(FP8)
-    mean = scale = largest = None
+    mean = scale = None
     statistics = Statistics(None, None, None)
     number = dict(device=x.device, dtype=torch.float32)
     if side.smooths:
-        kinds = 3 if wants_scale else 1
+        kinds = 1 if largest is None else 3
         found = torch.empty(kinds, count, nheads, headdim, **number).unbind(0)
         statistics = Statistics(*found, *[None] * (3 - kinds))
         mean = torch.empty(sequences, nheads, headdim, **number)
-    if wants_scale:
-        scale = torch.empty(sequences, nheads // side.group, **number)
-        rows = sequences * triton.cdiv(headdim, CHUNK.value) if side.smooths else count
-        largest = torch.empty(rows, nheads, device=x.device, dtype=torch.int32)
+    if largest is not None:
+        scale = torch.empty(largest.shape, **number)
     return Memory(out, scale, mean, statistics, largest)
 
 
@@ -202,23 +212,33 @@ def plans_of_one(
         rotation = rotation._replace(HALF=half, INTERLEAVED=is_interleaved)
     constants = dict(ROTATION=rotation)
     of_x, programs = (strided(x), angles), count_of(x, blocks.cu_seqlens) * x.shape[2]
+    heads = blocks.sequences * blocks.nheads
+    # Rows that are not aligned come through more registers
+    warps = WIDE if headdim % 16 else WARPS
     mean = None if into.mean is None else of_head(into.mean)
     launches = []
     if mean is not None:
         args = *of_x, into.statistics, blocks
-        launches.append((quantize_statistics_kernel, programs, args, constants))
+        launches.append((quantize_statistics_kernel, programs, args, constants, warps))
         args = into.statistics, mean, into.largest, blocks
-        means = blocks.sequences * blocks.nheads * triton.cdiv(headdim, CHUNK.value)
-        launches.append((quantize_means_kernel, means, args, dict(D=headdim)))
+        means = heads * triton.cdiv(headdim, CHUNK.value)
+        launches.append((quantize_means_kernel, means, args, dict(D=headdim), WIDE))
     elif scale is None:
         args = *of_x, into.largest, blocks, headdim
-        launches.append((quantize_amax_kernel, programs, args, constants))
+        of_amax = constants | dict(GROUP=group)
+        launches.append((quantize_amax_kernel, programs, args, of_amax, warps))
     out = _of_values(into.out) if side.transposes else strided(into.out)
-    written = of_head(into.scale if scale is None else scale), out, blocks
-    groups = dict(GROUP=group, BLOCK_GROUP=triton.next_power_of_2(group))
-    constants = constants | groups | dict(TRANSPOSED=side.transposes)
-    args = *of_x, mean, into.largest, *written
-    launches.append((quantize_cast_kernel, programs, args, constants))
+    scale = of_head(into.scale if scale is None else scale)
+    # The sums of blocks have been read then
+    lost = into.statistics.sums if side.transposes else None
+    constants = constants | dict(GROUP=group, TRANSPOSED=side.transposes)
+    args = *of_x, mean, into.largest, scale, lost, out, blocks
+    # At least the 64 rows of a product on Hopper, of all tiles that are computed together
+    warps = WIDE if tiles_at_once(mixed) > 2 else warps
+    launches.append((quantize_cast_kernel, programs, args, constants, warps))
+    if lost is not None:
+        columns = dict(D=headdim, BLOCK_D=triton.next_power_of_2(headdim))
+        launches.append((quantize_loss_kernel, heads, (lost, mean, scale, blocks), columns, WIDE))
     return _plans(blocks, launches)
 
 
@@ -229,13 +249,13 @@ def transposing(
     v = v if v.stride(3) == 1 else v.contiguous()
     blocks = row_blocks(v, cu_seqlens_k, seqused_k)
     programs, args = count_of(v, cu_seqlens_k) * v.shape[2], (strided(v), _of_values(v_t), blocks)
-    return _plans(blocks, [(transpose_values_kernel, programs, args, dict(D=v.shape[3]))])
+    return _plans(blocks, [(transpose_values_kernel, programs, args, dict(D=v.shape[3]), WIDE)])
 
 
 def _plans(blocks: RowBlocks, launches: list[tuple]) -> list[SplitPlan]:
     """Those that have a program; without sequences there is nothing to write."""
     there = [x for x in launches if x[1] and blocks.sequences]
-    return [SplitPlan(*launch, WARPS, STAGES) for launch in there]
+    return [SplitPlan(*launch, STAGES) for launch in there]
 
 
 def tables_of(rotary: Rotary | None, keys: RowBlocks) -> tuple[Tables, int, bool] | None:

@@ -2,50 +2,28 @@
 
     statistics   where a mean is taken off: of each block and channel the sum and the extremes; then
                  the means, and the largest magnitude without them, which the extremes tell
-    amax         else: of each block, where no scale is given
+    amax         else, where no scale is given
     cast         the scale of a sequence and key head, then codes, or V^T
+    loss         of V without its mean: what rounding took, of each block from the cast
 
-A program has ROWS rows of one head and one sequence. Blocks are counted so that no block has rows
-of two packed sequences, as the columns of V^T are (`padded_row`). What was computed of a block is
-stored by its number and combined in order, so that repeats are bitwise equal.
+A program has ROWS rows of one head and one sequence, some at a time. Sums of blocks are stored by
+their number and added in order, and maxima do not depend on it, so that repeats are bitwise equal.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
-from ...tile.bounds import clamp
-from ...tile.fp8 import to_e4m3
-from ...tile.seqlen import padded_row, rows_of
+from ...tile.fp8 import from_e4m3, to_e4m3
 from ..common.io import head_of
 from .fp8_fwd import address_of, load_number
-from .fp8_order import COLUMNS, key_of_column
-from .hadamard import CHUNK, add_product, hadamard, is_odd, tiles_at_once, with_signs
-from .rotary import turned
+from .fp8_order import key_of_column
+from .hadamard import CHUNK, tiles_at_once
+from .quantize_rows import ROWS, find_block, find_sequence, load_tiles
 
-ROWS = COLUMNS
-SEQUENCES_PER_GROUP = tl.constexpr(128)
 PARTS = tl.constexpr(64)  # blocks whose results are read at a time
-
-
-class RowBlocks(NamedTuple):
-    """The rows of a (batch, seqlen, nheads, headdim) tensor in blocks."""
-
-    cu_seqlens: Any  # int32 (sequences + 1,), or None
-    seqused: Any  # int32 (sequences,), or None
-    sequences: int
-    seqlen: int  # of packed sequences, of all together
-    nheads: int
-
-
-class Tables(NamedTuple):
-    """Rotary tables, and the keys: rows in use are the last of them, or all."""
-
-    cos: Any  # (positions, HALF)
-    sin: Any
-    positions: int
-    keys: RowBlocks
 
 
 class Statistics(NamedTuple):
@@ -56,152 +34,42 @@ class Statistics(NamedTuple):
     lows: Any
 
 
-class OfSequence(NamedTuple):
-    """Where a sequence's rows and blocks begin, its rows, and how many of them are in use."""
-
-    first_row: tl.tensor
-    first_block: tl.tensor
-    rows: tl.tensor
-    used: tl.tensor
-
-
-class Block(NamedTuple):
-    """The rows of a program."""
-
-    number: tl.tensor
-    sequence: tl.tensor
-    batch: tl.tensor
-    head: tl.tensor
-    start: tl.tensor  # the position of its first row
-    before: tl.tensor  # keys before the sequence's first row, where rows are turned
-    of: OfSequence
-
-
-@triton.jit
-def find_sequence(sequence, blocks):
-    """A sequence's rows, whatever the lengths say."""
-    if blocks.cu_seqlens is None:
-        first_row, rows = sequence * 0, sequence * 0 + blocks.seqlen
-        first_block = sequence * tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
-    else:
-        first_row, rows = rows_of(blocks.cu_seqlens, sequence, sequence + 1, blocks.seqlen)
-        first_block = padded_row(first_row, sequence, ROWS) // ROWS
-    used = rows
-    if blocks.seqused is not None:
-        used = clamp(tl.load(blocks.seqused + sequence), 0, rows)
-    return OfSequence(first_row, first_block, rows, used)
-
-
-@triton.jit
-def keys_before(sequence, used, tables, HALF: tl.constexpr):
-    """The keys before the first of so many rows, which are the last; 0 where none is turned."""
-    before = sequence * 0
-    if HALF > 0:
-        before = find_sequence(sequence, tables.keys).used - used
-    return before
-
-
-@triton.jit
-def find_block(program, blocks, tables, HALF: tl.constexpr):
-    """The rows of a program; heads of a block are neighbours."""
-    number, head = program // blocks.nheads, program % blocks.nheads
-    if blocks.cu_seqlens is None:
-        sequence = number // tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
-        of = find_sequence(sequence, blocks)
-        start = (number - of.first_block) * ROWS
-        before = keys_before(sequence, of.used, tables, HALF)
-        return Block(number, sequence, sequence, head, start, before, of)
-    else:
-        count = number * 0
-        for group in range(0, blocks.sequences, SEQUENCES_PER_GROUP):
-            other = group + tl.arange(0, SEQUENCES_PER_GROUP)
-            is_one = other < blocks.sequences
-            first = clamp(
-                tl.load(blocks.cu_seqlens + other, mask=is_one, other=0), 0, blocks.seqlen
-            )
-            begins = padded_row(first, other, ROWS) // ROWS <= number
-            count += tl.sum((is_one & begins).to(tl.int32), 0)
-        sequence = tl.maximum(count - 1, 0)
-        of = find_sequence(sequence, blocks)
-        # Blocks before the first sequence have no rows
-        start = tl.where(count > 0, (number - of.first_block) * ROWS, of.rows)
-        before = keys_before(sequence, of.used, tables, HALF)
-        return Block(number, sequence, sequence * 0, head, start, before, of)
-
-
-@triton.jit
-def load_turned(
-    row, column, is_used, position, tables, ROTATION: tl.constexpr, COUNT: tl.constexpr
-):
-    """So many columns of rows, in fp32 where they are turned."""
-    HALF: tl.constexpr = ROTATION.HALF
-    columns = column + tl.arange(0, COUNT)[None, :]
-    exists = is_used & (columns < ROTATION.D)
-    tile = tl.load(row + columns, mask=exists, other=0.0)
-    if HALF > 0:
-        at = position[:, None]
-        return turned(tile, row, column, exists, at, tables, HALF, ROTATION.INTERLEAVED)
-    else:
-        return tile
-
-
-@triton.jit
-def load_tiles(x, tables, block, offs, first, ROTATION: tl.constexpr):
-    """Columns of rows from `first` on, turned and rotated, in fp32, as a tuple of tiles of CHUNK
-    columns; 0 where a row is not in use.
-    """
-    HADAMARD: tl.constexpr = ROTATION.HADAMARD
-    position = block.start + offs
-    row = (block.of.first_row + position).to(tl.int64)[:, None] * x.row
-    ptrs = head_of(x, block.batch, block.head) + row
-    is_used = (position < block.of.used)[:, None]
-    angle = block.before + position
-    if HADAMARD == 0:
-        found = load_turned(ptrs, first, is_used, angle, tables, ROTATION, CHUNK)
-        return (found.to(tl.float32),)
-    else:
-        # Tiles of channels that are mixed with these, and which of them the first is
-        OF_BLOCK: tl.constexpr = HADAMARD // CHUNK if HADAMARD > CHUNK else 1
-        of_first = first // CHUNK % OF_BLOCK
-        begin = first - of_first * CHUNK
-        # With their partners and angles in fp32, fewer columns at a time have room in registers
-        COUNT: tl.constexpr = CHUNK // 2 if ROTATION.HALF > 0 else CHUNK
-        left = tl.zeros([ROWS, CHUNK], tl.float32)
-        right = left
-        # Unrolled, four products at once would not fit in registers
-        UNROLL: tl.constexpr = OF_BLOCK if OF_BLOCK <= 2 else 1
-        for source in tl.range(0, OF_BLOCK, loop_unroll_factor=UNROLL):
-            product = tl.zeros([ROWS, CHUNK], tl.float32)
-            for part in tl.static_range(0, CHUNK, COUNT):
-                column = begin + source * CHUNK + part
-                of_x = load_turned(ptrs, column, is_used, angle, tables, ROTATION, COUNT)
-                of_x = with_signs(of_x, column + tl.arange(0, COUNT))
-                product = add_product(product, of_x, hadamard(part, COUNT, HADAMARD))
-            left += tl.where(is_odd(of_first & source), -1.0, 1.0) * product
-            if OF_BLOCK > 1:
-                right += tl.where(is_odd(of_first + 1 & source), -1.0, 1.0) * product
-        tiles = (left * ROTATION.FACTOR,)
-        if OF_BLOCK > 1:
-            tiles = tiles + (right * ROTATION.FACTOR,)
-        return tiles
+@triton.constexpr_function
+def rows_at_once(hadamard, least):
+    """Rows whose tiles have room in the registers of 4 warps, or so many."""
+    return max(ROWS.value // tiles_at_once(hadamard), least) if hadamard else ROWS.value
 
 
 @triton.jit
 def load_smooth(x, tables, mean, block, offs, first, ROTATION: tl.constexpr):
-    """The same less their means; 0 where a row is not in use."""
+    """Tiles of rows, but for ROTATION.FACTOR; or all of it, less their means."""
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     tiles = load_tiles(x, tables, block, offs, first, ROTATION)
     if mean is None:
         return tiles
     else:
-        is_used = (block.start + offs < block.of.used)[:, None]
         smooth = ()
         for i in tl.static_range(TILES):
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
             at = address_of(mean, block.sequence, block.head) + columns
-            of_columns = tl.load(at, mask=columns < ROTATION.D, other=0.0)
-            smooth = smooth + (tl.where(is_used, tiles[i] - of_columns[None, :], 0.0),)
+            of_columns = tl.load(at, mask=columns < ROTATION.D, other=0.0)[None, :]
+            if ROTATION.HADAMARD > 0:
+                smooth = smooth + (tiles[i] * ROTATION.FACTOR - of_columns,)
+            else:
+                smooth = smooth + (tiles[i] - of_columns,)
         return smooth
+
+
+@triton.jit
+def extremes_of(tile, used, AXIS: tl.constexpr):
+    """The largest and the smallest of the first rows, which lie along AXIS."""
+    if used >= tile.shape[AXIS]:
+        high, low = tl.max(tile, AXIS), tl.min(tile, AXIS)
+    else:
+        is_used = tl.expand_dims(tl.arange(0, tile.shape[AXIS]) < used, 1 - AXIS)
+        high = tl.max(tl.where(is_used, tile, float("-inf")), AXIS)
+        low = tl.min(tl.where(is_used, tile, float("inf")), AXIS)
+    return high, low
 
 
 @triton.jit
@@ -209,26 +77,44 @@ def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr)
     """Of each block."""
     block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
     row = (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
-    is_used = (block.start + tl.arange(0, ROWS) < block.of.used)[:, None]
+    # Rows along the second dimension of a product are in few threads
+    AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
+    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, 16)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     for first in range(0, ROTATION.D, TILES * CHUNK):
-        tiles = load_tiles(x, tables, block, tl.arange(0, ROWS), first, ROTATION)
+        sums, highs, lows = (), (), ()
+        for _ in tl.static_range(TILES):
+            sums = sums + (tl.zeros([CHUNK], tl.float32),)
+            highs = highs + (tl.full([CHUNK], float("-inf"), tl.float32),)
+            lows = lows + (tl.full([CHUNK], float("inf"), tl.float32),)
+        for part in range(0, ROWS, AT_ONCE):
+            offs = part + tl.arange(0, AT_ONCE)
+            tiles = load_tiles(x, tables, block, offs, first, ROTATION, AXIS == 1)
+            more_sums, more_highs, more_lows = (), (), ()
+            for i in tl.static_range(TILES):
+                more_sums = more_sums + (sums[i] + tl.sum(tiles[i], AXIS),)
+                high, low = highs[i], lows[i]
+                if found.highs is not None:
+                    used = block.of.used - block.start - part
+                    top, bottom = extremes_of(tiles[i], used, AXIS)
+                    high, low = tl.maximum(high, top), tl.minimum(low, bottom)
+                more_highs, more_lows = more_highs + (high,), more_lows + (low,)
+            sums, highs, lows = more_sums, more_highs, more_lows
         for i in tl.static_range(TILES):
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
             at, exists = row + columns, columns < ROTATION.D
-            tl.store(found.sums + at, tl.sum(tiles[i], 0), mask=exists)
+            # Rounding keeps order: an extreme times a number is the extreme of products
+            tl.store(found.sums + at, sums[i] * ROTATION.FACTOR, mask=exists)
             if found.highs is not None:
-                high = tl.max(tl.where(is_used, tiles[i], float("-inf")), 0)
-                low = tl.min(tl.where(is_used, tiles[i], float("inf")), 0)
-                tl.store(found.highs + at, high, mask=exists)
-                tl.store(found.lows + at, low, mask=exists)
+                tl.store(found.highs + at, highs[i] * ROTATION.FACTOR, mask=exists)
+                tl.store(found.lows + at, lows[i] * ROTATION.FACTOR, mask=exists)
 
 
 @triton.jit
 def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
     """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
-    of the largest magnitude without it, of CHUNK columns each: (sequences, chunks, nheads).
-    Rounding keeps order, so that this is of an extreme.
+    of the largest magnitude without it, of CHUNK columns a program. Rounding keeps order, so that
+    this is of an extreme.
     """
     CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
     part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
@@ -256,48 +142,64 @@ def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
         off = tl.maximum(high - of_columns, of_columns - low, tl.PropagateNan.ALL)
         off = tl.where((columns < D) & (of.used > 0), off, 0.0)
         top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        tl.store(largest + (tl.cast(part, tl.int64) * blocks.nheads + head), top)
+        tl.atomic_max(largest + sequence * blocks.nheads + head, top, sem="relaxed")
 
 
 @triton.jit
-def quantize_amax_kernel(x, tables, largest, blocks, headdim, ROTATION: tl.constexpr):
-    """Of each block: (blocks, nheads), the bits of the largest magnitude, which are in its order,
-    and NaN's above all.
+def quantize_amax_kernel(
+    x, tables, largest, blocks, headdim, ROTATION: tl.constexpr, GROUP: tl.constexpr
+):
+    """The bits of the largest magnitude, which are in its order, and NaN's above all, of a sequence
+    and key head: (sequences, nheads / GROUP).
 
     `headdim` is no constant, so that the loop stays one: Triton 3.6 makes no code for sm_100 of a
     product's maximum by columns and then by rows without a loop between.
     """
     block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
-    found = tl.zeros([CHUNK], tl.int32)
+    BY_CHANNEL: tl.constexpr = ROTATION.HADAMARD > 0
+    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, 16)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    found = tl.zeros([CHUNK], tl.int32)
     for first in range(0, headdim, TILES * CHUNK):
-        tiles = load_tiles(x, tables, block, tl.arange(0, ROWS), first, ROTATION)
-        bits = tl.zeros([ROWS, CHUNK], tl.int32)
-        for i in tl.static_range(TILES):
-            bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        found = tl.maximum(found, tl.max(bits, 0))
-    row = largest + tl.cast(block.number, tl.int64) * blocks.nheads
-    tl.store(row + block.head, tl.max(found, 0))
+        for part in range(0, ROWS, AT_ONCE):
+            offs = part + tl.arange(0, AT_ONCE)
+            tiles = load_tiles(x, tables, block, offs, first, ROTATION, BY_CHANNEL)
+            bits = tiles[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            for i in tl.static_range(1, TILES):
+                bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            found = tl.maximum(found, tl.max(bits, 1 if BY_CHANNEL else 0))
+    top = tl.max(found, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
+    at = block.sequence * (blocks.nheads // GROUP) + block.head // GROUP
+    tl.atomic_max(largest + at, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed")
 
 
 @triton.jit
-def scale_of(
-    largest, first_row, count, block, blocks, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr
-):
-    """Takes the largest magnitude of a sequence and key head to 448; NaN where there is NaN. It is
-    in `count` rows of `largest`.
-    """
-    first_head, heads = block.head // GROUP * GROUP, tl.arange(0, BLOCK_GROUP)
-    found = block.number * 0
-    for first in range(0, count, PARTS):
-        number = first + tl.arange(0, PARTS)
-        at = (first_row + number).to(tl.int64) * blocks.nheads + first_head
-        exists = (number < count)[:, None] & (heads < GROUP)[None, :]
-        part = tl.load(largest + at[:, None] + heads[None, :], mask=exists, other=0)
-        found = tl.maximum(found, tl.max(tl.max(part, 1), 0))
-    scale = tl.div_rn(found.to(tl.float32, bitcast=True), 448.0)
+def scale_of(largest):
+    """Takes the largest magnitude, given by its bits, to 448; NaN where there is NaN."""
+    scale = tl.div_rn(tl.load(largest).to(tl.float32, bitcast=True), 448.0)
     # The smallest normal number: zeros have it, too
     return tl.where(scale != scale, scale, tl.maximum(scale, 1.1754943508222875e-38))
+
+
+@triton.jit
+def codes_of(x, DTYPE: tl.constexpr):
+    """x in e4m3, or its bits, to nearest even and saturated."""
+    if DTYPE == tl.uint8:
+        return to_e4m3(x)
+    elif cuda_capability_geq(8, 9):  # its conversion saturates
+        return x.to(DTYPE)
+    else:
+        near = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        return tl.where(x != x, x, near).to(DTYPE)
+
+
+@triton.jit
+def values_of(codes):
+    """In fp32."""
+    if codes.dtype == tl.uint8:
+        return from_e4m3(codes)
+    else:
+        return codes.to(tl.float32)
 
 
 @triton.jit
@@ -307,44 +209,83 @@ def quantize_cast_kernel(
     mean,
     largest,
     scale,
+    lost,
     out,
     blocks,
     ROTATION: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given."""
-    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
+    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given. What
+    rounding takes from a block and channel, in codes, goes to `lost`: (blocks, nheads, headdim).
+    """
+    # Last blocks first: those are what the second level of caches still holds
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = find_block(program, blocks, tables, ROTATION.HALF)
     head_k = block.head // GROUP
     if largest is None:
         factor = load_number(scale, block.sequence, head_k)
     else:
-        row, count = block.of.first_block, tl.cdiv(block.of.used, ROWS)
-        if mean is not None:  # found with it, of the whole sequence
-            CHUNKS: tl.constexpr = (ROTATION.D + CHUNK - 1) // CHUNK
-            row, count = block.sequence * CHUNKS, block.number * 0 + CHUNKS
-        factor = scale_of(largest, row, count, block, blocks, GROUP, BLOCK_GROUP)
+        factor = scale_of(largest + block.sequence * (blocks.nheads // GROUP) + head_k)
         if (block.start == 0) & (block.head % GROUP == 0):
             tl.store(address_of(scale, block.sequence, head_k), factor)
-    offs = tl.arange(0, ROWS)
-    if TRANSPOSED:
-        offs = key_of_column(offs)
-    is_used = (block.start + offs < block.of.used)[:, None]
+    inverse = tl.div_rn(1.0, factor)
+    if mean is None:
+        inverse *= ROTATION.FACTOR
+    # Products of warpgroups have at least 64 rows
+    LEAST: tl.constexpr = 64 if cuda_capability_geq(9) and not cuda_capability_geq(12) else 32
+    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, LEAST)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     for first in range(0, ROTATION.D, TILES * CHUNK):
-        tiles = load_smooth(x, tables, mean, block, offs, first, ROTATION)
-        for i in tl.static_range(TILES):
-            tile = tl.where(is_used, tl.div_rn(tiles[i], tl.zeros_like(tiles[i]) + factor), 0.0)
-            if out.ptr.dtype.element_ty == tl.uint8:
-                codes = to_e4m3(tile)
-            else:
-                codes = tl.minimum(tl.maximum(tile, -448.0), 448.0)
-                codes = tl.where(tile != tile, tile, codes).to(out.ptr.dtype.element_ty)
-            if TRANSPOSED:
-                store_columns(out, codes, block, first + i * CHUNK, ROTATION.D, blocks)
-            else:
-                store_codes(out, codes, block, first + i * CHUNK, ROTATION.D)
+        for part in range(0, ROWS, AT_ONCE):
+            offs = part + tl.arange(0, AT_ONCE)
+            from_rows = key_of_column(offs) if TRANSPOSED else offs
+            is_used = (block.start + from_rows < block.of.used)[:, None]
+            tiles = load_smooth(x, tables, mean, block, from_rows, first, ROTATION)
+            for i in tl.static_range(TILES):
+                column, tile = first + i * CHUNK, tl.where(is_used, tiles[i] * inverse, 0.0)
+                codes = codes_of(tile, out.ptr.dtype.element_ty)
+                if TRANSPOSED:
+                    store_columns(out, codes, block, column, ROTATION.D, blocks)
+                else:
+                    store_codes(out, codes, block, offs, column, ROTATION.D)
+                if lost is not None:
+                    if largest is None:  # what saturates does not count
+                        tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+                    row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
+                    columns = column + tl.arange(0, CHUNK)
+                    at = lost + row * ROTATION.D + columns
+                    tl.store(at, tl.sum(tile - values_of(codes), 0), mask=columns < ROTATION.D)
+
+
+@triton.jit
+def quantize_loss_kernel(lost, mean, scale, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Adds to the mean of a sequence and head what rounding takes on average, or a share of it
+    (`with_loss` of `kernels/cpu/quantize.py`).
+    """
+    sequence, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
+    of = find_sequence(sequence, blocks)
+    count = tl.cdiv(of.used, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    of_all = tl.zeros([PARTS], tl.float32)
+    least = tl.full([PARTS], float("inf"), tl.float32)
+    for first in range(0, count, PARTS):
+        number = first + tl.arange(0, PARTS)
+        at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+        exists = (number < count)[:, None] & (columns < D)[None, :]
+        part = tl.load(lost + at[:, None] + columns[None, :], mask=exists, other=0.0)
+        total += tl.sum(part, 0)
+        squares = tl.sum(part * part, 1)
+        of_all += squares
+        keys = tl.maximum(tl.minimum(of.used - number * ROWS, ROWS), 1).to(tl.float32)
+        least = tl.minimum(least, tl.where(number < count, squares / keys, float("inf")))
+    used = tl.maximum(of.used, 1).to(tl.float32)
+    on_average = tl.maximum(tl.sum(of_all, 0) / used, 1.1754943508222875e-38)
+    share = tl.minimum(2.0 * tl.min(least, 0) / on_average, 1.0)
+    at = address_of(mean, sequence, head) + columns
+    more = share * load_number(scale, sequence, head) * (total / used)
+    tl.store(at, tl.load(at, mask=columns < D, other=0.0) + more, mask=columns < D)
 
 
 @triton.jit
@@ -363,9 +304,9 @@ def transpose_values_kernel(v, v_t, blocks, D: tl.constexpr):
 
 
 @triton.jit
-def store_codes(out, codes, block, column, D: tl.constexpr):
+def store_codes(out, codes, block, offs, column, D: tl.constexpr):
     """Rows of a sequence, those that are not in use among them."""
-    position, columns = block.start + tl.arange(0, ROWS), column + tl.arange(0, CHUNK)
+    position, columns = block.start + offs, column + tl.arange(0, CHUNK)
     row = (block.of.first_row + position).to(tl.int64)[:, None] * out.row
     exists = (position < block.of.rows)[:, None] & (columns < D)[None, :]
     tl.store(head_of(out, block.batch, block.head) + row + columns[None, :], codes, mask=exists)
