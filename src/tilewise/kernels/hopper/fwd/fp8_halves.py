@@ -22,7 +22,6 @@ from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, fp8_accumulator, row_of
 from ..operands import whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
-from ..rescale import finite_max
 from ..work import END, KernelCall
 from .fp8_mma import (
     add_product,
@@ -34,7 +33,7 @@ from .fp8_mma import (
     wait_pingpong,
     write_tile,
 )
-from .fp8_operand import add_sums, exponentials, exponents, no_sums
+from .fp8_operand import LOWEST, add_sums, exponentials, exponents, no_sums
 from .scores import open_rows
 from .varlen import receive_tile
 
@@ -59,7 +58,7 @@ def attend_in_halves(
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
     no_scores = gl.zeros([64, N], gl.float32, fp8_accumulator(N))
     no_half = gl.zeros([64, HALF], gl.float32, fp8_accumulator(HALF))
-    no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    no_max = gl.full([64], LOWEST, gl.float32, row_of(S_LAYOUT))
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
@@ -94,7 +93,7 @@ def attend_in_halves(
             wait_full(kv_ring, state)
             wait_pingpong(pingpong, phase, WG)
             s, m_new = scores_of(s, tile, i, m_i, unit, call, FEATURES, TILE)
-            alpha = gl.exp2(m_i - finite_max(m_new))
+            alpha = gl.exp2(m_i - m_new)
             p, sums = exponentials(exponents(s, m_new, scale), HALF)
             l_i = add_sums(l_i, alpha, sums)
             signal_pingpong(pingpong, WG)

@@ -35,10 +35,10 @@ from ....tile.types import Lengths, Numbers, Sequence
 from ..layouts import accumulator, column_of, fp8_accumulator, row_of
 from ..operands import row_factor, whole_sums
 from ..pipeline import advance, make_barrier, parity_of, release_by_threads, start, wait_full
-from ..rescale import finite_max, rescale, rescale_factors
+from ..rescale import rescale, rescale_factors
 from ..work import END, KernelCall, key_block, key_head
 from .epilogue import finish_rows, store_rows
-from .fp8_operand import TOP, add_sums, exponentials, exponents, no_sums
+from .fp8_operand import LOWEST, TOP, add_sums, exponentials, exponents, no_sums
 from .scores import open_rows, to_scores
 from .varlen import receive_tile
 
@@ -80,7 +80,7 @@ def attend_partition(
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
     no_scores = gl.zeros([64, N], gl.float32, fp8_accumulator(N))
     no_output = gl.zeros([64, DV], gl.float32, fp8_accumulator(DV))
-    no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    no_max = gl.full([64], LOWEST, gl.float32, row_of(S_LAYOUT))
     no_alpha = gl.full([64], 0.0, gl.float32, row_of(S_LAYOUT))
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
@@ -131,7 +131,7 @@ def attend_partition(
             state = advance(state, STAGES)
             if TWO_LEVELS:
                 acc_o = add_product(acc_o, alpha, product)
-                alpha = gl.exp2(m_i - finite_max(m_new))
+                alpha = gl.exp2(m_i - m_new)
             else:
                 m_new = gl.where(m_new - m_i > LAG, m_new, m_i)
                 alpha, grows = rescale_factors(m_i, m_new, work.start, False)

@@ -14,9 +14,11 @@ from triton.experimental.gluon import language as gl
 
 from ..layouts import fp8_left_operand
 from ..operands import row_factor
-from ..rescale import finite_max
 
 TOP = gl.constexpr(8.0)
+# The maximum of a row before its first key, and while all its keys are hidden. Finite, so that
+# nothing has to be done about -inf - -inf: a hidden score is -inf, and 2^(-inf - LOWEST) is 0
+LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 # One piece of assembly for four values: LLVM would take a packed word apart again
 _EXPONENTIALS = (
@@ -32,7 +34,7 @@ EXPONENTIALS = gl.constexpr(_EXPONENTIALS)
 @gluon.jit
 def exponents(s, m_i, scale):
     """s - m + TOP. Before the next S is started: it then takes the registers of this one."""
-    return s * scale - (finite_max(m_i) - TOP)[:, None]
+    return s * scale + (TOP - m_i)[:, None]
 
 
 @gluon.jit
