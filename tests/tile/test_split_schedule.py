@@ -12,9 +12,11 @@ from tilewise.tile.split_schedule import (
     Hint,
     SplitCall,
     SplitSizes,
+    divide,
     find_alternating,
     find_sequence,
     pieces_of_a_part,
+    sequence_at,
     streams_of,
 )
 from tilewise.tile.types import Numbers
@@ -58,7 +60,10 @@ def share_kernel(
     out, programs, optionals, sizes, numbers, FEATURES: tl.constexpr, TOKENS: tl.constexpr
 ):
     lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
-    tl.store(out, pieces_of_a_part(lane, programs, call, FEATURES, TOKENS))
+    share = pieces_of_a_part(lane, programs, call, FEATURES, TOKENS)
+    each, parts = divide(sequence_at(programs * 0, call, FEATURES).pieces, share)
+    tl.store(out, each)
+    tl.store(out + 1, parts)
 
 
 BATCHES = [
@@ -113,19 +118,19 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
 @pytest.mark.parametrize(
     "batch, keys, room, expected",
     [
-        (1, 8192, 2**20, 1),  # 128 pieces for 132 programs
-        (8, 8192, 2**20, 2),  # 1,024, of which each has four parts
-        (32, 8192, 2**20, 8),
-        (1, 2**20, 2**20, 8),  # 124 a program, in parts that are not longer
-        (8, 8192, 127, 2**25),  # no room for the states of 8 queries times 16 pieces
-        (1, 0, 2**20, 1),
+        (1, 8192, 2**20, (1, 16)),  # 128 pieces for 132 programs
+        (8, 8192, 2**20, (4, 4)),  # 1,024, of which each has two parts
+        (32, 8192, 2**20, (16, 1)),  # whole tiles, two a program, without a fold
+        (1, 2**20, 2**20, (4, 512)),  # 124 a program, in parts that are no longer
+        (8, 8192, 127, (16, 1)),  # no room for the states of 8 queries times 16 pieces
+        (1, 0, 2**20, (1, 1)),
     ],
 )
-def test_pieces_of_a_part(batch, keys, room, expected):
+def test_pieces_of_a_part_and_parts_of_a_tile(batch, keys, room, expected):
     used = torch.full((batch,), keys, dtype=torch.int32)
     optionals = NOTHING._replace(seqused_k=used)
     sizes = SplitSizes(0, 8, 1, 2**20, batch, 512, room)
-    found = torch.zeros(1, dtype=torch.int32)
+    found = torch.zeros(2, dtype=torch.int32)
     of = features(GROUP=GROUP, SEQUSED_K=True)
     interpret(share_kernel)[(1,)](found, 132, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16)
-    assert found.item() == expected
+    assert tuple(found.tolist()) == expected

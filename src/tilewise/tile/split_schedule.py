@@ -21,8 +21,8 @@ from .splits import keys_seen
 from .types import Numbers, Optionals
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
-PARTS_A_PROGRAM = tl.constexpr(4)  # more of them write more states, fewer end less evenly
-LONGEST_PART = tl.constexpr(8)  # pieces: programs end as unevenly as a part is long
+PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
+LONGEST_PART = tl.constexpr(4)  # pieces of a tile that is divided: its programs end more evenly
 MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
 LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
@@ -121,8 +121,8 @@ def sequence_at(batch, call, FEATURES: tl.constexpr):
 
 @triton.jit
 def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """How many pieces a part has: so many that each program has PARTS_A_PROGRAM of them, but at
-    most LONGEST_PART; all of a tile's where the states of all pieces would not have room.
+    """How many pieces a part may have: so many that each program has PARTS_A_PROGRAM of them; all
+    of a tile's where the states of all pieces would not have room.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
     while first < call.sizes.batch:
@@ -133,14 +133,16 @@ def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.co
         queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
         first += GROUP
     share = tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM)
-    share = tl.minimum(tl.maximum(share, 1), LONGEST_PART)
-    return tl.where(queries <= call.sizes.room, share, MANY)
+    return tl.where(queries <= call.sizes.room, tl.maximum(share, 1), MANY)
 
 
 @triton.jit
 def divide(pieces, share):
-    """Pieces of a part, at most `share`, and how many parts a tile has; all alike but the last."""
-    parts = tl.maximum(tl.cdiv(pieces, share), 1)
+    """Pieces of a part, and how many parts a tile has; all alike but the last. A tile of at most
+    `share` pieces is one part, which needs no fold.
+    """
+    most = tl.where(pieces <= share, share, tl.minimum(share, LONGEST_PART))
+    parts = tl.maximum(tl.cdiv(pieces, most), 1)
     return tl.maximum(tl.cdiv(pieces, parts), 1), parts
 
 
