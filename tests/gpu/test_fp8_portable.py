@@ -135,9 +135,17 @@ def test_quantising_is_that_of_plain_torch(name, steps, dtype, headdim):
     # On the CPU: torch divides by a number on a GPU by multiplying with its inverse
     given, lengths = ([None if x is None else x.cpu() for x in xs] for xs in ((q, k, v), of))
     expected = plain.quantize(*given, steps, (None, None, None), Lengths(*lengths))
-    for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
+    for mine, theirs in zip((*found.scales, found.k_mean), (*expected.scales, expected.k_mean)):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs.cuda(), rtol=1e-5, atol=1e-6)
+    if expected.v_mean is not None:
+        # It has a share of what rounding takes: where a mean that was summed in another order has
+        # one value rounded the other way, that of its column differs by a step over the keys
+        mine, theirs = found.v_mean, expected.v_mean.cuda()
+        differs = ~torch.isclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        other = found.v_t.float() != expected.v_t.float().cuda()
+        assert differs.sum() <= other.sum()
+        assert (mine - theirs).abs().max() <= 32 * found.scales.v.max()
     for mine, second, theirs in zip(found[:3], again[:3], expected[:3]):
         assert torch.equal(mine.view(torch.uint8), second.view(torch.uint8))
         x, y = mine.float(), theirs.float().cuda()

@@ -68,15 +68,15 @@ def test_a_thousand_steps():
 
 
 def test_the_batch_changes_no_token_of_16_bits():
-    """Requests that come one by one, all at once, or in another order have the same tokens: each
-    step has as many rows, so that products of matrices, too, have the bits of a row alone.
+    """Requests that come one by one, all at once, or in another order have the same tokens. All
+    steps have one shape, that of a token a request: products of other shapes have other bits.
     """
     by_arrival = []
     for later in (18, 0, -5):
         requests = many_requests(24)
         for i, request in enumerate(requests):
             request.arrival = later * (i if later >= 0 else i - 23)
-        served("cuda", torch.bfloat16, requests, 128, 128)
+        served("cuda", torch.bfloat16, requests, len(requests), 128)
         by_arrival.append([x.generated for x in requests])
     assert by_arrival[0] == by_arrival[1] == by_arrival[2]
     assert len({tuple(tokens[:8]) for tokens in by_arrival[0]}) > 12
