@@ -1,10 +1,13 @@
 """Copies between tensors of rows, by elements of 16 bytes where that can be."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import tilewise.distributed as td
-from tilewise.distributed.exchange import copy, is_wide, place
+from tilewise.distributed.exchange import Published, copy, is_wide, place
+from tilewise.distributed.halves import Arena
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -32,3 +35,30 @@ def test_rows_are_placed_at_their_positions(layout):
         place(mine, mine.shard(whole), into[:, :, 1])
         assert torch.equal(mine.shard(into[:, :, 1]), mine.shard(whole))
         assert into.count_nonzero() == whole.numel() // 2
+
+
+class Here(Arena):
+    """An arena of one rank without a barrier."""
+
+    def __init__(self):
+        super().__init__(SimpleNamespace(rank=0, ranks=1, number=0, catch_up=str), None)
+
+    def grow(self, nbytes, signature):
+        self.memory = SimpleNamespace(
+            allocate=lambda *asked: [torch.zeros(nbytes, dtype=torch.uint8)]
+        )
+        super().grow(nbytes, signature)
+
+
+def test_views_are_kept_until_the_memory_grows():
+    arena, x = Here(), torch.randn(1, 4, 3, 8)
+    published = Published(arena, [x], [4])
+    arena.publish(published.nbytes, "")
+    published.view(0, 0).copy_(x)
+    rows = published.pull(0, 0, 1, 3)
+    again = Published(arena, [x + 1], [4])
+    assert again.pull(0, 0, 1, 3) is rows and torch.equal(rows, x[0, 1:3])
+    arena.half = 1 - arena.half
+    assert again.pull(0, 0, 1, 3).data_ptr() != rows.data_ptr()
+    arena.publish(1 << 20, "")
+    assert not arena.views

@@ -56,6 +56,7 @@ class DeviceArena(Arena):
         synchronize(self.device)
         self.barrier.host.wait(signature)  # no rank reads the blocks that go
         self.blocks = []
+        self.views.clear()
         self.blocks = self.memory.allocate(self.barrier.host, nbytes, signature)
 
     @contextlib.contextmanager

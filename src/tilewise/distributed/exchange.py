@@ -18,17 +18,22 @@ ALIGN = 64  # bytes
 FEW_RUNS = 2  # that are copied one by one
 
 
+Kind = tuple[torch.dtype, int, torch.Size]  # parts, and the shape of a row
+
+
 class Published:
     """What all ranks have published for one call: tensors of the same dtypes and shapes (parts,
     rows, ...), where rank r has `counts[r]` rows.
+
+    Views of the arena's memory are kept there, by what they are of: making one costs the host more
+    than the rest of a copy.
     """
 
     def __init__(self, arena: Arena, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:
         self.arena = arena
-        self.kinds = [(x.dtype, x.shape[0], x.shape[2:]) for x in tensors]
-        self.counts = counts
-        self.nbytes = max(self._place(rank, len(self.kinds)) for rank in range(arena.ranks))
-        self.views: dict[tuple[int, int], Tensor] = {}
+        self.kinds: tuple[Kind, ...] = tuple((x.dtype, x.shape[0], x.shape[2:]) for x in tensors)
+        self.counts = tuple(counts)
+        self.nbytes = max(place_of(self.kinds, n, len(self.kinds)) for n in self.counts)
 
     def pull(
         self, rank: int, number: int, start: int = 0, stop: int | None = None, part: int = 0
@@ -36,28 +41,32 @@ class Published:
         """Rows [start, stop) of one of a rank's tensors, to be copied before the call after the
         next. They are contiguous.
         """
-        rows = self.view(rank, number)[part, start:stop]
+        key = self.arena.half, self.kinds, self.counts, rank, number, start, stop, part
+        rows = self.arena.views.get(key)
+        if rows is None:
+            rows = self.arena.keep(key, self.view(rank, number)[part, start:stop])
         if rank != self.arena.rank:
             self.arena.pulled += rows.numel() * rows.itemsize
         return rows
 
     def view(self, rank: int, number: int) -> Tensor:
         """All of one of a rank's tensors where it lies, once the arena has room for it."""
-        if (known := self.views.get((rank, number))) is not None:
+        key = self.arena.half, self.kinds, self.counts, rank, number
+        if (known := self.arena.views.get(key)) is not None:
             return known
         dtype, parts, shape = self.kinds[number]
-        start, shape = self._place(rank, number), (parts, self.counts[rank], *shape)
+        rows = self.counts[rank]
+        start, shape = place_of(self.kinds, rows, number), (parts, rows, *shape)
         nbytes = math.prod(shape) * dtype.itemsize
         block = self.arena.of(rank, self.nbytes)
-        found = block[start : start + nbytes].view(dtype).view(shape)
-        self.views[rank, number] = found
-        return found
+        return self.arena.keep(key, block[start : start + nbytes].view(dtype).view(shape))
 
-    def _place(self, rank: int, number: int) -> int:
-        """Where a rank's tensor begins."""
-        rows = self.counts[rank]
-        sizes = (n * rows * math.prod(s) * d.itemsize for d, n, s in self.kinds[:number])
-        return sum(-(-size // ALIGN) * ALIGN for size in sizes)
+
+@functools.lru_cache(maxsize=1024)
+def place_of(kinds: tuple[Kind, ...], rows: int, number: int) -> int:
+    """Where a tensor begins of a rank that has so many rows of each."""
+    sizes = (n * rows * math.prod(s) * d.itemsize for d, n, s in kinds[:number])
+    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
 def publish(arena: Arena, signature: str, tensors: Sequence[Tensor], layout: Layout) -> Published:

@@ -19,6 +19,7 @@ from .memory import Memory
 Tensor = torch.Tensor
 LEAST = 1 << 16  # bytes of a half
 HALVES = 2
+MOST_VIEWS = 8192
 
 
 class Arena:
@@ -35,6 +36,7 @@ class Arena:
         self.half, self.room = 0, 0
         self.blocks: list[Tensor] = []
         self.pulled = 0  # bytes that were read of other ranks, in all
+        self.views: dict[Any, Tensor] = {}  # of the blocks; see `exchange.Published`
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         """Room for what this rank publishes next, uint8; `signature` is that of the call, and ranks
@@ -68,7 +70,15 @@ class Arena:
 
     def grow(self, nbytes: int, signature: str) -> None:
         """New memory on every rank, which is there on all of them when it returns."""
+        self.views.clear()
         self.blocks = self.memory.allocate(self.barrier, nbytes, signature)
+
+    def keep(self, key: Any, view: Tensor) -> Tensor:
+        """Keeps a view of the blocks until these grow."""
+        if len(self.views) >= MOST_VIEWS:
+            self.views.clear()
+        self.views[key] = view
+        return view
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
