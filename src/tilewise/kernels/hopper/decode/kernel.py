@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..layouts import shared
 from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
@@ -80,6 +81,7 @@ def hopper_decode_kernel(
     if WARPGROUPS == 1:
         # What the matmul warpgroup makes, and what TMA copies of nothing
         ready = make_barrier(1, 1 + fetches_descriptors(TILE.BY_TMA, WARPGROUPS))
+        fence_async_shared()  # which arrives at it through the async proxy
     rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS), ready)
     if TILE.CACHE != "":
         rings = with_stored(rings, scales, TILE)
