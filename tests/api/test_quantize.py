@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import fp8_calls
 from helpers.fp8_calls import assert_same, bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tilewise import ArgumentError
@@ -166,6 +167,27 @@ def test_values_beyond_a_given_scale_saturate_and_leave_the_mean():
     v[0, 7] = 1e30
     x = tilewise.quantize(q, k, v, scales=(None, None, torch.tensor(1e-3)))
     assert x.v_mean.isfinite().all()
+
+
+def test_many_short_sequences_take_no_memory_of_long_ones():
+    """What is summed is of blocks, each of one sequence."""
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                largest = max(largest, found.numel())
+            return found
+
+    total, count, headdim = 65536, 1024, 4
+    q, k, v = torch.randn(3, 1, total, 1, headdim).unbind(0)
+    starts = torch.arange(0, total + 1, total // count, dtype=INT32)
+    steps = plain.Steps(True, True, True)
+    with Sizes():
+        found = plain.quantize(q, k, v, steps, (None, None, None), Lengths(starts, starts))
+    assert largest == found.v_t.numel()
 
 
 def test_layouts():

@@ -177,6 +177,24 @@ def test_cuda_graph():
     assert_equal(captured, expected)
 
 
+@pytest.mark.parametrize("backend", [None, "portable"])
+def test_graphs_of_torch_compile(backend):
+    """They are warmed up with memory of their own pool, of which a call may keep nothing."""
+
+    def step(q, k, v):
+        return attention(q, k, v, causal=True, backend=backend, deterministic=True)
+
+    def run(call, q, k, v, dout):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = call(q, k, v)
+        return [x.clone() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+
+    compiled = torch.compile(step, mode="reduce-overhead")
+    for seed in range(5):
+        given = tensors(seed=seed)
+        assert_equal(run(compiled, *given), run(step, *given))
+
+
 @pytest.mark.parametrize("descriptors", [False, True], ids=["pointers", "descriptors"])
 def test_another_stream(descriptors):
     """Kernels wait for what their own stream does before them."""

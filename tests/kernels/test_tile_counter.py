@@ -1,5 +1,7 @@
 """Counters of captured graphs. No GPU: tensors are on "meta", and captures what a test says."""
 
+import threading
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ class Captures:
 
     def __init__(self):
         self.stream, self.capture, self.made, self.numbers = 0, None, [], True
+        self.threads = []  # that made zeros outside of captures
 
     def number_of(self, stream):
         return self.capture if self.numbers else None
@@ -25,10 +28,13 @@ def cuda(monkeypatch):
     def noted(*shape, **options):
         if state.capture is not None:
             state.made.append(shape)
+        else:
+            state.threads.append(threading.get_ident())
         return zeros(*shape, **options)
 
     monkeypatch.setattr(tile_counter, "_counters", {})
     monkeypatch.setattr(tile_counter, "_many", {})
+    monkeypatch.setattr(tile_counter, "_kept", [])
     monkeypatch.setattr(tile_counter, "_captured", tile_counter.Captured())
     monkeypatch.setattr(tile_counter, "capture_of", state.number_of)
     monkeypatch.setattr(torch, "zeros", noted)
@@ -50,6 +56,15 @@ def test_a_capture_after_a_plain_call_makes_no_zeros(cuda):
     assert tile_counter.counter_of(META).numel() >= 1
     assert not cuda.made and first.numel() >= 40
     assert first.untyped_storage() is not plain.untyped_storage()
+
+
+def test_what_is_kept_is_of_no_pool_of_the_caller(cuda):
+    """torch.compile warms its graphs up with memory of their pool, by thread, and refuses what is
+    kept of it.
+    """
+    tile_counter.counters_of(META, 40)
+    tile_counter.counter_of(META)
+    assert len(cuda.threads) == 3 and threading.get_ident() not in cuda.threads
 
 
 def test_launches_of_a_capture_on_one_stream_share_counters(cuda):
@@ -98,4 +113,12 @@ def test_what_is_set_aside_is_renewed(cuda):
     tile_counter.counters_of(META, 40)
     cuda.capture = 2
     tile_counter.counters_of(META, 40)
-    assert not cuda.made and len(tile_counter._captured.reserves) == 2
+    sizes = [x.numel() for x in tile_counter._kept]
+    assert not cuda.made and sizes.count(tile_counter.RESERVED) == 2
+
+
+def test_counters_are_kept_when_there_are_more(cuda):
+    """A launch before may still count in them."""
+    first = tile_counter.counters_of(META, 40)
+    assert tile_counter.counters_of(META, 2 * first.numel()) is not first
+    assert any(x is first for x in tile_counter._kept)

@@ -103,7 +103,8 @@ def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> 
     products = batch * nheads * share * sum(widths)
     pulled = [moved, moved if learns else 0]
     ms = (2 * products / FORWARD + 5 * products * learns / BACKWARD) + sum(pulled) / BANDWIDTH
-    return _cost("heads", products, pulled, ms + BARRIER * (4 if learns else 2), reason)
+    ms += BARRIER * (4 if learns else 2)
+    return _cost("heads", products, sum(pulled), ms, reason, learns)
 
 
 def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
@@ -117,13 +118,13 @@ def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) ->
     pulling = keys / BANDWIDTH
     ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
     if not learns:
-        return _cost("stream", products, [keys, 0], ms, None)
+        return _cost("stream", products, keys, ms, None, learns)
     # Parts in fp32 of all keys, in slices of as many bytes as K and V of a shard
     slices = -(-4 * layout.seqlen // max(1, itemsize * max(layout.counts)))
     ms += (
         5 * products / (SHORTER * BACKWARD) + (keys + partial) / BANDWIDTH + BARRIER * (1 + slices)
     )
-    return _cost("stream", products, [keys, keys + partial], ms, None)
+    return _cost("stream", products, 2 * keys + partial, ms, None, learns)
 
 
 def _keys_of_others(layout: Layout, left: int, right: int) -> int:
@@ -131,7 +132,6 @@ def _keys_of_others(layout: Layout, left: int, right: int) -> int:
     return sum(b - a for a, b in keys_of(layout.spans, left, right)) - layout.tokens
 
 
-def _cost(method: str, products: float, pulled: list[float], ms: float, reason) -> Cost:
+def _cost(method: str, products: float, pulled: float, ms: float, reason, learns: bool) -> Cost:
     """`products` are pairs times heads times head dims: 2 FLOPs each, and 5 in the backward."""
-    flops = (7 if pulled[1] else 2) * products
-    return Cost(method, flops / 1e12, sum(pulled) / 1e6, ms, reason)
+    return Cost(method, (7 if learns else 2) * products / 1e12, pulled / 1e6, ms, reason)

@@ -167,7 +167,7 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
     sinks = spec.sinks
     dq = torch.empty_like(q)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-    of_keys: list[tuple[slice, Tensor, Tensor]] = []
+    dk, dv = Sum(k, lse.dtype), Sum(v, lse.dtype)
     for i, span in enumerate(spec.layout.spans):
         known.arrive(i)
         rows, keys, more, left, right = piece_of(spec, span)
@@ -181,30 +181,52 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
         )
         found = gradients_of(spec, given, "bottom_right", left, right)
         dq[:, rows] = found.dq[:, : span.stop - span.start]
-        of_keys.append((keys, found.dk, found.dv))
+        dk.add(keys, found.dk)
+        dv.add(keys, found.dv)
         if found.dsinks is not None and dsinks is not None:
             dsinks.add_(found.dsinks)
-    dk = _sum(k, lse.dtype, [(keys, dk) for keys, dk, _ in of_keys])
-    dv = _sum(v, lse.dtype, [(keys, dv) for keys, _, dv in of_keys])
-    return Partial(dq, dk, dv, dsinks)
+        del found  # or it would be there beside that of the next run
+    return Partial(dq, dk.whole(), dv.whole(), dsinks)
 
 
-def _sum(like: Tensor, dtype: torch.dtype, parts: list[tuple[slice, Tensor]]) -> Tensor:
-    """The sum of parts that are of some rows each; the others are 0. Of runs that see all keys
-    before them, the longest part is the sum so far.
+class Sum:
+    """The sum of parts that are of some rows each, one after the other; the others are 0. Of runs
+    that see all keys before them, the longest part is the sum so far. A part is the sum's from then
+    on.
     """
-    if not parts:
-        return torch.zeros_like(like, dtype=dtype)
-    parts = sorted(parts, key=lambda part: part[0].stop - part[0].start)
-    whole, total = parts.pop()
-    if whole != slice(0, like.shape[1]) or total.dtype != dtype:
-        part, total = total, torch.empty_like(like, dtype=dtype)
-        total[:, whole] = part
-        total[:, : whole.start] = 0
-        total[:, whole.stop :] = 0
-    for rows, part in parts:
-        total[:, rows] += part
-    return total
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.like, self.dtype = like, dtype
+        self.rows, self.total = slice(0, 0), like.new_empty(0)
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """A part of these rows."""
+        if rows.start >= rows.stop:
+            return
+        if self.rows.start >= self.rows.stop:
+            self.rows, self.total = rows, part.to(self.dtype)
+        elif rows.start <= self.rows.start and self.rows.stop <= rows.stop:
+            part = part.to(self.dtype)
+            part[:, _within(self.rows, rows)] += self.total
+            self.rows, self.total = rows, part
+        else:
+            if rows.start < self.rows.start or self.rows.stop < rows.stop:
+                self.rows, self.total = slice(0, self.like.shape[1]), self.whole()
+            self.total[:, _within(rows, self.rows)] += part
+
+    def whole(self) -> Tensor:
+        """That of all rows."""
+        if self.rows == slice(0, self.like.shape[1]):
+            return self.total if self.total.dtype == self.dtype else self.total.to(self.dtype)
+        found = torch.empty_like(self.like, dtype=self.dtype)
+        found[:, : self.rows.start] = 0
+        found[:, self.rows.stop :] = 0
+        found[:, self.rows] = self.total
+        return found
+
+
+def _within(rows: slice, others: slice) -> slice:
+    return slice(rows.start - others.start, rows.stop - others.start)
 
 
 def gradients_of(

@@ -1,10 +1,10 @@
 """Which part of attention with a KV cache a program works on, when the device knows the lengths.
 
 A tile of queries sees some pieces of split_size keys. `parts` programs share them evenly, each a
-run of neighbours, and a tile of more than one part is folded afterwards. Both kinds of work are
-numbered by sequence, key head, tile, part (or slice of the output), and this module finds the
-sequence of a number, as `varlen` does for tiles of packed sequences: the lanes of a warp hold the
-counts of 32 sequences, and prefix sums say which of them the number lies in.
+run of neighbours, and a tile of more than one part is folded afterwards. Parts, and slices of folds
+behind them, are numbered sequence by sequence, and this module finds the sequence of a number, as
+`varlen` does for tiles of packed sequences: the lanes of a warp hold the counts of 32 sequences,
+and prefix sums say which of them the number lies in. What it is of that sequence the caller knows.
 
 How many parts a tile has decides no bit of the result: pieces are folded from left to right,
 whichever programs compute them.

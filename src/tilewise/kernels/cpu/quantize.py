@@ -203,26 +203,48 @@ def with_loss(
     such a part, of size s^2 in the mean of squares, beside S^2 of all, is on average no farther off
     with a share of at most 2 s^2 / S^2: so the smallest block of COLUMNS keys limits the share.
     """
-    heads, headdim = v.shape[2:]
+    if not rows.count or not v.shape[1]:
+        return v_mean
     scaled = v * of_heads(scale, rows, 1).reciprocal()
     lost = used_rows(scaled.clamp(-LARGEST, LARGEST) - codes.float(), rows).double()
-    batch = torch.arange(v.shape[0], device=v.device).unsqueeze(1)
-    sequence = batch if rows.sequence is None else rows.sequence
-    per_sequence = -(-v.shape[1] // COLUMNS)
-    block = (sequence * per_sequence + rows.position // COLUMNS).flatten()
-    count = rows.count * per_sequence
-    if count == 0:
-        return v_mean
-    sums = lost.new_zeros(count, heads, headdim).index_add(0, block, lost.flatten(0, 1))
-    first = COLUMNS * torch.arange(per_sequence, device=v.device)
-    keys = (rows.used.flatten(1) - first).clamp(0, COLUMNS).unsqueeze(2)
-    squares = sums.square().sum(2).unflatten(0, (rows.count, per_sequence))
-    least = torch.where(keys > 0, squares / keys.clamp(min=1), torch.inf).amin(1)
+    blocks = _blocks_of(rows, v.shape[1], starts)
+    sums = lost.new_zeros(blocks.keys.shape[0], *v.shape[2:])
+    sums = sums.index_add(0, blocks.of_row.flatten(), lost.flatten(0, 1))
+    squares = sums.square().sum(2)
+    sizes = torch.where(blocks.keys > 0, squares / blocks.keys.clamp(min=1), torch.inf)
+    index, none = blocks.sequence, lost.new_zeros(rows.count, v.shape[2])
+    each = index.unsqueeze(1).expand_as(sizes)
+    least = (none + torch.inf).scatter_reduce(0, each, sizes, "amin")
     used = rows.used.flatten(1).clamp(min=1)
-    of_all = (squares.sum(1) / used).clamp(min=SMALLEST)
+    of_all = (none.index_add(0, index, squares) / used).clamp(min=SMALLEST)
     share = (2 * least / of_all).clamp(max=1.0).unsqueeze(2)
-    total = sums.unflatten(0, (rows.count, per_sequence)).sum(1) / used.unsqueeze(2)
+    total = lost.new_zeros(v_mean.shape).index_add(0, index, sums) / used.unsqueeze(2)
     return v_mean + (share * scale.unsqueeze(2) * total).float()
+
+
+class _Blocks(NamedTuple):
+    """Blocks of COLUMNS keys of one sequence, numbered as V^T has them."""
+
+    of_row: Tensor  # (batch, seqlen), or (total,)
+    sequence: Tensor  # of each block
+    keys: Tensor  # (blocks, 1), how many are in use
+
+
+def _blocks_of(rows: Rows, seqlen: int, starts: Tensor | None) -> _Blocks:
+    every, position = torch.arange(rows.count, device=rows.used.device), rows.position // COLUMNS
+    if starts is None or rows.sequence is None:
+        each = columns_of(seqlen) // COLUMNS
+        first, count = each * every, each * rows.count
+        of_row = first.unsqueeze(1) + position
+    else:
+        first, count = starts[:-1].long() // COLUMNS + every, packed_columns(seqlen, rows.count)
+        count //= COLUMNS
+        of_row = first[rows.sequence] + position
+    block = torch.arange(count, device=first.device)
+    sequence = torch.searchsorted(first, block, right=True) - 1
+    before = COLUMNS * (block - first[sequence])
+    keys = (rows.used.flatten()[sequence] - before).clamp(0, COLUMNS)
+    return _Blocks(of_row, sequence, keys.unsqueeze(1))
 
 
 def of_each(x: Tensor, rows: Rows) -> Tensor:

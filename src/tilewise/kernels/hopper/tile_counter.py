@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -33,12 +35,13 @@ def counter(device: torch.device, index: int, stream: int) -> Tensor:
         return _captured.counters(device, index, stream, 1)
     key = index, stream
     if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        _counters[key] = kept_zeros(1, device, index)
         _captured.reserve(device, index)
     return _counters[key]
 
 
 _many: dict[tuple[int, int], Tensor] = {}
+_kept: list[Tensor] = []  # all that were made: a launch or a graph may still count in any
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:
@@ -51,9 +54,29 @@ def counters_of(device: torch.device, count: int) -> Tensor:
         return _captured.counters(device, index, stream, count)
     key = index, stream
     if key not in _many or _many[key].numel() < count:
-        _many[key] = torch.zeros(max(2 * count, 4096), dtype=torch.int32, device=device)
+        _many[key] = kept_zeros(max(2 * count, 4096), device, index)
         _captured.reserve(device, index)
     return _many[key]
+
+
+def kept_zeros(count: int, device: torch.device, index: int) -> Tensor:
+    """Counters for as long as the process lives, which any stream may use when this returns.
+
+    Another thread makes them: memory of this one may come from a pool, such as that of the graphs
+    of torch.compile(mode="reduce-overhead"), which refuses what a first call there keeps, or hands
+    it out again.
+    """
+
+    def make() -> Tensor:
+        found = torch.zeros(count, dtype=torch.int32, device=torch.device(device.type, index))
+        if device.type == "cuda":
+            torch.cuda.current_stream(index).synchronize()
+        return found
+
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(make).result()
+    _kept.append(found)
+    return found
 
 
 class Captured:
@@ -65,15 +88,14 @@ class Captured:
     """
 
     def __init__(self) -> None:
-        self.reserves: list[Tensor] = []  # all that were made
+        self.lock = threading.Lock()
         self.zeros: dict[int, Tensor] = {}  # what is left, by device
         self.given: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by stream: a capture's
 
     def reserve(self, device: torch.device, index: int) -> None:
         """Zeros, outside of captures, for those that follow."""
         if index not in self.zeros or self.zeros[index].numel() < RESERVED // 2:
-            self.zeros[index] = torch.zeros(RESERVED, dtype=torch.int32, device=device)
-            self.reserves.append(self.zeros[index])
+            self.zeros[index] = kept_zeros(RESERVED, device, index)
 
     def counters(self, device: torch.device, index: int, stream: int, count: int) -> Tensor:
         """At least `count` of the capture that the stream is in."""
@@ -81,10 +103,12 @@ class Captured:
         before, found = self.given.get((index, stream), (None, None))
         if found is not None and capture == before is not None and found.numel() >= count:
             return found
-        left, room = self.zeros.get(index), -(-count // LINE) * LINE
-        if left is None or left.numel() < room:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        found, self.zeros[index] = left[:room], left[room:]
+        room = -(-count // LINE) * LINE
+        with self.lock:  # threads may capture at a time
+            left = self.zeros.get(index)
+            if left is None or left.numel() < room:
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            found, self.zeros[index] = left[:room], left[room:]
         if capture is not None:
             self.given[index, stream] = capture, found
         return found

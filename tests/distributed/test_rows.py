@@ -1,0 +1,78 @@
+"""Gradients of runs of rows, of one call each: sums of parts that are of some keys."""
+
+import itertools
+import weakref
+
+import pytest
+import torch
+
+import tilewise
+import tilewise.distributed as td
+from tilewise.distributed import rows
+from tilewise.distributed.call_spec import CallSpec, check
+from tilewise.distributed.halves import Arena
+from tilewise.distributed.memory import Files
+from tilewise.problem import Saved
+
+SEQLEN, RANKS, BATCH = 96, 2, 2
+
+
+class Here:
+    """A barrier of one process."""
+
+    rank, ranks = 0, 1
+
+
+def given(layout, **options):
+    """A rank's call, what its backward takes, and all keys."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(BATCH, SEQLEN, 2, 16, dtype=torch.float64) for _ in range(4))
+    each = [
+        tilewise.attention(*(x[:, a:b] for x in (q, k, v)), return_lse=True, **options)
+        for a, b in itertools.pairwise(layout.cu_seqlens or (0, SEQLEN))
+    ]
+    out, lse = torch.cat([x[0] for x in each], 1), torch.cat([x[1] for x in each], 2)
+    local = [layout.shard(x) for x in (q, k, v, dout, out)]
+    spec = check(CallSpec(layout, **options), *local[:3])
+    saved = Saved(local[3], None, local[0], k, v, local[4], layout.shard(lse, 2))
+    return spec, saved, rows.Keys(k, v, Arena(Here(), Files()), (None,) * len(layout.spans))
+
+
+LAYOUTS = {
+    "zigzag": td.zigzag(SEQLEN, RANKS),
+    "striped": td.striped(SEQLEN, RANKS, block=4),
+    "backwards": td.from_positions([torch.arange(95, 47, -1), torch.arange(48)], RANKS),
+    "documents": td.striped(SEQLEN, RANKS, block=8).packed([0, 10, 50, SEQLEN]),
+}
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(causal=True, window=(5, 0)), {}])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_sums_of_runs(layout, options):
+    found = []
+    for rank in range(RANKS):
+        spec, saved, keys = given(layout.at(rank), **options)
+        found.append(rows.gradients(spec, saved, keys))
+    alone = td.contiguous(SEQLEN, 1)
+    alone = alone.packed(layout.cu_seqlens) if layout.cu_seqlens else alone
+    spec, saved, keys = given(alone, **options)
+    whole = rows.gradients(spec, saved, keys)
+    for name in ("dk", "dv"):
+        total = sum(getattr(x, name) for x in found)
+        assert torch.allclose(total, getattr(whole, name), atol=1e-12)
+
+
+def test_parts_of_many_runs_are_not_there_at_a_time(monkeypatch):
+    """Each has the keys that its run sees: together they are six times the sequence."""
+    parts, most, made = [], [], rows.gradients_of
+
+    def noted(*args):
+        most.append(sum(x() is not None for x in parts))
+        found = made(*args)
+        parts.append(weakref.ref(found.dk.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(rows, "gradients_of", noted)
+    spec, saved, keys = given(td.striped(SEQLEN, RANKS, block=4), causal=True)
+    rows.gradients(spec, saved, keys)
+    assert len(most) == 12 and max(most) <= 1
