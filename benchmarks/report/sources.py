@@ -14,7 +14,18 @@ from .page import Code, Heading, Section, Table, plural
 SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 SAVE = "--save rows.jsonl"
 ROWS = "rows.jsonl"
-EXPERIMENTS = ("decode", "matmul", "memory", "io", "speedup", "blocks", "host", "cold")
+EXPERIMENTS = (
+    "decode",
+    "distributed",
+    "matmul",
+    "memory",
+    "io",
+    "speedup",
+    "blocks",
+    "host",
+    "cold",
+)
+BENCHES = "decode", "distributed"  # of these, commands of `tilewise bench`
 
 
 def environments(evidence: Evidence) -> Section:
@@ -89,7 +100,7 @@ def commands_of(rows: Sequence[Row]) -> list[str]:
         counted = suite == "io" and any("bytes_read" in row.extra for row in rows)
         kinds = ",".join(_unique(str(row.shape["kind"]) for row in rows if "kind" in row.shape))
         words = ["--counters"] * counted + [f"--dtype {kinds}"] * bool(kinds)
-        bench = "tilewise bench" if suite == "decode" else "python -m benchmarks"
+        bench = "tilewise bench" if suite in BENCHES else "python -m benchmarks"
         return [" ".join([bench, suite, *words, SAVE])]
     if suite.startswith("tour/"):
         lesson = suite.removeprefix("tour/")

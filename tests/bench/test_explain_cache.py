@@ -17,7 +17,7 @@ def explained(of, target="sm90", **options):
 
 
 def test_pieces_slots_and_programs_of_a_batch():
-    found = explained(decode(32, 8192, LLAMA))
+    found = explained(decode(32, 8192, LLAMA), backend="portable")
     assert found.backend == "portable"
     cut = found.pieces
     assert (cut.split_size, cut.of_longest, cut.total, cut.room) == (512, 16, 512, 16)
@@ -39,14 +39,14 @@ def test_slots_are_as_the_plan_allocates_them():
     for of in (decode(3, 5000, LLAMA, queries=5), decode(0, 0, (4, 2, 64), lengths="700,9000,3")):
         cached = cached_of(of, 256)
         partials = portable_plans(cached)[0].args[2]
-        cut = explained(of, split_size=256).pieces
+        cut = explained(of, split_size=256, backend="portable").pieces
         numbers = [x.numel() for x in partials[:3]]
         assert sum(numbers) * 4 == cut.workspace and numbers[1] == cut.slots
 
 
 def test_a_ragged_batch_has_programs_without_a_piece():
     of = decode(0, 0, (4, 2, 64), lengths="700,9000,3")
-    found = explained(of, split_size=256)
+    found = explained(of, split_size=256, backend="portable")
     each = [len(pieces(0, n, 256)) for n in (700, 9000, 3)]
     assert found.pieces.total == sum(each) and found.pieces.of_longest == each[1]
     assert found.launches[0].launch.tiles == 3 * 2 * each[1]
@@ -54,9 +54,9 @@ def test_a_ragged_batch_has_programs_without_a_piece():
 
 
 def test_one_piece_and_too_many_need_no_slots():
-    short = explained(decode(4, 300, LLAMA))
+    short = explained(decode(4, 300, LLAMA), backend="portable")
     assert len(short.launches) == 1 and short.pieces.slots == 0 and short.moved.partials == 0
-    long = explained(decode(64, 1 << 15, LLAMA, queries=8), split_size=64)
+    long = explained(decode(64, 1 << 15, LLAMA, queries=8), split_size=64, backend="portable")
     assert len(long.launches) == 1 and long.pieces.slots == 0
 
 

@@ -98,6 +98,7 @@ def test_wrong_usage_is_named(options, message):
 
 def test_a_step_of_decoding():
     asked = "--cache", "--no-compile", "--gpu", "h200", "--heads", "32", "--kv-heads", "8"
+    asked = *asked, "--backend", "portable"
     done = invoke(*asked, "--batch", "32", "--page-size", "16", width=140)
     assert done.exit_code == 0, done.output
     for text in (

@@ -216,6 +216,8 @@ class Sum:
 
     def whole(self) -> Tensor:
         """That of all rows."""
+        if self.rows.start >= self.rows.stop:
+            return torch.zeros_like(self.like, dtype=self.dtype)
         if self.rows == slice(0, self.like.shape[1]):
             return self.total if self.total.dtype == self.dtype else self.total.to(self.dtype)
         found = torch.empty_like(self.like, dtype=self.dtype)
