@@ -19,6 +19,8 @@ FEATURES = {
     "mask": dict(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != h),
 }
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SERVED = [("portable", x) for x in (torch.float16, torch.bfloat16, torch.float32)]
+SERVED += [("hopper", x) for x in (torch.float16, torch.bfloat16)]
 QUERIES, LENGTHS = [1, 8, 0, 2], [1700, 130, 5, 3000]
 
 
@@ -40,11 +42,10 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (34, 2)])
 @pytest.mark.parametrize("headdims", [(64, 64), (128, 128), (80, 40), (192, 128), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("backend", ["portable", "hopper"])
-def test_features(name, heads, headdims, dtype, backend):
-    if backend == "hopper" and (dtype == torch.float32 or not IS_HOPPER):
-        pytest.skip("16 bits on a Hopper GPU")
+@pytest.mark.parametrize("backend, dtype", SERVED)
+def test_features(name, heads, headdims, backend, dtype):
+    if backend == "hopper" and not IS_HOPPER:
+        pytest.skip("needs a Hopper GPU")
     s = sequences(QUERIES, LENGTHS, heads, headdims, dtype)
     options = FEATURES[name] | dict(backend=backend)
     found = run(s, **options)

@@ -25,8 +25,8 @@ class Published:
     """What all ranks have published for one call: tensors of the same dtypes and shapes (parts,
     rows, ...), where rank r has `counts[r]` rows.
 
-    Views of the arena's memory are kept there, by what they are of: making one costs the host more
-    than the rest of a copy.
+    Views of the arena's memory are kept there, by what they are of, as each costs the host several
+    calls of torch.
     """
 
     def __init__(self, arena: Arena, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:

@@ -24,9 +24,7 @@ FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
 BANDWIDTH = 365e6  # bytes a millisecond
 BARRIER = 0.01  # milliseconds
 GROUPS = 4  # pieces that are pulled one after another: nothing hides the first one
-SHORTER = (
-    0.96  # of the backward's rate, in launches of a run: 0.95 at 8Ki tokens a rank, 0.97 at 64Ki
-)
+SHORTER = 0.96  # of the backward's rate, in launches of a run: 0.95 at 8Ki a rank, 0.97 at 64Ki
 
 
 class Cost(NamedTuple):

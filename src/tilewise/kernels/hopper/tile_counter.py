@@ -81,7 +81,7 @@ def kept_zeros(count: int, device: torch.device, index: int) -> Tensor:
 
 class Captured:
     """Counters of captured graphs, from zeros that were made before. Zeros made by the graph itself
-    would be a node in front of each launch, about 1.7 us of every replay.
+    would be a node in front of each launch, in every replay.
 
     A capture's launches on one stream share theirs. They are not given back: a graph may always be
     replayed once more.
