@@ -81,7 +81,8 @@ def _stored(case: CachedCase, xs: list[Tensor], generator: torch.Generator) -> t
     look = case.look
     if not look.kept:
         return [x.to(getattr(torch, look.dtype)) for x in xs], [x.new_ones(x.shape[:2]) for x in xs]
-    size = LARGEST[look.kept] / 4
+    largest = LARGEST[look.kept]
+    size = largest / 4
     several = torch.rand(len(xs), look.nheads_k, generator=generator) + 0.5
     codes, scales = [], []
     for row, x in enumerate(xs):
@@ -91,7 +92,9 @@ def _stored(case: CachedCase, xs: list[Tensor], generator: torch.Generator) -> t
         if look.scales in ("tensor", "none"):
             scale = several[0, :1].expand_as(scale)
         is_scaled = look.scales != "none"
-        codes.append((x * (size if is_scaled else 1)).round().to(STORED[look.kept]))
+        code = (x * (size if is_scaled else 1)).round()
+        # Past the largest, int8 wraps, and torch before 2.13 makes NaN of e4m3
+        codes.append(code.clamp(-largest, largest).to(STORED[look.kept]))
         scales.append(scale / size if is_scaled else torch.ones_like(scale))
     return codes, scales
 

@@ -1,8 +1,9 @@
 """The fuzzer's cases of FP8 products, made so that e4m3 rounds nothing and hides no error.
 
 q and k are small integers, their scales powers of 2, and the softmax's scale is ln 2, so that each
-exponent is an integer and P a power of 2; values are integers that 8 bits hold. Slopes and sinks
-are multiples of ln 2, too. lse is then off by the sums in fp32 alone, and out by the short
+exponent is an integer and P a power of 2; values are integers that 8 bits hold, also where they are
+multiplied with 448 / 7, as 7 is the largest of each sequence and head. Slopes and sinks are
+multiples of ln 2, too. lse is then off by the sums in fp32 alone, and out by the short
 accumulators of Hopper's tensor cores, which cut each product at 13 bits below the largest.
 """
 
@@ -144,6 +145,8 @@ def _draw(case: Fp8Case) -> dict[str, Tensor]:
         "powers": torch.randint(-3, 4, (case.nheads_k,), generator=generator).float().exp2(),
         "v_scale": torch.rand(case.nheads_k, generator=generator) + 0.5,
     }
+    for keys in found["v"].split(case.keys):
+        keys[:1, :, 0] = 7.0
     if "slopes" in case.features:
         found["slopes"] = LN2 * torch.randint(0, 2, (nheads,), generator=generator).float()
     if "sinks" in case.features:

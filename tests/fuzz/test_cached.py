@@ -1,11 +1,15 @@
 """The fuzzer's cases of a KV cache: a sample in `make test`, more in `make test-all`, on a GPU."""
 
+import dataclasses
+
 import pytest
 import torch
+from helpers import overflow
 
 import tilewise
 
 from .cached_cases import CACHED_LANES, cached_case
+from .cached_inputs import LARGEST, _stored
 from .cached_run import run_cached
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -44,6 +48,19 @@ def test_on_a_gpu(name, look):
     if name == "hopper-cuda" and not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
     check(name, range(look, ON_A_GPU[name], CACHED_LANES[name].looks))
+
+
+@pytest.mark.parametrize("kept", ["e4m3", "int8"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_what_8_bits_cannot_hold_is_saturated(kept, scales, monkeypatch):
+    """It neither wraps nor is it NaN, whatever torch's cast does."""
+    overflow.before_2_13(monkeypatch)
+    case = cached_case(0, CACHED_LANES["cpu-cpu"])
+    look = dataclasses.replace(case.look, kept=kept, scales=scales)
+    case = dataclasses.replace(case, look=look)
+    x = torch.linspace(-6, 6, 97).expand(2, case.look.nheads_k, 97)
+    codes = _stored(case, [x], torch.Generator())[0][0].float()
+    assert (codes.diff() >= 0).all() and codes.aminmax() == (-LARGEST[kept], LARGEST[kept])
 
 
 def large_lse(**asked):

@@ -1,5 +1,7 @@
 """The fuzzer's cases of FP8 products: some in `make test`, more in `make test-all`, on a GPU."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -42,6 +44,17 @@ def test_on_a_gpu(lane, look):
     if lane == "hopper-cuda" and not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
     check(lane, range(look, ON_A_GPU[lane], LOOKS))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_quantising_rounds_no_value(packed):
+    """Of few keys, too, whose largest value would be any number."""
+    few = dict(form="quantized", features=(), queries=(2, 2), spare=0, left=None, right=None)
+    few |= dict(keys=(1, 2) if packed else (1, 1), packed=packed, layout="bshd")
+    few |= dict(headdim=16, headdim_v=16)
+    cases = (dataclasses.replace(fp8_case(seed, "cpu-cpu"), **few) for seed in range(30))
+    faults = [line for x in cases for line in run_fp8(x)]
+    assert not faults, "\n".join(faults)
 
 
 def scores(*inputs, scale, **asked):
