@@ -77,6 +77,10 @@ def test_decoding_compiles(headdim, page_size, name):
     found = assert_fits(kernel, most)
     copies = kernel.asm["ptx"].count("cp.async.cg.shared.global")
     assert (copies > 0) == (page_size == 3) and (found["UTMALDG"] > 0) == (page_size != 3)
+    if copies:  # a lane loads an entry of the page table for K and V of a block
+        loop = innermost_loops(kernel, "LDGSTS")[0]
+        assert sum(bool(re.search(r"\bLDG\b", line)) for line in loop) == 1
+        assert spills_in(loop) == 0
 
 
 # Of two warpgroups: bytes that a thread spills, once a part, where cp.async and where TMA copies
@@ -155,7 +159,12 @@ CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 )
 def test_eight_bits_compile(headdim, page_size, kept, scales):
     kernel = compiled(headdim, page_size, causal=True, kept=KEPT[kept], scales=scales)
-    found = assert_fits(kernel, SPILLS_8[headdim])
+    # Where threads copy rows and their scales, 16 bytes more, of the matmul warpgroup, once a part
+    has_more = page_size == 3 and scales == "row" and headdim == 128
+    found = assert_fits(kernel, SPILLS_8[headdim] + 16 * has_more)
+    if headdim < 256:
+        loops = innermost_loops(kernel, "HGMMA")[:1] + innermost_loops(kernel, "LDGSTS")[:1]
+        assert not any(map(spills_in, loops))
     ptx = kernel.asm["ptx"]
     # Conversions are not by the instructions of the exponentials' unit
     assert "cvt.bf16.f16" not in ptx and "cvt.rn.f32.s8" not in ptx

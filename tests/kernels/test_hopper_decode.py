@@ -112,17 +112,22 @@ def test_a_batch_of_queries():
     assert torch.equal(lse.transpose(0, 1).flatten(1), packed_lse)
 
 
-@pytest.mark.parametrize("most", [0, 10**6])
-def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
-    """All programs, in slices, or the one that ends the last part; of 1 row and of 64."""
+@pytest.mark.parametrize("most, ahead", [(0, 16), (0, 1), (0, 2), (10**6, 16)])
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_where_a_tile_is_folded_changes_no_bit(most, ahead, name, monkeypatch):
+    """All programs, in slices, or the one that ends the last part; of 1 row and of 64. In slices,
+    of groups of states that are loaded ahead the first one is short or empty.
+    """
     import triton.language as tl
 
+    from tilewise.kernels.hopper.decode import fold
     from tilewise.tile import split_schedule
 
     s = drawn([1, 40], [520, 650])
-    found = run(s, 16, causal=True)
+    found = run(s, 16, **FEATURES[name])
     monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
-    assert_equal(run(s, 16, causal=True), found)
+    monkeypatch.setattr(fold, "STATES_AHEAD", tl.constexpr(ahead))
+    assert_equal(run(s, 16, **FEATURES[name]), found)
 
 
 def test_training_has_the_bits_of_decoding():

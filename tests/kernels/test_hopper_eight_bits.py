@@ -102,6 +102,22 @@ def test_neither_mates_nor_order_nor_pages_nor_queries(kind, dtype):
         assert_equal(found, (out[a:b], lse[:, a:b]))
 
 
+@pytest.mark.parametrize("most", [0, 10**6])
+def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
+    """In slices, of which two are one pass, or by the program that ends the last part; of 2 rows,
+    of 20 and of 64.
+    """
+    import triton.language as tl
+
+    from tilewise.tile import split_schedule
+
+    x = drawn([1, 10, 40], [520, 400, 650])
+    found = run(x, causal=True)
+    monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
+    assert_equal(run(x, causal=True), found)
+    assert_right(x, found, causal=True)
+
+
 @pytest.mark.parametrize("kind", sample(["row", "head"], "row"))
 def test_one_part_gives_the_bits_of_many(kind, monkeypatch):
     x = drawn([1, 20], [700, 513], kind=kind)

@@ -80,17 +80,19 @@ def test_features(name, seed, monkeypatch):
     assert_right(q, cache_of(s, None), found, **FEATURES[name])
 
 
-@pytest.mark.parametrize("most", [0, 10**6])
+@pytest.mark.parametrize("most, ahead", [(0, 16), (0, 2), (10**6, 16)])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_folds(most, seed, monkeypatch):
+def test_folds(most, ahead, seed, monkeypatch):
     """By all programs, in slices, or by the one that ends the last part."""
     import triton.language as tl
 
+    from tilewise.kernels.hopper.decode import fold
     from tilewise.tile import split_schedule
 
     s = sequences([1, 40], [520, 650], (4, 2), (64, 64), BF16)
     q, cache = torch.cat(s.q), cache_of(s, 16)
     monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
+    monkeypatch.setattr(fold, "STATES_AHEAD", tl.constexpr(ahead))
     found = run(monkeypatch, q, cache, seed, causal=True)
     assert_right(q, cache_of(s, None), found, causal=True)
 

@@ -1,4 +1,6 @@
-"""Parts of long and short sequences: each is handed out once, and both kinds alternate."""
+"""Parts of tiles: each piece is handed out once, in parts that become shorter towards the end; of
+long and short sequences both kinds alternate.
+"""
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from helpers.tiers import sample_rows
 from tilewise.testing import interpret
 from tilewise.tile.split_schedule import (
     Hint,
+    Share,
     SplitCall,
     SplitSizes,
-    divide,
+    divide_equally,
     find_alternating,
     find_sequence,
-    pieces_of_a_part,
+    pieces_of_part,
     sequence_at,
+    share_of,
     streams_of,
 )
 from tilewise.tile.types import Numbers
@@ -32,7 +36,7 @@ def parts_kernel(
 ):
     """A program takes part after part and goes on where it was."""
     lane = tl.arange(0, 32)
-    call = SplitCall(optionals, sizes, numbers)
+    call, share = SplitCall(optionals, sizes, numbers), Share(share, share, share)
     streams = streams_of(lane, share, call, FEATURES, ROWS, 64)
     for number in range(tl.program_id(0), bound, tl.num_programs(0)):
         found, streams = find_alternating(number, streams, lane, share, call, FEATURES, ROWS, 64)
@@ -43,27 +47,53 @@ def parts_kernel(
 
 
 @triton.jit
-def rows_kernel(out, share, optionals, sizes, numbers, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+def rows_kernel(
+    out, share, optionals, sizes, numbers, EQUALLY: tl.constexpr, FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """Partial states before each part, in the order of the batch, and what is known of it."""
     lane = tl.arange(0, 32)
-    call = SplitCall(optionals, sizes, numbers)
-    number = tl.program_id(0)
-    found = find_sequence(number, Hint(0, 0, 0), lane, share, call, False, FEATURES, ROWS, 64)
+    call, share = SplitCall(optionals, sizes, numbers), Share(share, share, share)
+    number, none = tl.program_id(0), Hint(0, 0, 0, 0)
+    found = find_sequence(number, none, lane, share, call, False, EQUALLY, FEATURES, ROWS, 64)
     first_q, seqlen_q, seqlen_k, piece, pieces = found.sequence
-    fields = found.batch, found.rows, first_q, seqlen_q, seqlen_k, piece, pieces, found.parts
-    for i in tl.static_range(8):
+    fields = found.batch, found.rows, first_q, seqlen_q, seqlen_k, piece, pieces
+    for i in tl.static_range(7):
         tl.store(out + 8 * number + i, fields[i])
+    tl.store(out + 8 * number + 7, found.division.parts)
 
 
 @triton.jit
 def share_kernel(
     out, programs, optionals, sizes, numbers, FEATURES: tl.constexpr, TOKENS: tl.constexpr
 ):
+    """How a tile of the first sequence is divided equally."""
     lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
-    share = pieces_of_a_part(lane, programs, call, FEATURES, TOKENS)
-    each, parts = divide(sequence_at(programs * 0, call, FEATURES).pieces, share)
-    tl.store(out, each)
-    tl.store(out + 1, parts)
+    share = share_of(lane, programs, call, FEATURES, TOKENS)
+    found = divide_equally(sequence_at(programs * 0, call, FEATURES).pieces, share)
+    tl.store(out, found.each)
+    tl.store(out + 1, found.parts)
+
+
+@triton.jit
+def order_kernel(
+    out, programs, optionals, sizes, numbers, bound, FEATURES: tl.constexpr, ROWS: tl.constexpr
+):
+    """A program takes all parts, one after the other: sequence, place in it, pieces."""
+    lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
+    share = share_of(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
+    hint = Hint(share.pieces * 0, share.pieces * 0, share.pieces * 0, share.pieces * 0)
+    for number in range(bound):
+        found = find_sequence(number, hint, lane, share, call, False, False, FEATURES, ROWS, 64)
+        hint = found.hint
+        tiles = tl.cdiv(found.sequence.seqlen_q, ROWS // FEATURES.GROUP) * sizes.nheads
+        part = found.within // tl.maximum(tiles, 1)
+        first, count = pieces_of_part(part, found.division)
+        fields = found.is_work.to(tl.int32), found.batch, found.within - part * tiles, first, count
+        for i in tl.static_range(5):
+            tl.store(out + 8 * number + i, fields[i])
+        tl.store(out + 8 * number + 5, found.division.parts)
+        tl.store(out + 8 * number + 6, found.division.each)
 
 
 BATCHES = [
@@ -106,7 +136,9 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
         assert own == sorted(own)
     # Where a sequence's states lie does not depend on the order
     ordered = torch.empty(len(expected), 8, dtype=torch.int32)
-    interpret(rows_kernel)[(len(expected),)](ordered, *asked, FEATURES=FEATURES, ROWS=ROWS)
+    interpret(rows_kernel)[(len(expected),)](
+        ordered, *asked, EQUALLY=True, FEATURES=FEATURES, ROWS=ROWS
+    )
     for batch, _, *known in ordered.tolist():
         pieces = -(-lengths[batch] // 512)
         of = (int(starts[batch]), queries[batch], lengths[batch], 0, pieces)
@@ -126,7 +158,7 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
         (1, 0, 2**20, (1, 1)),
     ],
 )
-def test_pieces_of_a_part_and_parts_of_a_tile(batch, keys, room, expected):
+def test_equal_parts_of_a_tile(batch, keys, room, expected):
     used = torch.full((batch,), keys, dtype=torch.int32)
     optionals = NOTHING._replace(seqused_k=used)
     sizes = SplitSizes(0, 8, 1, 2**20, batch, 512, room)
@@ -134,3 +166,74 @@ def test_pieces_of_a_part_and_parts_of_a_tile(batch, keys, room, expected):
     of = features(GROUP=GROUP, SEQUSED_K=True)
     interpret(share_kernel)[(1,)](found, 132, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16)
     assert tuple(found.tolist()) == expected
+
+
+def in_order(queries, lengths, programs, heads=2, room=2**20):
+    """What `order_kernel` finds, up to the end, as lists of the fields of each part."""
+    starts = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
+    used = torch.tensor(lengths, dtype=torch.int32)
+    optionals = NOTHING._replace(seqused_k=used, cu_seqlens_q=starts)
+    sizes = SplitSizes(len(queries), heads, int(starts[-1]), 2**20, len(queries), 512, room)
+    pieces = [-(-n // 512) for n in lengths]
+    tiles = [-(-n // 16) * heads for n in queries]
+    bound = sum(max(a, 1) * b for a, b in zip(pieces, tiles)) + 2
+    out = torch.zeros(bound, 8, dtype=torch.int32)
+    interpret(order_kernel)[(1,)](
+        out, programs, optionals, sizes, NUMBERS, bound, FEATURES=FEATURES, ROWS=64
+    )
+    found = out[: int(out[:, 0].sum())].tolist()
+    assert all(is_work for is_work, *_ in found) and not out[len(found) :, 0].any()
+    return found, pieces, tiles
+
+
+ORDERS = [  # and whether programs have many tiles
+    ([1] * 8, [8192] * 8, 2, True),
+    ([1] * 8, [8192] * 8, 33, False),
+    ([1], [2**16], 16, False),
+    ([1], [100], 132, False),
+    ([1] * 40, [512 * (1 + 7 * i % 5) for i in range(40)], 5, True),
+    ([1, 0, 17, 40, 1], [3000, 700, 0, 9000, 513], 1, None),
+]
+
+
+@pytest.mark.parametrize("queries, lengths, programs, has_many", ORDERS)
+def test_parts_cover_each_piece_once(queries, lengths, programs, has_many):
+    found, pieces, tiles = in_order(queries, lengths, programs)
+    covered = {}
+    for _, batch, tile, first, count, parts, each, _ in found:
+        assert first > 0 or count == each or not pieces[batch]  # that the fold begins with
+        covered.setdefault((batch, tile), []).append((first, count, parts))
+    assert sorted(covered) == [(b, t) for b, n in enumerate(tiles) for t in range(n)]
+    for (batch, _), of_tile in covered.items():
+        stops = [first + count for first, count, _ in of_tile]
+        assert [first for first, _, _ in of_tile] == [0, *stops[:-1]]
+        assert stops[-2] < pieces[batch] if len(stops) > 1 else True
+        assert stops[-1] >= max(pieces[batch], 1) and {n for *_, n in of_tile} == {len(of_tile)}
+    if has_many is None:
+        return
+    counts = [min(count, pieces[batch]) for _, batch, _, _, count, *_ in found]
+    if not has_many:
+        assert len(set(counts)) == 1
+        return
+    # Those that begin last have one piece; tiles are whole only while more is left than one each
+    behind = sum(a * b for a, b in zip(pieces, tiles))
+    for count, (_, batch, _, _, _, parts, *_) in zip(counts, found):
+        assert behind > 2 * programs or count == 1
+        assert parts > 1 or pieces[batch] == 1 or behind > programs * pieces[batch]
+        behind -= count
+    assert behind == 0
+
+
+def test_tiles_are_whole_without_room_for_states():
+    found, _, _ = in_order([1] * 4, [8192] * 4, 33, room=63)
+    assert len(found) == 8 and all(count == 16 and parts == 1 for *_, count, parts, _, _ in found)
+
+
+def test_what_is_left_for_the_end():
+    """32 sequences of 16 pieces and 2 heads: whole tiles, all but about one for each program, then
+    parts of four, and about the last three pieces of each program are parts of their own.
+    """
+    found, _, _ = in_order([1] * 32, [8192] * 32, 7)
+    counts = [count for *_, count, _, _, _ in found]
+    assert counts == sorted(counts, reverse=True)
+    assert [counts.count(n) for n in (16, 4, 1)] == [56, 26, 24]

@@ -1,10 +1,15 @@
 """Which part of attention with a KV cache a program works on, when the device knows the lengths.
 
-A tile of queries sees some pieces of split_size keys. `parts` programs share them evenly, each a
-run of neighbours, and a tile of more than one part is folded afterwards. Parts, and slices of folds
+A tile of queries sees some pieces of split_size keys. Programs share them in parts, each a run of
+neighbours, and a tile of more than one part is folded afterwards. Parts, and slices of folds
 behind them, are numbered sequence by sequence, and this module finds the sequence of a number, as
 `varlen` does for tiles of packed sequences: the lanes of a warp hold the counts of 32 sequences,
 and prefix sums say which of them the number lies in. What it is of that sequence the caller knows.
+
+SMs do not read memory equally fast, so an equal share each would end with the slowest. Where each
+program has many tiles, parts become shorter towards the end of all (guided self-scheduling:
+Polychronopoulos and Kuck, 1987): whole tiles, then LONGEST_PART pieces, then one. Where it has few,
+parts are equal: the end of a part costs more than the wait for the slowest.
 
 How many parts a tile has decides no bit of the result: pieces are folded from left to right,
 whichever programs compute them.
@@ -21,13 +26,15 @@ from .splits import keys_seen
 from .types import Numbers, Optionals
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
-PARTS_A_PROGRAM = tl.constexpr(2)  # more of them write more states, fewer end less evenly
-LONGEST_PART = tl.constexpr(4)  # pieces of a tile that is divided: its programs end more evenly
+PARTS_A_PROGRAM = tl.constexpr(2)  # of equal parts: more write more states, fewer end less evenly
+LONGEST_PART = tl.constexpr(4)  # pieces of a tile that is divided
+LAST_PIECES = tl.constexpr(3)  # of each program, which are parts of their own
+MANY_TILES = tl.constexpr(8)  # of each program: parts become shorter
 MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
 LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
 LONG_ROWS = tl.constexpr(64)  # with more, tiles wait for tensor cores rather than for memory
-FOLD_ROWS = tl.constexpr(16)  # of a slice of the output
+FOLD_ROWS = tl.constexpr(8)  # of a slice of the output
 FOLD_COLUMNS = tl.constexpr(32)
 
 
@@ -61,6 +68,22 @@ class SplitSequence(NamedTuple):
     pieces: tl.tensor
 
 
+class Share(NamedTuple):
+    """What division into parts depends on, of all tiles."""
+
+    pieces: tl.tensor  # of an equal part, at most
+    total: tl.tensor  # pieces of all tiles
+    programs: tl.tensor
+
+
+class Division(NamedTuple):
+    """A tile's parts: `count` of `each` pieces, but for the last one, then parts of one."""
+
+    each: tl.tensor
+    count: tl.tensor
+    parts: tl.tensor
+
+
 class Hint(NamedTuple):
     """Where to begin to look: the first sequence of a group, and what comes before it. It serves
     every number from there on.
@@ -69,6 +92,7 @@ class Hint(NamedTuple):
     batch: tl.tensor
     before: tl.tensor
     rows: tl.tensor
+    pieces: tl.tensor
 
 
 class Found(NamedTuple):
@@ -77,7 +101,7 @@ class Found(NamedTuple):
     is_work: tl.tensor
     batch: tl.tensor
     sequence: SplitSequence
-    parts: tl.tensor  # of its tiles
+    division: Division  # of its tiles
     within: tl.tensor
     rows: tl.tensor  # of partial states, of the sequences before it
     hint: Hint
@@ -120,9 +144,9 @@ def sequence_at(batch, call, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """How many pieces a part may have: so many that each program has PARTS_A_PROGRAM of them; all
-    of a tile's where the states of all pieces would not have room.
+def share_of(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """What the parts of all tiles depend on. Where the states of all pieces would not have room,
+    it says that there is no end of pieces, and tiles are whole.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
     while first < call.sizes.batch:
@@ -132,18 +156,53 @@ def pieces_of_a_part(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.co
         each = tl.minimum(of.seqlen_q, MOST) * tl.minimum(of.pieces, MOST)
         queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
         first += GROUP
-    share = tl.cdiv(total * call.sizes.nheads, programs * PARTS_A_PROGRAM)
-    return tl.where(queries <= call.sizes.room, tl.maximum(share, 1), MANY)
+    total *= call.sizes.nheads
+    has_room = queries <= call.sizes.room
+    pieces = tl.maximum(tl.cdiv(total, programs * PARTS_A_PROGRAM), 1)
+    return Share(tl.where(has_room, pieces, MANY), tl.where(has_room, total, LAST), programs)
 
 
 @triton.jit
-def divide(pieces, share):
-    """Pieces of a part, and how many parts a tile has; all alike but the last. A tile of at most
-    `share` pieces is one part, which needs no fold.
+def divide_equally(pieces, share):
+    """Parts that are all alike but the last. A tile of at most `share.pieces` is one part, which
+    needs no fold.
     """
-    most = tl.where(pieces <= share, share, tl.minimum(share, LONGEST_PART))
+    most = tl.where(pieces <= share.pieces, share.pieces, tl.minimum(share.pieces, LONGEST_PART))
     parts = tl.maximum(tl.cdiv(pieces, most), 1)
-    return tl.maximum(tl.cdiv(pieces, parts), 1), parts
+    return Division(tl.maximum(tl.cdiv(pieces, parts), 1), parts, parts)
+
+
+@triton.jit
+def divide(pieces, tiles, before, share):
+    """Parts of each of `tiles`, behind `before` pieces of others. Where programs have many: whole
+    tiles as long as each program has as much left to do afterwards, and of the last pieces of all
+    parts of one.
+    """
+    left = share.total - before
+    a_tile_each = share.programs * pieces
+    is_whole = left - tiles * pieces >= a_tile_each
+    longer = tl.maximum(left - share.programs * LAST_PIECES, 0) // tl.maximum(tiles, 1)
+    count = tl.minimum(longer, pieces) // LONGEST_PART
+    each = tl.where(count > 0, LONGEST_PART, 1)
+    parts = count + pieces - count * each
+    equal = divide_equally(pieces, share)
+    is_equal = share.total // MANY_TILES < a_tile_each
+    each = tl.where(is_whole, tl.maximum(pieces, 1), each)
+    count = tl.where(is_whole, 1, count)
+    parts = tl.where(is_whole, 1, tl.maximum(parts, 1))
+    return Division(
+        tl.where(is_equal, equal.each, each),
+        tl.where(is_equal, equal.count, count),
+        tl.where(is_equal, equal.parts, parts),
+    )
+
+
+@triton.jit
+def pieces_of_part(part, division):
+    """The first piece of a part and how many it has, of a tile's."""
+    behind = part - division.count
+    first = tl.where(behind < 0, part * division.each, division.count * division.each + behind)
+    return first, tl.where(behind < 0, division.each, 1)
 
 
 @triton.jit
@@ -163,28 +222,37 @@ def slices_of(seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl
 @triton.jit
 def find_sequence(
     number, hint, lane, share, call,
-    IS_FOLD: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
-    is_long=None,
+    IS_FOLD: tl.constexpr, EQUALLY: tl.constexpr, FEATURES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, is_long=None,
 ):  # fmt: skip
     """The sequence of a part, or of a slice of a fold; `lane` is 0 .. 31 in the caller's layout.
-    `is_long`: numbers are of long sequences alone, or of the others.
+    EQUALLY: parts are as long from the first to the last. `is_long`: numbers are of long sequences
+    alone, or of the others.
     """
     TOKENS: tl.constexpr = ROWS // FEATURES.GROUP
     first = hint.batch - GROUP
-    after, rows_after = hint.before, hint.rows
-    works, rows = lane * 0, lane * 0
-    of, parts = SplitSequence(works, works, works, works, works), works
+    after, rows_after, pieces_after = hint.before, hint.rows, hint.pieces
+    works, rows, pieces = lane * 0, lane * 0, lane * 0
+    of, division = SplitSequence(works, works, works, works, works), Division(works, works, works)
     # The sums before a group are no variables of the loop: see `varlen.varlen_tile`
     while (after <= number) & (first + GROUP < call.sizes.batch):
         first += GROUP
         of = sequence_at(first + lane, call, FEATURES)
-        _, parts = divide(of.pieces, share)
+        tiles = tl.cdiv(of.seqlen_q, TOKENS) * call.sizes.nheads
+        if EQUALLY:
+            division = divide_equally(of.pieces, share)
+        else:
+            pieces = tiles * of.pieces
+            before = pieces_after + tl.cumsum(pieces, 0) - pieces
+            division = divide(of.pieces, tiles, before, share)
+            pieces_after += tl.sum(pieces, 0)
+        parts = division.parts
         times = parts
         if IS_FOLD:
             slices = slices_of(of.seqlen_q, FEATURES, ROWS, BLOCK_DV)
             has_slices = is_sliced(of.pieces, parts, of.seqlen_q, FEATURES, ROWS)
             times = tl.where(has_slices, slices, 0)
-        works = tl.cdiv(of.seqlen_q, TOKENS) * times * call.sizes.nheads
+        works = tiles * times
         if is_long is not None:
             works = tl.where((of.seqlen_q * FEATURES.GROUP > LONG_ROWS) == is_long, works, 0)
         rows = tl.where(parts > 1, of.seqlen_q * of.pieces, 0)
@@ -192,6 +260,7 @@ def find_sequence(
         after += tl.sum(works, 0)
         rows_after += tl.sum(rows, 0)
     before, rows_before = after - tl.sum(works, 0), rows_after - tl.sum(rows, 0)
+    pieces_before = pieces_after - tl.sum(pieces, 0)
 
     ends = before + tl.cumsum(works, 0)
     is_passed = ends <= number
@@ -202,11 +271,22 @@ def find_sequence(
         number < after,
         tl.minimum(first + place, call.sizes.batch - 1),
         sequence_in(of, lane, place, call, FEATURES),
-        tl.maximum(tl.sum(tl.where(lane == place, parts, 0), 0), 1),
+        division_in(division, lane, place),
         number - start,
         rows_before + of_passed,
-        Hint(first, before, rows_before),
+        Hint(first, before, rows_before, pieces_before),
         after,
+    )
+
+
+@triton.jit
+def division_in(division, lane, place):
+    """The one that a lane holds."""
+    is_here = lane == place
+    return Division(
+        tl.maximum(tl.sum(tl.where(is_here, division.each, 0), 0), 1),
+        tl.sum(tl.where(is_here, division.count, 0), 0),
+        tl.maximum(tl.sum(tl.where(is_here, division.parts, 0), 0), 1),
     )
 
 
@@ -234,10 +314,12 @@ def streams_of(
     lane, share, call, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):
     """The parts of all sequences, from the first on."""
-    none = Hint(share * 0, share * 0, share * 0)
-    end = share * 0 + LAST
-    longs = find_sequence(end, none, lane, share, call, False, FEATURES, ROWS, BLOCK_DV, True)
-    shorts = find_sequence(end, none, lane, share, call, False, FEATURES, ROWS, BLOCK_DV, False)
+    zero = share.pieces * 0
+    none, end = Hint(zero, zero, zero, zero), zero + LAST
+    longs = find_sequence(end, none, lane, share, call, False, True, FEATURES, ROWS, BLOCK_DV, True)
+    shorts = find_sequence(
+        end, none, lane, share, call, False, True, FEATURES, ROWS, BLOCK_DV, False
+    )
     return Streams(none, none, longs.stop, shorts.stop)
 
 
@@ -257,22 +339,27 @@ def find_alternating(
         tl.where(is_long, long.batch, short.batch),
         tl.where(is_long, long.before, short.before),
         tl.where(is_long, long.rows, short.rows),
+        number * 0,
     )
-    found = find_sequence(index, hint, lane, share, call, False, FEATURES, ROWS, BLOCK_DV, is_long)
-    batch, before, rows = found.hint
+    found = find_sequence(
+        index, hint, lane, share, call, False, True, FEATURES, ROWS, BLOCK_DV, is_long
+    )
+    batch, before, rows, pieces = found.hint
     long = Hint(
         tl.where(is_long, batch, long.batch),
         tl.where(is_long, before, long.before),
         tl.where(is_long, rows, long.rows),
+        pieces,
     )
     short = Hint(
         tl.where(is_long, short.batch, batch),
         tl.where(is_long, short.before, before),
         tl.where(is_long, short.rows, rows),
+        pieces,
     )
     stop = streams.longs + streams.shorts
     found = Found(
-        *(found.is_work, found.batch, found.sequence, found.parts, found.within, found.rows),
+        *(found.is_work, found.batch, found.sequence, found.division, found.within, found.rows),
         *(found.hint, stop),
     )
     return found, Streams(long, short, streams.longs, streams.shorts)

@@ -10,12 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ....tile.bounds import clamp
-from ....tile.splits import piece_keys
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces
 from ..pipeline import advance, start, wait_empty
-from .scales import copy_scales, k_rows, v_rows
-from .work import END, PART, copied, keys_of, receive_work
+from .scales import Rows, copy_row_scales, k_rows, v_rows
+from .work import END, PART, blocks_of, copied, keys_of, receive_work
 
 
 @gluon.jit
@@ -31,54 +30,88 @@ def copy_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The keys and values of a part, block by block."""
+    """The keys and values of a part, block by block. Entries of the page table are loaded a block
+    ahead, so that nothing waits for them.
+    """
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
+    ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     STAGES: gl.constexpr = TILE.STAGES if TILE.CACHE == "" else TILE.CACHE_STAGES
+    PIECE: gl.constexpr = 128 // sources.k.ptr.dtype.element_ty.primitive_bitwidth
+    LANES: gl.constexpr = by_lane(N, D, PIECE, TILE.COPY_WARPS)
     into = copied(rings, TILE)
     table = sources.table
-    keys = keys_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS)
-    split_size = call.sizes.split_size
-    for piece in range(work.piece, work.stop):
-        first, stop = piece_keys(piece * split_size, split_size, keys, N)
-        for n in range(first, stop, N):
-            k_at, v_at = into.k.full.index(state.stage), into.v.full.index(state.stage)
-            copy_block(sources.k, into.k, state, work, n, keys, table, D, FEATURES.HEADDIM, TILE)
-            if call.scales.k_row is not None:
-                smem = into.k_scales.index(state.stage)
-                copy_scales(k_rows(call.scales), smem, work, n, keys, table, TILE.COPY_WARPS)
-            async_copy.mbarrier_arrive(k_at, increment_count=False)
-            copy_block(sources.v, into.v, state, work, n, keys, table, DV, FEATURES.HEADDIM_V, TILE)
-            if call.scales.v_row is not None:
-                smem = into.v_scales.index(state.stage)
-                copy_scales(v_rows(call.scales), smem, work, n, keys, table, TILE.COPY_WARPS)
-            async_copy.mbarrier_arrive(v_at, increment_count=False)
-            state = advance(state, STAGES)
+    keys = keys_of(work, call, FEATURES, ROWS)
+    first, stop = blocks_of(work, call, FEATURES, ROWS, N)
+    key = first * N + gl.arange(0, N, LANES)
+    ahead = look_up(key, work, keys, table)
+    for _ in range(first, stop):
+        rows = rows_of(ahead, key, keys, table)
+        key += N
+        ahead = look_up(key, work, keys, table)
+        k_at, v_at = into.k.full.index(state.stage), into.v.full.index(state.stage)
+        copy_block(sources.k, into.k, state, work, rows, D, FEATURES.HEADDIM, TILE)
+        if call.scales.k_row is not None:
+            copy_row_scales(k_rows(call.scales), into.k_scales.index(state.stage), work, rows)
+        async_copy.mbarrier_arrive(k_at, increment_count=False)
+        copy_block(sources.v, into.v, state, work, rows, DV, FEATURES.HEADDIM_V, TILE)
+        if call.scales.v_row is not None:
+            copy_row_scales(v_rows(call.scales), into.v_scales.index(state.stage), work, rows)
+        async_copy.mbarrier_arrive(v_at, increment_count=False)
+        state = advance(state, STAGES)
     return state
+
+
+@gluon.constexpr_function
+def by_lane(rows, columns, piece, warps):
+    """One number per row, of the rows that a warp copies (`in_pieces`): each lane has another one,
+    as far as there are so many.
+    """
+    across = min(32, columns // piece)
+    together = 32 // across  # rows that a warp copies by one instruction
+    bits = [[1 << i] for i in range(rows.bit_length() - 1)]
+    first = together.bit_length() - 1  # bits of rows that are in lanes, then those of warps
+    stop = (together * warps).bit_length() - 1
+    count = across.bit_length() - 1
+    lanes = bits[:first] + (bits[stop:] + [[0]] * count)[:count]
+    return gl.DistributedLinearLayout(bits[stop + count :], lanes, bits[first:stop], [], [rows])
+
+
+@gluon.jit
+def look_up(key, work, keys, table):
+    """Entries of the page table, as they are, and the rows of keys in their pages."""
+    is_used = (key >= keys.first) & (key < keys.last)
+    place = key // table.page_size
+    entry = work.batch.to(gl.int64) * table.stride + place
+    page = gl.load(table.page_table + entry, mask=is_used, other=0)
+    return page, key - place * table.page_size
+
+
+@gluon.jit
+def rows_of(found, key, keys, table):
+    """What was looked up, as rows of memory."""
+    page, row = found
+    # num_pages - 1 would be computed before all loops, and spilled
+    page = clamp(page + 1, 1, table.num_pages) - 1
+    return Rows(page.to(gl.int64), row.to(gl.int64), (key >= keys.first) & (key < keys.last))
 
 
 @gluon.jit
 def copy_block(
-    x, ring, state, work, n, keys, table,
-    BLOCK: gl.constexpr, HEADDIM: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    x, ring, state, work, rows, BLOCK: gl.constexpr, HEADDIM: gl.constexpr, TILE: gl.constexpr
+):
     """Starts to copy a block of keys or values, (N, BLOCK)."""
     PIECE: gl.constexpr = 128 // x.ptr.dtype.element_ty.primitive_bitwidth
     LAYOUT: gl.constexpr = in_pieces(BLOCK, PIECE, TILE.COPY_WARPS)
     N: gl.constexpr = TILE.BLOCK_N
-    key = n + gl.arange(0, N, row_of(LAYOUT))
     columns = gl.arange(0, BLOCK, column_of(LAYOUT))
-    is_seen = (key >= keys.first) & (key < keys.last)
-    place = key // table.page_size
-    entry = work.batch.to(gl.int64) * table.stride + place
-    page = gl.load(table.page_table + entry, mask=is_seen, other=0)
-    page = clamp(page, 0, table.num_pages - 1).to(gl.int64)
-    row = (key - place * table.page_size).to(gl.int64)
-    begins = x.ptr + work.head_k.to(gl.int64) * x.head + page * x.batch + row * x.row
-    ptrs = begins[:, None] + columns[None, :]
-    ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [1, 16]), [1, PIECE])
-    inside = gl.max_constancy(is_seen[:, None] & (columns < HEADDIM)[None, :], [1, PIECE])
     wait_empty(ring, state)
+    # Each lane multiplies for one row; those that copy it read that. Below 0: not in use
+    begins = gl.where(rows.is_used, rows.page * x.batch + rows.row * x.row, -1)
+    begins = gl.convert_layout(begins, row_of(LAYOUT))[:, None]
+    ptrs = x.ptr + work.head_k.to(gl.int64) * x.head + begins + columns[None, :]
+    ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [1, 16]), [1, PIECE])
+    inside = gl.max_constancy((begins >= 0) & (columns < HEADDIM)[None, :], [1, PIECE])
     buffer = ring.buffers.index(state.stage).reshape((N, BLOCK))
     async_copy.async_copy_global_to_shared(buffer, ptrs, mask=inside)

@@ -2,7 +2,7 @@
 
 The program that ends a tile's last part folds it at once: it knows from the tile's counter that the
 others are done, and so does not wait. Of a long sequence that would take longer than all else: of
-many pieces, slices of 16 rows and 32 columns are handed out as parts are, and all programs fold.
+many pieces, slices of 8 rows and 32 columns are handed out as parts are, and all programs fold.
 """
 
 from triton.experimental import gluon
@@ -16,13 +16,20 @@ from ..pieces import in_pieces
 from .rows import rows_at, write_rows
 from .work import keys_of, partial_row, slices_in, tile_counter
 
+STATES_AHEAD = gl.constexpr(16)  # loaded while as many are folded: both fit in the registers
+
 
 @gluon.jit
 def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Some rows and columns of a tile. The tile's last slice sets its counter back to 0."""
     across: gl.constexpr = TILE.BLOCK_DV // FOLD_COLUMNS
     row, column = work.index // across * FOLD_ROWS, work.index % across * FOLD_COLUMNS
-    fold_rows(work, row, column, output, call, FOLD_ROWS, FOLD_COLUMNS, 16, FEATURES, TILE)
+    if TILE.CACHE != "":  # no registers for two groups of states: two slices' rows are one pass
+        M: gl.constexpr = 2 * FOLD_ROWS
+        if row % M == 0:
+            fold_rows(work, row, column, output, call, M, FOLD_COLUMNS, 16, FEATURES, TILE)
+    elif row < rows_in(work, FEATURES, TILE):
+        fold_ahead(work, row, column, output, call, FEATURES, TILE)
     counter = tile_counter(work, counters, call, FEATURES)
     slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
     done = gl.atomic_add(counter, 1, sem="relaxed")
@@ -47,6 +54,13 @@ def end_part(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.cons
         else:
             for row in range(0, rows, 8):
                 fold_rows(work, row, 0, output, call, 8, DV, 1024 // DV, FEATURES, TILE)
+
+
+@gluon.jit
+def rows_in(work, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """How many rows of a tile are queries."""
+    GROUP: gl.constexpr = FEATURES.GROUP
+    return gl.minimum((work.seqlen_q - work.start) * GROUP, TILE.ROWS // GROUP * GROUP)
 
 
 @gluon.jit
@@ -77,6 +91,66 @@ def fold_rows(
             acc_o, m_i, l_i = found[i]
             state = fold(state, SplitState(acc_o, m_i, l_i))
     write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
+
+
+@gluon.jit
+def fold_ahead(
+    work, first_row, first_column, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """The same of a slice: while STATES_AHEAD states are folded, as many others are in flight.
+    Only the first of these groups may be short, so the others are loaded without masks; there a row
+    that is no query has the numbers of one.
+    """
+    AT_ONCE: gl.constexpr = STATES_AHEAD
+    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, 4)
+    partials = output.partials
+    row = first_row + gl.arange(0, FOLD_ROWS, row_of(LAYOUT))
+    rows = rows_at(work, row, FEATURES)
+    columns = first_column + gl.arange(0, FOLD_COLUMNS, column_of(LAYOUT))
+    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    state = load_partial(work, work.first, True, rows, columns, partials, call, FEATURES)
+    begin = gl.maximum(work.first + work.each, keys.piece)
+    piece = keys.stop - gl.maximum(keys.stop - begin, 0) // AT_ONCE * AT_ONCE
+    found = ()
+    for i in gl.static_range(AT_ONCE):
+        one = piece - AT_ONCE + i
+        found = found + (
+            load_partial(work, one, one >= begin, rows, columns, partials, call, FEATURES),
+        )
+    some = rows_at(work, gl.where(rows.is_query, row, first_row), FEATURES)
+    at = partial_row(work, piece, some.token, some.head, call, FEATURES).to(gl.int32)
+    apart = work.seqlen_q * (call.sizes.nheads * FEATURES.GROUP)  # the same rows of two pieces
+    while piece < keys.stop:
+        following = ()
+        for _ in gl.static_range(AT_ONCE):
+            following = following + (load_at(at, columns, partials, FEATURES),)
+            at += apart
+        state = fold_all(state, found)
+        found = following
+        piece += AT_ONCE
+    state = fold_all(state, found)
+    write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
+
+
+@gluon.jit
+def fold_all(state, found):
+    """A state and those that follow it."""
+    for i in gl.static_range(len(found)):
+        acc_o, m_i, l_i = found[i]
+        state = fold(state, SplitState(acc_o, m_i, l_i))
+    return state
+
+
+@gluon.jit
+def load_at(row, columns, partials, FEATURES: gl.constexpr):
+    """Columns of a state in rows of partial states, which are all there."""
+    at = row.to(gl.int64)
+    inside = (columns < FEATURES.HEADDIM_V)[None, :]
+    ptrs = partials.acc_o + (at * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
+    m_i = gl.load(partials.m_i + at, cache_modifier=".cg")
+    l_i = gl.load(partials.l_i + at, cache_modifier=".cg")
+    return SplitState(acc_o, m_i, l_i)
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from ....tile.split_schedule import (
     Hint,
     find_alternating,
     find_sequence,
-    pieces_of_a_part,
+    share_of,
     streams_of,
 )
 from ....tile.splits import piece_keys
@@ -57,11 +57,11 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         fetch_descriptors(sources, rings, TILE)
     lane = gl.arange(0, 32, LANE_LAYOUT)
     programs = gl.num_programs(0)
-    share = pieces_of_a_part(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
+    share = share_of(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()
     number = gl.program_id(0)
     if TILE.WARPGROUPS == 1:
-        streams = Hint(0, 0, 0)
+        streams = Hint(0, 0, 0, 0)
     else:
         streams = streams_of(lane, share, call, FEATURES, ROWS, DV)
     found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
@@ -80,8 +80,9 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
     # that run: a slice waits for nothing that has not begun.
     FOLDED: gl.constexpr = TILE.ROWS  # each warpgroup's are folded by themselves
-    hint = Hint(0, parts, 0)
-    found = find_sequence(number, hint, lane, share, call, True, FEATURES, FOLDED, DV)
+    hint = Hint(0, parts, 0, 0)
+    EQUALLY: gl.constexpr = TILE.WARPGROUPS > 1
+    found = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
     while found.is_work:
         fetched = fetch_next_tile(counters, True)
         work = open_slice(found, share, call, FEATURES, FOLDED, DV)
@@ -90,7 +91,7 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         messages_state = advance(messages_state, 2)
         number = fetched_tile(fetched)
         hint = found.hint
-        found = find_sequence(number, hint, lane, share, call, True, FEATURES, FOLDED, DV)
+        found = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
     reset_counter(counters, number, found.stop)
     send(rings.messages, messages_state, no_more())
 
@@ -124,7 +125,7 @@ def find_part(number, streams, lane, share, call, FEATURES: gl.constexpr, TILE: 
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     DV: gl.constexpr = TILE.BLOCK_DV
     if TILE.WARPGROUPS == 1:
-        found = find_sequence(number, streams, lane, share, call, False, FEATURES, ROWS, DV)
+        found = find_sequence(number, streams, lane, share, call, False, False, FEATURES, ROWS, DV)
         return found, found.hint
     else:
         return find_alternating(number, streams, lane, share, call, FEATURES, ROWS, DV)

@@ -27,6 +27,14 @@ class Scales(NamedTuple):
     v_head: Any = None
 
 
+class Rows(NamedTuple):
+    """Where rows of keys and values lie."""
+
+    page: Any
+    row: Any  # in its page
+    is_used: Any  # else neither is read
+
+
 class RowScales(NamedTuple):
     """Of a side whose rows have their own: memory, and strides."""
 
@@ -100,6 +108,12 @@ def copy_scales(rows, smem, work, n, keys, table, WARPS: gl.constexpr):
         page = gl.load(table.page_table + entry, mask=is_used, other=0)
         page = clamp(page, 0, table.num_pages - 1).to(gl.int64)
         row = key - place * table.page_size
-    at = rows.ptr + work.head_k.to(gl.int64) * rows.head + page * rows.batch
-    at = at + row.to(gl.int64) * rows.row
-    async_copy.async_copy_global_to_shared(smem, at, mask=is_used)
+    copy_row_scales(rows, smem, work, Rows(page, row.to(gl.int64), is_used))
+
+
+@gluon.jit
+def copy_row_scales(scales, smem, work, rows):
+    """The same of rows that were looked up."""
+    at = scales.ptr + work.head_k.to(gl.int64) * scales.head + rows.page * scales.batch
+    at = at + rows.row * scales.row
+    async_copy.async_copy_global_to_shared(smem, at, mask=rows.is_used)

@@ -11,8 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.split_schedule import (
     SplitSizes,
-    divide,
+    divide_equally,
     is_sliced,
+    pieces_of_part,
     sequence_at,
     slices_of,
 )
@@ -55,7 +56,7 @@ class Work(NamedTuple):
     piece: gl.tensor  # pieces [piece, stop) are this part's
     stop: gl.tensor
     first: gl.tensor  # the first piece that the sequence sees
-    each: gl.tensor  # pieces of a part
+    each: gl.tensor  # pieces of the tile's first part
     parts: gl.tensor  # of the tile
     rows: gl.tensor  # of partial states before those of the sequence
     index: gl.tensor  # of the part, or the slice
@@ -101,10 +102,11 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     tokens = ROWS // FEATURES.GROUP
     if TILE.WARPGROUPS == 1:
         first_q, seqlen_q, seqlen_k, seen, pieces = found.sequence
-        each, parts = gl.maximum(gl.cdiv(pieces, found.parts), 1), found.parts
+        division = found.division
     else:  # whose load warp has no registers for these
         first_q, seqlen_q, seqlen_k, seen, pieces = sequence_at(found.batch, call, FEATURES)
-        each, parts = divide(pieces, share)
+        division = divide_equally(pieces, share)
+    parts = division.parts
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     if TILE.WARPGROUPS == 1:
         of_a_part = tiles * call.sizes.nheads
@@ -116,12 +118,12 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
         place = tiles - 1 - place  # those that see the most keys first, so that all end together
     start = place * tokens
     of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
-    first = seen + part * each
-    piece = gl.maximum(first, of_tile.piece)
-    stop = gl.maximum(gl.minimum(first + each, of_tile.stop), piece)
+    first, count = pieces_of_part(part, division)
+    piece = gl.maximum(seen + first, of_tile.piece)
+    stop = gl.maximum(gl.minimum(seen + first + count, of_tile.stop), piece)
     return Work(
         *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(piece, stop, seen, each, parts, found.rows, part),
+        *(piece, stop, seen, division.each, parts, found.rows, part),
         is_sliced(pieces, parts, seqlen_q, FEATURES, TILE.ROWS),
     )
 
@@ -132,8 +134,8 @@ def open_slice(
 ):
     """The slice of a number."""
     tokens = ROWS // FEATURES.GROUP
-    first_q, seqlen_q, seqlen_k, seen, pieces = found.sequence
-    each, parts = gl.maximum(gl.cdiv(pieces, found.parts), 1), found.parts
+    first_q, seqlen_q, seqlen_k, seen, _ = found.sequence
+    each, _, parts = found.division
     slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
     tile = found.within // slices
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
