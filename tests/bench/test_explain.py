@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tilewise import dispatch
+from tilewise.bench import explain as explain_module
 from tilewise.bench.call import call_of
-from tilewise.bench.cards import CARDS, Roof, card_for
+from tilewise.bench.cards import CARDS, Roof, card_for, cpu_roof
 from tilewise.bench.explain import answers_of, explain, way_of_cpu
 from tilewise.bench.occupancy import occupancy
 from tilewise.bench.shapes import Shape, packed, square
@@ -117,14 +118,21 @@ def test_a_forced_backend_that_refuses_serves_nothing(triton):
     assert explained(square("fwd", 512, 32, False), backend="hopper").backend == "hopper"
 
 
-def test_the_roof_says_which_side():
+def test_the_roof_says_which_side(monkeypatch):
     roof = Roof(100.0, 2.0, "made up")
     assert roof.ridge == 50.0 and roof.milliseconds(1e12, 1e9) == 10.0
     assert roof.milliseconds(1e9, 2e12) == 1000.0
+    monkeypatch.setattr(explain_module, "_cpu_roof", lambda dtype: roof)
     decode = explained(square("fwd", 1, 128, False, tokens=1), "cpu")
     assert decode.work.intensity < 2 and decode.work.side == "memory"
     long = explained(square("fwd", 4096, 128, False, tokens=4096, hidden=128), "cpu")
     assert long.work.intensity > 500 and long.work.side == "compute"
+
+
+def test_the_roof_of_a_cpu_is_measured():
+    roof = cpu_roof(torch.float32, size=128, nbytes=2**20)
+    assert roof.tflops > 0 and roof.bandwidth > 0
+    assert roof.source == "measured now: matmul of 128^3 in float32, a copy"
 
 
 def test_the_ways_of_the_cpu():

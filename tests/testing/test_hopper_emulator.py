@@ -39,6 +39,15 @@ def test_kernels_compute_what_torch_does(name):
         run(LAUNCHES[name](), seed)
 
 
+def test_a_matmul_is_rounded_once():
+    """To float32, so that a row's bits do not depend on where in its tile it is."""
+    launch = hopper_launches.matmul(hopper_kernels, k=64)
+    a, b, c = launch.args[0].base, launch.args[1].base, launch.args[2]
+    expected = c + (a.double() @ b.double()).float()
+    run(launch, 0)
+    assert torch.equal(c, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_kernels_under_many_seeds(name):

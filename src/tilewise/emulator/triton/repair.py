@@ -3,7 +3,9 @@
 The interpreter keeps these types as integers of the same width. As shipped, arithmetic then works
 on those integers, float32 to bfloat16 truncates, and fp8 loses subnormals. Fixed here: bfloat16
 arithmetic is float32 arithmetic rounded to nearest even, casts are torch's, and a cast to fp8
-saturates, as PTX's satfinite does.
+saturates, as PTX's satfinite does. Products of matrices are summed in float64 and rounded once: in
+float32, numpy's BLAS sums a row in an order that depends on the row's place, where a tensor core's
+does not.
 """
 
 from collections.abc import Callable
@@ -106,7 +108,13 @@ def _clamp(self: Any, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
 
 def _dot(op: Callable[..., Any]) -> Callable[..., Any]:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        result = op(self, _widen(a), _widen(b), _widen(d), *options)
+        a, b, acc = map(_widen, (a, b, d))
+        if acc.dtype.scalar == tl.float32:
+            zeros = TensorHandle(np.zeros(acc.data.shape), tl.float64)
+            product = op(self, a, b, zeros, *options).data.astype(np.float32)
+            result = TensorHandle(product + acc.data, tl.float32)
+        else:
+            result = op(self, a, b, acc, *options)
         if _is_bfloat16(d):
             return TensorHandle(_to_bfloat16(result.data), tl.bfloat16)
         return result
