@@ -60,6 +60,27 @@ def test_one_piece_and_too_many_need_no_slots():
     assert len(long.launches) == 1 and long.pieces.slots == 0
 
 
+def test_hopper_divides_tiles_among_its_programs():
+    found = explained(decode(32, 8192, LLAMA, page_size=16))
+    assert found.backend == "hopper"
+    (one,) = found.launches
+    assert one.launch.kernel == "hopper_decode_kernel" and one.launch.is_persistent
+    assert (one.launch.block_m, one.launch.block_n) == (64, 64)
+    assert one.launch.tiles == 32 * 8 * 16 and one.waves.at_once == 132
+    cut = found.pieces
+    assert cut.slots == 16 * 32 * 32 and not cut.are_all_used
+    assert found.moved.partials == 0  # of tiles that are whole; how many, lengths decide
+    chunk = explained(decode(1, 1 << 15, LLAMA, queries=2048))
+    assert chunk.launches[0].launch.block_m == 128 and chunk.pieces.slots == 0
+
+
+def test_a_backend_refuses_as_it_does_in_a_call():
+    found = explained(decode(1, 1000, LLAMA), split_size=100)
+    assert found.backend == "portable"
+    (reason,) = [x.reason for x in found.answers if x.backend == "hopper"]
+    assert reason == "split_size=100 is no multiple of 64 keys"
+
+
 def test_pages_are_counted_among_the_bytes():
     plain, paged = (explained(decode(2, 1000, LLAMA, page_size=n)).moved for n in (0, 16))
     assert paged.others - plain.others == 2 * 63 * 4 and paged.kv == plain.kv

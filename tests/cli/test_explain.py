@@ -115,6 +115,19 @@ def test_a_step_of_decoding():
     assert [one["kernel"] for one in found["launches"]] == ["attn_split_kernel", "attn_fold_kernel"]
 
 
+def test_a_step_on_hopper():
+    asked = "--cache", "--no-compile", "--gpu", "h200", "--heads", "32", "--kv-heads", "8"
+    done = invoke(*asked, "--batch", "32", width=140)
+    assert done.exit_code == 0, done.output
+    for text in (
+        "hopper_decode_kernel",
+        "4,096, counted by pieces",
+        "16,384 of 520 bytes, 8.5 MB, used by tiles that several programs share",
+        "at most 17.04 MB",
+    ):
+        assert text in done.output, done.output
+
+
 def test_a_step_on_the_cpu_and_its_picture(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "roof.png"

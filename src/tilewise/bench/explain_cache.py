@@ -5,6 +5,8 @@ As `explain`, of calls with a cache; no GPU is needed, and no tensor is written.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ class Pieces(NamedTuple):
     slots: int  # states of a piece and row in the workspace; 0: one program walks all its pieces
     slot_bytes: int
     idle: int  # programs of the first launch that find no piece
+    are_all_used: bool  # or only those of tiles that several programs share
 
     @property
     def workspace(self) -> int:
@@ -46,7 +49,7 @@ class Moved(NamedTuple):
 
     kv: int  # keys and values in use
     others: int  # queries, out, LSE, lengths and page table
-    partials: int  # states of pieces, written once and read once
+    partials: int  # states of all pieces, written once and read once
 
     @property
     def total(self) -> int:
@@ -92,13 +95,12 @@ def explain_cache(
     chosen = backend or next((x.backend for x in answers if x.kind == "serves"), "")
     if any(x.backend == chosen and x.kind == "refuses" for x in answers):
         chosen = ""
-    plans = portable_plans(cached) if chosen == "portable" else []
+    planned = planned_by(chosen, of, cached, target, card)
     launches = []
-    for plan in plans:
-        launch = launch_of(plan, target)
+    for launch in planned.launches:
         built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
         launches.append(Launched(launch, built, failed, waves(launch, built, card)))
-    cut = pieces_of(of, cached, plans)
+    cut = pieces_of(of, cached, planned)
     roof = card.roof(cached.q.itemsize * 8) if card is not None else cpu_roof(cached.q.dtype)
     where = chosen, backend is not None, answers, launches
     return CacheExplanation(of, target, card, *where, cut, moved(of, cached, cut), roof)
@@ -122,19 +124,48 @@ def cached_of(of: Decode, split_size: int | None) -> Cached:
 def answers_of(cached: Cached, target: str) -> list[Answer]:
     """Each backend's that reads a cache, in the order in which they are asked."""
     device = torch.device("cpu" if target == "cpu" else "cuda")
+    reasons = {}
     with standing_in(target):
-        reasons = {name: dispatch.ask(name, cached.problem, device) for name in cache_ops.BACKENDS}
+        for name, module in cache_ops.BACKENDS.items():
+            reasons[name] = dispatch.ask(name, cached.problem, device)
+            if reasons[name] is None and name != "cpu":
+                reasons[name] = importlib.import_module(module).refusal(cached)
     return [
         Answer(name, str(reason or ""), "refuses" if reason else "serves")
         for name, reason in reasons.items()
     ]
 
 
+class Planned(NamedTuple):
+    """The launches of a step, and the states that the host makes room for."""
+
+    launches: list[Launch]
+    slots: int
+    are_all_used: bool
+
+
+def planned_by(backend: str, of: Decode, cached: Cached, target: str, card: Card | None) -> Planned:
+    """As a backend plans the step."""
+    if backend == "portable":
+        plans = portable_plans(cached)
+        slots = plans[0].args.partials[1].numel() if len(plans) == 2 else 0
+        return Planned([launch_of(plan, target) for plan in plans], slots, True)
+    if backend == "hopper" and card is not None:
+        return hopper_plan(of, cached, card)
+    return Planned([], 0, True)
+
+
+def outputs_of(cached: Cached) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` and `lse`, unwritten."""
+    q = cached.q
+    return q.new_empty(*q.shape[:-1], cached.v.shape[3]), torch.empty(lse_shape(q))
+
+
 def portable_plans(cached: Cached) -> list:
     """The launches of the portable backend, as it plans them."""
     from ..kernels.portable.decode_launch import plans_of
 
-    return plans_of(cached, torch.empty_like(cached.q), torch.empty(lse_shape(cached.q)))
+    return plans_of(cached, *outputs_of(cached))
 
 
 def launch_of(plan, target: str) -> Launch:
@@ -150,18 +181,40 @@ def launch_of(plan, target: str) -> Launch:
     return Launch(plan.kernel.fn.__name__, *sides, plan.stages, plan.programs, False, compiled)
 
 
-def pieces_of(of: Decode, cached: Cached, plans: list) -> Pieces:
+def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
+    """Hopper's one launch, whose tiles are counted by pieces: its programs divide these among them,
+    by lengths that they read.
+    """
+    from ..kernels.hopper.decode import launch
+    from ..kernels.hopper.descriptors import checked
+    from ..testing import build
+
+    plan = launch.plan_of(cached, *outputs_of(cached), most=card.sms)
+    tile, sizes = plan.constants["TILE"], plan.args[launch.SIZES]
+    kernel = launch.hopper_decode_kernel
+    compiled = functools.partial(build, kernel, *checked(plan.args), on="sm90", **plan.constants)
+    rows = tile.ROWS * tile.WARPGROUPS
+    tiles = math.ceil(sizes.seqlen_q / (rows // cached.problem.group)) * sizes.nheads
+    each = sum(len(pieces(0, keys, cached.split_size)) for keys in of.sequences)
+    sides = rows, tile.BLOCK_N, tile.BLOCK_D + tile.BLOCK_DV
+    stages = tile.CACHE_STAGES if tile.CACHE else tile.STAGES
+    found = Launch("hopper_decode_kernel", *sides, stages, tiles * each, True, compiled)
+    has_room = each * sizes.seqlen_q <= sizes.room  # else tiles are whole
+    return Planned([found], sizes.room * cached.problem.nheads * has_room, False)
+
+
+def pieces_of(of: Decode, cached: Cached, planned: Planned) -> Pieces:
     """Pieces by length; slots by what the host knows, which is the room alone."""
     size = cached.split_size
     each = [len(pieces(0, keys, size)) for keys in of.sequences]
     room = math.ceil(capacity(cached.k, cached.page_table) / size)
-    slots = room * of.batch * of.seqlen_q * of.nheads if len(plans) == 2 else 0
     idle = 0
-    if slots:  # as many tiles of queries for each piece that there is room for
-        tiles = plans[0].programs // room
-        idle = plans[0].programs - sum(each) * tiles // of.batch
-    slot_bytes = (of.headdim_v + 2) * FP32
-    return Pieces(size, max(each), sum(each), room, slots, slot_bytes, idle)
+    if planned.slots and planned.are_all_used:
+        programs = planned.launches[0].tiles
+        tiles = programs // room  # of queries, for each piece that there is room for
+        idle = programs - sum(each) * tiles // of.batch
+    slots = planned.slots, (of.headdim_v + 2) * FP32
+    return Pieces(size, max(each), sum(each), room, *slots, idle, planned.are_all_used)
 
 
 def moved(of: Decode, cached: Cached, cut: Pieces) -> Moved:
@@ -170,5 +223,5 @@ def moved(of: Decode, cached: Cached, cut: Pieces) -> Moved:
     others = rows * ((of.headdim + of.headdim_v) * cached.q.itemsize + FP32) + of.batch * FP32
     if of.page_size:
         others += sum(-(-keys // of.page_size) for keys in of.sequences) * FP32
-    states = cut.total * of.seqlen_q * of.nheads if cut.slots else 0
+    states = cut.total * of.seqlen_q * of.nheads if cut.slots and cut.are_all_used else 0
     return Moved(of.kv_bytes, others, 2 * states * cut.slot_bytes)

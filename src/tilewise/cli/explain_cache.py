@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .explain_tables import (
+    LAUNCH,
     common_record,
     launch_column,
     on_card,
@@ -16,6 +17,8 @@ from .explain_tables import (
 )
 from .options import DTYPES
 from .tables import table
+
+TILES = LAUNCH.index("tiles")
 
 
 def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
@@ -52,6 +55,8 @@ def show(screen, found) -> None:
     for number, (column, one) in enumerate(zip(columns, found.launches)):
         beside = "all pieces" if number else f"{one.launch.block_n} keys"
         column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
+        if one.launch.is_persistent:
+            column[TILES], column[TILES + 1] = f"{column[TILES]}, counted by pieces", "one an SM"
     show_launches(screen, found, columns)
     screen.print(table(["pieces", ""], piece_rows(found)))
     screen.print(table(["work", ""], work_rows(found)))
@@ -69,6 +74,8 @@ def piece_rows(found) -> list[tuple[str, str]]:
     if not cut.slots:
         return [*rows, ("slots", "none: a program walks all pieces of its rows")]
     size = f"{cut.slots:,} of {cut.slot_bytes} bytes, {cut.workspace / 1e6:,.1f} MB"
+    if not cut.are_all_used:
+        return [*rows, ("slots", f"{size}, used by tiles that several programs share")]
     where = f"for {cut.room} pieces a sequence, as the cache has room for"
     return [*rows, ("slots", f"{size}, {where}"), ("programs without a piece", f"{cut.idle:,}")]
 
@@ -76,10 +83,15 @@ def piece_rows(found) -> list[tuple[str, str]]:
 def work_rows(found) -> list[tuple[str, str]]:
     """Bytes, FLOPs and the roof."""
     moved, roof = found.moved, found.roof
-    share = f"{moved.partials / 1e6:,.2f} MB, {100 * moved.partials / moved.kv:.1f} % of those"
+    cut, states = found.pieces, moved.partials
+    share = f"{states / 1e6:,.2f} MB, {100 * states / moved.kv:.1f} % of those"
+    between = ("of states between the launches", share)
+    if cut.slots and not cut.are_all_used:
+        most = 2 * cut.total * cut.slot_bytes * found.of.seqlen_q * found.of.nheads
+        between = ("of states of shared tiles", f"at most {most / 1e6:,.2f} MB")
     return [
         ("bytes of keys and values", f"{moved.kv / 1e6:,.1f} MB"),
-        ("of states between the launches", share),
+        between,
         ("of queries, out, LSE and table", f"{moved.others / 1e6:,.2f} MB"),
         ("FLOPs", f"{found.of.flops / 1e9:,.3g} G, {plain(found.intensity)} a byte"),
         *roof_rows(roof),

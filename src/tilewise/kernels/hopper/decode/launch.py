@@ -40,7 +40,7 @@ WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not di
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
-OUTPUT, COUNTERS = 4, 5  # among a plan's arguments
+OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
 CACHES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of 8 bits
 
 
@@ -153,14 +153,17 @@ def shared_tile(
     )
 
 
-def plan_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> Plan:
-    """A launch for any lengths."""
+def plan_of(
+    cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE, most: int | None = None
+) -> Plan:
+    """A launch for any lengths, of `most` programs; by default one for each SM."""
     problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
     scales = Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale))
     row_scales = (scales.k_row is not None) + (scales.v_row is not None)
     page_size = 0 if cached.page_table is None else k.shape[1]
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
-    most = num_sms(q.device) if q.is_cuda else 4
+    if most is None:
+        most = num_sms(q.device) if q.is_cuda else 4
     warpgroups = warpgroups_of(cached, batch, most)
     tile = tile_of(problem, page_size, k.dtype, row_scales, warpgroups)
     is_packed = extras.cu_seqlens_q is not None
