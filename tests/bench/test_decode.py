@@ -205,6 +205,15 @@ def test_caches_take_turns_on_a_gpu_only():
     assert slow(lambda: None, 3)[0] < 1.0
 
 
+def test_small_caches_are_said_to_be_warm():
+    """More calls than a graph should hold would be needed to keep them out of the L2 cache."""
+    one, many = decode(1, 1, (32, 8, 128)), decode(1, 512, (32, 8, 128))
+    assert one.copies == many.copies == 128 and many.is_cold and not one.is_cold
+    assert [Plan("cuda", 1, 1.0).coldness(of) for of in (one, many)] == ["warm", "rotate"]
+    assert Plan("cuda", 1, 1.0, "flush").coldness(one) == "flush"
+    assert Plan("cpu", 1, 1.0).coldness(one) == "none"
+
+
 def test_a_measured_bandwidth_is_a_rate(monkeypatch):
     monkeypatch.setattr("tilewise.bench.bandwidth.BYTES", {"cpu": 1 << 20})
     found = bandwidth("cpu", rounds=1, round_ms=1.0)

@@ -18,6 +18,7 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 KINDS = tuple(name + each for name in DTYPES for each in ("", BY_ROW))  # a scale a head, or a row
 CHECKED = 256  # queries of a sequence whose results are held to fp64
 COLD_BYTES = 256 << 20  # what is read between two reads of a byte, so that it is in no L2 cache
+MOST_COPIES = 128  # a graph holds one call for each
 
 
 class Decode(NamedTuple):
@@ -76,8 +77,15 @@ class Decode(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many caches the calls rotate over, so that what is read next is in no L2 cache."""
-        return max(2, -(-COLD_BYTES // self.kv_bytes))
+        """How many caches the calls rotate over, so that what is read next is in no L2 cache,
+        unless caches are so small that MOST_COPIES fit there.
+        """
+        return min(max(2, -(-COLD_BYTES // self.kv_bytes)), MOST_COPIES)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether so many are more than an L2 cache holds."""
+        return 2 * self.copies * self.kv_bytes >= COLD_BYTES
 
     @property
     def sizes(self) -> str:

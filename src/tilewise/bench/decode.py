@@ -64,6 +64,12 @@ class Plan(NamedTuple):
         """How many caches a call rotates over."""
         return of.copies if self.on_gpu and self.cold == "rotate" else 1
 
+    def coldness(self, of: Decode) -> str:
+        """How the L2 cache was kept cold, for a row: "warm" where it was not; "none" on a CPU."""
+        if not self.on_gpu:
+            return "none"
+        return "warm" if self.cold == "rotate" and not of.is_cold else self.cold
+
     def clock(self, copies: int) -> Clock:
         """Milliseconds of one step, where a call is `copies` of them."""
         flush = {} if self.cold == "flush" else {"flush_bytes": 0}
@@ -264,7 +270,7 @@ def run_case(
     for (of, name), one in tried.items():
         if isinstance(one, Ready):
             row = make_row(of, name, times[of, name], one.verdict, common, rate)
-            extra = {**row.extra, "cold": plan.cold if plan.on_gpu else "none"}
+            extra = {**row.extra, "cold": plan.coldness(of)}
             if (of, name) in host:
                 extra["host_us"] = Spread.of(host[of, name]).median * 1e3
             one = Outcome(of, name, dataclasses.replace(row, extra=extra))

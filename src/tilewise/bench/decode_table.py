@@ -69,7 +69,8 @@ def lines_of(outcomes: Sequence[Outcome[Decode]], copies: int) -> list[str]:
             continue
         own = beside(outcome, outcomes)
         rows.append([*named, *_numbers(row), spread_of(ratio_of(own, row)) if own else ""])
-    caches = f", rotating over {copies} caches" if copies > 1 else ""
+    warm = "" if first.shape.is_cold else ", which the L2 cache holds"
+    caches = f", rotating over {copies} caches{warm}" if copies > 1 else ""
     return [f"\n{first.shape}, {size}{caches}", *aligned(rows)]
 
 
