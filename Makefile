@@ -34,6 +34,14 @@ PYTEST := $(RUN) -m pytest
 RESULTS ?= .out/mine.jsonl
 BENCH = $(RUN) -m tilewise.cli bench --save $(RESULTS)
 LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
+# Decodes, their pages, queries and lengths, chunks, both in one call, and caches of 8 bits
+STEPS := "--batch 32,8,1 --queries 1 --against tilewise:portable,fa3,sdpa" \
+	"--batch 32 --queries 2,4,8 --against fa3" "--batch 32 --queries 1 --pages 256,64,1 --against fa3" \
+	"--batch 256 --queries 1 --pages 16 --against fa3" "--lengths zipf --queries 1 --pages 16 --against fa3" \
+	"--batch 1 --seqlens 1,128k,1048576 --queries 1 --pages 0 --against fa3" \
+	"--batch 1 --seqlens 32k --queries 512,2k --against fa3" \
+	"--batch 64 --queries 1 --pages 16 --chunk 2k --against fa3" \
+	"--batch 32 --queries 1 --pages 16 --cache bf16,e4m3,int8:row --against fa3"
 NEWEST_TESTS := tests/testing tests/tile tests/compile tests/kernels
 # Of a requirement `name>=1.2`, name==1.2.0
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
@@ -78,6 +86,8 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 	for asked in "--window 1024" "--softcap 30" --alibi --sinks; do \
 		$(BENCH) fwd --seqlen 4k,16k --headdim 128 --causal yes $$asked --against fa3,flex || exit 1; done
 	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3 --sustained
+	$(BENCH) fwd $(LENGTHS) --headdim 64,128,256 --dtype fp8 --against fa3 --sustained
+	for asked in $(STEPS); do $(RUN) -m tilewise.cli bench decode $$asked --save $(RESULTS) || exit 1; done
 	for what in "varlen --dense --against fa3 --sustained" "modifiers"; do \
 		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
 	for what in "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \

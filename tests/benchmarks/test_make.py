@@ -45,7 +45,7 @@ def saved(group, words, monkeypatch):
 
 def test_every_command_takes_its_options(lines, monkeypatch):
     asked = [line[len(BENCH) :] for line in lines if line[: len(BENCH)] == BENCH]
-    assert len(asked) == 10
+    assert len(asked) == 20
     for words in asked:
         assert saved(bench, words, monkeypatch).endswith("rows.jsonl")
 
@@ -61,13 +61,14 @@ def test_what_pages_lead_with_is_timed_under_sustained_load(lines):
     """Dense, packed and GPT-2's; the backward beside FA3 and cuDNN."""
     asked = [line[len(BENCH) :] for line in lines if "--sustained" in line]
     whole = {" ".join(words) for words in asked}
-    assert len(asked) == 4 and any("varlen" in words for words in asked)
+    assert len(asked) == 5 and any("varlen" in words for words in asked)
+    assert any("fp8" in words for words in asked)
     assert any("bwd" in words and "fa3,cudnn," in " ".join(words) for words in asked), whole
 
 
 def test_packed_and_modifiers_and_every_lesson_are_there(lines):
     first = {line[len(BENCH)] for line in lines if line[: len(BENCH)] == BENCH}
-    assert {"varlen", "modifiers"} <= first
+    assert {"varlen", "modifiers", "decode"} <= first
     assert ["benchmarks/cpu.py", "--save"] in [line[:2] for line in lines]
     lessons = {line[0] for line in lines if line[0].startswith("tour/")}
     assert lessons == {f"tour/{path.name}" for path in (ROOT / "tour").glob("[0-9]*.py")}
