@@ -31,6 +31,7 @@ OTHERS = {
     "keys of another": mods.mask(lambda b, h, q, k: (k < 100) & (q >= 0)),
     "a later start": mods.mask(lambda b, h, q, k: (k <= q) & (k >= 5)),
     "anti-causal": mods.mask(lambda b, h, q, k: (IDS[q] == IDS[k]) & (k >= q)),
+    "later keys alone": mods.mask(lambda b, h, q, k: k > q),
     "one pair less": mods.mask(lambda b, h, q, k: (IDS[q] == IDS[k]) & ((q != 75) | (k != 139))),
     "by heads": mods.mask(lambda b, h, q, k: (IDS[q] == IDS[k]) & (k <= q + h * 999)),
 }

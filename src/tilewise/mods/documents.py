@@ -60,6 +60,8 @@ def documents_of(ends: Ends | None, batch: int) -> Documents | None:
     is_causal = (stop == here + 1).all()
     is_full = torch.where(ends_here, stop == here + 1, stop == stop.roll(-1, 1)).all()
     starts = begins.expand(batch, seqlen).flatten().nonzero()[:, 0]
+    if not len(starts):  # every query sees a key before its own, or none up to its own
+        return None
     cu_seqlens = torch.cat([starts, starts.new_full((1,), batch * seqlen)])
     told = torch.stack([is_one, is_causal, is_full, cu_seqlens.diff().amax()]).tolist()
     if not told[0] or not (told[1] or told[2]):
