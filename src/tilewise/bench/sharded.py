@@ -1,8 +1,8 @@
 """One sequence over several processes: what is timed, its inputs, and what it is held to.
 
 All sides share the inputs, which every rank draws whole from one seed. `out` and `dq` of a few rows
-of each rank are held to fp64, and to the rounding of plain torch there; `dk` and `dv`, of which
-each number has all queries in it, to one process's own.
+of each rank are held to fp64, and to the errors of plain runs there (`standards`); `dk` and `dv`,
+of which each number has all queries in it, to one process's own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import tilewise.distributed as td
 
 from ..reference import attention_reference
 from ..testing import tolerance
+from ..testing.cases import Case, recomputed
+from ..testing.inputs import Features, Sizes
+from ..testing.inputs import Inputs as CaseInputs
 from .check import Verdict
 from .lengths import documents
 
@@ -139,6 +142,7 @@ class Sampled(NamedTuple):
     own: Tensor
     exact: Tensor
     plain: Tensor  # as plain torch gives it in the inputs' precision
+    recomputed: Tensor  # as a run that stores out and LSE gives it; of out, plain torch's
     one: Tensor  # one process's
 
 
@@ -148,8 +152,9 @@ def judge(of: Sharded, found: Results, layout: td.Layout, whole: Inputs, one: Re
     samples = [x for span in layout.spans[:MANY] for x in _samples(of, found, span, whole, one)]
     for place, (name, slack) in enumerate((("out", 1.0), ("dq", 1.05))):
         if parts := [x[place] for x in samples if x[place] is not None]:
-            own, exact, plain, ones = (torch.cat(x) for x in zip(*parts))
-            held = tolerance.judge(own, exact, plain)
+            own, exact, plain, again, ones = (torch.cat(x) for x in zip(*parts))
+            plains = (plain,) if name == "out" else (plain, again)
+            held = tolerance.judge(own, exact, *plains)
             bound = max(held.max_bound, slack * float((ones.double() - exact).abs().max()))
             passes = held.max_error <= bound  # so few numbers have no mean to speak of
             verdicts.append(Verdict(f"{name}: {held}", held.max_error, bound, passes))
@@ -190,11 +195,18 @@ def _samples(
             truths.append([out.detach()])
             if found.dq is not None:
                 truths[-1].append(torch.autograd.grad(out, q, whole.dout[queries].to(dtype))[0])
+        # Not of out: an LSE that is stored changes none
+        truths.append(list(truths[1]))
+        if found.dq is not None:
+            features = Features(causal=of.causal, window=window)
+            q, k, v = (x.detach() for x in (whole.q[queries], whole.k[keys], whole.v[keys]))
+            inputs = CaseInputs(q, k, v, whole.dout[queries], None, None, None, None)
+            truths[2][1] = recomputed(Case("bench", Sizes(), features), inputs)["dq"]
         rows = slice(span.row + start - span.start, span.row + stop - span.start)
         at = [(found.out, one.out), (found.dq, one.dq)][: len(truths[0])]
         parts = [
-            Sampled(*(x.flatten() for x in (own[:, rows, heads], exact, plain, ones[queries])))
-            for (own, ones), exact, plain in zip(at, *truths)
+            Sampled(*(x.flatten() for x in (own[:, rows, heads], *truth, ones[queries])))
+            for (own, ones), *truth in zip(at, *truths)
         ]
         samples.append((parts[0], parts[1] if len(parts) > 1 else None))
     return samples
