@@ -239,8 +239,9 @@ def gradients_of(
     right: int,
     extras: Extras | None = None,
     is_long: bool = False,
+    rounds: bool = False,
 ) -> Grads:
-    """Those of one call of the library."""
+    """Those of one call of the library; of keys in fp32 where they are parts of sums."""
     sinks = None if spec.sinks is None else spec.sinks.to(saved.lse.dtype)
     extras = Extras(spec.alibi_slopes, sinks) if extras is None else extras
     q, k, v = saved.q, saved.k, saved.v
@@ -256,8 +257,8 @@ def gradients_of(
         is_long=is_long,
     )
     problem = checked.problem
-    if q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
-        problem = problem._replace(has_fp32_key_grads=True)  # parts of sums, rounded once
+    if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
+        problem = problem._replace(has_fp32_key_grads=True)
     known = Call(problem, checked.scalars, spec.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
     return ops.run_backward(known, saved, extras)

@@ -7,6 +7,7 @@ these would take much memory, heads are computed in groups, one after the other.
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
-from .exchange import place, publish, pulls_of
+from .copies import Group, in_rows, kind_of, strides_of
+from .exchange import pulls_of
 from .halves import Arena
+from .key_copies import key_copies
 from .sums import summed
 
 Tensor = torch.Tensor
 NAME = "stream"
+FEW_LISTS = 4  # of pulls that are waited for one by one
 MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
 
 
@@ -158,21 +162,20 @@ def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) ->
     """Keys and values of the whole sequence, those that no query here sees 0. Those of this rank
     are there; others arrive.
     """
-    layout = spec.layout
-    published = publish(arena, signature, [k.transpose(0, 1), v.transpose(0, 1)], layout)
+    layout, batch = spec.layout, k.shape[0]
+    given = in_rows(k), in_rows(v)
     pulls = pulls_of(layout, *spec.sides)
-    shapes = [(layout.seqlen, x.shape[0], *x.shape[2:]) for x in (k, v)]
-    found = [(k.new_empty if pulls.is_whole else k.new_zeros)(shape) for shape in shapes]
-    arrivals = []
-    with arena.copying():
-        for pulled in pulls.by_span:
-            for rank, row, start, stop in pulled:
-                if rank == layout.rank:
-                    continue
-                for number, x in enumerate(found):
-                    x[start:stop].copy_(published.pull(rank, number, row, row + stop - start))
-            arrivals.append(arena.mark())
-    for x, local in zip(found, (k, v)):
-        place(layout, local.transpose(0, 1).unsqueeze(0), x.unsqueeze(0))
-    k, v = (x.transpose(0, 1) for x in found)
-    return rows.Keys(k, v, arena, tuple(arrivals))
+    lists = pulls.by_span
+    if len(lists) > FEW_LISTS:  # calls of many runs are one, which waits for all
+        lists = (tuple(x for several in lists for x in several),)
+    kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
+    copies = key_copies(layout, lists, kinds, strides, batch, (Group(0, k.shape[2]),))
+    empty = k.new_empty if pulls.is_whole else k.new_zeros
+    found = [empty(batch, layout.seqlen, *x.shape[2:]) for x in given]
+    room = arena.publish(copies.nbytes, signature)
+    arena.copy(copies.rows, given, [room, *found])
+    arena.meet(signature)
+    ends = itertools.pairwise((0, *copies.ends))
+    arrivals = [arena.pull(copies.pieces[a:b], found) for a, b in ends]
+    arrivals *= len(pulls.by_span) if len(arrivals) == 1 else 1
+    return rows.Keys(*found, arena, tuple(arrivals))
