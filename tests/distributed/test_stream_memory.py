@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Function:
-    """A function of the driver; ctypes converts what it is called with as it does for a real one."""
+    """A function of the driver, whose arguments are converted as ctypes does."""
 
     def __init__(self, act):
         self.act, self.argtypes, self.restype, self.calls = act, None, None, []

@@ -15,6 +15,7 @@ from ..kernels.common.device_words import ARRIVED
 from ..kernels.common.row_table import Table
 from ..kernels.portable.copy_rows import CopyRows
 from ..kernels.portable.sum_parts import PartSums
+from ..kernels.portable.sum_runs import add_runs
 from .copies import Piece
 from .device_barrier import DeviceBarrier, synchronize
 from .halves import Arena
@@ -36,8 +37,9 @@ class DeviceArena(Arena):
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call before
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
-        self.part_sums = PartSums(barrier.signals._launch)
-        self.copy_rows = CopyRows(barrier.signals._launch)
+        self.launch = barrier.signals._launch
+        self.part_sums = PartSums(self.launch)
+        self.copy_rows = CopyRows(self.launch)
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         self.dma: Any = None  # the driver's copies, without torch's own work for each
@@ -73,6 +75,9 @@ class DeviceArena(Arena):
             self.copy_rows(table, read, written, self.device)
         else:
             super().copy(table, sources, targets)
+
+    def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
+        add_runs(self.launch, parts, places, total)
 
     def begin(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int) -> None:
         if self.dma is None:

@@ -86,6 +86,13 @@ class Arena:
         """The copies of a table, all of this rank's memory."""
         copy_one_by_one(table, sources, targets)
 
+    def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
+        """Rows of parts at the places of each run, (rows, runs), added up into `total`."""
+        total.zero_()
+        for place in places.unbind(1):
+            is_seen = place >= 0
+            total[is_seen] += parts[place[is_seen].long()]
+
     def pull(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int = 0) -> Any:
         """Begins to copy pieces of what other ranks have published, beside what the caller's stream
         does next; the mark of their arrival. Every `counted` of them are counted as one.

@@ -23,7 +23,7 @@ from .call_spec import CallSpec
 from .copies import Group, in_rows, kind_of, strides_of
 from .exchange import Pull, runs_in_turn
 from .halves import Arena
-from .key_copies import KeyCopies, key_copies
+from .key_copies import KeyCopies, key_copies, moves_of
 from .layout import Layout
 from .work import keys_of
 
@@ -92,8 +92,10 @@ def copies_of(
     heads = k.shape[2] // count
     groups = tuple(Group(i * heads, heads) for i in range(count))
     kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
-    pulls = (pieces_of(layout, *spec.sides).others,)
-    return key_copies(layout, pulls, kinds, strides, 1, groups, k.shape == v.shape)
+    pieces = pieces_of(layout, *spec.sides)
+    lists = (moves_of(pieces.own + pieces.others),)
+    beside = k.shape == v.shape
+    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, beside)
 
 
 def launch(

@@ -52,14 +52,15 @@ class Piece(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of the whole sequence, (batch, seqlen, heads, headdim), of which those that
-    span i needs are there once `arrive(i)` was called.
+    """Keys and values of the whole sequence, (batch, seqlen, heads, headdim), or of each run, of
+    which those that span i needs are there once `arrive(i)` was called.
     """
 
     k: Tensor
     v: Tensor
     arena: Arena
     arrivals: tuple[Any, ...]  # of each span
+    is_packed: bool = False  # whether each run has its own, one behind the other
 
     def arrive(self, span: int) -> None:
         """What is computed next follows the copies of what a span is the first to need."""
@@ -156,9 +157,10 @@ class Partial(NamedTuple):
     """Gradients of a rank's queries, and its part of those of all keys, in fp32 (fp64)."""
 
     dq: Tensor
-    dk: Tensor  # (batch, seqlen, nheads_k, headdim)
+    dk: Tensor  # (batch, seqlen, nheads_k, headdim), or of the keys of each run
     dv: Tensor
     dsinks: Tensor | None
+    runs: tuple[tuple[int, int, int], ...] = ()  # where those begin, and which keys they are
 
 
 def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:

@@ -20,7 +20,7 @@ from .call_spec import CallSpec
 from .copies import Group, in_rows, kind_of, strides_of
 from .exchange import pulls_of
 from .halves import Arena
-from .key_copies import key_copies
+from .key_copies import key_copies, moves_of
 from .sums import summed
 
 Tensor = torch.Tensor
@@ -85,7 +85,8 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     signature = f"the backward of attention (stream): {spec.signature}"
     dtype = k.dtype
     with arena.reporting():
-        keys = _pull(arena, spec, k, v, signature)
+        packing = packed_runs.packing_for(spec, q, k, v)
+        keys = _pull(arena, spec, k, v, signature, packing)
         dout = torch.zeros_like(out) if dout is None else dout
         exact = rows.working_dtype(q)
         dout, q, out = (x.to(exact) for x in (dout, q, out))
@@ -122,7 +123,8 @@ def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys) -> rows.Partial:
     if spec.is_modified:
         keys.arrive_all()
         return placed.gradients(spec, given)
-    return by_runs(spec, given.q).gradients(spec, given, keys)
+    way = packed_runs if keys.is_packed else by_runs(spec, given.q)
+    return way.gradients(spec, given, keys)
 
 
 def _groups(spec: CallSpec, given: Saved) -> list[tuple[slice, slice]]:
@@ -130,7 +132,8 @@ def _groups(spec: CallSpec, given: Saved) -> list[tuple[slice, slice]]:
     all keys take no more than MOST_BYTES; all where a head's number matters.
     """
     nheads, nheads_k = given.q.shape[2], given.k.shape[2]
-    nbytes = (given.k.numel() + given.v.numel()) * given.lse.itemsize
+    keys = given.k.shape[0] * spec.layout.seqlen * nheads_k  # on all ranks as many
+    nbytes = keys * (given.k.shape[3] + given.v.shape[3]) * given.lse.itemsize
     groups = 1
     if not spec.uses_head_index:
         groups = next((n for n in range(1, nheads_k) if _fits(n, nheads_k, nbytes)), nheads_k)
@@ -158,24 +161,34 @@ def _of_heads(spec: CallSpec, given: Saved, of_q: slice, of_k: slice) -> tuple[C
     return part, Saved(dout, dlse, q, k, v, out, lse[:, of_q].contiguous())
 
 
-def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) -> rows.Keys:
-    """Keys and values of the whole sequence, those that no query here sees 0. Those of this rank
-    are there; others arrive.
+def _pull(
+    arena: Arena,
+    spec: CallSpec,
+    k: Tensor,
+    v: Tensor,
+    signature: str,
+    packing: packed_runs.Packing | None = None,
+) -> rows.Keys:
+    """Keys and values of the whole sequence, those that no query here sees 0; or those of each run,
+    as they are packed. Those of this rank are there; others arrive.
     """
     layout, batch = spec.layout, k.shape[0]
     given = in_rows(k), in_rows(v)
     pulls = pulls_of(layout, *spec.sides)
-    lists = pulls.by_span
-    if len(lists) > FEW_LISTS:  # calls of many runs are one, which waits for all
-        lists = (tuple(x for several in lists for x in several),)
+    if packing is None:
+        lists, tokens = tuple(map(moves_of, pulls.by_span)), layout.seqlen
+    else:
+        lists, tokens = packed_runs.moves_into(layout, packing), packing.starts_k[-1]
+    if len(lists) > FEW_LISTS:
+        lists = (tuple(x for moves in lists for x in moves),)
     kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
-    copies = key_copies(layout, lists, kinds, strides, batch, (Group(0, k.shape[2]),))
-    empty = k.new_empty if pulls.is_whole else k.new_zeros
-    found = [empty(batch, layout.seqlen, *x.shape[2:]) for x in given]
+    copies = key_copies(layout, lists, tokens, kinds, strides, batch, (Group(0, k.shape[2]),))
+    empty = k.new_empty if pulls.is_whole or packing is not None else k.new_zeros
+    found = [empty(batch, tokens, *x.shape[2:]) for x in given]
     room = arena.publish(copies.nbytes, signature)
     arena.copy(copies.rows, given, [room, *found])
     arena.meet(signature)
     ends = itertools.pairwise((0, *copies.ends))
     arrivals = [arena.pull(copies.pieces[a:b], found) for a, b in ends]
-    arrivals *= len(pulls.by_span) if len(arrivals) == 1 else 1
-    return rows.Keys(*found, arena, tuple(arrivals))
+    arrivals *= len(layout.spans) if len(arrivals) == 1 else 1
+    return rows.Keys(*found, arena, tuple(arrivals), packing is not None)

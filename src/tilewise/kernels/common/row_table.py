@@ -1,5 +1,5 @@
-"""Copies of rows of bytes between strided tensors, as one launch of `portable.copy_rows` takes them:
-a table of where rows begin, how far they are apart, and how many there are.
+"""Copies of rows of bytes between strided tensors, as one launch of `portable.copy_rows` takes
+them: a table of where rows begin, how far they are apart, and how many there are.
 """
 
 from __future__ import annotations
