@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
-from helpers.tiers import sample
+from helpers.tiers import sample_rows
 
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
-from tilewise.distributed import packed_runs, rows
+from tilewise.distributed import packed_runs, rows, stream_backward
 from tilewise.distributed.call_spec import CallSpec, check
 from tilewise.testing import use_emulator
 
-SEQLEN, HEADS = 520, (2, 1)
+SEQLEN, HEADS = 520, (4, 2)
 CASES = {
     "causal": dict(causal=True),
     "window": dict(causal=True, window=(240, 0)),
@@ -45,7 +45,8 @@ def gradients(attend, tensors, dout, options):
     return torch.autograd.grad(out, leaves, dout.to(out.dtype))
 
 
-def both(rank, name):
+def both(rank, name, groups):
+    stream_backward.LEAST_KEYS = 1 if groups > 1 else 1 << 40
     arenas._arenas[dist.group.WORLD, CPU] = arena = device_arena()
     tensors, dout, options = given(**CASES[name])
     layout, launches = td.zigzag(SEQLEN), []
@@ -77,22 +78,26 @@ def both(rank, name):
     if "sinks" in options:
         dist.all_reduce(found[3])
         assert (found[3] - expected[3]).norm() / expected[3].norm() < 0.006
-    assert len(launches) == 2  # one of each backward
+    assert len(launches) == 2 * groups  # in two backwards
     seen = {"causal": 650, "window": 522, "full": 1040, "sinks": 650}
     assert rank or launches[0] == seen[name]  # keys of both runs
     assert rank or pulled
 
 
-@pytest.mark.parametrize("name", sample(CASES, "causal"))
-def test_one_launch_of_both(name):
-    run(both, 2, name, timeout=120.0)
+RUNS = [("causal", 2), ("window", 1), ("full", 2), ("sinks", 1), ("sinks", 2)]
+
+
+@pytest.mark.parametrize("name, groups", sample_rows(RUNS, RUNS[0]))
+def test_one_launch_of_both(name, groups):
+    """Of each group of heads."""
+    run(both, 2, name, groups, timeout=120.0)
 
 
 @pytest.mark.parametrize(
     "layout, options, packs",
     [
         (td.zigzag(SEQLEN, 2), dict(causal=True), True),
-        (td.zigzag(SEQLEN, 2), dict(causal=True, alibi_slopes=torch.rand(2)), True),
+        (td.zigzag(SEQLEN, 2), dict(causal=True, alibi_slopes=torch.rand(4)), True),
         (td.zigzag(SEQLEN, 2), dict(causal=True, window=(10, 0)), False),  # no key is seen twice
         (td.zigzag(SEQLEN, 2), dict(window=(30, 9)), False),
         (td.zigzag(SEQLEN, 2).at(1), dict(causal=True), False),  # one run

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed import one_launch, stream
+from tilewise.distributed import one_launch, stream_backward
 from tilewise.distributed.arena import arena_of
 from tilewise.distributed.exchange import publish_rows
 from tilewise.errors import ArgumentError
@@ -290,7 +290,7 @@ def peak(rank):
     key heads at a time as MOST_BYTES allow.
     """
     seqlen, nheads_k, headdim = 65536, 8, 128
-    stream.MOST_BYTES = 8 * seqlen * headdim * 2  # two heads
+    stream_backward.MOST_BYTES = 8 * seqlen * headdim * 2  # two heads
     layout = td.zigzag(seqlen)
     heads = 16, nheads_k, nheads_k
     q, k, v = (

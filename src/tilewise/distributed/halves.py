@@ -87,11 +87,12 @@ class Arena:
         copy_one_by_one(table, sources, targets)
 
     def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
-        """Rows of parts at the places of each run, (rows, runs), added up into `total`."""
-        total.zero_()
+        """The sums of the rows of `parts` at `places`, (rows, runs), into `total`; none below 0."""
+        exact = torch.zeros(total.shape, dtype=parts.dtype, device=parts.device)
         for place in places.unbind(1):
             is_seen = place >= 0
-            total[is_seen] += parts[place[is_seen].long()]
+            exact[is_seen] += parts[place[is_seen].long()]
+        total.copy_(exact)
 
     def pull(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int = 0) -> Any:
         """Begins to copy pieces of what other ranks have published, beside what the caller's stream

@@ -24,6 +24,7 @@ from .rows import Partial
 from .work import keys_of
 
 Tensor = torch.Tensor
+Runs = tuple[tuple[int, int, int], ...]  # see `Partial`
 
 
 class Slice(NamedTuple):
@@ -153,9 +154,7 @@ def positions_of(layout: Layout, each: int, device: torch.device) -> tuple[Tenso
 
 
 @functools.lru_cache(maxsize=8)
-def places_of(
-    layout: Layout, each: int, runs: tuple[tuple[int, int, int], ...], device: torch.device
-) -> tuple[Tensor, ...]:
+def places_of(layout: Layout, each: int, runs: Runs, device: torch.device) -> tuple[Tensor, ...]:
     """The places of each slice's rows among the keys of each run, (rows, runs), int32; -1 where a
     run does not see a key.
 
@@ -164,14 +163,17 @@ def places_of(
     >>> places_of(td.contiguous(4, 2), 4, runs, torch.device("cpu"))[0].tolist()
     [[0, 1], [-1, 2], [-1, 3], [-1, 4]]
     """
-    found = []
-    for index in positions_of(layout, each, torch.device("cpu")):
-        of_runs = [
-            torch.where((index >= first) & (index < last), index - first + at, -1)
-            for at, first, last in runs
-        ]
-        found.append(torch.stack(of_runs, 1).to(device))
-    return tuple(found)
+    indices = positions_of(layout, each, torch.device("cpu"))
+    return tuple(places_in(runs, index).to(device) for index in indices)
+
+
+def places_in(runs: Runs, positions: Tensor) -> Tensor:
+    """Where each run has its part of the gradients of these keys, (rows, runs)."""
+    found = [
+        torch.where((positions >= first) & (positions < last), positions - first + at, -1)
+        for at, first, last in runs
+    ]
+    return torch.stack(found, 1)
 
 
 @functools.lru_cache(maxsize=256)

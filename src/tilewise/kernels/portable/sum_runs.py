@@ -1,5 +1,5 @@
-"""The parts of the gradients of keys that the runs of a rank have, gathered by keys: rows that
-several runs see are added in the order of the runs.
+"""Sums of rows that lie at several places: of the parts that a rank's runs have of the gradient of
+a key, or of those of all ranks, once they are pulled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ def sum_runs_kernel(
     places,
     total,
     columns,
+    step,
     rows,
     RUNS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each row of `total`, (rows, columns), from the rows of `parts` at its RUNS `places`, of which
-    those below 0 are none.
+    """Each row of `total`, `step` apart, from the rows of `parts` at its RUNS `places`, in their
+    order, of which those below 0 are none; rounded once.
     """
     blocks = tl.cdiv(columns, BLOCK_N)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
@@ -40,18 +41,22 @@ def sum_runs_kernel(
             place = tl.load(places + row * RUNS + run, mask=row < rows, other=-1)
             at = place[:, None].to(tl.int64) * columns + column[None, :]
             acc += tl.load(parts + at, mask=(place >= 0)[:, None] & in_row, other=0.0)
-        at = row[:, None].to(tl.int64) * columns + column[None, :]
-        tl.store(total + at, acc, mask=(row < rows)[:, None] & in_row)
+        at = row[:, None].to(tl.int64) * step + column[None, :]
+        tl.store(total + at, acc.to(total.dtype.element_ty), mask=(row < rows)[:, None] & in_row)
 
 
 def add_runs(launch: Launches, parts: Tensor, places: Tensor, total: Tensor) -> None:
-    """The sums into `total`, dense rows as those of `parts`; `places` (rows, runs) are int32."""
+    """The sums into `total`, each of whose rows is dense, as all of `parts` is; `places` (rows,
+    runs) are int32.
+    """
+    if not total.numel():
+        return
     rows, runs = places.shape
-    columns = total[:1].numel()
+    columns, step = total[:1].numel(), total.stride(0)
     tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
     programs = _PROGRAMS if total.is_cuda else min(4, tiles)
     constants = dict(RUNS=runs, PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
     alignment = parts.data_ptr() % 16, places.data_ptr() % 16, total.data_ptr() % 16
-    key = parts.dtype, runs, *alignment, columns == 1, columns % 16
-    launch(sum_runs_kernel, programs, (parts, places, total), (columns, rows), constants, key)
-
+    key = parts.dtype, total.dtype, runs, *alignment, columns == 1, columns % 16
+    key = *key, step == 1, step % 16
+    launch(sum_runs_kernel, programs, (parts, places, total), (columns, step, rows), constants, key)
