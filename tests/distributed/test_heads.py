@@ -82,10 +82,12 @@ def test_what_is_overwritten_was_read():
 @pytest.mark.parametrize("nheads_k, batch, expected", [(8, 1, 3), (4, 1, 2), (2, 1, 1), (8, 2, 3)])
 def test_groups_have_work_for_a_gpu(nheads_k, batch, expected):
     layout = td.zigzag(16384, 2)
-    q, k = torch.empty(batch, 8192, 32, 1), torch.empty(batch, 8192, nheads_k, 1)
+    q, k = torch.empty(batch, 8192, 32, 8), torch.empty(batch, 8192, nheads_k, 8)
     spec = CallSpec(layout)
-    groups = heads.groups_of(spec, q, k)
+    groups = heads.groups_of(spec, q, k, k)
     assert len(groups) == expected
     assert sum(x.count for x in groups) == nheads_k // 2
     short = CallSpec(td.zigzag(2048, 2))
-    assert len(heads.groups_of(short, q[:1], k[:1])) == 1
+    assert len(heads.groups_of(short, q[:1], k[:1], k[:1])) == 1
+    odd = k[..., :3].bfloat16()  # a head of 6 bytes
+    assert len(heads.groups_of(spec, q, odd, odd)) == 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.common.row_table import Rows, Table
+from ..kernels.common.row_table import UNIT, Rows, Table
 
 Tensor = torch.Tensor
 ALIGN = 64  # bytes
@@ -136,6 +136,11 @@ def in_rows(x: Tensor) -> Tensor:
     heads, headdim = x.shape[-2:]
     is_dense = (headdim == 1 or x.stride(-1) == 1) and (heads == 1 or x.stride(-2) == headdim)
     return x if is_dense else x.contiguous()
+
+
+def are_aligned(*tensors: Tensor) -> bool:
+    """Whether the heads of all are multiples of 16 bytes."""
+    return not any(x.shape[3] * x.itemsize % UNIT for x in tensors)
 
 
 def kind_of(x: Tensor) -> Kind:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
-from .copies import Group, Kind, Strides, in_rows, kind_of, strides_of
+from .copies import Group, Kind, Strides, are_aligned, in_rows, kind_of, strides_of
 from .halves import Arena
 from .head_copies import ToRows, to_heads, to_rows
 
@@ -54,7 +54,7 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: CallSpec, return_lse: bool, q, k, v, sinks):
         signature = f"attention (heads): {spec.signature}"
-        groups = groups_of(spec, q, k)
+        groups = groups_of(spec, q, k, v)
         pulled = Pulled(arena, spec, signature, groups, (q, k, v))
         results = [q.new_empty(*q.shape[:3], v.shape[3])]
         if return_lse:
@@ -102,7 +102,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     exchanged for them once more.
     """
     signature = f"the backward of attention (heads): {spec.signature}"
-    groups = groups_of(spec, saved.q, saved.k)
+    groups = groups_of(spec, *saved[2:5])
     given = [x for x in saved if x is not None]
     with arena.reporting():
         pulled = Pulled(arena, spec, signature, groups, given)
@@ -214,13 +214,15 @@ class Returned:
             self.arena.copy(copies.placed, [pulled], self.results)
 
 
-def groups_of(spec: CallSpec, q: Tensor, k: Tensor) -> tuple[Group, ...]:
+def groups_of(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Group, ...]:
     """The groups in which a rank's key heads are exchanged: a small one, the rest, and a small one,
     where these have work for all of a GPU. All ranks find the same.
     """
     nheads_k = k.shape[2] // spec.layout.ranks
     rows = q.shape[0] * spec.layout.seqlen * (q.shape[2] // k.shape[2])  # of a key head
-    sizes = sizes_of(nheads_k, -(-LEAST_ROWS // max(rows, 1)))
+    least = -(-LEAST_ROWS // max(rows, 1))
+    # A group's heads lie in the memory of all: TMA wants them at multiples of 16 bytes
+    sizes = sizes_of(nheads_k, least) if are_aligned(q, k, v) else [nheads_k]
     return tuple(map(Group, itertools.accumulate(sizes, initial=0), sizes))
 
 

@@ -10,7 +10,7 @@ import torch
 from ..problem import Grads, Saved
 from . import packed_runs, placed, rows
 from .call_spec import CallSpec
-from .copies import Group
+from .copies import Group, are_aligned
 from .halves import Arena
 from .pulled_keys import pull_keys
 from .sums import summed
@@ -111,7 +111,7 @@ def groups_beside(spec: CallSpec, k: Tensor, v: Tensor, lse: Tensor) -> tuple[Gr
     or its parts take much memory. All ranks find the same.
     """
     layout, nheads_k = spec.layout, k.shape[2]
-    if k.shape[0] != 1 or spec.is_modified:
+    if k.shape[0] != 1 or spec.is_modified or not are_aligned(k, v):
         return ()
     widths = k.shape[3], v.shape[3]
     room = max(layout.counts) * nheads_k * sum(widths) * k.itemsize
