@@ -116,7 +116,7 @@ def test_which_backwards_are_packed(layout, options, packs):
     assert packed_runs.packing_for(spec, q, k, v) is None  # on a CPU
 
 
-def test_keys_of_each_run_go_one_behind_the_other():
+def test_keys_of_each_run_go_end_to_end():
     layout = td.zigzag(512, 2)
     packing = packed_runs.packing_of(layout, -1, 0)
     assert packing.starts_k == (0, 128, 640)

@@ -83,7 +83,7 @@ def rows_between(
 
 class Blocks:
     """Where tensors lie whose heads are dealt in groups: each group of each tensor is dense,
-    (batch, tokens, heads of the group, ...). Tensors lie one behind the other; or, of one kind,
+    (batch, tokens, heads of the group, ...). Tensors lie end to end; or, of one kind,
     side by side, as one tensor (batch, tokens, tensors, heads of the group, ...) a group.
     """
 

@@ -13,7 +13,7 @@ import torch
 from ..kernels.common.building import on_device
 from ..kernels.common.device_words import ARRIVED
 from ..kernels.common.row_table import Table
-from ..kernels.portable.copy_rows import CopyRows
+from ..kernels.portable.copy_table import CopyTable
 from ..kernels.portable.sum_parts import PartSums
 from ..kernels.portable.sum_runs import add_runs
 from .copies import Piece
@@ -39,7 +39,7 @@ class DeviceArena(Arena):
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
         self.launch = barrier.signals._launch
         self.part_sums = PartSums(self.launch)
-        self.copy_rows = CopyRows(self.launch)
+        self.copy_table = CopyTable(self.launch)
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         self.dma: Any = None  # the driver's copies, without torch's own work for each
@@ -72,7 +72,7 @@ class DeviceArena(Arena):
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         read, written = ([x.data_ptr() for x in tensors] for tensors in (sources, targets))
         if table.serves(read + written):
-            self.copy_rows(table, read, written, self.device)
+            self.copy_table(table, read, written, self.device)
         else:
             super().copy(table, sources, targets)
 

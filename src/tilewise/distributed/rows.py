@@ -60,7 +60,7 @@ class Keys(NamedTuple):
     v: Tensor
     arena: Arena
     arrivals: tuple[Any, ...]  # of each span
-    is_packed: bool = False  # whether each run has its own, one behind the other
+    is_packed: bool = False  # whether each run has its own, end to end
 
     def arrive(self, span: int) -> None:
         """What is computed next follows the copies of what a span is the first to need."""

@@ -48,7 +48,7 @@ class SumsBeside:
         arena, layout, sides = self.arena, self.spec.layout, self.spec.sides
         parts = [x[0] for x in (partial.dk, partial.dv)]
         runs = partial.runs or ((0, 0, layout.seqlen),)
-        places = places_of(layout, sides, runs, parts[0].device)
+        places = sum_places(layout, sides, runs, parts[0].device)
         row_bytes = tuple(x[:1].numel() * x.itemsize for x in parts)
         self._arrive()  # before the barrier, which says that all have read what they were to
         room = arena.publish(published_bytes(layout, row_bytes), self.signature)
@@ -112,7 +112,7 @@ def pieces_of(
 
 
 @functools.lru_cache(maxsize=8)
-def places_of(layout: Layout, sides: tuple[int, int], runs: Runs, device: torch.device) -> Places:
+def sum_places(layout: Layout, sides: tuple[int, int], runs: Runs, device: torch.device) -> Places:
     """Those of a rank that has these runs of parts."""
     positions = [_positions(layout, rank) for rank in range(layout.ranks)]
     me, tokens = layout.rank, layout.tokens

@@ -1,4 +1,4 @@
-"""Copies of rows of bytes between strided tensors, as one launch of `portable.copy_rows` takes
+"""Copies of rows of bytes between strided tensors, as one launch of `portable.copy_table` takes
 them: a table of where rows begin, how far they are apart, and how many there are.
 """
 

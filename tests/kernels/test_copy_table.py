@@ -5,7 +5,7 @@ import torch
 
 from tilewise.distributed.copies import copy_one_by_one
 from tilewise.kernels.common.row_table import Rows, Table
-from tilewise.kernels.portable.copy_rows import CopyRows
+from tilewise.kernels.portable.copy_table import CopyTable
 from tilewise.kernels.portable.launches import Launches
 from tilewise.testing import use_interpreter
 
@@ -17,7 +17,7 @@ def copied(copies, sources, targets):
     addresses = [[x.data_ptr() for x in tensors] for tensors in (sources, targets)]
     assert table.serves([*addresses[0], *addresses[1]])
     with use_interpreter():
-        CopyRows(Launches(CPU))(table, *addresses, CPU)
+        CopyTable(Launches(CPU))(table, *addresses, CPU)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,7 +22,7 @@ _PROGRAMS = 528  # four an SM
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def copy_rows_kernel(
+def copy_table_kernel(
     table,
     sources,
     targets,
@@ -65,7 +65,7 @@ def words_at(number, units, addresses, COUNT: tl.constexpr):
     return tl.multiple_of((first + units * 16).to(tl.pointer_type(tl.int32)), 16)
 
 
-class CopyRows:
+class CopyTable:
     """The kernel on one device."""
 
     def __init__(self, launch: Launches) -> None:
@@ -81,4 +81,4 @@ class CopyRows:
         constants |= dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
         numbers = tuple(sources), tuple(targets), table.tiles
         key = len(sources), len(targets)
-        self.launch(copy_rows_kernel, programs, (there,), numbers, constants, key)
+        self.launch(copy_table_kernel, programs, (there,), numbers, constants, key)
