@@ -41,7 +41,7 @@ class Group(NamedTuple):
     """Key heads that are exchanged together, and their query heads."""
 
     first: int
-    count: int
+    size: int
 
 
 class Place(NamedTuple):
@@ -64,7 +64,7 @@ class Extent(NamedTuple):
 
     first: int
     at: int
-    count: int
+    size: int
 
 
 def rows_between(
@@ -74,10 +74,10 @@ def rows_between(
     first, at = source.at(tokens.first, heads.first), target.at(tokens.at, heads.at)
     if by_head:
         pitch, step = source.of_head, target.of_head
-        rows, width = heads.count, tokens.count * source.of_token
+        rows, width = heads.size, tokens.size * source.of_token
     else:
         pitch, step = source.of_token, target.of_token
-        rows, width = tokens.count, heads.count * source.of_head
+        rows, width = tokens.size, heads.size * source.of_head
     return Rows(source.tensor, first, pitch, target.tensor, at, step, rows, width)
 
 
@@ -97,7 +97,7 @@ class Blocks:
     ) -> None:
         self.kinds, self.groups, self.tokens, self.is_beside = kinds, groups, tokens, is_beside
         self.beside = len(kinds) if is_beside else 1
-        self.of_keys = sum(x.count for x in groups)
+        self.of_keys = sum(x.size for x in groups)
         buffers = kinds[:1] if is_beside else kinds
         self.sizes = tuple(batch * tokens * x.heads * x.unit * self.beside for x in buffers)
         ends = itertools.accumulate((-(-n // ALIGN) * ALIGN for n in self.sizes), initial=0)
@@ -106,7 +106,7 @@ class Blocks:
 
     def width(self, kind: int, group: Group) -> int:
         """Heads of a group."""
-        return group.count * self.kinds[kind].heads // self.of_keys
+        return group.size * self.kinds[kind].heads // self.of_keys
 
     def first(self, kind: int, group: Group) -> int:
         """Where these begin among the heads of all groups."""

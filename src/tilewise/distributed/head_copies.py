@@ -90,7 +90,7 @@ def _part(room: Blocks, kind: int, group: Group, row: int, owner: int, reader: i
 
 def _dense(rank: int, source: Place, target: Place, tokens: Extent, heads: int) -> list[Piece]:
     """The pieces of some rows: one, or of what is by head one of each head."""
-    nbytes = tokens.count * target.of_token
+    nbytes = tokens.size * target.of_token
     return [
         Piece(rank, source.at(tokens.first, i), target.tensor, target.at(tokens.at, i), nbytes)
         for i in range(max(heads, 1))
@@ -146,6 +146,6 @@ def _of_group(blocks: Blocks, group: Group) -> tuple[Kind, ...]:
 
 
 def _starts(rooms: list[Blocks], owner: int) -> list[int]:
-    """Where an owner publishes for each of the others, one part behind the other."""
+    """Where an owner publishes for each of the others, part after part."""
     sizes = (0 if rank == owner else x.nbytes for rank, x in enumerate(rooms))
     return list(itertools.accumulate(sizes, initial=0))

@@ -64,9 +64,9 @@ class _Heads(torch.autograd.Function):
         returned = Returned(pulled, results, what)
         kept: list[Tensor] = []
         for number, group in enumerate(groups):
-            given = pulled.arrive(number)
-            out, lse = whole.attend(spec, *given, heads_of(spec, q, k, group))
-            kept += (*given, out, lse)
+            mine, keys, values = pulled.arrive(number)
+            out, lse = whole.attend(spec, mine, keys, values, heads_of(spec, q, k, group))
+            kept += (mine, keys, values, out, lse)
             returned.send(number, [out, lse] if return_lse else [out])
         returned.finish()
         arena.settle(*results, *(kept[4::5] if spec.learns else ()))  # with it gradients are NaN
@@ -91,7 +91,8 @@ class _Heads(torch.autograd.Function):
             pulled = Pulled(arena, spec, signature, groups, given)
 
             def of_group(number: int) -> Saved:
-                dout, dlse = (*pulled.arrive(number), None)[:2]
+                dout, *dlses = pulled.arrive(number)
+                dlse = dlses[0] if dlses else None
                 return Saved(dout, dlse, *kept[5 * number : 5 * number + 5])
 
             return None, None, None, *_gradients(spec, results, of_group, pulled)
@@ -108,8 +109,9 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
         pulled = Pulled(arena, spec, signature, groups, given)
 
         def of_group(number: int) -> Saved:
-            found = iter(pulled.arrive(number))
-            return Saved(*(None if x is None else next(found) for x in saved))
+            dout, *others = pulled.arrive(number)
+            dlse = None if saved.dlse is None else others.pop(0)
+            return Saved(dout, dlse, *others)
 
         results = [x.new_empty(x.shape) for x in saved[2:5]]
         return _gradients(spec, results, of_group, pulled)
@@ -131,7 +133,7 @@ def _gradients(
         del grads  # or they would be there beside those of the next group
     returned.finish()
     pulled.arena.settle(*results)
-    return Grads(*results, dsinks)
+    return Grads(results[0], results[1], results[2], dsinks)
 
 
 class Pulled:
@@ -241,7 +243,7 @@ def heads_of(spec: CallSpec, q: Tensor, k: Tensor, group: Group) -> slice:
     """The query heads of a group of this rank's, among all."""
     width = q.shape[2] // k.shape[2]
     first = spec.layout.rank * (q.shape[2] // spec.layout.ranks) + group.first * width
-    return slice(first, first + group.count * width)
+    return slice(first, first + group.size * width)
 
 
 def _kind_of(x: Tensor, ranks: int) -> Kind:

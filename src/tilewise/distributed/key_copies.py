@@ -21,7 +21,7 @@ class Move(NamedTuple):
     rank: int
     row: int
     at: int
-    count: int
+    size: int
 
 
 Moves = tuple[Move, ...]
@@ -69,10 +69,10 @@ def key_copies(
         source = Place(kind, b * of_batch, of_token, of_head)
         room, place = rooms[layout.rank].place(kind, group, b, 0), found.place(kind, group, b)
         place = place._replace(tensor=1 + place.tensor)
-        heads = Extent(group.first, 0, group.count)
+        heads = Extent(group.first, 0, group.size)
         rows.append(rows_between(source, room, Extent(0, 0, layout.tokens), heads))
-        for _, row, at, count in own:
-            rows.append(rows_between(source, place, Extent(row, at, count), heads))
+        for _, row, at, size in own:
+            rows.append(rows_between(source, place, Extent(row, at, size), heads))
     pieces, ends = [], []
     for group, moves in itertools.product(groups, lists):
         others = [x for x in moves if x.rank != layout.rank]
@@ -85,8 +85,8 @@ def _pieces(
     rooms: list[Blocks], found: Blocks, group: Group, moves: Iterable[Move]
 ) -> Iterator[Piece]:
     buffers = 1 if found.is_beside else len(found.kinds)
-    for rank, row, at, count in moves:
+    for rank, row, at, size in moves:
         for kind, b in itertools.product(range(buffers), range(found.batch)):
             source, target = rooms[rank].place(kind, group, b, 0), found.place(kind, group, b)
-            start, nbytes = source.at(row, 0), count * target.of_token
+            start, nbytes = source.at(row, 0), size * target.of_token
             yield Piece(rank, start, target.tensor, target.at(at, 0), nbytes)

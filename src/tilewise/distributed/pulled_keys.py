@@ -52,15 +52,15 @@ def pull_keys(
         arrivals = [x for x in arrivals for _ in layout.spans]
     spans, keys = len(layout.spans), []
     for number, group in enumerate(groups):
-        shapes = [(batch, tokens, group.count, x.shape[3]) for x in given]
-        views = [_of_group(x, shape, group) for x, shape in zip(found, shapes)]
+        of_k, of_v = ((batch, tokens, group.size, x.shape[3]) for x in given)
+        views = _of_group(found[0], of_k, group), _of_group(found[1], of_v, group)
         arrived = tuple(arrivals[number * spans : (number + 1) * spans])
         keys.append(rows.Keys(*views, arena, arrived, packing is not None))
     return keys
 
 
 def _of_group(x: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """A group of flat memory, in which one lies behind the other."""
+    """A group of flat memory, in which groups lie end to end."""
     batch, tokens, _, headdim = shape
     start = batch * tokens * group.first * headdim
     return x[start : start + math.prod(shape)].view(shape)

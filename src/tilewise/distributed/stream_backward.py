@@ -77,7 +77,7 @@ def _in_turn(arena: Arena, spec: CallSpec, given: Saved, keys: rows.Keys, signat
     found, sums = [], []
     for group in _groups(spec, given):
         part, of_part = _of_heads(spec, given, group, nheads_k)
-        heads = slice(group.first, group.first + group.count)
+        heads = slice(group.first, group.first + group.size)
         of_group = keys._replace(k=keys.k[:, :, heads], v=keys.v[:, :, heads])
         partial = _gradients(part, of_part._replace(k=of_group.k, v=of_group.v), of_group)
         sums.append(summed(arena, spec, partial, f"the sums of {signature}", dtype))
@@ -147,10 +147,10 @@ def _fits(groups: int, nheads_k: int, nbytes: int) -> bool:
 def _of_heads(spec: CallSpec, given: Saved, group: Group, nheads_k: int) -> tuple[CallSpec, Saved]:
     """The call of a group's query heads."""
     dout, dlse, q, k, v, out, lse = given
-    if group.count == nheads_k:
+    if group.size == nheads_k:
         return spec, given
     each = q.shape[2] // nheads_k
-    heads = slice(group.first * each, (group.first + group.count) * each)
+    heads = slice(group.first * each, (group.first + group.size) * each)
     slopes, sinks = spec.alibi_slopes, spec.sinks
     part = spec._replace(
         alibi_slopes=None if slopes is None else slopes[..., heads],

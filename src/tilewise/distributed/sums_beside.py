@@ -80,11 +80,11 @@ class SumsBeside:
             return
         group, pulled, places = self.late
         for total, x in zip(self.totals, pulled):
-            heads = total[0][:, group.first : group.first + group.count]
+            heads = total[0][:, group.first : group.first + group.size]
             self.arena.add_runs(x, places.pulled, heads)
 
 
-def published_bytes(layout: Layout, row_bytes: tuple[int, int]) -> int:
+def published_bytes(layout: Layout, row_bytes: tuple[int, ...]) -> int:
     """What the rank with the fewest rows publishes: parts of all others'."""
     rows = layout.seqlen - min(layout.counts)
     return sum(_aligned(rows * n) for n in row_bytes)
@@ -92,7 +92,7 @@ def published_bytes(layout: Layout, row_bytes: tuple[int, int]) -> int:
 
 @functools.lru_cache(maxsize=64)
 def pieces_of(
-    layout: Layout, sides: tuple[int, int], row_bytes: tuple[int, int]
+    layout: Layout, sides: tuple[int, int], row_bytes: tuple[int, ...]
 ) -> tuple[Piece, ...]:
     """The pulls of parts of this rank's keys that the queries of others see, to where rank r's
     begin at r times the rows of this one.
