@@ -1,40 +1,11 @@
-"""Copies between tensors of rows, by elements of 16 bytes where that can be."""
+"""What ranks publish, and the views of it that are kept."""
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-import tilewise.distributed as td
-from tilewise.distributed.exchange import Published, copy, is_wide, place
+from tilewise.distributed.exchange import Published
 from tilewise.distributed.halves import Arena
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("columns", "first"), [(8, 0), (8, 1), (12, 0), (1, 0)])
-def test_any_rows_are_copied(dtype, columns, first):
-    x = torch.randn(5, 3, 32, dtype=torch.float64).to(dtype)
-    x = x[:, :, first : first + columns]
-    assert is_wide(x) == (first * x.itemsize % 16 == 0)
-    into = torch.zeros(3, 5, 2, columns, dtype=dtype)
-    copy(x.transpose(0, 1), into[:, :, 1])
-    assert torch.equal(into[:, :, 1], x.transpose(0, 1)) and (into[:, :, 0] == 0).all()
-
-
-def test_nothing_is_copied():
-    copy(torch.zeros(0, 8), torch.zeros(0, 8))
-    copy(torch.zeros(3, 0), torch.zeros(3, 0))
-    copy(torch.zeros(4, 3, 8)[:, 1:1], torch.zeros(4, 3, 8)[:, 2:2])
-
-
-@pytest.mark.parametrize("layout", [td.zigzag(48, 2), td.striped(48, 2, block=3)])
-def test_rows_are_placed_at_their_positions(layout):
-    for rank in range(2):
-        mine, whole = layout.at(rank), torch.randn(2, 48, 3, 8)
-        into = torch.zeros(2, 48, 2, 3, 8)
-        place(mine, mine.shard(whole), into[:, :, 1])
-        assert torch.equal(mine.shard(into[:, :, 1]), mine.shard(whole))
-        assert into.count_nonzero() == whole.numel() // 2
 
 
 class Here(Arena):

@@ -1,6 +1,7 @@
 """One sequence over several GPUs, beside one of them. Needs two; all that are there take part."""
 
 import datetime
+import functools
 import multiprocessing
 import os
 import signal
@@ -15,9 +16,10 @@ import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed import one_launch, stream
+from tilewise.distributed import heads, one_launch, stream_backward
 from tilewise.distributed.arena import arena_of
 from tilewise.distributed.exchange import publish_rows
+from tilewise.distributed.halves import Arena
 from tilewise.errors import ArgumentError
 
 pytestmark = [
@@ -139,8 +141,10 @@ def layouts():
     return td.zigzag(SEQLEN), td.contiguous(SEQLEN), td.striped(SEQLEN, block=512)
 
 
-def bits(rank, name):
+def bits(rank, name, in_groups=False):
     """`out` and `lse` are one GPU's to the bit, by heads the gradients, too; others are near."""
+    if in_groups:
+        heads.LEAST_ROWS = stream_backward.LEAST_KEYS = 1
     case = Whole(**CASES[name])
     one, ordered = case.one(), case.one(deterministic=True)
     for layout in map(case.deal, layouts()):
@@ -165,6 +169,33 @@ def bits(rank, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_one_gpu(name):
     run(bits, name)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "sinks", "documents", "headdim 64"])
+def test_groups_of_heads(name):
+    """Exchanges beside the kernels of other heads: half of the memory is written as the other half
+    is read.
+    """
+    run(bits, name, True)
+
+
+def addresses(rank):
+    """The driver copies what torch copies, and one launch what many copies do."""
+    arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
+    assert arena.dma is not None, "the driver does not copy"
+    case = Whole(causal=True, heads=(16, 8))
+    for method in ("stream", "heads"):
+        found = case.sharded(td.zigzag(SEQLEN), method=method, deterministic=True)
+        dma, copy = arena.dma, arena.copy
+        arena.dma = None
+        arena.copy = functools.partial(Arena.copy, arena)
+        again = case.sharded(td.zigzag(SEQLEN), method=method, deterministic=True)
+        arena.dma, arena.copy = dma, copy
+        assert all(torch.equal(x, y) for x, y in zip(found, again)), method
+
+
+def test_copies_by_their_addresses():
+    run(addresses)
 
 
 class Delays:
@@ -290,7 +321,7 @@ def peak(rank):
     key heads at a time as MOST_BYTES allow.
     """
     seqlen, nheads_k, headdim = 65536, 8, 128
-    stream.MOST_BYTES = 8 * seqlen * headdim * 2  # two heads
+    stream_backward.MOST_BYTES = 8 * seqlen * headdim * 2  # two heads
     layout = td.zigzag(seqlen)
     heads = 16, nheads_k, nheads_k
     q, k, v = (

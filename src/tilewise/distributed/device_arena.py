@@ -5,18 +5,22 @@ the device, so that a call costs the host launches and no round trip.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..kernels.common.building import on_device
 from ..kernels.common.device_words import ARRIVED
+from ..kernels.common.row_table import Table
+from ..kernels.portable.copy_table import CopyTable
 from ..kernels.portable.sum_parts import PartSums
+from ..kernels.portable.sum_runs import add_runs
+from .copies import Piece
 from .device_barrier import DeviceBarrier, synchronize
 from .halves import Arena
 from .memory import Memory
-from .stream_writes import writer_of
+from .stream_memory import copier_of, writer_of
 
 Tensor = torch.Tensor
 
@@ -33,12 +37,17 @@ class DeviceArena(Arena):
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call before
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
-        self.part_sums = PartSums(barrier.signals._launch)
+        self.launch = barrier.signals._launch
+        self.part_sums = PartSums(self.launch)
+        self.copy_table = CopyTable(self.launch)
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
+        self.dma: Any = None  # the driver's copies, without torch's own work for each
+        self.starts: list[int] = []  # addresses of the ranks' blocks
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
             self.write = writer_of(self.words)
+            self.dma = copier_of(self.words)
         counts = self.write is not None or not self.has_streams
         # All ranks or none: those that count pieces publish keys in another order
         found = barrier.host.wait("whether pieces are counted", str(int(counts)))
@@ -58,6 +67,30 @@ class DeviceArena(Arena):
         self.blocks = []
         self.views.clear()
         self.blocks = self.memory.allocate(self.barrier.host, nbytes, signature)
+        self.starts = [x.data_ptr() for x in self.blocks]
+
+    def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        read, written = ([x.data_ptr() for x in tensors] for tensors in (sources, targets))
+        if table.serves(read + written):
+            self.copy_table(table, read, written, self.device)
+        else:
+            super().copy(table, sources, targets)
+
+    def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
+        add_runs(self.launch, parts, places, total)
+
+    def begin(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int) -> None:
+        if self.dma is None:
+            super().begin(pieces, targets, counted)
+            return
+        stream, half = self.side.cuda_stream, self.half * self.room
+        addresses = [x.data_ptr() for x in targets]
+        with on_device(self.device):
+            for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
+                source = self.starts[rank] + half + start
+                self.dma(stream, addresses[target] + at, source, nbytes)
+                if counted and number % counted == 0:
+                    self.count_piece()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

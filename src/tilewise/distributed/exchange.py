@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from .copies import ALIGN
 from .halves import Arena
 from .layout import Layout, Run
 from .work import keys_of
 
 Tensor = torch.Tensor
-ALIGN = 64  # bytes
-FEW_RUNS = 2  # that are copied one by one
 
 
 Kind = tuple[torch.dtype, int, torch.Size]  # parts, and the shape of a row
@@ -80,90 +79,12 @@ def publish_rows(
     arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
 ) -> Published:
     """The same of any numbers of rows."""
-    return publish_parts(arena, signature, [x.unsqueeze(0) for x in tensors], counts)
-
-
-def publish_parts(
-    arena: Arena,
-    signature: str,
-    tensors: Sequence[Tensor],
-    counts: Sequence[int],
-    left_out: int | None = None,
-) -> Published:
-    """The same of tensors in parts, of which each rank pulls one: (parts, rows, ...). Parts are
-    contiguous where they are published, so that DMA pulls them. One that no rank pulls may be
-    left out.
-    """
-    published = Published(arena, tensors, counts)
+    published = Published(arena, [x.unsqueeze(0) for x in tensors], counts)
     arena.publish(published.nbytes, signature)
     for number, x in enumerate(tensors):
-        room = published.view(arena.rank, number)
-        if left_out is None:
-            copy(x, room)
-            continue
-        for parts in (slice(0, left_out), slice(left_out + 1, len(x))):
-            copy(x[parts], room[parts])
+        published.view(arena.rank, number)[0].copy_(x)
     arena.meet(signature)
     return published
-
-
-def publish_side_by_side(
-    arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
-) -> Published:
-    """The same of tensors of one shape, as one of (parts, rows, tensors, ...): each pull brings
-    rows of all.
-    """
-    like = tensors[0].unsqueeze(2).expand(-1, -1, len(tensors), *tensors[0].shape[2:])
-    published = Published(arena, [like], counts)
-    arena.publish(published.nbytes, signature)
-    room = published.view(arena.rank, 0)
-    for number, x in enumerate(tensors):
-        copy(x, room[:, :, number])
-    arena.meet(signature)
-    return published
-
-
-def copy(x: Tensor, into: Tensor) -> None:
-    """`into.copy_(x)`. What is not contiguous torch copies element by element: by 2 bytes with 1.4
-    TB/s on an H200, so these are of 16 bytes, where x and its rows begin at multiples of them.
-    """
-    x, into = as_wide(x, into)
-    into.copy_(x)
-
-
-def place(layout: Layout, x: Tensor, into: Tensor) -> None:
-    """The rows of this rank, (parts, tokens, ...), at their positions in (parts, seqlen, ...)."""
-    runs, row = layout.runs[layout.rank], 0
-    if len(runs) > FEW_RUNS:  # one launch for all
-        x, into = as_wide(x, into)
-        into.index_copy_(1, positions_on(layout, x.device), x)
-        return
-    for start, stop in runs:
-        copy(x[:, row : row + stop - start], into[:, start:stop])
-        row += stop - start
-
-
-@functools.lru_cache(maxsize=64)
-def positions_on(layout: Layout, device: torch.device) -> Tensor:
-    """The positions of this rank's rows."""
-    runs = [torch.arange(start, stop) for start, stop in layout.runs[layout.rank]]
-    return torch.cat(runs).to(device)
-
-
-def as_wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same bytes as elements of 16 bytes, if all tensors can be read so."""
-    wide = torch.complex128
-    row = tensors[0].shape[-1] * tensors[0].itemsize
-    if row and row % wide.itemsize == 0 and all(map(is_wide, tensors)):
-        return tuple(x.view(wide) for x in tensors)
-    return tensors
-
-
-def is_wide(x: Tensor) -> bool:
-    """Whether all rows of x begin at multiples of 16 bytes."""
-    unit, at = 16 // x.itemsize, x.storage_offset()
-    starts = *x.stride()[:-1], at
-    return x.stride(-1) == 1 and not any(n % unit for n in starts) and not x.data_ptr() % 16
 
 
 Pull = tuple[int, int, int, int]  # rank, its row, and the positions [start, stop) of its rows

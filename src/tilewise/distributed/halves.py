@@ -9,11 +9,13 @@ the first one held. So there is one barrier a call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..kernels.common.row_table import Table
+from .copies import Piece, bytes_at, copy_one_by_one
 from .memory import Memory
 
 Tensor = torch.Tensor
@@ -79,6 +81,38 @@ class Arena:
             self.views.clear()
         self.views[key] = view
         return view
+
+    def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """The copies of a table, all of this rank's memory."""
+        copy_one_by_one(table, sources, targets)
+
+    def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
+        """The sums of the rows of `parts` at `places`, (rows, runs), into `total`; none below 0."""
+        exact = torch.zeros(total.shape, dtype=parts.dtype, device=parts.device)
+        for place in places.unbind(1):
+            is_seen = place >= 0
+            exact[is_seen] += parts[place[is_seen].long()]
+        total.copy_(exact)
+
+    def pull(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int = 0) -> Any:
+        """Begins to copy pieces of what other ranks have published, beside what the caller's stream
+        does next; the mark of their arrival. Every `counted` of them are counted as one.
+        """
+        self.pulled += sum([x.nbytes for x in pieces])
+        with self.copying():
+            self.begin(pieces, targets, counted)
+            return self.mark()
+
+    def begin(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int) -> None:
+        """Inside of `copying`: begins these copies."""
+        for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
+            block = self.of(rank, start + nbytes)
+            bytes_at(targets[target], at, nbytes, 1, nbytes).copy_(block[None, start:])
+            if counted and number % counted == 0:
+                self.count_piece()
+
+    def count_piece(self) -> None:
+        """Inside of `copying`, of an arena that counts pieces."""
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

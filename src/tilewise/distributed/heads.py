@@ -1,12 +1,17 @@
 """Heads for rows: an all-to-all gives each rank the whole sequence of some heads, on which the call
 is that of one process; another one gives the rows back (DeepSpeed-Ulysses, Jacobs et al. 2023,
 arXiv 2309.14509). A rank has whole groups of query heads and their key heads.
+
+Long calls exchange heads in groups: attention of the first begins when its heads are there, and
+beside that of each group the heads of the next arrive and the rows of the one before go back. Only
+the first pulls and the last are hidden by nothing, and so these groups are the smallest.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +20,13 @@ from torch.autograd.function import once_differentiable
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
-from .exchange import Published, copy, place, publish_parts, runs_in_turn
+from .copies import Group, Kind, Strides, are_aligned, in_rows, kind_of, strides_of
 from .halves import Arena
-from .layout import Layout, Run
+from .head_copies import ToRows, to_heads, to_rows
 
 Tensor = torch.Tensor
 NAME = "heads"
-MOST_COPIES = 4  # of what is published of a tensor
+LEAST_ROWS = 1 << 16  # of query heads in a group: 512 tiles of 128, four for each SM
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
@@ -38,140 +43,218 @@ def attend(
     arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`out` of a rank's rows, and `lse` where it is asked for."""
-    ranks, rank = spec.layout.ranks, spec.layout.rank
-    each = q.shape[2] // ranks
-    signature = f"attention (heads): {spec.signature}"
-    q, k, v = _Exchange.apply(arena, spec.layout, signature, True, q, k, v)
-    out, lse = whole.attend(spec, q, k, v, slice(rank * each, (rank + 1) * each))
-    signature = f"the results of {signature}{' with lse' if return_lse else ''}"
-    if not return_lse:
-        (out,) = _Exchange.apply(arena, spec.layout, signature, False, out)
-        return out, None
-    lse = lse.transpose(1, 2).unsqueeze(-1)
-    out, lse = _Exchange.apply(arena, spec.layout, signature, False, out, lse)
-    return out, lse.squeeze(-1).transpose(1, 2)
+    return _Heads.apply(arena, spec, return_lse, q, k, v, spec.sinks)
+
+
+class _Heads(torch.autograd.Function):
+    """Attention of a rank's heads, in and out by rows. The backward takes the heads that the
+    forward has pulled.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, arena: Arena, spec: CallSpec, return_lse: bool, q, k, v, sinks):
+        signature = f"attention (heads): {spec.signature}"
+        groups = groups_of(spec, q, k, v)
+        pulled = Pulled(arena, spec, signature, groups, (q, k, v))
+        results = [q.new_empty(*q.shape[:3], v.shape[3])]
+        if return_lse:
+            exact = torch.promote_types(q.dtype, torch.float32)
+            results.append(q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact))
+        what = f"the results{' with lse' if return_lse else ''} of"
+        returned = Returned(pulled, results, what)
+        kept: list[Tensor] = []
+        for number, group in enumerate(groups):
+            mine, keys, values = pulled.arrive(number)
+            out, lse = whole.attend(spec, mine, keys, values, heads_of(spec, q, k, group))
+            kept += (mine, keys, values, out, lse)
+            returned.send(number, [out, lse] if return_lse else [out])
+        returned.finish()
+        arena.settle(*results, *(kept[4::5] if spec.learns else ()))  # with it gradients are NaN
+        ctx.args = arena, spec, groups, [x.shape for x in (q, k, v)]
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        return results[0], results[1] if return_lse else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        arena, spec, groups, shapes = ctx.args
+        kept = ctx.saved_tensors
+        results = [x.new_empty(shape) for x, shape in zip(kept, shapes)]
+        present = [x is not None for x in (dout, dlse)]
+        signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"
+        if dout is None:
+            dq, _, dv = results
+            dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
+        with arena.reporting():
+            given = (dout,) if dlse is None else (dout, dlse)
+            pulled = Pulled(arena, spec, signature, groups, given)
+
+            def of_group(number: int) -> Saved:
+                dout, *dlses = pulled.arrive(number)
+                dlse = dlses[0] if dlses else None
+                return Saved(dout, dlse, *kept[5 * number : 5 * number + 5])
+
+            return None, None, None, *_gradients(spec, results, of_group, pulled)
 
 
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`, of what a compiled graph has kept, which is rows: heads are
     exchanged for them once more.
     """
-    layout, (dout, dlse, q, k, v, out, lse) = spec.layout, saved
-    ranks, rank = layout.ranks, layout.rank
-    each = q.shape[2] // ranks
-    mine = slice(rank * each, (rank + 1) * each)
-    by_row = [q, k, v, out, lse.transpose(1, 2).unsqueeze(-1), dout]
-    by_row += [] if dlse is None else [dlse.transpose(1, 2).unsqueeze(-1)]
     signature = f"the backward of attention (heads): {spec.signature}"
+    groups = groups_of(spec, *saved[2:5])
+    given = [x for x in saved if x is not None]
     with arena.reporting():
-        q, k, v, out, lse, dout, *dlses = _exchange(arena, layout, signature, True, by_row)
-        lse, *dlses = (x.squeeze(-1).transpose(1, 2).contiguous() for x in (lse, *dlses))
-        given = Saved(dout, dlses[0] if dlses else None, q, k, v, out, lse)
-        grads = whole.backward(spec, given, mine)
-        signature = f"the results of {signature}"
-        dq, dk, dv = _exchange(arena, layout, signature, False, [grads.dq, grads.dk, grads.dv])
-    dsinks = None
-    if spec.sinks is not None and grads.dsinks is not None:
-        dsinks = torch.zeros_like(spec.sinks)
-        dsinks[mine] = grads.dsinks
-    return Grads(dq, dk, dv, dsinks)
+        pulled = Pulled(arena, spec, signature, groups, given)
+
+        def of_group(number: int) -> Saved:
+            dout, *others = pulled.arrive(number)
+            dlse = None if saved.dlse is None else others.pop(0)
+            return Saved(dout, dlse, *others)
+
+        results = [x.new_empty(x.shape) for x in saved[2:5]]
+        return _gradients(spec, results, of_group, pulled)
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows of all heads (batch, tokens, heads, ...) to heads of all rows, or back; the gradient
-    takes the other way.
+def _gradients(
+    spec: CallSpec, results: list[Tensor], of_group: Callable[[int], Saved], pulled: Pulled
+) -> Grads:
+    """Those of this rank's rows, into `results`, of what `of_group` has of each group's heads."""
+    dq, dk, _ = results
+    returned = Returned(pulled, results, "the results of")
+    dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
+    for number, group in enumerate(pulled.groups):
+        heads = heads_of(spec, dq, dk, group)
+        grads = whole.backward(spec, of_group(number), heads, rounds=True)
+        if dsinks is not None and grads.dsinks is not None:
+            dsinks[heads] = grads.dsinks.to(dsinks.dtype)
+        returned.send(number, grads[:3])
+        del grads  # or they would be there beside those of the next group
+    returned.finish()
+    pulled.arena.settle(*results)
+    return Grads(results[0], results[1], results[2], dsinks)
+
+
+class Pulled:
+    """A rank's heads of tensors of its rows, (batch, tokens, heads, headdim) or (batch, heads,
+    tokens), which arrive group by group.
     """
 
-    @staticmethod
-    def forward(ctx: Any, arena: Arena, layout: Layout, signature: str, to_heads: bool, *tensors):
-        ctx.args = arena, layout, signature, to_heads
-        ctx.set_materialize_grads(False)
-        return _exchange(arena, layout, signature, to_heads, tensors)
+    def __init__(
+        self,
+        arena: Arena,
+        spec: CallSpec,
+        signature: str,
+        groups: tuple[Group, ...],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self.arena, self.layout, self.groups = arena, spec.layout, groups
+        self.signature = signature if len(groups) == 1 else f"{len(groups)} groups of {signature}"
+        given = [in_rows(x) if x.dim() == 4 else x.contiguous() for x in tensors]
+        ranks, batch = self.layout.ranks, given[0].shape[0]
+        kinds = tuple(_kind_of(x, ranks) for x in given)
+        self.copies = to_heads(self.layout, kinds, tuple(map(_strides_of, given)), batch, groups)
+        sizes = (n // x.itemsize for n, x in zip(self.copies.found.sizes, given))
+        self.found = [x.new_empty(n) for x, n in zip(given, sizes)]
+        self.tails = [x.shape[3:] for x in given]
+        room = arena.publish(self.copies.nbytes, self.signature)
+        arena.copy(self.copies.rows, given, [room, *self.found])
+        arena.meet(self.signature)
+        self.marks = [arena.pull(pieces, self.found) for pieces in self.copies.pieces]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        arena, layout, signature, to_heads = ctx.args
-        present = [grad is not None for grad in grads]
-        signature = f"the backward of {signature}, with gradients {present}"
-        given = [grad for grad in grads if grad is not None]
-        with arena.reporting():
-            found = iter(_exchange(arena, layout, signature, not to_heads, given))
-        return None, None, None, None, *(next(found) if x else None for x in present)
-
-
-def _exchange(
-    arena: Arena, layout: Layout, signature: str, to_heads: bool, tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    by_row = [x.transpose(0, 1) for x in tensors]
-    found = (_to_heads if to_heads else _to_rows)(arena, layout, signature, by_row)
-    arena.settle(*found)
-    return tuple(x.transpose(0, 1) for x in found)
-
-
-def _to_heads(
-    arena: Arena, layout: Layout, signature: str, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Of (tokens, batch, heads, ...) this rank's heads of the whole sequence."""
-    parts = [x.unflatten(2, (layout.ranks, -1)).movedim(2, 0) for x in tensors]
-    published = publish_parts(arena, signature, parts, layout.counts, left_out=layout.rank)
-    found = [x.new_empty(layout.seqlen, *x.shape[2:]) for x in parts]
-    with arena.copying():
-        for rank, row, start, stop in runs_in_turn(layout, [(0, layout.seqlen)]):
-            if rank == layout.rank:
-                continue
-            for number, x in enumerate(found):
-                rows = published.pull(rank, number, row, row + stop - start, layout.rank)
-                x[start:stop].copy_(rows)
-        arrived = arena.mark()
-    for x, of_ranks in zip(found, parts):  # beside the copies from the other ranks
-        place(layout, of_ranks[layout.rank].unsqueeze(0), x.unsqueeze(0))
-    arena.arrive(arrived)
-    return found
+    def arrive(self, number: int) -> list[Tensor]:
+        """The heads of a group of the whole sequence, for what the stream does next."""
+        self.arena.arrive(self.marks[number])
+        blocks, group, views = self.copies.found, self.groups[number], []
+        for kind, (x, tail) in enumerate(zip(self.found, self.tails)):
+            width, by_head = blocks.width(kind, group), blocks.kinds[kind].by_head
+            shape = (width, blocks.tokens) if by_head else (blocks.tokens, width, *tail)
+            start = blocks.place(kind, group, 0).start // x.itemsize
+            shape = blocks.batch, *shape
+            views.append(x[start : start + math.prod(shape)].view(shape))
+        return views
 
 
-def _to_rows(
-    arena: Arena, layout: Layout, signature: str, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Of (seqlen, batch, this rank's heads, ...) this rank's rows of all heads."""
-    rows = _rows_at(layout)
-    published = Published(arena, [x.unsqueeze(0) for x in tensors], [layout.seqlen] * layout.ranks)
-    arena.publish(published.nbytes, signature)
-    for start, stop in _between([run for _, run in rows], layout.seqlen):
-        for number, x in enumerate(tensors):
-            copy(x[start:stop], published.view(layout.rank, number)[0, start:stop])
-    arena.meet(signature)
-    # (tokens, batch, ranks, heads of one, ...); rows come contiguous, as DMA copies them
-    found = [x.new_empty(layout.tokens, x.shape[1], layout.ranks, *x.shape[2:]) for x in tensors]
-    pulled = [x.new_empty(layout.ranks - 1, layout.tokens, *x.shape[1:]) for x in tensors]
-    others = [(layout.rank - step) % layout.ranks for step in range(1, layout.ranks)]
-    with arena.copying():
-        for at, rank in enumerate(others):
-            for mine, (start, stop) in rows:
-                for number, x in enumerate(pulled):
-                    x[at, mine].copy_(published.pull(rank, number, start, stop))
-        arrived = arena.mark()
-    for mine, (start, stop) in rows:  # beside the copies from the other ranks
-        for x, y in zip(found, tensors):
-            copy(y[start:stop], x[mine, :, layout.rank])
-    arena.arrive(arrived)
-    for x, from_others in zip(found, pulled):
-        for at, rank in enumerate(others):
-            copy(from_others[at], x[:, :, rank])
-    return [x.flatten(2, 3) for x in found]
+class Returned:
+    """A rank's rows of all heads, `results`, of what is computed group by group."""
+
+    def __init__(self, pulled: Pulled, results: Sequence[Tensor], what: str) -> None:
+        self.arena, self.layout, self.groups = pulled.arena, pulled.layout, pulled.groups
+        self.signature = f"{what} {pulled.signature}"
+        self.results = results
+        self.kinds = tuple(_kind_of(x, self.layout.ranks) for x in results)
+        self.begun = pulled.marks
+        self.late: tuple[ToRows, Tensor] | None = None  # what is not placed yet
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """Gives the heads of a group to the ranks whose rows they are of."""
+        arena, result = self.arena, self.results[0]
+        batch, group = result.shape[0], self.groups[number]
+        copies = to_rows(self.layout, self.kinds, batch, self.groups, group)
+        self._arrive()  # before the barrier, which says that all have read what they were to
+        room = arena.publish(copies.nbytes, self.signature)
+        arena.copy(copies.rows, [x.contiguous() for x in tensors], [room, *self.results])
+        arena.meet(self.signature)
+        pulled = result.new_empty(copies.pulled, dtype=torch.uint8)
+        self.begun = [arena.pull(copies.pieces, [pulled])]
+        self._place()  # of the group before
+        self.late = copies, pulled
+
+    def finish(self) -> None:
+        """All rows are there, for what the stream does next."""
+        self._arrive()
+        self._place()
+
+    def _arrive(self) -> None:
+        for mark in self.begun:
+            self.arena.arrive(mark)
+
+    def _place(self) -> None:
+        if self.late is not None:
+            copies, pulled = self.late
+            self.arena.copy(copies.placed, [pulled], self.results)
 
 
-def _between(runs: list[Run], seqlen: int) -> list[Run]:
-    """The positions of the other ranks, where these are few copies; else all."""
-    ends = [0, *(x for run in sorted(runs) for x in run), seqlen]
-    found = [(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
-    return found if len(found) <= MOST_COPIES else [(0, seqlen)]
+def groups_of(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Group, ...]:
+    """The groups in which a rank's key heads are exchanged: a small one, the rest, and a small one,
+    where these have work for all of a GPU. All ranks find the same.
+    """
+    nheads_k = k.shape[2] // spec.layout.ranks
+    rows = q.shape[0] * spec.layout.seqlen * (q.shape[2] // k.shape[2])  # of a key head
+    least = -(-LEAST_ROWS // max(rows, 1))
+    # A group's heads lie in the memory of all: TMA wants them at multiples of 16 bytes
+    sizes = sizes_of(nheads_k, least) if are_aligned(q, k, v) else [nheads_k]
+    return tuple(map(Group, itertools.accumulate(sizes, initial=0), sizes))
 
 
-def _rows_at(layout: Layout) -> list[tuple[slice, Run]]:
-    """The rows of this rank that each of its runs of positions are."""
-    ends = itertools.accumulate((stop - start for start, stop in layout.runs[layout.rank]))
-    return [
-        (slice(end - (run[1] - run[0]), end), run)
-        for end, run in zip(ends, layout.runs[layout.rank])
-    ]
+def sizes_of(nheads_k: int, least: int) -> list[int]:
+    """The key heads of each group, `least` or more.
+
+    >>> sizes_of(4, 1), sizes_of(8, 3), sizes_of(5, 2), sizes_of(3, 2)
+    ([1, 2, 1], [3, 5], [2, 3], [3])
+    """
+    if nheads_k >= 3 * least:
+        return [least, nheads_k - 2 * least, least]
+    return [least, nheads_k - least] if nheads_k >= 2 * least else [nheads_k]
+
+
+def heads_of(spec: CallSpec, q: Tensor, k: Tensor, group: Group) -> slice:
+    """The query heads of a group of this rank's, among all."""
+    width = q.shape[2] // k.shape[2]
+    first = spec.layout.rank * (q.shape[2] // spec.layout.ranks) + group.first * width
+    return slice(first, first + group.size * width)
+
+
+def _kind_of(x: Tensor, ranks: int) -> Kind:
+    """That of one rank's heads."""
+    if x.dim() == 3:
+        return Kind(x.shape[1] // ranks, x.itemsize, by_head=True)
+    kind = kind_of(x)
+    return kind._replace(heads=kind.heads // ranks)
+
+
+def _strides_of(x: Tensor) -> Strides:
+    if x.dim() == 3:
+        return x.stride(0) * x.itemsize, x.itemsize, x.stride(1) * x.itemsize
+    return strides_of(x)

@@ -20,15 +20,10 @@ from ..ops.calls import layout_key
 from ..problem import OPEN, Extras, Problem, Scalars, describe
 from . import rows
 from .call_spec import CallSpec
-from .exchange import (
-    Published,
-    Pull,
-    place,
-    publish_parts,
-    publish_side_by_side,
-    runs_in_turn,
-)
+from .copies import Group, in_rows, kind_of, strides_of
+from .exchange import Pull, runs_in_turn
 from .halves import Arena
+from .key_copies import KeyCopies, key_copies, moves_of
 from .layout import Layout
 from .work import keys_of
 
@@ -63,28 +58,25 @@ def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> boo
 def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's queries, settled."""
     layout = spec.layout
-    groups = groups_of(layout, k.shape[2], layout.seqlen * k.shape[3] * k.itemsize)
-    pieces = pieces_of(layout, *spec.sides)
-    parts = [x.transpose(0, 1).unflatten(2, (groups, -1)).movedim(2, 0) for x in (k, v)]
-    signature = f"attention (stream, {groups} groups of heads at a time): {spec.signature}"
-    side_by_side = k.shape == v.shape
-    publish = publish_side_by_side if side_by_side else publish_parts
-    published = publish(arena, signature, parts, layout.counts)
+    given = in_rows(k), in_rows(v)
+    count = groups_of(layout, k.shape[2], layout.seqlen * k.shape[3] * k.itemsize)
+    copies = copies_of(layout, spec, count, given)
+    signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
     # A block may begin before a window's first key: what lies there is hidden, and must be finite
     empty = k.new_empty if spec.sides[0] == OPEN else k.new_zeros
-    shapes = [(groups, layout.seqlen, *shape) for _, _, shape in published.kinds]
-    pulled = [empty(*shape) for shape in shapes]
-    found = [pulled[0][:, :, i] for i in (0, 1)] if side_by_side else pulled
-    arena.begin_pieces(tuple(rank for rank, *_ in pieces.others) * groups)
-    with arena.copying():
-        for group in range(groups):
-            for pull in pieces.others:
-                _copy(published, pulled, group, pull)
-                arena.count_piece()
-        last = arena.mark()
+    shape = count, layout.seqlen, 1
+    heads = k.shape[2] // count
+    if k.shape == v.shape:
+        pulled = [empty(*shape, 2, heads, k.shape[3])]
+        found = [pulled[0][:, :, :, i] for i in (0, 1)]
+    else:
+        pulled = found = [empty(*shape, heads, x.shape[3]) for x in (k, v)]
+    room = arena.publish(copies.nbytes, signature)
+    arena.copy(copies.rows, given, [room, *pulled])
+    arena.meet(signature)
+    arena.begin_pieces(copies.ranks[:: len(pulled)])
+    last = arena.pull(copies.pieces, pulled, counted=len(pulled))
     try:
-        for x, local in zip(found, parts):
-            place(layout, local, x)
         out, lse = launch(arena, spec, q, (k, v), found)
         arena.settle(out, lse)  # before the stream waits for copies that may never end
         return out, lse
@@ -92,10 +84,18 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
         arena.arrive(last)
 
 
-def _copy(published: Published, pulled: list[Tensor], group: int, pull: Pull) -> None:
-    rank, row, start, stop = pull
-    for number, x in enumerate(pulled):
-        x[group, start:stop].copy_(published.pull(rank, number, row, row + stop - start, group))
+def copies_of(
+    layout: Layout, spec: CallSpec, count: int, given: tuple[Tensor, Tensor]
+) -> KeyCopies:
+    """Those of keys and values in `count` groups of heads, side by side where they are as wide."""
+    k, v = given
+    heads = k.shape[2] // count
+    groups = tuple(Group(i * heads, heads) for i in range(count))
+    kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
+    pieces = pieces_of(layout, *spec.sides)
+    lists = (moves_of(pieces.own + pieces.others),)
+    beside = k.shape == v.shape
+    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, beside)
 
 
 def launch(

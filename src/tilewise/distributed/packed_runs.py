@@ -3,7 +3,7 @@ that it sees. Their last key is on the diagonal of their last row, as bottom-rig
 
 Where runs see keys one after another, as those of documents mostly do, and of short windows, the
 keys stay where they are: a sequence has those up to the next one's first, of which `seqused_k` uses
-some. Where they overlap, keys are copied for each run.
+some. Where they overlap, keys are copied for each run; those of two are pulled so, for a backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import torch
 
 from ..frontend.attention import call
 from ..problem import OPEN, Extras, Saved
+from . import rows
 from .call_spec import CallSpec
+from .exchange import runs_in_turn
+from .key_copies import Moves, moves_of
 from .layout import Layout, Run
 from .rows import Keys, Partial, gradients_of, piece_of
 
@@ -36,15 +39,34 @@ class Packing(NamedTuple):
     copied: tuple[Run, ...] | None
 
 
-def serves(spec: CallSpec, q: Tensor) -> bool:
+def serves(spec: CallSpec, q: Tensor, few: int = FEW) -> bool:
     """Whether runs are packed: there are many, one window is that of all, and not too many keys are
     copied.
     """
     left, right = spec.sides
     is_one_band = right == 0 or (left == OPEN and right == OPEN and spec.alibi_slopes is None)
-    if q.shape[0] != 1 or len(spec.layout.spans) <= FEW or not is_one_band:
+    if q.shape[0] != 1 or len(spec.layout.spans) <= few or not is_one_band:
         return False
     return packing_of(spec.layout, left, right).starts_k[-1] <= MOST_KEYS * spec.layout.seqlen
+
+
+def packing_for(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> Packing | None:
+    """The packing of a backward on Hopper of two runs that see the same keys: a launch for each
+    ends with idle SMs, and its parts would have to be added. Such keys are pulled twice; under
+    zigzag all ranks then pull as many.
+    """
+    if spec.is_modified or len(spec.layout.spans) != FEW or not serves(spec, q, FEW - 1):
+        return None
+    packing = packing_of(spec.layout, *spec.sides)
+    is_served = rows.backend_of_runs(spec, q, k, v) == "hopper"
+    return packing if is_served and packing.copied is not None else None
+
+
+@functools.lru_cache(maxsize=256)
+def moves_into(layout: Layout, packing: Packing) -> tuple[Moves, ...]:
+    """Which rows of which ranks go where keys are packed, for each run."""
+    found = zip(packing.starts_k, packing.copied or ())
+    return tuple(moves_of(runs_in_turn(layout, [keys]), at - keys[0]) for at, keys in found)
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,7 +111,7 @@ def _extras(spec: CallSpec, packing: Packing, device: torch.device, sinks: Tenso
 
 def _keys(packing: Packing, known: Keys) -> tuple[Tensor, Tensor]:
     known.arrive_all()
-    if packing.copied is None:
+    if packing.copied is None or known.is_packed:
         return known.k, known.v
     k, v = (torch.cat([x[:, a:b] for a, b in packing.copied], 1) for x in (known.k, known.v))
     return k, v
@@ -117,6 +139,9 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
     saved = saved._replace(k=k, v=v, lse=lse.contiguous())
     found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras)
     parts = [found.dk, found.dv]
+    if known.is_packed and packing.copied is not None:
+        runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied))
+        return Partial(found.dq, found.dk, found.dv, found.dsinks, runs)
     if packing.copied is not None:
         parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]
         starts = packing.starts_k

@@ -52,14 +52,15 @@ class Piece(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of the whole sequence, (batch, seqlen, heads, headdim), of which those that
-    span i needs are there once `arrive(i)` was called.
+    """Keys and values of the whole sequence, (batch, seqlen, heads, headdim), or of each run, of
+    which those that span i needs are there once `arrive(i)` was called.
     """
 
     k: Tensor
     v: Tensor
     arena: Arena
     arrivals: tuple[Any, ...]  # of each span
+    is_packed: bool = False  # whether each run has its own, end to end
 
     def arrive(self, span: int) -> None:
         """What is computed next follows the copies of what a span is the first to need."""
@@ -156,9 +157,10 @@ class Partial(NamedTuple):
     """Gradients of a rank's queries, and its part of those of all keys, in fp32 (fp64)."""
 
     dq: Tensor
-    dk: Tensor  # (batch, seqlen, nheads_k, headdim)
+    dk: Tensor  # (batch, seqlen, nheads_k, headdim), or of the keys of each run
     dv: Tensor
     dsinks: Tensor | None
+    runs: tuple[tuple[int, int, int], ...] = ()  # where those begin, and which keys they are
 
 
 def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
@@ -239,8 +241,9 @@ def gradients_of(
     right: int,
     extras: Extras | None = None,
     is_long: bool = False,
+    rounds: bool = False,
 ) -> Grads:
-    """Those of one call of the library."""
+    """Those of one call of the library; of keys in fp32 where they are parts of sums."""
     sinks = None if spec.sinks is None else spec.sinks.to(saved.lse.dtype)
     extras = Extras(spec.alibi_slopes, sinks) if extras is None else extras
     q, k, v = saved.q, saved.k, saved.v
@@ -256,8 +259,8 @@ def gradients_of(
         is_long=is_long,
     )
     problem = checked.problem
-    if q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
-        problem = problem._replace(has_fp32_key_grads=True)  # parts of sums, rounded once
+    if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
+        problem = problem._replace(has_fp32_key_grads=True)
     known = Call(problem, checked.scalars, spec.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
     return ops.run_backward(known, saved, extras)

@@ -1,8 +1,8 @@
 """Keys travel, queries stay: each rank pulls the keys and values that its queries see, whole and in
 the order of the sequence, so that nothing is merged and no row is rounded twice.
 
-Backward, each rank has a part of the gradient of every key that its queries saw (`sums`). Where
-these would take much memory, heads are computed in groups, one after the other.
+Backward, each rank has a part of the gradient of every key that its queries saw: see
+`stream_backward`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..problem import Grads, Saved
+from ..problem import Saved
 from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
-from .exchange import place, publish, pulls_of
 from .halves import Arena
-from .sums import summed
+from .pulled_keys import pull_keys
+from .stream_backward import backward
 
 Tensor = torch.Tensor
 NAME = "stream"
-MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
@@ -67,112 +66,9 @@ class _Stream(torch.autograd.Function):
 
 def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse`, in launches that begin after copies."""
-    keys = _pull(arena, spec, k, v, f"attention (stream): {spec.signature}")
+    (keys,) = pull_keys(arena, spec, k, v, f"attention (stream): {spec.signature}")
     backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
     if spec.is_modified or (spec.bitwise and backend is None):
         keys.arrive_all()
         return placed.attend(spec, q, keys.k, keys.v)
     return by_runs(spec, q).attend(spec, q, keys, backend)
-
-
-def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
-    """The gradients of `attend`."""
-    dout, dlse, q, k, v, out, lse = saved
-    signature = f"the backward of attention (stream): {spec.signature}"
-    dtype = k.dtype
-    with arena.reporting():
-        keys = _pull(arena, spec, k, v, signature)
-        dout = torch.zeros_like(out) if dout is None else dout
-        exact = rows.working_dtype(q)
-        dout, q, out = (x.to(exact) for x in (dout, q, out))
-        if exact != dtype:
-            keys.arrive_all()
-            keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
-        given = Saved(dout, dlse, q, keys.k, keys.v, out, lse)
-        found = []
-        for of_q, of_k in _groups(spec, given):
-            part, of_part = _of_heads(spec, given, of_q, of_k)
-            partial = _gradients(part, of_part, keys._replace(k=of_part.k, v=of_part.v))
-            of_keys = summed(arena, spec, partial, f"the sums of {signature}", dtype)
-            found.append(Grads(partial.dq.to(dtype), *of_keys, partial.dsinks))
-            del partial  # or it would be there beside that of the next group
-        grads = found[0] if len(found) == 1 else _joined(found)
-        arena.settle(*grads[:3])
-    if grads.dsinks is None or spec.sinks is None:
-        return grads
-    return grads._replace(dsinks=grads.dsinks.to(spec.sinks.dtype))
-
-
-def _joined(found: list[Grads]) -> Grads:
-    """Gradients of groups of heads."""
-    sinks = [x.dsinks for x in found if x.dsinks is not None]
-    return Grads(
-        torch.cat([x.dq for x in found], 2),
-        torch.cat([x.dk for x in found], 2),
-        torch.cat([x.dv for x in found], 2),
-        torch.cat(sinks) if sinks else None,
-    )
-
-
-def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys) -> rows.Partial:
-    if spec.is_modified:
-        keys.arrive_all()
-        return placed.gradients(spec, given)
-    return by_runs(spec, given.q).gradients(spec, given, keys)
-
-
-def _groups(spec: CallSpec, given: Saved) -> list[tuple[slice, slice]]:
-    """Query heads and key heads whose gradients are computed at a time: so that parts of those of
-    all keys take no more than MOST_BYTES; all where a head's number matters.
-    """
-    nheads, nheads_k = given.q.shape[2], given.k.shape[2]
-    nbytes = (given.k.numel() + given.v.numel()) * given.lse.itemsize
-    groups = 1
-    if not spec.uses_head_index:
-        groups = next((n for n in range(1, nheads_k) if _fits(n, nheads_k, nbytes)), nheads_k)
-    m, n = nheads // groups, nheads_k // groups
-    return [(slice(i * m, (i + 1) * m), slice(i * n, (i + 1) * n)) for i in range(groups)]
-
-
-def _fits(groups: int, nheads_k: int, nbytes: int) -> bool:
-    return nheads_k % groups == 0 and nbytes <= groups * MOST_BYTES
-
-
-def _of_heads(spec: CallSpec, given: Saved, of_q: slice, of_k: slice) -> tuple[CallSpec, Saved]:
-    """The call of some heads."""
-    dout, dlse, q, k, v, out, lse = given
-    if of_k == slice(0, k.shape[2]):
-        return spec, given
-    slopes, sinks = spec.alibi_slopes, spec.sinks
-    part = spec._replace(
-        alibi_slopes=None if slopes is None else slopes[..., of_q],
-        sinks=None if sinks is None else sinks[of_q],
-    )
-    dlse = None if dlse is None else dlse[:, of_q].contiguous()
-    dout, q, out = (x[:, :, of_q] for x in (dout, q, out))
-    k, v = (x[:, :, of_k] for x in (k, v))
-    return part, Saved(dout, dlse, q, k, v, out, lse[:, of_q].contiguous())
-
-
-def _pull(arena: Arena, spec: CallSpec, k: Tensor, v: Tensor, signature: str) -> rows.Keys:
-    """Keys and values of the whole sequence, those that no query here sees 0. Those of this rank
-    are there; others arrive.
-    """
-    layout = spec.layout
-    published = publish(arena, signature, [k.transpose(0, 1), v.transpose(0, 1)], layout)
-    pulls = pulls_of(layout, *spec.sides)
-    shapes = [(layout.seqlen, x.shape[0], *x.shape[2:]) for x in (k, v)]
-    found = [(k.new_empty if pulls.is_whole else k.new_zeros)(shape) for shape in shapes]
-    arrivals = []
-    with arena.copying():
-        for pulled in pulls.by_span:
-            for rank, row, start, stop in pulled:
-                if rank == layout.rank:
-                    continue
-                for number, x in enumerate(found):
-                    x[start:stop].copy_(published.pull(rank, number, row, row + stop - start))
-            arrivals.append(arena.mark())
-    for x, local in zip(found, (k, v)):
-        place(layout, local.transpose(0, 1).unsqueeze(0), x.unsqueeze(0))
-    k, v = (x.transpose(0, 1) for x in found)
-    return rows.Keys(k, v, arena, tuple(arrivals))

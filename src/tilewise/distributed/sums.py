@@ -24,6 +24,7 @@ from .rows import Partial
 from .work import keys_of
 
 Tensor = torch.Tensor
+Runs = tuple[tuple[int, int, int], ...]  # see `Partial`
 
 
 class Slice(NamedTuple):
@@ -46,11 +47,19 @@ def summed(
     each = most_rows(max(arena.room, LEAST), row_bytes, layout.ranks)
     slices = slices_of(layout, each)
     signature = f"{signature}, in {len(slices)} slices"
-    for piece, index in zip(slices, positions_of(layout, each, parts[0].device)):
+    device = parts[0].device
+    positions = positions_of(layout, each, device)
+    if partial.runs:
+        positions = places_of(layout, each, partial.runs, device)
+    for piece, index in zip(slices, positions):
         published = Published(arena, [x.unsqueeze(0) for x in parts], [piece.rows] * layout.ranks)
         arena.publish(published.nbytes, signature)
         for number, x in enumerate(parts):
-            torch.index_select(x, 0, index, out=published.view(layout.rank, number)[0])
+            room = published.view(layout.rank, number)[0]
+            if partial.runs:
+                arena.add_runs(x, index, room)
+            else:
+                torch.index_select(x, 0, index, out=room)
         arena.meet(signature)
         add = add_parts if arena.part_sums is None else add_by_kernel
         for number, total in enumerate(totals):
@@ -142,6 +151,29 @@ def positions_of(layout: Layout, each: int, device: torch.device) -> tuple[Tenso
     ]
     starts = range(0, max(layout.counts), each)
     return tuple(torch.cat([x[i : i + each] for x in places]).to(device) for i in starts)
+
+
+@functools.lru_cache(maxsize=8)
+def places_of(layout: Layout, each: int, runs: Runs, device: torch.device) -> tuple[Tensor, ...]:
+    """The places of each slice's rows among the keys of each run, (rows, runs), int32; -1 where a
+    run does not see a key.
+
+    >>> import tilewise.distributed as td
+    >>> runs = (0, 0, 1), (1, 0, 4)  # the first key for the first run, then all for the second
+    >>> places_of(td.contiguous(4, 2), 4, runs, torch.device("cpu"))[0].tolist()
+    [[0, 1], [-1, 2], [-1, 3], [-1, 4]]
+    """
+    indices = positions_of(layout, each, torch.device("cpu"))
+    return tuple(places_in(runs, index).to(device) for index in indices)
+
+
+def places_in(runs: Runs, positions: Tensor) -> Tensor:
+    """Where each run has its part of the gradients of these keys, (rows, runs)."""
+    found = [
+        torch.where((positions >= first) & (positions < last), positions - first + at, -1)
+        for at, first, last in runs
+    ]
+    return torch.stack(found, 1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -53,8 +53,10 @@ def attend(
     return out.unflatten(0, (batch, seqlen)), lse
 
 
-def backward(spec: CallSpec, saved: Saved, heads: slice = slice(None)) -> Grads:
-    """The gradients of `attend`."""
+def backward(
+    spec: CallSpec, saved: Saved, heads: slice = slice(None), rounds: bool = False
+) -> Grads:
+    """The gradients of `attend`; those of keys in fp32 as parts of sums, or rounded as theirs."""
     dout, dlse, q, k, v, out, lse = saved
     batch, seqlen = q.shape[:2]
     starts, slopes = packing(spec, q), spec.alibi_slopes
@@ -72,7 +74,7 @@ def backward(spec: CallSpec, saved: Saved, heads: slice = slice(None)) -> Grads:
     align = spec.causal if isinstance(spec.causal, str) else "bottom_right"
     saved = Saved(dout, dlse, q, k, v, out, lse)
     has_long = starts is not None and is_long(longest(spec))
-    found = gradients_of(spec, saved, align, *spec.sides, extras, has_long)
+    found = gradients_of(spec, saved, align, *spec.sides, extras, has_long, rounds)
     dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in found[:3])
     return Grads(dq, dk, dv, found.dsinks)
 

@@ -1,0 +1,20 @@
+"""The sum of runs compiles for GPUs without spills, and moves 16 bytes a thread at a time."""
+
+import pytest
+import torch
+
+from tilewise.kernels.portable.sum_runs import sum_runs_kernel
+from tilewise.testing import build, stats
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.mark.parametrize("dtype, stores", [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_sum_runs(dtype, stores):
+    parts, places = torch.zeros(64, 128), torch.zeros(64, 2, dtype=torch.int32)
+    constants = dict(RUNS=2, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
+    given = parts, places, torch.zeros(64, 128, dtype=dtype), 1024, 2048, 2**20
+    kernel = build(sum_runs_kernel, *given, on="sm90", num_warps=4, **constants)
+    assert stats(kernel)["spill_stores"] == 0
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("ld.global.v4.b32") == 2 * 2 and ptx.count("st.global.v4.b32") == stores

@@ -1,0 +1,138 @@
+"""Copies by bytes: of all ranks in one process, in layouts at random."""
+
+import random
+
+import pytest
+import torch
+
+import tilewise.distributed as td
+from tilewise.distributed import one_launch
+from tilewise.distributed.call_spec import CallSpec
+from tilewise.distributed.copies import (
+    Group,
+    Kind,
+    bytes_at,
+    copy_one_by_one,
+    in_rows,
+    kind_of,
+    strides_of,
+)
+from tilewise.distributed.head_copies import to_heads, to_rows
+
+RANKS = 3
+
+
+def layouts(seed):
+    """Of a length that RANKS does not divide; some ranks may have no tokens."""
+    draw = random.Random(seed)
+    seqlen = (97, 50, 97, 2)[seed % 4]
+    whole = td.striped(seqlen, RANKS, block=7), td.zigzag(seqlen, RANKS)
+    return draw.choice((*whole, td.contiguous(seqlen, RANKS)))
+
+
+def pulled(pieces, rooms, targets):
+    for rank, start, target, at, nbytes in pieces:
+        into = bytes_at(targets[target], at, nbytes, 1, nbytes)
+        into.copy_(rooms[rank][None, start : start + nbytes])
+
+
+def room(nbytes):
+    return torch.full((max(nbytes, 1),), 255, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("headdim_v", [16, 24])
+def test_keys_in_groups_of_heads(seed, headdim_v):
+    """Side by side where K and V are as wide."""
+    layout, count = layouts(seed), (1, 2, 4)[seed % 3]
+    shape = 1, layout.seqlen, 4
+    whole = torch.randn(*shape, 16), torch.randn(*shape, headdim_v)
+    all_copies, rooms = [], []
+    for rank in range(RANKS):
+        mine = layout.at(rank)
+        # Rows of a larger tensor, as of q, k and v that are projected together
+        given = [torch.cat((mine.shard(x), mine.shard(x)), 2)[:, :, 4:] for x in whole]
+        assert all(in_rows(x) is x for x in given)
+        copies = one_launch.copies_of(mine, CallSpec(mine), count, tuple(given))
+        buffers = 1 if headdim_v == 16 else 2
+        widths = [32] if buffers == 1 else [16, headdim_v]
+        found = [torch.full((count, layout.seqlen, 4 // count * n), torch.nan) for n in widths]
+        rooms.append(room(copies.nbytes))
+        if mine.tokens:  # else it sees no keys
+            copy_one_by_one(copies.rows, given, [rooms[-1], *found])
+            all_copies.append((copies, found))
+    for copies, found in all_copies:
+        pulled(copies.pieces, rooms, found)
+        assert len(copies.pieces) % (count * len(found)) == 0
+        assert copies.ranks[:: len(found)] == copies.ranks[len(found) - 1 :: len(found)]
+        if len(found) == 1:
+            found = found[0].unflatten(2, (2, -1)).unbind(2)
+        for x, y in zip(found, whole):
+            x = x.unflatten(2, (4 // count, -1)).movedim(0, 1).flatten(1, 2)
+            assert torch.equal(x, y[0])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_to_heads_and_back(seed):
+    layout, batch, each = layouts(seed), 1 + seed % 2, 2 + seed % 3
+    groups = Group(0, 1), Group(1, each - 1)
+    seqlen, heads = layout.seqlen, each * RANKS
+    k = torch.randn(batch, seqlen, heads, 8)
+    q = torch.randn(batch, seqlen, 2 * heads, 8).double()
+    lse = torch.randn(batch, 2 * heads, seqlen)
+    kinds = (
+        kind_of(k)._replace(heads=each),
+        kind_of(q)._replace(heads=2 * each),
+        Kind(2 * each, 4, by_head=True),
+    )
+    there, rooms = [], []
+    for rank in range(RANKS):
+        mine = layout.at(rank)
+        given = mine.shard(k), mine.shard(q), mine.shard(lse, 2).contiguous()
+        of_lse = given[2].stride(0) * 4, 4, given[2].stride(1) * 4
+        strides = strides_of(given[0]), strides_of(given[1]), of_lse
+        copies = to_heads(mine, kinds, strides, batch, groups)
+        found = [
+            torch.empty(n // x.itemsize, dtype=x.dtype) for n, x in zip(copies.found.sizes, given)
+        ]
+        rooms.append(room(copies.nbytes))
+        if mine.tokens:
+            copy_one_by_one(copies.rows, given, [rooms[-1], *found])
+        there.append((copies, found))
+    by_heads = [[] for _ in groups]  # of each rank what each group's attention would return
+    for rank, (copies, found) in enumerate(there):
+        for number, group in enumerate(groups):
+            pulled(copies.pieces[number], rooms, found)
+            for kind, (x, y) in enumerate(zip(found, (k, q, lse))):
+                width = copies.found.width(kind, group)
+                first = rank * kinds[kind].heads + copies.found.first(kind, group)
+                start = copies.found.place(kind, group, 0).start // x.itemsize
+                dim = 1 if kind == 2 else 2
+                expected = y.narrow(dim, first, width)
+                view = x[start : start + expected.numel()].view(expected.shape)
+                assert torch.equal(view, expected), (rank, number, kind)
+                by_heads[number].append(view)
+    results = [
+        [
+            torch.full_like(layout.at(rank).shard(x, dim), torch.nan)
+            for x, dim in ((k, 1), (q, 1), (lse, 2))
+        ]
+        for rank in range(RANKS)
+    ]
+    for number, group in enumerate(groups):
+        back, rooms = [], []
+        for rank in range(RANKS):
+            copies = to_rows(layout.at(rank), kinds, batch, groups, group)
+            rooms.append(room(copies.nbytes))
+            mine = by_heads[number][3 * rank : 3 * rank + 3]
+            copy_one_by_one(copies.rows, mine, [rooms[-1], *results[rank]])
+            back.append(copies)
+        for rank, copies in enumerate(back):
+            memory = room(copies.pulled)
+            pulled(copies.pieces, rooms, [memory])
+            copy_one_by_one(copies.placed, [memory], results[rank])
+    for rank in range(RANKS):
+        mine = layout.at(rank)
+        assert torch.equal(results[rank][0], mine.shard(k))
+        assert torch.equal(results[rank][1], mine.shard(q))
+        assert torch.equal(results[rank][2], mine.shard(lse, 2))

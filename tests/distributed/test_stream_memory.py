@@ -1,0 +1,124 @@
+"""What the driver is asked for, of a driver that is not there: which functions, of which arguments,
+on which device and stream.
+"""
+
+import contextlib
+import ctypes
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.distributed import device_arena, stream_memory
+from tilewise.distributed.copies import Piece
+from tilewise.distributed.device_arena import DeviceArena
+
+CPU = torch.device("cpu")
+
+
+class Function:
+    """A function of the driver, whose arguments are converted as ctypes does."""
+
+    def __init__(self, act):
+        self.act, self.argtypes, self.restype, self.calls = act, None, None, []
+
+    def __call__(self, *given):
+        assert len(given) == len(self.argtypes) and self.restype is ctypes.c_int
+        values = [kind(x).value or 0 for kind, x in zip(self.argtypes, given)]
+        assert values == [int(x) for x in given]  # no address is cut
+        self.calls.append(values)
+        return self.act(*values)
+
+
+class Driver:
+    """Of memory of the CPU."""
+
+    def __init__(self, status=0):
+        self.cuStreamWriteValue32_v2 = Function(self.write)
+        self.cuMemcpyDtoDAsync_v2 = Function(self.copy)
+        self.status = status
+
+    def write(self, stream, address, number, flags):
+        assert flags == 0  # behind a fence
+        ctypes.c_uint32.from_address(address).value = number
+        return self.status
+
+    def copy(self, to, source, nbytes, stream):
+        ctypes.memmove(to, source, nbytes)
+        return self.status
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Installs a driver, or what CDLL raises."""
+
+    def install(found):
+        def load(name):
+            assert name == "libcuda.so.1"
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        for made in (stream_memory._writer, stream_memory._copier):
+            made.cache_clear()
+        return found
+
+    stream = SimpleNamespace(cuda_stream=5, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    yield install
+    for made in (stream_memory._writer, stream_memory._copier):
+        made.cache_clear()
+
+
+def test_both_are_seen_to_work(driver):
+    words, given = torch.zeros(4, dtype=torch.int32), driver(Driver())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stream_memory.writer_of(words) and stream_memory.copier_of(words)
+    assert (words == 0).all()
+    assert [x[0] for x in given.cuStreamWriteValue32_v2.calls] == [5, 5]
+    assert [x[3] for x in given.cuMemcpyDtoDAsync_v2.calls] == [5, 5]
+
+
+@pytest.mark.parametrize("found", [OSError("no libcuda"), SimpleNamespace(), Driver(status=801)])
+def test_what_the_driver_lacks_is_done_in_another_way(driver, found):
+    words = torch.zeros(4, dtype=torch.int32)
+    driver(found)
+    with pytest.warns(UserWarning, match="begins when all keys have arrived"):
+        assert stream_memory.writer_of(words) is None
+    with pytest.warns(UserWarning, match="torch copies what is pulled"):
+        assert stream_memory.copier_of(words) is None
+
+
+def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
+    """From the half of the call, on the stream of copies and the device of the arena."""
+    given = driver(Driver())
+    devices = []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        devices.append(device)
+        yield
+
+    monkeypatch.setattr(device_arena, "on_device", on_device)
+    arena = DeviceArena.__new__(DeviceArena)
+    blocks = [torch.randint(0, 255, (256,), dtype=torch.uint8) for _ in range(3)]
+    arena.blocks, arena.starts = blocks, [x.data_ptr() for x in blocks]
+    arena.half, arena.room, arena.device = 1, 128, CPU
+    arena.side, arena.dma = SimpleNamespace(cuda_stream=9), stream_memory._copier()
+    counted = []
+    arena.count_piece = lambda: counted.append(len(given.cuMemcpyDtoDAsync_v2.calls))
+    targets = [torch.zeros(64, dtype=torch.uint8), torch.zeros(16, dtype=torch.int32)]
+    pieces = [Piece(2, 16, 0, 8, 32), Piece(1, 64, 1, 4, 12), Piece(0, 0, 0, 40, 8)]
+    arena.begin((*pieces, Piece(0, 8, 0, 48, 8)), targets, 2)
+    assert counted == [2, 4] and devices == [CPU]
+    assert all(stream == 9 for *_, stream in given.cuMemcpyDtoDAsync_v2.calls)
+    for rank, start, target, at, nbytes in pieces:
+        found = targets[target].view(torch.uint8)[at : at + nbytes]
+        assert torch.equal(found, blocks[rank][128 + start : 128 + start + nbytes])
+    by_torch = [torch.zeros_like(x) for x in targets]
+    arena.dma = None
+    arena.begin((*pieces, Piece(0, 8, 0, 48, 8)), by_torch, 2)
+    assert all(torch.equal(x, y) for x, y in zip(targets, by_torch))

@@ -1,0 +1,125 @@
+"""The backward of stream on Hopper where a rank has two runs of rows: one launch, of keys that are
+pulled for each run. In the emulator, over the arena of GPUs without streams.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.device_arena import CPU, device_arena
+from helpers.processes import run
+from helpers.tiers import sample_rows
+
+import tilewise
+import tilewise.distributed as td
+from tilewise.distributed import arena as arenas
+from tilewise.distributed import packed_runs, rows, stream_backward
+from tilewise.distributed.call_spec import CallSpec, check
+from tilewise.testing import use_emulator
+
+SEQLEN, HEADS = 520, (4, 2)
+CASES = {
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=(240, 0)),
+    "full": {},
+    "sinks": dict(causal=True, sinks=True),
+}
+
+
+def given(sinks=False, **options):
+    draw = torch.Generator().manual_seed(1)
+    q, k, v, dout = (
+        torch.randn(1, SEQLEN, n, 64, generator=draw).bfloat16()
+        for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
+    )
+    if sinks:
+        options["sinks"] = torch.randn(HEADS[0], generator=draw)
+    return (q, k, v), dout, options
+
+
+def gradients(attend, tensors, dout, options):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    if "sinks" in options:
+        options = {**options, "sinks": options["sinks"].clone().requires_grad_()}
+        leaves.append(options["sinks"])
+    out = attend(*leaves[:3], **options)
+    return torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+def both(rank, name, groups):
+    stream_backward.LEAST_KEYS = 1 if groups > 1 else 1 << 40
+    arenas._arenas[dist.group.WORLD, CPU] = arena = device_arena()
+    tensors, dout, options = given(**CASES[name])
+    layout, launches = td.zigzag(SEQLEN), []
+    made = rows.gradients_of
+
+    def noted(*asked, **more):
+        launches.append(asked[1].k.shape[1])
+        return made(*asked, **more)
+
+    rows.gradients_of = packed_runs.gradients_of = noted
+
+    def attend(*given, **more):
+        return td.attention(*given, layout=layout, method="stream", **more)
+
+    shards = [layout.shard(x) for x in tensors]
+    with use_emulator():
+        pulled = arena.pulled
+        found = gradients(attend, shards, layout.shard(dout), options)
+        pulled = arena.pulled - pulled
+        again = gradients(attend, shards, layout.shard(dout), options)
+    for x, y in zip(found[1:3], again[1:3]):
+        assert torch.equal(x, y)  # dQ is added up in any order
+    exact = [x.double() for x in tensors]
+    if "sinks" in options:
+        options = {**options, "sinks": options["sinks"].double()}
+    expected = gradients(tilewise.attention_reference, exact, dout, options)
+    for x, y in zip(found[:3], map(layout.shard, expected)):
+        assert (x - y).norm() / y.norm() < 0.006
+    if "sinks" in options:
+        dist.all_reduce(found[3])
+        assert (found[3] - expected[3]).norm() / expected[3].norm() < 0.006
+    assert len(launches) == 2 * groups  # in two backwards
+    seen = {"causal": 650, "window": 522, "full": 1040, "sinks": 650}
+    assert rank or launches[0] == seen[name]  # keys of both runs
+    assert rank or pulled
+
+
+RUNS = [("causal", 2), ("window", 1), ("full", 2), ("sinks", 1), ("sinks", 2)]
+
+
+@pytest.mark.parametrize("name, groups", sample_rows(RUNS, RUNS[0]))
+def test_one_launch_of_both(name, groups):
+    """Of each group of heads."""
+    run(both, 2, name, groups, timeout=120.0)
+
+
+@pytest.mark.parametrize(
+    "layout, options, packs",
+    [
+        (td.zigzag(SEQLEN, 2), dict(causal=True), True),
+        (td.zigzag(SEQLEN, 2), dict(causal=True, alibi_slopes=torch.rand(4)), True),
+        (td.zigzag(SEQLEN, 2), dict(causal=True, window=(10, 0)), False),  # no key is seen twice
+        (td.zigzag(SEQLEN, 2), dict(window=(30, 9)), False),
+        (td.zigzag(SEQLEN, 2).at(1), dict(causal=True), False),  # one run
+        (td.striped(SEQLEN, 2, block=16), dict(causal=True), False),
+        (td.zigzag(SEQLEN, 2), dict(causal=True, mask_mod=lambda b, h, q, k: q % 3 != k), False),
+    ],
+)
+def test_which_backwards_are_packed(layout, options, packs):
+    tensors, _, _ = given()
+    q, k, v = (layout.shard(x) for x in tensors)
+    with use_emulator():
+        spec = check(CallSpec(layout, **options), q, k, v)
+        packing = packed_runs.packing_for(spec, q, k, v)
+    assert (packing is not None) == packs
+    spec = check(CallSpec(layout, **options), q, k, v)
+    assert packed_runs.packing_for(spec, q, k, v) is None  # on a CPU
+
+
+def test_keys_of_each_run_go_end_to_end():
+    layout = td.zigzag(512, 2)
+    packing = packed_runs.packing_of(layout, -1, 0)
+    assert packing.starts_k == (0, 128, 640)
+    first, second = packed_runs.moves_into(layout, packing)
+    assert first == ((0, 0, 0, 128),)
+    assert second == ((0, 0, 128, 128), (0, 128, 512, 128), (1, 0, 256, 256))

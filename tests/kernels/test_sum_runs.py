@@ -1,0 +1,28 @@
+"""The parts of runs gathered by keys, in the interpreter: the bits of additions one by one."""
+
+import pytest
+import torch
+
+from tilewise.distributed.halves import Arena
+from tilewise.kernels.portable.launches import Launches
+from tilewise.kernels.portable.sum_runs import add_runs
+from tilewise.testing import use_interpreter
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, runs, columns", [(1, 2, 8), (37, 2, 384), (50, 3, 5), (9, 1, 16)])
+def test_the_bits_of_one_addition_after_the_other(rows, runs, columns, dtype):
+    draw = torch.Generator().manual_seed(rows)
+    parts = torch.randn(64, 1, columns, generator=draw)
+    places = torch.randint(-30, 64, (rows, runs), generator=draw).clamp_min(-1).to(torch.int32)
+    parts[63] = float("nan")  # what is at no place may be anything
+    places[places == 63] = -1
+    wide = torch.full((2, rows, 3, columns), 7.0, dtype=dtype)
+    total, expected = wide[:, :, 1:2]  # some heads of all
+    with use_interpreter():
+        add_runs(Launches(CPU), parts, places, total)
+    Arena.add_runs(None, parts, places, expected)
+    assert torch.equal(total, expected) and (total[(places < 0).all(1)] == 0).all()
+    assert (wide[:, :, ::2] == 7).all()
