@@ -79,7 +79,7 @@ def test_what_is_overwritten_was_read():
     run(halves, 2)
 
 
-@pytest.mark.parametrize("nheads_k, batch, expected", [(8, 1, 3), (4, 1, 2), (2, 1, 1), (8, 2, 3)])
+@pytest.mark.parametrize("nheads_k, batch, expected", [(8, 1, 2), (4, 1, 2), (2, 1, 1), (8, 2, 2)])
 def test_groups_have_work_for_a_gpu(nheads_k, batch, expected):
     layout = td.zigzag(16384, 2)
     q, k = torch.empty(batch, 8192, 32, 8), torch.empty(batch, 8192, nheads_k, 8)

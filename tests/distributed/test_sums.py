@@ -2,20 +2,17 @@
 and computed for some heads at a time where all would take much memory.
 """
 
-import functools
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.device_arena import device_arena
 from helpers.processes import run
-from helpers.shards import FEATURES, NAMES, Case, compare, deals
+from helpers.shards import FEATURES, Case, compare, deals
 
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import halves, stream_backward, sums, sums_beside
+from tilewise.distributed import halves, stream_backward, sums
 from tilewise.distributed.arena import arena_of
 from tilewise.distributed.exchange import ALIGN
 from tilewise.distributed.work import keys_of
@@ -113,39 +110,6 @@ def sliced(rank):
 
 def test_slices_and_heads():
     run(sliced, 2, timeout=60.0)
-
-
-OPTIONS = "causal", "window", "sinks", "alibi", "lse and sinks", "documents", "headdim_v", "bf16"
-
-
-def beside(rank, names, on_device):
-    """Groups of heads whose parts travel beside the kernels of others have the bits of all heads at
-    a time.
-    """
-    group = dist.group.WORLD
-    if on_device:
-        arenas._arenas[group, CPU] = device_arena()
-    made, counted = sums_beside.SumsBeside.send, []
-    sums_beside.SumsBeside.send = lambda *given: counted.append(0) or made(*given)
-    layouts = deals(200, group)
-    for name in names:
-        asked = FEATURES[name] if "docs" in FEATURES[name] else {**FEATURES[name], "seqlen": 200}
-        case = Case(8, 4, **asked)
-        layout = next(layouts) if case.seqlen == 200 else td.zigzag(case.seqlen)
-        attend = functools.partial(td.attention, layout=case.deal(layout), method="stream")
-        found = []
-        for least in (1 << 40, 1):
-            stream_backward.LEAST_KEYS = least
-            counted.clear()
-            found.append(case.run(attend, share=layout.shard))
-            assert len(counted) in ((0,) if least > 1 else (2, 4)), (name, counted)
-        assert all(torch.equal(x, y) for x, y in zip(*found)), name
-        compare(case, layout, name, () if on_device else NAMES[:2], method="stream")
-
-
-@pytest.mark.parametrize("ranks, on_device", [(2, False), (3, False), (2, True)])
-def test_sums_beside_the_kernels_of_other_heads(ranks, on_device):
-    run(beside, ranks, OPTIONS[-3:] if on_device else OPTIONS, on_device, timeout=60.0)
 
 
 def freed(rank):

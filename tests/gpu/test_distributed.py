@@ -144,7 +144,7 @@ def layouts():
 def bits(rank, name, in_groups=False):
     """`out` and `lse` are one GPU's to the bit, by heads the gradients, too; others are near."""
     if in_groups:
-        heads.LEAST_ROWS = stream_backward.LEAST_KEYS = 1
+        heads.LEAST_ROWS = 1
     case = Whole(**CASES[name])
     one, ordered = case.one(), case.one(deterministic=True)
     for layout in map(case.deal, layouts()):

@@ -4,7 +4,7 @@ arXiv 2309.14509). A rank has whole groups of query heads and their key heads.
 
 Long calls exchange heads in groups: attention of the first begins when its heads are there, and
 beside that of each group the heads of the next arrive and the rows of the one before go back. Only
-the first pulls and the last are hidden by nothing, and so these groups are the smallest.
+the first pulls and the last are hidden by nothing.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ class Returned:
 
 
 def groups_of(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Group, ...]:
-    """The groups in which a rank's key heads are exchanged: a small one, the rest, and a small one,
-    where these have work for all of a GPU. All ranks find the same.
+    """The groups in which a rank's key heads are exchanged: two halves, where these have work for
+    all of a GPU. All ranks find the same.
     """
     nheads_k = k.shape[2] // spec.layout.ranks
     rows = q.shape[0] * spec.layout.seqlen * (q.shape[2] // k.shape[2])  # of a key head
@@ -231,12 +231,11 @@ def groups_of(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Group, .
 def sizes_of(nheads_k: int, least: int) -> list[int]:
     """The key heads of each group, `least` or more.
 
-    >>> sizes_of(4, 1), sizes_of(8, 3), sizes_of(5, 2), sizes_of(3, 2)
-    ([1, 2, 1], [3, 5], [2, 3], [3])
+    >>> sizes_of(4, 1), sizes_of(5, 2), sizes_of(3, 2)
+    ([2, 2], [2, 3], [3])
     """
-    if nheads_k >= 3 * least:
-        return [least, nheads_k - 2 * least, least]
-    return [least, nheads_k - least] if nheads_k >= 2 * least else [nheads_k]
+    half = nheads_k // 2
+    return [half, nheads_k - half] if half >= least else [nheads_k]
 
 
 def heads_of(spec: CallSpec, q: Tensor, k: Tensor, group: Group) -> slice:

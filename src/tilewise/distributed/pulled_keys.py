@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 
@@ -25,13 +24,12 @@ def pull_keys(
     v: Tensor,
     signature: str,
     packing: packed_runs.Packing | None = None,
-    groups: tuple[Group, ...] = (),
-) -> list[rows.Keys]:
-    """Of each group of heads, or of all, keys and values of the whole sequence, those that no query
-    here sees 0; or those of each run, as they are packed. This rank's are there; others arrive.
+) -> rows.Keys:
+    """Keys and values of the whole sequence, those that no query here sees 0; or those of each run,
+    as they are packed. This rank's are there; others arrive.
     """
     layout, batch, nheads_k = spec.layout, k.shape[0], k.shape[2]
-    given, groups = (in_rows(k), in_rows(v)), groups or (Group(0, nheads_k),)
+    given, groups = (in_rows(k), in_rows(v)), (Group(0, nheads_k),)
     pulls = pulls_of(layout, *spec.sides)
     if packing is None:
         lists, tokens = tuple(map(moves_of, pulls.by_span)), layout.seqlen
@@ -50,17 +48,5 @@ def pull_keys(
     arrivals = [arena.pull(copies.pieces[a:b], found) for a, b in ends]
     if len(lists) == 1:
         arrivals = [x for x in arrivals for _ in layout.spans]
-    spans, keys = len(layout.spans), []
-    for number, group in enumerate(groups):
-        of_k, of_v = ((batch, tokens, group.size, x.shape[3]) for x in given)
-        views = _of_group(found[0], of_k, group), _of_group(found[1], of_v, group)
-        arrived = tuple(arrivals[number * spans : (number + 1) * spans])
-        keys.append(rows.Keys(*views, arena, arrived, packing is not None))
-    return keys
-
-
-def _of_group(x: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """A group of flat memory, in which groups lie end to end."""
-    batch, tokens, _, headdim = shape
-    start = batch * tokens * group.first * headdim
-    return x[start : start + math.prod(shape)].view(shape)
+    views = [x.view(batch, tokens, nheads_k, y.shape[3]) for x, y in zip(found, given)]
+    return rows.Keys(*views, arena, tuple(arrivals), packing is not None)

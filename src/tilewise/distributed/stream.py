@@ -66,7 +66,7 @@ class _Stream(torch.autograd.Function):
 
 def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse`, in launches that begin after copies."""
-    (keys,) = pull_keys(arena, spec, k, v, f"attention (stream): {spec.signature}")
+    keys = pull_keys(arena, spec, k, v, f"attention (stream): {spec.signature}")
     backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
     if spec.is_modified or (spec.bitwise and backend is None):
         keys.arrive_all()

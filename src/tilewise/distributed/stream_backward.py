@@ -1,6 +1,5 @@
 """The backward of stream: gradients of a rank's queries, and its parts of those of all keys, which
-their owners add. Heads are computed in groups, so that the exchange of one is beside the kernels of
-the next (`sums_beside`); or, where parts would take much memory, one after the other (`sums`).
+their owners add (`sums`); of some heads at a time, where all would take much memory.
 """
 
 from __future__ import annotations
@@ -10,68 +9,39 @@ import torch
 from ..problem import Grads, Saved
 from . import packed_runs, placed, rows
 from .call_spec import CallSpec
-from .copies import Group, are_aligned
+from .copies import Group
 from .halves import Arena
 from .pulled_keys import pull_keys
 from .sums import summed
-from .sums_beside import SumsBeside, published_bytes
 
 Tensor = torch.Tensor
 MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
-LEAST_KEYS = 1 << 16  # of the heads of a group beside others: 512 tiles of 128, four for each SM
 
 
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `stream.attend`."""
-    dout, _, q, k, v, out, lse = saved
+    dout, _, q, k, v, out, _ = saved
     signature = f"the backward of attention (stream): {spec.signature}"
     dtype, exact = k.dtype, rows.working_dtype(q)
     with arena.reporting():
         packing = packed_runs.packing_for(spec, q, k, v)
-        beside = groups_beside(spec, k, v, lse)
-        pulled = pull_keys(arena, spec, k, v, signature, packing, beside)
+        keys = pull_keys(arena, spec, k, v, signature, packing)
         dout = torch.zeros_like(out) if dout is None else dout
         dout, q, out = (x.to(exact) for x in (dout, q, out))
         if exact != dtype:
-            for keys in pulled:
-                keys.arrive_all()
-            pulled = [x._replace(k=x.k.to(exact), v=x.v.to(exact)) for x in pulled]
+            keys.arrive_all()
+            keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
         given = saved._replace(dout=dout, q=q, out=out)
-        if beside:
-            grads = _beside(arena, spec, given, pulled, beside, signature)
-        else:
-            grads = _in_turn(arena, spec, given, pulled[0], signature)
+        grads = _in_groups(arena, spec, given, keys, signature)
         arena.settle(*grads[:3])
     if grads.dsinks is None or spec.sinks is None:
         return grads
     return grads._replace(dsinks=grads.dsinks.to(spec.sinks.dtype))
 
 
-def _beside(
-    arena: Arena,
-    spec: CallSpec,
-    given: Saved,
-    pulled: list[rows.Keys],
-    groups: tuple[Group, ...],
-    signature: str,
+def _in_groups(
+    arena: Arena, spec: CallSpec, given: Saved, keys: rows.Keys, signature: str
 ) -> Grads:
-    """By groups of heads whose keys have been pulled one after the other."""
-    k, v = given.k, given.v
-    totals = k.new_empty(k.shape), v.new_empty(v.shape)
-    sums = SumsBeside(arena, spec, totals, f"{len(groups)} sums of {signature}")
-    found = []
-    for group, keys in zip(groups, pulled):
-        part, of_part = _of_heads(spec, given, group, k.shape[2])
-        partial = _gradients(part, of_part._replace(k=keys.k, v=keys.v), keys)
-        sums.send(group, partial)
-        found.append(partial._replace(dk=totals[0], dv=totals[1]))
-        del partial  # or its parts would be there beside those of the next group
-    dq, dsinks = _joined(found)  # beside the last pulls
-    sums.finish()
-    return Grads(dq.to(k.dtype), *totals, dsinks)
-
-
-def _in_turn(arena: Arena, spec: CallSpec, given: Saved, keys: rows.Keys, signature: str) -> Grads:
     """By as many groups of heads as leave little memory."""
     dtype, nheads_k = given.k.dtype, given.k.shape[2]
     found, sums = [], []
@@ -103,27 +73,6 @@ def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys) -> rows.Partial:
     if keys.is_packed or packed_runs.serves(spec, given.q):
         return packed_runs.gradients(spec, given, keys)
     return rows.gradients(spec, given, keys)
-
-
-def groups_beside(spec: CallSpec, k: Tensor, v: Tensor, lse: Tensor) -> tuple[Group, ...]:
-    """The groups of heads whose exchanges are beside the kernels of others: as few as publish their
-    parts in the room that K and V of a shard take; none where this leaves a group too little work,
-    or its parts take much memory. All ranks find the same.
-    """
-    layout, nheads_k = spec.layout, k.shape[2]
-    if k.shape[0] != 1 or spec.is_modified or not are_aligned(k, v):
-        return ()
-    widths = k.shape[3], v.shape[3]
-    room = max(layout.counts) * nheads_k * sum(widths) * k.itemsize
-    for count in range(2, nheads_k + 1):
-        heads = nheads_k // count
-        if nheads_k % count or heads * layout.seqlen < LEAST_KEYS:
-            continue
-        row_bytes = tuple(heads * n * lse.itemsize for n in widths)
-        fits = published_bytes(layout, row_bytes) <= room
-        if fits and layout.seqlen * sum(row_bytes) <= MOST_BYTES // 2:
-            return tuple(Group(i * heads, heads) for i in range(count))
-    return ()
 
 
 def _groups(spec: CallSpec, given: Saved) -> list[Group]:
