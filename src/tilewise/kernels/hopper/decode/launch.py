@@ -36,6 +36,7 @@ from .work import Counters
 
 Tensor = torch.Tensor
 ROWS = 64
+FEWEST_ROWS = 8  # that wgmma takes as columns, and a swizzle repeats after
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
@@ -88,10 +89,11 @@ def tile_of(
     kept: torch.dtype | None = None,
     row_scales: int = 0,
     warpgroups: int = 1,
+    rows: int = ROWS,
 ) -> SplitPipeline:
     """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
-    it. How its keys are copied, they do not depend on. `row_scales` counts the sides, of keys and
-    values, whose rows have their own scales.
+    it, but neither on how many `rows` it has nor on how its keys are copied. `row_scales` counts
+    the sides, of keys and values, whose rows have their own scales.
     """
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
@@ -100,26 +102,50 @@ def tile_of(
     block_n = 128 if max(block_d, block_dv) == 64 else 64
     if warpgroups > 1:
         return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
-    is_wide = block_dv > 128
-    # With 8 bits the scores of two blocks are there at once, here of 128 keys
-    in_shared = is_wide or (kept in CACHES and block_n == 128)
-    q_stages = 1 if is_wide else 2
-    used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
-    room = SHARED_MEMORY["sm90"] - used
-    elements = block_n * (block_d + block_dv)  # of a stage
+    shape = block_n, block_d, block_dv
     by_tma = is_box(page_size, block_n)
-    shape = ROWS, block_n, block_d, block_dv
-    if kept not in CACHES:
-        return SplitPipeline(*shape, min(room // (2 * elements), 8), q_stages, by_tma, in_shared)
-    scales = 4 * block_n * row_scales
-    stages = 1 if is_wide else 2  # of what is converted: bytes in flight are those of the others
+    if kept in CACHES:
+        return eight_bit_tile(CACHES[kept], shape, rows, row_scales, by_tma)
+    is_wide = block_dv > 128
+    q_stages = 1 if is_wide else 2
+    used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024
+    stage = 2 * block_n * (block_d + block_dv)
+    stages = min((SHARED_MEMORY["sm90"] - used) // stage, 8)
+    return SplitPipeline(ROWS, *shape, stages, q_stages, by_tma, STATE_IN_SHARED=is_wide)
+
+
+def eight_bit_tile(
+    cache: str, shape: tuple[int, int, int], rows: int, row_scales: int, by_tma: bool
+) -> SplitPipeline:
+    """The tile of a cache of 8 bits, of 8 to 64 rows."""
+    block_n, block_d, block_dv = shape
+    in_shared = rows == ROWS  # two accumulators are too many registers
+    stages = q_stages = 1 if in_shared and block_dv > 128 else 2  # stages: of what is converted
+    # Of a row: queries, folded pieces, P of two blocks, a maximum and a sum of each warp
+    of_row = 2 * q_stages * block_d + 4 * block_dv * in_shared + 4 * block_n + 32
+    room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
+    elements, scales = block_n * (block_d + block_dv), 4 * block_n * row_scales  # of a stage
     cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
     return SplitPipeline(
-        *shape, stages, q_stages, by_tma, in_shared,
+        *(rows, *shape, stages, q_stages, by_tma, in_shared),
         COPY_WARPS=2,  # beside convert warps, four would leave too few registers
-        CACHE=CACHES[kept],
+        CACHE=cache,
         CACHE_STAGES=min(cache_stages, 8),
-    )  # fmt: skip
+        BLOCK_M=rows,
+    )
+
+
+def rows_of(cached: Cached, batch: int) -> int:
+    """Rows of a tile, which decide no bit: of 8 bits, where wgmma takes fewer than 64, those of as
+    many queries as a sequence has on average.
+    """
+    if cached.k.dtype not in CACHES:
+        return ROWS
+    group = cached.problem.group
+    queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
+    # At headdim_v 256 an accumulator of 64 rows takes 128 registers: only where a group is as many
+    most = ROWS if cached.problem.headdim_v <= 128 or group > 32 else 32
+    return min(max(triton.next_power_of_2(queries * group), FEWEST_ROWS), most)
 
 
 def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
@@ -165,14 +191,15 @@ def plan_of(
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
     warpgroups = warpgroups_of(cached, batch, most)
-    tile = tile_of(problem, page_size, k.dtype, row_scales, warpgroups)
+    asked = row_scales, warpgroups, rows_of(cached, batch)
+    tile = tile_of(problem, page_size, k.dtype, *asked)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
     reach = max(rows, room)
     numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
     left, right = (min(side, reach) for side in cached.scalars[2:4])
     numbers = numbers._replace(left=left, right=right)
-    tokens = ROWS // problem.group
+    tokens = tile.ROWS // problem.group
     queries = q.shape[:-2].numel()
     tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
     tiles += problem.nheads_k * batch * is_packed
