@@ -110,7 +110,7 @@ def hopper_decode_kernel(
                 (convert_partition, (rings, call, FEATURES, TILE)),
             ],
             [1, 1, 4],
-            [96, 96, 128],
+            [112, 112, 128],
         )
     elif TILE.CACHE != "":
         gl.warp_specialize(
@@ -122,7 +122,7 @@ def hopper_decode_kernel(
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [1, 1, 4, 2],
-            [96, 96, 128, 96],
+            [112, 112, 128, 112],
         )
     elif WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
