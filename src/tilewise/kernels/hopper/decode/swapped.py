@@ -57,10 +57,12 @@ def attend_piece_swapped(
         acc_o = multiply_values(p_smem, acc_o, rings, state, TILE)
         s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
         p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
-        acc_o = warpgroup_mma_wait(0, deps=[acc_o])
-        release_by_threads(rings.v, state)
-        acc_o = acc_o * in_columns(alpha, acc_o)
-        p_smem = share(p, n, own, rings, ahead, call, TILE)
+        if TILE.STAGES == 1:  # the next V, and its scales, are there only when this one is released
+            acc_o = end_values(acc_o, alpha, rings, state)
+            p_smem = share(p, n, own, rings, ahead, call, TILE)
+        else:
+            p_smem = share(p, n, own, rings, ahead, call, TILE)
+            acc_o = end_values(acc_o, alpha, rings, state)
         state = ahead
     acc_o = multiply_values(p_smem, acc_o, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
@@ -137,6 +139,15 @@ def multiply_values(p_smem, acc_o, rings, state, TILE: gl.constexpr):
 
 
 @gluon.jit
+def end_values(acc_o, alpha, rings, state):
+    """Waits for that product, and multiplies what is there before the next one."""
+    acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+    release_by_threads(rings.v, state)
+    factor = gl.convert_layout(alpha, column_of(acc_o.type.layout), assert_trivial=True)
+    return acc_o * factor[None, :]
+
+
+@gluon.jit
 def by_rows(acc):
     """An accumulator's transpose: its registers stay where they are."""
     LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0])
@@ -147,13 +158,6 @@ def by_rows(acc):
 def in_rows(x, layout: gl.constexpr):
     """One number per row, in a slice of this layout of the same rows."""
     return gl.convert_layout(x, row_of(layout), assert_trivial=True)
-
-
-@gluon.jit
-def in_columns(x, acc):
-    """One number per row of a tile, which is a column of the accumulator."""
-    layout: gl.constexpr = column_of(acc.type.layout)
-    return gl.convert_layout(x, layout, assert_trivial=True)[None, :]
 
 
 @gluon.jit
