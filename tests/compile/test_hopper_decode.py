@@ -149,7 +149,7 @@ def test_folds_round_alike_in_all_kernels(monkeypatch):
 
 
 # Bytes that a thread spills, by headdim: none of up to 32 rows, but at 256
-SPILLS_8 = {64: 0, 128: 0, 256: 100} if IS_3_6 else dict.fromkeys((64, 128, 256), 300)
+SPILLS_8 = {64: 0, 128: 0, 256: 120} if IS_3_6 else dict.fromkeys((64, 128, 256), 300)
 KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 
@@ -190,9 +190,9 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
     assert spills_in(loop) == 0
 
 
-def test_folds_of_eight_bits_round_alike(monkeypatch):
+@pytest.mark.parametrize("rows", [8, 64])
+def test_folds_of_eight_bits_round_alike(rows, monkeypatch):
     """C2: whatever rows a tile has."""
-    for rows in (8, 64):
-        monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
-        found = fused(compiled(128, 16, causal=True, kept=KEPT["e4m3"], scales="head").asm["ptx"])
-        assert len(found) >= 64 and all(found)
+    monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+    found = fused(compiled(128, 16, causal=True, kept=KEPT["e4m3"], scales="head").asm["ptx"])
+    assert len(found) >= 64 and all(found)

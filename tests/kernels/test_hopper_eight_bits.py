@@ -124,15 +124,29 @@ def test_rows_of_a_tile_are_by_shapes(queries, heads, headdim_v, rows):
     assert launch.rows_of(check_cached(*asked), len(queries)) == rows
 
 
+def test_every_tile_has_bytes_in_flight():
+    """Two blocks, but for the largest accumulators; 64 KB where a tile is a decode's."""
+    dims = itertools.product((64, 128, 256), repeat=2)
+    for (d, dv), rows, row_scales in itertools.product(dims, (8, 16, 32, 64), (0, 1, 2)):
+        block_n = 128 if max(d, dv) == 64 else 64
+        tile = launch.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
+        if (d, dv, rows) != (256, 256, 64):
+            assert tile.CACHE_STAGES >= 2, tile
+        assert tile.CACHE_STAGES >= 1, tile
+        if rows == 8:
+            assert tile.CACHE_STAGES * block_n * (d + dv) >= 2**16, tile
+
+
 @pytest.mark.parametrize(
-    "headdims, kind", [((128, 128), "row"), ((64, 64), "head"), ((64, 256), "row")]
+    "headdims, kind",
+    [((128, 128), "row"), ((64, 64), "head"), ((64, 256), "row"), ((256, 80), "row")],
 )
 def test_rows_of_a_tile_change_no_bit(headdims, kind, monkeypatch):
     x = drawn([1, 12, 3], [3 * SPLIT + 9, 170, 64], kind=kind, headdims=headdims)
     found = run(x, causal=True)
     assert_right(x, found, causal=True)
     for rows in (8, 32, 64):
-        monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+        monkeypatch.setattr(launch, "rows_of", lambda *asked, rows=rows: rows)
         assert_equal(run(x, seed=rows, causal=True), found)
 
 

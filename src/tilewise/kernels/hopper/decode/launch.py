@@ -120,7 +120,9 @@ def eight_bit_tile(
     """The tile of a cache of 8 bits, of 8 to 64 rows."""
     block_n, block_d, block_dv = shape
     in_shared = rows == ROWS  # two accumulators are too many registers
-    stages = q_stages = 1 if in_shared and block_dv > 128 else 2  # stages: of what is converted
+    is_wide = max(block_d, block_dv) > 128
+    stages = 1 if in_shared and is_wide else 2  # of what is converted
+    q_stages = 1 if rows > 16 and is_wide else 2
     # Of a row: queries, folded pieces, P of two blocks, a maximum and a sum of each warp
     of_row = 2 * q_stages * block_d + 4 * block_dv * in_shared + 4 * block_n + 32
     room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
