@@ -12,7 +12,7 @@ from helpers.tiers import sample, sample_rows
 import tilewise
 from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.common.relaunch import distinct_cached, pattern_of
-from tilewise.kernels.hopper.decode import launch
+from tilewise.kernels.hopper.decode import launch, tiles
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
 
@@ -129,7 +129,7 @@ def test_every_tile_has_bytes_in_flight():
     dims = itertools.product((64, 128, 256), repeat=2)
     for (d, dv), rows, row_scales in itertools.product(dims, (8, 16, 32, 64), (0, 1, 2)):
         block_n = 128 if max(d, dv) == 64 else 64
-        tile = launch.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
+        tile = tiles.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
         if (d, dv, rows) != (256, 256, 64):
             assert tile.CACHE_STAGES >= 2, tile
         assert tile.CACHE_STAGES >= 1, tile
