@@ -148,8 +148,8 @@ def test_folds_round_alike_in_all_kernels(monkeypatch):
     assert len(one) >= 64 and len(two) == 2 * len(one) and all(one + two)
 
 
-# The scores of the next block are two tiles of registers at once
-SPILLS_8 = {64: 16, 128: 16, 256: 600} if IS_3_6 else dict.fromkeys((64, 128, 256), 700)
+# Bytes that a thread spills, by headdim: none of up to 32 rows, but at 256
+SPILLS_8 = {64: 0, 128: 0, 256: 120} if IS_3_6 else dict.fromkeys((64, 128, 256), 300)
 KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 
@@ -159,15 +159,40 @@ CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 )
 def test_eight_bits_compile(headdim, page_size, kept, scales):
     kernel = compiled(headdim, page_size, causal=True, kept=KEPT[kept], scales=scales)
-    # Where threads copy rows and their scales, 16 bytes more, of the matmul warpgroup, once a part
-    has_more = page_size == 3 and scales == "row" and headdim == 128
-    found = assert_fits(kernel, SPILLS_8[headdim] + 16 * has_more)
-    if headdim < 256:
-        loops = innermost_loops(kernel, "HGMMA")[:1] + innermost_loops(kernel, "LDGSTS")[:1]
-        assert not any(map(spills_in, loops))
+    found = assert_fits(kernel, SPILLS_8[headdim])
+    loops = innermost_loops(kernel, "HGMMA")[:1] + innermost_loops(kernel, "LDGSTS")[:1]
+    assert not any(map(spills_in, loops))
     ptx = kernel.asm["ptx"]
     # Conversions are not by the instructions of the exponentials' unit
     assert "cvt.bf16.f16" not in ptx and "cvt.rn.f32.s8" not in ptx
     conversion = "cvt.rn.f16x2.e4m3x2" if kept == "e4m3" else "sub.rn.bf16x2"
     assert conversion in ptx
     assert (found["UTMALDG"] > 0) == (page_size != 3)
+
+
+ROWS_8 = [*itertools.product((64, 128), (8, 16, 32, 64)), (256, 32)]
+
+
+@pytest.mark.parametrize("headdim, rows", sample_rows(ROWS_8, (128, 8)))
+def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
+    """The warps meet twice a block, and wait for no product but the scores and the one before."""
+    monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+    kernel = compiled(headdim, 16, causal=True, kept=KEPT["e4m3"], scales="head")
+    assert_fits(kernel, SPILLS_8[headdim] + 100 * (rows == 64))
+    loop = innermost_loops(kernel, "HGMMA")[0]
+    names = "|".join(("HGMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "STSM"))
+    order = [found[0] for line in loop if (found := re.search(names, line))]
+    if IS_3_6:
+        products, block_n = ["HGMMA"] * (max(headdim, 128) // 16), 128 if headdim == 64 else 64
+        stores = ["STSM"] * max(rows * block_n // 1024, 1)
+        steps = ["BAR.SYNC", *products, "WARPGROUP.DEPBAR", "BAR.SYNC", *stores]
+        assert order == [*products, *steps, "WARPGROUP.DEPBAR"]
+    assert spills_in(loop) == 0
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_folds_of_eight_bits_round_alike(rows, monkeypatch):
+    """C2: whatever rows a tile has."""
+    monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+    found = fused(compiled(128, 16, causal=True, kept=KEPT["e4m3"], scales="head").asm["ptx"])
+    assert len(found) >= 64 and all(found)

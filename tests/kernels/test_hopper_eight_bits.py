@@ -12,7 +12,7 @@ from helpers.tiers import sample, sample_rows
 import tilewise
 from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.common.relaunch import distinct_cached, pattern_of
-from tilewise.kernels.hopper.decode import launch
+from tilewise.kernels.hopper.decode import launch, tiles
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
 
@@ -102,9 +102,57 @@ def test_neither_mates_nor_order_nor_pages_nor_queries(kind, dtype):
         assert_equal(found, (out[a:b], lse[:, a:b]))
 
 
+@pytest.mark.parametrize(
+    "queries, heads, headdim_v, rows",
+    [
+        ([1, 1, 1], (32, 8), 128, 8),
+        ([1, 0, 1], (6, 2), 64, 8),
+        ([1, 1, 1], (16, 1), 64, 16),
+        ([3, 3, 3], (8, 2), 64, 16),
+        ([1, 1, 30], (8, 2), 64, 64),
+        ([100, 100], (4, 4), 64, 64),
+        ([100, 100], (4, 4), 256, 32),
+        ([1, 1], (48, 1), 256, 64),
+    ],
+)
+def test_rows_of_a_tile_are_by_shapes(queries, heads, headdim_v, rows):
+    """Those of an average sequence, whichever of them has more."""
+    x = quantised(queries, [200] * len(queries), E4M3, "head", heads, (64, headdim_v), BF16)
+    at = x.cache()
+    numbers, lengths = (True, None, None, None, None), (at["seqused_k"], at["cu_seqlens_q"])
+    asked = torch.cat(x.s.q), at["k"], at["v"], None, lengths, (None, None, None), numbers, "bshd"
+    assert launch.rows_of(check_cached(*asked), len(queries)) == rows
+
+
+def test_every_tile_has_bytes_in_flight():
+    """Two blocks, but for the largest accumulators; 64 KB where a tile is a decode's."""
+    dims = itertools.product((64, 128, 256), repeat=2)
+    for (d, dv), rows, row_scales in itertools.product(dims, (8, 16, 32, 64), (0, 1, 2)):
+        block_n = 128 if max(d, dv) == 64 else 64
+        tile = tiles.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
+        if (d, dv, rows) != (256, 256, 64):
+            assert tile.CACHE_STAGES >= 2, tile
+        assert tile.CACHE_STAGES >= 1, tile
+        if rows == 8:
+            assert tile.CACHE_STAGES * block_n * (d + dv) >= 2**16, tile
+
+
+@pytest.mark.parametrize(
+    "headdims, kind",
+    [((128, 128), "row"), ((64, 64), "head"), ((64, 256), "row"), ((256, 80), "row")],
+)
+def test_rows_of_a_tile_change_no_bit(headdims, kind, monkeypatch):
+    x = drawn([1, 12, 3], [3 * SPLIT + 9, 170, 64], kind=kind, headdims=headdims)
+    found = run(x, causal=True)
+    assert_right(x, found, causal=True)
+    for rows in (8, 32, 64):
+        monkeypatch.setattr(launch, "rows_of", lambda *asked, rows=rows: rows)
+        assert_equal(run(x, seed=rows, causal=True), found)
+
+
 @pytest.mark.parametrize("most", [0, 10**6])
 def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
-    """In slices, of which two are one pass, or by the program that ends the last part; of 2 rows,
+    """In slices, or by the program that ends the last part; of 2 rows,
     of 20 and of 64.
     """
     import triton.language as tl

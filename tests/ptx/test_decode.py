@@ -108,6 +108,16 @@ def test_eight_bits(dtype, kind, page_size, headdim, monkeypatch):
     assert_right(q, x.cache(), found, causal=True)
 
 
+@pytest.mark.parametrize("headdim, rows", [(64, 64), (128, 16), (128, 32), (128, 64), (256, 64)])
+def test_rows_of_a_tile_change_no_bit(headdim, rows, monkeypatch):
+    x = quantised([1, 3], [130, 70], DTYPES["e4m3"], "row", headdims=(headdim, headdim))
+    q = torch.cat(x.s.q)
+    found = run(monkeypatch, q, x.cache(16), causal=True)
+    monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+    assert_equal(run(monkeypatch, q, x.cache(16), seed=rows, causal=True), found)
+    assert_right(q, x.cache(), found, causal=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eight_bits_in_any_order(dtype, seed, monkeypatch):

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.slow
 def product_kernel(
     a, b, d, N: gl.constexpr, K: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
     A_IN_ROWS: gl.constexpr, B_IN_ROWS: gl.constexpr, FROM_REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """d (64, N) = a (64, K) @ b (K, N). IN_ROWS: K is inside."""
+    """d (M, N) = a (M, K) @ b (K, N). IN_ROWS: K is inside."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     BITS: gl.constexpr = a.dtype.element_ty.primitive_bitwidth
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 256 // BITS])
-    m = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    m = gl.arange(0, M, gl.SliceLayout(1, L))[:, None]
     n = gl.arange(0, N, gl.SliceLayout(1, L))[:, None]
     k = gl.arange(0, K, gl.SliceLayout(0, L))[None, :]
     left = gl.load(a + m * K + k)
@@ -40,9 +40,9 @@ def product_kernel(
     if FROM_REGISTERS:
         a_operand = gl.convert_layout(left, gl.DotOperandLayout(0, ACC, 32 // BITS))
     elif A_IN_ROWS:
-        a_operand = gl.allocate_shared_memory(a.dtype.element_ty, [64, K], A, left)
+        a_operand = gl.allocate_shared_memory(a.dtype.element_ty, [M, K], A, left)
     else:
-        a_operand = gl.allocate_shared_memory(a.dtype.element_ty, [K, 64], A, left.permute(1, 0))
+        a_operand = gl.allocate_shared_memory(a.dtype.element_ty, [K, M], A, left.permute(1, 0))
         a_operand = a_operand.permute((1, 0))
     if B_IN_ROWS:
         b_operand = gl.allocate_shared_memory(b.dtype.element_ty, [N, K], B, right)
@@ -50,11 +50,18 @@ def product_kernel(
     else:
         b_operand = gl.allocate_shared_memory(b.dtype.element_ty, [K, N], B, right.permute(1, 0))
     fence_async_shared()
-    zeros = gl.zeros([64, N], gl.float32, ACC)
+    zeros = gl.zeros([M, N], gl.float32, ACC)
     token = warpgroup_mma(a_operand, b_operand, zeros, use_acc=False, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[token])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, ACC))[:, None]
+    rows = gl.arange(0, M, gl.SliceLayout(1, ACC))[:, None]
     gl.store(d + rows * N + gl.arange(0, N, gl.SliceLayout(0, ACC))[None, :], acc)
+
+
+def product(a, b, layouts, *how):
+    d = torch.full((len(a), len(b)), float("nan"))
+    constants = len(b), a.shape[1], *layouts, *how, len(a)
+    execute(product_kernel)[(1,)](a, b, d, *constants, num_warps=4)
+    return d
 
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -82,14 +89,22 @@ def test_products(dtype, swizzle, n, a_in_rows, b_in_rows, from_registers):
     dtype, k = DTYPES[dtype], 128
     bits = dtype.itemsize * 8
     a, b = torch.randn(64, k).to(dtype), torch.randn(n, k).to(dtype)
-    d = torch.full((64, n), float("nan"))
     layouts = [gl.NVMMASharedLayout(swizzle, bits, 2) for _ in "ab"]
-    constants = n, k, *layouts, a_in_rows, b_in_rows, from_registers
-    execute(product_kernel)[(1,)](a, b, d, *constants, num_warps=4)
+    d = product(a, b, layouts, a_in_rows, b_in_rows, from_registers)
     exact = a.double() @ b.double().T
     # Of 8 bits products are cut to 13 bits below the largest
     limit = 2e-5 if bits == 16 else 128 * 2.0**-13 * exact.abs().max()
     assert (d - exact).abs().max() <= limit
+
+
+@pytest.mark.parametrize("n", [8, 16, 32])
+@pytest.mark.parametrize("m, a_in_rows", [(64, True), (128, True), (128, False), (256, False)])
+def test_few_columns(m, a_in_rows, n):
+    """Keys, or values transposed, by the queries or probabilities of few rows."""
+    a, b = torch.randn(m, 64).bfloat16(), torch.randn(n, 64).bfloat16()
+    layouts = [gl.NVMMASharedLayout(128, 16, 2)] * 2
+    d = product(a, b, layouts, a_in_rows, True, False)
+    assert (d - a.double() @ b.double().T).abs().max() <= 2e-5
 
 
 def test_an_accumulator_there_and_back():

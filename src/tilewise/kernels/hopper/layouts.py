@@ -13,8 +13,35 @@ WARPGROUP_ROWS = gl.constexpr(64)  # the M of every wgmma
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """A (64, columns) fp32 tile as wgmma leaves it."""
+    """A (64, columns) fp32 tile as wgmma leaves it; of more rows 64 after 64."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def transposed_accumulator(rows, columns):
+    """A (rows, columns) fp32 tile whose transpose wgmma left: columns lie over lanes and warps."""
+    registers = [[1, 0], [0, 8], *doublings(8, rows, 0), *doublings(64, columns, 1)]
+    lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [rows, columns])
+
+
+@gluon.constexpr_function
+def numbers_of_warps(rows):
+    """(rows, 4), one number for each row and warp: a thread has all four of the rows that it has in
+    a transposed accumulator.
+    """
+    registers = [[1, 0], *doublings(8, rows, 0), [0, 1], [0, 2]]
+    nowhere = [[0, 0]] * 3
+    return gl.DistributedLinearLayout(
+        registers, [[2, 0], [4, 0], *nowhere], nowhere[:2], [], [rows, 4]
+    )
+
+
+@gluon.constexpr_function
+def doublings(first, stop, dim):
+    """Bases of first, 2 first, ... below stop, in a dimension of two."""
+    steps = [first << i for i in range((stop // first).bit_length() - 1)]
+    return [[step, 0] if dim == 0 else [0, step] for step in steps]
 
 
 @gluon.constexpr_function

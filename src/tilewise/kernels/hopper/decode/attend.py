@@ -7,7 +7,7 @@ same keys. Pieces are summed each by itself, in fp32, and folded from left to ri
 fold (fold.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,19 +15,29 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....tile.seqlen import modifiers_of
 from ....tile.splits import SplitState, fold
-from ..layouts import accumulator, column_of, row_of
+from ..layouts import accumulator, column_of, row_of, transposed_accumulator
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .barriers import make_ready
 from .fold import end_part, fold_slice
 from .piece import attend_piece
 from .rows import rows_at, store_partial, write_rows
 from .scales import k_sequence_scale
+from .swapped import attend_piece_swapped
 from .work import END, PART, blocks_of, half_of, receive_work, seen_of
+
+
+class Own(NamedTuple):
+    """Shared memory of a warpgroup's own; 0 where it needs none."""
+
+    state: Any  # (BLOCK_M, BLOCK_DV), folded pieces
+    probabilities: Any  # (2, BLOCK_M, BLOCK_N), of caches of 8 bits
+    maxima: Any  # (BLOCK_M, 4), of each warp
+    sums: Any  # the same
 
 
 @gluon.jit
 def attend_partition(
-    WG: gl.constexpr, rings, state_smem, output, counters, call,
+    WG: gl.constexpr, rings, own, output, counters, call,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     if TILE.WARPGROUPS == 1:
@@ -43,7 +53,7 @@ def attend_partition(
             half = half_of(work, WG, FEATURES, TILE)
             if TILE.WARPGROUPS == 1:
                 state = attend_part(
-                    half, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+                    half, state, rings, q_smem, own, output, counters, call, modifiers,
                     FEATURES, TILE,
                 )  # fmt: skip
             else:
@@ -53,7 +63,7 @@ def attend_partition(
                 state = skip_blocks(passed.before, state, rings, TILE)
                 if half.start < half.seqlen_q:
                     state = attend_part(
-                        half, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+                        half, state, rings, q_smem, own, output, counters, call, modifiers,
                         FEATURES, TILE,
                     )  # fmt: skip
                 state = skip_blocks(passed.after, state, rings, TILE)
@@ -69,33 +79,40 @@ def attend_partition(
 
 @gluon.jit
 def attend_part(
-    work, state, rings, q_smem, state_smem, output, counters, call, modifiers,
+    work, state, rings, q_smem, own, output, counters, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """The pieces of a part, and what becomes of them."""
     DV: gl.constexpr = TILE.BLOCK_DV
-    O_LAYOUT: gl.constexpr = accumulator(DV)
+    M: gl.constexpr = TILE.BLOCK_M
+    IS_SWAPPED: gl.constexpr = TILE.CACHE != ""
+    O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV) if IS_SWAPPED else accumulator(DV)
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0
     k_scale = 1.0
     if call.scales.k is not None:
         k_scale = k_sequence_scale(work, call.scales)
-    m_run = gl.full([64], float("-inf"), gl.float32, row_of(O_LAYOUT))
-    l_run = gl.zeros([64], gl.float32, row_of(O_LAYOUT))
-    run = gl.zeros([64, DV], gl.float32, O_LAYOUT)
+    m_run = gl.full([M], float("-inf"), gl.float32, row_of(O_LAYOUT))
+    l_run = gl.zeros([M], gl.float32, row_of(O_LAYOUT))
+    run = gl.zeros([M, DV], gl.float32, O_LAYOUT)
     for piece in range(work.piece, work.stop):
-        state, found = attend_piece(
-            work, piece, state, rings, q_smem, k_scale, call, modifiers, FEATURES, TILE
-        )
+        if IS_SWAPPED:
+            state, found = attend_piece_swapped(
+                work, piece, state, rings, q_smem, own, k_scale, call, modifiers, FEATURES, TILE
+            )
+        else:
+            state, found = attend_piece(
+                work, piece, state, rings, q_smem, call, modifiers, FEATURES, TILE
+            )
         if is_first:
             if TILE.STATE_IN_SHARED:
                 acc_o = found.acc_o
                 if piece > work.piece:
-                    both = fold(SplitState(state_smem.load(O_LAYOUT), m_run, l_run), found)
+                    both = fold(SplitState(own.state.load(O_LAYOUT), m_run, l_run), found)
                     acc_o, m_run, l_run = both.acc_o, both.m_i, both.l_i
                 else:
                     m_run, l_run = found.m_i, found.l_i
-                state_smem.store(acc_o)
+                own.state.store(acc_o)
             else:
                 both = fold(SplitState(run, m_run, l_run), found)
                 run, m_run, l_run = both.acc_o, both.m_i, both.l_i
@@ -104,7 +121,7 @@ def attend_part(
     if is_first:
         if TILE.STATE_IN_SHARED:
             if work.piece < work.stop:
-                run = state_smem.load(O_LAYOUT)
+                run = own.state.load(O_LAYOUT)
         whole = SplitState(run, m_run, l_run)
         if work.parts == 1:
             store_rows(work, whole, output, call, FEATURES, TILE)
@@ -149,6 +166,6 @@ def skip_blocks(count, state, rings, TILE: gl.constexpr):
 def store_rows(work, state, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Normalises, and writes the rows that are queries."""
     layout: gl.constexpr = state.acc_o.type.layout
-    rows = rows_at(work, gl.arange(0, 64, row_of(layout)), FEATURES)
+    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES, TILE)
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     write_rows(work, state, rows, columns, True, output, call, FEATURES)

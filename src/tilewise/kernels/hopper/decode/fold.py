@@ -24,11 +24,7 @@ def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.co
     """Some rows and columns of a tile. The tile's last slice sets its counter back to 0."""
     across: gl.constexpr = TILE.BLOCK_DV // FOLD_COLUMNS
     row, column = work.index // across * FOLD_ROWS, work.index % across * FOLD_COLUMNS
-    if TILE.CACHE != "":  # no registers for two groups of states: two slices' rows are one pass
-        M: gl.constexpr = 2 * FOLD_ROWS
-        if row % M == 0:
-            fold_rows(work, row, column, output, call, M, FOLD_COLUMNS, 16, FEATURES, TILE)
-    elif row < rows_in(work, FEATURES, TILE):
+    if row < rows_in(work, FEATURES, TILE):
         fold_ahead(work, row, column, output, call, FEATURES, TILE)
     counter = tile_counter(work, counters, call, FEATURES)
     slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
@@ -73,7 +69,7 @@ def fold_rows(
     """
     LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, 4)
     row = first_row + gl.arange(0, M, row_of(LAYOUT))
-    rows = rows_at(work, row, FEATURES)
+    rows = rows_at(work, row, FEATURES, TILE)
     columns = first_column + gl.arange(0, COLUMNS, column_of(LAYOUT))
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     # What the tile's first part has folded lies where its first piece would
@@ -105,7 +101,7 @@ def fold_ahead(
     LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, 4)
     partials = output.partials
     row = first_row + gl.arange(0, FOLD_ROWS, row_of(LAYOUT))
-    rows = rows_at(work, row, FEATURES)
+    rows = rows_at(work, row, FEATURES, TILE)
     columns = first_column + gl.arange(0, FOLD_COLUMNS, column_of(LAYOUT))
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     state = load_partial(work, work.first, True, rows, columns, partials, call, FEATURES)
@@ -117,7 +113,7 @@ def fold_ahead(
         found = found + (
             load_partial(work, one, one >= begin, rows, columns, partials, call, FEATURES),
         )
-    some = rows_at(work, gl.where(rows.is_query, row, first_row), FEATURES)
+    some = rows_at(work, gl.where(rows.is_query, row, first_row), FEATURES, TILE)
     at = partial_row(work, piece, some.token, some.head, call, FEATURES).to(gl.int32)
     apart = work.seqlen_q * (call.sizes.nheads * FEATURES.GROUP)  # the same rows of two pieces
     while piece < keys.stop:

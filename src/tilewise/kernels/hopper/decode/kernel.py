@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..layouts import shared
 from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
-from .attend import attend_partition
+from .attend import Own, attend_partition
 from .barriers import make_barriers
 from .convert import convert_partition
 from .copy import copy_partition
@@ -25,7 +25,7 @@ from .work import DecodeCall, make_work_messages
 class Rings(NamedTuple):
     """What passes through shared memory to the warpgroup."""
 
-    q: Ring  # (64, BLOCK_D)
+    q: Ring  # (BLOCK_M, BLOCK_D)
     k: Ring  # (1, 1, BLOCK_N, BLOCK_D)
     v: Ring  # (1, 1, BLOCK_N, BLOCK_DV)
     messages: Ring  # what to work on
@@ -60,6 +60,7 @@ def hopper_decode_kernel(
     TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q.ptr.dtype.element_ty
+    M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
@@ -72,7 +73,7 @@ def hopper_decode_kernel(
     MORE: gl.constexpr = 1 if WARPGROUPS > 1 and TILE.BY_TMA else 0
     v_ring = allocate_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
     q_buffers = gl.allocate_shared_memory(
-        dtype, [TILE.Q_STAGES * WARPGROUPS, 64, D], shared(64, D, dtype)
+        dtype, [TILE.Q_STAGES * WARPGROUPS, M, D], shared(M, D, dtype)
     )
     q_full, q_empty = allocate_barrier(TILE.Q_STAGES), allocate_barrier(TILE.Q_STAGES)
     queries = Ring(q_buffers, q_full, q_empty)
@@ -85,10 +86,16 @@ def hopper_decode_kernel(
     rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS), ready)
     if TILE.CACHE != "":
         rings = with_stored(rings, scales, TILE)
-    state_smem = 0
+    state, probabilities, maxima, sums = 0, 0, 0, 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
-        state_smem = gl.allocate_shared_memory(gl.float32, [64, DV], layout)
+        state = gl.allocate_shared_memory(gl.float32, [M, DV], layout)
+    if TILE.CACHE != "":
+        probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype))
+        by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+        maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
+        sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
+    own = Own(state, probabilities, maxima, sums)
     if WARPGROUPS > 1:
         make_barriers(rings, scales, TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
@@ -97,31 +104,31 @@ def hopper_decode_kernel(
     if TILE.CACHE != "" and TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (convert_partition, (rings, call, FEATURES, TILE)),
             ],
             [1, 1, 4],
-            [96, 96, 128],
+            [112, 112, 128],
         )
     elif TILE.CACHE != "":
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (convert_partition, (rings, call, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [1, 1, 4, 2],
-            [96, 96, 128, 96],
+            [112, 112, 128, 112],
         )
     elif WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, own, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
             ],
@@ -131,8 +138,8 @@ def hopper_decode_kernel(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, own, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
@@ -143,7 +150,7 @@ def hopper_decode_kernel(
     elif TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
             ],
@@ -153,7 +160,7 @@ def hopper_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, state_smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),

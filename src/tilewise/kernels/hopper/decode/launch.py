@@ -4,7 +4,6 @@ It knows no length.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
-from ....hardware import SHARED_MEMORY
-from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided
@@ -32,16 +29,15 @@ from .kernel import hopper_decode_kernel
 from .load import Table
 from .rows import Output, States
 from .scales import Scales
+from .tiles import CACHES, ROWS, tile_of
 from .work import Counters
 
 Tensor = torch.Tensor
-ROWS = 64
+FEWEST_ROWS = 8  # that wgmma takes as columns, and a swizzle repeats after
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
-SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
 OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
-CACHES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of 8 bits
 
 
 class Plan(NamedTuple):
@@ -74,52 +70,17 @@ def refusal(cached: Cached) -> str | None:
     return None
 
 
-def is_box(page_size: int, block_n: int) -> bool:
-    """Whether blocks of keys are whole pages, or pages whole blocks, so that TMA copies them."""
-    if page_size % block_n == 0:
-        return True
-    return page_size >= SHORTEST_PAGE and block_n % page_size == 0
-
-
-@functools.lru_cache(maxsize=64)
-def tile_of(
-    problem: Problem,
-    page_size: int = 0,
-    kept: torch.dtype | None = None,
-    row_scales: int = 0,
-    warpgroups: int = 1,
-) -> SplitPipeline:
-    """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
-    it. How its keys are copied, they do not depend on. `row_scales` counts the sides, of keys and
-    values, whose rows have their own scales.
+def rows_of(cached: Cached, batch: int) -> int:
+    """Rows of a tile, which decide no bit: of 8 bits, where wgmma takes fewer than 64, those of as
+    many queries as a sequence has on average.
     """
-    block_d, block_dv = (
-        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
-    )
-    # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
-    block_n = 128 if max(block_d, block_dv) == 64 else 64
-    if warpgroups > 1:
-        return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
-    is_wide = block_dv > 128
-    # With 8 bits the scores of two blocks are there at once, here of 128 keys
-    in_shared = is_wide or (kept in CACHES and block_n == 128)
-    q_stages = 1 if is_wide else 2
-    used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * in_shared + 1024
-    room = SHARED_MEMORY["sm90"] - used
-    elements = block_n * (block_d + block_dv)  # of a stage
-    by_tma = is_box(page_size, block_n)
-    shape = ROWS, block_n, block_d, block_dv
-    if kept not in CACHES:
-        return SplitPipeline(*shape, min(room // (2 * elements), 8), q_stages, by_tma, in_shared)
-    scales = 4 * block_n * row_scales
-    stages = 1 if is_wide else 2  # of what is converted: bytes in flight are those of the others
-    cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
-    return SplitPipeline(
-        *shape, stages, q_stages, by_tma, in_shared,
-        COPY_WARPS=2,  # beside convert warps, four would leave too few registers
-        CACHE=CACHES[kept],
-        CACHE_STAGES=min(cache_stages, 8),
-    )  # fmt: skip
+    if cached.k.dtype not in CACHES:
+        return ROWS
+    group = cached.problem.group
+    queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
+    # At headdim_v 256 an accumulator of 64 rows takes 128 registers: only where a group is as many
+    most = ROWS if cached.problem.headdim_v <= 128 or group > 32 else 32
+    return min(max(triton.next_power_of_2(queries * group), FEWEST_ROWS), most)
 
 
 def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
@@ -131,26 +92,6 @@ def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
         return 1
     tiles = queries * problem.nheads / (2 * ROWS)
     return 2 if queries > FEW_QUERIES * batch and tiles > 0.75 * programs else 1
-
-
-def shared_tile(
-    problem: Problem, block: tuple[int, int, int], page_size: int, warpgroups: int
-) -> SplitPipeline:
-    """The same blocks for two warpgroups of rows: half the bytes of keys for as many products."""
-    block_n, block_d, block_dv = block
-    rows = ROWS // problem.group * problem.group
-    room = SHARED_MEMORY["sm90"] - 1024
-    stage = 2 * block_n * (block_d + block_dv)
-    of_queries = 2 * warpgroups * ROWS * block_d
-    q_stages = 2 if (room - 2 * of_queries) // stage > 3 else 1
-    stages = min((room - q_stages * of_queries) // stage, 8)
-    by_tma = is_box(page_size, block_n)
-    return SplitPipeline(
-        *(rows, *block, stages, q_stages, by_tma),
-        STATE_IN_SHARED=False,
-        COPY_WARPS=2,  # those that the load warp's group has room for
-        WARPGROUPS=warpgroups,
-    )
 
 
 def plan_of(
@@ -165,14 +106,15 @@ def plan_of(
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
     warpgroups = warpgroups_of(cached, batch, most)
-    tile = tile_of(problem, page_size, k.dtype, row_scales, warpgroups)
+    asked = row_scales, warpgroups, rows_of(cached, batch)
+    tile = tile_of(problem, page_size, k.dtype, *asked)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
     reach = max(rows, room)
     numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
     left, right = (min(side, reach) for side in cached.scalars[2:4])
     numbers = numbers._replace(left=left, right=right)
-    tokens = ROWS // problem.group
+    tokens = tile.ROWS // problem.group
     queries = q.shape[:-2].numel()
     tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
     tiles += problem.nheads_k * batch * is_packed

@@ -1,11 +1,13 @@
-"""A piece of keys, block by block: FlashAttention-2, algorithm 1, in one of three orders.
+"""A piece of keys of 16 bits, block by block: FlashAttention-2, algorithm 1, in one of two orders.
 
-    16 bits, one warpgroup     S, softmax, O += P V: it waits for memory anyway
-    8 bits                     S of the next block during the softmax of this one
-    16 bits, two warpgroups    O += P V of this block during the softmax of the next
+    one warpgroup     S, softmax, O += P V: it waits for memory anyway
+    two warpgroups    O += P V of this block during the softmax of the next
 
-All compute the same: the operations on a row, and their order, are those of the first.
+Both compute the same: the operations on a row, and their order, are those of the first. Of 8 bits
+see swapped.py.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,13 +27,21 @@ from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, release_by_threads, wait_full
 from ..rescale import pinned
 from .rows import clear_unused, rows_at
-from .scales import times_scale
 from .work import keys_of, lengths_in
+
+
+class Asked(NamedTuple):
+    """What all blocks of a piece have in common."""
+
+    seq: Sequence
+    position: gl.tensor  # of queries, (BLOCK_M, 1)
+    keys: Any  # that some row of the tile sees
+    full: tuple  # that all rows see: blocks within them need no mask
 
 
 @gluon.jit
 def attend_piece(
-    work, piece, state, rings, q_smem, k_scale, call, modifiers,
+    work, piece, state, rings, q_smem, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Keys [piece * split_size, (piece + 1) * split_size), as far as the tile sees them."""
@@ -39,16 +49,8 @@ def attend_piece(
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    rows = rows_at(work, gl.arange(0, 64, row_of(S_LAYOUT)), FEATURES)
-    slope = load_slope(call.optionals, work.batch, rows.head[:, None], FEATURES)
-    lengths = lengths_in(work)
-    numbers = call.numbers
-    if call.scales.k is not None and call.scales.k_row is None:
-        numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
-    seq = Sequence(lengths, slope, numbers, work.batch, rows.head[:, None], modifiers, 0)
-    position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
-    keys = keys_of(work, call, FEATURES, TILE.ROWS)
-    full = keys_of_all(work, keys, call, FEATURES)
+    asked = open_piece(work, call.numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
+    keys = asked.keys
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
@@ -61,7 +63,7 @@ def attend_piece(
         s = multiply_keys(q_smem, rings, state, no_scores, TILE)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
-        p, _, m_i, l_i = online_block(s, first, m_i, l_i, position, keys, full, seq, FEATURES)
+        p, _, m_i, l_i = online_block(s, first, m_i, l_i, asked, FEATURES)
         p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
         for n in range(first + N, stop, N):
             ahead = advance(state, TILE.STAGES)
@@ -69,7 +71,7 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings, state, TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES)
             alpha = pinned(alpha)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
@@ -80,48 +82,40 @@ def attend_piece(
         acc_o = warpgroup_mma_wait(0, deps=[acc_o])
         release_by_threads(rings.v, state)
         state = advance(state, TILE.STAGES)
-    elif TILE.CACHE == "":
+    else:
         for n in range(first, stop, N):
             s = multiply_keys(q_smem, rings, state, no_scores, TILE)
             s = warpgroup_mma_wait(0, deps=[s])
             release_by_threads(rings.k, state)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES)
             acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
             v_tile = wait_values(n, keys, rings, state, TILE)
-            p = to_operand(p, v_tile, rings, state, call, TILE)
-            acc_o = add_values(p, v_tile, acc_o, rings, state)
+            acc_o = add_values(operand(p.to(v_tile.dtype), O_LAYOUT), v_tile, acc_o, rings, state)
             state = advance(state, TILE.STAGES)
-    else:
-        # The tensor cores have the next S to compute during the softmax of this one: conversion
-        # leaves one warpgroup half the time that 16 bits do
-        s = multiply_keys(q_smem, rings, state, no_scores, TILE)
-        s = take_scores(s, rings, state, k_scale, call, TILE)
-        for n in range(first, stop - N, N):
-            ahead = advance(state, TILE.STAGES)
-            following = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
-            acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
-            v_tile = wait_values(n, keys, rings, state, TILE)
-            p = to_operand(p, v_tile, rings, state, call, TILE)
-            s = take_scores(following, rings, ahead, k_scale, call, TILE)
-            acc_o = add_values(p, v_tile, acc_o, rings, state)
-            state = ahead
-        n = first + (stop - first - 1) // N * N
-        p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES)
-        acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
-        v_tile = wait_values(n, keys, rings, state, TILE)
-        p = to_operand(p, v_tile, rings, state, call, TILE)
-        acc_o = add_values(p, v_tile, acc_o, rings, state)
-        state = advance(state, TILE.STAGES)
     m_i = row_factor(m_i, O_LAYOUT)
     return state, SplitState(acc_o, m_i, whole_sums(l_i, row_of(O_LAYOUT)))
+
+
+@gluon.jit
+def open_piece(
+    work, numbers, call, modifiers, S_LAYOUT: gl.constexpr,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """The rows of a tile whose scores have this layout, and the keys that they see."""
+    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(S_LAYOUT)), FEATURES, TILE)
+    slope = load_slope(call.optionals, work.batch, rows.head[:, None], FEATURES)
+    head = rows.head[:, None]
+    seq = Sequence(lengths_in(work), slope, numbers, work.batch, head, modifiers, 0)
+    position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
+    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    return Asked(seq, position, keys, keys_of_all(work, keys, call, FEATURES))
 
 
 @gluon.jit
 def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
     """S = Q K^T, (64, BLOCK_N), begun."""
     wait_full(rings.k, state)
-    if not TILE.BY_TMA and TILE.CACHE == "":
+    if not TILE.BY_TMA:
         fence_async_shared()  # what threads copied, before wgmma reads it
     k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
     k_tile = k_tile.permute((1, 0))
@@ -129,35 +123,10 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
 
 
 @gluon.jit
-def take_scores(s, rings, state, k_scale, call, TILE: gl.constexpr):
-    """S of a cache of 8 bits, times what its rows' scales, or one of no use as a factor of the
-    exponent, ask for.
-    """
-    S_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_N)
-    s = warpgroup_mma_wait(0, deps=[s])
-    if call.scales.k_row is not None:
-        scales = rings.k_scales.index(state.stage).load(column_of(S_LAYOUT))
-        s = s * scales[None, :]
-    elif call.scales.k is not None:
-        if (k_scale > 0.0) == 0:
-            s = s * k_scale
-    release_by_threads(rings.k, state)
-    return s
-
-
-@gluon.jit
-def online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES: gl.constexpr):
+def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr):
     """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
-    N: gl.constexpr = s.shape[1]
-    S_LAYOUT: gl.constexpr = accumulator(N)
-    scale = exp_scale(seq, FEATURES)
-    k_idx = (n + gl.arange(0, N, column_of(S_LAYOUT)))[None, :]
-    s = score(s, position, k_idx, seq, FEATURES).s
-    is_partial = (n < full[0]) | (n + N > full[1])
-    if FEATURES.MASK_MOD is not None:
-        is_partial = True
-    if is_partial:
-        s = hide(s, position, k_idx, keys, seq, FEATURES)
+    scale = exp_scale(asked.seq, FEATURES)
+    s = scores_of(s, n, asked, FEATURES)
     m_new = running_max(s, m_i, scale)
     p, alpha = exponentials(s, m_i, m_new, scale, True)
     l_i = add_sums(l_i, alpha, p)
@@ -165,28 +134,31 @@ def online_block(s, n, m_i, l_i, position, keys, full, seq, FEATURES: gl.constex
 
 
 @gluon.jit
+def scores_of(qk, n, asked, FEATURES: gl.constexpr):
+    """The scores of a block from key n on, masked where it needs that."""
+    N: gl.constexpr = qk.shape[1]
+    seq, position, keys, full = asked
+    k_idx = (n + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
+    s = score(qk, position, k_idx, seq, FEATURES).s
+    is_partial = (n < full[0]) | (n + N > full[1])
+    if FEATURES.MASK_MOD is not None:
+        is_partial = True
+    if is_partial:
+        s = hide(s, position, k_idx, keys, seq, FEATURES)
+    return s
+
+
+@gluon.jit
 def wait_values(n, keys, rings, state, TILE: gl.constexpr):
     """V, (BLOCK_N, BLOCK_DV), once it is there."""
     N: gl.constexpr = TILE.BLOCK_N
     wait_full(rings.v, state)
-    if not TILE.BY_TMA and TILE.CACHE == "":
+    if not TILE.BY_TMA:
         fence_async_shared()
     v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
-    if TILE.CACHE == "":
-        if (n < keys.first) | (n + N > keys.last):
-            clear_unused(v_tile, n, keys, 32, 4, TILE)
+    if (n < keys.first) | (n + N > keys.last):
+        clear_unused(v_tile, n, keys, 32, 4, TILE)
     return v_tile
-
-
-@gluon.jit
-def to_operand(p, v_tile, rings, state, call, TILE: gl.constexpr):
-    """P, times the scales of V's rows, as wgmma's left operand."""
-    S_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_N)
-    O_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_DV)
-    if call.scales.v_row is not None:
-        scales = rings.v_scales.index(state.stage).load(column_of(S_LAYOUT))
-        p = p * scales[None, :]
-    return operand(p.to(v_tile.dtype), O_LAYOUT)
 
 
 @gluon.jit

@@ -43,14 +43,16 @@ def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def load_queries(work, q, buffer, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """(64, BLOCK_D), as far as there are queries; what is in other rows stays in these."""
+    """(BLOCK_M, BLOCK_D), as far as there are queries; what is in other rows stays in these."""
     PIECE: gl.constexpr = piece_of(FEATURES.HEADDIM)
     LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_D, PIECE, 1)
     columns = gl.arange(0, TILE.BLOCK_D, column_of(LAYOUT))
     stop = (work.seqlen_q - work.start) * FEATURES.GROUP
-    for first in gl.static_range(0, 64, ROWS):
+    M: gl.constexpr = TILE.BLOCK_M
+    for first in gl.static_range(0, M, ROWS):
         if first < stop:
-            rows = rows_at(work, first + gl.arange(0, ROWS, row_of(LAYOUT)), FEATURES)
+            row = first + gl.arange(0, ROWS, row_of(LAYOUT))
+            rows = rows_at(work, row, FEATURES, TILE)
             begins = begins_of(q, work, rows, FEATURES)
             ptrs, exist = pieces_of(begins, rows.is_query, columns, FEATURES.HEADDIM, PIECE)
             if TILE.WARPGROUPS == 1:

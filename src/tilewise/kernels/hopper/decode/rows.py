@@ -38,10 +38,10 @@ class States(NamedTuple):
 
 
 @gluon.jit
-def rows_at(work, row, FEATURES: gl.constexpr):
-    """Rows of a tile of 64."""
+def rows_at(work, row, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Rows of a tile."""
     GROUP: gl.constexpr = FEATURES.GROUP
-    TOKENS: gl.constexpr = 64 // GROUP
+    TOKENS: gl.constexpr = TILE.ROWS // GROUP
     token = row // GROUP
     is_query = (token < TOKENS) & (work.start + token < work.seqlen_q)
     return Rows(work.start + token, work.head_k * GROUP + row % GROUP, is_query)
@@ -78,7 +78,7 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
 def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The state of a piece, unnormalised."""
     layout: gl.constexpr = state.acc_o.type.layout
-    rows = rows_at(work, gl.arange(0, 64, row_of(layout)), FEATURES)
+    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES, TILE)
     at = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]

@@ -1,0 +1,175 @@
+"""A piece of keys of 8 bits, block by block, with operands swapped: keys, of which there are many,
+are the 64 rows of wgmma, and the tile's rows, of which there are few, its columns.
+
+    S^T = K Q^T,  softmax,  O^T += V^T P^T
+
+An accumulator's transpose is a tile of rows again, in the registers where it is: what follows wgmma
+is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, which tell
+each other their maxima once a block, and their sums once a piece. O^T += V^T P^T of a block is
+computed during the softmax of the next: conversion leaves half the time that 16 bits do.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....tile.score import exp_scale
+from ....tile.softmax import exponentials
+from ....tile.splits import SplitState, piece_keys
+from ..layouts import accumulator, column_of, numbers_of_warps, row_of, transposed_accumulator
+from ..pipeline import advance, release_by_threads, wait_full
+from .piece import open_piece, scores_of
+from .scales import times_scale
+
+
+@gluon.jit
+def attend_piece_swapped(
+    work, piece, state, rings, q_smem, own, k_scale, call, modifiers,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """`attend_piece`, of a cache of 8 bits."""
+    M: gl.constexpr = TILE.BLOCK_M
+    N: gl.constexpr = TILE.BLOCK_N
+    DV: gl.constexpr = TILE.BLOCK_DV
+    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N)
+    O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV)
+    numbers = call.numbers
+    if call.scales.k is not None and call.scales.k_row is None:
+        numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
+    asked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
+    no_scores = gl.zeros([N, M], gl.float32, accumulator(M))
+    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M))
+    m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
+    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
+    split_size = call.sizes.split_size
+    first, stop = piece_keys(piece * split_size, split_size, asked.keys, N)
+    s = multiply_keys(q_smem, rings, state, no_scores, TILE)
+    s = take_scores(s, 0, rings, state, k_scale, call, TILE)
+    p, _, m_i, l_i = online_block(s, m_i, l_i, first, asked, own, FEATURES)
+    p_smem = share(p, first, own, rings, state, call, TILE)
+    for n in range(first + N, stop, N):
+        ahead = advance(state, TILE.STAGES)
+        s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
+        acc_o = multiply_values(p_smem, acc_o, rings, state, TILE)
+        s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
+        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
+        if TILE.STAGES == 1:  # the next V, and its scales, are there only when this one is released
+            acc_o = end_values(acc_o, alpha, rings, state)
+            p_smem = share(p, n, own, rings, ahead, call, TILE)
+        else:
+            p_smem = share(p, n, own, rings, ahead, call, TILE)
+            acc_o = end_values(acc_o, alpha, rings, state)
+        state = ahead
+    acc_o = multiply_values(p_smem, acc_o, rings, state, TILE)
+    acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+    release_by_threads(rings.v, state)
+    l_i = gl.sum(of_all_warps(gl.sum(l_i, 2), own.sums), 1)
+    found = SplitState(by_rows(acc_o), in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
+    return advance(state, TILE.STAGES), found
+
+
+@gluon.jit
+def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
+    """S^T = K Q^T, (BLOCK_N, BLOCK_M), begun."""
+    wait_full(rings.k, state)
+    k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
+    return warpgroup_mma(k_tile, q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def take_scores(s, IN_FLIGHT: gl.constexpr, rings, state, k_scale, call, TILE: gl.constexpr):
+    """S, (BLOCK_M, BLOCK_N), times what its keys' scales, or one of no use as a factor of the
+    exponent, ask for; of products IN_FLIGHT are newer.
+    """
+    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]))
+    if call.scales.k_row is not None:
+        scales = rings.k_scales.index(state.stage).load(column_of(s.type.layout))
+        s = s * scales[None, :]
+    elif call.scales.k is not None:
+        if (k_scale > 0.0) == 0:
+            s = s * k_scale
+    release_by_threads(rings.k, state)
+    return s
+
+
+@gluon.jit
+def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
+    """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    S_LAYOUT: gl.constexpr = s.type.layout
+    scale = exp_scale(asked.seq, FEATURES)
+    s = scores_of(s, n, asked, FEATURES)
+    # Row 64 i + 16 w + j of wgmma is in warp w
+    of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
+    largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
+    m_new = gl.maximum(m_i, largest * scale)
+    p, alpha = exponentials(s, m_i, m_new, scale, True)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l_i.type.layout))
+    factor = gl.convert_layout(alpha, layout, assert_trivial=True)
+    l_i = l_i * factor[:, None, None] + sums_of_threads(p)
+    return p, alpha, m_new, l_i
+
+
+@gluon.jit
+def share(p, n, own, rings, state, call, TILE: gl.constexpr):
+    """P, times the scales of V's rows, where wgmma reads its right operand. Two blocks alternate,
+    as the product of the one before may read still.
+    """
+    if call.scales.v_row is not None:
+        wait_full(rings.v, state)
+        scales = rings.v_scales.index(state.stage).load(column_of(p.type.layout))
+        p = p * scales[None, :]
+    p_smem = own.probabilities.index(n // TILE.BLOCK_N % 2)
+    p_smem.store(p.to(rings.v.buffers.dtype))
+    fence_async_shared()  # what threads wrote, before wgmma reads it
+    return p_smem
+
+
+@gluon.jit
+def multiply_values(p_smem, acc_o, rings, state, TILE: gl.constexpr):
+    """O^T += V^T P^T, (BLOCK_DV, BLOCK_M), begun."""
+    wait_full(rings.v, state)
+    v_tile = rings.v.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_DV))
+    return warpgroup_mma(v_tile.permute((1, 0)), p_smem.permute((1, 0)), acc_o, is_async=True)
+
+
+@gluon.jit
+def end_values(acc_o, alpha, rings, state):
+    """Waits for that product, and multiplies what is there before the next one."""
+    acc_o = warpgroup_mma_wait(0, deps=[acc_o])
+    release_by_threads(rings.v, state)
+    factor = gl.convert_layout(alpha, column_of(acc_o.type.layout), assert_trivial=True)
+    return acc_o * factor[None, :]
+
+
+@gluon.jit
+def by_rows(acc):
+    """An accumulator's transpose: its registers stay where they are."""
+    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0])
+    return gl.convert_layout(acc.permute((1, 0)), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def in_rows(x, layout: gl.constexpr):
+    """One number per row, in a slice of this layout of the same rows."""
+    return gl.convert_layout(x, row_of(layout), assert_trivial=True)
+
+
+@gluon.jit
+def sums_of_threads(p):
+    """Sums over keys, as far as one thread holds a row: (BLOCK_M, 4, 8)."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 64, 4, 2, 8]), 3), 1)
+
+
+@gluon.jit
+def of_all_warps(x, smem):
+    """(BLOCK_M, 4), a number of each warp, where all have them."""
+    smem.store(x)
+    return smem.load(numbers_of_warps(x.shape[0]))

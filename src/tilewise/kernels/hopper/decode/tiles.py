@@ -1,0 +1,98 @@
+"""Tiles of decoding: their shapes, and how shared memory is divided among all that passes it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from ....hardware import SHARED_MEMORY
+from ....problem import Problem
+from ....tile.types import SplitPipeline
+
+ROWS = 64
+SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
+CACHES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of 8 bits
+
+
+def is_box(page_size: int, block_n: int) -> bool:
+    """Whether blocks of keys are whole pages, or pages whole blocks, so that TMA copies them."""
+    if page_size % block_n == 0:
+        return True
+    return page_size >= SHORTEST_PAGE and block_n % page_size == 0
+
+
+@functools.lru_cache(maxsize=64)
+def tile_of(
+    problem: Problem,
+    page_size: int = 0,
+    kept: torch.dtype | None = None,
+    row_scales: int = 0,
+    warpgroups: int = 1,
+    rows: int = ROWS,
+) -> SplitPipeline:
+    """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
+    it, but neither on how many `rows` it has nor on how its keys are copied. `row_scales` counts
+    the sides, of keys and values, whose rows have their own scales.
+    """
+    block_d, block_dv = (
+        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
+    block_n = 128 if max(block_d, block_dv) == 64 else 64
+    if warpgroups > 1:
+        return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
+    shape = block_n, block_d, block_dv
+    by_tma = is_box(page_size, block_n)
+    if kept in CACHES:
+        return eight_bit_tile(CACHES[kept], shape, rows, row_scales, by_tma)
+    is_wide = block_dv > 128
+    q_stages = 1 if is_wide else 2
+    used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024
+    stage = 2 * block_n * (block_d + block_dv)
+    stages = min((SHARED_MEMORY["sm90"] - used) // stage, 8)
+    return SplitPipeline(ROWS, *shape, stages, q_stages, by_tma, STATE_IN_SHARED=is_wide)
+
+
+def eight_bit_tile(
+    cache: str, shape: tuple[int, int, int], rows: int, row_scales: int, by_tma: bool
+) -> SplitPipeline:
+    """The tile of a cache of 8 bits, of 8 to 64 rows."""
+    block_n, block_d, block_dv = shape
+    in_shared = rows == ROWS  # two accumulators are too many registers
+    is_wide = max(block_d, block_dv) > 128
+    stages = 1 if in_shared and is_wide else 2  # of what is converted
+    q_stages = 1 if rows > 16 and is_wide else 2
+    # Of a row: queries, folded pieces, P of two blocks, a maximum and a sum of each warp
+    of_row = 2 * q_stages * block_d + 4 * block_dv * in_shared + 4 * block_n + 32
+    room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
+    elements, scales = block_n * (block_d + block_dv), 4 * block_n * row_scales  # of a stage
+    cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
+    return SplitPipeline(
+        *(rows, *shape, stages, q_stages, by_tma, in_shared),
+        COPY_WARPS=2,  # beside convert warps, four would leave too few registers
+        CACHE=cache,
+        CACHE_STAGES=min(cache_stages, 8),
+        BLOCK_M=rows,
+    )
+
+
+def shared_tile(
+    problem: Problem, block: tuple[int, int, int], page_size: int, warpgroups: int
+) -> SplitPipeline:
+    """The same blocks for two warpgroups of rows: half the bytes of keys for as many products."""
+    block_n, block_d, block_dv = block
+    rows = ROWS // problem.group * problem.group
+    room = SHARED_MEMORY["sm90"] - 1024
+    stage = 2 * block_n * (block_d + block_dv)
+    of_queries = 2 * warpgroups * ROWS * block_d
+    q_stages = 2 if (room - 2 * of_queries) // stage > 3 else 1
+    stages = min((room - q_stages * of_queries) // stage, 8)
+    by_tma = is_box(page_size, block_n)
+    return SplitPipeline(
+        *(rows, *block, stages, q_stages, by_tma),
+        STATE_IN_SHARED=False,
+        COPY_WARPS=2,  # those that the load warp's group has room for
+        WARPGROUPS=warpgroups,
+    )
