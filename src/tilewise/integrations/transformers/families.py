@@ -36,16 +36,24 @@ OTHERS = {  # modules, and what their tables are called before _ATTENTION_CLASSE
 
 def fill_tables(name: str) -> None:
     """Enters tilewise under this name in the tables of classes."""
-    falcon.FALCON_ATTENTION_CLASSES[name] = FalconAttention
-    gptj.GPTJ_ATTENTION_CLASSES[name] = GPTJAttention
-    gpt_neo.GPT_NEO_ATTENTION_CLASSES[name] = GPTNeoSelfAttention
-    data2vec.DATA2VEC_VISION_SELF_ATTENTION_CLASSES[name] = Data2VecVisionSelfAttention
+    for module, table, own in (
+        (falcon, "FALCON", FalconAttention),
+        (gptj, "GPTJ", GPTJAttention),  # before transformers 5.24, which asks the registry
+        (gpt_neo, "GPT_NEO", GPTNeoSelfAttention),
+        (data2vec, "DATA2VEC_VISION_SELF", Data2VecVisionSelfAttention),
+    ):
+        _table_of(module, table)[name] = own
     for path, table in OTHERS.items():
         try:
             module = importlib.import_module(f"transformers.models.{path}")
         except ImportError:  # another version of transformers
             continue
-        getattr(module, f"{table}_ATTENTION_CLASSES", {})[name] = _refusing(path)
+        _table_of(module, table)[name] = _refusing(path)
+
+
+def _table_of(module: Any, name: str) -> dict[str, Any]:
+    """A module's table; one that nothing reads where the module asks transformers' registry."""
+    return getattr(module, f"{name}_ATTENTION_CLASSES", {})
 
 
 def _refusing(path: str):
