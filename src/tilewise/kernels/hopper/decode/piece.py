@@ -63,7 +63,7 @@ def attend_piece(
         s = multiply_keys(q_smem, rings, state, no_scores, TILE)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
-        p, _, m_i, l_i = online_block(s, first, m_i, l_i, asked, FEATURES)
+        p, _, m_i, l_i = online_block(s, first, m_i, l_i, asked, FEATURES, True)
         p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
         for n in range(first + N, stop, N):
             ahead = advance(state, TILE.STAGES)
@@ -71,7 +71,7 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings, state, TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES, True)
             alpha = pinned(alpha)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
@@ -123,11 +123,24 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
 
 
 @gluon.jit
-def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr):
-    """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
+def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr = False):
+    """P of a block from key n on, the factor of what was before, and the new maxima and sums.
+
+    MAXIMA_FIRST: the maxima are taken in both branches. What stands behind a branch stays there, so
+    that ptxas takes the maxima of a thread's two rows beside each other; else it begins with all of
+    the one row. Two warpgroups of a chunk gain 3 % by that.
+    """
     scale = exp_scale(asked.seq, FEATURES)
-    s = scores_of(s, n, asked, FEATURES)
-    m_new = running_max(s, m_i, scale)
+    if MAXIMA_FIRST:
+        s, k_idx = unmasked(s, n, asked, FEATURES)
+        if is_partial(s, n, asked, FEATURES):
+            s = hide(s, asked.position, k_idx, asked.keys, asked.seq, FEATURES)
+            m_new = running_max(s, m_i, scale)
+        else:
+            m_new = running_max(s, m_i, scale)
+    else:
+        s = scores_of(s, n, asked, FEATURES)
+        m_new = running_max(s, m_i, scale)
     p, alpha = exponentials(s, m_i, m_new, scale, True)
     l_i = add_sums(l_i, alpha, p)
     return p, alpha, m_new, l_i
@@ -136,16 +149,26 @@ def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr):
 @gluon.jit
 def scores_of(qk, n, asked, FEATURES: gl.constexpr):
     """The scores of a block from key n on, masked where it needs that."""
-    N: gl.constexpr = qk.shape[1]
-    seq, position, keys, full = asked
-    k_idx = (n + gl.arange(0, N, column_of(qk.type.layout)))[None, :]
-    s = score(qk, position, k_idx, seq, FEATURES).s
-    is_partial = (n < full[0]) | (n + N > full[1])
-    if FEATURES.MASK_MOD is not None:
-        is_partial = True
-    if is_partial:
-        s = hide(s, position, k_idx, keys, seq, FEATURES)
+    s, k_idx = unmasked(qk, n, asked, FEATURES)
+    if is_partial(s, n, asked, FEATURES):
+        s = hide(s, asked.position, k_idx, asked.keys, asked.seq, FEATURES)
     return s
+
+
+@gluon.jit
+def unmasked(qk, n, asked, FEATURES: gl.constexpr):
+    """The scores of a block from key n on, and the positions of its keys."""
+    k_idx = (n + gl.arange(0, qk.shape[1], column_of(qk.type.layout)))[None, :]
+    return score(qk, asked.position, k_idx, asked.seq, FEATURES).s, k_idx
+
+
+@gluon.jit
+def is_partial(s, n, asked, FEATURES: gl.constexpr):
+    """Whether a block from key n on needs a mask."""
+    if FEATURES.MASK_MOD is not None:
+        return True
+    else:
+        return (n < asked.full[0]) | (n + s.shape[1] > asked.full[1])
 
 
 @gluon.jit
