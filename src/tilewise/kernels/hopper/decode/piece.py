@@ -58,12 +58,13 @@ def attend_piece(
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, keys, N)
     if TILE.WARPGROUPS > 1:
+        FIRST: gl.constexpr = TILE.BLOCK_D <= 128  # at 192 it would spill more
         # O += P V of a block and S of the next are issued together, and the softmax waits for S
         # alone
         s = multiply_keys(q_smem, rings, state, no_scores, TILE)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
-        p, _, m_i, l_i = online_block(s, first, m_i, l_i, asked, FEATURES, True)
+        p, _, m_i, l_i = online_block(s, first, m_i, l_i, asked, FEATURES, FIRST)
         p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
         for n in range(first + N, stop, N):
             ahead = advance(state, TILE.STAGES)
@@ -71,7 +72,7 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings, state, TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES, True)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES, FIRST)
             alpha = pinned(alpha)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
