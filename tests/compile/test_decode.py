@@ -77,8 +77,13 @@ def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
 @pytest.mark.parametrize("row_tiles", sample([2, 4], 2))
 def test_tiles_that_share_keys_compile(target, headdim, name, row_tiles):
     split, _ = plans_of(headdim, True, rows=3 * 4 * row_tiles, **VARIANTS[name])
-    assert split.constants["ROW_TILES"] == min(row_tiles, 4 if headdim < 256 else 2)
+    assert rows_of(split) == 16 * min(row_tiles, 4 if headdim < 256 else 2)
     check(split, target, True)
+
+
+def rows_of(plan):
+    """The rows of a block."""
+    return plan.constants["TILE"].BLOCK_M * plan.constants["ROW_TILES"]
 
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
@@ -118,7 +123,21 @@ def test_tiles_that_share_keys_lie_as_one_alone(headdim):
         built = build(split.kernel, *split.args, on="sm90", **split.constants, **split.options)
         found[n] = layouts_of(built)
     assert len(found[1]) == 2
-    assert found[2] == found[1] * 2 and found[4] == found[1] * 4
+    assert found[2] == found[1] and found[4] == found[1] * 2
+
+
+@pytest.mark.parametrize("target", sample([x for x in TARGETS if "sm" in x], "sm80"))
+@pytest.mark.parametrize("headdim", sample([64, 128, 256], 256))
+@pytest.mark.parametrize("cache_dtype", sample([BF16, torch.int8], BF16))
+def test_a_row_of_a_wide_tile_lies_as_in_one_of_16(target, headdim, cache_dtype):
+    """Whose sums it shares: how many warps and threads have parts of it, of 8 columns each."""
+    found = []
+    for n in (1, 2):
+        split, _ = plans_of(headdim, True, rows=3 * 4 * n, causal=True, cache_dtype=cache_dtype)
+        assert rows_of(split) == 16 * n and split.constants["ROW_TILES"] == 1
+        built = build(split.kernel, *split.args, on=target, **split.constants, **split.options)
+        found.append(layouts_of(built))
+    assert found[0] == found[1] and all("warpsPerCTA = [1, 4]" in x[-1] for x in found[0])
 
 
 @pytest.mark.parametrize("headdim", sample([64, 128, 256], 128))

@@ -164,8 +164,22 @@ def test_a_choice_goes_by_the_queries():
     )
     problem = problem._replace(dtype=torch.bfloat16)
     choices = {n: decode_launch.choice_of(problem, n) for n in (0, 1, 4, 5, 8, 9, 10**5)}
-    assert [x.row_tiles for x in choices.values()] == [1, 1, 1, 2, 2, 4, 4]
+    assert [x.rows for x in choices.values()] == [16, 16, 16, 32, 32, 32, 32]
+    assert [x.row_tiles for x in choices.values()] == [1, 1, 1, 1, 1, 2, 2]
     assert len({x.tile for x in choices.values()}) == 1
+    exact = problem._replace(dtype=torch.float32)
+    assert {decode_launch.choice_of(exact, n)[3:5] for n in choices} == {(16, 1)}
+
+
+def test_a_block_of_wide_tiles_has_whole_groups():
+    """Of 3 query heads a key head 5 tokens have room in 16 rows, and 10 in 32."""
+    s = sequences([40, 3], [107, 5], (6, 2))
+    s = s._replace(**{x: [y.bfloat16() for y in getattr(s, x)] for x in ("q", "k", "v")})
+    (split, fold), _ = plans_of(s, 32, 2**30)
+    assert split.constants["TILE"].BLOCK_M == 32 and split.constants["ROW_TILES"] == 2
+    assert fold.constants["TILE"].BLOCK_M == 16
+    pieces = split.args.partials.pieces
+    assert split.programs == (-(-43 // 20) + 2) * 2 * pieces
 
 
 def test_a_batch_of_queries():

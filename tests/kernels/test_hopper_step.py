@@ -3,18 +3,18 @@ the kernel is a function.
 """
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tilewise.kernels.common import decode_step
 from tilewise.kernels.hopper.decode import launch
 
 
 @pytest.fixture
 def made(monkeypatch):
     """References to the tensors that a step makes, none of which keeps its tensor alive."""
-    found, new_empty = [], torch.Tensor.new_empty
+    found = []
 
     def noted(make):
         def noting(*args, **options):
@@ -24,26 +24,28 @@ def made(monkeypatch):
 
         return noting
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", noted(new_empty))
+    empty = noted(torch.empty_strided)
+    of_room = lambda shape, stride, dtype: empty(shape, stride, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(decode_step, "allocator_of", lambda device: of_room)
     monkeypatch.setattr(launch, "counters_of", noted(launch.counters_of))
-    monkeypatch.setattr(launch, "may_relaunch", lambda index: True)
+    monkeypatch.setattr(decode_step, "may_relaunch", lambda index: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return found
 
 
-def test_partial_states_and_counters_are_held_until_the_launch(made):
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_partial_states_and_counters_are_held_until_the_launch(made, has_lse):
     """Else counters that a capture makes, or that grow, could get the memory of the states."""
     alive = []
 
-    def kernel(*args):
+    def call(stream, row):
         alive.extend(x() is not None for x in made)
 
+    q, lse = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1)
+    states = [torch.zeros(n) for n in (1024, 8, 8)]
     step = launch.DecodeStep.__new__(launch.DecodeStep)
-    step.kernel, step.constants = kernel, ()
-    step.args = SimpleNamespace(filled=lambda row: (row,))
-    step.described = SimpleNamespace(at=lambda index, address: ())
-    step.device, step.index = torch.device("cpu"), 0
-    step.out = step.lse = (1, 8)
-    step.floats, step.counters = [1024, 8, 8], 64
-    step([torch.zeros(1, 8) for _ in range(4)], None)
-    assert alive == [True] * 4  # out, lse, the states, the counters
+    decode_step.DecodeStep.__init__(step, q.device, q, lse, states)
+    step.call, step.moved, step.counters = call, lambda which, address: address, 64
+    found = step([q, q, q], None, None, has_lse)
+    assert (found[1] is not None) == has_lse
+    assert alive == [True] * (4 if has_lse else 3)  # out, lse, the states, the counters

@@ -10,7 +10,7 @@ import torch
 
 from .. import dispatch
 from ..errors import OURS, Words
-from ..kernels.common.cached import Cached
+from ..kernels.common.cached import OUT, Cached
 from ..kernels.common.quantized import Quantized
 from ..mods.block_mask import BlockMask, block_mask_of
 from ..mods.documents import Documents
@@ -170,7 +170,6 @@ def attention(
         return shards.of_shards(**locals())
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     descales = k_descale, v_descale
-    tensors = q, k, v, alibi_slopes, sinks, *lengths, bias, page_table, *descales, out
     entry = None
     of_fp8 = q_descale, out_dtype, backward
     has_more = not (mask_mod is score_mod is block_mask is None)
@@ -181,11 +180,22 @@ def attention(
         sides = window if type(window) is tuple else (window,)
         words = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         if max_seqlen_q is not None or max_seqlen_k is not None:
-            words += as_bound(max_seqlen_q), as_bound(max_seqlen_k)
-        entry = find(tensors, (*words, *sides, backend))
-        known = None if entry is None else launch_known(entry, (q, k, v), tensors[3:], layout)
-        if known is not None:
-            return known if return_lse else known[0]
+            words += "bounds", as_bound(max_seqlen_q), as_bound(max_seqlen_k)
+        inputs: tuple[Any, Any, Any] = q, k, v
+        tensors = *inputs, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
+        # Those of a decode step first, in its order
+        tensors = *tensors, *descales, out, seqused_q, cu_seqlens_k, bias
+        entry, addresses = find(tensors, (*words, backend, *sides))
+        if entry is not None:
+            if entry.step is not None:
+                known = launch_step(entry.step, tensors, addresses, return_lse, layout)
+            elif entry.call is not None:
+                optional = alibi_slopes, sinks, *lengths, bias
+                known = launch(entry.call, *inputs, optional, layout)
+            else:
+                known = None
+            if known is not None:
+                return known if return_lse else known[0]
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *of_fp8):
         fp8.refuse_others(
             *(("bias", bias), ("mask_mod", mask_mod), ("block_mask", block_mask)),
@@ -280,23 +290,6 @@ def documents_in(
     return documents if is_view else None
 
 
-def launch_known(
-    entry: Entry,
-    inputs: tuple[Any, Any, Any],
-    others: tuple[Tensor | None, ...],
-    layout: str,
-) -> tuple[Tensor, Tensor] | None:
-    """`out` and `lse` of a call of `attention` with a cached signature; else None."""
-    q, k, v = inputs
-    *optional, page_table, k_descale, v_descale, out = others
-    if entry.step is not None:
-        alibi_slopes, sinks, seqused_k, _, cu_seqlens_q, *_ = optional
-        cache = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
-        cache = *cache, k_descale, v_descale
-        return launch_step(entry.step, cache, out, layout)
-    return None if entry.call is None else launch(entry.call, q, k, v, optional, layout)
-
-
 def launch(
     call: Call, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None], layout: str
 ) -> tuple[Tensor, Tensor]:
@@ -314,13 +307,17 @@ def launch(
 
 def launch_step(
     step: Callable[..., Any],
-    cache: tuple[Tensor | None, ...],
-    out: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    addresses: Sequence[int] | None,
+    has_lse: bool,
     layout: str = "bshd",
-) -> tuple[Tensor, Tensor] | None:
-    """`out` and `lse` of a cached decode step; None where it may not be launched now."""
+) -> tuple[Tensor, Any] | None:
+    """`out` and `lse` of a cached decode step, of `Cached.tensors` and `out`; None where it may not
+    be launched now. `addresses` are those of the tensors that are not None, where they are known.
+    """
     shards.refuse_shards()
-    found: tuple[Tensor, Tensor] | None = step(cache, out)
+    out = tensors[OUT]
+    found: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
     if found is None or out is not None or layout == "bshd":
         return found
     return found[0].transpose(1, 2), found[1]

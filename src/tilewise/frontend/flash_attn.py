@@ -106,7 +106,7 @@ def flash_attn_func(
     entry = None
     has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
-        entry = find((q, k, v, *score_args), ("flash_attn", softmax_scale, *flags, *sides))
+        entry, _ = find((q, k, v, *score_args), ("flash_attn", softmax_scale, *flags, *sides))
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, *inputs, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
@@ -208,7 +208,7 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         words = "flash_attn_varlen", softmax_scale, *bounds, *flags, *sides
-        entry = find((q, k, v, *score_args, *lengths), words)
+        entry, _ = find((q, k, v, *score_args, *lengths), words)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, *inputs, (*score_args, *lengths), "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out

@@ -109,7 +109,7 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is wrong.
         NotImplementedError: qv or q_descale is given, or a tensor requires grad.
     """
-    entry = None
+    entry = addresses = None
     place = block_table if page_table is None else page_table
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
@@ -117,13 +117,13 @@ def flash_attn_with_kvcache(
     descales = k_descale, v_descale
     if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
-        tensors = *tensors, alibi_slopes, learnable_sink, *descales
+        tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
         if not (has_new or is_moved) and qv is q_descale is None and type(attention_chunk) is int:
             sides = window_size if type(window_size) is tuple else (window_size,)
             words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-            entry = find((*tensors, out), (*words, attention_chunk, *sides))
+            entry, addresses = find(tensors, (*words, attention_chunk, *sides))
         if entry is not None and entry.step is not None:
-            known = launch_step(entry.step, tensors, out)
+            known = launch_step(entry.step, tensors, addresses, return_softmax_lse)
             if known is not None:
                 return known if return_softmax_lse else known[0]
     for name, x in (("qv", qv), ("q_descale", q_descale)):
@@ -344,12 +344,13 @@ def _attend(
     slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     sides = window if type(window) is tuple else (window,)
-    tensors = *cache, slopes, sinks, *descales
+    tensors = *cache, slopes, sinks, *descales, out
+    addresses = None
     if mask_mod is None and entry is None:
         words = "cache", causal, scale, softcap, split_size, *sides
-        entry = find((*tensors, out), words)
+        entry, addresses = find(tensors, words)
     if entry is not None and entry.step is not None:
-        known = launch_step(entry.step, tensors, out)
+        known = launch_step(entry.step, tensors, addresses, True)
         if known is not None:
             return known
     cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd", descales)

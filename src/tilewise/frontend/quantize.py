@@ -96,7 +96,7 @@ def quantize(
     words = "quantize", rotate, smooth, layout, scales is given, rotary is turning, turning[2]
     entry = None
     if (scales is None or scales is given) and (rotary is None or rotary is turning):
-        entry = find((q, k, v, *given, *lengths, *turning[:2]), words)
+        entry, _ = find((q, k, v, *given, *lengths, *turning[:2]), words)
     call = None if entry is None else entry.quantize
     if call is None:
         call = ops.CallQuantize(_steps(rotate, smooth))

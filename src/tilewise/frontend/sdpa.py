@@ -99,7 +99,7 @@ def with_lse(
     entry = None
     if attn_mask is None and type(dropout_p) in (int, float) and dropout_p == 0:
         words = "sdpa", is_causal, scale, enable_gqa, is_deterministic
-        entry = find((query, key, value), words)
+        entry, _ = find((query, key, value), words)
         if entry is not None and entry.call is not None:
             return launch(entry.call, query, key, value, (), "bhsd")
     given = query, key, value

@@ -19,11 +19,14 @@ from torch.autograd import forward_ad
 
 from ..emulator.switch import cpu_modes
 from ..problem import Call
+from .guards import known_guards, remember
 
 Tensor = torch.Tensor
 ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
 MAX_ENTRIES = 4096
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+NOT_FOUND = None, None
+UNGUARDED = frozenset({"cpu"})  # devices whose calls depend on more modes than guards know
 KEY_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
@@ -39,7 +42,7 @@ class Entry:
     quantises, or, with a KV cache, the function `step(tensors)` that launches one.
     """
 
-    __slots__ = ("call", "fp8", "quantize", "step")
+    __slots__ = ("__weakref__", "call", "fp8", "quantize", "step")
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -53,27 +56,45 @@ def _entry(*signature: Hashable) -> Entry:
     return Entry()
 
 
-def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> Entry | None:
-    """The entry of a call's arguments, q first among its tensors. None where values are read,
+def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> tuple[Entry | None, list[int] | None]:
+    """The entry of a call's arguments, q, k and v first among its tensors, and, where they were
+    read for that, the addresses of those that are not None. No entry where values are read,
     autocast is on, a number may change, or the call needs the dispatcher.
     """
-    kinds = tuple(map(type, words))
     if (
         torch.compiler.is_compiling()
-        or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or _environment.get(_CHECK) in ("1", b"1")
+    ):
+        return NOT_FOUND
+    kinds = tuple(map(type, words))
+    key = None
+    try:
+        key = tensors[0].numel(), tensors[1].numel(), torch.is_grad_enabled()
+        key = *key, kinds, tuple(map(type, tensors)), words
+        guard = known_guards.get(key)
+        if guard is not None and (found := guard.recall(tensors)) is not None:
+            return found
+    except (AttributeError, RuntimeError, TypeError):  # None, nested, a list
+        key = None
+    if (
+        peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
         or not KEY_TYPES.issuperset(kinds)
     ):
-        return None
+        return NOT_FOUND
     for x in tensors:
         if x is not None:
             if type(x) not in PLAIN_TENSORS or (x.dtype is torch.int32 and is_read(x)):
-                return None
-    if tensors[0] is None or _environment.get(_CHECK) in ("1", b"1"):
-        return None
-    return entry_of(tensors, words, kinds)
+                return NOT_FOUND
+    q = tensors[0]
+    if q is None:
+        return NOT_FOUND
+    entry = entry_of(tensors, words, kinds)
+    if entry is not None and key is not None and q.device.type not in UNGUARDED:
+        remember(key, tensors, entry)
+    return entry, None
 
 
 def is_read(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from ...tile.rotary import Rotary
 from ...tile.types import Strided
 
 Tensor = torch.Tensor
+OUT = 10  # where it follows `Cached.tensors`
 
 
 class Cached(NamedTuple):

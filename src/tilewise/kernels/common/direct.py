@@ -15,7 +15,7 @@ class Direct:
     for the tensor, and the parts of a descriptor for a descriptor.
     """
 
-    __slots__ = ("_before", "_launcher", "_packs", "_programs")
+    __slots__ = ("_before", "_packs", "compiled", "launcher", "programs")
 
     def __init__(self, compiled: Any, programs: int, launcher: Callable, packs: bool) -> None:
         run = compiled.run
@@ -27,12 +27,32 @@ class Direct:
             self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *known)
         else:
             self._before = (*before, *scratch, compiled.packed_metadata, *hooks)
-        self._launcher, self._programs, self._packs = launcher, programs, packs
+        self.compiled, self.programs = compiled, programs
+        self.launcher, self._packs = launcher, packs  # what takes `arguments`
 
     def __call__(self, stream: int, *args: Any) -> None:
+        self.launcher(*self.arguments(stream, args))
+
+    def arguments(self, stream: Any, args: tuple) -> tuple:
+        """All that the launcher takes."""
         if self._packs:
             args = (args,)
-        self._launcher(self._programs, 1, 1, stream, *self._before, *args)
+        return self.programs, 1, 1, stream, *self._before, *args
+
+
+class Through:
+    """The same through Triton's own launch function."""
+
+    def __init__(self, compiled: Any, programs: int) -> None:
+        self.compiled, self.programs, self.launcher = compiled, programs, compiled.run
+        self._before = compiled.function, compiled.packed_metadata
+
+    def __call__(self, stream: int, *args: Any) -> None:
+        self.launcher(*self.arguments(stream, args))
+
+    def arguments(self, stream: Any, args: tuple) -> tuple:
+        """All that the launcher takes."""
+        return self.programs, 1, 1, stream, *self._before, None, None, None, *args
 
 
 def launcher_of(compiled: Any) -> tuple[Callable, bool] | None:
@@ -56,15 +76,9 @@ def launcher_of(compiled: Any) -> tuple[Callable, bool] | None:
     return None if launch is None else (launch, packs)
 
 
-def past_triton(compiled: Any, programs: int) -> Callable[..., None]:
+def past_triton(compiled: Any, programs: int) -> Direct | Through:
     """A kernel without descriptors, to be called as `Direct`; where there is no way past all of
     Triton's Python, past its look at every argument.
     """
-    if (found := launcher_of(compiled)) is not None:
-        return Direct(compiled, programs, *found)
-
-    def launch(stream: int, *args: Any) -> None:
-        before = (stream, compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(programs, 1, 1, *before, *args)
-
-    return launch
+    found = launcher_of(compiled)
+    return Through(compiled, programs) if found is None else Direct(compiled, programs, *found)

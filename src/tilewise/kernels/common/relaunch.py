@@ -9,7 +9,6 @@ no tensor alive: launchers take an address for a pointer.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from triton import knobs
 from ...problem import Extras, extras_of
 from .cached import Cached
 from .direct import past_triton
+from .packed import packed
 
 Tensor = torch.Tensor
 ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
@@ -90,71 +90,73 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
 class Pattern(NamedTuple):
     """Nested arguments with gaps, mostly for the addresses of tensors."""
 
-    constants: list[Any]
-    groups: list[Callable[[list], tuple]]  # each takes from values, constants and earlier groups
+    fill: Callable[..., tuple]
 
     def filled(self, values: Sequence[Any]) -> tuple:
         """The arguments with these values in their gaps."""
-        values = [*values, *self.constants]
-        for group in self.groups:
-            values.append(group(values))
-        return values[-1]
+        return self.fill(*values)
 
 
 def pattern_of(args: tuple, row: Sequence[Any]) -> Pattern | None:
     """The pattern of nested arguments, with a gap for each that is in `row`, whose objects are
     distinct. None where a tensor is not in `row`, such as a contiguous copy.
+
+    It is compiled, as an expression that makes the tuples: looking up what belongs where would take
+    four times as long.
     """
-    places = {id(x): place for place, x in enumerate(row) if x is not None}
-    constants: list[Any] = []
-    groups: list[list[tuple[str, int]]] = []
+    gaps = {id(x): f"gap{place}" for place, x in enumerate(row) if x is not None}
+    constants: dict[str, Any] = {}
     try:
-        _collect(args, places, constants, groups)
+        text = _expression(args, gaps, constants)
     except KeyError:
         return None
-    starts = {"value": 0, "constant": len(row), "group": len(row) + len(constants)}
-    taken = [[starts[kind] + n for kind, n in group] for group in groups]
-    return Pattern(constants, [_taking(places) for places in taken])
+    parameters = ", ".join(f"gap{place}" for place in range(len(row)))
+    return Pattern(eval(f"lambda {parameters}: {text}", constants))
 
 
-def _collect(args: tuple, places: dict[int, int], constants: list, groups: list) -> None:
-    """Records where the items of a tuple come from; nested tuples become earlier groups."""
-    found = []
-    for item in args:
-        if id(item) in places or isinstance(item, torch.Tensor):
-            found.append(("value", places[id(item)]))
-        elif isinstance(item, tuple) and has_tensors(item):
-            _collect(item, places, constants, groups)
-            found.append(("group", len(groups) - 1))
-        else:
-            found.append(("constant", len(constants)))
-            constants.append(item)
-    groups.append(found)
+def _expression(item: Any, gaps: dict[int, str], constants: dict[str, Any]) -> str:
+    """An argument in Python, of gaps and constants."""
+    if id(item) in gaps or isinstance(item, torch.Tensor):
+        return gaps[id(item)]
+    if isinstance(item, tuple) and has_gaps(item, gaps):
+        return "(" + "".join(_expression(x, gaps, constants) + ", " for x in item) + ")"
+    name = f"constant{len(constants)}"
+    constants[name] = item
+    return name
 
 
-def has_tensors(args: tuple) -> bool:
-    """Whether tensors are among nested arguments."""
+def has_gaps(args: tuple, gaps: dict[int, str]) -> bool:
+    """Whether tensors or other gaps are among nested arguments."""
     return any(
-        has_tensors(x) if isinstance(x, tuple) else isinstance(x, torch.Tensor) for x in args
-    )
-
-
-def _taking(places: list[int]) -> Callable[[list], tuple]:
-    """A function that takes these items of its argument; in C where there are several."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple([values[place] for place in places])
+        has_gaps(x, gaps) if isinstance(x, tuple) and id(x) not in gaps
+        else isinstance(x, torch.Tensor) or id(x) in gaps
+        for x in args
+    )  # fmt: skip
 
 
 class Relaunch(NamedTuple):
-    """A kernel without descriptors and its arguments, for other tensors of the same signature."""
+    """A kernel for other tensors of the same signature."""
 
-    kernel: Callable[..., None]
-    args: Pattern  # constants too
+    launch: Callable[[int, Sequence[Any]], None]  # on a stream of the current device
 
-    def launch(self, stream: int, values: Sequence[Any]) -> None:
-        """Launches on a stream of the current device, with these values in the gaps."""
-        self.kernel(stream, *self.args.filled(values))
+
+def relaunch_of(
+    kernel: Any, args: tuple, row: Sequence[Any], may_pack: bool = True
+) -> Callable[[int, Sequence[Any]], None] | None:
+    """A launch of a kernel, `direct.Direct` or `Through`, as a function of the stream and of what
+    is in `row`; None where a tensor is not in `row`.
+    """
+    stream = object()
+    pattern = pattern_of(kernel.arguments(stream, args), (stream, *row))
+    if pattern is None:
+        return None
+    fill, launcher = pattern.fill, kernel.launcher
+
+    def launch(stream: int, values: Sequence[Any]) -> None:
+        launcher(*fill(stream, *values))
+
+    found = packed(kernel.compiled, kernel.programs, args, row, launch) if may_pack else None
+    return launch if found is None else found
 
 
 class Launched(NamedTuple):
@@ -169,13 +171,11 @@ def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Rela
     """Relaunches for tensors in the order of `row`; None on AMD, with a tensor that is not in
     `row`, or without a compiled kernel.
     """
-    patterns = [pattern_of(x.args, row) for x in launches]
-    if torch.version.hip is not None or None in patterns:
-        return None
-    if any(x.compiled is None for x in launches):
+    if torch.version.hip is not None or any(x.compiled is None for x in launches):
         return None
     kernels = [past_triton(x.compiled, x.programs) for x in launches]
-    return [Relaunch(kernel, args) for kernel, args in zip(kernels, patterns) if args is not None]
+    calls = [relaunch_of(kernel, x.args, row) for kernel, x in zip(kernels, launches)]
+    return None if None in calls else [Relaunch(call) for call in calls if call is not None]
 
 
 class Launches:

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common import direct
+from ..common.packed import map_of
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -49,7 +50,7 @@ class Descriptors:
     differ in nothing else.
     """
 
-    KEPT = 64  # of one operand
+    KEPT = 256  # of one operand: models have a cache for each of their layers
 
     def __init__(self, kernel: Direct, described: Sequence[Any]) -> None:
         templates = [type(x)(None, *x[1:]) for x in described]
@@ -61,8 +62,20 @@ class Descriptors:
                 return [(address, *template[1:])]
             return kernel.encode(before[which], template._replace(base=At(address)))
 
+        def moved(which: int, address: int) -> Any:
+            first = self.at(which, address)[0]
+            return address if isinstance(first, tuple) else map_of(first)
+
         self.count = len(templates)
-        self.at = functools.lru_cache(maxsize=self.KEPT * self.count)(encode)
+        keep = functools.lru_cache(maxsize=self.KEPT * self.count)
+        # All parts of an operand, and what moves of it, as `packed` takes it: None of what it
+        # does not take
+        self.at, self.moved = keep(encode), keep(moved)
+
+    def first(self, which: int, address: int) -> Any:
+        """What of an operand moves, as Triton's launcher takes it."""
+        first = self.at(which, address)[0]
+        return address if isinstance(first, tuple) else first
 
 
 def is_described(operand: Any) -> bool:

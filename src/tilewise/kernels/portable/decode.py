@@ -25,6 +25,7 @@ from ...tile.seqlen import modifiers_of, rows_of
 from ...tile.softmax import finish, load_sink, online_step
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
+from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
 
 
@@ -32,7 +33,7 @@ class Cache(NamedTuple):
     """Keys and values by page: of a cache without a table, a page is a sequence."""
 
     k: Strided  # (pages, page_size, nheads_k, headdim)
-    v: Strided
+    v: Strided  # strides that are those of k are None: products of 64 bits cost much of a step
     page_table: Any  # int32, or None
     table_stride: int
     pages: int  # of a sequence
@@ -231,13 +232,13 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     states = no_keys_in(len(q_tiles), TILE)
     first, stop = piece_keys(start, split_size, rows.keys, BLOCK_N)
-    page = find_pages(rows.seq.batch, first, stop, cache, BLOCK_N)
+    nth, row = first_places(first, cache, BLOCK_N)
+    page = find_pages(rows.seq.batch, nth, first, stop, cache, BLOCK_N)
     k_scale = k_sequence_scale(cache, rows)
     for n_start in range(first, stop, BLOCK_N):
         k_idx = n_start + tl.arange(0, BLOCK_N)
         is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
-        row = k_idx if cache.page_table is None else k_idx % cache.page_size
-        k_rows, v_rows = find_keys(cache.k, page, row, rows), find_keys(cache.v, page, row, rows)
+        k_rows, v_rows = find_keys(cache, page, row, rows)
         k_tile = load_chunks(k_rows, is_used, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
         v_tile = load_chunks(v_rows, is_used, FEATURES.HEADDIM_V, TILE.BLOCK_DV, 0)
         if k_tile.dtype != q_tiles[0].dtype:
@@ -248,7 +249,8 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
             v_row_scales(cache, page, row, is_used, rows),
         )
         # A tile ahead: the copies of K and V would wait for it
-        page = find_pages(rows.seq.batch, n_start + BLOCK_N, stop, cache, BLOCK_N)
+        nth, row = next_places(nth, row, cache, BLOCK_N)
+        page = find_pages(rows.seq.batch, nth, n_start + BLOCK_N, stop, cache, BLOCK_N)
         keys = k_idx[None, :], is_used[None, :]
         found = ()
         for i in tl.static_range(len(q_tiles)):
@@ -285,25 +287,6 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: t
                 p = p * scales[1]
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
     return SplitState(acc_o, step.m_i, step.l_i)
-
-
-@triton.jit
-def find_pages(batch, n_start, stop, cache, BLOCK_N: tl.constexpr):
-    """The page of each key of a tile, which is there whatever the table says."""
-    k_idx = n_start + tl.arange(0, BLOCK_N)
-    if cache.page_table is None:
-        return batch + k_idx * 0
-    else:
-        entry = batch.to(tl.int64) * cache.table_stride + k_idx // cache.page_size
-        page = tl.load(cache.page_table + entry, mask=k_idx < stop, other=0)
-        return clamp(page, 0, cache.num_pages - 1)
-
-
-@triton.jit
-def find_keys(x, page, row, rows):
-    """Where keys or values begin."""
-    at = x.ptr + rows.head_k.to(tl.int64) * x.head
-    return at + page.to(tl.int64) * x.batch + row.to(tl.int64) * x.row
 
 
 @triton.jit

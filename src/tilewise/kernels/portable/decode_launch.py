@@ -31,7 +31,8 @@ class Choice(NamedTuple):
     tile: Tile
     warps: int
     stages: int
-    row_tiles: int  # tiles of queries that share each tile of keys: 1, 2 or 4
+    rows: int  # of a tile of the first kernel, in which each lies as one of `tile`
+    row_tiles: int  # such tiles that share each tile of keys
     columns: int  # of the output that a program of the fold has
     at_once: int  # pieces that it loads before it folds the first
 
@@ -71,11 +72,21 @@ def choice_of(problem: Problem, queries: int = 1) -> Choice:
     tile = tile_of(problem)
     columns = min(tile.BLOCK_DV, 32)
     at_once = min(8, max(1, 2**14 // (tile.BLOCK_M * columns)))
-    row_tiles = row_tiles_of(problem, tile, queries)
+    rows, row_tiles = tile.BLOCK_M, row_tiles_of(problem, tile, queries)
+    if row_tiles > 1 and has_wide_tiles(problem, tile):
+        rows, row_tiles = 2 * rows, row_tiles // 2
     is_wide = tile.CHUNK > 0 and max(tile.BLOCK_D, tile.BLOCK_DV) > 256
     # In fp32 more have no room in the shared memory of some GPUs
     stages = STAGES if problem.dtype.itemsize == 2 else 1 if is_wide else 2
-    return Choice(tile, WARPS, stages, row_tiles, columns, at_once)
+    return Choice(tile, WARPS, stages, rows, row_tiles, columns, at_once)
+
+
+def has_wide_tiles(problem: Problem, tile: Tile) -> bool:
+    """Whether two tiles of queries can be one, whose warps exchange what they have of both at a
+    time. Of 32 rows NVIDIA's compiler gives each warp all, and of each the columns that it has of
+    16: so a row's sums are the same. Of 64 it takes other instructions.
+    """
+    return problem.dtype.itemsize == 2 and tile.BLOCK_M == 16 and torch.version.hip is None
 
 
 def row_tiles_of(problem: Problem, tile: Tile, queries: int) -> int:
@@ -155,10 +166,10 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     shared = optionals_of(extras, problem.mods), sizes, numbers, min(cached.split_size, 2**30)
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
-    tokens = choice.tile.BLOCK_M // problem.group
+    group = problem.group
     tiles, blocks = (
         (triton.cdiv(rows, n) + sizes.packed) * problem.nheads_k * (1 if is_packed else batch)
-        for n in (tokens, tokens * choice.row_tiles)
+        for n in (choice.tile.BLOCK_M // group, choice.rows // group * choice.row_tiles)
     )
     pieces = triton.cdiv(fit, cached.split_size)
     all_rows = q.shape[:-2].numel() * problem.nheads
@@ -167,9 +178,12 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     pieces = 1 if in_one else pieces
     partials = Partials(None, None, None, 0, 1) if in_one else _partials(cached, pieces, all_rows)
     cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
+    if cache.v[1:] == cache.k[1:]:
+        cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
     common = dict(FEATURES=features_of(problem), TILE=choice.tile)
-    constants = common | dict(ROW_TILES=choice.row_tiles)
+    wide = choice.tile._replace(BLOCK_M=choice.rows)
+    constants = common | dict(TILE=wide, ROW_TILES=choice.row_tiles)
     pipeline = choice.warps, choice.stages
     plans = [SplitPlan(attn_split_kernel, blocks * pieces, args, constants, *pipeline)]
     if not in_one:

@@ -172,7 +172,7 @@ def relaunch_backward(ready: Ready, saved: Saved, grads: Grads, extras: Extras) 
     if ready.has_extras:
         row += addresses_of(extras.tensors)
     row += made
-    row.append(counter(saved.q.device, ready.device, stream))
+    row.append(counter(saved.q.device, ready.device, stream).data_ptr())
     ready.before.launch(stream, row)
     fill_dsinks(grads, parts)
     target = target_of(plan, grads, ds)

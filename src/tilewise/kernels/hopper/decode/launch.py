@@ -4,7 +4,6 @@ It knows no length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +14,15 @@ from ....emulator.switch import emulator_seed
 from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided
+from ...common import decode_step
 from ...common.arguments import features_of, numbers_of, optionals_of
 from ...common.building import first_launch, on_device
 from ...common.cached import Cached, scales_of, strided_of
-from ...common.relaunch import addresses_of, distinct_cached, may_relaunch, pattern_of
+from ...common.packed import Packed
+from ...common.relaunch import distinct_cached, relaunch_of
 from .. import descriptors
 from ..assembly import ASM
-from ..compat import Descriptors, Direct, direct_of
+from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of, num_sms
 from . import convert
@@ -38,6 +39,7 @@ WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not di
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
+K, V = 1, 2  # in a row of addresses
 
 
 class Plan(NamedTuple):
@@ -180,50 +182,23 @@ def table_of(cached: Cached) -> Table:
     return Table(table, table.stride(0), *k.shape[:2])
 
 
-class DecodeStep:
-    """A call that was launched before, for other tensors of the same signature: no checks, and no
-    arguments but the addresses.
-    """
+class DecodeStep(decode_step.DecodeStep):
+    """The launch of a decode step."""
 
-    def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor, kernel: Direct, args):
-        self.kernel, self.args = kernel, args
-        self.described = Descriptors(kernel, plan.args[1:3])
-        self.constants = plan.constants["FEATURES"], plan.constants["TILE"]
-        self.device = cached.q.device
-        self.index = torch.cuda.current_device()
-        self.out, self.lse = tuple(out.shape), tuple(lse.shape)
-        partials = plan.args[OUTPUT].partials
-        self.floats = [x.numel() for x in partials]
+    call: Any  # with the stream and a row
+    moved: Any  # what of K (0) and V (1) moves, from an address
+
+    def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor) -> None:
+        super().__init__(cached.q.device, out, lse, plan.args[OUTPUT].partials)
         self.counters = HANDED_OUT + plan.args[COUNTERS].tiles.numel()
 
-    def __call__(self, tensors: Sequence[Tensor | None], out: Tensor | None) -> Any:
-        """`out` and `lse` of `Cached.tensors`; None where it may not be launched past Triton."""
-        if not may_relaunch(self.index):
-            return None
-        q, k, v = tensors[:3]
-        if out is None:
-            out = q.new_empty(self.out)
-        lse = q.new_empty(self.lse, dtype=torch.float32)
-        # Both are held until the launch: memory that is given back may at once be another's
-        partials = q.new_empty(sum(self.floats), dtype=torch.float32)
+    def launch(self, stream: int, row: list[Any]) -> None:
+        """Launches it."""
         counters = counters_of(self.device, self.counters)
-        row = addresses_of((q, *tensors[3:], out, lse))
-        at = partials.data_ptr()
-        for floats in self.floats:
-            row.append(at)
-            at += 4 * floats
-        at = counters.data_ptr()
-        row += [at, at + 4 * HANDED_OUT]
-        queries, *others = self.args.filled(row)
-        self.kernel(
-            torch._C._cuda_getCurrentRawStream(self.index),
-            queries,
-            *self.described.at(0, k.data_ptr()),
-            *self.described.at(1, v.data_ptr()),
-            *others,
-            *self.constants,
-        )
-        return out, lse
+        at, moved = counters.data_ptr(), self.moved
+        row[K], row[V] = moved(0, row[K]), moved(1, row[V])
+        row += at, at + 4 * HANDED_OUT
+        self.call(stream, row)
 
 
 def step_of(
@@ -231,12 +206,24 @@ def step_of(
 ) -> DecodeStep | None:
     """What was launched; None where it may not be again."""
     kernel = direct_of(compiled, plan.programs)
-    q, _, _, *others = cached.tensors
-    row = q, *others, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
-    args = pattern_of((plan.args[0], *plan.args[3:]), row)
-    if kernel is None or args is None:
+    if kernel is None:
         return None
-    return DecodeStep(cached, plan, out, lse, kernel, args)
+    described = Descriptors(kernel, plan.args[1:3])
+    q, k, v, *others = [x for x in cached.tensors if x is not None]
+    gaps, operands = (object(), object()), []
+    for which, (x, gap) in enumerate(zip((k, v), gaps)):
+        first, *rest = described.at(which, x.data_ptr())
+        operands += [(gap, *first[1:]) if isinstance(first, tuple) else gap, *rest]
+    constants = plan.constants["FEATURES"], plan.constants["TILE"]
+    args = plan.args[0], *operands, *plan.args[3:], *constants
+    row = q, *gaps, *others, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
+    has_maps = None not in (described.moved(0, k.data_ptr()), described.moved(1, v.data_ptr()))
+    call = relaunch_of(kernel, args, row, has_maps)
+    if call is None:
+        return None
+    step = DecodeStep(cached, plan, out, lse)
+    step.call, step.moved = call, described.moved if isinstance(call, Packed) else described.first
+    return step
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:

@@ -1,0 +1,104 @@
+"""A decode step that was launched before, for other tensors of the same signature: no checks, and
+addresses as the only arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .relaunch import ALIGNMENT, may_relaunch
+
+Tensor = torch.Tensor
+
+
+class Room(NamedTuple):
+    """New memory on the current device, as `torch.empty_strided` takes it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def room_for(x: Tensor) -> Room:
+    """Room for another x."""
+    return Room(tuple(x.shape), x.stride(), x.dtype)
+
+
+def floats(count: int) -> Room:
+    """Room for so many."""
+    return Room((count,), (1,), torch.float32)
+
+
+def allocator_of(device: torch.device) -> Any:
+    """What makes memory of a Room. Of CUDA memory torch has one for the code of its compiler, which
+    asks neither a dispatch mode nor autograd: half the time.
+    """
+    from torch._C._dynamo import guards
+
+    found = getattr(guards, "_empty_strided_cuda", None)
+    if device.type != "cuda" or found is None:
+        return lambda *room: torch.empty_strided(*room[:2], dtype=room[2], device=device)
+    return found
+
+
+class DecodeStep:
+    """The memory that a step makes, and the addresses that its launches take. Holds no tensor."""
+
+    def __init__(
+        self, device: torch.device, out: Tensor, lse: Tensor, states: Sequence[Tensor]
+    ) -> None:
+        self.device, self.index = device, device.index
+        self.empty = allocator_of(device)
+        self.of_out, self.of_lse = room_for(out), room_for(lse)
+        sizes = [x.numel() for x in states]
+        self.starts = [4 * sum(sizes[:n]) for n in range(len(sizes))]  # in bytes
+        self.of_states = floats(sum(sizes)) if sizes else None
+        # Of a caller that takes no lse it lies behind the states
+        self.lse_start = -(-4 * sum(sizes) // ALIGNMENT) * ALIGNMENT
+        self.of_both = floats(self.lse_start // 4 + math.prod(self.of_lse.shape))
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor | None],
+        addresses: list[int] | None,
+        out: Tensor | None = None,
+        has_lse: bool = True,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """`out` and `lse` of `Cached.tensors`, or None for an lse that is not asked; None where the
+        step may not be launched past Triton. `addresses` are those of the tensors that are not
+        None, and of `out` where it is given, in a list that may grow; or None.
+        """
+        index, empty = self.index, self.empty
+        if not may_relaunch(index):
+            return None
+        row = addresses
+        if row is None:
+            row = [x.data_ptr() for x in (*tensors, out) if x is not None]
+        if out is None:
+            out = empty(*self.of_out)
+            row.append(out.data_ptr())
+        lse = states = None  # held until the launch: what is given back may at once be another's
+        if has_lse:
+            lse = empty(*self.of_lse)
+            row.append(lse.data_ptr())
+            if self.starts:
+                states = empty(*self.of_states)
+                at = states.data_ptr()
+        else:
+            states = empty(*self.of_both)
+            at = states.data_ptr()
+            row.append(at + self.lse_start)
+        for start in self.starts:
+            row.append(at + start)
+        self.launch(torch._C._cuda_getCurrentRawStream(index), row)
+        return out, lse
+
+    def launch(self, stream: int, row: list[Any]) -> None:
+        """Launches on a stream of the current device. `row` has the addresses of the tensors that
+        are not None, of out, lse and the states.
+        """
+        raise NotImplementedError

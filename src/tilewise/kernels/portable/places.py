@@ -1,0 +1,57 @@
+"""Where the keys and values of a tile lie: their pages, and their rows in these."""
+
+import triton
+import triton.language as tl
+
+from ...tile.bounds import clamp
+
+
+@triton.jit
+def first_places(n_start, cache, BLOCK_N: tl.constexpr):
+    """The pages of a tile's keys, as the sequence counts them, and the keys' rows in these."""
+    k_idx = n_start + tl.arange(0, BLOCK_N)
+    if cache.page_table is None:
+        return k_idx * 0, k_idx
+    else:
+        return k_idx // cache.page_size, k_idx % cache.page_size
+
+
+@triton.jit
+def next_places(nth, row, cache, BLOCK_N: tl.constexpr):
+    """Those of the next tile, without a division for each key."""
+    row = row + BLOCK_N
+    if cache.page_table is not None:
+        row = row - BLOCK_N // cache.page_size * cache.page_size
+        is_past = row >= cache.page_size
+        row = tl.where(is_past, row - cache.page_size, row)
+        nth = nth + BLOCK_N // cache.page_size + is_past.to(tl.int32)
+    return nth, row
+
+
+@triton.jit
+def find_pages(batch, nth, n_start, stop, cache, BLOCK_N: tl.constexpr):
+    """The page of each key of a tile, which is there whatever the table says."""
+    k_idx = n_start + tl.arange(0, BLOCK_N)
+    if cache.page_table is None:
+        return batch + k_idx * 0
+    else:
+        table = cache.page_table + batch.to(tl.int64) * cache.table_stride
+        page = tl.load(table + nth, mask=k_idx < stop, other=0)
+        return clamp(page, 0, cache.num_pages - 1)
+
+
+@triton.jit
+def find_keys(cache, page, row, rows):
+    """Where keys begin, and where values do."""
+    k_at = offset_of(cache.k, page, row, rows)
+    v_at = k_at
+    if cache.v.batch is not None:
+        v_at = offset_of(cache.v, page, row, rows)
+    return cache.k.ptr + k_at, cache.v.ptr + v_at
+
+
+@triton.jit
+def offset_of(x, page, row, rows):
+    """Elements before rows of keys or values."""
+    at = rows.head_k.to(tl.int64) * x.head
+    return at + page.to(tl.int64) * x.batch + row.to(tl.int64) * x.row
