@@ -48,5 +48,5 @@ def pull_keys(
     arrivals = [arena.pull(copies.pieces[a:b], found) for a, b in ends]
     if len(lists) == 1:
         arrivals = [x for x in arrivals for _ in layout.spans]
-    views = [x.view(batch, tokens, nheads_k, y.shape[3]) for x, y in zip(found, given)]
-    return rows.Keys(*views, arena, tuple(arrivals), packing is not None)
+    keys, values = (x.view(batch, tokens, nheads_k, y.shape[3]) for x, y in zip(found, given))
+    return rows.Keys(keys, values, arena, tuple(arrivals), packing is not None)
