@@ -3,8 +3,10 @@
 import pytest
 import torch
 from helpers import fp8
+from helpers.caches import contiguous, paged, sequences
 from helpers.tiers import sample, sample_rows
 
+import tilewise
 from ptx import execute, executing
 from ptx.launch import run_together
 from tilewise.kernels import portable
@@ -14,6 +16,7 @@ from tilewise.kernels.common.relaunch import Launched
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.hopper.copy_rows import copy_rows
+from tilewise.kernels.portable import decode_launch
 from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
 from tilewise.testing import use_interpreter
@@ -205,3 +208,36 @@ def test_poison(dtype, has_failed):
     execute(poison_kernel, options=dict(num_warps=4))[(4,)](words, report, x, *numbers)
     assert x.isnan().all() if has_failed else (x == 0).all()
     assert report[0].item() == (-(9 << 32 | 5) if has_failed else 0)
+
+
+@pytest.mark.parametrize("page_size", sample([None, 16], 16))
+@pytest.mark.parametrize("headdim", sample([64, 128], 64))
+def test_queries_at_a_time_change_no_bit(headdim, page_size, monkeypatch):
+    """C2: 1 to 4 queries of 4 heads are tiles of 16 rows, 5 to 8 of 32."""
+
+    def run(plan, device):
+        execute(plan.kernel, options=plan.options)[(plan.programs,)](*plan.args, **plan.constants)
+        rows.append(plan.constants["TILE"].BLOCK_M)
+        return Launched(None, plan.programs, plan.args)
+
+    def attend(s):
+        q = torch.cat(s.q)
+        at = dict(seqused_k=s.lengths, cu_seqlens_q=s.starts, return_lse=True, split_size=64)
+        if page_size is None:
+            k, v = contiguous(s.k), contiguous(s.v)
+        else:
+            k, v, at["page_table"] = paged(s, page_size)
+        with use_interpreter():
+            return tilewise.attention(q, k, v, causal=True, backend="portable", **at)
+
+    rows = []
+    monkeypatch.setattr(decode_launch, "run", run)
+    s = sequences([8], [150], (4, 1), (headdim, headdim), BF16)
+    out, lse = attend(s)
+    assert max(rows) == 32
+    for a, b in ((0, 1), (7, 8), (2, 6)):
+        rows.clear()
+        n = 150 - 8 + b
+        found = attend(type(s)([s.q[0][a:b]], [s.k[0][:n]], [s.v[0][:n]]))
+        assert max(rows) == 16
+        assert torch.equal(found[0], out[a:b]) and torch.equal(found[1], lse[:, a:b])
