@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.transformers_words import CACHE
 
 transformers = pytest.importorskip("transformers")
 
@@ -118,9 +119,9 @@ def test_static_cache_logits(name):
     cache = transformers.StaticCache(config=ours.config, max_cache_len=32)
     with torch.no_grad():
         expected = eager(ids).logits
-        first = ours(ids[:, :7], past_key_values=cache, use_cache=True).logits
+        first = ours(ids[:, :7], **{CACHE: cache}, use_cache=True).logits
         rest = [
-            ours(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+            ours(ids[:, i : i + 1], **{CACHE: cache}, use_cache=True).logits
             for i in range(7, ids.shape[1])
         ]
     got = torch.cat([first, *rest], 1)
@@ -218,7 +219,7 @@ def test_compiles_whole():
         expected = eager(ids).logits
         got = step(ids, use_cache=False).logits
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-        ours(ids[:, :7], past_key_values=cache, use_cache=True)
+        ours(ids[:, :7], **{CACHE: cache}, use_cache=True)
         for i in range(7, 12):
-            last = step(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+            last = step(ids[:, i : i + 1], **{CACHE: cache}, use_cache=True).logits
     torch.testing.assert_close(last[:, 0], expected[:, -1], atol=1e-5, rtol=1e-5)

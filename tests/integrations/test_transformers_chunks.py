@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.transformers_words import CACHE
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,7 +65,7 @@ def test_a_prompt_in_parts():
     with torch.no_grad():
         expected = eager(ids).logits
         first = ours(ids[:, :3], use_cache=True)
-        got = ours(ids[:, 3:], past_key_values=first.past_key_values, use_cache=True).logits
+        got = ours(ids[:, 3:], **{CACHE: getattr(first, CACHE)}, use_cache=True).logits
     torch.testing.assert_close(got, expected[:, 3:], atol=1e-5, rtol=1e-5)
 
 
@@ -104,9 +105,7 @@ def test_chunks_and_lengths_that_disagree():
         packed(ours, ids, **told_by_positions(), **told_by_lengths((5, 1, 6, 3)))
     first = ours(ids[:, :3], use_cache=True)
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q and chunked attention"):
-        packed(
-            ours, ids[:, 3:], True, past_key_values=first.past_key_values, **told_by_lengths((12,))
-        )
+        packed(ours, ids[:, 3:], True, **{CACHE: getattr(first, CACHE)}, **told_by_lengths((12,)))
 
 
 def test_padding_on_the_right_is_no_part_of_a_chunk():
@@ -161,7 +160,7 @@ def test_compiles_whole(name, batch, backend):
         if name != "llama4" or batch == 1:
             return
         cache = transformers.StaticCache(config=ours.config, max_cache_len=32)
-        ours(ids[:, :7], past_key_values=cache, use_cache=True)
+        ours(ids[:, :7], **{CACHE: cache}, use_cache=True)
         for i in range(7, 12):
-            last = step(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+            last = step(ids[:, i : i + 1], **{CACHE: cache}, use_cache=True).logits
             torch.testing.assert_close(last[:, 0], expected[:, i], atol=1e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.transformers_words import CACHE
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,10 +147,10 @@ def test_packed_rows_and_other_keys_are_refused():
     ids = tokens(1)
     with pytest.raises(NotImplementedError, match=REFUSED):
         cache = transformers.StaticCache(config=ours.config, max_cache_len=32)
-        ours(ids, past_key_values=cache, **told_by_positions((5, 7)))
+        ours(ids, **{CACHE: cache}, **told_by_positions((5, 7)))
     with pytest.raises(NotImplementedError, match=REFUSED):
-        cache = ours(ids[:, :5]).past_key_values
-        ours(ids[:, 5:], past_key_values=cache, **told_by_positions((4, 3)))
+        cache = getattr(ours(ids[:, :5]), CACHE)
+        ours(ids[:, 5:], **{CACHE: cache}, **told_by_positions((4, 3)))
     with pytest.raises(NotImplementedError, match=REFUSED):
         positions = told_by_positions((5, 7))["position_ids"] + 1
         ours(ids, position_ids=positions, use_cache=True)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.transformers_words import CACHE
 
 transformers = pytest.importorskip("transformers")
 
@@ -181,7 +182,7 @@ def test_no_mask_is_never_none():
     _, ours = pair(config_of("llama"))
     x = torch.zeros(2, 5, 32)
     for make in (create_causal_mask, create_bidirectional_mask):
-        mask = make(config=ours.config, inputs_embeds=x, attention_mask=None, past_key_values=None)
+        mask = make(config=ours.config, inputs_embeds=x, attention_mask=None, **{CACHE: None})
         assert isinstance(mask, Visible) and mask.lengths == (5, 5)
     assert mask.band == (None, None)
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.transformers_words import CACHE
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,7 +126,7 @@ def test_a_prefix_before_padding():
         for layer, (k, v) in enumerate(learned):
             cache.update(k, v, layer)
         with torch.no_grad():
-            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+            logits.append(model(ids, attention_mask=mask, **{CACHE: cache}).logits)
     real = mask[:, 3:].bool()
     torch.testing.assert_close(logits[1][real], logits[0][real], **CLOSE)
 
@@ -176,7 +177,7 @@ def with_blocks(config, **told):
     from transformers.masking_utils import create_causal_mask
 
     how = dict(inputs_embeds=torch.zeros(1, 15, 32), block_sequence_ids=BLOCKS)
-    return create_causal_mask(config, **how, attention_mask=None, past_key_values=None, **told)
+    return create_causal_mask(config, **how, attention_mask=None, **{CACHE: None}, **told)
 
 
 @pytest.mark.parametrize("what", ["holes", "given", "blocks"])
@@ -259,7 +260,7 @@ def test_a_window_of_0_sees_nothing():
     _, ours = pair(unused_window())
     x = torch.zeros(2, 5, 32)
     mask = create_sliding_window_causal_mask(
-        ours.config, inputs_embeds=x, attention_mask=None, past_key_values=None
+        ours.config, inputs_embeds=x, attention_mask=None, **{CACHE: None}
     )
     assert isinstance(mask, Visible)
     q, k, v = torch.randn(3, 2, 2, 5, 8).unbind(0)
@@ -312,7 +313,7 @@ def test_compiles_whole_over_a_static_cache(name):
             step(
                 ids[:, start:stop],
                 attention_mask=mask[:, :stop],
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
             ).logits
             for start, stop in ((0, 8), (8, 9), (9, 10), (10, 11), (11, 12))

@@ -38,7 +38,7 @@ def fill_tables(name: str) -> None:
     """Enters tilewise under this name in the tables of classes."""
     for module, table, own in (
         (falcon, "FALCON", FalconAttention),
-        (gptj, "GPTJ", GPTJAttention),  # before transformers 5.24, which asks the registry
+        (gptj, "GPTJ", GPTJAttention),  # from transformers 5.24 on it asks the registry
         (gpt_neo, "GPT_NEO", GPTNeoSelfAttention),
         (data2vec, "DATA2VEC_VISION_SELF", Data2VecVisionSelfAttention),
     ):
@@ -102,17 +102,18 @@ class FalconAttention(falcon.FalconAttention):
 
 
 class GPTJAttention(gptj.GPTJAttention):
-    """Its `forward`, with another product of q, k and v."""
+    """Its `forward`, with another product of q, k and v; before transformers 5.24."""
 
     def forward(self, *args, output_attentions: bool | None = False, **kwargs):
         refuse(dict(output_attentions=output_attentions))
         return super().forward(*args, **kwargs)
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
+        own: Any = self  # which has other members from 5.24 on
         out, _ = attention_forward(
             *(self, query, key, value, attention_mask),
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            scaling=1 / self.scale_attn,
+            dropout=own.attn_dropout.p if self.training else 0.0,
+            scaling=1 / own.scale_attn,
         )
         return out.transpose(1, 2), None
 
