@@ -85,7 +85,7 @@ def attend_part(
     """The pieces of a part, and what becomes of them."""
     DV: gl.constexpr = TILE.BLOCK_DV
     M: gl.constexpr = TILE.BLOCK_M
-    IS_SWAPPED: gl.constexpr = TILE.CACHE != ""
+    IS_SWAPPED: gl.constexpr = TILE.SWAPPED
     O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV) if IS_SWAPPED else accumulator(DV)
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0

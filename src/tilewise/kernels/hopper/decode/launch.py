@@ -76,8 +76,6 @@ def rows_of(cached: Cached, batch: int) -> int:
     """Rows of a tile, which decide no bit: of 8 bits, where wgmma takes fewer than 64, those of as
     many queries as a sequence has on average.
     """
-    if cached.k.dtype not in CACHES:
-        return ROWS
     group = cached.problem.group
     queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
     # At headdim_v 256 an accumulator of 64 rows takes 128 registers: only where a group is as many

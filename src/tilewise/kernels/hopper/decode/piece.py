@@ -23,9 +23,10 @@ from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, piece_keys
 from ....tile.types import Sequence
 from ..layouts import accumulator, column_of, row_of
-from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
+from ..operands import operand, row_factor
 from ..pipeline import advance, release_by_threads, wait_full
 from ..rescale import pinned
+from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .rows import clear_unused, rows_at
 from .work import keys_of, lengths_in
 
@@ -54,7 +55,7 @@ def attend_piece(
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    l_i = row_sums(no_scores)
+    l_i = sums_of_threads(no_scores)
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, keys, N)
     if TILE.WARPGROUPS > 1:
@@ -94,7 +95,8 @@ def attend_piece(
             acc_o = add_values(operand(p.to(v_tile.dtype), O_LAYOUT), v_tile, acc_o, rings, state)
             state = advance(state, TILE.STAGES)
     m_i = row_factor(m_i, O_LAYOUT)
-    return state, SplitState(acc_o, m_i, whole_sums(l_i, row_of(O_LAYOUT)))
+    l_i = row_factor(whole_sums(sums_of_warps(l_i)), O_LAYOUT)
+    return state, SplitState(acc_o, m_i, l_i)
 
 
 @gluon.jit
