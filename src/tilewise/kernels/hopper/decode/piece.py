@@ -1,10 +1,11 @@
-"""A piece of keys of 16 bits, block by block: FlashAttention-2, algorithm 1, in one of two orders.
+"""A piece of keys, 64 rows of queries: FlashAttention-2, algorithm 1, block by block in one of two
+orders.
 
     one warpgroup     S, softmax, O += P V: it waits for memory anyway
     two warpgroups    O += P V of this block during the softmax of the next
 
-Both compute the same: the operations on a row, and their order, are those of the first. Of 8 bits
-see swapped.py.
+Both compute the same: the operations on a row, and their order, are those of the first. Tiles of
+fewer rows, and caches of 8 bits, see swapped.py.
 """
 
 from typing import Any, NamedTuple

@@ -1,12 +1,13 @@
-"""A piece of keys of 8 bits, block by block, with operands swapped: keys, of which there are many,
-are the 64 rows of wgmma, and the tile's rows, of which there are few, its columns.
+"""A piece of keys, block by block, with operands swapped: keys, of which there are many, are the 64
+rows of wgmma, and the tile's rows, of which a decode has few, its columns.
 
     S^T = K Q^T,  softmax,  O^T += V^T P^T
 
 An accumulator's transpose is a tile of rows again, in the registers where it is: what follows wgmma
 is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, which tell
 each other their maxima once a block, and their sums once a piece. O^T += V^T P^T of a block is
-computed during the softmax of the next: conversion leaves half the time that 16 bits do.
+computed during the softmax of the next. The bits of a row are those of piece.py, as wgmma sums
+alike whichever operand is which.
 """
 
 from triton.experimental import gluon
@@ -32,7 +33,7 @@ def attend_piece_swapped(
     work, piece, state, rings, q_smem, own, k_scale, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """`attend_piece`, of a cache of 8 bits."""
+    """`attend_piece`, of few rows or a cache of 8 bits."""
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV

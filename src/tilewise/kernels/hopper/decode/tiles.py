@@ -47,9 +47,9 @@ def tile_of(
     by_tma = is_box(page_size, block_n)
     if kept in CACHES:
         return eight_bit_tile(CACHES[kept], shape, rows, row_scales, by_tma)
-    is_wide = block_dv > 128
     if rows < ROWS:
         return few_rows_tile(shape, rows, by_tma)
+    is_wide = block_dv > 128
     q_stages = 1 if is_wide else 2
     used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024
     stage = 2 * block_n * (block_d + block_dv)
@@ -63,9 +63,8 @@ def few_rows_tile(shape: tuple[int, int, int], rows: int, by_tma: bool) -> Split
     q_stages = 1 if rows > 16 and max(block_d, block_dv) > 128 else 2
     room = SHARED_MEMORY["sm90"] - 1024 - rows * swapped_row(shape, q_stages)
     stages = min(room // (2 * block_n * (block_d + block_dv)), 8)
-    return SplitPipeline(
-        *(rows, *shape, stages, q_stages, by_tma, False), BLOCK_M=rows, SWAPPED=True
-    )
+    place = *shape, stages, q_stages, by_tma
+    return SplitPipeline(rows, *place, STATE_IN_SHARED=False, BLOCK_M=rows, SWAPPED=True)
 
 
 def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
