@@ -27,10 +27,9 @@ VARIANTS = {
     "mask": dict(mask=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 7 != h),
     "tree": dict(mask=TREE),
 }
-# Bytes a thread may spill: none where nothing is asked for at headdim 64 and 128; at 256 addresses
-# of the fold, once a tile
+# Bytes a thread may spill where nothing is asked for, outside of the loop: once a tile
 IS_3_6 = triton.__version__.startswith("3.6.")
-SPILLS = {64: 16, 128: 0, 256: 320} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
+SPILLS = {64: 16, 128: 24, 256: 320} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
 OF_FEATURES = 420
 
 
@@ -77,6 +76,8 @@ def test_decoding_compiles(rows, headdim, page_size, name, monkeypatch):
     kernel = compiled(headdim, page_size, **VARIANTS[name])
     most = SPILLS[headdim] if name in ("plain", "causal") else OF_FEATURES
     found = assert_fits(kernel, most)
+    if headdim <= 128 and name in ("plain", "causal"):
+        assert spills_in(innermost_loops(kernel, "HGMMA")[0]) == 0
     copies = kernel.asm["ptx"].count("cp.async.cg.shared.global")
     assert (copies > 0) == (page_size == 3) and (found["UTMALDG"] > 0) == (page_size != 3)
     if copies:  # a lane loads an entry of the page table for K and V of a block
