@@ -4,8 +4,9 @@ orders.
     one warpgroup     S, softmax, O += P V: it waits for memory anyway
     two warpgroups    O += P V of this block during the softmax of the next
 
-Both compute the same: the operations on a row, and their order, are those of the first. Tiles of
-fewer rows, and caches of 8 bits, see swapped.py.
+Both compute the same: the operations on a row, and their order, are those of the first. A row's m
+lags behind its maximum (rescale.py), so that most blocks leave O as it is: two warpgroups then skip
+the multiplication. Tiles of fewer rows, and caches of 8 bits, see swapped.py.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from ....tile.types import Sequence
 from ..layouts import accumulator, column_of, row_of
 from ..operands import operand, row_factor
 from ..pipeline import advance, release_by_threads, wait_full
-from ..rescale import pinned
+from ..rescale import lagging_max, rescale, rescale_factors
 from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .rows import clear_unused, rows_at
 from .work import keys_of, lengths_in
@@ -74,11 +75,13 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings, state, TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES, FIRST)
-            alpha = pinned(alpha)
+            s, m_new = block_max(s, n, m_i, asked, FEATURES, FIRST)
+            alpha, grows = rescale_factors(m_i, m_new, n, True)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
-            acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
+            acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+            p, _ = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
+            m_i, l_i = m_new, add_sums(l_i, alpha, p)
             p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
             state = ahead
         acc_o = multiply_values(p, acc_o, rings, state, TILE)
@@ -128,7 +131,15 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
 
 @gluon.jit
 def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr = False):
-    """P of a block from key n on, the factor of what was before, and the new maxima and sums.
+    """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
+    s, m_new = block_max(s, n, m_i, asked, FEATURES, MAXIMA_FIRST)
+    p, alpha = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
+    return p, alpha, m_new, add_sums(l_i, alpha, p)
+
+
+@gluon.jit
+def block_max(s, n, m_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr):
+    """The scores of a block from key n on, masked, and the m to go on with.
 
     MAXIMA_FIRST: the maxima are taken in both branches. What stands behind a branch stays there, so
     that ptxas takes the maxima of a thread's two rows beside each other; else it begins with all of
@@ -145,9 +156,7 @@ def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl
     else:
         s = scores_of(s, n, asked, FEATURES)
         m_new = running_max(s, m_i, scale)
-    p, alpha = exponentials(s, m_i, m_new, scale, True)
-    l_i = add_sums(l_i, alpha, p)
-    return p, alpha, m_new, l_i
+    return s, lagging_max(m_i, m_new)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from ....tile.softmax import exponentials
 from ....tile.splits import SplitState, piece_keys
 from ..layouts import accumulator, column_of, numbers_of_warps, row_of, transposed_accumulator
 from ..pipeline import advance, release_by_threads, wait_full
+from ..rescale import lagging_max
 from .piece import open_piece, scores_of, wait_values
 from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .scales import times_scale
@@ -112,7 +113,7 @@ def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
     # Row 64 i + 16 w + j of wgmma is in warp w
     of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
     largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
-    m_new = gl.maximum(m_i, largest * scale)
+    m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
     p, alpha = exponentials(s, m_i, m_new, scale, True)
     return p, alpha, m_new, add_sums(l_i, alpha, p)
 
