@@ -147,6 +147,25 @@ def test_any_order_of_warps(seed, warpgroups):
     assert_equal(run(s, 3, seed, causal=True), by_one(warpgroups, s, 3, causal=True))
 
 
+@pytest.mark.parametrize("factor", [3.0, 30.0])
+def test_maxima_that_grow(factor, warpgroups):
+    """A row's m lags behind its maximum, up to a threshold, by the same rule on all paths: two
+    warpgroups, one, and one query at a time, whose operands are swapped.
+    """
+    s = drawn([80, 1, 33], [530, 396, 407])
+    grown = [x * torch.linspace(0, factor, len(x))[:, None, None].to(BF16) for x in s.k]
+    s = type(s)(s.q, grown, s.v)
+    options = dict(causal=True, split_size=256)
+    found = run(s, 16, **options)
+    check(s, found, causal=True)
+    assert_equal(by_one(warpgroups, s, 8, **options), found)
+    warpgroups(1)
+    for i in (0, 41, 79):
+        n = 530 - 79 + i
+        one = type(s)([s.q[0][i : i + 1]], [s.k[0][:n]], [s.v[0][:n]])
+        assert_equal(run(one, 8, **options), (found[0][i : i + 1], found[1][:, i : i + 1]))
+
+
 def test_a_tree_of_drafts(warpgroups):
     s = drawn([70, 3], [300, 133])
     chain = [(1 << i + 1) - 1 for i in range(64)] + [0] * 6

@@ -42,6 +42,21 @@ def test_heads_headdims_and_dtypes(heads, headdims, dtype):
     check(s, run(s, causal=True), causal=True)
 
 
+@pytest.mark.parametrize("headdims", sample([(64, 64), (128, 72), (256, 256)], (128, 72)))
+@pytest.mark.parametrize("name", sample(FEATURES, "softcap"))
+def test_rows_of_a_tile_change_no_bit(headdims, name, monkeypatch):
+    """Of 64, they are the rows of wgmma; of fewer its columns."""
+    from tilewise.kernels.hopper.decode import launch
+
+    s = drawn([1, 3], [200, 70], headdims=headdims)
+    found = [run(s, 16, **FEATURES[name])]
+    for rows in (16, 64):
+        monkeypatch.setattr(launch, "rows_of", lambda *asked, rows=rows: rows)
+        found.append(run(s, 16, **FEATURES[name]))
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
 @pytest.mark.parametrize("name", sample(["causal", "window", "sinks"], "sinks"))
 def test_one_part_gives_the_bits_of_many(name, monkeypatch):
     """Whether partial states have room decides nothing."""

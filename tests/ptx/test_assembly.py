@@ -236,13 +236,6 @@ def test_selection_by_bits():
     assert_bits(tensor(np.stack(found)), tensor(in_registers(expected.numpy()).view(np.uint32)))
 
 
-def test_pinned_factors():
-    factors = [floats(64, seed=n) for n in (14, 15)]
-    found = assemble(text_of(rescale.PINNED_PAIR), "=f,=f,0,1", *factors)
-    for mine, theirs in zip(found, factors):
-        assert_bits(tensor(mine), tensor(theirs))
-
-
 WAITS = {  # pieces that have arrived, failed; known to have arrived, wanted; what is found
     "known": (None, 0, 7, 7, 7),
     "arrived": (9, 0, 3, 7, 9),
@@ -281,12 +274,7 @@ def test_no_assembly_is_left_out():
         flags = [(a, b) for a in (False, True) for b in (False, True)]
         tested |= {text_of(bwd_dropout.conversion(kind, *x)) for x in flags}
     tested |= {"tanh.approx.f32 $0, $1;", text_of(bias.WIDEN), fp8_operand.EXPONENTIALS.value}
-    tested |= {
-        text_of(rescale.PINNED_PAIR),
-        runs.AWAIT,
-        dropout_bits._AT_LEAST,
-        text_of(bwd_dropout.selection()),
-    }
+    tested |= {runs.AWAIT, dropout_bits._AT_LEAST, text_of(bwd_dropout.selection())}
     known = (
         assembly.ASM | runs.ASM | convert.ASM | fp8_operand.ASM | bwd_dropout.ASM | fwd_dropout.ASM
     )

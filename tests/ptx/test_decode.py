@@ -118,6 +118,15 @@ def test_rows_of_a_tile_change_no_bit(headdim, rows, monkeypatch):
     assert_right(q, x.cache(), found, causal=True)
 
 
+@pytest.mark.parametrize("headdim, rows", [(64, 32), (128, 16), (128, 64)])
+def test_operands_that_are_swapped_change_no_bit(headdim, rows, monkeypatch):
+    s = sequences([1, 2], [130, 70], (4, 2), (headdim, headdim), BF16)
+    q, cache = torch.cat(s.q), cache_of(s, 16)
+    found = run(monkeypatch, q, cache, causal=True)
+    monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+    assert_equal(run(monkeypatch, q, cache, seed=rows, causal=True), found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eight_bits_in_any_order(dtype, seed, monkeypatch):

@@ -197,6 +197,7 @@ class SplitPipeline(NamedTuple):
     CACHE_STAGES: int = 0  # for tiles of 8 bits; STAGES are those of what they are converted to
     WARPGROUPS: int = 1  # that multiply, each with ROWS of its own, and share tiles of K and V
     BLOCK_M: int = 64  # rows of tiles in registers and shared memory, of which ROWS may be queries
+    SWAPPED: bool = False  # whether keys are the rows of wgmma, and the tile's rows its columns
 
 
 class KeyPipeline(NamedTuple):

@@ -22,9 +22,7 @@ from triton.experimental.gluon import language as gl
 THRESHOLD = gl.constexpr(8.0)  # in base 2
 NEVER = gl.constexpr(-77777)  # no tile starts at this row
 
-_PIN = "@!never bra ON; HERE: nanosleep.u32 20; bra HERE; ON: }"
-PIN = gl.constexpr(_PIN)
-PINNED_PAIR = gl.constexpr(f"{{ .reg .pred never; setp.eq.f32 never, $0, 0fC7980000; {_PIN}")
+PIN = gl.constexpr("@!never bra ON; HERE: nanosleep.u32 20; bra HERE; ON: }")
 
 
 @gluon.constexpr_function
@@ -72,14 +70,6 @@ def exponentials_of(n, first, stop, is_pinned):
 def in_place(n, kinds):
     """Constraints of n registers that are changed, then of n of each of `kinds`."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + [x for x in kinds for _ in range(n)])
-
-
-@gluon.jit
-def pinned(alpha):
-    """Factors of rows as they are, computed before what is waited for next."""
-    return gl.inline_asm_elementwise(
-        PINNED_PAIR, "=f,=f,0,1", [alpha], dtype=gl.float32, is_pure=False, pack=2
-    )
 
 
 @gluon.jit
@@ -152,7 +142,6 @@ def _quarters(first, stop):
 _REGISTERS = 16, 32, 64, 128  # of an accumulator of up to 256 columns
 # What this assembly means to the emulator
 ASM = {
-    PINNED_PAIR.value: lambda alpha: alpha,
     **{factors_of(is_pinned): _factors for is_pinned in (False, True)},
     **{rescale_of(n): lambda acc, alpha, is_needed: acc * alpha for n in _REGISTERS},
     **{exponentials_of(n, 0, 1, True): _quarters(0, 1) for n in _REGISTERS},

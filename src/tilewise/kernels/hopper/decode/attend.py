@@ -1,10 +1,10 @@
 """The matmul warpgroups: FlashAttention-2, algorithm 1, over a piece at a time.
 
-The heads of a group and some queries are the 64 rows of wgmma, most of which may be empty: the
-tensor cores wait for memory anyway. Of many queries two warpgroups have 64 rows each, and read the
-same keys. Pieces are summed each by itself, in fp32, and folded from left to right
-(`tile.split_kv`): by this program as far as it has all pieces so far, else by the slices of the
-fold (fold.py).
+The heads of a group and some queries are the rows of a tile: of a decode 8, 16 or 32, and keys are
+those of wgmma (swapped.py); of more queries 64 (piece.py). Of many, two warpgroups have 64 rows
+each, and read the same keys. Pieces are summed each by itself, in fp32, and folded from left to
+right (`tile.split_kv`): by this program as far as it has all pieces so far, else by the slices of
+the fold (fold.py).
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Own(NamedTuple):
     """Shared memory of a warpgroup's own; 0 where it needs none."""
 
     state: Any  # (BLOCK_M, BLOCK_DV), folded pieces
-    probabilities: Any  # (2, BLOCK_M, BLOCK_N), of caches of 8 bits
+    probabilities: Any  # (2, BLOCK_M, BLOCK_N), where operands are swapped
     maxima: Any  # (BLOCK_M, 4), of each warp
     sums: Any  # the same
 
@@ -85,7 +85,7 @@ def attend_part(
     """The pieces of a part, and what becomes of them."""
     DV: gl.constexpr = TILE.BLOCK_DV
     M: gl.constexpr = TILE.BLOCK_M
-    IS_SWAPPED: gl.constexpr = TILE.CACHE != ""
+    IS_SWAPPED: gl.constexpr = TILE.SWAPPED
     O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV) if IS_SWAPPED else accumulator(DV)
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0

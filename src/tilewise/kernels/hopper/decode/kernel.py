@@ -90,7 +90,7 @@ def hopper_decode_kernel(
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
         state = gl.allocate_shared_memory(gl.float32, [M, DV], layout)
-    if TILE.CACHE != "":
+    if TILE.SWAPPED:
         probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype))
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
         maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)

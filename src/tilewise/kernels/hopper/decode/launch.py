@@ -73,15 +73,13 @@ def refusal(cached: Cached) -> str | None:
 
 
 def rows_of(cached: Cached, batch: int) -> int:
-    """Rows of a tile, which decide no bit: of 8 bits, where wgmma takes fewer than 64, those of as
-    many queries as a sequence has on average.
-    """
-    if cached.k.dtype not in CACHES:
-        return ROWS
+    """Rows of a tile, which decide no bit: of as many queries as a sequence has on average."""
     group = cached.problem.group
     queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
-    # At headdim_v 256 an accumulator of 64 rows takes 128 registers: only where a group is as many
-    most = ROWS if cached.problem.headdim_v <= 128 or group > 32 else 32
+    # Of 8 bits an accumulator of 64 rows takes 128 registers at headdim_v 256, and operands are
+    # swapped whatever the rows: only where a group is as many
+    is_narrow = cached.k.dtype not in CACHES or cached.problem.headdim_v <= 128
+    most = ROWS if is_narrow or group > 32 else 32
     return min(max(triton.next_power_of_2(queries * group), FEWEST_ROWS), most)
 
 

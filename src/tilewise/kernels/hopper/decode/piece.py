@@ -1,10 +1,12 @@
-"""A piece of keys of 16 bits, block by block: FlashAttention-2, algorithm 1, in one of two orders.
+"""A piece of keys, 64 rows of queries: FlashAttention-2, algorithm 1, block by block in one of two
+orders.
 
     one warpgroup     S, softmax, O += P V: it waits for memory anyway
     two warpgroups    O += P V of this block during the softmax of the next
 
-Both compute the same: the operations on a row, and their order, are those of the first. Of 8 bits
-see swapped.py.
+Both compute the same: the operations on a row, and their order, are those of the first. A row's m
+lags behind its maximum (rescale.py), so that most blocks leave O as it is: two warpgroups then skip
+the multiplication. Tiles of fewer rows, and caches of 8 bits, see swapped.py.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +25,10 @@ from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, piece_keys
 from ....tile.types import Sequence
 from ..layouts import accumulator, column_of, row_of
-from ..operands import add_sums, operand, row_factor, row_sums, whole_sums
+from ..operands import operand, row_factor
 from ..pipeline import advance, release_by_threads, wait_full
-from ..rescale import pinned
+from ..rescale import lagging_max, rescale, rescale_factors
+from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .rows import clear_unused, rows_at
 from .work import keys_of, lengths_in
 
@@ -54,7 +57,7 @@ def attend_piece(
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    l_i = row_sums(no_scores)
+    l_i = sums_of_threads(no_scores)
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, keys, N)
     if TILE.WARPGROUPS > 1:
@@ -72,11 +75,13 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings, state, TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES, FIRST)
-            alpha = pinned(alpha)
+            s, m_new = block_max(s, n, m_i, asked, FEATURES, FIRST)
+            alpha, grows = rescale_factors(m_i, m_new, n, True)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
-            acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
+            acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+            p, _ = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
+            m_i, l_i = m_new, add_sums(l_i, alpha, p)
             p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
             state = ahead
         acc_o = multiply_values(p, acc_o, rings, state, TILE)
@@ -94,7 +99,8 @@ def attend_piece(
             acc_o = add_values(operand(p.to(v_tile.dtype), O_LAYOUT), v_tile, acc_o, rings, state)
             state = advance(state, TILE.STAGES)
     m_i = row_factor(m_i, O_LAYOUT)
-    return state, SplitState(acc_o, m_i, whole_sums(l_i, row_of(O_LAYOUT)))
+    l_i = row_factor(whole_sums(sums_of_warps(l_i)), O_LAYOUT)
+    return state, SplitState(acc_o, m_i, l_i)
 
 
 @gluon.jit
@@ -125,7 +131,15 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
 
 @gluon.jit
 def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr = False):
-    """P of a block from key n on, the factor of what was before, and the new maxima and sums.
+    """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
+    s, m_new = block_max(s, n, m_i, asked, FEATURES, MAXIMA_FIRST)
+    p, alpha = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
+    return p, alpha, m_new, add_sums(l_i, alpha, p)
+
+
+@gluon.jit
+def block_max(s, n, m_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr):
+    """The scores of a block from key n on, masked, and the m to go on with.
 
     MAXIMA_FIRST: the maxima are taken in both branches. What stands behind a branch stays there, so
     that ptxas takes the maxima of a thread's two rows beside each other; else it begins with all of
@@ -142,9 +156,7 @@ def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl
     else:
         s = scores_of(s, n, asked, FEATURES)
         m_new = running_max(s, m_i, scale)
-    p, alpha = exponentials(s, m_i, m_new, scale, True)
-    l_i = add_sums(l_i, alpha, p)
-    return p, alpha, m_new, l_i
+    return s, lagging_max(m_i, m_new)
 
 
 @gluon.jit

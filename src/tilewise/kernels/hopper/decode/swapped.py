@@ -1,12 +1,13 @@
-"""A piece of keys of 8 bits, block by block, with operands swapped: keys, of which there are many,
-are the 64 rows of wgmma, and the tile's rows, of which there are few, its columns.
+"""A piece of keys, block by block, with operands swapped: keys, of which there are many, are the 64
+rows of wgmma, and the tile's rows, of which a decode has few, its columns.
 
     S^T = K Q^T,  softmax,  O^T += V^T P^T
 
 An accumulator's transpose is a tile of rows again, in the registers where it is: what follows wgmma
 is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, which tell
 each other their maxima once a block, and their sums once a piece. O^T += V^T P^T of a block is
-computed during the softmax of the next: conversion leaves half the time that 16 bits do.
+computed during the softmax of the next. The bits of a row are those of piece.py, as wgmma sums
+alike whichever operand is which.
 """
 
 from triton.experimental import gluon
@@ -22,7 +23,9 @@ from ....tile.softmax import exponentials
 from ....tile.splits import SplitState, piece_keys
 from ..layouts import accumulator, column_of, numbers_of_warps, row_of, transposed_accumulator
 from ..pipeline import advance, release_by_threads, wait_full
-from .piece import open_piece, scores_of
+from ..rescale import lagging_max
+from .piece import open_piece, scores_of, wait_values
+from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .scales import times_scale
 
 
@@ -31,7 +34,7 @@ def attend_piece_swapped(
     work, piece, state, rings, q_smem, own, k_scale, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """`attend_piece`, of a cache of 8 bits."""
+    """`attend_piece`, of few rows or a cache of 8 bits."""
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
@@ -51,10 +54,11 @@ def attend_piece_swapped(
     s = take_scores(s, 0, rings, state, k_scale, call, TILE)
     p, _, m_i, l_i = online_block(s, m_i, l_i, first, asked, own, FEATURES)
     p_smem = share(p, first, own, rings, state, call, TILE)
+    before = first
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
         s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
-        acc_o = multiply_values(p_smem, acc_o, rings, state, TILE)
+        acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
         s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
         p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
         if TILE.STAGES == 1:  # the next V, and its scales, are there only when this one is released
@@ -63,11 +67,11 @@ def attend_piece_swapped(
         else:
             p_smem = share(p, n, own, rings, ahead, call, TILE)
             acc_o = end_values(acc_o, alpha, rings, state)
-        state = ahead
-    acc_o = multiply_values(p_smem, acc_o, rings, state, TILE)
+        state, before = ahead, n
+    acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
-    l_i = gl.sum(of_all_warps(gl.sum(l_i, 2), own.sums), 1)
+    l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
     found = SplitState(by_rows(acc_o), in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
     return advance(state, TILE.STAGES), found
 
@@ -76,6 +80,8 @@ def attend_piece_swapped(
 def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
     """S^T = K Q^T, (BLOCK_N, BLOCK_M), begun."""
     wait_full(rings.k, state)
+    if not TILE.BY_TMA:
+        fence_async_shared()  # what threads copied, before wgmma reads it
     k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
     return warpgroup_mma(k_tile, q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
@@ -107,12 +113,9 @@ def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
     # Row 64 i + 16 w + j of wgmma is in warp w
     of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
     largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
-    m_new = gl.maximum(m_i, largest * scale)
+    m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
     p, alpha = exponentials(s, m_i, m_new, scale, True)
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l_i.type.layout))
-    factor = gl.convert_layout(alpha, layout, assert_trivial=True)
-    l_i = l_i * factor[:, None, None] + sums_of_threads(p)
-    return p, alpha, m_new, l_i
+    return p, alpha, m_new, add_sums(l_i, alpha, p)
 
 
 @gluon.jit
@@ -131,10 +134,13 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_values(p_smem, acc_o, rings, state, TILE: gl.constexpr):
-    """O^T += V^T P^T, (BLOCK_DV, BLOCK_M), begun."""
-    wait_full(rings.v, state)
-    v_tile = rings.v.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_DV))
+def multiply_values(p_smem, acc_o, n, keys, rings, state, TILE: gl.constexpr):
+    """O^T += V^T P^T, (BLOCK_DV, BLOCK_M), begun, of the block from key n on."""
+    if TILE.CACHE == "":
+        v_tile = wait_values(n, keys, rings, state, TILE)
+    else:  # of which the convert warps clear rows that are not in use
+        wait_full(rings.v, state)
+        v_tile = rings.v.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_DV))
     return warpgroup_mma(v_tile.permute((1, 0)), p_smem.permute((1, 0)), acc_o, is_async=True)
 
 
@@ -158,14 +164,6 @@ def by_rows(acc):
 def in_rows(x, layout: gl.constexpr):
     """One number per row, in a slice of this layout of the same rows."""
     return gl.convert_layout(x, row_of(layout), assert_trivial=True)
-
-
-@gluon.jit
-def sums_of_threads(p):
-    """Sums over keys, as far as one thread holds a row: (BLOCK_M, 4, 8)."""
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(p.reshape([M, N // 64, 4, 2, 8]), 3), 1)
 
 
 @gluon.jit

@@ -47,12 +47,30 @@ def tile_of(
     by_tma = is_box(page_size, block_n)
     if kept in CACHES:
         return eight_bit_tile(CACHES[kept], shape, rows, row_scales, by_tma)
+    if rows < ROWS:
+        return few_rows_tile(shape, rows, by_tma)
     is_wide = block_dv > 128
     q_stages = 1 if is_wide else 2
     used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024
     stage = 2 * block_n * (block_d + block_dv)
     stages = min((SHARED_MEMORY["sm90"] - used) // stage, 8)
     return SplitPipeline(ROWS, *shape, stages, q_stages, by_tma, STATE_IN_SHARED=is_wide)
+
+
+def few_rows_tile(shape: tuple[int, int, int], rows: int, by_tma: bool) -> SplitPipeline:
+    """The tile of a decode, of 8 to 32 rows."""
+    block_n, block_d, block_dv = shape
+    q_stages = 1 if rows > 16 and max(block_d, block_dv) > 128 else 2
+    room = SHARED_MEMORY["sm90"] - 1024 - rows * swapped_row(shape, q_stages)
+    stages = min(room // (2 * block_n * (block_d + block_dv)), 8)
+    place = *shape, stages, q_stages, by_tma
+    return SplitPipeline(rows, *place, STATE_IN_SHARED=False, BLOCK_M=rows, SWAPPED=True)
+
+
+def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
+    """Bytes of a row: queries, P of two blocks, a maximum and a sum of each warp."""
+    block_n, block_d, _ = shape
+    return 2 * q_stages * block_d + 4 * block_n + 32
 
 
 def eight_bit_tile(
@@ -64,8 +82,7 @@ def eight_bit_tile(
     is_wide = max(block_d, block_dv) > 128
     stages = 1 if in_shared and is_wide else 2  # of what is converted
     q_stages = 1 if rows > 16 and is_wide else 2
-    # Of a row: queries, folded pieces, P of two blocks, a maximum and a sum of each warp
-    of_row = 2 * q_stages * block_d + 4 * block_dv * in_shared + 4 * block_n + 32
+    of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
     room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
     elements, scales = block_n * (block_d + block_dv), 4 * block_n * row_scales  # of a stage
     cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
@@ -75,6 +92,7 @@ def eight_bit_tile(
         CACHE=cache,
         CACHE_STAGES=min(cache_stages, 8),
         BLOCK_M=rows,
+        SWAPPED=True,
     )
 
 
