@@ -18,15 +18,15 @@ import triton.language as tl
 
 from ...tile.bounds import clamp
 from ...tile.fp8 import dequantize
-from ...tile.mask import seen_by_position
 from ...tile.schedule import find_query_tile
-from ...tile.score import exp_scale, load_slope, score
+from ...tile.score import load_slope
 from ...tile.seqlen import modifiers_of, rows_of
-from ...tile.softmax import finish, load_sink, online_step
+from ...tile.softmax import finish, load_sink
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
 from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
+from .split_step import add_sums, attend, is_swapped, spread_sums
 
 
 class Cache(NamedTuple):
@@ -221,24 +221,30 @@ def row_tile(rows, i: tl.constexpr, FEATURES: tl.constexpr):
 @triton.jit
 def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """(BLOCK_M, BLOCK_D), or its chunks; zeros where there is no query."""
-    at = q.ptr + rows.batch_q.to(tl.int64) * q.batch
-    at = at + rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
-    return load_chunks(at, rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
+    first = q.ptr + rows.batch_q.to(tl.int64) * q.batch
+    at = rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
+    return load_chunks((first, at), rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
 
 
 @triton.jit
 def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The piece of keys [start, start + split_size), for each tile of queries."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    SWAPPED: tl.constexpr = is_swapped(
+        TILE.BLOCK_M, BLOCK_N, q_tiles[0].dtype, cache.k.ptr.dtype.element_ty
+    )
     states = no_keys_in(len(q_tiles), TILE)
+    states = spread_sums(states, BLOCK_N // 2 if SWAPPED else 1)
     first, stop = piece_keys(start, split_size, rows.keys, BLOCK_N)
     nth, row = first_places(first, cache, BLOCK_N)
     page = find_pages(rows.seq.batch, nth, first, stop, cache, BLOCK_N)
     k_scale = k_sequence_scale(cache, rows)
     for n_start in range(first, stop, BLOCK_N):
         k_idx = n_start + tl.arange(0, BLOCK_N)
-        is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
-        k_rows, v_rows = find_keys(cache, page, row, rows)
+        is_used = k_idx < stop
+        if FEATURES.LEFT:
+            is_used = is_used & (k_idx >= rows.keys.first)
+        k_rows, v_rows = find_keys(cache, page, row, n_start, rows, BLOCK_N)
         k_tile = load_chunks(k_rows, is_used, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
         v_tile = load_chunks(v_rows, is_used, FEATURES.HEADDIM_V, TILE.BLOCK_DV, 0)
         if k_tile.dtype != q_tiles[0].dtype:
@@ -256,37 +262,10 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
         for i in tl.static_range(len(q_tiles)):
             these = row_tile(rows, i, FEATURES)
             at = q_tiles[i], k_tile, v_tile, these, keys
-            state = attend(state_in(states, i), *at, cache, scales, FEATURES)
+            state = attend(state_in(states, i), *at, cache, scales, FEATURES, SWAPPED)
             found = found + (state,)
         states = found
-    return states
-
-
-@triton.jit
-def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: tl.constexpr):
-    """A tile of keys into the state of a tile of queries; `keys` are positions, and which are in
-    use.
-    """
-    k_idx, keep = keys
-    qk = multiply(q_tile, k_tile, FEATURES)
-    if cache.k_scale is not None:
-        qk = qk * scales[0]
-    q_idx = rows.position[:, None]
-    s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
-    keep = seen_by_position(keep, q_idx, k_idx, rows.seq, FEATURES)
-    s = tl.where(keep, s, float("-inf"))
-    step = online_step(s, state.m_i, state.l_i, exp_scale(rows.seq, FEATURES), True)
-    if len(q_tile.shape) == 3:
-        acc_o = tl.dot(step.p, v_tile, input_precision=FEATURES.PRECISION)
-        acc_o = tl.fma(state.acc_o, step.alpha[:, None], acc_o)
-    else:
-        acc_o = state.acc_o * step.alpha[:, None]
-        p = step.p
-        if cache.v_scale is not None:
-            if cache.v_scale_row is not None:
-                p = p * scales[1]
-        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
-    return SplitState(acc_o, step.m_i, step.l_i)
+    return add_sums(states)
 
 
 @triton.jit
@@ -294,25 +273,16 @@ def load_chunks(at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.cons
     """(rows, BLOCK_D), or in chunks of columns (BLOCK_D // CHUNK, rows, CHUNK); zeros, and nothing
     read, where `mask` is False.
     """
+    ptr, row = at
     if CHUNK == 0:
         columns = tl.arange(0, BLOCK_D)
         inside = mask[:, None] & (columns < D)[None, :]
-        return tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
+        return tl.load(ptr + (row[:, None] + columns[None, :]), mask=inside, other=0.0)
     else:
         chunk = tl.arange(0, BLOCK_D // CHUNK)[:, None, None]
         columns = chunk * CHUNK + tl.arange(0, CHUNK)[None, None, :]
         inside = mask[None, :, None] & (columns < D)
-        return tl.load(at[None, :, None] + columns, mask=inside, other=0.0)
-
-
-@triton.jit
-def multiply(q_tile, k_tile, FEATURES: tl.constexpr):
-    """S = Q K^T; each chunk has a sum of its own."""
-    if len(q_tile.shape) == 2:
-        return tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    else:
-        k_tile = tl.permute(k_tile, (0, 2, 1))
-        return tl.sum(tl.dot(q_tile, k_tile, input_precision=FEATURES.PRECISION), 0)
+        return tl.load(ptr + (row[None, :, None] + columns), mask=inside, other=0.0)
 
 
 @triton.jit

@@ -41,17 +41,31 @@ def find_pages(batch, nth, n_start, stop, cache, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def find_keys(cache, page, row, rows):
-    """Where keys begin, and where values do."""
-    k_at = offset_of(cache.k, page, row, rows)
-    v_at = k_at
+def find_keys(cache, page, row, n_start, rows, BLOCK_N: tl.constexpr):
+    """Where keys begin, and where values do, of the tile from key `n_start` on: what its keys have
+    in common, and of each key what is left.
+    """
+    k_first, k_at = offsets_of(cache.k, page, row, n_start, cache, rows, BLOCK_N)
+    v_first, v_at = k_first, k_at
     if cache.v.batch is not None:
-        v_at = offset_of(cache.v, page, row, rows)
-    return cache.k.ptr + k_at, cache.v.ptr + v_at
+        v_first, v_at = offsets_of(cache.v, page, row, n_start, cache, rows, BLOCK_N)
+    return (cache.k.ptr + k_first, k_at), (cache.v.ptr + v_first, v_at)
 
 
 @triton.jit
-def offset_of(x, page, row, rows):
-    """Elements before rows of keys or values."""
-    at = rows.head_k.to(tl.int64) * x.head
-    return at + page.to(tl.int64) * x.batch + row.to(tl.int64) * x.row
+def offsets_of(x, page, row, n_start, cache, rows, BLOCK_N: tl.constexpr):
+    """Elements before rows of keys or values. Without a table, those of a key are the same in all
+    tiles.
+    """
+    first = rows.head_k.to(tl.int64) * x.head
+    if cache.page_table is None:
+        first = first + rows.seq.batch.to(tl.int64) * x.batch + n_start.to(tl.int64) * x.row
+        return first, tl.arange(0, BLOCK_N).to(tl.int64) * x.row
+    else:
+        return first, wide(page) * x.batch + wide(row) * x.row
+
+
+@triton.jit
+def wide(x):
+    """In 64 bits, of what is not negative: a product takes half the instructions."""
+    return x.to(tl.uint32, bitcast=True).to(tl.int64)
