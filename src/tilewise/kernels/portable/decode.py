@@ -2,8 +2,9 @@
 
 The first has a program for each (sequence, block of queries, key head, piece of split_size keys),
 which loops over the piece in tiles of BLOCK_N keys and writes its unnormalised partial result. The
-second folds the pieces of a tile from left to right. With one piece, or too large partial results,
-one launch loops over all pieces of a block and folds as it goes: the same sums.
+second folds the pieces of a tile from left to right. The first `lead` pieces of a block have one
+program, which folds as it goes: the same sums, and less to write. So has one launch for all pieces,
+where these are few, or their partial results too large.
 
 A tile has whole groups of query heads, row r being token r // GROUP and head r % GROUP, so that
 keys are read once for all of a group. A block is ROW_TILES tiles, one after the other in the
@@ -58,7 +59,8 @@ class Partials(NamedTuple):
     m_i: Any
     l_i: Any
     rows: int
-    pieces: int  # a launch has programs for; 1 where a program walks all
+    blocks: int  # of a launch: its first programs walk `lead` pieces, all others one
+    lead: int
 
 
 class QueryTile(NamedTuple):
@@ -81,7 +83,7 @@ def attn_split_kernel(
 ):  # fmt: skip
     IN_ONE: tl.constexpr = partials.acc_o is None
     TOKENS: tl.constexpr = TILE.BLOCK_M // FEATURES.GROUP * ROW_TILES
-    tile, lane = tl.program_id(0) // partials.pieces, tl.arange(0, 32)
+    tile, lane = tl.program_id(0) % partials.blocks, tl.arange(0, 32)
     m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
     if FEATURES.PACKED:
         if batch >= sizes.packed:  # the grid has programs enough for any lengths
@@ -90,12 +92,12 @@ def attn_split_kernel(
     rows = open_rows(
         at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, TILE.BLOCK_M
     )
-    if IN_ONE:
-        first, stop = rows.keys.piece, rows.keys.stop
-    else:
-        first = tl.program_id(0) % partials.pieces
-        stop = first + 1
-        if (first < rows.keys.piece) | (first >= rows.keys.stop):
+    first, stop = rows.keys.piece, rows.keys.stop
+    if not IN_ONE:
+        nth = tl.program_id(0) // partials.blocks
+        first = place_of(first, nth, partials)
+        stop = tl.minimum(first + tl.where(nth == 0, partials.lead, 1), stop)
+        if first >= stop:
             return
     q_tiles = ()
     for i in tl.static_range(ROW_TILES):
@@ -129,15 +131,23 @@ def attn_fold_kernel(
     rows = open_rows(at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, BLOCK_M)
     column = tl.program_id(0) % PARTS * COLUMNS
     state = no_keys(BLOCK_M, COLUMNS)
-    for piece in range(rows.keys.piece, rows.keys.stop, AT_ONCE):
+    first = rows.keys.piece
+    for nth in range(0, tl.maximum(rows.keys.stop - first - partials.lead, 0) + 1, AT_ONCE):
         # One after the other, each would wait for memory
         found = ()
         for i in tl.static_range(AT_ONCE):
-            part = load_partial(partials, rows, piece + i, column, sizes, FEATURES, COLUMNS)
+            piece = place_of(first, nth + i, partials)
+            part = load_partial(partials, rows, piece, column, sizes, FEATURES, COLUMNS)
             found = found + (part,)
         for i in tl.static_range(AT_ONCE):
             state = fold(state, state_in(found, i))
     store(out, lse, state, rows, cache, optionals, sizes, column, FEATURES, COLUMNS)
+
+
+@triton.jit
+def place_of(first, nth, partials):
+    """The first piece of a block's n-th program, and where the state is that it writes."""
+    return first + tl.where(nth == 0, 0, partials.lead - 1 + nth)
 
 
 @triton.jit
