@@ -40,6 +40,7 @@ class Cache(NamedTuple):
     pages: int  # of a sequence
     num_pages: int
     page_size: int
+    tile_pages: int  # of a tile of keys, where these are whole pages; else None
     # Of 8 bits: scales and their strides, over sequences, or over pages where each row has its own;
     # no tuples, of which Triton (3.6) forgets in a loop which strides are 1
     k_scale: Any = None

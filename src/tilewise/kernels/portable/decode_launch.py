@@ -183,7 +183,7 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     partials = Partials(None, None, None, 0, blocks, 1)
     if not in_one:
         partials = _partials(cached, pieces, all_rows)._replace(blocks=blocks, lead=lead)
-    cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
+    cache = cache_of(*cached[1:4], choice.tile.BLOCK_N, cached.k_descale, cached.v_descale)
     if cache.v[1:] == cache.k[1:]:
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
@@ -235,6 +235,7 @@ def cache_of(
     k: Tensor,
     v: Tensor,
     table: Tensor | None,
+    BLOCK_N: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Cache:
@@ -242,7 +243,11 @@ def cache_of(
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
     scales = *scales_of(k_scale), *scales_of(v_scale)
-    return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2], *scales)
+    page_size = k.shape[1]
+    is_whole = table is not None and page_size > 0 and BLOCK_N % page_size == 0
+    tile_pages = BLOCK_N // page_size if is_whole else None
+    pages = table, stride, width, len(k), page_size, tile_pages
+    return Cache(strided_of(k), strided_of(v), *pages, *scales)
 
 
 def run(plan: SplitPlan, device: torch.device) -> Launched:

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from ...tile.bounds import clamp
-
 
 @triton.jit
 def first_places(n_start, cache, BLOCK_N: tl.constexpr):
@@ -19,8 +17,12 @@ def first_places(n_start, cache, BLOCK_N: tl.constexpr):
 @triton.jit
 def next_places(nth, row, cache, BLOCK_N: tl.constexpr):
     """Those of the next tile, without a division for each key."""
-    row = row + BLOCK_N
-    if cache.page_table is not None:
+    if cache.page_table is None:
+        row = row + BLOCK_N
+    elif cache.tile_pages is not None:
+        nth = nth + cache.tile_pages
+    else:
+        row = row + BLOCK_N
         row = row - BLOCK_N // cache.page_size * cache.page_size
         is_past = row >= cache.page_size
         row = tl.where(is_past, row - cache.page_size, row)
@@ -37,7 +39,9 @@ def find_pages(batch, nth, n_start, stop, cache, BLOCK_N: tl.constexpr):
     else:
         table = cache.page_table + batch.to(tl.int64) * cache.table_stride
         page = tl.load(table + nth, mask=k_idx < stop, other=0)
-        return clamp(page, 0, cache.num_pages - 1)
+        # A negative one is large without a sign
+        page = tl.minimum(page.to(tl.uint32, bitcast=True), tl.cast(cache.num_pages - 1, tl.uint32))
+        return page.to(tl.int32, bitcast=True)
 
 
 @triton.jit
