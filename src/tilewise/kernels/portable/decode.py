@@ -40,7 +40,6 @@ class Cache(NamedTuple):
     pages: int  # of a sequence
     num_pages: int
     page_size: int
-    tile_pages: int  # of a tile of keys, where these are whole pages; else None
     # Of 8 bits: scales and their strides, over sequences, or over pages where each row has its own;
     # no tuples, of which Triton (3.6) forgets in a loop which strides are 1
     k_scale: Any = None
@@ -51,6 +50,7 @@ class Cache(NamedTuple):
     v_scale_batch: Any = None
     v_scale_row: Any = None
     v_scale_head: Any = None
+    tile_pages: Any = None  # of a tile of keys, where these are whole and addresses have room
 
 
 class Partials(NamedTuple):
@@ -61,7 +61,7 @@ class Partials(NamedTuple):
     l_i: Any
     rows: int
     blocks: int  # of a launch: its first programs walk `lead` pieces, all others one
-    lead: int
+    lead: int  # None where it is 1
 
 
 class QueryTile(NamedTuple):
@@ -97,9 +97,12 @@ def attn_split_kernel(
     if not IN_ONE:
         nth = tl.program_id(0) // partials.blocks
         first = place_of(first, nth, partials)
-        stop = tl.minimum(first + tl.where(nth == 0, partials.lead, 1), stop)
+        if partials.lead is not None:
+            stop = tl.minimum(first + tl.where(nth == 0, partials.lead, 1), stop)
         if first >= stop:
             return
+        if partials.lead is None:
+            stop = first + 1
     q_tiles = ()
     for i in tl.static_range(ROW_TILES):
         q_tiles = q_tiles + (load_queries(q, row_tile(rows, i, FEATURES), FEATURES, TILE),)
@@ -133,7 +136,10 @@ def attn_fold_kernel(
     column = tl.program_id(0) % PARTS * COLUMNS
     state = no_keys(BLOCK_M, COLUMNS)
     first = rows.keys.piece
-    for nth in range(0, tl.maximum(rows.keys.stop - first - partials.lead, 0) + 1, AT_ONCE):
+    programs = rows.keys.stop - first
+    if partials.lead is not None:
+        programs = tl.maximum(programs - partials.lead, 0) + 1
+    for nth in range(0, programs, AT_ONCE):
         # One after the other, each would wait for memory
         found = ()
         for i in tl.static_range(AT_ONCE):
@@ -148,7 +154,10 @@ def attn_fold_kernel(
 @triton.jit
 def place_of(first, nth, partials):
     """The first piece of a block's n-th program, and where the state is that it writes."""
-    return first + tl.where(nth == 0, 0, partials.lead - 1 + nth)
+    if partials.lead is None:
+        return first + nth
+    else:
+        return first + tl.where(nth == 0, 0, partials.lead - 1 + nth)
 
 
 @triton.jit

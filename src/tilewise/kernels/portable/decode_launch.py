@@ -26,6 +26,7 @@ WARPS, STAGES = 4, 3
 PROGRAMS = 2  # that an SM has room for at a time
 LEAD = 4096  # keys that one program walks at most, where others could share its pieces
 ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
+ROOM_BESIDE = 8 * 1024  # the same where a second state and addresses of keys have room there, too
 
 
 class Choice(NamedTuple):
@@ -176,14 +177,20 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     )
     pieces = triton.cdiv(fit, cached.split_size)
     used = problem.nheads_k * max(batch, q.shape[:-2].numel() // of_block)
-    lead = lead_of(used, pieces, cached.split_size, q.device)
+    size = choice.rows * choice.row_tiles * (choice.tile.BLOCK_D + choice.tile.BLOCK_DV)
+    has_room = size <= ROOM_BESIDE
+    lead = lead_of(used, pieces, cached.split_size, q.device) if has_room else 1
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= lead or need > workspace
-    partials = Partials(None, None, None, 0, blocks, 1)
+    partials = Partials(None, None, None, 0, blocks, None)
     if not in_one:
-        partials = _partials(cached, pieces, all_rows)._replace(blocks=blocks, lead=lead)
-    cache = cache_of(*cached[1:4], choice.tile.BLOCK_N, cached.k_descale, cached.v_descale)
+        partials = _partials(cached, pieces, all_rows)
+        partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
+    cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
+    if has_room and cache.page_table is not None and cache.page_size > 0:
+        tile_pages, rest = divmod(choice.tile.BLOCK_N, cache.page_size)
+        cache = cache._replace(tile_pages=None if rest else tile_pages)
     if cache.v[1:] == cache.k[1:]:
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
@@ -228,14 +235,13 @@ def num_sms(device: torch.device) -> int:
 def _partials(cached: Cached, pieces: int, rows: int) -> Partials:
     found = cached.q.new_empty(pieces * rows * (cached.v.shape[3] + 2), dtype=torch.float32)
     acc_o, m_i, l_i = found.split([pieces * rows * n for n in (cached.v.shape[3], 1, 1)])
-    return Partials(acc_o, m_i, l_i, rows, 0, 1)
+    return Partials(acc_o, m_i, l_i, rows, 0, None)
 
 
 def cache_of(
     k: Tensor,
     v: Tensor,
     table: Tensor | None,
-    BLOCK_N: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Cache:
@@ -243,11 +249,7 @@ def cache_of(
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
     scales = *scales_of(k_scale), *scales_of(v_scale)
-    page_size = k.shape[1]
-    is_whole = table is not None and page_size > 0 and BLOCK_N % page_size == 0
-    tile_pages = BLOCK_N // page_size if is_whole else None
-    pages = table, stride, width, len(k), page_size, tile_pages
-    return Cache(strided_of(k), strided_of(v), *pages, *scales)
+    return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2], *scales)
 
 
 def run(plan: SplitPlan, device: torch.device) -> Launched:
