@@ -106,6 +106,40 @@ def test_one_launch_gives_the_bits_of_two(name):
     assert_equal(*found)
 
 
+@pytest.mark.parametrize("name", sample(["causal", "window", "sinks"], "window"))
+def test_pieces_that_one_program_walks_change_no_bit(name, monkeypatch):
+    """The first pieces that are seen: 1, some, all but one, all; in a window's middle, too."""
+    s = sequences(QUERIES, LENGTHS)
+    found, programs = [], []
+    for lead in (1, 2, 3, 8, 100):
+        monkeypatch.setattr(decode_launch, "lead_of", lambda *_, n=lead: n)
+        plans, written = plans_of(s, 16, 2**30, **FEATURES[name])
+        for plan in plans:
+            decode_launch.run(plan, s.q[0].device)
+        found.append(written)
+        programs.append(plans[0].programs)
+    assert sorted(set(programs), reverse=True) == programs
+    for mine in found[1:]:
+        assert_equal(mine, found[0])
+
+
+def test_a_program_walks_what_is_its_share():
+    cpu, share = torch.device("cpu"), 2 * decode_launch.num_sms(torch.device("cpu"))
+    assert decode_launch.lead_of(share // 16, 16, 512, cpu) == 1
+    assert decode_launch.lead_of(share // 4, 16, 512, cpu) == 4
+    assert decode_launch.lead_of(share * 4, 2, 512, cpu) == 2
+    assert decode_launch.lead_of(share * 4, 2**10, 512, cpu) == decode_launch.LEAD // 512
+    assert decode_launch.lead_of(share * 4, 2**10, 10**6, cpu) == 1
+    assert decode_launch.lead_of(8, 0, 512, cpu) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_programs_suffice_for_any_lengths(tokens):
+    for lengths in ([0, 0, 5], [1, 1, 1], [4, 5, 9], [0], [7, 0, 1, 1]):
+        needed = sum(-(-n // tokens) for n in lengths)
+        assert decode_launch.most_blocks(len(lengths), sum(lengths), tokens, True) >= needed
+
+
 def plans_of(s, split_size, workspace, **options):
     """Launches for packed sequences in pages of 16, and where they write."""
     options = dict(causal=False, window=None, softcap=None, scale=None) | options
@@ -178,8 +212,8 @@ def test_a_block_of_wide_tiles_has_whole_groups():
     (split, fold), _ = plans_of(s, 32, 2**30)
     assert split.constants["TILE"].BLOCK_M == 32 and split.constants["ROW_TILES"] == 2
     assert fold.constants["TILE"].BLOCK_M == 16
-    pieces = split.args.partials.pieces
-    assert split.programs == (-(-43 // 20) + 2) * 2 * pieces
+    assert split.args.partials.lead is None
+    assert split.programs == (43 + 2 * 19) // 20 * 2 * split.args.cache.pages // 2
 
 
 def test_a_batch_of_queries():

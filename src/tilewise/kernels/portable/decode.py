@@ -2,8 +2,9 @@
 
 The first has a program for each (sequence, block of queries, key head, piece of split_size keys),
 which loops over the piece in tiles of BLOCK_N keys and writes its unnormalised partial result. The
-second folds the pieces of a tile from left to right. With one piece, or too large partial results,
-one launch loops over all pieces of a block and folds as it goes: the same sums.
+second folds the pieces of a tile from left to right. The first `lead` pieces of a block have one
+program, which folds as it goes: the same sums, and less to write. So has one launch for all pieces,
+where these are few, or their partial results too large.
 
 A tile has whole groups of query heads, row r being token r // GROUP and head r % GROUP, so that
 keys are read once for all of a group. A block is ROW_TILES tiles, one after the other in the
@@ -18,15 +19,15 @@ import triton.language as tl
 
 from ...tile.bounds import clamp
 from ...tile.fp8 import dequantize
-from ...tile.mask import seen_by_position
 from ...tile.schedule import find_query_tile
-from ...tile.score import exp_scale, load_slope, score
+from ...tile.score import load_slope
 from ...tile.seqlen import modifiers_of, rows_of
-from ...tile.softmax import finish, load_sink, online_step
+from ...tile.softmax import finish, load_sink
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
 from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
+from .split_step import add_sums, attend, is_swapped, spread_sums
 
 
 class Cache(NamedTuple):
@@ -49,6 +50,7 @@ class Cache(NamedTuple):
     v_scale_batch: Any = None
     v_scale_row: Any = None
     v_scale_head: Any = None
+    tile_pages: Any = None  # of a tile of keys, where these are whole and addresses have room
 
 
 class Partials(NamedTuple):
@@ -58,7 +60,8 @@ class Partials(NamedTuple):
     m_i: Any
     l_i: Any
     rows: int
-    pieces: int  # a launch has programs for; 1 where a program walks all
+    blocks: int  # of a launch: its first programs walk `lead` pieces, all others one
+    lead: int  # None where it is 1
 
 
 class QueryTile(NamedTuple):
@@ -81,7 +84,7 @@ def attn_split_kernel(
 ):  # fmt: skip
     IN_ONE: tl.constexpr = partials.acc_o is None
     TOKENS: tl.constexpr = TILE.BLOCK_M // FEATURES.GROUP * ROW_TILES
-    tile, lane = tl.program_id(0) // partials.pieces, tl.arange(0, 32)
+    tile, lane = tl.program_id(0) % partials.blocks, tl.arange(0, 32)
     m_block, head_k, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, TOKENS)
     if FEATURES.PACKED:
         if batch >= sizes.packed:  # the grid has programs enough for any lengths
@@ -90,13 +93,16 @@ def attn_split_kernel(
     rows = open_rows(
         at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, TILE.BLOCK_M
     )
-    if IN_ONE:
-        first, stop = rows.keys.piece, rows.keys.stop
-    else:
-        first = tl.program_id(0) % partials.pieces
-        stop = first + 1
-        if (first < rows.keys.piece) | (first >= rows.keys.stop):
+    first, stop = rows.keys.piece, rows.keys.stop
+    if not IN_ONE:
+        nth = tl.program_id(0) // partials.blocks
+        first = place_of(first, nth, partials)
+        if partials.lead is not None:
+            stop = tl.minimum(first + tl.where(nth == 0, partials.lead, 1), stop)
+        if first >= stop:
             return
+        if partials.lead is None:
+            stop = first + 1
     q_tiles = ()
     for i in tl.static_range(ROW_TILES):
         q_tiles = q_tiles + (load_queries(q, row_tile(rows, i, FEATURES), FEATURES, TILE),)
@@ -129,15 +135,29 @@ def attn_fold_kernel(
     rows = open_rows(at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, BLOCK_M)
     column = tl.program_id(0) % PARTS * COLUMNS
     state = no_keys(BLOCK_M, COLUMNS)
-    for piece in range(rows.keys.piece, rows.keys.stop, AT_ONCE):
+    first = rows.keys.piece
+    programs = rows.keys.stop - first
+    if partials.lead is not None:
+        programs = tl.maximum(programs - partials.lead, 0) + 1
+    for nth in range(0, programs, AT_ONCE):
         # One after the other, each would wait for memory
         found = ()
         for i in tl.static_range(AT_ONCE):
-            part = load_partial(partials, rows, piece + i, column, sizes, FEATURES, COLUMNS)
+            piece = place_of(first, nth + i, partials)
+            part = load_partial(partials, rows, piece, column, sizes, FEATURES, COLUMNS)
             found = found + (part,)
         for i in tl.static_range(AT_ONCE):
             state = fold(state, state_in(found, i))
     store(out, lse, state, rows, cache, optionals, sizes, column, FEATURES, COLUMNS)
+
+
+@triton.jit
+def place_of(first, nth, partials):
+    """The first piece of a block's n-th program, and where the state is that it writes."""
+    if partials.lead is None:
+        return first + nth
+    else:
+        return first + tl.where(nth == 0, 0, partials.lead - 1 + nth)
 
 
 @triton.jit
@@ -221,24 +241,30 @@ def row_tile(rows, i: tl.constexpr, FEATURES: tl.constexpr):
 @triton.jit
 def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """(BLOCK_M, BLOCK_D), or its chunks; zeros where there is no query."""
-    at = q.ptr + rows.batch_q.to(tl.int64) * q.batch
-    at = at + rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
-    return load_chunks(at, rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
+    first = q.ptr + rows.batch_q.to(tl.int64) * q.batch
+    at = rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
+    return load_chunks((first, at), rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
 
 
 @triton.jit
 def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The piece of keys [start, start + split_size), for each tile of queries."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    SWAPPED: tl.constexpr = is_swapped(
+        TILE.BLOCK_M, BLOCK_N, q_tiles[0].dtype, cache.k.ptr.dtype.element_ty
+    )
     states = no_keys_in(len(q_tiles), TILE)
+    states = spread_sums(states, BLOCK_N // 2 if SWAPPED else 1)
     first, stop = piece_keys(start, split_size, rows.keys, BLOCK_N)
     nth, row = first_places(first, cache, BLOCK_N)
     page = find_pages(rows.seq.batch, nth, first, stop, cache, BLOCK_N)
     k_scale = k_sequence_scale(cache, rows)
     for n_start in range(first, stop, BLOCK_N):
         k_idx = n_start + tl.arange(0, BLOCK_N)
-        is_used = (k_idx < stop) & (k_idx >= rows.keys.first)
-        k_rows, v_rows = find_keys(cache, page, row, rows)
+        is_used = k_idx < stop
+        if FEATURES.LEFT:
+            is_used = is_used & (k_idx >= rows.keys.first)
+        k_rows, v_rows = find_keys(cache, page, row, n_start, rows, BLOCK_N)
         k_tile = load_chunks(k_rows, is_used, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
         v_tile = load_chunks(v_rows, is_used, FEATURES.HEADDIM_V, TILE.BLOCK_DV, 0)
         if k_tile.dtype != q_tiles[0].dtype:
@@ -256,37 +282,10 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
         for i in tl.static_range(len(q_tiles)):
             these = row_tile(rows, i, FEATURES)
             at = q_tiles[i], k_tile, v_tile, these, keys
-            state = attend(state_in(states, i), *at, cache, scales, FEATURES)
+            state = attend(state_in(states, i), *at, cache, scales, FEATURES, SWAPPED)
             found = found + (state,)
         states = found
-    return states
-
-
-@triton.jit
-def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: tl.constexpr):
-    """A tile of keys into the state of a tile of queries; `keys` are positions, and which are in
-    use.
-    """
-    k_idx, keep = keys
-    qk = multiply(q_tile, k_tile, FEATURES)
-    if cache.k_scale is not None:
-        qk = qk * scales[0]
-    q_idx = rows.position[:, None]
-    s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
-    keep = seen_by_position(keep, q_idx, k_idx, rows.seq, FEATURES)
-    s = tl.where(keep, s, float("-inf"))
-    step = online_step(s, state.m_i, state.l_i, exp_scale(rows.seq, FEATURES), True)
-    if len(q_tile.shape) == 3:
-        acc_o = tl.dot(step.p, v_tile, input_precision=FEATURES.PRECISION)
-        acc_o = tl.fma(state.acc_o, step.alpha[:, None], acc_o)
-    else:
-        acc_o = state.acc_o * step.alpha[:, None]
-        p = step.p
-        if cache.v_scale is not None:
-            if cache.v_scale_row is not None:
-                p = p * scales[1]
-        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
-    return SplitState(acc_o, step.m_i, step.l_i)
+    return add_sums(states)
 
 
 @triton.jit
@@ -294,25 +293,16 @@ def load_chunks(at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.cons
     """(rows, BLOCK_D), or in chunks of columns (BLOCK_D // CHUNK, rows, CHUNK); zeros, and nothing
     read, where `mask` is False.
     """
+    ptr, row = at
     if CHUNK == 0:
         columns = tl.arange(0, BLOCK_D)
         inside = mask[:, None] & (columns < D)[None, :]
-        return tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
+        return tl.load(ptr + (row[:, None] + columns[None, :]), mask=inside, other=0.0)
     else:
         chunk = tl.arange(0, BLOCK_D // CHUNK)[:, None, None]
         columns = chunk * CHUNK + tl.arange(0, CHUNK)[None, None, :]
         inside = mask[None, :, None] & (columns < D)
-        return tl.load(at[None, :, None] + columns, mask=inside, other=0.0)
-
-
-@triton.jit
-def multiply(q_tile, k_tile, FEATURES: tl.constexpr):
-    """S = Q K^T; each chunk has a sum of its own."""
-    if len(q_tile.shape) == 2:
-        return tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
-    else:
-        k_tile = tl.permute(k_tile, (0, 2, 1))
-        return tl.sum(tl.dot(q_tile, k_tile, input_precision=FEATURES.PRECISION), 0)
+        return tl.load(ptr + (row[None, :, None] + columns), mask=inside, other=0.0)
 
 
 @triton.jit

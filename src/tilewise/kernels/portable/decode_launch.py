@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,10 @@ from .launch import on_device, padded_headdims
 Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
 WARPS, STAGES = 4, 3
+PROGRAMS = 2  # that an SM has room for at a time
+LEAD = 4096  # keys that one program walks at most, where others could share its pieces
 ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
+ROOM_BESIDE = 8 * 1024  # the same where a second state and addresses of keys have room there, too
 
 
 class Choice(NamedTuple):
@@ -166,18 +170,27 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     shared = optionals_of(extras, problem.mods), sizes, numbers, min(cached.split_size, 2**30)
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
-    group = problem.group
+    of_tile, of_block = (n // problem.group for n in (choice.tile.BLOCK_M, choice.rows))
+    of_block *= choice.row_tiles
     tiles, blocks = (
-        (triton.cdiv(rows, n) + sizes.packed) * problem.nheads_k * (1 if is_packed else batch)
-        for n in (choice.tile.BLOCK_M // group, choice.rows // group * choice.row_tiles)
+        problem.nheads_k * most_blocks(batch, rows, n, is_packed) for n in (of_tile, of_block)
     )
     pieces = triton.cdiv(fit, cached.split_size)
+    used = problem.nheads_k * max(batch, q.shape[:-2].numel() // of_block)
+    size = choice.rows * choice.row_tiles * (choice.tile.BLOCK_D + choice.tile.BLOCK_DV)
+    has_room = size <= ROOM_BESIDE
+    lead = lead_of(used, pieces, cached.split_size, q.device) if has_room else 1
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
-    in_one = pieces <= 1 or need > workspace
-    pieces = 1 if in_one else pieces
-    partials = Partials(None, None, None, 0, 1) if in_one else _partials(cached, pieces, all_rows)
+    in_one = pieces <= lead or need > workspace
+    partials = Partials(None, None, None, 0, blocks, None)
+    if not in_one:
+        partials = _partials(cached, pieces, all_rows)
+        partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
     cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
+    if has_room and cache.page_table is not None and cache.page_size > 0:
+        tile_pages, rest = divmod(choice.tile.BLOCK_N, cache.page_size)
+        cache = cache._replace(tile_pages=None if rest else tile_pages)
     if cache.v[1:] == cache.k[1:]:
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
@@ -185,7 +198,8 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     wide = choice.tile._replace(BLOCK_M=choice.rows)
     constants = common | dict(TILE=wide, ROW_TILES=choice.row_tiles)
     pipeline = choice.warps, choice.stages
-    plans = [SplitPlan(attn_split_kernel, blocks * pieces, args, constants, *pipeline)]
+    programs = blocks if in_one else blocks * (pieces - lead + 1)
+    plans = [SplitPlan(attn_split_kernel, programs, args, constants, *pipeline)]
     if not in_one:
         constants = common | dict(COLUMNS=choice.columns, AT_ONCE=choice.at_once)
         programs = tiles * (choice.tile.BLOCK_DV // choice.columns)
@@ -193,10 +207,35 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     return plans
 
 
+def most_blocks(batch: int, rows: int, tokens: int, is_packed: bool) -> int:
+    """Blocks of so many tokens of a key head; where sequences are packed, the most there may be."""
+    if not is_packed:
+        return batch * triton.cdiv(rows, tokens)
+    return (rows + min(batch, rows) * (tokens - 1)) // tokens
+
+
+def lead_of(blocks: int, pieces: int, split_size: int, device: torch.device) -> int:
+    """How many pieces of a block one program walks. Others would write the state of each for the
+    fold to read, 16 KB for 32 rows of 128 columns and 256 KB of keys and values. A GPU's share of
+    all pieces, if sequences were as long as they may be; and not many, for they may be one long one
+    among short ones.
+    """
+    share = blocks * pieces // (PROGRAMS * num_sms(device))
+    return max(1, min(pieces, share, LEAD // split_size))
+
+
+@functools.lru_cache(maxsize=64)
+def num_sms(device: torch.device) -> int:
+    """The number of SMs; without a GPU a number for tests."""
+    if device.type != "cuda":
+        return 128
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _partials(cached: Cached, pieces: int, rows: int) -> Partials:
     found = cached.q.new_empty(pieces * rows * (cached.v.shape[3] + 2), dtype=torch.float32)
     acc_o, m_i, l_i = found.split([pieces * rows * n for n in (cached.v.shape[3], 1, 1)])
-    return Partials(acc_o, m_i, l_i, rows, pieces)
+    return Partials(acc_o, m_i, l_i, rows, 0, None)
 
 
 def cache_of(

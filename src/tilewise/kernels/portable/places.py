@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from ...tile.bounds import clamp
-
 
 @triton.jit
 def first_places(n_start, cache, BLOCK_N: tl.constexpr):
@@ -19,8 +17,12 @@ def first_places(n_start, cache, BLOCK_N: tl.constexpr):
 @triton.jit
 def next_places(nth, row, cache, BLOCK_N: tl.constexpr):
     """Those of the next tile, without a division for each key."""
-    row = row + BLOCK_N
-    if cache.page_table is not None:
+    if cache.page_table is None:
+        row = row + BLOCK_N
+    elif cache.tile_pages is not None:
+        nth = nth + cache.tile_pages
+    else:
+        row = row + BLOCK_N
         row = row - BLOCK_N // cache.page_size * cache.page_size
         is_past = row >= cache.page_size
         row = tl.where(is_past, row - cache.page_size, row)
@@ -37,21 +39,37 @@ def find_pages(batch, nth, n_start, stop, cache, BLOCK_N: tl.constexpr):
     else:
         table = cache.page_table + batch.to(tl.int64) * cache.table_stride
         page = tl.load(table + nth, mask=k_idx < stop, other=0)
-        return clamp(page, 0, cache.num_pages - 1)
+        # A negative one is large without a sign
+        page = tl.minimum(page.to(tl.uint32, bitcast=True), tl.cast(cache.num_pages - 1, tl.uint32))
+        return page.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def find_keys(cache, page, row, rows):
-    """Where keys begin, and where values do."""
-    k_at = offset_of(cache.k, page, row, rows)
-    v_at = k_at
+def find_keys(cache, page, row, n_start, rows, BLOCK_N: tl.constexpr):
+    """Where keys begin, and where values do, of the tile from key `n_start` on: what its keys have
+    in common, and of each key what is left.
+    """
+    k_first, k_at = offsets_of(cache.k, page, row, n_start, cache, rows, BLOCK_N)
+    v_first, v_at = k_first, k_at
     if cache.v.batch is not None:
-        v_at = offset_of(cache.v, page, row, rows)
-    return cache.k.ptr + k_at, cache.v.ptr + v_at
+        v_first, v_at = offsets_of(cache.v, page, row, n_start, cache, rows, BLOCK_N)
+    return (cache.k.ptr + k_first, k_at), (cache.v.ptr + v_first, v_at)
 
 
 @triton.jit
-def offset_of(x, page, row, rows):
-    """Elements before rows of keys or values."""
-    at = rows.head_k.to(tl.int64) * x.head
-    return at + page.to(tl.int64) * x.batch + row.to(tl.int64) * x.row
+def offsets_of(x, page, row, n_start, cache, rows, BLOCK_N: tl.constexpr):
+    """Elements before rows of keys or values. Without a table, those of a key are the same in all
+    tiles.
+    """
+    first = rows.head_k.to(tl.int64) * x.head
+    if cache.page_table is None:
+        first = first + rows.seq.batch.to(tl.int64) * x.batch + n_start.to(tl.int64) * x.row
+        return first, tl.arange(0, BLOCK_N).to(tl.int64) * x.row
+    else:
+        return first, wide(page) * x.batch + wide(row) * x.row
+
+
+@triton.jit
+def wide(x):
+    """In 64 bits, of what is not negative: a product takes half the instructions."""
+    return x.to(tl.uint32, bitcast=True).to(tl.int64)
