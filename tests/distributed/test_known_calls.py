@@ -17,7 +17,7 @@ from helpers.processes import run
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
-from tilewise.distributed import heads, one_launch, rows
+from tilewise.distributed import heads, known_calls, one_launch, rows
 from tilewise.distributed.device_arena import EVENTS, DeviceArena
 from tilewise.distributed.device_barrier import PAD, DeviceBarrier
 from tilewise.kernels.common import relaunch
@@ -116,6 +116,7 @@ def gpu(monkeypatch):
     arena.begun, arena.events = Event(), [Event() for _ in range(EVENTS)]
     arena.write = lambda *given: counts.update(["write"])
     arena.dma = lambda *given: counts.update(["copy"])
+    counts.clear()
     layout = td.zigzag(2 * TOKENS, 2)
     object.__setattr__(layout, "group", "two ranks")
     arenas._arenas["two ranks", CPU] = arena
@@ -196,8 +197,18 @@ def test_another_group_time_out_and_stream(gpu):
     assert counts["check"] == 1 and counts["prepared"] == 2
 
 
+def test_few_calls_are_kept(gpu, monkeypatch):
+    """Their layouts are theirs, too."""
+    monkeypatch.setattr(known_calls, "MOST", 2)
+    known_calls._kept.clear()
+    given = inputs()
+    for window in (3, 5, 7, 3, 3):
+        td.attention(*given, layout=gpu, window=(window, 0), method="stream")
+    assert counts["check"] == 4 and len(known_calls._kept) == 2
+
+
 def test_marks_are_waited_for_once(gpu):
-    """Who has waited for a mark has waited for those before it, also of another stream."""
+    """A stream that has waited for a mark has waited for those before it."""
     arena = arenas._arenas["two ranks", CPU]
     arena.publish(64, "a call")
     counts.clear()
@@ -212,7 +223,7 @@ def test_marks_are_waited_for_once(gpu):
 
 
 def alternating(rank, on_device):
-    """Calls that look alike but for one thing, several times each, in turn."""
+    """Calls that differ in one thing, several times each, in turn."""
     group, seqlen = dist.group.WORLD, 173
     if on_device:
         arenas._arenas[group, CPU] = device_arena()
@@ -236,7 +247,7 @@ def alternating(rank, on_device):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_calls_that_look_alike(on_device):
+def test_calls_that_differ_in_one_thing(on_device):
     run(alternating, 2, on_device, timeout=60.0)
 
 

@@ -30,9 +30,8 @@ class DeviceArena(Arena):
     """All ranks of one machine, a device each. In the interpreter, on CPUs, the same without
     streams.
 
-    A mark is how many there were before it. Copies are made in order, so that who has waited for
-    one has waited for all before it; and an event that a later mark has taken is waited for a
-    little longer.
+    Marks are counted. Copies are made in order, so that a stream that has waited for a mark has
+    waited for all before it; where a later mark has taken its event, it waits a little longer.
     """
 
     def __init__(self, barrier: DeviceBarrier, memory: Memory, device: torch.device) -> None:

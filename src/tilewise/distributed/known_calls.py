@@ -1,15 +1,19 @@
-"""Calls that were checked, by how their arguments look (`ops.calls.find`): the next one that looks
-so is neither checked, nor is its method chosen, nor what it copies looked up again.
+"""Calls that were checked, by the signature of their arguments (`ops.calls.find`): the next one of
+that signature is neither checked, nor is its method chosen, nor what it copies looked up again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from ..ops.calls import Entry, find
 from .call_spec import CallSpec, Found
 from .halves import Arena
 from .layout import Layout
+
+MOST = 256  # calls that are kept: a layout may have thousands of runs
+_kept: deque[Entry] = deque()
 
 
 class KnownCall:
@@ -46,4 +50,7 @@ def keep(entry: Entry | None, arena: Arena | None, spec: CallSpec, method: str) 
     spec = spec._replace(found=Found())
     known: Any = KnownCall(arena, spec, method)
     entry.step = known
+    _kept.append(entry)
+    if len(_kept) > MOST:
+        _kept.popleft().step = None
     return spec

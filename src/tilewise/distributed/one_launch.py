@@ -50,7 +50,6 @@ class Prepared(NamedTuple):
     where they are as wide.
     """
 
-    count: int  # groups of heads
     copies: KeyCopies
     sources: tuple[int, ...]  # the ranks that pieces come from
     signature: str
@@ -119,7 +118,6 @@ def prepared(
     if is_beside:
         shapes = ((*shape, 2, heads, k.shape[3]),)
     return Prepared(
-        count,
         copies,
         copies.ranks[:: len(shapes)],
         f"attention (stream, {count} groups of heads at a time): {spec.signature}",
