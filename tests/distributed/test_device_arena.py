@@ -133,7 +133,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", current)
     arena = DeviceArena.__new__(DeviceArena)
     arena.has_streams, arena.device, arena.side = True, torch.device("cuda", 1), "side"
-    arena.words = torch.zeros(4, dtype=torch.int32)
+    arena.arrived, arena.raw = 64, 0
     return arena
 
 

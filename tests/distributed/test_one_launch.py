@@ -308,7 +308,7 @@ def late(rank):
     """Pieces that do not come within the time-out: NaN, and an error of the next call."""
     group = dist.group.WORLD
     arena = arenas._arenas[group, CPU] = device_arena()
-    arena.limit, arena._write_pieces = 0, lambda: None
+    arena.limit, arena._write_pieces = 0, lambda stream: None
     order = []
     for name in ("arrive", "settle"):
         given = getattr(arena, name)

@@ -13,6 +13,7 @@ import torch
 from tilewise.distributed import device_arena, stream_memory
 from tilewise.distributed.copies import Piece
 from tilewise.distributed.device_arena import DeviceArena
+from tilewise.kernels.common.device_words import ARRIVED
 
 CPU = torch.device("cpu")
 
@@ -106,19 +107,27 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
     arena = DeviceArena.__new__(DeviceArena)
     blocks = [torch.randint(0, 255, (256,), dtype=torch.uint8) for _ in range(3)]
     arena.blocks, arena.starts = blocks, [x.data_ptr() for x in blocks]
-    arena.half, arena.room, arena.device = 1, 128, CPU
+    arena.half, arena.room, arena.device, arena.pulled = 1, 128, CPU, 0
     arena.side, arena.dma = SimpleNamespace(cuda_stream=9), stream_memory._copier()
-    counted = []
-    arena.count_piece = lambda: counted.append(len(given.cuMemcpyDtoDAsync_v2.calls))
+    arena.write, arena.pieces = stream_memory._writer(), 0
+    arena.words, arena.has_streams = torch.zeros(4, dtype=torch.int32), True
+    arena.arrived = arena.words.data_ptr() + 4 * ARRIVED
+    order = []
+    arena._follow_caller = lambda: order.append("follow")
+    arena.mark = lambda: order.append(len(given.cuMemcpyDtoDAsync_v2.calls)) or len(order) - 1
     targets = [torch.zeros(64, dtype=torch.uint8), torch.zeros(16, dtype=torch.int32)]
     pieces = [Piece(2, 16, 0, 8, 32), Piece(1, 64, 1, 4, 12), Piece(0, 0, 0, 40, 8)]
-    arena.begin((*pieces, Piece(0, 8, 0, 48, 8)), targets, 2)
-    assert counted == [2, 4] and devices == [CPU]
+    lists = (*pieces, Piece(0, 8, 0, 48, 8)), pieces[:1]
+    assert arena.pull_all(lists, targets, 2) == [1, 2]
+    assert order == ["follow", 4, 5] and devices == [CPU]
+    counts = [[9, arena.arrived, number, 0] for number in (1, 2)]
+    assert given.cuStreamWriteValue32_v2.calls == counts
+    assert arena.words[ARRIVED] == arena.pieces == 2 and arena.pulled == 92
     assert all(stream == 9 for *_, stream in given.cuMemcpyDtoDAsync_v2.calls)
     for rank, start, target, at, nbytes in pieces:
         found = targets[target].view(torch.uint8)[at : at + nbytes]
         assert torch.equal(found, blocks[rank][128 + start : 128 + start + nbytes])
-    by_torch = [torch.zeros_like(x) for x in targets]
-    arena.dma = None
-    arena.begin((*pieces, Piece(0, 8, 0, 48, 8)), by_torch, 2)
-    assert all(torch.equal(x, y) for x, y in zip(targets, by_torch))
+    by_torch, counted = [torch.zeros_like(x) for x in targets], []
+    arena.count_piece = lambda: counted.append(1)
+    arena.begin(lists[0], by_torch, 2)
+    assert all(torch.equal(x, y) for x, y in zip(targets, by_torch)) and len(counted) == 2

@@ -201,12 +201,15 @@ def test_a_rank_that_does_not_come_and_one_that_calls_another():
 @pytest.mark.parametrize("dtype", sample([BF16, torch.float32, torch.float64], BF16))
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_poison(dtype, has_failed):
-    x, report = torch.zeros(5003, dtype=dtype), torch.zeros(1 + LANES, dtype=torch.int64)
+    x, y = torch.zeros(5003, dtype=dtype), torch.zeros(70)
+    report = torch.zeros(1 + LANES, dtype=torch.int64)
     words = torch.zeros(device_words.WORDS, dtype=INT32)
     words[device_words.FAILED], words[device_words.LATE] = has_failed, 5
-    numbers = x.numel(), 9, 4, 4096
-    execute(poison_kernel, options=dict(num_warps=4))[(4,)](words, report, x, *numbers)
-    assert x.isnan().all() if has_failed else (x == 0).all()
+    numbers = x.numel(), 67, 9, 4, 4096
+    execute(poison_kernel, options=dict(num_warps=4))[(4,)](words, report, x, y, *numbers)
+    assert (y[67:] == 0).all()
+    for z in (x, y[:67]):
+        assert z.isnan().all() if has_failed else (z == 0).all()
     assert report[0].item() == (-(9 << 32 | 5) if has_failed else 0)
 
 

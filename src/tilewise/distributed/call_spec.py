@@ -25,6 +25,16 @@ from .layout import Layout
 Tensor = torch.Tensor
 
 
+class Found:
+    """What a method has found for all calls of a signature, strides and alignment included."""
+
+    __slots__ = ("one_launch", "to_heads")
+
+    def __init__(self) -> None:
+        self.one_launch: Any = None
+        self.to_heads: Any = None
+
+
 class CallSpec(NamedTuple):
     """A call: its arguments as the caller wrote them, and what follows of them."""
 
@@ -45,6 +55,7 @@ class CallSpec(NamedTuple):
     learns: bool = False  # whether a gradient will be asked for
     modifiers: FlatMods = NO_MODIFIERS
     signature: str = ""  # what all ranks must call alike
+    found: Found | None = None  # of a call that is known by how its arguments look
 
     @property
     def sides(self) -> tuple[int, int]:

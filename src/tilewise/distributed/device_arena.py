@@ -23,11 +23,15 @@ from .memory import Memory
 from .stream_memory import copier_of, writer_of
 
 Tensor = torch.Tensor
+EVENTS = 16  # of marks that are waited for later than the next one is made
 
 
 class DeviceArena(Arena):
     """All ranks of one machine, a device each. In the interpreter, on CPUs, the same without
     streams.
+
+    Marks are counted. Copies are made in order, so that a stream that has waited for a mark has
+    waited for all before it; where a later mark has taken its event, it waits a little longer.
     """
 
     def __init__(self, barrier: DeviceBarrier, memory: Memory, device: torch.device) -> None:
@@ -35,8 +39,13 @@ class DeviceArena(Arena):
         self.device = device
         self.has_streams = device.type == "cuda"
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
-        self.last: Any = None  # the stream of the call before
+        self.last: Any = None  # the stream of the call, and before it that of the one before
+        self.raw = -1  # its address
+        self.begun: Any = None  # recorded on it before copies begin
+        self.events: list[Any] = []  # on the side stream, in turn
+        self.marks = self.waited = 0  # those that were made, and that `last` has waited for
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
+        self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
         self.launch = barrier.signals._launch
         self.part_sums = PartSums(self.launch)
         self.copy_table = CopyTable(self.launch)
@@ -46,6 +55,8 @@ class DeviceArena(Arena):
         self.starts: list[int] = []  # addresses of the ranks' blocks
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
+            self.begun = torch.cuda.Event()
+            self.events = [torch.cuda.Event() for _ in range(EVENTS)]
             self.write = writer_of(self.words)
             self.dma = copier_of(self.words)
         counts = self.write is not None or not self.has_streams
@@ -79,69 +90,83 @@ class DeviceArena(Arena):
     def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
         add_runs(self.launch, parts, places, total)
 
-    def begin(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int) -> None:
-        if self.dma is None:
-            super().begin(pieces, targets, counted)
-            return
-        stream, half = self.side.cuda_stream, self.half * self.room
-        addresses = [x.data_ptr() for x in targets]
-        with on_device(self.device):
-            for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
-                source = self.starts[rank] + half + start
-                self.dma(stream, addresses[target] + at, source, nbytes)
-                if counted and number % counted == 0:
-                    self.count_piece()
+    def pull_all(
+        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0
+    ) -> list[Any]:
+        if self.dma is None or not self.has_streams:
+            return super().pull_all(lists, targets, counted)
+        copy, side, marks = self.dma, self.side.cuda_stream, []
+        half, addresses = self.half * self.room, [x.data_ptr() for x in targets]
+        starts = [x + half for x in self.starts]
+        self._follow_caller()
+        with on_device(self.device):  # the driver's calls are of the current one
+            for pieces in lists:
+                for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
+                    copy(side, addresses[target] + at, starts[rank] + start, nbytes)
+                    self.pulled += nbytes
+                    if counted and number % counted == 0:
+                        self.count_piece()
+                marks.append(self.mark())
+        return marks
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         if not self.has_streams:
             yield
             return
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
+        self._follow_caller()
         with torch.cuda.stream(self.side):
             yield
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        with super().reporting():
-            try:
-                yield
-            except Exception:
-                if self.has_streams:  # what an error frees may still be pulled into
-                    torch.cuda.current_stream(self.device).wait_stream(self.side)
-                raise
+        try:
+            yield
+        except Exception as error:
+            if self.has_streams:  # what an error frees may still be pulled into
+                torch.cuda.current_stream(self.device).wait_stream(self.side)
+            self.barrier.abandon(error)
+            raise
 
-    def mark(self) -> Any:
-        return self.side.record_event() if self.has_streams else None
-
-    def arrive(self, mark: Any) -> None:
+    def mark(self) -> int:
+        """That of the copies so far, which `arrive` takes."""
         if self.has_streams:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+            self.events[self.marks % EVENTS].record(self.side)
+        self.marks += 1
+        return self.marks
+
+    def arrive(self, mark: int) -> None:
+        if self.has_streams and mark > self.waited:
+            self.events[(mark - 1) % EVENTS].wait(self.last)
+            self.waited = mark
 
     def begin_pieces(self, sources: tuple[int, ...]) -> None:
-        """Before `copying`: none of the pieces of these ranks has arrived."""
+        """Before `pull_all`: none of the pieces of these ranks has arrived."""
         self.barrier.expect(sources)
         self.pieces = 0
-        self._write_pieces()
+        with on_device(self.device):  # the default stream is that of the current one
+            self._write_pieces(self.raw)
 
     def count_piece(self) -> None:
-        """Inside of `copying`: once the copies that were begun so far have arrived, a kernel that
-        runs finds so in the word that counts them.
+        """Once the copies that were begun so far have arrived, a kernel that runs finds so in the
+        word that counts them. The device is current.
         """
         self.pieces += 1
-        self._write_pieces()
+        self._write_pieces(self.side.cuda_stream if self.has_streams else 0)
 
-    def _write_pieces(self) -> None:
+    def _write_pieces(self, stream: int) -> None:
         if self.has_streams:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            with on_device(self.device):  # the default stream is that of the current one
-                self.write(stream, self.words.data_ptr() + 4 * ARRIVED, self.pieces)
+            self.write(stream, self.arrived, self.pieces)
         else:
             self.words[ARRIVED] = self.pieces
 
     def settle(self, *pulled: Tensor) -> None:
-        for x in pulled:
-            self.barrier.poison(x)
+        self.barrier.poison(*pulled)
+
+    def _follow_caller(self) -> None:
+        """What the side stream does next comes after what the call's stream was given so far."""
+        self.begun.record(self.last)
+        self.begun.wait(self.side)
 
     def _follow(self) -> None:
         """A half that is used again is read by the stream of an earlier call, if not by this one;
@@ -149,11 +174,14 @@ class DeviceArena(Arena):
         """
         if not self.has_streams:
             return
-        stream = torch.cuda.current_stream(self.device)
         refuse_capture()
-        if self.last is not None and stream != self.last:
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if self.last is not None and raw == self.raw:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self.last is not None:
             stream.wait_stream(self.last)
-        self.last = stream
+        self.last, self.raw = stream, raw
 
 
 def refuse_capture() -> None:

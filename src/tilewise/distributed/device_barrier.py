@@ -69,9 +69,9 @@ class DeviceBarrier:
 
     def check(self, signature: str = "") -> None:
         """Raises what a barrier has found since the last check. Asks no device."""
-        if self.lost is not None:
-            raise RankLost(f"{self.lost}; make a new process group")
-        if int(self.signals.report[0]):
+        if self.host.lost is not None:
+            raise RankLost(f"{self.host.lost}; make a new process group")
+        if self.signals.has_failed:
             self._fail(signature)
         if self.is_broken:
             self._resume(signature)
@@ -88,9 +88,11 @@ class DeviceBarrier:
             self.signals.barrier(self.number, RAISED, 0.0, waits=False)
             self.is_broken = True
 
-    def poison(self, x: Tensor) -> None:
-        """NaN in x if a barrier before has failed, so that nothing false is taken for a result."""
-        self.signals.poison(x, self.number)
+    def poison(self, *tensors: Tensor) -> None:
+        """NaN in them if a barrier before has failed, so that nothing false is taken for a
+        result.
+        """
+        self.signals.poison(tensors, self.number)
 
     def expect(self, sources: tuple[int, ...]) -> None:
         """What is launched next waits for pieces of these ranks. The host, which runs ahead, may

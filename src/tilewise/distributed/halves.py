@@ -98,10 +98,19 @@ class Arena:
         """Begins to copy pieces of what other ranks have published, beside what the caller's stream
         does next; the mark of their arrival. Every `counted` of them are counted as one.
         """
-        self.pulled += sum([x.nbytes for x in pieces])
+        return self.pull_all((pieces,), targets, counted)[0]
+
+    def pull_all(
+        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0
+    ) -> list[Any]:
+        """The same of several lists, one after the other: the mark of each."""
+        marks = []
         with self.copying():
-            self.begin(pieces, targets, counted)
-            return self.mark()
+            for pieces in lists:
+                self.pulled += sum([x.nbytes for x in pieces])
+                self.begin(pieces, targets, counted)
+                marks.append(self.mark())
+        return marks
 
     def begin(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int) -> None:
         """Inside of `copying`: begins these copies."""

@@ -43,7 +43,42 @@ def attend(
     arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`out` of a rank's rows, and `lse` where it is asked for."""
-    return _Heads.apply(arena, spec, return_lse, q, k, v, spec.sinks)
+    if spec.found is None:
+        return _Heads.apply(arena, spec, return_lse, q, k, v, spec.sinks)
+    if spec.learns:
+        return _apply_eagerly(arena, spec, return_lse, q, k, v, spec.sinks)
+    results, _, _ = _forward(arena, spec, return_lse, q, k, v)
+    return results[0], results[1] if return_lse else None
+
+
+def _forward(
+    arena: Arena, spec: CallSpec, return_lse: bool, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[list[Tensor], list[Tensor], tuple[Group, ...]]:
+    """The results; of each group its q, k, v, `out` and `lse`; and the groups."""
+    way = None if spec.found is None else spec.found.to_heads
+    given = [q, k, v] if way is not None and way.is_plain else _given((q, k, v))
+    if way is None:
+        signature = f"attention (heads): {spec.signature}"
+        way = Way(spec, signature, groups_of(spec, q, k, v), given)
+        way.is_plain = given[0] is q and given[1] is k and given[2] is v
+        if spec.found is not None:
+            spec.found.to_heads = way
+    pulled = Pulled(arena, way, given)
+    results = [q.new_empty(*q.shape[:3], v.shape[3])]
+    if return_lse:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        results.append(q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact))
+    what = f"the results{' with lse' if return_lse else ''} of"
+    returned = Returned(pulled, results, what)
+    kept: list[Tensor] = []
+    for number, group in enumerate(way.groups):
+        mine, keys, values = pulled.arrive(number)
+        out, lse = whole.attend(spec, mine, keys, values, heads_of(spec, q, k, group))
+        kept += (mine, keys, values, out, lse)
+        returned.send(number, [out, lse] if return_lse else [out])
+    returned.finish()
+    arena.settle(*results, *(kept[4::5] if spec.learns else ()))  # with it gradients are NaN
+    return results, kept, way.groups
 
 
 class _Heads(torch.autograd.Function):
@@ -53,23 +88,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: CallSpec, return_lse: bool, q, k, v, sinks):
-        signature = f"attention (heads): {spec.signature}"
-        groups = groups_of(spec, q, k, v)
-        pulled = Pulled(arena, spec, signature, groups, (q, k, v))
-        results = [q.new_empty(*q.shape[:3], v.shape[3])]
-        if return_lse:
-            exact = torch.promote_types(q.dtype, torch.float32)
-            results.append(q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact))
-        what = f"the results{' with lse' if return_lse else ''} of"
-        returned = Returned(pulled, results, what)
-        kept: list[Tensor] = []
-        for number, group in enumerate(groups):
-            mine, keys, values = pulled.arrive(number)
-            out, lse = whole.attend(spec, mine, keys, values, heads_of(spec, q, k, group))
-            kept += (mine, keys, values, out, lse)
-            returned.send(number, [out, lse] if return_lse else [out])
-        returned.finish()
-        arena.settle(*results, *(kept[4::5] if spec.learns else ()))  # with it gradients are NaN
+        results, kept, groups = _forward(arena, spec, return_lse, q, k, v)
         ctx.args = arena, spec, groups, [x.shape for x in (q, k, v)]
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
@@ -87,8 +106,8 @@ class _Heads(torch.autograd.Function):
             dq, _, dv = results
             dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
         with arena.reporting():
-            given = (dout,) if dlse is None else (dout, dlse)
-            pulled = Pulled(arena, spec, signature, groups, given)
+            given = _given((dout,) if dlse is None else (dout, dlse))
+            pulled = Pulled(arena, Way(spec, signature, groups, given), given)
 
             def of_group(number: int) -> Saved:
                 dout, *dlses = pulled.arrive(number)
@@ -98,15 +117,20 @@ class _Heads(torch.autograd.Function):
             return None, None, None, *_gradients(spec, results, of_group, pulled)
 
 
+# Past what `Function.apply` does for functorch, where no call is known
+_above: Any = super(torch.autograd.Function, _Heads)
+_apply_eagerly = _above.apply
+
+
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`, of what a compiled graph has kept, which is rows: heads are
     exchanged for them once more.
     """
     signature = f"the backward of attention (heads): {spec.signature}"
     groups = groups_of(spec, *saved[2:5])
-    given = [x for x in saved if x is not None]
+    given = _given([x for x in saved if x is not None])
     with arena.reporting():
-        pulled = Pulled(arena, spec, signature, groups, given)
+        pulled = Pulled(arena, Way(spec, signature, groups, given), given)
 
         def of_group(number: int) -> Saved:
             dout, *others = pulled.arrive(number)
@@ -124,7 +148,7 @@ def _gradients(
     dq, dk, _ = results
     returned = Returned(pulled, results, "the results of")
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
-    for number, group in enumerate(pulled.groups):
+    for number, group in enumerate(pulled.way.groups):
         heads = heads_of(spec, dq, dk, group)
         grads = whole.backward(spec, of_group(number), heads, rounds=True)
         if dsinks is not None and grads.dsinks is not None:
@@ -136,62 +160,79 @@ def _gradients(
     return Grads(results[0], results[1], results[2], dsinks)
 
 
-class Pulled:
-    """A rank's heads of tensors of its rows, (batch, tokens, heads, headdim) or (batch, heads,
-    tokens), which arrive group by group.
+class Way:
+    """How heads of tensors of these shapes and strides, (batch, tokens, heads, headdim) or (batch,
+    heads, tokens), come to this rank, and how those of results go back.
     """
 
+    is_plain = False  # whether calls of its signature need no copies of their tensors
+
     def __init__(
-        self,
-        arena: Arena,
-        spec: CallSpec,
-        signature: str,
-        groups: tuple[Group, ...],
-        tensors: Sequence[Tensor],
+        self, spec: CallSpec, signature: str, groups: tuple[Group, ...], given: Sequence[Tensor]
     ) -> None:
-        self.arena, self.layout, self.groups = arena, spec.layout, groups
+        self.layout, self.groups = spec.layout, groups
         self.signature = signature if len(groups) == 1 else f"{len(groups)} groups of {signature}"
-        given = [in_rows(x) if x.dim() == 4 else x.contiguous() for x in tensors]
         ranks, batch = self.layout.ranks, given[0].shape[0]
         kinds = tuple(_kind_of(x, ranks) for x in given)
         self.copies = to_heads(self.layout, kinds, tuple(map(_strides_of, given)), batch, groups)
-        sizes = (n // x.itemsize for n, x in zip(self.copies.found.sizes, given))
-        self.found = [x.new_empty(n) for x, n in zip(given, sizes)]
-        self.tails = [x.shape[3:] for x in given]
-        room = arena.publish(self.copies.nbytes, self.signature)
-        arena.copy(self.copies.rows, given, [room, *self.found])
-        arena.meet(self.signature)
-        self.marks = [arena.pull(pieces, self.found) for pieces in self.copies.pieces]
+        sizes = zip(self.copies.found.sizes, given)
+        self.sizes = [n // x.itemsize for n, x in sizes]
+        self.parts = [self._parts(group, given) for group in groups]
+        self.back: dict[Any, ToRows] = {}
+
+    def _parts(self, group: Group, given: Sequence[Tensor]) -> list[tuple[int, int, Any]]:
+        """Where the heads of a group lie among the numbers that arrive, and their shape."""
+        blocks, found = self.copies.found, []
+        for kind, x in enumerate(given):
+            width, by_head = blocks.width(kind, group), blocks.kinds[kind].by_head
+            shape = (width, blocks.tokens) if by_head else (blocks.tokens, width, *x.shape[3:])
+            shape = blocks.batch, *shape
+            start = blocks.place(kind, group, 0).start // x.itemsize
+            found.append((start, start + math.prod(shape), shape))
+        return found
+
+    def to_rows(self, number: int, results: Sequence[Tensor]) -> ToRows:
+        """The way back of a group of heads of dense results."""
+        key = number, *[(x.shape, x.dtype) for x in results]
+        found = self.back.get(key)
+        if found is None:
+            kinds = tuple(_kind_of(x, self.layout.ranks) for x in results)
+            group, batch = self.groups[number], results[0].shape[0]
+            found = self.back[key] = to_rows(self.layout, kinds, batch, self.groups, group)
+        return found
+
+
+class Pulled:
+    """A rank's heads of tensors of its rows, which arrive group by group."""
+
+    def __init__(self, arena: Arena, way: Way, given: Sequence[Tensor]) -> None:
+        self.arena, self.way = arena, way
+        self.found = [x.new_empty(n) for x, n in zip(given, way.sizes)]
+        room = arena.publish(way.copies.nbytes, way.signature)
+        arena.copy(way.copies.rows, given, [room, *self.found])
+        arena.meet(way.signature)
+        self.marks = arena.pull_all(way.copies.pieces, self.found)
 
     def arrive(self, number: int) -> list[Tensor]:
         """The heads of a group of the whole sequence, for what the stream does next."""
         self.arena.arrive(self.marks[number])
-        blocks, group, views = self.copies.found, self.groups[number], []
-        for kind, (x, tail) in enumerate(zip(self.found, self.tails)):
-            width, by_head = blocks.width(kind, group), blocks.kinds[kind].by_head
-            shape = (width, blocks.tokens) if by_head else (blocks.tokens, width, *tail)
-            start = blocks.place(kind, group, 0).start // x.itemsize
-            shape = blocks.batch, *shape
-            views.append(x[start : start + math.prod(shape)].view(shape))
-        return views
+        parts = zip(self.found, self.way.parts[number])
+        return [x[start:stop].view(shape) for x, (start, stop, shape) in parts]
 
 
 class Returned:
     """A rank's rows of all heads, `results`, of what is computed group by group."""
 
     def __init__(self, pulled: Pulled, results: Sequence[Tensor], what: str) -> None:
-        self.arena, self.layout, self.groups = pulled.arena, pulled.layout, pulled.groups
-        self.signature = f"{what} {pulled.signature}"
-        self.results = results
-        self.kinds = tuple(_kind_of(x, self.layout.ranks) for x in results)
+        self.arena, self.way, self.results = pulled.arena, pulled.way, results
+        self.signature = f"{what} {pulled.way.signature}"
         self.begun = pulled.marks
         self.late: tuple[ToRows, Tensor] | None = None  # what is not placed yet
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Gives the heads of a group to the ranks whose rows they are of."""
         arena, result = self.arena, self.results[0]
-        batch, group = result.shape[0], self.groups[number]
-        copies = to_rows(self.layout, self.kinds, batch, self.groups, group)
+        copies = self.way.to_rows(number, self.results)
         self._arrive()  # before the barrier, which says that all have read what they were to
         room = arena.publish(copies.nbytes, self.signature)
         arena.copy(copies.rows, [x.contiguous() for x in tensors], [room, *self.results])
@@ -243,6 +284,11 @@ def heads_of(spec: CallSpec, q: Tensor, k: Tensor, group: Group) -> slice:
     width = q.shape[2] // k.shape[2]
     first = spec.layout.rank * (q.shape[2] // spec.layout.ranks) + group.first * width
     return slice(first, first + group.size * width)
+
+
+def _given(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors as they are copied from: of a token's heads side by side."""
+    return [in_rows(x) if x.dim() == 4 else x.contiguous() for x in tensors]
 
 
 def _kind_of(x: Tensor, ranks: int) -> Kind:

@@ -47,6 +47,18 @@ class Layout:
     cu_seqlens: tuple[int, ...] | None = None  # where packed documents begin, and the end
     group: Any = field(default=None, compare=False, repr=False)
 
+    def __hash__(self) -> int:
+        """Computed once: runs may be thousands, and calls are looked up by their layout."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.kind, self.seqlen, self.runs, self.rank, self.cu_seqlens))
+            self.__dict__["_hash"] = known
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process has its own of."""
+        return {name: x for name, x in self.__dict__.items() if name != "_hash"}
+
     @property
     def ranks(self) -> int:
         """How many there are."""

@@ -30,7 +30,17 @@ def attend(
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """`out` and, where it is asked for, `lse` of a rank's rows, differentiable."""
-    chosen = choose(spec, method, *inputs)
+    return attend_by(choose(spec, method, *inputs), arena, spec, inputs, return_lse)
+
+
+def attend_by(
+    chosen: str,
+    arena: Arena | None,
+    spec: CallSpec,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The same by a method that was chosen."""
     if arena is None:
         return whole.alone(spec, *inputs)
     if chosen == "heads":

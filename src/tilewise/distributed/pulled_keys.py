@@ -45,7 +45,7 @@ def pull_keys(
     arena.copy(copies.rows, given, [room, *found])
     arena.meet(signature)
     ends = itertools.pairwise((0, *copies.ends))
-    arrivals = [arena.pull(copies.pieces[a:b], found) for a, b in ends]
+    arrivals = arena.pull_all([copies.pieces[a:b] for a, b in ends], found)
     if len(lists) == 1:
         arrivals = [x for x in arrivals for _ in layout.spans]
     keys, values = (x.view(batch, tokens, nheads_k, y.shape[3]) for x, y in zip(found, given))

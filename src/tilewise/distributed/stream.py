@@ -33,7 +33,21 @@ def attend(
     arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """`out` and `lse` of a rank's rows."""
-    return _Stream.apply(arena, spec, q, k, v, spec.sinks)
+    if spec.found is None:
+        return _Stream.apply(arena, spec, q, k, v, spec.sinks)
+    if spec.learns:
+        return _apply_eagerly(arena, spec, q, k, v, spec.sinks)
+    return _forward(arena, spec, q, k, v)
+
+
+def _forward(
+    arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    if one_launch.serves(arena, spec, q, k, v):
+        return one_launch.attend(arena, spec, q, k, v)
+    out, lse = _attend(arena, spec, q, k, v)
+    arena.settle(out, lse)
+    return out, lse
 
 
 def by_runs(spec: CallSpec, q: Tensor) -> ModuleType:
@@ -46,11 +60,7 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: CallSpec, q, k, v, sinks):
-        if one_launch.serves(arena, spec, q, k, v):
-            out, lse = one_launch.attend(arena, spec, q, k, v)
-        else:
-            out, lse = _attend(arena, spec, q, k, v)
-            arena.settle(out, lse)
+        out, lse = _forward(arena, spec, q, k, v)
         ctx.arena, ctx.spec = arena, spec
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -62,6 +72,11 @@ class _Stream(torch.autograd.Function):
         saved = Saved(dout, dlse, *ctx.saved_tensors)
         grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
+
+
+# Past what `Function.apply` does for functorch, where no call is known
+_above: Any = super(torch.autograd.Function, _Stream)
+_apply_eagerly = _above.apply
 
 
 def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

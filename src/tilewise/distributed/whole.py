@@ -4,6 +4,7 @@ rank computes by itself, and what a rank computes on its heads.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -84,9 +85,16 @@ def packing(spec: CallSpec, q: Tensor) -> Tensor | None:
     starts, seqlen = spec.layout.cu_seqlens, spec.layout.seqlen
     if starts is None:
         return None
-    found = [row * seqlen + start for row in range(q.shape[0]) for start in starts[:-1]]
-    found.append(q.shape[0] * seqlen)
-    return torch.tensor(found, dtype=torch.int32, device=q.device)
+    return _packed_on(starts, seqlen, q.shape[0], q.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_on(starts: tuple[int, ...], seqlen: int, batch: int, device: torch.device) -> Tensor:
+    """Kept, as a copy to a GPU makes the host wait for it."""
+    found = [row * seqlen + start for row in range(batch) for start in starts[:-1]]
+    found.append(batch * seqlen)
+    with torch.inference_mode(False):  # some of those that use it may want gradients
+        return torch.tensor(found, dtype=torch.int32, device=device)
 
 
 def longest(spec: CallSpec) -> int | None:

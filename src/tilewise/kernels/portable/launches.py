@@ -39,14 +39,13 @@ class Launches:
             # Without its guard: addresses of other processes' memory are no arguments
             interpret(kernel, check=False)[(programs,)](*tensors, *numbers, **constants)
             return
-        index = self.device.index
-        launcher = self.launchers.get((kernel, key))
+        index, key = self.device.index, (id(kernel), key)  # its hash is that of its source
+        launcher = self.launchers.get(key)
         if launcher is None or not may_relaunch(index):
             with on_device(self.device):
                 options = dict(constants, num_warps=1 if programs == 1 else 4)
                 compiled = first_launch(kernel, programs, *tensors, *numbers, **options)
-            self.launchers[kernel, key] = past_triton(compiled, programs)
+            self.launchers[key] = past_triton(compiled, programs)
             return
         stream = torch._C._cuda_getCurrentRawStream(index)
-        addresses = (x.data_ptr() for x in tensors)
-        launcher(stream, *addresses, *numbers, *constants.values())
+        launcher(stream, *[x.data_ptr() for x in tensors], *numbers, *constants.values())

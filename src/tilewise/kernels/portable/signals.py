@@ -16,6 +16,10 @@ after it (PTX ISA, memory consistency model; launches of one stream are ordered 
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -96,20 +100,29 @@ def barrier_kernel(
             tl.store(failed, 1)
 
 
-@triton.jit(do_not_specialize=["size", "number"])
-def poison_kernel(words, report, x, size, number, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """NaN in all of x if a wait has failed: what was copied after it may be anything. Of a piece
-    that did not come `report` gets the number and that of the call's barrier, negative, unless a
-    barrier has failed before.
+@triton.jit
+def fill_nan(x, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """NaN in all of x."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    nan = tl.full([BLOCK], float("nan"), x.dtype.element_ty)
+    for start in range(0, tl.cast(size, tl.int64), PROGRAMS * BLOCK):
+        tl.store(x + start + offs, nan, mask=start + offs < size)
+
+
+@triton.jit(do_not_specialize=["x_size", "y_size", "number"])
+def poison_kernel(
+    words, report, x, y, x_size, y_size, number, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """NaN in all of x and y if a wait has failed: what was copied after it may be anything. Of a
+    piece that did not come `report` gets the number and that of the call's barrier, negative,
+    unless a barrier has failed before.
     """
     if tl.load(words + _FAILED) != 0:
         late = tl.cast(tl.load(words + _LATE), tl.int64)
         if (late > 0) & (tl.load(report) == 0):
             tl.store(report, -((tl.cast(number, tl.int64) << 32) | late))
-        offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        nan = tl.full([BLOCK], float("nan"), x.dtype.element_ty)
-        for start in range(0, tl.cast(size, tl.int64), PROGRAMS * BLOCK):
-            tl.store(x + start + offs, nan, mask=start + offs < size)
+        fill_nan(x, x_size, PROGRAMS, BLOCK)
+        fill_nan(y, y_size, PROGRAMS, BLOCK)
 
 
 class Signals:
@@ -127,6 +140,7 @@ class Signals:
         # The host reads it without waiting: the kernel writes it over PCIe, and only at a failure
         pinned = self.device.type == "cuda"
         self.report = torch.zeros(1 + LANES, dtype=torch.int64, pin_memory=pinned)
+        self._reported = ctypes.c_int64.from_address(self.report.data_ptr())
         self._launch = Launches(self.device)
 
     def barrier(self, number: int, fingerprint: int, seconds: float, waits: bool = True) -> None:
@@ -140,15 +154,23 @@ class Signals:
         tensors = self.pads, self.words, self.report
         self._launch(barrier_kernel, 1, tensors, numbers, constants, waits)
 
-    def poison(self, x: Tensor, number: int) -> None:
-        """NaN in x, a dense tensor, if a wait before it on this stream has failed. `number` is that
-        of the call's last barrier.
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is a report. Asks no device."""
+        return self._reported.value != 0
+
+    def poison(self, tensors: Sequence[Tensor], number: int) -> None:
+        """NaN in dense tensors, if a wait before it on this stream has failed. `number` is that
+        of the call's last barrier. Two take a launch.
         """
-        if x.numel():
+        some = [x for x in tensors if x.numel()]
+        for x, y in itertools.zip_longest(some[::2], some[1::2]):
+            sizes = x.numel(), 0 if y is None else y.numel()
+            y = x if y is None else y
+            key = [(z.dtype, z.data_ptr() % 16, size < 2**31) for z, size in zip((x, y), sizes)]
             constants = dict(PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
-            tensors = self.words, self.report, x
-            key = x.dtype, x.data_ptr() % 16, x.numel() < 2**31
-            self._launch(poison_kernel, _PROGRAMS, tensors, (x.numel(), number), constants, key)
+            given = self.words, self.report, x, y
+            self._launch(poison_kernel, _PROGRAMS, given, (*sizes, number), constants, tuple(key))
 
     def late(self) -> tuple[int, int] | None:
         """The barrier of the first call of which a piece did not arrive, and that piece's number.

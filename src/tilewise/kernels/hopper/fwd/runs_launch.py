@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,22 +74,33 @@ class RunsForward:
         arrives meanwhile.
         """
         q = q if aligned(q) else q.contiguous()
+        found = self.again(q, k.data_ptr(), v.data_ptr(), extras[:2], words)
+        if found is not None:
+            return found
         out, lse = empty_out(self.problem, q)
-        if not self.walk.runs:
-            return out, lse
+        if self.walk.runs:
+            self._first(q, k, v, out, lse, distinct_extras(extras), words, limit, beside)
+        return out, lse
+
+    def again(
+        self, q: Tensor, k: int, v: int, extras: Sequence[Tensor | None], words: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same of an aligned q and of k and v at these addresses, with ALiBi's slopes and
+        sinks; None before the first launch.
+        """
         relaunch, device = self.relaunch, self.device
         if relaunch is None or self.table is None or not may_relaunch(device):
-            self._first(q, k, v, out, lse, distinct_extras(extras), words, limit, beside)
-            return out, lse
+            return None
+        out, lse = empty_out(self.problem, q)
         stream = torch._C._cuda_getCurrentRawStream(device)
         of = relaunch.described.at
         row = lse.data_ptr(), counter(q.device, device, stream), self.table.data_ptr()
-        row = *row, words.data_ptr(), *addresses_of(extras[:2])
+        row = *row, words.data_ptr(), *addresses_of(extras)
         relaunch.kernel(
             stream,
             *of(0, q.data_ptr()),
-            *of(1, k.data_ptr()),
-            *of(2, v.data_ptr()),
+            *of(1, k),
+            *of(2, v),
             *of(3, out.data_ptr()),
             *relaunch.args.filled(row),
             None,

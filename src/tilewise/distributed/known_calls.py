@@ -1,0 +1,56 @@
+"""Calls that were checked, by the signature of their arguments (`ops.calls.find`): the next one of
+that signature is neither checked, nor is its method chosen, nor what it copies looked up again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from ..ops.calls import Entry, find
+from .call_spec import CallSpec, Found
+from .halves import Arena
+from .layout import Layout
+
+MOST = 256  # calls that are kept: a layout may have thousands of runs
+_kept: deque[Entry] = deque()
+
+
+class KnownCall:
+    """A checked call, without its tensors."""
+
+    __slots__ = ("arena", "method", "spec")
+
+    def __init__(self, arena: Arena | None, spec: CallSpec, method: str) -> None:
+        self.arena, self.method = arena, method
+        self.spec = spec._replace(alibi_slopes=None, sinks=None)
+
+
+def entry_of_call(layout: Any, tensors: tuple[Any, ...], words: tuple[Any, ...]) -> Entry | None:
+    """The entry of a call of q, k, v, ALiBi's slopes and sinks, without functions and dropout.
+    `words` are the other arguments.
+    """
+    if type(layout) is not Layout:
+        return None
+    # A known call keeps its layout, so that no other one has this number
+    return find(tensors, ("distributed", id(layout), *words))[0]
+
+
+def known_call(entry: Entry | None, layout: Layout, arena: Arena | None) -> KnownCall | None:
+    """What an entry has, if it was found with the same layout and memory."""
+    known: Any = None if entry is None else entry.step
+    is_same = known is not None and known.spec.layout is layout and known.arena is arena
+    return known if is_same else None
+
+
+def keep(entry: Entry | None, arena: Arena | None, spec: CallSpec, method: str) -> CallSpec:
+    """Keeps a call that was checked; the same call, which keeps what its method finds."""
+    if entry is None:
+        return spec
+    spec = spec._replace(found=Found())
+    known: Any = KnownCall(arena, spec, method)
+    entry.step = known
+    _kept.append(entry)
+    if len(_kept) > MOST:
+        _kept.popleft().step = None
+    return spec

@@ -1,0 +1,256 @@
+"""Calls whose arguments look like those of an earlier one: what the host still does for them,
+counted with streams, the driver and kernels replaced; and that no call is taken for another.
+"""
+
+import collections
+import datetime
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.device_arena import CPU, device_arena
+from helpers.processes import run
+
+import tilewise
+import tilewise.distributed as td
+from tilewise.distributed import arena as arenas
+from tilewise.distributed import heads, known_calls, one_launch, rows
+from tilewise.distributed.device_arena import EVENTS, DeviceArena
+from tilewise.distributed.device_barrier import PAD, DeviceBarrier
+from tilewise.kernels.common import relaunch
+from tilewise.kernels.common.outputs import empty_out
+from tilewise.kernels.hopper.fwd import runs_launch
+from tilewise.kernels.portable import launches
+
+TOKENS, HEADS = 256, (8, 4)
+counts: collections.Counter = collections.Counter()
+
+
+class Event:
+    """One of a GPU that is not there."""
+
+    def record(self, stream):
+        counts["recorded"] += 1
+
+    def wait(self, stream):
+        counts["waited for"] += 1
+
+
+class Host:
+    """The other rank, which always comes."""
+
+    rank, ranks, lost = 0, 2, None
+    timeout = datetime.timedelta(seconds=1)
+    store = SimpleNamespace(set=lambda key, text: None)
+
+    def wait(self, signature, note=""):
+        return [note, note]
+
+
+class Launched(launches.Launches):
+    """Small kernels, not run."""
+
+    def __call__(self, kernel, *given):
+        counts[kernel.__name__] += 1
+
+
+class Blocks:
+    """Memory that both ranks map."""
+
+    def allocate(self, barrier, nbytes, signature):
+        return [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A layout of two ranks whose arena has streams, and no GPU."""
+    stream = SimpleNamespace(cuda_stream=5, wait_stream=lambda other: None)
+
+    def current_stream(device=None):
+        counts["current_stream"] += 1
+        return stream
+
+    def first(forward, q, *given):
+        forward.table, forward.device = torch.zeros(1), None
+        forward.relaunch = SimpleNamespace(
+            described=SimpleNamespace(at=lambda which, address: [address]),
+            kernel=lambda *given: counts.update(["attention"]),
+            args=SimpleNamespace(filled=tuple),
+            constants=(),
+        )
+
+    def whole(spec, q, k, v, slice_of_heads):
+        counts["attention"] += 1
+        problem = SimpleNamespace(headdim_v=v.shape[3])
+        return empty_out(problem, q)
+
+    def counted(owner, name):
+        body = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *x, **y: counts.update([name]) or body(*x, **y))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: False)
+    monkeypatch.setattr(runs_launch.RunsForward, "_first", first)
+    monkeypatch.setattr(rows, "_backend_of_runs", lambda *given: "hopper")
+    monkeypatch.setattr(heads.whole, "attend", whole)
+    monkeypatch.setattr(heads, "LEAST_ROWS", 1)
+    monkeypatch.setattr(one_launch, "LEAST_BYTES", 0)
+    for cached in (one_launch.groups_of, one_launch._forward_of):
+        cached.cache_clear()
+    for name in ("check", "choose"):
+        counted(attention_module_of(), name)
+    counted(one_launch, "prepared")
+    counted(heads, "to_heads")
+    pads = [torch.zeros(PAD, dtype=torch.uint8) for _ in range(2)]
+    barrier = DeviceBarrier(Host(), CPU, pads, None)
+    barrier.signals._launch = Launched(CPU)
+    arena = DeviceArena(barrier, Blocks(), CPU)
+    arena.has_streams, arena.side = True, SimpleNamespace(cuda_stream=9)
+    arena.begun, arena.events = Event(), [Event() for _ in range(EVENTS)]
+    arena.write = lambda *given: counts.update(["write"])
+    arena.dma = lambda *given: counts.update(["copy"])
+    counts.clear()
+    layout = td.zigzag(2 * TOKENS, 2)
+    object.__setattr__(layout, "group", "two ranks")
+    arenas._arenas["two ranks", CPU] = arena
+    yield layout
+    del arenas._arenas["two ranks", CPU]
+    for cached in (one_launch.groups_of, one_launch._forward_of):
+        cached.cache_clear()
+
+
+def attention_module_of():
+    """The module, whose name in the package is its function's."""
+    return sys.modules["tilewise.distributed.attention"]
+
+
+def inputs(learns=False):
+    q, k, v = (
+        torch.empty(1, TOKENS, n, 64, dtype=torch.bfloat16) for n in (HEADS[0], *[HEADS[1]] * 2)
+    )
+    return [x.requires_grad_(learns) for x in (q, k, v)]
+
+
+def warm(call):
+    """What a call does that is the third of its kind, and its calls of Python."""
+    for _ in range(2):
+        call()
+    counts.clear()
+    calls = 0
+
+    def profile(frame, event, arg):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return dict(counts), calls
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_stream(gpu, learns):
+    given = inputs(learns)
+    found, calls = warm(lambda: td.attention(*given, layout=gpu, causal=True, method="stream"))
+    assert found == {
+        **dict(copy_table_kernel=1, barrier_kernel=1, attention=1, poison_kernel=1),
+        **{"copy": 4, "write": 5, "recorded": 2, "waited for": 2},
+    }
+    assert calls < 200  # with those of what is replaced
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_heads(gpu, learns):
+    given = inputs(learns)
+    found, calls = warm(lambda: td.attention(*given, layout=gpu, causal=True, method="heads"))
+    assert found == {
+        **dict(copy_table_kernel=5, barrier_kernel=3, attention=2, poison_kernel=1 + learns),
+        **{"copy": 8, "recorded": 7, "waited for": 7},
+    }
+    assert calls < 330
+
+
+def test_another_group_time_out_and_stream(gpu):
+    """What is known is of one arena, and of the time-out with which a kernel was made."""
+    given, asked = inputs(), dict(layout=gpu, causal=True, method="stream")
+    arena = arenas._arenas["two ranks", CPU]
+    td.attention(*given, **asked)
+    counts.clear()
+    arena.limit += 1
+    td.attention(*given, **asked)
+    assert counts["prepared"] == 1 and not counts["check"]
+    arena.raw = 6
+    td.attention(*given, **asked)
+    assert counts["current_stream"] == 1 and counts["prepared"] == 1
+    arenas._arenas["two ranks", CPU] = other = DeviceArena.__new__(DeviceArena)
+    other.__dict__.update(arena.__dict__)
+    td.attention(*given, **asked)
+    assert counts["check"] == 1 and counts["prepared"] == 2
+
+
+def test_few_calls_are_kept(gpu, monkeypatch):
+    """Their layouts are theirs, too."""
+    monkeypatch.setattr(known_calls, "MOST", 2)
+    known_calls._kept.clear()
+    given = inputs()
+    for window in (3, 5, 7, 3, 3):
+        td.attention(*given, layout=gpu, window=(window, 0), method="stream")
+    assert counts["check"] == 4 and len(known_calls._kept) == 2
+
+
+def test_marks_are_waited_for_once(gpu):
+    """A stream that has waited for a mark has waited for those before it."""
+    arena = arenas._arenas["two ranks", CPU]
+    arena.publish(64, "a call")
+    counts.clear()
+    first, second = arena.pull_all([(), ()], [])
+    assert counts["recorded"] == 3 and counts["waited for"] == 1
+    arena.arrive(second)
+    arena.arrive(first)
+    arena.arrive(second)
+    assert counts["waited for"] == 2
+    arena.arrive(arena.pull((), []))
+    assert counts["waited for"] == 4
+
+
+def alternating(rank, on_device):
+    """Calls that differ in one thing, several times each, in turn."""
+    group, seqlen = dist.group.WORLD, 173
+    if on_device:
+        arenas._arenas[group, CPU] = device_arena()
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, seqlen, n, 16, generator=draw) for n in (4, 2, 2)]
+    sinks = torch.randn(4, generator=draw)
+    layouts = [made(seqlen, group) for made in (td.zigzag, td.contiguous)]
+    for turn, asked in itertools.product(range(3), ({}, dict(causal=True), dict(sinks=sinks))):
+        scale = turn + 1.0  # other values of the same looks
+        whole = [x * scale for x in inputs]
+        asked = {name: x * scale if name == "sinks" else x for name, x in asked.items()}
+        expected = tilewise.attention(*whole, return_lse=True, **asked)
+        for layout, method in itertools.product(layouts, ("stream", "heads")):
+            shards = [layout.shard(x).requires_grad_(turn == 1) for x in whole]
+            known = dict(asked, layout=layout, method=method)
+            out, lse = td.attention(*shards, return_lse=True, **known)
+            assert torch.equal(out, layout.shard(expected[0])), (turn, layout.kind, method)
+            assert torch.equal(lse, layout.shard(expected[1], 2)), (turn, layout.kind, method)
+            assert torch.equal(out, td.attention(*shards, **known))
+            assert out.requires_grad == (turn == 1)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_calls_that_differ_in_one_thing(on_device):
+    run(alternating, 2, on_device, timeout=60.0)
+
+
+def test_a_layout_in_another_process_has_another_hash():
+    layout = td.zigzag(64, 2)
+    assert hash(layout) == hash(td.zigzag(64, 2)) and "_hash" not in layout.__getstate__()
