@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
 WARPS, STAGES = 4, 3
 PROGRAMS = 2  # that an SM has room for at a time
-LEAD = 4096  # keys that one program walks at most, where others could share its pieces
+LEAD = 8192  # keys that one program walks at most, where others could share its pieces
 ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
 ROOM_BESIDE = 8 * 1024  # the same where a second state and addresses of keys have room there, too
 
@@ -220,7 +220,7 @@ def lead_of(blocks: int, pieces: int, split_size: int, device: torch.device) -> 
     all pieces, if sequences were as long as they may be; and not many, for they may be one long one
     among short ones.
     """
-    share = blocks * pieces // (PROGRAMS * num_sms(device))
+    share = triton.cdiv(blocks * pieces, PROGRAMS * num_sms(device))
     return max(1, min(pieces, share, LEAD // split_size))
 
 
