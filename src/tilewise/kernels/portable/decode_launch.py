@@ -179,7 +179,10 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     used = problem.nheads_k * max(batch, q.shape[:-2].numel() // of_block)
     size = choice.rows * choice.row_tiles * (choice.tile.BLOCK_D + choice.tile.BLOCK_DV)
     has_room = size <= ROOM_BESIDE
-    lead = lead_of(used, pieces, cached.split_size, q.device) if has_room else 1
+    features, lead = features_of(problem), 1
+    # Left of a window tiles of a block begin with different pieces, of which the fold knows its own
+    if has_room and not features.LEFT:
+        lead = lead_of(used, pieces, cached.split_size, q.device)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= lead or need > workspace
@@ -194,7 +197,7 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     if cache.v[1:] == cache.k[1:]:
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
-    common = dict(FEATURES=features_of(problem), TILE=choice.tile)
+    common = dict(FEATURES=features, TILE=choice.tile)
     wide = choice.tile._replace(BLOCK_M=choice.rows)
     constants = common | dict(TILE=wide, ROW_TILES=choice.row_tiles)
     pipeline = choice.warps, choice.stages
