@@ -17,18 +17,19 @@ def explained(of, target="sm90", **options):
 
 
 def test_pieces_slots_and_programs_of_a_batch():
-    found = explained(decode(32, 8192, LLAMA), backend="portable")
+    """Of 4 x 8 blocks' 16 pieces 512 would be two programs an SM, so one walks the first two."""
+    found = explained(decode(4, 8192, LLAMA), backend="portable")
     assert found.backend == "portable"
     cut = found.pieces
-    assert (cut.split_size, cut.of_longest, cut.total, cut.room) == (512, 16, 512, 16)
-    assert cut.slots == 16 * 32 * 32 and cut.slot_bytes == 130 * 4 and cut.idle == 0
+    assert (cut.split_size, cut.of_longest, cut.total, cut.room) == (512, 16, 64, 16)
+    assert cut.slots == 16 * 4 * 32 and cut.slot_bytes == 130 * 4 and cut.idle == 0
     splits, fold = found.launches
-    assert splits.launch.kernel == "attn_split_kernel" and splits.launch.tiles == 32 * 8 * 16
+    assert splits.launch.kernel == "attn_split_kernel" and splits.launch.tiles == 4 * 8 * 15
     assert (
-        fold.launch.kernel == "attn_fold_kernel" and fold.launch.tiles == 32 * 8 * 4
+        fold.launch.kernel == "attn_fold_kernel" and fold.launch.tiles == 4 * 8 * 4
     )  # of 32 columns
-    assert found.moved.kv == 2 * 32 * 8192 * 8 * 128 * 2
-    assert found.moved.partials == 2 * cut.workspace
+    assert found.moved.kv == 2 * 4 * 8192 * 8 * 128 * 2
+    assert found.moved.partials == 2 * cut.workspace * 15 // 16
     assert found.intensity < 4.0 < found.roof.ridge
     assert found.least_ms == pytest.approx(found.moved.total / found.roof.bandwidth / 1e9)
 
@@ -53,6 +54,13 @@ def test_a_ragged_batch_has_programs_without_a_piece():
     assert found.pieces.idle == 2 * (3 * each[1] - sum(each))
 
 
+def test_programs_that_walk_all_pieces_need_no_slots():
+    """Of 32 sequences they are two an SM."""
+    found = explained(decode(32, 8192, LLAMA), backend="portable")
+    (one,) = found.launches
+    assert one.launch.tiles == 32 * 8 and found.pieces.slots == found.moved.partials == 0
+
+
 def test_one_piece_and_too_many_need_no_slots():
     short = explained(decode(4, 300, LLAMA), backend="portable")
     assert len(short.launches) == 1 and short.pieces.slots == 0 and short.moved.partials == 0
@@ -65,7 +73,7 @@ def test_hopper_divides_tiles_among_its_programs():
     assert found.backend == "hopper"
     (one,) = found.launches
     assert one.launch.kernel == "hopper_decode_kernel" and one.launch.is_persistent
-    assert (one.launch.block_m, one.launch.block_n) == (64, 64)
+    assert (one.launch.block_m, one.launch.block_n) == (8, 64)
     assert one.launch.tiles == 32 * 8 * 16 and one.waves.at_once == 132
     cut = found.pieces
     assert cut.slots == 16 * 32 * 32 and not cut.are_all_used

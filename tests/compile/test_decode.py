@@ -106,17 +106,13 @@ def test_caches_of_8_bits_compile(monkeypatch, target, dtype, descales, headdim)
 
 
 def layouts_of(compiled):
-    """How the two products of each tile lie in registers, in the order of the program; of wgmma
-    without how many columns it has, which are rows of the tile.
-    """
+    """How the two products of each tile lie, in the order of the program."""
     text = compiled.asm["ttgir"]
     named = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
-    dots = [x for x in text.split("\n") if "tt.dot " in x or "warp_group_dot " in x]
-    kinds = [re.findall(r"#\w+", line.split(":")[-1]) for line in dots]
-    named = {
-        k: re.sub(r"(instrShape = \[16), \d+, (16\])", r"\1, _, \2", x) for k, x in named.items()
-    }
-    return [[named[x] for x in kind if "shared" not in named.get(x, "shared")] for kind in kinds]
+    kinds = [
+        re.findall(r"#\w+", line.split(":")[-1]) for line in text.split("\n") if "tt.dot " in line
+    ]
+    return [[named[x] for x in kind if x in named] for kind in kinds]
 
 
 @pytest.mark.parametrize("headdim", sample([64, 128], 64))
@@ -141,10 +137,7 @@ def test_a_row_of_a_wide_tile_lies_as_in_one_of_16(target, headdim, cache_dtype)
         assert rows_of(split) == 16 * n and split.constants["ROW_TILES"] == 1
         built = build(split.kernel, *split.args, on=target, **split.constants, **split.options)
         found.append(layouts_of(built))
-    # Of wgmma a row is a column, which all warps have parts of
-    is_swapped = target == "sm90" and headdim <= 128 and cache_dtype == BF16
-    warps = "[4, 1]" if is_swapped else "[1, 4]"
-    assert found[0] == found[1] and all(f"warpsPerCTA = {warps}" in x[-1] for x in found[0])
+    assert found[0] == found[1] and all("warpsPerCTA = [1, 4]" in x[-1] for x in found[0])
 
 
 @pytest.mark.parametrize("headdim", sample([64, 128, 256], 128))

@@ -37,6 +37,7 @@ class Pieces(NamedTuple):
     slot_bytes: int
     idle: int  # programs of the first launch that find no piece
     are_all_used: bool  # or only those of tiles that several programs share
+    written: int  # states of a row over the batch: one of the pieces that a program walks
 
     @property
     def workspace(self) -> int:
@@ -49,7 +50,7 @@ class Moved(NamedTuple):
 
     kv: int  # keys and values in use
     others: int  # queries, out, LSE, lengths and page table
-    partials: int  # states of all pieces, written once and read once
+    partials: int  # states, written once and read once
 
     @property
     def total(self) -> int:
@@ -142,14 +143,16 @@ class Planned(NamedTuple):
     launches: list[Launch]
     slots: int
     are_all_used: bool
+    lead: int = 1  # pieces of a block that one program walks, its first
 
 
 def planned_by(backend: str, of: Decode, cached: Cached, target: str, card: Card | None) -> Planned:
     """As a backend plans the step."""
     if backend == "portable":
         plans = portable_plans(cached)
-        slots = plans[0].args.partials[1].numel() if len(plans) == 2 else 0
-        return Planned([launch_of(plan, target) for plan in plans], slots, True)
+        partials = plans[0].args.partials
+        slots = partials.m_i.numel() if len(plans) == 2 else 0
+        return Planned([launch_of(plan, target) for plan in plans], slots, True, partials.lead or 1)
     if backend == "hopper" and card is not None:
         return hopper_plan(of, cached, card)
     return Planned([], 0, True)
@@ -208,13 +211,14 @@ def pieces_of(of: Decode, cached: Cached, planned: Planned) -> Pieces:
     size = cached.split_size
     each = [len(pieces(0, keys, size)) for keys in of.sequences]
     room = math.ceil(capacity(cached.k, cached.page_table) / size)
+    written = sum(max(n - planned.lead, 0) + (n > 0) for n in each)
     idle = 0
     if planned.slots and planned.are_all_used:
         programs = planned.launches[0].tiles
-        tiles = programs // room  # of queries, for each piece that there is room for
-        idle = programs - sum(each) * tiles // of.batch
+        blocks = programs // (room - planned.lead + 1)
+        idle = programs - written * blocks // of.batch
     slots = planned.slots, (of.headdim_v + 2) * FP32
-    return Pieces(size, max(each), sum(each), room, *slots, idle, planned.are_all_used)
+    return Pieces(size, max(each), sum(each), room, *slots, idle, planned.are_all_used, written)
 
 
 def moved(of: Decode, cached: Cached, cut: Pieces) -> Moved:
@@ -223,5 +227,5 @@ def moved(of: Decode, cached: Cached, cut: Pieces) -> Moved:
     others = rows * ((of.headdim + of.headdim_v) * cached.q.itemsize + FP32) + of.batch * FP32
     if of.page_size:
         others += sum(-(-keys // of.page_size) for keys in of.sequences) * FP32
-    states = cut.total * of.seqlen_q * of.nheads if cut.slots and cut.are_all_used else 0
+    states = cut.written * of.seqlen_q * of.nheads if cut.slots and cut.are_all_used else 0
     return Moved(of.kv_bytes, others, 2 * states * cut.slot_bytes)

@@ -27,7 +27,7 @@ from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
 from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
-from .split_step import add_sums, attend, is_swapped, spread_sums
+from .split_step import attend
 
 
 class Cache(NamedTuple):
@@ -250,11 +250,7 @@ def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
 def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The piece of keys [start, start + split_size), for each tile of queries."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    SWAPPED: tl.constexpr = is_swapped(
-        TILE.BLOCK_M, BLOCK_N, q_tiles[0].dtype, cache.k.ptr.dtype.element_ty
-    )
     states = no_keys_in(len(q_tiles), TILE)
-    states = spread_sums(states, BLOCK_N // 2 if SWAPPED else 1)
     first, stop = piece_keys(start, split_size, rows.keys, BLOCK_N)
     nth, row = first_places(first, cache, BLOCK_N)
     page = find_pages(rows.seq.batch, nth, first, stop, cache, BLOCK_N)
@@ -282,10 +278,10 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
         for i in tl.static_range(len(q_tiles)):
             these = row_tile(rows, i, FEATURES)
             at = q_tiles[i], k_tile, v_tile, these, keys
-            state = attend(state_in(states, i), *at, cache, scales, FEATURES, SWAPPED)
+            state = attend(state_in(states, i), *at, cache, scales, FEATURES)
             found = found + (state,)
         states = found
-    return add_sums(states)
+    return states
 
 
 @triton.jit
