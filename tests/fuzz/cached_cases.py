@@ -53,7 +53,7 @@ CACHED_LANES = {
     lane.name: lane
     for lane in (
         CachedLane("cpu", dtypes=_PORTABLE, headdims=_ANY, splits=(None, 16, 100, 256), **_SMALL),
-        CachedLane("portable", dtypes=_PORTABLE, headdims=_ANY, splits=_SPLITS, **_SMALL),
+        CachedLane("portable", dtypes=_PORTABLE, headdims=_ANY, splits=(None, 16, 100), **_SMALL),
         CachedLane("hopper", dtypes=HALF, headdims=_HOPPER, splits=(None, 128, 256), **_SMALL),
         CachedLane("portable", dtypes=_PORTABLE, headdims=_ANY, splits=_SPLITS, looks=20, **_GPU),
         CachedLane(

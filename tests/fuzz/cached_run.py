@@ -6,10 +6,12 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
 import tilewise
+from tilewise.kernels.portable import decode_launch
 from tilewise.testing import use_emulator, use_interpreter
 
 from .budget import Given, standard
@@ -58,10 +60,17 @@ def run_cached(case: CachedCase, attend: Attend = tilewise.attention) -> CachedO
 def _on_cpu(case: CachedCase) -> Iterator[None]:
     lane, context = case.lane, contextlib.nullcontext()
     if lane.device == "cpu" and lane.backend == "portable":
-        context = use_interpreter()
+        context = _few_sms(1 + case.seed % 4)
     if lane.device == "cpu" and lane.backend == "hopper":
         context = use_emulator(case.seed)
     with context:
+        yield
+
+
+@contextlib.contextmanager
+def _few_sms(count: int) -> Iterator[None]:
+    """The interpreter, on so few SMs that programs of small cases walk several pieces."""
+    with use_interpreter(), mock.patch.object(decode_launch, "num_sms", lambda device: count):
         yield
 
 
