@@ -22,6 +22,14 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 SERVED = [("portable", x) for x in (torch.float16, torch.bfloat16, torch.float32)]
 SERVED += [("hopper", x) for x in (torch.float16, torch.bfloat16)]
 QUERIES, LENGTHS = [1, 8, 0, 2], [1700, 130, 5, 3000]
+HEADS = [(8, 8), (8, 2), (34, 2)]
+HEADDIMS = [(64, 64), (128, 128), (80, 40), (192, 128), (256, 256)]
+# Each feature with each pair of headdims and with each of heads, and these with one another
+COVERED = [
+    (name, HEADS[(i + j) % len(HEADS)], headdims)
+    for i, name in enumerate(FEATURES)
+    for j, headdims in enumerate(HEADDIMS)
+]
 
 
 def run(s, page_size=16, seed=0, attend=tilewise.attention, cast=None, device="cuda", **options):
@@ -39,9 +47,7 @@ def assert_equal(found, expected):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (34, 2)])
-@pytest.mark.parametrize("headdims", [(64, 64), (128, 128), (80, 40), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name, heads, headdims", COVERED)
 @pytest.mark.parametrize("backend, dtype", SERVED)
 def test_features(name, heads, headdims, backend, dtype):
     if backend == "hopper" and not IS_HOPPER:
