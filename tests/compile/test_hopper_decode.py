@@ -87,8 +87,9 @@ def test_decoding_compiles(rows, headdim, page_size, name, monkeypatch):
 
 
 # Of two warpgroups: bytes that a thread spills, once a part, where cp.async and where TMA copies
-SPILLS_SHARED = (740, 280) if IS_3_6 else (900, 600)
-OF_FEATURES_SHARED = 1400  # at headdim 192 by cp.async, 1000 at others
+SPILLS_SHARED = (400, 280) if IS_3_6 else (900, 600)
+SPILLS_192 = (1000, 600)  # the same at headdim 192
+OF_FEATURES_SHARED = 1500  # at headdim 192 by cp.async, 1100 at others
 MATMULS = {64: (64, 128), (192, 128): (256, 64), (64, 128): (64, 64)}  # BLOCK_D, BLOCK_N
 SHARED = [
     *itertools.product((64, 128), (None, 16, 3), VARIANTS),
@@ -102,13 +103,14 @@ def test_two_warpgroups_compile(headdims, page_size, name, monkeypatch):
     monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 2)
     kernel = compiled(headdims, page_size, **VARIANTS[name])
     is_plain = name in ("plain", "causal")
-    most = SPILLS_SHARED[page_size != 3] if is_plain else OF_FEATURES_SHARED
+    plain = SPILLS_192 if headdims == (192, 128) else SPILLS_SHARED
+    most = plain[page_size != 3] if is_plain else OF_FEATURES_SHARED
     found = assert_fits(kernel, most)
     loops = innermost_loops(kernel, "HGMMA")[:2]  # of each warpgroup, the others being of pieces
     block_d, block_n = MATMULS.get(headdims, (128, 64))
     count = (block_d + block_n) // 16
     assert all(sum("HGMMA" in line for line in loop) == count for loop in loops)
-    assert max(map(spills_in, loops)) <= (0 if is_plain else 2)
+    assert max(map(spills_in, loops)) <= (0 if is_plain else 24)  # of a tree, by cp.async
     copies = innermost_loops(kernel, "UTMALDG")
     assert bool(copies) == (page_size != 3) == (found["UTMALDG"] > 0)
     few = 2 * (block_d == 256)  # boxes of which are twice as many
