@@ -70,7 +70,7 @@ def _on_cpu(case: CachedCase) -> Iterator[None]:
 @contextlib.contextmanager
 def _few_sms(count: int) -> Iterator[None]:
     """The interpreter, on so few SMs that programs of small cases walk several pieces."""
-    with use_interpreter(), mock.patch.object(decode_launch, "num_sms", lambda device: count):
+    with use_interpreter(), mock.patch.object(decode_launch, "INTERPRETED_SMS", count):
         yield
 
 

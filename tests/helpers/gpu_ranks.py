@@ -1,17 +1,11 @@
 """One sequence over several GPUs in tests: a process for each, and what one GPU makes of a case."""
 
-import datetime
-import multiprocessing
-import os
-import socket
-import sys
-import traceback
-
 import torch
-import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
+
+from . import processes
 
 RANKS = min(torch.cuda.device_count(), 4)
 SEQLEN = 1024 * 5 * RANKS
@@ -20,43 +14,7 @@ DOCUMENTS = 0, 3000, 3001, 7777, SEQLEN
 
 def run(main, *args, killed=(), timeout=60.0):
     """`main(rank, *args)` in a process a GPU."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"tcp://localhost:{free.getsockname()[1]}"
-    said, done = context.SimpleQueue(), context.Semaphore(0)
-    given = main, address, timeout, args, said, done, RANKS - len(killed), sys.path
-    started = [context.Process(target=_start, args=(rank, *given)) for rank in range(RANKS)]
-    for process in started:
-        process.start()
-    while said.empty() and any(process.is_alive() for process in started):
-        started[0].join(0.1)
-    for process in started:
-        process.join(None if said.empty() else 5.0)
-        process.kill()
-    failed = []
-    while not said.empty():
-        failed.append(said.get())
-    assert not failed, "\n".join(failed)
-    assert [x.exitcode < 0 for x in started] == [rank in killed for rank in range(RANKS)]
-
-
-def _start(rank, main, address, timeout, args, said, done, living, path):
-    sys.path[:] = path
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    torch.cuda.set_device(rank)
-    limit = datetime.timedelta(seconds=timeout)
-    kinds = dict(init_method=address, rank=rank, world_size=RANKS, timeout=limit)
-    dist.init_process_group("cpu:gloo,cuda:nccl", **kinds)
-    try:
-        main(rank, *args)
-    except BaseException:
-        said.put(f"rank {rank}:\n{traceback.format_exc()}")
-    if rank == 0:  # which has the store, that others may still ask
-        for _ in range(living - 1):
-            done.acquire(timeout=timeout)
-    done.release()
-    os._exit(0)
+    processes.run(main, RANKS, *args, timeout=timeout, killed=killed, on_gpus=True)
 
 
 class Whole:

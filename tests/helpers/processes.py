@@ -1,8 +1,9 @@
-"""Several processes of one gloo group, for tests of what they exchange.
+"""Several processes of one group, for tests of what they exchange.
 
     run(main, 3, 1, "x")  # main(rank, 1, "x") on each of three
 
-They come of a server that has imported torch and tilewise once, and have one thread each.
+Those of gloo come of a server that has imported torch and tilewise once, and have one thread each;
+with a GPU each they begin by themselves, as CUDA asks.
 """
 
 import datetime
@@ -16,25 +17,34 @@ PRELOADED = "torch", "torch.distributed.tensor", "torch._dynamo", "tilewise.dist
 TIMEOUT = 20.0  # seconds of the group, within which a test that hangs ends
 
 
-def run(main, ranks: int, *args, timeout: float = TIMEOUT, killed: tuple[int, ...] = ()) -> None:
+def run(
+    main,
+    ranks: int,
+    *args,
+    timeout: float = TIMEOUT,
+    killed: tuple[int, ...] = (),
+    on_gpus: bool = False,
+) -> None:
     """Runs `main` on each rank of a group; AssertionError with the tracebacks of those that fail.
     The ranks in `killed` must end by a signal, and the others must not.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
+    if not on_gpus:
+        context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     said = context.SimpleQueue()
     ended = context.Semaphore(0)
-    given = main, ranks, port, timeout, args, (said, ended, ranks - 1 - len(killed)), sys.path
+    reports = said, ended, ranks - 1 - len(killed)
+    given = main, ranks, port, timeout, args, reports, sys.path, on_gpus
     started = [context.Process(target=_start, args=(rank, *given)) for rank in range(ranks)]
     for process in started:
         process.start()
     while said.empty() and any(process.is_alive() for process in started):
         started[0].join(0.05)
     for process in started:
-        process.join(None if said.empty() else 1.0)
+        process.join(None if said.empty() else 5.0 if on_gpus else 1.0)
         process.kill()  # one that waits for a rank that failed
     failed = []
     while not said.empty():
@@ -44,7 +54,7 @@ def run(main, ranks: int, *args, timeout: float = TIMEOUT, killed: tuple[int, ..
     assert all((code < 0) == (rank in killed) for rank, code in enumerate(codes)), codes
 
 
-def _start(rank, main, ranks, port, timeout, args, reports, path):
+def _start(rank, main, ranks, port, timeout, args, reports, path, on_gpus):
     said, ended, others = reports
     import torch
     import torch.distributed as dist
@@ -53,8 +63,11 @@ def _start(rank, main, ranks, port, timeout, args, reports, path):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if on_gpus:
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
         init_method=f"tcp://localhost:{port}",
         rank=rank,
         world_size=ranks,

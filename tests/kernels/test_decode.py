@@ -139,13 +139,13 @@ def test_pieces_that_one_program_walks_change_no_bit(name, monkeypatch):
 
 
 def test_a_program_walks_what_is_its_share():
-    cpu, share = torch.device("cpu"), 2 * decode_launch.num_sms(torch.device("cpu"))
-    assert decode_launch.lead_of(share // 16, 16, 512, cpu) == 1
-    assert decode_launch.lead_of(share // 4, 16, 512, cpu) == 4
-    assert decode_launch.lead_of(share * 4, 2, 512, cpu) == 2
-    assert decode_launch.lead_of(share * 4, 2**10, 512, cpu) == decode_launch.LEAD // 512
-    assert decode_launch.lead_of(share * 4, 2**10, 10**6, cpu) == 1
-    assert decode_launch.lead_of(8, 0, 512, cpu) == 1
+    share = 2 * 128  # of programs, on 128 SMs
+    assert decode_launch.lead_of(share // 16, 16, 512, 128) == 1
+    assert decode_launch.lead_of(share // 4, 16, 512, 128) == 4
+    assert decode_launch.lead_of(share * 4, 2, 512, 128) == 2
+    assert decode_launch.lead_of(share * 4, 2**10, 512, 128) == decode_launch.LEAD // 512
+    assert decode_launch.lead_of(share * 4, 2**10, 10**6, 128) == 1
+    assert decode_launch.lead_of(8, 0, 512, 128) == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])

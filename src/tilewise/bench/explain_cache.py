@@ -149,7 +149,7 @@ class Planned(NamedTuple):
 def planned_by(backend: str, of: Decode, cached: Cached, target: str, card: Card | None) -> Planned:
     """As a backend plans the step."""
     if backend == "portable":
-        plans = portable_plans(cached)
+        plans = portable_plans(cached, None if card is None else card.sms)
         partials = plans[0].args.partials
         slots = partials.m_i.numel() if len(plans) == 2 else 0
         return Planned([launch_of(plan, target) for plan in plans], slots, True, partials.lead or 1)
@@ -164,11 +164,11 @@ def outputs_of(cached: Cached) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(*q.shape[:-1], cached.v.shape[3]), torch.empty(lse_shape(q))
 
 
-def portable_plans(cached: Cached) -> list:
+def portable_plans(cached: Cached, sms: int | None = None) -> list:
     """The launches of the portable backend, as it plans them."""
     from ..kernels.portable.decode_launch import plans_of
 
-    return plans_of(cached, *outputs_of(cached))
+    return plans_of(cached, *outputs_of(cached), sms=sms)
 
 
 def launch_of(plan, target: str) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 from typing import Any
 
@@ -40,6 +41,12 @@ def first_launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
             f"the kernels of tilewise cannot be compiled here ({type(error).__name__}: {error}): "
             f"{remedy}"
         ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def num_sms(device: torch.device) -> int:
+    """The number of a GPU's SMs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

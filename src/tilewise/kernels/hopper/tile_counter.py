@@ -137,9 +137,3 @@ def _capture_info() -> Callable[..., int] | None:
     call.argtypes = (ctypes.c_void_p,) * 6
     call.restype = ctypes.c_int
     return call
-
-
-@functools.lru_cache(maxsize=64)
-def num_sms(device: torch.device) -> int:
-    """The number of SMs; one program runs on each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from ...problem import Problem
 from ...tile.paging import batch_of, capacity
 from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
-from ..common.building import first_launch
+from ..common.building import first_launch, num_sms
 from ..common.cached import Cached, scales_of, strided_of
 from ..common.relaunch import Launched, distinct_cached
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
@@ -24,6 +23,7 @@ Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
 WARPS, STAGES = 4, 3
 PROGRAMS = 2  # that an SM has room for at a time
+INTERPRETED_SMS = 128  # of the GPU that calls on CPU tensors are planned for
 LEAD = 8192  # keys that one program walks at most, where others could share its pieces
 ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
 ROOM_BESIDE = 8 * 1024  # the same where a second state and addresses of keys have room there, too
@@ -153,8 +153,19 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     return step_of(cached, out, lse, states, launched)
 
 
-def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE) -> list:
-    """One launch or two, by how many pieces there may be and whether their states have room."""
+def plans_of(
+    cached: Cached,
+    out: Tensor,
+    lse: Tensor,
+    workspace: int = WORKSPACE,
+    *,
+    sms: int | None = None,
+) -> list:
+    """One launch or two, by how many pieces there may be and whether their states have room, for a
+    GPU of so many SMs; by default the tensors'.
+    """
+    if sms is None:
+        sms = num_sms(cached.q.device) if cached.q.is_cuda else INTERPRETED_SMS
     problem = cached.problem
     q, k, extras = cached.q, cached.k, cached.extras
     batch, fit = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
@@ -182,14 +193,14 @@ def plans_of(cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPAC
     features, lead = features_of(problem), 1
     # Left of a window tiles of a block begin with different pieces, of which the fold knows its own
     if has_room and not features.LEFT:
-        lead = lead_of(used, pieces, cached.split_size, q.device)
+        lead = lead_of(used, pieces, cached.split_size, sms)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= lead or need > workspace
     partials = Partials(None, None, None, 0, blocks, None)
     if not in_one:
-        partials = _partials(cached, pieces, all_rows)
-        partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
+        states = states_of(cached, pieces * all_rows)
+        partials = Partials(*states, all_rows, blocks, lead if lead > 1 else None)
     cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
     if has_room and cache.page_table is not None and cache.page_size > 0:
         tile_pages, rest = divmod(choice.tile.BLOCK_N, cache.page_size)
@@ -217,28 +228,21 @@ def most_blocks(batch: int, rows: int, tokens: int, is_packed: bool) -> int:
     return (rows + min(batch, rows) * (tokens - 1)) // tokens
 
 
-def lead_of(blocks: int, pieces: int, split_size: int, device: torch.device) -> int:
+def lead_of(blocks: int, pieces: int, split_size: int, sms: int) -> int:
     """How many pieces of a block one program walks. Others would write the state of each for the
     fold to read, 16 KB for 32 rows of 128 columns and 256 KB of keys and values. A GPU's share of
     all pieces, if sequences were as long as they may be; and not many, for they may be one long one
     among short ones.
     """
-    share = triton.cdiv(blocks * pieces, PROGRAMS * num_sms(device))
+    share = triton.cdiv(blocks * pieces, PROGRAMS * sms)
     return max(1, min(pieces, share, LEAD // split_size))
 
 
-@functools.lru_cache(maxsize=64)
-def num_sms(device: torch.device) -> int:
-    """The number of SMs; without a GPU a number for tests."""
-    if device.type != "cuda":
-        return 128
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _partials(cached: Cached, pieces: int, rows: int) -> Partials:
-    found = cached.q.new_empty(pieces * rows * (cached.v.shape[3] + 2), dtype=torch.float32)
-    acc_o, m_i, l_i = found.split([pieces * rows * n for n in (cached.v.shape[3], 1, 1)])
-    return Partials(acc_o, m_i, l_i, rows, 0, None)
+def states_of(cached: Cached, rows: int) -> tuple[Tensor, ...]:
+    """Room for the states of so many rows: O, m and l, beside each other."""
+    columns = cached.v.shape[3]
+    found = cached.q.new_empty(rows * (columns + 2), dtype=torch.float32)
+    return found.split([rows * n for n in (columns, 1, 1)])
 
 
 def cache_of(

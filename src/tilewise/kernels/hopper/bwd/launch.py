@@ -17,7 +17,7 @@ from ....problem import NO_MODS, Extras, Grads, Problem, Saved, Scalars
 from ....tile.seqlen import padded_row
 from ....tile.types import Features, KeyPipeline, Numbers, Optionals, Queue, Sizes, Tile
 from ...common.arguments import bias_of, features_of, numbers_of, optionals_of, sizes_of, strided
-from ...common.building import first_launch, on_device
+from ...common.building import first_launch, num_sms, on_device
 from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ...common.bwd_delta import Accumulated, bwd_delta_kernel
 from ...common.outputs import empty_grads
@@ -34,7 +34,7 @@ from ..descriptors import (
     ragged_steps,
 )
 from ..padded import copy_back, in_padded_rows, is_padded, with_padded_rows
-from ..tile_counter import counter_of, num_sms
+from ..tile_counter import counter_of
 from . import dropout as bwd_dropout
 from . import work_tile as bwd_work
 from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of

@@ -16,7 +16,7 @@ from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided
 from ...common import decode_step
 from ...common.arguments import features_of, numbers_of, optionals_of
-from ...common.building import first_launch, on_device
+from ...common.building import first_launch, num_sms, on_device
 from ...common.cached import Cached, scales_of, strided_of
 from ...common.packed import Packed
 from ...common.relaunch import distinct_cached, relaunch_of
@@ -24,7 +24,7 @@ from .. import descriptors
 from ..assembly import ASM
 from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
-from ..tile_counter import counters_of, num_sms
+from ..tile_counter import counters_of
 from . import convert
 from .kernel import hopper_decode_kernel
 from .load import Table

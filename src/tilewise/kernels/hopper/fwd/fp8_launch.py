@@ -15,7 +15,7 @@ from ....hardware import SHARED_MEMORY
 from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
-from ...common.building import first_launch, on_device
+from ...common.building import first_launch, num_sms, on_device
 from ...common.quantized import COLUMNS, Quantized
 from ...common.relaunch import (
     Pattern,
@@ -28,7 +28,7 @@ from ...common.relaunch import (
 from .. import assembly
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged_by_head
-from ..tile_counter import counter, num_sms
+from ..tile_counter import counter
 from . import fp8_operand
 from .epilogue import OUT_COLUMNS
 from .fp8_kernel import hopper_fp8_fwd_kernel

@@ -22,7 +22,7 @@ from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes,
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
-from ...common.building import first_launch, on_device
+from ...common.building import first_launch, num_sms, on_device
 from ...common.outputs import empty_out
 from ...common.relaunch import (
     Pattern,
@@ -44,7 +44,7 @@ from ..descriptors import (
     ragged_steps,
 )
 from ..padded import PaddedLaunch, empty_rows, is_padded
-from ..tile_counter import counter, counter_of, num_sms
+from ..tile_counter import counter, counter_of
 from . import dropout
 from .epilogue import OUT_COLUMNS
 from .kernel import hopper_fwd_kernel

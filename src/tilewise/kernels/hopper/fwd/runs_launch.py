@@ -18,13 +18,13 @@ from ....emulator.switch import emulator_seed
 from ....problem import OPEN, Extras, Problem, Scalars
 from ....tile.types import Queue, Runs
 from ...common.arguments import aligned, numbers_of, optionals_of, sizes_of
-from ...common.building import first_launch, on_device
+from ...common.building import first_launch, num_sms, on_device
 from ...common.outputs import empty_out
 from ...common.relaunch import Pattern, addresses_of, distinct_extras, may_relaunch, pattern_of
 from .. import assembly
 from ..compat import Descriptors, direct_of
 from ..descriptors import checked, descriptors
-from ..tile_counter import counter, counter_of, num_sms
+from ..tile_counter import counter, counter_of
 from . import runs as on_device_runs
 from .kernel import hopper_fwd_kernel
 from .launch import ForwardRelaunch, FwdArgs, Plan, plan_for
