@@ -99,26 +99,11 @@ def attention(
     do not make the same call, and RankLost where one does not come within the group's time-out.
     """
     entry = None
-    if not torch.compiler.is_compiling() and mask_mod is score_mod is dropout_rng is None:
-        has_none = not others or (
-            others.keys() <= NOT_SERVED.keys() and not any(x is not None for x in others.values())
-        )
-        has_none = has_none and type(dropout_p) in (int, float) and dropout_p == 0
-        if has_none and (return_lse is True or return_lse is False):
-            sides = window if type(window) is tuple else (window,)
-            words = (
-                causal,
-                scale,
-                softcap,
-                deterministic,
-                backend,
-                method,
-                bitwise,
-                order,
-                dropout_p,
-            )
-            given = q, k, v, alibi_slopes, sinks
-            entry = known_calls.entry_of_call(layout, given, (*words, *sides))
+    if mask_mod is score_mod is dropout_rng is None and _is_plain(dropout_p, return_lse, others):
+        words = causal, scale, softcap, deterministic, backend, method, bitwise, order, dropout_p
+        sides = window if type(window) is tuple else (window,)
+        given = q, k, v, alibi_slopes, sinks
+        entry = known_calls.entry_of_call(layout, given, (*words, *sides))
     if entry is not None and entry.step is not None:
         arena = arena_for(layout, q.device)
         known = known_calls.known_call(entry, layout, arena)
@@ -159,6 +144,15 @@ def attention(
             spec = known_calls.keep(entry, arena, spec, chosen)
             out, lse = attend_by(chosen, arena, spec, inputs, return_lse)
     return _as_given(out, lse, order, is_packed, return_lse, places)
+
+
+def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
+    """Whether the look of a call's other arguments says all that there is to know of it."""
+    if torch.compiler.is_compiling() or type(return_lse) is not bool:
+        return False
+    if type(dropout_p) not in (int, float) or dropout_p:
+        return False
+    return all(x is None and name in NOT_SERVED for name, x in others.items())
 
 
 def _reporting(arena: Arena | None) -> contextlib.AbstractContextManager:
