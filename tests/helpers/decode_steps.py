@@ -1,0 +1,151 @@
+"""Steps of decoding by kernels that are fakes and record their calls: no GPU."""
+
+import contextlib
+
+import torch
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import jit
+
+import tilewise
+from tilewise import dispatch
+from tilewise.kernels.common import decode_step
+from tilewise.kernels.portable import decode_launch
+from tilewise.ops import calls, kv_cache
+
+BF16, INT32 = torch.bfloat16, torch.int32
+
+
+class Kernel:
+    """A kernel as Triton launches it, and as it is called when it is compiled."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def __getitem__(self, grid):
+        def front(*args, num_warps, num_stages, enable_fp_fusion, **constants):
+            self.log.append((self.name, "front", grid[0], (*args, *constants.values())))
+            return self
+
+        return front
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        self.log.append((self.name, "again", x, rest[3:]))
+
+
+def plain(args):
+    """Arguments as the driver gets them."""
+    as_tuples = [plain(x) if isinstance(x, tuple) else x for x in args]
+    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in as_tuples)
+
+
+def compiled_for(args):
+    """What Triton would compile for, but for some last numbers."""
+    return [jit.native_specialize_impl(CUDABackend, x, False, True, True) for x in args[:-4]]
+
+
+def record(monkeypatch):
+    """Calls of kernels. Memory that a call makes is the same for all calls."""
+    backends = {name: kv_cache.BACKENDS[name] for name in ("portable", "cpu")}
+    monkeypatch.setattr(kv_cache, "BACKENDS", backends)  # Hopper's kernel would come first
+    log, made, new_empty = [], {}, torch.Tensor.new_empty
+
+    def once(x, *sizes, **options):
+        shape = sizes[0] if isinstance(sizes[0], tuple) else sizes
+        key = tuple(shape), options.get("dtype", x.dtype)
+        if key not in made:
+            made[key] = new_empty(x, *sizes, **options)
+        return made[key]
+
+    def in_room(shape, stride, dtype):
+        return once(torch.empty(0, dtype=dtype), shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", once)
+    monkeypatch.setattr(decode_step, "allocator_of", lambda device: in_room)
+    for name in ("attn_split_kernel", "attn_fold_kernel"):
+        monkeypatch.setattr(decode_launch, name, Kernel(name, log))
+    monkeypatch.setattr(decode_launch, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(calls, "is_read", lambda x: False)
+    monkeypatch.setattr(calls, "UNGUARDED", frozenset())
+    calls._entry.cache_clear()
+    monkeypatch.setattr(dispatch, "ask", lambda *_: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return log
+
+
+def moved(x, by):
+    """The same numbers, `by` elements past an aligned address."""
+    fit = torch.zeros(x.numel() + by, dtype=x.dtype)
+    return fit[by:].view(x.shape).copy_(x)
+
+
+def tensors(fit=2048, queries=1):
+    """New tensors of a call."""
+    k, v = torch.randn(2, 2, fit, 2, 64).to(BF16).unbind(0)
+    return dict(q=torch.randn(2, queries, 8, 64).to(BF16), k=k, v=v, causal=True)
+
+
+def in_pages(**given):
+    found = tensors() | given
+    for name in "kv":
+        found[name] = found[name].view(256, 16, 2, 64)
+    table = torch.arange(256, dtype=INT32).view(2, 128)
+    return found | dict(page_table=table, seqused_k=torch.tensor([7, 2048], dtype=INT32))
+
+
+def packed(**given):
+    found = in_pages(**given)
+    found["q"] = found["q"].flatten(0, 1)
+    return found | dict(cu_seqlens_q=torch.tensor([0, 1, 2], dtype=INT32))
+
+
+def by_heads():
+    found = tensors()
+    return found | {x: found[x].transpose(1, 2) for x in "qkv"} | dict(layout="bhsd")
+
+
+def in_bytes(dtype=torch.float8_e4m3fn, by_row=True):
+    found = in_pages()
+    for name in "kv":
+        found[name] = found[name].to(dtype)
+        found[f"{name}_descale"] = torch.rand(256, 16, 2) if by_row else torch.rand(2)
+    return found
+
+
+CALLS = {
+    "e4m3, rows": in_bytes,
+    "int8, heads": lambda: in_bytes(torch.int8, False),
+    "in pieces": lambda: tensors() | dict(split_size=512),
+    "in one piece": lambda: tensors() | dict(split_size=4096),
+    "by heads": lambda: by_heads() | dict(split_size=512),
+    "out": lambda: tensors() | dict(out=torch.zeros(2, 1, 8, 64, dtype=BF16)),
+    "one tensor": lambda: tensors() | dict(v=None, split_size=512),
+    "several queries": lambda: tensors(queries=8) | dict(split_size=512),
+    "in pages": in_pages,
+    "packed": packed,
+    "moved lengths": lambda: in_pages() | dict(seqused_k=moved(torch.zeros(2, dtype=INT32), 1)),
+    "all": lambda: in_pages(
+        **dict(alibi_slopes=torch.rand(2, 8), sinks=torch.randn(8), window=(300, 0)),
+        **dict(softcap=20.0, scale=0.3, out=torch.zeros(2, 1, 8, 64, dtype=BF16)),
+    ),
+}
+
+
+def call(given):
+    given = dict(given)
+    given["v"] = given["k"] if given["v"] is None else given["v"]
+    return tilewise.attention(return_lse=True, backend="portable", **given)
+
+
+def ways_of(log):
+    """How calls launched."""
+    return [how for name, how, *_ in log if "split" in name]
+
+
+def ways(log):
+    """How calls since the last time launched."""
+    found = ways_of(log)
+    log.clear()
+    return found
