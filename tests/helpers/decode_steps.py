@@ -12,6 +12,8 @@ from tilewise.kernels.common import decode_step
 from tilewise.kernels.portable import decode_launch
 from tilewise.ops import calls, kv_cache
 
+from .looks import moved
+
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
@@ -73,12 +75,6 @@ def record(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return log
-
-
-def moved(x, by):
-    """The same numbers, `by` elements past an aligned address."""
-    fit = torch.zeros(x.numel() + by, dtype=x.dtype)
-    return fit[by:].view(x.shape).copy_(x)
 
 
 def tensors(fit=2048, queries=1):

@@ -5,7 +5,8 @@ import gc
 
 import pytest
 import torch
-from helpers.decode_steps import CALLS, call, moved, record, tensors, ways
+from helpers.decode_steps import CALLS, call, record, tensors, ways
+from helpers.looks import moved
 
 from tilewise.ops import calls, guards
 

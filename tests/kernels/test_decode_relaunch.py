@@ -15,7 +15,6 @@ from helpers.decode_steps import (
     compiled_for,
     in_bytes,
     in_pages,
-    moved,
     packed,
     plain,
     record,
@@ -23,6 +22,7 @@ from helpers.decode_steps import (
     ways,
     ways_of,
 )
+from helpers.looks import moved
 
 import tilewise
 from tilewise.errors import ArgumentError
