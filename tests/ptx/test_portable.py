@@ -247,3 +247,37 @@ def test_queries_at_a_time_change_no_bit(headdim, page_size, monkeypatch):
         found = attend(type(s)([s.q[0][a:b]], [s.k[0][:n]], [s.v[0][:n]]))
         assert max(rows) == 16
         assert torch.equal(found[0], out[a:b]) and torch.equal(found[1], lse[:, a:b])
+
+
+def test_what_lies_beside_a_sequence_changes_no_bit(monkeypatch):
+    """C1: one launch or two, whose compiler lays tiles of this shape out differently."""
+
+    def run(plan, device):
+        execute(plan.kernel, options=plan.options)[(plan.programs,)](*plan.args, **plan.constants)
+        launches.append(plan.kernel)
+        return Launched(None, plan.programs, plan.args)
+
+    def attend(s):
+        k, v, table = paged(s, 1)
+        scales = dict(k_descale=torch.tensor([0.5]), v_descale=torch.tensor([2.0]))
+        table = table[:, : max(s.lengths)]
+        at = dict(seqused_k=s.lengths, cu_seqlens_q=s.starts, page_table=table, split_size=192)
+        with use_interpreter():
+            return tilewise.attention(
+                *(torch.cat(s.q), k.to(FP8), v.to(FP8)), **at, **scales, scale=0.7,
+                causal=True, mask_mod=some, return_lse=True, backend="portable",
+            )  # fmt: skip
+
+    def some(batch, head, q_idx, k_idx):
+        return pairs[q_idx % 3, k_idx]
+
+    launches = []
+    pairs = torch.rand(3, 915, generator=torch.Generator().manual_seed(0)) < 0.6
+    monkeypatch.setattr(decode_launch, "run", run)
+    s = sequences([1, 2], [915, 129], (4, 1), (16, 64), BF16)
+    out, lse = attend(s)
+    assert len(launches) == 2
+    pairs = pairs[:, :128 + 16].contiguous()  # read by more bytes at a time
+    alone = attend(type(s)(*(x[1:] for x in (s.q, s.k, s.v))))
+    assert len(launches) == 3
+    assert torch.equal(alone[0], out[1:]) and torch.equal(alone[1], lse[:, 1:])

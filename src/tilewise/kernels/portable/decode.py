@@ -27,7 +27,7 @@ from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
 from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
-from .split_step import attend
+from .split_step import add_sums, attend, spread_sums
 
 
 class Cache(NamedTuple):
@@ -250,7 +250,7 @@ def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
 def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """The piece of keys [start, start + split_size), for each tile of queries."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    states = no_keys_in(len(q_tiles), TILE)
+    states = spread_sums(no_keys_in(len(q_tiles), TILE), BLOCK_N)
     first, stop = piece_keys(start, split_size, rows.keys, BLOCK_N)
     nth, row = first_places(first, cache, BLOCK_N)
     page = find_pages(rows.seq.batch, nth, first, stop, cache, BLOCK_N)
@@ -281,7 +281,7 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
             state = attend(state_in(states, i), *at, cache, scales, FEATURES)
             found = found + (state,)
         states = found
-    return states
+    return add_sums(states)
 
 
 @triton.jit

@@ -1,11 +1,16 @@
-"""A tile of keys into the state of a tile of queries: FlashAttention-2, algorithm 1."""
+"""A tile of keys into the state of a tile of queries: FlashAttention-2, algorithm 1.
+
+A row's l is a sum of each column of tiles until its piece ends, so that threads exchange nothing but
+maxima. Then sums of two numbers follow, which have no order: that of `tl.sum` is the compiler's
+choice of a layout, another one in another kernel. So a row's bits are the same in all kernels.
+"""
 
 import triton
 import triton.language as tl
 
 from ...tile.mask import seen_by_position
 from ...tile.score import exp_scale, score
-from ...tile.softmax import online_step
+from ...tile.softmax import exponentials, running_max
 from ...tile.splits import SplitState
 
 
@@ -20,25 +25,64 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: t
     s = score(qk, q_idx, k_idx, rows.seq, FEATURES).s
     keep = seen_by_position(keep, q_idx, k_idx, rows.seq, FEATURES)
     s = tl.where(keep, s, float("-inf"))
-    step = online_step(s, state.m_i, state.l_i, exp_scale(rows.seq, FEATURES), True)
+    scale = exp_scale(rows.seq, FEATURES)
+    m_i = running_max(s, state.m_i, scale)
+    p, alpha = exponentials(s, state.m_i, m_i, scale, True)
+    l_i = state.l_i * alpha[:, None] + p
     if len(q_tile.shape) == 3:
-        acc_o = tl.dot(step.p, v_tile, input_precision=FEATURES.PRECISION)
-        acc_o = tl.fma(state.acc_o, step.alpha[:, None], acc_o)
+        acc_o = tl.dot(p, v_tile, input_precision=FEATURES.PRECISION)
+        acc_o = tl.fma(state.acc_o, alpha[:, None], acc_o)
     else:
-        acc_o = state.acc_o * step.alpha[:, None]
-        p = step.p
+        acc_o = state.acc_o * alpha[:, None]
         if cache.v_scale is not None:
             if cache.v_scale_row is not None:
                 p = p * scales[1]
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=FEATURES.PRECISION)
-    return SplitState(acc_o, step.m_i, step.l_i)
+    return SplitState(acc_o, m_i, l_i)
+
+
+@triton.jit
+def spread_sums(states, COLUMNS: tl.constexpr):
+    """Those of no keys, with a sum for each column of a tile of keys, (BLOCK_M, COLUMNS)."""
+    found = ()
+    for i in tl.static_range(len(states)):
+        acc_o, m_i, l_i = states[i]
+        found = found + (SplitState(acc_o, m_i, tl.zeros([l_i.shape[0], COLUMNS], tl.float32)),)
+    return found
+
+
+@triton.jit
+def add_sums(states):
+    """With one sum again."""
+    found = ()
+    for i in tl.static_range(len(states)):
+        acc_o, m_i, l_i = states[i]
+        found = found + (SplitState(acc_o, m_i, sums_in_pairs(l_i)),)
+    return found
+
+
+@triton.constexpr_function
+def halvings(n):
+    """How often n, a power of 2, is halved until it is 1."""
+    return n.bit_length() - 1
+
+
+@triton.jit
+def sums_in_pairs(x):
+    """Of each row, (BLOCK_M,)."""
+    for _ in tl.static_range(halvings(x.shape[1])):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (x.shape[0],))
 
 
 @triton.jit
 def multiply(q_tile, k_tile, FEATURES: tl.constexpr):
-    """S = Q K^T; each chunk has a sum of its own."""
+    """S = Q K^T; each chunk has a sum of its own, and these are added in pairs."""
     if len(q_tile.shape) == 2:
         return tl.dot(q_tile, tl.trans(k_tile), input_precision=FEATURES.PRECISION)
     else:
         k_tile = tl.permute(k_tile, (0, 2, 1))
-        return tl.sum(tl.dot(q_tile, k_tile, input_precision=FEATURES.PRECISION), 0)
+        qk = tl.dot(q_tile, k_tile, input_precision=FEATURES.PRECISION)
+        for _ in tl.static_range(halvings(qk.shape[0])):
+            qk = tl.sum(tl.reshape(qk, (2, qk.shape[0] // 2, qk.shape[1], qk.shape[2])), 0)
+        return tl.reshape(qk, (qk.shape[1], qk.shape[2]))
