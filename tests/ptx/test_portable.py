@@ -277,7 +277,7 @@ def test_what_lies_beside_a_sequence_changes_no_bit(monkeypatch):
     s = sequences([1, 2], [915, 129], (4, 1), (16, 64), BF16)
     out, lse = attend(s)
     assert len(launches) == 2
-    pairs = pairs[:, :128 + 16].contiguous()  # read by more bytes at a time
+    pairs = pairs[:, : 128 + 16].contiguous()  # read by more bytes at a time
     alone = attend(type(s)(*(x[1:] for x in (s.q, s.k, s.v))))
     assert len(launches) == 3
     assert torch.equal(alone[0], out[1:]) and torch.equal(alone[1], lse[:, 1:])

@@ -1,8 +1,8 @@
 """A tile of keys into the state of a tile of queries: FlashAttention-2, algorithm 1.
 
-A row's l is a sum of each column of tiles until its piece ends, so that threads exchange nothing but
-maxima. Then sums of two numbers follow, which have no order: that of `tl.sum` is the compiler's
-choice of a layout, another one in another kernel. So a row's bits are the same in all kernels.
+A row's l is many sums, each of one thread's keys, until its piece ends, so that threads exchange
+nothing but maxima. Then sums of two numbers follow, which have no order: that of `tl.sum` is the
+compiler's choice of a layout, another one in another kernel. So a row's bits are the same in all.
 """
 
 import triton
@@ -28,7 +28,7 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: t
     scale = exp_scale(rows.seq, FEATURES)
     m_i = running_max(s, state.m_i, scale)
     p, alpha = exponentials(s, state.m_i, m_i, scale, True)
-    l_i = state.l_i * alpha[:, None] + p
+    l_i = state.l_i * beside_sums(alpha, p.shape[1]) + sums_of_threads(p)
     if len(q_tile.shape) == 3:
         acc_o = tl.dot(p, v_tile, input_precision=FEATURES.PRECISION)
         acc_o = tl.fma(state.acc_o, alpha[:, None], acc_o)
@@ -42,12 +42,34 @@ def attend(state, q_tile, k_tile, v_tile, rows, keys, cache, scales, FEATURES: t
 
 
 @triton.jit
-def spread_sums(states, COLUMNS: tl.constexpr):
-    """Those of no keys, with a sum for each column of a tile of keys, (BLOCK_M, COLUMNS)."""
+def sums_of_threads(p):
+    """(BLOCK_M, BLOCK_N // 4), each of two neighbours and of those half a tile on, which a thread
+    has in an accumulator.
+    """
+    halves = tl.sum(tl.reshape(p, (p.shape[0], 2, p.shape[1] // 2)), 1)
+    return tl.sum(tl.reshape(halves, (p.shape[0], p.shape[1] // 4, 2)), 2)
+
+
+@triton.jit
+def beside_sums(alpha, BLOCK_N: tl.constexpr):
+    """A row's factor for each of its sums. It takes their way, by maxima of two equal numbers that
+    are no instruction: else Triton (3.6) moves sums through shared memory to where it is.
+    """
+    BLOCK_M: tl.constexpr = alpha.shape[0]
+    x = tl.broadcast_to(alpha[:, None], (BLOCK_M, BLOCK_N))
+    halves = tl.max(tl.reshape(x, (BLOCK_M, 2, BLOCK_N // 2)), 1)
+    return tl.max(tl.reshape(halves, (BLOCK_M, BLOCK_N // 4, 2)), 2)
+
+
+@triton.jit
+def spread_sums(states, BLOCK_N: tl.constexpr):
+    """Those of no keys, with a row's sums apart, (BLOCK_M, BLOCK_N // 4)."""
     found = ()
     for i in tl.static_range(len(states)):
         acc_o, m_i, l_i = states[i]
-        found = found + (SplitState(acc_o, m_i, tl.zeros([l_i.shape[0], COLUMNS], tl.float32)),)
+        found = found + (
+            SplitState(acc_o, m_i, tl.zeros([l_i.shape[0], BLOCK_N // 4], tl.float32)),
+        )
     return found
 
 
