@@ -131,10 +131,10 @@ def test_every_tile_has_bytes_in_flight():
         block_n = 128 if max(d, dv) == 64 else 64
         tile = tiles.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
         if (d, dv, rows) != (256, 256, 64):
-            assert tile.CACHE_STAGES >= 2, tile
-        assert tile.CACHE_STAGES >= 1, tile
+            assert tile.STAGES >= 2, tile
+        assert tile.STAGES >= 1, tile
         if rows == 8:
-            assert tile.CACHE_STAGES * block_n * (d + dv) >= 2**16, tile
+            assert tile.STAGES * block_n * (d + dv) >= 2**16, tile
 
 
 @pytest.mark.parametrize(

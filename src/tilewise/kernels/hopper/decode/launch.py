@@ -25,7 +25,7 @@ from ..assembly import ASM
 from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of
-from . import convert
+from . import eight_bits
 from .kernel import hopper_decode_kernel
 from .load import Table
 from .rows import Output, States
@@ -246,7 +246,7 @@ def run(plan: Plan, device: torch.device) -> Any:
         from ....emulator.hopper import emulate
 
         seed = emulator_seed() or 0
-        meanings = ASM | convert.ASM
+        meanings = ASM | eight_bits.ASM
         kernel = emulate(hopper_decode_kernel, seed=seed, asm=meanings)
         kernel[(plan.programs,)](*args, **plan.constants)
         return None

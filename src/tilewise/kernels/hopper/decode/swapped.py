@@ -24,6 +24,7 @@ from ....tile.splits import SplitState, piece_keys
 from ..layouts import accumulator, column_of, numbers_of_warps, row_of, transposed_accumulator
 from ..pipeline import advance, release_by_threads, wait_full
 from ..rescale import lagging_max
+from .eight_bits import in_order, interleaved_accumulator, key_operand, value_operand
 from .piece import open_piece, scores_of, wait_values
 from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .scales import times_scale
@@ -39,7 +40,7 @@ def attend_piece_swapped(
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = transposed_accumulator(M, N)
-    O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV)
+    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE)
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
@@ -61,28 +62,35 @@ def attend_piece_swapped(
         acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
         s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
         p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
-        if TILE.STAGES == 1:  # the next V, and its scales, are there only when this one is released
-            acc_o = end_values(acc_o, alpha, rings, state)
-            p_smem = share(p, n, own, rings, ahead, call, TILE)
-        else:
-            p_smem = share(p, n, own, rings, ahead, call, TILE)
-            acc_o = end_values(acc_o, alpha, rings, state)
+        p_smem = share(p, n, own, rings, ahead, call, TILE)
+        acc_o = end_values(acc_o, alpha, rings, state)
         state, before = ahead, n
     acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
     l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
-    found = SplitState(by_rows(acc_o), in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
+    acc_o = by_rows(acc_o) if TILE.CACHE == "" else in_order(acc_o)
+    found = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
     return advance(state, TILE.STAGES), found
+
+
+@gluon.constexpr_function
+def output_layout(rows, columns, cache):
+    """O as its transpose is left."""
+    of_pairs = interleaved_accumulator if cache else transposed_accumulator
+    return of_pairs(rows, columns)
 
 
 @gluon.jit
 def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
     """S^T = K Q^T, (BLOCK_N, BLOCK_M), begun."""
     wait_full(rings.k, state)
-    if not TILE.BY_TMA:
-        fence_async_shared()  # what threads copied, before wgmma reads it
-    k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
+    if TILE.CACHE == "":
+        if not TILE.BY_TMA:
+            fence_async_shared()  # what threads copied, before wgmma reads it
+        k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
+    else:
+        k_tile = key_operand(rings.k.buffers.index(state.stage), q_smem.dtype, TILE)
     return warpgroup_mma(k_tile, q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
@@ -128,7 +136,7 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
         scales = rings.v_scales.index(state.stage).load(column_of(p.type.layout))
         p = p * scales[None, :]
     p_smem = own.probabilities.index(n // TILE.BLOCK_N % 2)
-    p_smem.store(p.to(rings.v.buffers.dtype))
+    p_smem.store(p.to(p_smem.dtype))
     fence_async_shared()  # what threads wrote, before wgmma reads it
     return p_smem
 
@@ -136,12 +144,12 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
 @gluon.jit
 def multiply_values(p_smem, acc_o, n, keys, rings, state, TILE: gl.constexpr):
     """O^T += V^T P^T, (BLOCK_DV, BLOCK_M), begun, of the block from key n on."""
+    v_tile = wait_values(n, keys, rings, state, TILE)
     if TILE.CACHE == "":
-        v_tile = wait_values(n, keys, rings, state, TILE)
-    else:  # of which the convert warps clear rows that are not in use
-        wait_full(rings.v, state)
-        v_tile = rings.v.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_DV))
-    return warpgroup_mma(v_tile.permute((1, 0)), p_smem.permute((1, 0)), acc_o, is_async=True)
+        v_tile = v_tile.permute((1, 0))
+    else:
+        v_tile = value_operand(rings.v.buffers.index(state.stage), p_smem.dtype, TILE)
+    return warpgroup_mma(v_tile, p_smem.permute((1, 0)), acc_o, is_async=True)
 
 
 @gluon.jit

@@ -80,17 +80,13 @@ def eight_bit_tile(
     block_n, block_d, block_dv = shape
     in_shared = rows == ROWS  # two accumulators are too many registers
     is_wide = max(block_d, block_dv) > 128
-    stages = 1 if in_shared and is_wide else 2  # of what is converted
     q_stages = 1 if rows > 16 and is_wide else 2
     of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
     room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
-    elements, scales = block_n * (block_d + block_dv), 4 * block_n * row_scales  # of a stage
-    cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
+    stages = min(room // (block_n * (block_d + block_dv + 4 * row_scales)), 8)
     return SplitPipeline(
         *(rows, *shape, stages, q_stages, by_tma, in_shared),
-        COPY_WARPS=2,  # beside convert warps, four would leave too few registers
         CACHE=cache,
-        CACHE_STAGES=min(cache_stages, 8),
         BLOCK_M=rows,
         SWAPPED=True,
     )
