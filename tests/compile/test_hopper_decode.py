@@ -205,9 +205,12 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
     loop = innermost_loops(kernel, "HGMMA")[0]
     names = "|".join(("HGMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "STSM"))
     order = [found[0] for line in loop if (found := re.search(names, line))]
+    # A block whose values are cleared has more of them, one behind another
+    meets = [a == b == "BAR.SYNC" for a, b in itertools.pairwise(order)]
+    order = [name for name, again in zip(order, [False, *meets]) if not again]
     if IS_3_6:
-        products, block_n = ["HGMMA"] * (max(headdim, 128) // 16), 128 if headdim == 64 else 64
-        stores = ["STSM"] * max(rows * block_n // 1024, 1)
+        products = ["HGMMA"] * (max(headdim, 128) // 16)
+        stores = ["STSM"] * max(rows * (128 if headdim == 64 else 64) // 1024, 1)
         steps = ["BAR.SYNC", *products, "WARPGROUP.DEPBAR", "BAR.SYNC", *stores]
         assert order == [*products, *steps, "WARPGROUP.DEPBAR"]
     assert spills_in(loop) == 0

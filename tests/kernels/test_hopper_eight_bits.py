@@ -128,7 +128,7 @@ def test_every_tile_has_bytes_in_flight():
     """Two blocks, but for the largest accumulators; 64 KB where a tile is a decode's."""
     dims = itertools.product((64, 128, 256), repeat=2)
     for (d, dv), rows, row_scales in itertools.product(dims, (8, 16, 32, 64), (0, 1, 2)):
-        block_n = 128 if max(d, dv) == 64 else 64
+        block_n = 128 if dv == 64 == d or d <= dv == 128 else 64
         tile = tiles.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
         if (d, dv, rows) != (256, 256, 64):
             assert tile.STAGES >= 2, tile

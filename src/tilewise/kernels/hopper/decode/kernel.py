@@ -84,8 +84,8 @@ def hopper_decode_kernel(
     if TILE.SWAPPED:
         probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype))
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-        maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
-        sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
+        maxima = gl.allocate_shared_memory(gl.float32, [M, TILE.WARPS], by_row)
+        sums = gl.allocate_shared_memory(gl.float32, [M, TILE.WARPS], by_row)
     own = Own(state, probabilities, maxima, sums)
     if WARPGROUPS > 1:
         make_barriers(rings, scales, TILE)

@@ -39,16 +39,17 @@ def attend_piece_swapped(
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
-    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N)
-    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE)
+    WARPS: gl.constexpr = TILE.WARPS
+    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N, WARPS)
+    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE, WARPS)
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
     asked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
-    no_scores = gl.zeros([N, M], gl.float32, accumulator(M))
-    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M))
+    no_scores = gl.zeros([N, M], gl.float32, accumulator(M, WARPS))
+    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M, WARPS))
     m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
+    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT), WARPS)
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, asked.keys, N)
     s = multiply_keys(q_smem, rings, state, no_scores, TILE)
@@ -69,16 +70,16 @@ def attend_piece_swapped(
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
     l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
-    acc_o = by_rows(acc_o) if TILE.CACHE == "" else in_order(acc_o)
+    acc_o = by_rows(acc_o, WARPS) if TILE.CACHE == "" else in_order(acc_o, WARPS)
     found = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
     return advance(state, TILE.STAGES), found
 
 
 @gluon.constexpr_function
-def output_layout(rows, columns, cache):
+def output_layout(rows, columns, cache, warps):
     """O as its transpose is left."""
-    of_pairs = interleaved_accumulator if cache else transposed_accumulator
-    return of_pairs(rows, columns)
+    layout_of = interleaved_accumulator if cache else transposed_accumulator
+    return layout_of(rows, columns, warps)
 
 
 @gluon.jit
@@ -99,7 +100,7 @@ def take_scores(s, IN_FLIGHT: gl.constexpr, rings, state, k_scale, call, TILE: g
     """S, (BLOCK_M, BLOCK_N), times what its keys' scales, or one of no use as a factor of the
     exponent, ask for; of products IN_FLIGHT are newer.
     """
-    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]))
+    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]), TILE.WARPS)
     if call.scales.k_row is not None:
         scales = rings.k_scales.index(state.stage).load(column_of(s.type.layout))
         s = s * scales[None, :]
@@ -118,8 +119,9 @@ def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
     S_LAYOUT: gl.constexpr = s.type.layout
     scale = exp_scale(asked.seq, FEATURES)
     s = scores_of(s, n, asked, FEATURES)
-    # Row 64 i + 16 w + j of wgmma is in warp w
-    of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
+    # Row 64 i + 16 w + j of wgmma is in warp w; of 8 warps 128 i + 16 w + j
+    WARPS: gl.constexpr = own.maxima.shape[1]
+    of_warps = gl.max(gl.max(s.reshape([M, N // (16 * WARPS), WARPS, 16]), 1), 2)
     largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
     m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
     p, alpha = exponentials(s, m_i, m_new, scale, True)
@@ -162,9 +164,9 @@ def end_values(acc_o, alpha, rings, state):
 
 
 @gluon.jit
-def by_rows(acc):
+def by_rows(acc, WARPS: gl.constexpr):
     """An accumulator's transpose: its registers stay where they are."""
-    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0])
+    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0], WARPS)
     return gl.convert_layout(acc.permute((1, 0)), LAYOUT, assert_trivial=True)
 
 
@@ -176,6 +178,6 @@ def in_rows(x, layout: gl.constexpr):
 
 @gluon.jit
 def of_all_warps(x, smem):
-    """(BLOCK_M, 4), a number of each warp, where all have them."""
+    """(BLOCK_M, WARPS), a number of each warp, where all have them."""
     smem.store(x)
-    return smem.load(numbers_of_warps(x.shape[0]))
+    return smem.load(numbers_of_warps(x.shape[0], x.shape[1]))
