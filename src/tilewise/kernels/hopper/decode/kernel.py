@@ -95,6 +95,7 @@ def hopper_decode_kernel(
     # Registers of the load warp: more where it copies scales of rows, too
     LOAD: gl.constexpr = 56 if TILE.CACHE == "" else 112
     COPY: gl.constexpr = 96 if TILE.CACHE == "" else 112
+    COPY_WARPS: gl.constexpr = TILE.COPY_WARPS
     if WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
             [
@@ -136,7 +137,7 @@ def hopper_decode_kernel(
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
             ],
-            [1, 1, 4],
+            [1, 1, COPY_WARPS],
             [LOAD, LOAD, COPY],
         )
 

@@ -45,6 +45,8 @@ def attend_piece_swapped(
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
+    # K and V^T are both in registers else, for which these leave no room
+    IN_TURN: gl.constexpr = TILE.CACHE != "" and M > (8 if DV > 128 else 32)
     asked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
     no_scores = gl.zeros([N, M], gl.float32, accumulator(M, WARPS))
     acc_o = gl.zeros([DV, M], gl.float32, accumulator(M, WARPS))
@@ -60,8 +62,12 @@ def attend_piece_swapped(
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
         s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
-        acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
-        s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
+        if IN_TURN:
+            s = take_scores(s, 0, rings, ahead, k_scale, call, TILE)
+            acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
+        else:
+            acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
+            s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
         p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
         p_smem = share(p, n, own, rings, ahead, call, TILE)
         acc_o = end_values(acc_o, alpha, rings, state)

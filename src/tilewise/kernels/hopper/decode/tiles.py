@@ -84,14 +84,15 @@ def eight_bit_tile(
     block_n, block_d, block_dv = shape
     # Two warpgroups halve the keys of S^T, and the columns of V, which then are 64 of each
     warps = 8 if block_n == block_dv == 128 else 4
-    in_shared = rows == ROWS  # two accumulators are too many registers
     is_wide = max(block_d, block_dv) > 128
+    in_shared = rows > (8 if is_wide else 32)  # two accumulators are too many registers
     q_stages = 1 if rows > 16 and is_wide else 2
     of_row = swapped_row(shape, q_stages, warps) + 4 * block_dv * in_shared  # folded pieces
     room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
     stages = min(room // (block_n * (block_d + block_dv + 4 * row_scales)), 8)
     return SplitPipeline(
         *(rows, *shape, stages, q_stages, by_tma, in_shared),
+        COPY_WARPS=2 if warps == 8 else 4,  # 2 are those that the load warp's group has room for
         CACHE=cache,
         BLOCK_M=rows,
         WARPS=warps,
