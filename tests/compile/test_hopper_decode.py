@@ -198,17 +198,24 @@ ROWS_8 = [*itertools.product((64, 128), (8, 16, 32, 64)), (256, 32)]
 
 @pytest.mark.parametrize("headdim, rows", sample_rows(ROWS_8, (128, 8)))
 def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
-    """The warps meet twice a block, and wait for no product but the scores and the one before."""
+    """The warps meet twice a block, and wait for no product but the scores and the one before;
+    where registers are few, for the scores before V P is begun.
+    """
     monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
     kernel = compiled(headdim, 16, causal=True, kept=KEPT["e4m3"], scales="head")
-    assert_fits(kernel, SPILLS_8[headdim] + 100 * (rows == 64))
+    assert_fits(kernel, 400 if (headdim, rows) == (128, 64) else SPILLS_8[headdim])
     loop = innermost_loops(kernel, "HGMMA")[0]
     names = "|".join(("HGMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "STSM"))
     order = [found[0] for line in loop if (found := re.search(names, line))]
+    # A block whose values are cleared has more of them, one behind another
+    meets = [a == b == "BAR.SYNC" for a, b in itertools.pairwise(order)]
+    order = [name for name, again in zip(order, [False, *meets]) if not again]
     if IS_3_6:
-        products, block_n = ["HGMMA"] * (max(headdim, 128) // 16), 128 if headdim == 64 else 64
-        stores = ["STSM"] * max(rows * block_n // 1024, 1)
+        products = ["HGMMA"] * (max(headdim, 128) // 16)
+        stores = ["STSM"] * max(rows * (128 if headdim == 64 else 64) // 1024, 1)
         steps = ["BAR.SYNC", *products, "WARPGROUP.DEPBAR", "BAR.SYNC", *stores]
+        if rows > (8 if headdim == 256 else 32):
+            steps = ["WARPGROUP.DEPBAR", "BAR.SYNC", *products, "BAR.SYNC", *stores]
         assert order == [*products, *steps, "WARPGROUP.DEPBAR"]
     assert spills_in(loop) == 0
 

@@ -200,8 +200,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
     tiles = math.ceil(sizes.seqlen_q / (rows // cached.problem.group)) * sizes.nheads
     each = sum(len(pieces(0, keys, cached.split_size)) for keys in of.sequences)
     sides = rows, tile.BLOCK_N, tile.BLOCK_D + tile.BLOCK_DV
-    stages = tile.CACHE_STAGES if tile.CACHE else tile.STAGES
-    found = Launch("hopper_decode_kernel", *sides, stages, tiles * each, True, compiled)
+    found = Launch("hopper_decode_kernel", *sides, tile.STAGES, tiles * each, True, compiled)
     has_room = each * sizes.seqlen_q <= sizes.room  # else tiles are whole
     return Planned([found], sizes.room * cached.problem.nheads * has_room, False)
 

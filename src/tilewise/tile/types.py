@@ -194,9 +194,9 @@ class SplitPipeline(NamedTuple):
     STATE_IN_SHARED: bool  # whether folded pieces lie there: registers have no room for two states
     COPY_WARPS: int = 4  # that copy where TMA does not
     CACHE: str = ""  # "e4m3" or "int8" where keys and values have 8 bits; else they are as queries
-    CACHE_STAGES: int = 0  # for tiles of 8 bits; STAGES are those of what they are converted to
     WARPGROUPS: int = 1  # that multiply, each with ROWS of its own, and share tiles of K and V
     BLOCK_M: int = 64  # rows of tiles in registers and shared memory, of which ROWS may be queries
+    WARPS: int = 4  # of a warpgroup that multiplies; 8 are two that share rows, and divide keys
     SWAPPED: bool = False  # whether keys are the rows of wgmma, and the tile's rows its columns
 
 

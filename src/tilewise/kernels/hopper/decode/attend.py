@@ -15,14 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....tile.seqlen import modifiers_of
 from ....tile.splits import SplitState, fold
-from ..layouts import accumulator, column_of, row_of, transposed_accumulator
+from ..layouts import accumulator, column_of, row_of
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .barriers import make_ready
 from .fold import end_part, fold_slice
 from .piece import attend_piece
 from .rows import rows_at, store_partial, write_rows
 from .scales import k_sequence_scale
-from .swapped import attend_piece_swapped
+from .swapped import attend_piece_swapped, output_layout
 from .work import END, PART, blocks_of, half_of, receive_work, seen_of
 
 
@@ -31,7 +31,7 @@ class Own(NamedTuple):
 
     state: Any  # (BLOCK_M, BLOCK_DV), folded pieces
     probabilities: Any  # (2, BLOCK_M, BLOCK_N), where operands are swapped
-    maxima: Any  # (BLOCK_M, 4), of each warp
+    maxima: Any  # (BLOCK_M, WARPS), of each warp
     sums: Any  # the same
 
 
@@ -44,7 +44,7 @@ def attend_partition(
         make_ready(rings, call.scales, TILE)
     modifiers = modifiers_of(call.optionals)
     messages_state, q_state, state = start(), start(), start()
-    work = receive_work(rings.messages, messages_state)
+    work = receive_work(rings.messages, messages_state, TILE.WARPS)
     while work.kind != END:
         messages_state = advance(messages_state, 2)
         if work.kind == PART:
@@ -74,7 +74,7 @@ def attend_partition(
         else:
             if work.index % TILE.WARPGROUPS == WG:
                 fold_slice(work, output, counters, call, FEATURES, TILE)
-        work = receive_work(rings.messages, messages_state)
+        work = receive_work(rings.messages, messages_state, TILE.WARPS)
 
 
 @gluon.jit
@@ -86,7 +86,9 @@ def attend_part(
     DV: gl.constexpr = TILE.BLOCK_DV
     M: gl.constexpr = TILE.BLOCK_M
     IS_SWAPPED: gl.constexpr = TILE.SWAPPED
-    O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV) if IS_SWAPPED else accumulator(DV)
+    O_LAYOUT: gl.constexpr = (
+        output_layout(M, DV, TILE.CACHE, TILE.WARPS) if IS_SWAPPED else accumulator(DV)
+    )
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0
     k_scale = 1.0

@@ -22,22 +22,18 @@ def make_ready(rings, scales, TILE: gl.constexpr):
 @gluon.jit
 def make_barriers(rings, scales, TILE: gl.constexpr):
     """All barriers but those of messages."""
-    COPIES: gl.constexpr = 1 if TILE.BY_TMA or TILE.CACHE != "" else 32 * TILE.COPY_WARPS
-    READS: gl.constexpr = 128 * TILE.WARPGROUPS  # of a stage: see `release_by_threads`
-    init_ring(rings.k, COPIES, READS)
-    init_ring(rings.v, COPIES, READS)
+    # The load warp's lanes arrive, too, when the scales that they copy have landed
+    OF_K: gl.constexpr = arrivals_of(scales.k_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
+    OF_V: gl.constexpr = arrivals_of(scales.v_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
+    READS: gl.constexpr = 32 * TILE.WARPS * TILE.WARPGROUPS  # of a stage: see `release_by_threads`
+    init_ring(rings.k, OF_K, READS)
+    init_ring(rings.v, OF_V, READS)
     init_barrier(rings.q.full, 1 if TILE.WARPGROUPS == 1 else 32)
     init_barrier(rings.q.empty, READS)
-    if TILE.CACHE != "":
-        # The load warp's lanes arrive, too, when the scales that they copy have landed
-        OF_K: gl.constexpr = arrivals_of(scales.k_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
-        OF_V: gl.constexpr = arrivals_of(scales.v_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
-        init_ring(rings.stored.k, OF_K, 128)
-        init_ring(rings.stored.v, OF_V, 128)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
 
 @gluon.constexpr_function
 def arrivals_of(has_scales, copy_warps, by_tma):
-    """Arrivals at a stage of 8 bits."""
+    """Arrivals at a stage that is full."""
     return 1 + 32 * has_scales if by_tma else 32 * copy_warps

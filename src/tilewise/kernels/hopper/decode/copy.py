@@ -14,7 +14,7 @@ from ..layouts import column_of, row_of
 from ..pieces import in_pieces
 from ..pipeline import advance, start, wait_empty
 from .scales import Rows, copy_row_scales, k_rows, v_rows
-from .work import END, PART, blocks_of, copied, keys_of, receive_work
+from .work import END, PART, blocks_of, keys_of, receive_work
 
 
 @gluon.jit
@@ -37,10 +37,8 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
-    STAGES: gl.constexpr = TILE.STAGES if TILE.CACHE == "" else TILE.CACHE_STAGES
     PIECE: gl.constexpr = 128 // sources.k.ptr.dtype.element_ty.primitive_bitwidth
     LANES: gl.constexpr = by_lane(N, D, PIECE, TILE.COPY_WARPS)
-    into = copied(rings, TILE)
     table = sources.table
     keys = keys_of(work, call, FEATURES, ROWS)
     first, stop = blocks_of(work, call, FEATURES, ROWS, N)
@@ -50,16 +48,16 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
         rows = rows_of(ahead, key, keys, table)
         key += N
         ahead = look_up(key, work, keys, table)
-        k_at, v_at = into.k.full.index(state.stage), into.v.full.index(state.stage)
-        copy_block(sources.k, into.k, state, work, rows, D, FEATURES.HEADDIM, TILE)
+        k_at, v_at = rings.k.full.index(state.stage), rings.v.full.index(state.stage)
+        copy_block(sources.k, rings.k, state, work, rows, D, FEATURES.HEADDIM, TILE)
         if call.scales.k_row is not None:
-            copy_row_scales(k_rows(call.scales), into.k_scales.index(state.stage), work, rows)
+            copy_row_scales(k_rows(call.scales), rings.k_scales.index(state.stage), work, rows)
         async_copy.mbarrier_arrive(k_at, increment_count=False)
-        copy_block(sources.v, into.v, state, work, rows, DV, FEATURES.HEADDIM_V, TILE)
+        copy_block(sources.v, rings.v, state, work, rows, DV, FEATURES.HEADDIM_V, TILE)
         if call.scales.v_row is not None:
-            copy_row_scales(v_rows(call.scales), into.v_scales.index(state.stage), work, rows)
+            copy_row_scales(v_rows(call.scales), rings.v_scales.index(state.stage), work, rows)
         async_copy.mbarrier_arrive(v_at, increment_count=False)
-        state = advance(state, STAGES)
+        state = advance(state, TILE.STAGES)
     return state
 
 

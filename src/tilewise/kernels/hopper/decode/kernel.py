@@ -15,7 +15,6 @@ from ..layouts import shared
 from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
 from .attend import Own, attend_partition
 from .barriers import make_barriers
-from .convert import convert_partition
 from .copy import copy_partition
 from .load import Sources, fetches_descriptors, load_partition
 from .queries import query_partition
@@ -30,18 +29,8 @@ class Rings(NamedTuple):
     v: Ring  # (1, 1, BLOCK_N, BLOCK_DV)
     messages: Ring  # what to work on
     ready: Any  # a barrier: the load warp may begin to fill these
-    stored: Any = 0  # `Stored`, where keys and values have 8 bits
     k_scales: Any = 0  # (STAGES, BLOCK_N), where each row has its own
     v_scales: Any = 0
-
-
-class Stored(NamedTuple):
-    """What passes from the load warp to the convert warps: blocks as they are stored."""
-
-    k: Ring
-    v: Ring
-    k_scales: Any
-    v_scales: Any
 
 
 @gluon.jit
@@ -64,20 +53,22 @@ def hopper_decode_kernel(
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    # (1, 1, keys, columns), as TMA has it: parts of a slot are copied, and cannot be reshaped
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], dtype)
+    # Keys and values are as they are stored. (1, 1, keys, columns), as TMA has it: parts of a slot
+    # are copied, and cannot be reshaped
+    kept: gl.constexpr = dtype if TILE.CACHE == "" else gl.int8
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], kept)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], kept)
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    k_ring = allocate_ring(dtype, [1, 1, N, D], k_layout, TILE.STAGES)
+    k_ring = allocate_ring(kept, [1, 1, N, D], k_layout, TILE.STAGES)
     # Two warpgroups' blocks of values are cleared before they are full, behind one barrier more
     MORE: gl.constexpr = 1 if WARPGROUPS > 1 and TILE.BY_TMA else 0
-    v_ring = allocate_ring(dtype, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
+    v_ring = allocate_ring(kept, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
     q_buffers = gl.allocate_shared_memory(
         dtype, [TILE.Q_STAGES * WARPGROUPS, M, D], shared(M, D, dtype)
     )
     q_full, q_empty = allocate_barrier(TILE.Q_STAGES), allocate_barrier(TILE.Q_STAGES)
     queries = Ring(q_buffers, q_full, q_empty)
-    READERS: gl.constexpr = 1 + WARPGROUPS + (not TILE.BY_TMA) + (TILE.CACHE != "")
+    READERS: gl.constexpr = 1 + WARPGROUPS + (not TILE.BY_TMA)
     ready = 0
     if WARPGROUPS == 1:
         # What the matmul warpgroup makes, and what TMA copies of nothing
@@ -85,7 +76,7 @@ def hopper_decode_kernel(
         fence_async_shared()  # which arrives at it through the async proxy
     rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS), ready)
     if TILE.CACHE != "":
-        rings = with_stored(rings, scales, TILE)
+        rings = with_scales(rings, scales, TILE)
     state, probabilities, maxima, sums = 0, 0, 0, 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
@@ -93,38 +84,19 @@ def hopper_decode_kernel(
     if TILE.SWAPPED:
         probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype))
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-        maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
-        sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
+        maxima = gl.allocate_shared_memory(gl.float32, [M, TILE.WARPS], by_row)
+        sums = gl.allocate_shared_memory(gl.float32, [M, TILE.WARPS], by_row)
     own = Own(state, probabilities, maxima, sums)
     if WARPGROUPS > 1:
         make_barriers(rings, scales, TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
     call = DecodeCall(optionals, sizes, numbers, scales)
     sources = Sources(k, v, table)
-    if TILE.CACHE != "" and TILE.BY_TMA:
-        gl.warp_specialize(
-            [
-                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
-                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
-                (query_partition, (rings, q, FEATURES, TILE)),
-                (convert_partition, (rings, call, FEATURES, TILE)),
-            ],
-            [1, 1, 4],
-            [112, 112, 128],
-        )
-    elif TILE.CACHE != "":
-        gl.warp_specialize(
-            [
-                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
-                (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
-                (query_partition, (rings, q, FEATURES, TILE)),
-                (convert_partition, (rings, call, FEATURES, TILE)),
-                (copy_partition, (sources, rings, call, FEATURES, TILE)),
-            ],
-            [1, 1, 4, 2],
-            [112, 112, 128, 112],
-        )
-    elif WARPGROUPS == 2 and TILE.BY_TMA:
+    # Registers of the load warp: more where it copies scales of rows, too
+    LOAD: gl.constexpr = 56 if TILE.CACHE == "" else 112
+    COPY: gl.constexpr = 96 if TILE.CACHE == "" else 112
+    COPY_WARPS: gl.constexpr = TILE.COPY_WARPS
+    if WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
             [
                 (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
@@ -155,7 +127,7 @@ def hopper_decode_kernel(
                 (query_partition, (rings, q, FEATURES, TILE)),
             ],
             [1, 1],
-            [56, 56],
+            [LOAD, LOAD],
         )
     else:
         gl.warp_specialize(
@@ -165,31 +137,18 @@ def hopper_decode_kernel(
                 (query_partition, (rings, q, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
             ],
-            [1, 1, 4],
-            [56, 56, 96],
+            [1, 1, COPY_WARPS],
+            [LOAD, LOAD, COPY],
         )
 
 
 @gluon.jit
-def with_stored(rings, scales, TILE: gl.constexpr):
-    """Rings of 8 bits beside those of the queries' dtype, and room for the scales of their rows."""
-    N: gl.constexpr = TILE.BLOCK_N
-    D: gl.constexpr = TILE.BLOCK_D
-    DV: gl.constexpr = TILE.BLOCK_DV
-    STAGES: gl.constexpr = TILE.CACHE_STAGES
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], gl.int8)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], gl.int8)
-    k = allocate_ring(gl.int8, [1, 1, N, D], k_layout, STAGES)
-    v = allocate_ring(gl.int8, [1, 1, N, DV], v_layout, STAGES)
-    stored_k, stored_v, k_scales, v_scales = 0, 0, 0, 0
+def with_scales(rings, scales, TILE: gl.constexpr):
+    """Rings of keys and values with room for the scales of their rows."""
+    k_scales, v_scales = 0, 0
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if scales.k_row is not None:
-        stored_k = gl.allocate_shared_memory(gl.float32, [STAGES, N], layout)
-        k_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, N], layout)
+        k_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, TILE.BLOCK_N], layout)
     if scales.v_row is not None:
-        stored_v = gl.allocate_shared_memory(gl.float32, [STAGES, N], layout)
-        v_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, N], layout)
-    stored = Stored(k, v, stored_k, stored_v)
-    return Rings(
-        *(rings.q, rings.k, rings.v, rings.messages, rings.ready), stored, k_scales, v_scales
-    )
+        v_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, TILE.BLOCK_N], layout)
+    return Rings(rings.q, rings.k, rings.v, rings.messages, rings.ready, k_scales, v_scales)

@@ -25,7 +25,7 @@ from ..assembly import ASM
 from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of
-from . import convert
+from . import eight_bits
 from .kernel import hopper_decode_kernel
 from .load import Table
 from .rows import Output, States
@@ -106,7 +106,7 @@ def plan_of(
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
     warpgroups = warpgroups_of(cached, batch, most)
-    asked = row_scales, warpgroups, rows_of(cached, batch)
+    asked = row_scales, warpgroups, rows_of(cached, batch), cached.split_size
     tile = tile_of(problem, page_size, k.dtype, *asked)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
@@ -140,7 +140,7 @@ def plan_of(
         scales,
     )
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
-    return Plan(min(bound, most), args, dict(FEATURES=features, TILE=tile, num_warps=4))
+    return Plan(min(bound, most), args, dict(FEATURES=features, TILE=tile, num_warps=tile.WARPS))
 
 
 def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:
@@ -246,7 +246,7 @@ def run(plan: Plan, device: torch.device) -> Any:
         from ....emulator.hopper import emulate
 
         seed = emulator_seed() or 0
-        meanings = ASM | convert.ASM
+        meanings = ASM | eight_bits.ASM
         kernel = emulate(hopper_decode_kernel, seed=seed, asm=meanings)
         kernel[(plan.programs,)](*args, **plan.constants)
         return None

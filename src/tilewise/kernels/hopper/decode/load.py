@@ -29,7 +29,7 @@ from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
 from .rows import clear_unused
 from .scales import copy_scales, k_rows, v_rows
-from .work import copied, keys_of, no_more, open_part, open_slice, tile_counter
+from .work import keys_of, no_more, open_part, open_slice, tile_counter
 
 
 class Table(NamedTuple):
@@ -109,14 +109,13 @@ def fetch_descriptors(sources, rings, TILE: gl.constexpr):
     """Copies a box of keys and one of values that lie outside of the cache: zeros, which no memory
     is read for. So the descriptors, a trip to memory, are there when the lengths are.
     """
-    into = copied(rings, TILE)
     k, v = sources.k, sources.v
     PAGE: gl.constexpr = k.block_type.shape[2]
     BYTES: gl.constexpr = k.block_type.nbytes + v.block_type.nbytes
     ready = rings.ready.index(0)
     mbarrier.expect(ready, BYTES)
-    tma_load(k, [0, 0, -PAGE, 0], ready, into.k.buffers.index(0).slice(0, PAGE, 2))
-    tma_load(v, [0, 0, -PAGE, 0], ready, into.v.buffers.index(0).slice(0, PAGE, 2))
+    tma_load(k, [0, 0, -PAGE, 0], ready, rings.k.buffers.index(0).slice(0, PAGE, 2))
+    tma_load(v, [0, 0, -PAGE, 0], ready, rings.v.buffers.index(0).slice(0, PAGE, 2))
 
 
 @gluon.jit
@@ -144,24 +143,26 @@ def await_parts(work, counters, call, FEATURES: gl.constexpr):
 def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The keys and values of a part, block by block."""
     N: gl.constexpr = TILE.BLOCK_N
-    STAGES: gl.constexpr = TILE.STAGES if TILE.CACHE == "" else TILE.CACHE_STAGES
-    into = copied(rings, TILE)
     table = sources.table
     keys = keys_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS)
     split_size = call.sizes.split_size
     for piece in range(work.piece, work.stop):
         first, stop = piece_keys(piece * split_size, split_size, keys, N)
         for n in range(first, stop, N):
-            load_block(sources.k, into.k, state, work, n, keys, table, TILE)
+            load_block(sources.k, rings.k, state, work, n, keys, table, TILE)
             if call.scales.k_row is not None:
-                load_scales(k_rows(call.scales), into.k, into.k_scales, state, work, n, keys, table)
+                load_scales(
+                    k_rows(call.scales), rings.k, rings.k_scales, state, work, n, keys, table
+                )
             if TILE.WARPGROUPS == 1:
-                load_block(sources.v, into.v, state, work, n, keys, table, TILE)
+                load_block(sources.v, rings.v, state, work, n, keys, table, TILE)
             else:
-                load_values(sources.v, into.v, state, work, n, keys, table, TILE)
+                load_values(sources.v, rings.v, state, work, n, keys, table, TILE)
             if call.scales.v_row is not None:
-                load_scales(v_rows(call.scales), into.v, into.v_scales, state, work, n, keys, table)
-            state = advance(state, STAGES)
+                load_scales(
+                    v_rows(call.scales), rings.v, rings.v_scales, state, work, n, keys, table
+                )
+            state = advance(state, TILE.STAGES)
     return state
 
 

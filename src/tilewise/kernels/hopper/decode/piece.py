@@ -24,6 +24,7 @@ from ....tile.score import exp_scale, load_slope, score
 from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, piece_keys
 from ....tile.types import Sequence
+from ..compat import barrier
 from ..layouts import accumulator, column_of, row_of
 from ..operands import operand, row_factor
 from ..pipeline import advance, release_by_threads, wait_full
@@ -189,11 +190,13 @@ def wait_values(n, keys, rings, state, TILE: gl.constexpr):
     """V, (BLOCK_N, BLOCK_DV), once it is there."""
     N: gl.constexpr = TILE.BLOCK_N
     wait_full(rings.v, state)
-    if not TILE.BY_TMA:
+    if not TILE.BY_TMA and TILE.CACHE == "":
         fence_async_shared()
     v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
     if (n < keys.first) | (n + N > keys.last):
-        clear_unused(v_tile, n, keys, 32, 4, TILE)
+        clear_unused(v_tile, n, keys, 32, TILE.WARPS, TILE)
+        if TILE.CACHE != "":
+            barrier()  # here, so that threads which read other blocks do not wait for each other
     return v_tile
 
 

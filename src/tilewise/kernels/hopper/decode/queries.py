@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start, wait_empty
+from .eight_bits import even_before_odd
 from .rows import begins_of, rows_at
 from .work import END, PART, half_of, receive_work
 
@@ -56,6 +57,9 @@ def load_queries(work, q, buffer, FEATURES: gl.constexpr, TILE: gl.constexpr):
             begins = begins_of(q, work, rows, FEATURES)
             ptrs, exist = pieces_of(begins, rows.is_query, columns, FEATURES.HEADDIM, PIECE)
             if TILE.WARPGROUPS == 1:
-                buffer.slice(first, ROWS).store(gl.load(ptrs, mask=exist, other=0.0))
+                found = gl.load(ptrs, mask=exist, other=0.0)
+                if TILE.CACHE != "":
+                    found = even_before_odd(found)
+                buffer.slice(first, ROWS).store(found)
             else:
                 async_copy.async_copy_global_to_shared(buffer.slice(first, ROWS), ptrs, mask=exist)

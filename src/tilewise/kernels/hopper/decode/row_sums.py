@@ -4,6 +4,7 @@ operands swapped of its columns.
 Of 64 keys, key 16 w + 8 h + g. A thread has both h of some (w, g) in either layout: of one g and w
 with operands swapped, of two g and all w else. So it sums over h and the blocks of a piece, and
 after the piece sums over g and w are sums of pairs, in one order: of two numbers it decides no bit.
+Of 8 warps, whose operands are always swapped, it is 128 keys.
 """
 
 from triton.experimental import gluon
@@ -11,11 +12,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def sums_of_threads(p):
-    """Of a block: (BLOCK_M, 4, 8)."""
+def sums_of_threads(p, WARPS: gl.constexpr = 4):
+    """Of a block: (BLOCK_M, WARPS, 8)."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(p.reshape([M, N // 64, 4, 2, 8]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([M, N // (16 * WARPS), WARPS, 2, 8]), 3), 1)
 
 
 @gluon.jit
@@ -23,17 +24,22 @@ def add_sums(l_i, alpha, p):
     """The sums of a block, to those before it."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l_i.type.layout))
     factor = gl.convert_layout(alpha, layout, assert_trivial=True)
-    return l_i * factor[:, None, None] + sums_of_threads(p)
+    WARPS: gl.constexpr = l_i.shape[1]
+    return l_i * factor[:, None, None] + sums_of_threads(p, WARPS)
 
 
 @gluon.jit
 def sums_of_warps(l_i):
-    """Over g: (BLOCK_M, 4)."""
+    """Over g: (BLOCK_M, WARPS)."""
     M: gl.constexpr = l_i.shape[0]
-    return gl.sum(gl.sum(gl.sum(l_i.reshape([M, 4, 2, 2, 2]), 2), 2), 2)
+    WARPS: gl.constexpr = l_i.shape[1]
+    return gl.sum(gl.sum(gl.sum(l_i.reshape([M, WARPS, 2, 2, 2]), 2), 2), 2)
 
 
 @gluon.jit
 def whole_sums(of_warps):
     """Over w: (BLOCK_M,)."""
-    return gl.sum(gl.sum(of_warps.reshape([of_warps.shape[0], 2, 2]), 1), 1)
+    M: gl.constexpr = of_warps.shape[0]
+    if of_warps.shape[1] == 8:
+        of_warps = gl.sum(of_warps.reshape([M, 4, 2]), 2)
+    return gl.sum(gl.sum(of_warps.reshape([M, 2, 2]), 1), 1)

@@ -95,9 +95,10 @@ def clear_unused(v_tile, n, keys, ROWS: gl.constexpr, WARPS: gl.constexpr, TILE:
     """
     N: gl.constexpr = TILE.BLOCK_N
     LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, 8, WARPS)
+    NOTHING: gl.constexpr = 0.0 if TILE.CACHE == "" else 0
     for i in gl.static_range(0, N, ROWS):
         rows = v_tile.slice(i, ROWS)
         row = n + i + gl.arange(0, ROWS, row_of(LAYOUT))
         is_used = (row >= keys.first) & (row < keys.last)
-        rows.store(gl.where(is_used[:, None], rows.load(LAYOUT), 0.0))
+        rows.store(gl.where(is_used[:, None], rows.load(LAYOUT), NOTHING))
     fence_async_shared()  # what threads wrote, before wgmma reads it

@@ -24,6 +24,7 @@ from ....tile.splits import SplitState, piece_keys
 from ..layouts import accumulator, column_of, numbers_of_warps, row_of, transposed_accumulator
 from ..pipeline import advance, release_by_threads, wait_full
 from ..rescale import lagging_max
+from .eight_bits import in_order, interleaved_accumulator, key_operand, value_operand
 from .piece import open_piece, scores_of, wait_values
 from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
 from .scales import times_scale
@@ -38,16 +39,19 @@ def attend_piece_swapped(
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
-    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N)
-    O_LAYOUT: gl.constexpr = transposed_accumulator(M, DV)
+    WARPS: gl.constexpr = TILE.WARPS
+    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N, WARPS)
+    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE, WARPS)
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
+    # K and V^T are both in registers else, for which these leave no room
+    IN_TURN: gl.constexpr = TILE.CACHE != "" and M > (8 if DV > 128 else 32)
     asked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
-    no_scores = gl.zeros([N, M], gl.float32, accumulator(M))
-    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M))
+    no_scores = gl.zeros([N, M], gl.float32, accumulator(M, WARPS))
+    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M, WARPS))
     m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
+    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT), WARPS)
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, asked.keys, N)
     s = multiply_keys(q_smem, rings, state, no_scores, TILE)
@@ -58,31 +62,42 @@ def attend_piece_swapped(
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
         s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
-        acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
-        s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
-        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
-        if TILE.STAGES == 1:  # the next V, and its scales, are there only when this one is released
-            acc_o = end_values(acc_o, alpha, rings, state)
-            p_smem = share(p, n, own, rings, ahead, call, TILE)
+        if IN_TURN:
+            s = take_scores(s, 0, rings, ahead, k_scale, call, TILE)
+            acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
         else:
-            p_smem = share(p, n, own, rings, ahead, call, TILE)
-            acc_o = end_values(acc_o, alpha, rings, state)
+            acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
+            s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
+        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
+        p_smem = share(p, n, own, rings, ahead, call, TILE)
+        acc_o = end_values(acc_o, alpha, rings, state)
         state, before = ahead, n
     acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
     l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
-    found = SplitState(by_rows(acc_o), in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
+    acc_o = by_rows(acc_o, WARPS) if TILE.CACHE == "" else in_order(acc_o, WARPS)
+    found = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
     return advance(state, TILE.STAGES), found
+
+
+@gluon.constexpr_function
+def output_layout(rows, columns, cache, warps):
+    """O as its transpose is left."""
+    layout_of = interleaved_accumulator if cache else transposed_accumulator
+    return layout_of(rows, columns, warps)
 
 
 @gluon.jit
 def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
     """S^T = K Q^T, (BLOCK_N, BLOCK_M), begun."""
     wait_full(rings.k, state)
-    if not TILE.BY_TMA:
-        fence_async_shared()  # what threads copied, before wgmma reads it
-    k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
+    if TILE.CACHE == "":
+        if not TILE.BY_TMA:
+            fence_async_shared()  # what threads copied, before wgmma reads it
+        k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
+    else:
+        k_tile = key_operand(rings.k.buffers.index(state.stage), q_smem.dtype, TILE)
     return warpgroup_mma(k_tile, q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
@@ -91,7 +106,7 @@ def take_scores(s, IN_FLIGHT: gl.constexpr, rings, state, k_scale, call, TILE: g
     """S, (BLOCK_M, BLOCK_N), times what its keys' scales, or one of no use as a factor of the
     exponent, ask for; of products IN_FLIGHT are newer.
     """
-    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]))
+    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]), TILE.WARPS)
     if call.scales.k_row is not None:
         scales = rings.k_scales.index(state.stage).load(column_of(s.type.layout))
         s = s * scales[None, :]
@@ -110,8 +125,9 @@ def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
     S_LAYOUT: gl.constexpr = s.type.layout
     scale = exp_scale(asked.seq, FEATURES)
     s = scores_of(s, n, asked, FEATURES)
-    # Row 64 i + 16 w + j of wgmma is in warp w
-    of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
+    # Row 64 i + 16 w + j of wgmma is in warp w; of 8 warps 128 i + 16 w + j
+    WARPS: gl.constexpr = own.maxima.shape[1]
+    of_warps = gl.max(gl.max(s.reshape([M, N // (16 * WARPS), WARPS, 16]), 1), 2)
     largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
     m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
     p, alpha = exponentials(s, m_i, m_new, scale, True)
@@ -128,7 +144,7 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
         scales = rings.v_scales.index(state.stage).load(column_of(p.type.layout))
         p = p * scales[None, :]
     p_smem = own.probabilities.index(n // TILE.BLOCK_N % 2)
-    p_smem.store(p.to(rings.v.buffers.dtype))
+    p_smem.store(p.to(p_smem.dtype))
     fence_async_shared()  # what threads wrote, before wgmma reads it
     return p_smem
 
@@ -136,12 +152,12 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
 @gluon.jit
 def multiply_values(p_smem, acc_o, n, keys, rings, state, TILE: gl.constexpr):
     """O^T += V^T P^T, (BLOCK_DV, BLOCK_M), begun, of the block from key n on."""
+    v_tile = wait_values(n, keys, rings, state, TILE)
     if TILE.CACHE == "":
-        v_tile = wait_values(n, keys, rings, state, TILE)
-    else:  # of which the convert warps clear rows that are not in use
-        wait_full(rings.v, state)
-        v_tile = rings.v.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_DV))
-    return warpgroup_mma(v_tile.permute((1, 0)), p_smem.permute((1, 0)), acc_o, is_async=True)
+        v_tile = v_tile.permute((1, 0))
+    else:
+        v_tile = value_operand(rings.v.buffers.index(state.stage), p_smem.dtype, TILE)
+    return warpgroup_mma(v_tile, p_smem.permute((1, 0)), acc_o, is_async=True)
 
 
 @gluon.jit
@@ -154,9 +170,9 @@ def end_values(acc_o, alpha, rings, state):
 
 
 @gluon.jit
-def by_rows(acc):
+def by_rows(acc, WARPS: gl.constexpr):
     """An accumulator's transpose: its registers stay where they are."""
-    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0])
+    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0], WARPS)
     return gl.convert_layout(acc.permute((1, 0)), LAYOUT, assert_trivial=True)
 
 
@@ -168,6 +184,6 @@ def in_rows(x, layout: gl.constexpr):
 
 @gluon.jit
 def of_all_warps(x, smem):
-    """(BLOCK_M, 4), a number of each warp, where all have them."""
+    """(BLOCK_M, WARPS), a number of each warp, where all have them."""
     smem.store(x)
-    return smem.load(numbers_of_warps(x.shape[0]))
+    return smem.load(numbers_of_warps(x.shape[0], x.shape[1]))

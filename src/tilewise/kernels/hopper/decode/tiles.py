@@ -31,10 +31,12 @@ def tile_of(
     row_scales: int = 0,
     warpgroups: int = 1,
     rows: int = ROWS,
+    split_size: int = 0,
 ) -> SplitPipeline:
     """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
     it, but neither on how many `rows` it has nor on how its keys are copied. `row_scales` counts
-    the sides, of keys and values, whose rows have their own scales.
+    the sides, of keys and values, whose rows have their own scales. Blocks of 8 bits are by the
+    `split_size` too, which is one of the call's sums.
     """
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
@@ -43,6 +45,8 @@ def tile_of(
     block_n = 128 if max(block_d, block_dv) == 64 else 64
     if warpgroups > 1:
         return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
+    if kept in CACHES and block_d <= block_dv == 128 and split_size % 128 == 0:
+        block_n = 128
     shape = block_n, block_d, block_dv
     by_tma = is_box(page_size, block_n)
     if kept in CACHES:
@@ -67,10 +71,10 @@ def few_rows_tile(shape: tuple[int, int, int], rows: int, by_tma: bool) -> Split
     return SplitPipeline(rows, *place, STATE_IN_SHARED=False, BLOCK_M=rows, SWAPPED=True)
 
 
-def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
+def swapped_row(shape: tuple[int, int, int], q_stages: int, warps: int = 4) -> int:
     """Bytes of a row: queries, P of two blocks, a maximum and a sum of each warp."""
     block_n, block_d, _ = shape
-    return 2 * q_stages * block_d + 4 * block_n + 32
+    return 2 * q_stages * block_d + 4 * block_n + 8 * warps
 
 
 def eight_bit_tile(
@@ -78,20 +82,20 @@ def eight_bit_tile(
 ) -> SplitPipeline:
     """The tile of a cache of 8 bits, of 8 to 64 rows."""
     block_n, block_d, block_dv = shape
-    in_shared = rows == ROWS  # two accumulators are too many registers
+    # Two warpgroups halve the keys of S^T, and the columns of V, which then are 64 of each
+    warps = 8 if block_n == block_dv == 128 else 4
     is_wide = max(block_d, block_dv) > 128
-    stages = 1 if in_shared and is_wide else 2  # of what is converted
+    in_shared = rows > (8 if is_wide else 32)  # two accumulators are too many registers
     q_stages = 1 if rows > 16 and is_wide else 2
-    of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
+    of_row = swapped_row(shape, q_stages, warps) + 4 * block_dv * in_shared  # folded pieces
     room = SHARED_MEMORY["sm90"] - 1024 - rows * of_row
-    elements, scales = block_n * (block_d + block_dv), 4 * block_n * row_scales  # of a stage
-    cache_stages = (room - stages * (2 * elements + scales)) // (elements + scales)
+    stages = min(room // (block_n * (block_d + block_dv + 4 * row_scales)), 8)
     return SplitPipeline(
         *(rows, *shape, stages, q_stages, by_tma, in_shared),
-        COPY_WARPS=2,  # beside convert warps, four would leave too few registers
+        COPY_WARPS=2 if warps == 8 else 4,  # 2 are those that the load warp's group has room for
         CACHE=cache,
-        CACHE_STAGES=min(cache_stages, 8),
         BLOCK_M=rows,
+        WARPS=warps,
         SWAPPED=True,
     )
 

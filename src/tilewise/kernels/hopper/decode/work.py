@@ -73,15 +73,6 @@ def make_work_messages(READERS: gl.constexpr):
 
 
 @gluon.jit
-def copied(rings, TILE: gl.constexpr):
-    """The rings that copies fill."""
-    if TILE.CACHE == "":
-        return rings
-    else:
-        return rings.stored
-
-
-@gluon.jit
 def receive_work(messages, state, WARPS: gl.constexpr = 4):
     """The next work, for a partition of WARPS warps."""
     return Work(*receive(messages, state, FIELDS, WARPS))

@@ -1,0 +1,153 @@
+"""Keys and values of 8 bits as wgmma's left operand, converted exactly by the threads that have it.
+
+wgmma takes its left operand from registers, where a thread has pairs of neighbours along the sum. A
+tile is read as words of two bytes, so that a register has two of them. Its even bytes are then one
+pair, its odd bytes another: no byte goes to another thread.
+
+    K    (keys, pairs of columns)   S^T = K Q^T sums over even columns, then over odd ones
+    V^T  (pairs of columns, keys)   of a pair, a thread has both rows of O^T, g and g + 8
+"""
+
+from collections.abc import Callable
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..compat import reinterpret
+from ..layouts import accumulator, doublings, left_operand, shared
+
+# The bytes of $2 to a pair of its even ones and a pair of its odd ones. Triton (3.6) converts e4m3
+# to bf16 by F2F.BF16.F16, an instruction of the exponentials' unit; these are of others.
+_TO_F16 = (
+    "{ .reg .b32 w; .reg .b16 even, odd; prmt.b32 w, $2, 0, 0x3120; mov.b32 {even, odd}, w;"
+    " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }"
+)
+_TO_BF16 = (
+    "{ .reg .b16 even, odd, h0, h1, h2, h3; .reg .b32 w, p, q; .reg .f32 f0, f1, f2, f3;"
+    " prmt.b32 w, $2, 0, 0x3120; mov.b32 {even, odd}, w;"
+    " cvt.rn.f16x2.e4m3x2 p, even; cvt.rn.f16x2.e4m3x2 q, odd;"
+    " mov.b32 {h0, h1}, p; mov.b32 {h2, h3}, q;"
+    " cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;"
+    " cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }"
+)
+# An int8 is its low 7 bits less 128 times its highest. Behind 0x43 they are a bf16 from 128 to 255,
+# and either 128 or 256.
+_INT_TO_BF16 = (
+    "{ .reg .b32 p, q, r, s; prmt.b32 p, $2, 0x43, 0x4240; prmt.b32 q, $2, 0x43, 0x4341;"
+    " and.b32 r, p, 0xff7fff7f; and.b32 s, p, 0xff80ff80; sub.rn.bf16x2 $0, r, s;"
+    " and.b32 r, q, 0xff7fff7f; and.b32 s, q, 0xff80ff80; sub.rn.bf16x2 $1, r, s; }"
+)
+# With its highest bit turned it is 128 more; behind 0x64, an fp16 from 1024 to 1279.
+_INT_TO_F16 = (
+    "{ .reg .b32 p, q, less; xor.b32 p, $2, 0x80808080; prmt.b32 q, p, 0x64, 0x4341;"
+    " prmt.b32 p, p, 0x64, 0x4240; mov.b32 less, 0x64806480;"
+    " sub.rn.f16x2 $0, p, less; sub.rn.f16x2 $1, q, less; }"
+)
+
+
+@gluon.constexpr_function
+def assembly_of(to_bf16, is_int):
+    """What converts four numbers."""
+    if is_int:
+        return _INT_TO_BF16 if to_bf16 else _INT_TO_F16
+    return _TO_BF16 if to_bf16 else _TO_F16
+
+
+@gluon.constexpr_function
+def two_of(dtype):
+    """The dtypes of two results."""
+    return dtype, dtype
+
+
+def _emulated(dtype: torch.dtype, is_int: bool) -> Callable[[torch.Tensor], tuple]:
+    def convert(words: torch.Tensor) -> tuple:
+        kind = torch.int8 if is_int else torch.float8_e4m3fn
+        numbers = words.contiguous().view(kind).to(dtype)
+        return numbers[..., 0::2], numbers[..., 1::2]
+
+    return convert
+
+
+ASM = {
+    assembly_of(to_bf16, is_int): _emulated(torch.bfloat16 if to_bf16 else torch.float16, is_int)
+    for to_bf16 in (False, True)
+    for is_int in (False, True)
+}
+
+
+@gluon.jit
+def key_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
+    """K, (BLOCK_N, BLOCK_D), its even columns before its odd ones."""
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M, TILE.WARPS))
+    even, odd = halves(as_words(smem, N, D // 2).load(OPERAND), dtype, TILE)
+    k_tile = gl.join(even, odd).permute((0, 2, 1)).reshape([N, D])
+    return gl.convert_layout(k_tile, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def value_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
+    """V^T, (BLOCK_DV, BLOCK_N), of 16 columns the even ones before the odd ones."""
+    N: gl.constexpr = TILE.BLOCK_N
+    DV: gl.constexpr = TILE.BLOCK_DV
+    LAYOUT: gl.constexpr = transposed_words(DV // 2, N, TILE.WARPS)
+    words = as_words(smem, N, DV // 2).permute((1, 0)).load(LAYOUT)
+    even, odd = halves(words, dtype, TILE)
+    v_tile = gl.join(even, odd).reshape([DV // 16, 8, N, 2])
+    v_tile = v_tile.permute((0, 3, 1, 2)).reshape([DV, N])
+    OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M, TILE.WARPS))
+    return gl.convert_layout(v_tile, OPERAND, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def transposed_words(pairs, keys, warps):
+    """(pairs of columns, keys): a thread has pair 8 w + g, whose columns are then its two rows."""
+    registers = [[0, 1], [0, 8], *doublings(16, keys, 1), *doublings(8 * warps, pairs, 0)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    over_warps = doublings(8, 8 * warps, 0)
+    return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [pairs, keys])
+
+
+@gluon.constexpr_function
+def interleaved_accumulator(rows, columns, warps):
+    """A (rows, columns) fp32 tile whose transpose wgmma left, of 16 columns the even ones first: a
+    thread has both of a pair.
+    """
+    registers = [[1, 0], [0, 1], *doublings(8, rows, 0), *doublings(16 * warps, columns, 1)]
+    lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
+    over_warps = doublings(16, 16 * warps, 1)
+    return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [rows, columns])
+
+
+@gluon.jit
+def in_order(acc, WARPS: gl.constexpr):
+    """O, (BLOCK_M, BLOCK_DV), from O^T as wgmma left it: its registers stay where they are."""
+    DV: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    acc = acc.permute((1, 0)).reshape([M, DV // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([M, DV])
+    return gl.convert_layout(acc, interleaved_accumulator(M, DV, WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def even_before_odd(x):
+    """The columns of a tile of queries in the order of `key_operand`."""
+    ROWS: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, D // 2, 2]).permute((0, 2, 1)).reshape([ROWS, D])
+
+
+@gluon.jit
+def as_words(smem, ROWS: gl.constexpr, WORDS: gl.constexpr):
+    """Words of two bytes, swizzled as the bytes are."""
+    LAYOUT: gl.constexpr = shared(ROWS, WORDS, gl.int16)
+    return reinterpret(smem, gl.int16, [ROWS, WORDS], LAYOUT)
+
+
+@gluon.jit
+def halves(words, dtype: gl.constexpr, TILE: gl.constexpr):
+    """What the even bytes of words stand for, and what the odd ones do: all exact in 16 bits."""
+    ASSEMBLY: gl.constexpr = assembly_of(dtype == gl.bfloat16, TILE.CACHE == "int8")
+    KINDS: gl.constexpr = two_of(dtype)
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], KINDS, True, 2)
