@@ -68,18 +68,19 @@ def look_up(place, row, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr
 
 
 @gluon.jit
-def pages_of(entries, table, BOX: gl.constexpr, N: gl.constexpr):
+def pages_of(entries, table):
     """The pages of a block's boxes, which are there whatever the table says."""
     if table.page_table is None:
-        return (entries.pages,)
+        return entries.pages
     else:
         # num_pages - 1 would be computed before all loops, and spilled
-        pages = clamp(entries.pages + 1, 1, table.num_pages) - 1
-        if BOX < N:
-            lane = gl.arange(0, 32, LANE_LAYOUT)
-            found = ()
-            for i in gl.static_range(N // BOX):
-                found = found + (gl.sum(gl.where(lane == i, pages, 0), 0),)
-            return found
-        else:
-            return (pages,)
+        return clamp(entries.pages + 1, 1, table.num_pages) - 1
+
+
+@gluon.jit
+def page_of(pages, i, BOX: gl.constexpr, N: gl.constexpr):
+    """The page of a box."""
+    if BOX < N:
+        return gl.sum(gl.where(gl.arange(0, 32, LANE_LAYOUT) == i, pages, 0), 0)
+    else:
+        return pages

@@ -24,7 +24,7 @@ from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
-from .entries import Table, first_entries, next_entries, pages_of
+from .entries import Table, first_entries, next_entries, page_of, pages_of
 from .rows import clear_unused
 from .scales import copy_scales, k_rows, v_rows
 from .work import blocks_of, copied, keys_of, no_more, open_part, open_slice, tile_counter
@@ -145,13 +145,13 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     ahead = first_entries(first * N, work, keys, table, BOX, N)
     for block in range(first, stop):
         n = block * N
-        pages, row = pages_of(ahead, table, BOX, N), ahead.row
+        pages, row = pages_of(ahead, table), ahead.row
         ahead = next_entries(ahead, n + N, work, keys, table, BOX, N)
-        load_block(sources.k, into.k, state, work, pages, row)
+        load_block(sources.k, into.k, state, work, pages, row, TILE)
         if call.scales.k_row is not None:
             load_scales(k_rows(call.scales), into.k, into.k_scales, state, work, n, keys, table)
         if TILE.WARPGROUPS == 1:
-            load_block(sources.v, into.v, state, work, pages, row)
+            load_block(sources.v, into.v, state, work, pages, row, TILE)
         else:
             load_values(sources.v, into.v, state, work, pages, row, n, keys, TILE)
         if call.scales.v_row is not None:
@@ -168,13 +168,13 @@ def load_scales(rows, ring, smem, state, work, n, keys, table):
 
 
 @gluon.jit
-def load_block(desc, ring, state, work, pages, row):
+def load_block(desc, ring, state, work, pages, row, TILE: gl.constexpr):
     """A block of keys or values, as one copy or, of short pages, one for each. The bytes of a block
     are always as many: for a page past the last key some other one is copied.
     """
     wait_empty(ring, state)
     full = ring.full.index(state.stage)
-    copy_pages(desc, full, ring.buffers.index(state.stage), work, pages, row)
+    copy_pages(desc, full, ring.buffers.index(state.stage), work, pages, row, TILE)
 
 
 @gluon.jit
@@ -190,7 +190,7 @@ def load_values(desc, ring, state, work, pages, row, n, keys, TILE: gl.constexpr
     # Behind the stages' is a barrier for blocks that are full only when they have been cleared
     landed = ring.full.index(TILE.STAGES)
     at = ring.full.index(gl.where(has_unused, TILE.STAGES, state.stage))
-    copy_pages(desc, at, buffer, work, pages, row)
+    copy_pages(desc, at, buffer, work, pages, row, TILE)
     if has_unused:
         mbarrier.wait(landed, 0)
         clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys, 8, 1, TILE)
@@ -199,15 +199,16 @@ def load_values(desc, ring, state, work, pages, row, n, keys, TILE: gl.constexpr
 
 
 @gluon.jit
-def copy_pages(desc, full, buffer, work, pages, row):
+def copy_pages(desc, full, buffer, work, pages, row, TILE: gl.constexpr):
     """Starts the copies of a block, which complete `full`: from a row of one page on, or of pages
     that are all in it.
     """
     shape: gl.constexpr = desc.block_type.shape
     BYTES: gl.constexpr = desc.block_type.nbytes
     BOX: gl.constexpr = shape[2]
-    PAGES: gl.constexpr = len(pages)
+    N: gl.constexpr = TILE.BLOCK_N
+    PAGES: gl.constexpr = N // BOX
     mbarrier.expect(full, BYTES * PAGES)
     for i in gl.static_range(PAGES):
-        at = [pages[i], work.head_k, row, 0]
+        at = [page_of(pages, i, BOX, N), work.head_k, row, 0]
         tma_load(desc, at, full, buffer.slice(i * BOX, BOX, 2))
