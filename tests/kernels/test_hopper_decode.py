@@ -32,6 +32,15 @@ def test_pages_change_no_bit(name):
     assert_equal(run(s, 1, seed=4, **FEATURES[name]), found)
 
 
+@pytest.mark.parametrize("name", sample(["causal", "window"], "window"))
+def test_pages_of_several_blocks_change_no_bit(name):
+    """Blocks of 64 keys in pages of 192, as parts begin anywhere in them."""
+    s = drawn([1, 3], [700, 450], headdims=(128, 128))
+    expected = run(s, None, **FEATURES[name])
+    assert_equal(run(s, 192, **FEATURES[name]), expected)
+    assert_equal(run(s, 64, seed=1, **FEATURES[name]), expected)
+
+
 SHAPES = [((1, 1), (64, 128)), ((6, 2), (128, 64)), ((34, 2), (72, 72)), ((4, 4), (256, 256))]
 
 

@@ -58,7 +58,8 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize(
-    "headdim, page_sizes", [(64, (16,)), *((d, (None, 16, 5, 1)) for d in (64, 128, 256))]
+    "headdim, page_sizes",
+    [(64, (16,)), *((d, (None, 16, 5, 1)) for d in (64, 128, 256)), (128, (None, 8, 64, 192))],
 )
 def test_pages(headdim, page_sizes, monkeypatch):
     """Contiguous, pages that TMA copies, and pages that threads copy."""

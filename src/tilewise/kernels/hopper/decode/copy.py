@@ -9,11 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ....tile.bounds import clamp
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces
 from ..pipeline import advance, start, wait_empty
-from .scales import Rows, copy_row_scales, k_rows, v_rows
+from .entries import look_up_rows, rows_of
+from .scales import copy_row_scales, k_rows, v_rows
 from .work import END, PART, blocks_of, keys_of, receive_work
 
 
@@ -43,11 +43,11 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     keys = keys_of(work, call, FEATURES, ROWS)
     first, stop = blocks_of(work, call, FEATURES, ROWS, N)
     key = first * N + gl.arange(0, N, LANES)
-    ahead = look_up(key, work, keys, table)
+    ahead = look_up_rows(key, table.page_size, work, keys, table)
     for _ in range(first, stop):
         rows = rows_of(ahead, key, keys, table)
         key += N
-        ahead = look_up(key, work, keys, table)
+        ahead = look_up_rows(key, table.page_size, work, keys, table)
         k_at, v_at = rings.k.full.index(state.stage), rings.v.full.index(state.stage)
         copy_block(sources.k, rings.k, state, work, rows, D, FEATURES.HEADDIM, TILE)
         if call.scales.k_row is not None:
@@ -74,25 +74,6 @@ def by_lane(rows, columns, piece, warps):
     count = across.bit_length() - 1
     lanes = bits[:first] + (bits[stop:] + [[0]] * count)[:count]
     return gl.DistributedLinearLayout(bits[stop + count :], lanes, bits[first:stop], [], [rows])
-
-
-@gluon.jit
-def look_up(key, work, keys, table):
-    """Entries of the page table, as they are, and the rows of keys in their pages."""
-    is_used = (key >= keys.first) & (key < keys.last)
-    place = key // table.page_size
-    entry = work.batch.to(gl.int64) * table.stride + place
-    page = gl.load(table.page_table + entry, mask=is_used, other=0)
-    return page, key - place * table.page_size
-
-
-@gluon.jit
-def rows_of(found, key, keys, table):
-    """What was looked up, as rows of memory."""
-    page, row = found
-    # num_pages - 1 would be computed before all loops, and spilled
-    page = clamp(page + 1, 1, table.num_pages) - 1
-    return Rows(page.to(gl.int64), row.to(gl.int64), (key >= keys.first) & (key < keys.last))
 
 
 @gluon.jit

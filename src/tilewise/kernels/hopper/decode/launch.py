@@ -26,8 +26,8 @@ from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of
 from . import eight_bits
+from .entries import Table
 from .kernel import hopper_decode_kernel
-from .load import Table
 from .rows import Output, States
 from .scales import Scales
 from .tiles import CACHES, ROWS, tile_of

@@ -8,13 +8,11 @@ into the next part, until both rings are full.
 
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ....tile.bounds import clamp
 from ....tile.split_schedule import (
     Hint,
     find_alternating,
@@ -22,23 +20,24 @@ from ....tile.split_schedule import (
     share_of,
     streams_of,
 )
-from ....tile.splits import piece_keys
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
+from .entries import (
+    Table,
+    first_entries,
+    look_up_rows,
+    next_entries,
+    page_of,
+    pages_of,
+    rows_of,
+)
 from .rows import clear_unused
-from .scales import copy_scales, k_rows, v_rows
-from .work import keys_of, no_more, open_part, open_slice, tile_counter
+from .scales import copy_row_scales, k_rows, v_rows
+from .work import blocks_of, keys_of, no_more, open_part, open_slice, tile_counter
 
-
-class Table(NamedTuple):
-    """Where pages lie: of a cache without a table, a page is a sequence."""
-
-    page_table: torch.Tensor | None
-    stride: int
-    num_pages: int
-    page_size: int
+KEYS_OF_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 class Sources(NamedTuple):
@@ -141,50 +140,70 @@ def await_parts(work, counters, call, FEATURES: gl.constexpr):
 
 @gluon.jit
 def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The keys and values of a part, block by block."""
+    """The keys and values of a part, block by block. Entries of the page table are loaded a block
+    ahead, once for both, so that no copy waits for them.
+    """
     N: gl.constexpr = TILE.BLOCK_N
+    ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
+    BOX: gl.constexpr = sources.k.block_type.shape[2]
     table = sources.table
-    keys = keys_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS)
-    split_size = call.sizes.split_size
-    for piece in range(work.piece, work.stop):
-        first, stop = piece_keys(piece * split_size, split_size, keys, N)
-        for n in range(first, stop, N):
-            load_block(sources.k, rings.k, state, work, n, keys, table, TILE)
-            if call.scales.k_row is not None:
-                load_scales(
-                    k_rows(call.scales), rings.k, rings.k_scales, state, work, n, keys, table
-                )
-            if TILE.WARPGROUPS == 1:
-                load_block(sources.v, rings.v, state, work, n, keys, table, TILE)
-            else:
-                load_values(sources.v, rings.v, state, work, n, keys, table, TILE)
-            if call.scales.v_row is not None:
-                load_scales(
-                    v_rows(call.scales), rings.v, rings.v_scales, state, work, n, keys, table
-                )
-            state = advance(state, TILE.STAGES)
+    keys = keys_of(work, call, FEATURES, ROWS)
+    first, stop = blocks_of(work, call, FEATURES, ROWS, N)
+    ahead = first_entries(first * N, work, keys, table, BOX, N)
+    # Scales of rows are copied by 4 bytes, each lane's where its own keys lie
+    HAVE_SCALES: gl.constexpr = have_scales(call.scales.k_row, call.scales.v_row)
+    page_size = BOX if BOX < N else table.page_size
+    key = first * N + gl.arange(0, N, KEYS_OF_LANES)
+    rows_ahead = 0, 0
+    if HAVE_SCALES:
+        rows_ahead = look_up_rows(key, page_size, work, keys, table)
+    for block in range(first, stop):
+        n = block * N
+        rows = 0
+        if HAVE_SCALES:
+            rows = rows_of(rows_ahead, key, keys, table)
+            key += N
+            rows_ahead = look_up_rows(key, page_size, work, keys, table)
+        pages, row = pages_of(ahead, table), ahead.row
+        ahead = next_entries(ahead, n + N, work, keys, table, BOX, N)
+        load_block(sources.k, rings.k, state, work, pages, row, TILE)
+        if call.scales.k_row is not None:
+            load_scales(k_rows(call.scales), rings.k, rings.k_scales, state, work, rows)
+        if TILE.WARPGROUPS == 1:
+            load_block(sources.v, rings.v, state, work, pages, row, TILE)
+        else:
+            load_values(sources.v, rings.v, state, work, pages, row, n, keys, TILE)
+        if call.scales.v_row is not None:
+            load_scales(v_rows(call.scales), rings.v, rings.v_scales, state, work, rows)
+        state = advance(state, TILE.STAGES)
     return state
 
 
+@gluon.constexpr_function
+def have_scales(k_row, v_row):
+    """Whether rows have their own."""
+    return k_row is not None or v_row is not None
+
+
 @gluon.jit
-def load_scales(rows, ring, smem, state, work, n, keys, table):
+def load_scales(scales, ring, smem, state, work, rows):
     """The scales of a block's rows; each lane arrives when its own have landed."""
-    copy_scales(rows, smem.index(state.stage), work, n, keys, table, 1)
+    copy_row_scales(scales, smem.index(state.stage), work, rows)
     async_copy.mbarrier_arrive(ring.full.index(state.stage), increment_count=False)
 
 
 @gluon.jit
-def load_block(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
+def load_block(desc, ring, state, work, pages, row, TILE: gl.constexpr):
     """A block of keys or values, as one copy or, of short pages, one for each. The bytes of a block
     are always as many: for a page past the last key some other one is copied.
     """
     wait_empty(ring, state)
     full = ring.full.index(state.stage)
-    copy_pages(desc, full, ring.buffers.index(state.stage), work, n, keys, table, TILE)
+    copy_pages(desc, full, ring.buffers.index(state.stage), work, pages, row, TILE)
 
 
 @gluon.jit
-def load_values(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
+def load_values(desc, ring, state, work, pages, row, n, keys, TILE: gl.constexpr):
     """A block of values whose rows that are not in use are zeros: they may hold NaN, and 0 times
     NaN is NaN. One warpgroup clears them itself; of two that read a block, neither could write it.
     """
@@ -196,7 +215,7 @@ def load_values(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
     # Behind the stages' is a barrier for blocks that are full only when they have been cleared
     landed = ring.full.index(TILE.STAGES)
     at = ring.full.index(gl.where(has_unused, TILE.STAGES, state.stage))
-    copy_pages(desc, at, buffer, work, n, keys, table, TILE)
+    copy_pages(desc, at, buffer, work, pages, row, TILE)
     if has_unused:
         mbarrier.wait(landed, 0)
         clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys, 8, 1, TILE)
@@ -205,28 +224,16 @@ def load_values(desc, ring, state, work, n, keys, table, TILE: gl.constexpr):
 
 
 @gluon.jit
-def copy_pages(desc, full, buffer, work, n, keys, table, TILE: gl.constexpr):
-    """Starts the copies of a block, which complete `full`."""
+def copy_pages(desc, full, buffer, work, pages, row, TILE: gl.constexpr):
+    """Starts the copies of a block, which complete `full`: from a row of one page on, or of pages
+    that are all in it.
+    """
     shape: gl.constexpr = desc.block_type.shape
     BYTES: gl.constexpr = desc.block_type.nbytes
-    PAGE: gl.constexpr = shape[2]
-    PAGES: gl.constexpr = TILE.BLOCK_N // PAGE
+    BOX: gl.constexpr = shape[2]
+    N: gl.constexpr = TILE.BLOCK_N
+    PAGES: gl.constexpr = N // BOX
     mbarrier.expect(full, BYTES * PAGES)
     for i in gl.static_range(PAGES):
-        key = n + i * PAGE
-        is_seen = (key + PAGE > keys.first) & (key < keys.last)
-        page, row = page_at(work.batch, key, is_seen, table)
-        at = [page, work.head_k, row, 0]
-        tma_load(desc, at, full, buffer.slice(i * PAGE, PAGE, 2))
-
-
-@gluon.jit
-def page_at(batch, key, is_seen, table):
-    """The page of a key, one that is there whatever the table says, and the key's row in it."""
-    if table.page_table is None:
-        return batch, key
-    else:
-        place = key // table.page_size
-        entry = batch.to(gl.int64) * table.stride + place
-        page = gl.load(table.page_table + entry, mask=is_seen, other=0)
-        return clamp(page, 0, table.num_pages - 1), key - place * table.page_size
+        at = [page_of(pages, i, BOX, N), work.head_k, row, 0]
+        tma_load(desc, at, full, buffer.slice(i * BOX, BOX, 2))

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ....tile.bounds import clamp
 from ....tile.types import Numbers
 
 
@@ -94,26 +93,10 @@ def times_scale(numbers, factor):
 
 
 @gluon.jit
-def copy_scales(rows, smem, work, n, keys, table, WARPS: gl.constexpr):
-    """Starts to copy the scales of a block of keys, 4 bytes a thread at a time; zeros, and nothing
-    read, for rows that are not in use.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    key = n + gl.arange(0, smem.shape[0], LAYOUT)
-    is_used = (key >= keys.first) & (key < keys.last)
-    page, row = work.batch.to(gl.int64), key
-    if table.page_table is not None:
-        place = key // table.page_size
-        entry = page * table.stride + place
-        page = gl.load(table.page_table + entry, mask=is_used, other=0)
-        page = clamp(page, 0, table.num_pages - 1).to(gl.int64)
-        row = key - place * table.page_size
-    copy_row_scales(rows, smem, work, Rows(page, row.to(gl.int64), is_used))
-
-
-@gluon.jit
 def copy_row_scales(scales, smem, work, rows):
-    """The same of rows that were looked up."""
+    """Starts to copy the scales of rows, 4 bytes a thread at a time; zeros, and nothing read, for
+    rows that are not in use.
+    """
     at = scales.ptr + work.head_k.to(gl.int64) * scales.head + rows.page * scales.batch
     at = at + rows.row * scales.row
     async_copy.async_copy_global_to_shared(smem, at, mask=rows.is_used)

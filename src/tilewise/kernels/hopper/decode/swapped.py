@@ -58,21 +58,21 @@ def attend_piece_swapped(
     s = take_scores(s, 0, rings, state, k_scale, call, TILE)
     p, _, m_i, l_i = online_block(s, m_i, l_i, first, asked, own, FEATURES)
     p_smem = share(p, first, own, rings, state, call, TILE)
-    before = first
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
         s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
         if IN_TURN:
             s = take_scores(s, 0, rings, ahead, k_scale, call, TILE)
-            acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
+            acc_o = multiply_values(p_smem, acc_o, n - N, asked.keys, rings, state, TILE)
         else:
-            acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
+            acc_o = multiply_values(p_smem, acc_o, n - N, asked.keys, rings, state, TILE)
             s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
         p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
         p_smem = share(p, n, own, rings, ahead, call, TILE)
         acc_o = end_values(acc_o, alpha, rings, state)
-        state, before = ahead, n
-    acc_o = multiply_values(p_smem, acc_o, before, asked.keys, rings, state, TILE)
+        state = ahead
+    last = (stop - 1) // N * N
+    acc_o = multiply_values(p_smem, acc_o, last, asked.keys, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
     l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))

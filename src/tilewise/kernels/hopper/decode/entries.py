@@ -1,0 +1,109 @@
+"""Pages of a block of keys, as the load warp looks them up: once for keys and values, and a block
+ahead, so that no copy waits for the page table.
+
+A block of several pages has an entry a lane, as many as there are lanes: those of later blocks are
+in the L1 cache then. TMA takes numbers that all lanes have, which sums over lanes are (REDUX).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.bounds import clamp
+from ..work import LANE_LAYOUT
+from .scales import Rows
+
+
+class Table(NamedTuple):
+    """Where pages lie: of a cache without a table, a page is a sequence."""
+
+    page_table: torch.Tensor | None
+    stride: int
+    num_pages: int
+    page_size: int
+
+
+class Entries(NamedTuple):
+    """Of a block of keys."""
+
+    pages: Any  # as the table has them: an entry a lane, or that of all keys
+    place: gl.tensor  # in the table, of the first key's page
+    row: gl.tensor  # of the first key, in that page
+
+
+@gluon.jit
+def first_entries(n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
+    """Of a part's first block, from key n on."""
+    if table.page_table is None:
+        return Entries(work.batch, n, n)
+    else:
+        place = n // (BOX if BOX < N else table.page_size)
+        row = n - place * (BOX if BOX < N else table.page_size)
+        return look_up(place, row, n, work, keys, table, BOX, N)
+
+
+@gluon.jit
+def next_entries(before, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
+    """Of the block after another one, from key n on."""
+    if BOX < N or table.page_table is None:
+        return first_entries(n, work, keys, table, BOX, N)
+    else:  # pages are whole blocks
+        is_over = before.row + N >= table.page_size
+        place = before.place + is_over.to(gl.int32)
+        row = gl.where(is_over, 0, before.row + N)
+        return look_up(place, row, n, work, keys, table, BOX, N)
+
+
+@gluon.jit
+def look_up(place, row, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
+    """Entries from a place on; none is read behind the last key's."""
+    first = table.page_table + work.batch.to(gl.int64) * table.stride + place
+    if BOX < N:
+        lane = gl.arange(0, 32, LANE_LAYOUT)
+        pages = gl.load(first + lane, mask=n + lane * BOX < keys.last, other=0)
+    else:
+        pages = gl.load(first, mask=n < keys.last, other=0)
+    return Entries(pages, place, row)
+
+
+@gluon.jit
+def pages_of(entries, table):
+    """The pages of a block's boxes, which are there whatever the table says."""
+    if table.page_table is None:
+        return entries.pages
+    else:
+        # num_pages - 1 would be computed before all loops, and spilled
+        return clamp(entries.pages + 1, 1, table.num_pages) - 1
+
+
+@gluon.jit
+def page_of(pages, i, BOX: gl.constexpr, N: gl.constexpr):
+    """The page of a box."""
+    if BOX < N:
+        return gl.sum(gl.where(gl.arange(0, 32, LANE_LAYOUT) == i, pages, 0), 0)
+    else:
+        return pages
+
+
+@gluon.jit
+def look_up_rows(key, page_size, work, keys, table):
+    """Of keys by themselves: their entries as the table has them, and their rows in these pages."""
+    if table.page_table is None:
+        return work.batch, key
+    else:
+        is_used = (key >= keys.first) & (key < keys.last)
+        place = key // page_size
+        entry = work.batch.to(gl.int64) * table.stride + place
+        page = gl.load(table.page_table + entry, mask=is_used, other=0)
+        return page, key - place * page_size
+
+
+@gluon.jit
+def rows_of(found, key, keys, table):
+    """What was looked up, as rows of memory."""
+    page, row = found
+    if table.page_table is not None:
+        page = clamp(page + 1, 1, table.num_pages) - 1  # as in `pages_of`
+    return Rows(page.to(gl.int64), row.to(gl.int64), (key >= keys.first) & (key < keys.last))
