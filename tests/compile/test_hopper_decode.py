@@ -220,6 +220,17 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
     assert spills_in(loop) == 0
 
 
+BESIDE_COPIES = [(d, r, s) for d in (64, 128, 256) for r in (16, 32, 64) for s in ("head", "row")]
+
+
+@pytest.mark.parametrize("headdim, rows, scales", sample_rows(BESIDE_COPIES, (128, 32, "head")))
+def test_rows_of_eight_bits_have_room_beside_copies(headdim, rows, scales, monkeypatch):
+    """Of pages that threads copy: what the compiler adds, too, is in shared memory."""
+    monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
+    kernel = compiled(headdim, 3, causal=True, kept=KEPT["e4m3"], scales=scales)
+    assert stats(kernel)["smem"] <= SMEM_LIMIT["sm90"]
+
+
 @pytest.mark.parametrize("rows", [8, 64])
 def test_folds_of_eight_bits_round_alike(rows, monkeypatch):
     """C2: whatever rows a tile has."""
