@@ -141,7 +141,8 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
     parts = [found.dk, found.dv]
     if known.is_packed and packing.copied is not None:
         runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied))
-        return Partial(found.dq, found.dk, found.dv, found.dsinks, runs)
+        dk, dv = (x.to(lse.dtype) for x in parts)  # of wide heads they are not fp32 yet
+        return Partial(found.dq, dk, dv, found.dsinks, runs)
     if packing.copied is not None:
         parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]
         starts = packing.starts_k
