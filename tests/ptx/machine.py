@@ -1,7 +1,8 @@
 """Warps, CTAs, and what runs when.
 
 Each warp has its own block of the program to run next, and after a divergent branch each of its
-lanes has: the lanes at the lowest block run, so that they meet the others where branches join.
+lanes has: the lanes at the first block in `Program.order` run, so that they meet the others where
+branches join.
 Warps of a warpgroup that are at the same block run as one group, with one numpy operation an
 instruction.
 
@@ -31,7 +32,7 @@ class Warp:
 
     def __init__(self, cta: "Cta", index: int, registers: int) -> None:
         self.cta, self.index = cta, index
-        self.at = 0  # its block, or the lowest of its lanes'
+        self.at = 0  # its block, or the first of its lanes'
         self.lanes: np.ndarray | None = None  # each lane's block where they differ
         self.over: Callable[[], bool] | None = None  # says when its wait is over
         self.reason = ""
@@ -59,8 +60,11 @@ class Warp:
             return
         lanes = np.full(LANES, self.at) if self.lanes is None else self.lanes
         lanes = np.where(active, following, lanes)
-        self.at = int(lanes.min())
-        self.lanes = None if (lanes == self.at).all() else lanes
+        if (lanes == lanes[0]).all():
+            self.at, self.lanes = int(lanes[0]), None
+            return
+        order = self.cta.machine.program.order
+        self.at, self.lanes = min(lanes.tolist(), key=lambda at: order.get(at, at)), lanes
 
 
 class Group:

@@ -4,9 +4,11 @@ A step takes the views of a group's registers, by slot, and the group. Modules o
 register what makes a step of an instruction; `decode` asks them.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import networkx as nx
 import numpy as np
 
 from .errors import UnknownInstruction
@@ -157,6 +159,30 @@ class Program:
 
         return end
 
+    @functools.cached_property
+    def order(self) -> dict[int, int]:
+        """A number for each block: where branches join it is over those of their sides, and behind
+        a loop over those of the loop.
+        """
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.blocks)))
+        graph.add_edges_from((a, b) for a in graph for b in self._followers(a))
+        return {EXIT: EXIT} | {at: n for n, at in enumerate(_in_order(graph, 0))}
+
+    def _followers(self, at: int) -> list[int]:
+        """Blocks that may follow one."""
+        instructions = self.blocks[at].instructions
+        last = instructions[-1] if instructions else None
+        found = []
+        if last is not None and last.opcode == "brx":
+            found = [self.block_of(x) for x in self.kernel.tables[last.operands[1].name]]
+        elif last is not None and last.opcode == "bra":
+            found = [self.block_of(last.operands[0].name)]
+        ends = last is not None and last.opcode in ("bra", "brx", "ret", "exit")
+        if (not ends or last.guard is not None) and at + 1 < len(self.blocks):
+            found.append(at + 1)
+        return found
+
     def block_of(self, label: str) -> int:
         """The block that a label names."""
         return self.starts[self.kernel.labels[label]]
@@ -164,6 +190,23 @@ class Program:
     def sources(self, operands: Iterable[Any], type_: str) -> list[int]:
         """Slots of sources."""
         return [self.slots.read(x, type_) for x in operands]
+
+
+def _in_order(graph: nx.DiGraph, first: int) -> Iterator[int]:
+    """Blocks in topological order, but for the edges back to the first block of each loop."""
+    parts = nx.condensation(graph)  # loops, and blocks that are in none
+    for part in nx.lexicographical_topological_sort(
+        parts, lambda x: min(parts.nodes[x]["members"])
+    ):
+        members = parts.nodes[part]["members"]
+        if len(members) == 1:
+            yield from members
+            continue
+        entries = [b for a, b in graph.edges if b in members and a not in members]
+        head = first if first in members else min(entries, default=min(members))
+        loop = graph.subgraph(members).copy()
+        loop.remove_edges_from([*loop.in_edges(head)])
+        yield from _in_order(loop, head)
 
 
 def unknown(one: Instruction, *modifiers: str) -> UnknownInstruction:

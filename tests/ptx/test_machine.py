@@ -193,6 +193,46 @@ def test_errors_have_names(barrier, error):
         run_lines(EXCHANGE.format(barrier=barrier))
 
 
+def test_lanes_meet_where_branches_join():
+    """Some leave a loop's body for code behind the loop, and come back into it, as compilers place
+    what is seldom executed.
+    """
+    found = run_lines("""
+    mov.b32 %r3, 0; mov.b32 %r4, 0;
+    LOOP:
+    setp.lt.u32 %p1, %r1, 7; @%p1 bra SELDOM;
+    BACK:
+    add.s32 %r3, %r3, 1; bar.sync 0;
+    setp.lt.u32 %p2, %r3, 3; @%p2 bra LOOP;
+    bra DONE;
+    SELDOM:
+    add.s32 %r4, %r4, 10; bra BACK;
+    DONE:
+    add.s32 %r4, %r4, %r3; st.global.b32 [%rd3], %r4;
+    """)
+    assert (found[:7] == 33).all() and (found[7:] == 3).all()
+
+
+def test_lanes_that_leave_a_loop_wait_behind_it():
+    """Also where the code behind it comes first in the text, and of a loop in another one."""
+    found = run_lines("""
+    mov.b32 %r3, 0; mov.b32 %r4, 0;
+    bra OUTER;
+    BEHIND:
+    bar.sync 0; add.s32 %r4, %r4, 100;
+    setp.ge.u32 %p1, %r4, 300; @%p1 bra DONE;
+    OUTER:
+    mov.b32 %r3, 0;
+    INNER:
+    setp.ge.u32 %p1, %r3, %r1; @%p1 bra BEHIND;
+    add.s32 %r3, %r3, 1; add.s32 %r4, %r4, 0;
+    bra INNER;
+    DONE:
+    add.s32 %r4, %r4, %r3; st.global.b32 [%rd3], %r4;
+    """)
+    assert found.tolist() == [300 + n for n in range(len(found))]
+
+
 def test_phases_of_an_mbarrier():
     """Warp 1 waits for two phases, each of 32 arrivals of warp 0."""
     found = run_lines("""
