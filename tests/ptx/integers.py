@@ -39,11 +39,11 @@ def binary(code: Program, one: Instruction) -> Step:
     return with_relu
 
 
-@instruction("neg", of_floats=False)
+@instruction("neg", "abs", of_floats=False)
 def negative(code: Program, one: Instruction) -> Step:
-    """neg of integers, which wraps."""
+    """neg and abs of integers, which wrap."""
     (type_,) = one.modifiers
-    return of_ufunc(code, one, np.negative, type_)
+    return of_ufunc(code, one, np.negative if one.opcode == "neg" else np.abs, type_)
 
 
 @instruction("mul", "mad", of_floats=False)
