@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ops.calls import eager_apply
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
@@ -117,9 +118,7 @@ class _Heads(torch.autograd.Function):
             return None, None, None, *_gradients(spec, results, of_group, pulled)
 
 
-# Past what `Function.apply` does for functorch, where no call is known
-_above: Any = super(torch.autograd.Function, _Heads)
-_apply_eagerly = _above.apply
+_apply_eagerly = eager_apply(_Heads)
 
 
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:

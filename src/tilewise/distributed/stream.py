@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ops.calls import eager_apply
 from ..problem import Saved
 from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
@@ -74,9 +75,7 @@ class _Stream(torch.autograd.Function):
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 
 
-# Past what `Function.apply` does for functorch, where no call is known
-_above: Any = super(torch.autograd.Function, _Stream)
-_apply_eagerly = _above.apply
+_apply_eagerly = eager_apply(_Stream)
 
 
 def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from . import captured_grads
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .autograd_key import straight
-from .calls import PLAIN_TENSORS, entry_of, layout_key
+from .calls import PLAIN_TENSORS, eager_apply, entry_of, layout_key
 from .context_parallel import refuse_shards
 from .late import register_late
 from .schema import (
@@ -216,9 +216,7 @@ class _EagerAttention(torch.autograd.Function):
         return _backward(ctx, *grads)
 
 
-# Past what `Function.apply` does for functorch, whose transforms do not come here
-_above: Any = super(torch.autograd.Function, _EagerAttention)
-_apply_eagerly = _above.apply
+_apply_eagerly = eager_apply(_EagerAttention)
 
 
 class _Attention(torch.autograd.Function):

@@ -4,10 +4,10 @@ rows of wgmma, and the tile's rows, of which a decode has few, its columns.
     S^T = K Q^T,  softmax,  O^T += V^T P^T
 
 An accumulator's transpose is a tile of rows again, in the registers where it is: what follows wgmma
-is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, which tell
-each other their maxima once a block, and their sums once a piece. O^T += V^T P^T of a block is
-computed during the softmax of the next. The bits of a row are those of piece.py, as wgmma sums
-alike whichever operand is which.
+is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, of 8 bits in
+four or eight, which tell each other their maxima once a block, and their sums once a piece.
+O^T += V^T P^T of a block is computed during the softmax of the next. The bits of a row are those of
+piece.py, as wgmma sums alike whichever operand is which.
 """
 
 from triton.experimental import gluon
