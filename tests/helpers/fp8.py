@@ -173,6 +173,7 @@ def forward_of(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     out_dtype: torch.dtype = torch.float32,
+    **how: Any,
 ) -> Any:
     """A backend's forward (quantized, extras) -> (out, lse)."""
     left, right = window or (-1, -1)
@@ -181,7 +182,7 @@ def forward_of(
     scalars = Scalars(call.quantized.q.shape[3] ** -0.5, softcap, left, right)
     problem = problem_of(call, scalars, "top_left" if causal == "top_left" else "bottom_right")
     assert backend.supports_fp8(problem, call.quantized.q.device, out_dtype) is None
-    return backend.prepare_fp8(problem, scalars, out_dtype)
+    return backend.prepare_fp8(problem, scalars, out_dtype, **how)
 
 
 def run(backend: Any, call: Fp8Call, **options: Any) -> tuple[Tensor, Tensor]:

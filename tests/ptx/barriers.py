@@ -3,7 +3,6 @@
 import numpy as np
 
 from .errors import BarrierFault
-from .machine import REGISTERS
 from .memory import active_warps, address_slot, addresses_of
 from .parse import Immediate, Instruction
 from .program import Program, Step, Wait, instruction, unknown, waiting, without
@@ -166,7 +165,9 @@ def try_wait(code: Program, one: Instruction) -> Wait:
 
 @waiting("setmaxnreg")
 def set_registers(code: Program, one: Instruction) -> Wait:
-    """A warp waits for registers until others have released them."""
+    """A warp waits for registers until others of its CTA have released them: those that it began
+    with are all that it has, also where the SM has more.
+    """
     how, count = one.modifiers[0], one.operands[0].value
     if not isinstance(one.operands[0], Immediate) or count % 8 or not 24 <= count <= 256:
         raise unknown(one)
@@ -182,7 +183,7 @@ def set_registers(code: Program, one: Instruction) -> Wait:
 
         def has_room() -> bool:
             others = sum(x.registers for x in warps if x is not warp)
-            if (others + count) * LANES > REGISTERS:
+            if others + count > len(warps) * group.cta.machine.register_limit:
                 return False
             warp.registers = count
             return True

@@ -11,7 +11,7 @@ from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
 from tilewise.kernels.hopper.bwd import dropout_bits
 from tilewise.kernels.hopper.decode import eight_bits
 from tilewise.kernels.hopper.fwd import dropout as fwd_dropout
-from tilewise.kernels.hopper.fwd import fp8_operand, runs
+from tilewise.kernels.hopper.fwd import fp8_operand, runs, transpose
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BYTES = np.arange(256, dtype=np.uint8)
@@ -260,6 +260,31 @@ def test_waits_for_pieces(name):
     assert (found == expected).all()
 
 
+READY = {  # words of a head; the block that is wanted, how many are known; how many then are
+    "known": ([0, 0, 0], 1, 2, 2),
+    "one": ([0, 1, 0], 1, 0, 2),
+    "some": ([1, 1, 1, 0, 1], 0, 0, 3),
+    "the last one": ([0, 0, 1], 2, 0, 34),
+    "32": ([0, *[1] * 40, 0], 2, 1, 34),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_waits_for_blocks_of_v_t(name):
+    """Past a head's last block its word is read again, so that more may be found than there are."""
+    given, level, known, expected = READY[name]
+    memory = torch.tensor(given, dtype=torch.int32)
+    address = np.full(32, memory.data_ptr() if name != "known" else 0, np.uint64)
+    numbers = (np.full(32, x, np.uint32) for x in (level, known, len(given)))
+    (found,) = assemble(transpose.AWAIT, "=&r,l,r,r,r", address, *numbers, reached=[memory])
+    assert (found == expected).all()
+
+
+def test_a_fence_of_stores_returns_what_it_was_given():
+    (found,) = assemble(transpose.FENCE, "=r,r", words(32))
+    assert (found == words(32)).all()
+
+
 def test_no_assembly_is_left_out():
     """A kernel's new assembly needs a test here."""
     tested = {text_of(eight_bits.assembly_of(a, b)) for a in (False, True) for b in (False, True)}
@@ -274,6 +299,7 @@ def test_no_assembly_is_left_out():
         flags = [(a, b) for a in (False, True) for b in (False, True)]
         tested |= {text_of(bwd_dropout.conversion(kind, *x)) for x in flags}
     tested |= {"tanh.approx.f32 $0, $1;", text_of(bias.WIDEN), fp8_operand.EXPONENTIALS.value}
+    tested |= {transpose.AWAIT, transpose.FENCE}
     tested |= {runs.AWAIT, dropout_bits._AT_LEAST, text_of(bwd_dropout.selection())}
     known = (
         assembly.ASM
@@ -282,5 +308,6 @@ def test_no_assembly_is_left_out():
         | fp8_operand.ASM
         | bwd_dropout.ASM
         | fwd_dropout.ASM
+        | transpose.ASM
     )
     assert tested == known.keys()

@@ -95,3 +95,24 @@ def test_outputs_of_16_bits(dtype, monkeypatch):
         out, _ = fp8.run(hopper, call, out_dtype=dtype, **options)
     assert out.dtype == dtype
     assert fp8.error_of(out, fp8.reference(call, **options)[0]) < LIMIT
+
+
+VALUES = {
+    "64": (([140], [300], fp8.Heads(2, 1, 64, 64)), {}, {}),
+    "128 causal": (([200], [300], fp8.Heads(2, 1, 128, 128)), dict(causal=True), {}),
+    "unused keys": (([70, 70], [129, 0], fp8.Heads(2, 1, 128, 80)), {}, dict(spare=70)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_values_transposed_beside_the_matmuls(name, seed, monkeypatch):
+    """The bits are those of V^T that was there before."""
+    lengths, options, how = VALUES[name]
+    call = fp8.normal_call(*lengths, **how)
+    with executing(monkeypatch, seed=seed), use_emulator():
+        expected = fp8.run(hopper, call, **options)
+        beside = fp8.forward_of(hopper, call, transposes=True, **options)
+        found = beside(call.quantized._replace(v_t=call.v), call.extras)
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])

@@ -54,6 +54,13 @@ def without(pattern, by=""):
     return lambda ptx: re.sub(pattern, by, ptx)
 
 
+def with_registers(most, least):
+    """Other numbers of registers a thread, of partitions that take some and of those that give."""
+    more = without(r"(setmaxnreg\.inc\S*)\s+\d+;", rf"\1 {most};")
+    less = without(r"(setmaxnreg\.dec\S*)\s+\d+;", rf"\1 {least};")
+    return lambda ptx: less(more(ptx))
+
+
 BUGS = {
     "no proxy fence": ("copy", without(r"fence\.proxy\.async\.shared::cta;"), AsyncFault),
     "no fence of what is stored": (
@@ -104,6 +111,7 @@ BUGS = {
         *("matmul", without(r"(setmaxnreg\.inc\S*)\s+\d+;", r"\1 256;")),
         Deadlock,
     ),
+    "more registers than it began with": ("matmul", with_registers(240, 32), Deadlock),
     "a fragment's order": (
         *("attention", without(r"(mma_async[^;]*\}, \{)(%r\d+),(%r\d+)", r"\1\3,\2")),
         AssertionError,

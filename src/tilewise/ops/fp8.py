@@ -40,7 +40,6 @@ class CallFp8:
 
     __slots__ = (
         *("backend", "forward", "is_transposed", "needs_grad", "out_dtype", "problem", "scalars"),
-        "transpose",
     )
 
     def __init__(
@@ -59,7 +58,6 @@ class CallFp8:
         self.backend = backend  # the name of one to force
         self.needs_grad = needs_grad
         self.forward: Forward | None = None
-        self.transpose: Callable[..., Tensor] | None = None
 
 
 class Inputs(NamedTuple):
@@ -119,19 +117,34 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
         return _empty(call.problem, call.out_dtype, inputs.q)
     forward = call.forward
     if forward is None:
-        asked = call.problem, inputs.q.device, call.out_dtype, call.backend
-        chosen = dispatch.choose_fp8(*asked)
-        forward = chosen.prepare_fp8(call.problem, call.scalars, call.out_dtype)
-        call.forward = forward
-    v_t = inputs.v
-    if not call.is_transposed:
-        transpose = call.transpose or quantizer_for(v_t).prepare_transposed()
-        call.transpose = transpose
-        v_t = transpose(v_t, extras.seqused_k, extras.cu_seqlens_k)
+        forward = call.forward = forward_of(call, inputs)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
-    return forward(Quantized(inputs.q, inputs.k, v_t, scales, None, mean), extras)
+    return forward(Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean), extras)
+
+
+def forward_of(call: CallFp8, inputs: Inputs) -> Forward:
+    """The forward of calls of one signature, whose v is V^T or not."""
+    problem, v = call.problem, inputs.v
+    chosen = dispatch.choose_fp8(problem, v.device, call.out_dtype, call.backend)
+    prepare = functools.partial(chosen.prepare_fp8, problem, call.scalars, call.out_dtype)
+    if call.is_transposed:
+        return prepare()
+    if hasattr(chosen, "takes_values") and chosen.takes_values(problem, v, call.out_dtype):
+        return prepare(transposes=True)
+    return Transposed(prepare(), quantizer_for(v).prepare_transposed())
+
+
+class Transposed(NamedTuple):
+    """A forward behind a pass that writes V^T."""
+
+    forward: Forward
+    transpose: Callable[..., Tensor]
+
+    def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+        v_t = self.transpose(given.v_t, extras.seqused_k, extras.cu_seqlens_k)
+        return self.forward(given._replace(v_t=v_t), extras)
 
 
 def _contiguous(x: Tensor) -> Tensor:

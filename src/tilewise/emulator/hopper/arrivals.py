@@ -73,6 +73,21 @@ def await_word(word: Pointer, least: int, arrived: int, waits: bool) -> torch.Te
     return torch.tensor(arrived, dtype=torch.int32)
 
 
+def await_words(words: Pointer, place: int, known: int, count: int) -> torch.Tensor:
+    """Waits until word `place` of `count` is not 0; how many words up to there and behind it are
+    not, of which a poll may have seen some alone. The first `known` are known not to be.
+    """
+    partition = running()
+    if place >= known:
+        flags = words.flat[words.offset : words.offset + count]
+        partition.wait(lambda: int(flags[place]) != 0, lambda: f"waits for word {place}")
+        stop = place + 1
+        while stop < count and int(flags[stop]) and partition.machine.random.random() < 0.9:
+            stop += 1
+        known = stop
+    return torch.tensor(known, dtype=torch.int32)
+
+
 def _bounds(x: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first and the last element."""
     steps = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape))

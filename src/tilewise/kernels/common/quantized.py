@@ -79,3 +79,12 @@ def first_column(first_k: Tensor, sequence: Tensor) -> Tensor:
     without a sum over the sequences before it, at the price of up to COLUMNS columns for each.
     """
     return (first_k // COLUMNS + sequence) * COLUMNS
+
+
+def empty_values(v: Tensor, starts: Tensor | None) -> Tensor:
+    """The bits of V^T without its contents; of no sequences it is 0."""
+    columns, make = columns_of(v.shape[1]), torch.empty
+    if starts is not None:
+        columns = packed_columns(v.shape[1], starts.shape[0] - 1)
+        make = torch.zeros if starts.shape[0] == 1 else make
+    return make((v.shape[0], *v.shape[2:], columns), device=v.device, dtype=torch.uint8)

@@ -15,6 +15,7 @@ from ...problem import Problem
 if TYPE_CHECKING:
     from .bwd.launch import backward, prepare_backward
     from .fwd.fp8_launch import Fp8Forward as prepare_fp8
+    from .fwd.fp8_launch import takes_values
     from .fwd.launch import forward, prepare
 
 NAME = "hopper"
@@ -25,7 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
-LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", "prepare_fp8"]
+LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", "prepare_fp8", "takes_values"]
 
 __all__ = [
     "NAME",
@@ -36,6 +37,7 @@ __all__ = [
     "prepare_fp8",
     "supports",
     "supports_fp8",
+    "takes_values",
     "why_copied",
 ]
 
@@ -126,6 +128,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "prepare_fp8":
         globals()[name] = fp8_launch.Fp8Forward
+    elif name == "takes_values":
+        globals()[name] = fp8_launch.takes_values
     else:
         globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
     return globals()[name]

@@ -21,6 +21,7 @@ from ..common.quantized import (
     Quantized,
     Scales,
     columns_of,
+    empty_values,
     packed_columns,
 )
 from ..common.relaunch import Launches, distinct_views
@@ -280,15 +281,6 @@ def count_of(x: Tensor, starts: Tensor | None) -> int:
     if starts is None:
         return x.shape[0] * max(1, columns_of(x.shape[1]) // COLUMNS)
     return packed_columns(x.shape[1], starts.shape[0] - 1) // COLUMNS
-
-
-def empty_values(v: Tensor, starts: Tensor | None) -> Tensor:
-    """The bits of V^T without its contents; of no sequences it is 0."""
-    columns, make = columns_of(v.shape[1]), torch.empty
-    if starts is not None:
-        columns = packed_columns(v.shape[1], starts.shape[0] - 1)
-        make = torch.zeros if starts.shape[0] == 1 else make
-    return make((v.shape[0], *v.shape[2:], columns), device=v.device, dtype=torch.uint8)
 
 
 def _of_values(v_t: Tensor) -> Strided:

@@ -15,6 +15,7 @@ from .fp8_halves import attend_in_halves
 from .fp8_mma import attend_partition, make_pingpong
 from .kernel import Rings
 from .load import Sources, load_partition
+from .transpose import make_values, transpose_partition
 from .varlen import make_tile_messages
 
 
@@ -24,12 +25,14 @@ def hopper_fp8_fwd_kernel(
     k_desc,
     v_desc,
     out_desc,
+    values_desc,
     lse,
     scales,
     queue,
     optionals,
     sizes,
     numbers,
+    transposing,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
@@ -50,14 +53,27 @@ def hopper_fp8_fwd_kernel(
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     OUT: gl.constexpr = min(DV, OUT_COLUMNS)
     out_smem = gl.allocate_shared_memory(out_dtype, [2, M, OUT], shared(M, OUT, out_dtype))
+    if TILE.TRANSPOSES:
+        values = make_values(DV)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     output = Output(out_desc, out_smem, lse, 0, 0)
     call = KernelCall(queue, optionals, sizes, numbers)
-    sources = Sources(q_desc, k_desc, v_desc, None, (0, 0), 0)
+    sources = Sources(q_desc, k_desc, v_desc, None, (0, 0), 0, transposing)
     rings = Rings((q_0, q_1), kv_ring, messages)
     # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
-    if TILE.O_HALVES:
+    if TILE.TRANSPOSES:
+        gl.warp_specialize(
+            [
+                (attend_partition, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (load_partition, (sources, rings, call, FEATURES, TILE)),
+                (transpose_partition, (values_desc, values, transposing, call, FEATURES)),
+            ],
+            [4, 1, 2],
+            [232, 40, 40],
+        )
+    elif TILE.O_HALVES:
         gl.warp_specialize(
             [
                 (attend_in_halves, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),

@@ -16,7 +16,7 @@ from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, num_sms, on_device
-from ...common.quantized import COLUMNS, Quantized
+from ...common.quantized import COLUMNS, FP8, Quantized, columns_of, empty_values
 from ...common.relaunch import (
     Pattern,
     addresses_of,
@@ -28,15 +28,18 @@ from ...common.relaunch import (
 from .. import assembly
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged_by_head
-from ..tile_counter import counter
-from . import fp8_operand
+from ..tile_counter import counter, counters_of
+from . import fp8_operand, transpose
 from .epilogue import OUT_COLUMNS
 from .fp8_kernel import hopper_fp8_fwd_kernel
 from .fp8_mma import Scales, has_two_levels
 from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
+from .transpose import READY, Transposing
 
 Tensor = torch.Tensor
 GL_OUT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+ASM = assembly.ASM | fp8_operand.ASM | transpose.ASM
+NO_VALUES = (None,)  # in the place of a descriptor of V
 UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # Keys of a block and stages of the ring, by the wider headdim. Not measured: a prototype of this
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
@@ -49,7 +52,7 @@ class Fp8Plan(NamedTuple):
 
     features: Features
     tile: Pipeline
-    blocks: tuple[list[int], ...]  # of q, k, v_t and out
+    blocks: tuple[list[int], ...]  # of q, k, v_t, out and V
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
@@ -60,31 +63,37 @@ class Fp8Args(NamedTuple):
     k: DescriptorFields
     v_t: DescriptorFields
     out: DescriptorFields
+    values: DescriptorFields | None  # V, where the kernel transposes it
     lse: Tensor
     scales: Scales
     queue: Queue
     optionals: Optionals
     sizes: Sizes
     numbers: Numbers
+    transposing: Transposing | None
 
 
 class Fp8Relaunch(NamedTuple):
     """What launches after the first need. Holds no tensor."""
 
     kernel: Direct
-    described: Descriptors  # of q, k, v_t and out
-    args: Pattern
+    described: Descriptors  # of q, k, v_t, out and, where the kernel transposes it, V
+    args: Pattern  # behind the descriptors
     has_extras: bool
     constants: tuple
 
 
 class Fp8Forward:
     """The forward of `Quantized` tensors of one signature: the first through Triton's launcher,
-    later ones directly, with descriptors that are cached by address.
+    later ones directly, with descriptors that are cached by address. Where it `transposes`, they
+    have V in the place of V^T.
     """
 
-    def __init__(self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> None:
+    def __init__(
+        self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype, transposes: bool = False
+    ) -> None:
         self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
+        self.transposes = transposes
         self.device = -1
         self.relaunch: Fp8Relaunch | None = None
 
@@ -99,16 +108,21 @@ class Fp8Forward:
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(device)
         of = relaunch.described.at
-        row = [lse.data_ptr(), counter(given.q.device, device, stream)]
+        row = [lse.data_ptr(), counter(q.device, device, stream)]
         row += addresses_of((*given.scales, given.v_mean))
+        v_t, of_values = given.v_t, NO_VALUES
+        if self.transposes:
+            of_values, v_t = of(4, v_t.data_ptr()), empty_values(v_t, None)
+            row += v_t.data_ptr(), words_of(v_t)
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
         relaunch.kernel(
             stream,
-            *of(0, given.q.data_ptr()),
+            *of(0, q.data_ptr()),
             *of(1, given.k.data_ptr()),
-            *of(2, given.v_t.data_ptr()),
+            *of(2, v_t.data_ptr()),
             *of(3, out.data_ptr()),
+            *of_values,
             *relaunch.args.filled(row),
             *relaunch.constants,
         )
@@ -124,22 +138,25 @@ class Fp8Forward:
             return
         read = readable(given)
         extras = distinct_extras(extras)
-        plan = plan_for(self.problem, read, extras, self.out_dtype)
-        args = arguments(self.problem, plan, read, extras, self.scalars, out, lse)
+        values = given.v_t if self.transposes else None
+        if values is not None:
+            read = read._replace(v_t=empty_values(values, None).view(FP8))
+        plan = plan_for(self.problem, read, extras, self.out_dtype, self.transposes)
+        args = arguments(self.problem, plan, read, values, extras, self.scalars, out, lse)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         device = given.q.device
         if (seed := emulator_seed()) is not None and device.type == "cpu":
             from ....emulator.hopper import emulate
 
             programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
-            emulated = emulate(hopper_fp8_fwd_kernel, seed=seed, asm=assembly.ASM | fp8_operand.ASM)
+            emulated = emulate(hopper_fp8_fwd_kernel, seed=seed, asm=ASM)
             emulated[(programs,)](*checked(args), **constants)
             return
         programs = min(args.queue.tiles, num_sms(device))
         with on_device(device):
             compiled = first_launch(hopper_fp8_fwd_kernel, programs, *checked(args), **constants)
             index = torch.cuda.current_device()
-        if all(x is y for x, y in zip(read[:3], given)):  # none is a copy
+        if all(x is y for x, y in zip(read[:2], given)):  # none is a copy
             kernel = direct_of(compiled, programs)
             self.relaunch, self.device = relaunch_of(kernel, plan, args, extras), index
 
@@ -151,44 +168,70 @@ def relaunch_of(
     Triton's launcher is unknown.
     """
     has_extras = any(x is not None for x in extras.tensors)
-    optional = extras.tensors if has_extras else ()
-    pattern = pattern_of(
-        tuple(args[4:]), (args.lse, args.queue.counter, *args.scales[:4], *optional)
-    )
+    row = [args.lse, args.queue.counter, *args.scales[:4]]
+    if args.transposing is not None:
+        row += args.transposing[:2]
+    row += extras.tensors if has_extras else ()
+    pattern = pattern_of(tuple(args[5:]), row)
     if kernel is None or pattern is None:
         return None
+    read = [x for x in args[:5] if x is not None]
     constants = plan.features, plan.tile
-    return Fp8Relaunch(kernel, Descriptors(kernel, args[:4]), pattern, has_extras, constants)
+    return Fp8Relaunch(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
 
 
 def arguments(
     problem: Problem,
     plan: Fp8Plan,
     given: Quantized,
+    values: Tensor | None,
     extras: Extras,
     scalars: Scalars,
     out: Tensor,
     lse: Tensor,
 ) -> Fp8Args:
-    """The kernel's arguments for a call: q and out as in 16 bits, k and v_t as (batch, head, row,
-    column).
+    """The kernel's arguments for a call: q and out as in 16 bits, k, v_t and V as (batch, head,
+    row, column).
     """
     q, k = given.q, given.k
     group = problem.group
-    of_q, of_k, of_v, of_out = zip(plan.blocks, plan.layouts)
+    of_q, of_k, of_v, of_out, of_values = zip(plan.blocks, plan.layouts)
     of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
+    queue = queue_of(problem, plan.tile, q, k, packed_in(extras))
+    described = transposing = None
+    if values is not None:
+        described = by_head(values.view(torch.uint8), *of_values)
+        transposing = transposing_of(given.v_t, plan, queue.l2_group, group)
     return Fp8Args(
         of_queries(q, *of_q, group),
         by_head(k, *of_k),
         by_head(given.v_t.transpose(1, 2), *of_v),
         of_rows(out, *of_out),
+        described,
         lse,
         Scales(*distinct_views((*given.scales, given.v_mean)), problem.nheads_k),
-        queue_of(problem, plan.tile, q, k, packed_in(extras)),
+        queue,
         optionals_of(extras),
         sizes_of(q, k, extras),
         numbers_of(scalars, q, k),
+        transposing,
     )
+
+
+def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int, group: int) -> Transposing:
+    """How the programs of a launch write V^T."""
+    batch, nheads_k, _, columns = v_t.shape
+    heads, levels = batch * nheads_k, columns // COLUMNS
+    words = counters_of(v_t.device, READY.value + heads * levels)
+    width, pieces = max(1, l2_group // group), COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
+    numbers = heads * levels, levels, nheads_k, heads, width, pieces
+    return Transposing(v_t.view(torch.uint8), words, *numbers)
+
+
+def words_of(v_t: Tensor) -> int:
+    """The address of what programs share that write V^T."""
+    batch, nheads_k, _, columns = v_t.shape
+    return counters_of(v_t.device, READY.value + batch * nheads_k * (columns // COLUMNS)).data_ptr()
 
 
 def readable(given: Quantized) -> Quantized:
@@ -220,15 +263,39 @@ def needs_halves(problem: Problem, given: Quantized) -> bool:
     return has_mean and not has_two_levels(block_of(given.v_t.shape[2]))
 
 
-def plan_for(problem: Problem, given: Quantized, extras: Extras, out_dtype: torch.dtype) -> Fp8Plan:
+def takes_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether the kernel transposes V itself: TMA can read it, it is not packed, of which V^T has
+    other columns, and there is room for blocks of V in shared memory, and for two more warps in
+    registers, of which tanh and 128 columns take all.
+    """
+    widest = max(block_of(problem.headdim), block_of(problem.headdim_v))
+    columns = columns_of(v.shape[1])
+    is_small = v.shape[3] * columns < 2**31  # counted in 32 bits
+    is_readable = columns > 0 and v.stride(3) == 1 and aligned(v)
+    is_full = widest > 128 or (widest == 128 and problem.has_softcap)
+    if problem.is_packed or is_full or not is_small or not is_readable:
+        return False
+    tile = plan_of(problem, 1, out_dtype, False, True).tile
+    return shared_memory(tile, widest, out_dtype) <= SHARED_MEMORY["sm90"]
+
+
+def plan_for(
+    problem: Problem,
+    given: Quantized,
+    extras: Extras,
+    out_dtype: torch.dtype,
+    transposes: bool = False,
+) -> Fp8Plan:
     """The plan of a call."""
     seqlen_q = max(1, given.q.shape[1] // max(1, packed_in(extras)))
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
-    return plan_of(problem, pack, out_dtype, needs_halves(problem, given))
+    return plan_of(problem, pack, out_dtype, needs_halves(problem, given), transposes)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, in_halves: bool) -> Fp8Plan:
+def plan_of(
+    problem: Problem, pack: int, out_dtype: torch.dtype, in_halves: bool, transposes: bool
+) -> Fp8Plan:
     """The plan of a problem whose tiles hold `pack` heads."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
@@ -249,6 +316,7 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, in_halves: bool
         PACK=pack,
         FP8=True,
         O_HALVES=in_halves,
+        TRANSPOSES=transposes,
     )
     if shared_memory(tile, out_columns, out_dtype) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
@@ -258,8 +326,9 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, in_halves: bool
         [1, 1, block_n, block_d],
         [1, 1, block_dv, block_n],
         [*of_out, out_columns],
+        [1, 1, COLUMNS, block_dv],
     )
-    elements = gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, GL_OUT[out_dtype]
+    elements = *(gl.float8e4nv,) * 3, GL_OUT[out_dtype], gl.uint8
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, elements))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     return Fp8Plan(features, tile, blocks, layouts)
@@ -274,4 +343,5 @@ def shared_memory(tile: Pipeline, out_columns: int, out_dtype: torch.dtype) -> i
     """Bytes of shared memory of a program, with 1 KiB for its barriers."""
     q = 2 * tile.Q_STAGES * WARPGROUP_ROWS * tile.BLOCK_D
     kv = tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
-    return q + kv + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024
+    values = 2 * COLUMNS * tile.BLOCK_DV * tile.TRANSPOSES
+    return q + kv + values + 2 * WARPGROUP_ROWS * out_columns * out_dtype.itemsize + 1024

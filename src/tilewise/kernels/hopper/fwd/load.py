@@ -30,6 +30,7 @@ from ..work import (
     reset_counter,
 )
 from .runs import arrived_block, await_keys, no_block, open_run, open_runs
+from .transpose import await_values, leave
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
 
 V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
@@ -44,6 +45,7 @@ class Sources(NamedTuple):
     bias: tma.tensor_descriptor  # where it is copied, else None
     heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
     v_step: gl.tensor  # where V is flat, elements from a head of it to the next
+    transposing: tuple = 0  # where the kernel makes V^T itself: `transpose.Transposing`
 
 
 class KeyBlock(NamedTuple):
@@ -116,6 +118,8 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     prev = progress.prev_block
     load_kv(rings.kv_ring, progress.kv_state, sources, prev, False, prev, has_values, TILE)
     send(rings.messages, progress.messages, no_more(END, FEATURES))
+    if TILE.TRANSPOSES:
+        leave(sources.transposing, 1)
 
 
 @gluon.jit
@@ -135,6 +139,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         load(rings.q[i], q_state, sources.q, [batch, head_k, m_start, member, 0], q_shape)
     q_state = advance(q_state, TILE.Q_STAGES)
     last = work.last - work.first
+    known = gl.to_tensor(0)  # blocks of the head's V^T that are ready
     fetched = gl.zeros([32], gl.int32, LANE_LAYOUT)
     for i in range(last + 1):
         # The number takes a microsecond, which the full ring hides. One fetched sooner would fall
@@ -147,6 +152,9 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
             block = arrived_block(work, head_k, n_start, arrived, call.runs)
         else:
             block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
+        if TILE.TRANSPOSES:
+            head = batch * sources.transposing.nheads_k + head_k
+            known = await_values(sources.transposing, head, n_start, known)
         load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
         kv_state = advance(kv_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
