@@ -169,6 +169,7 @@ WIDE = {
     "ops/attention.py": {"forward"},  # an autograd.Function's: every input is a parameter
     # Triton takes descriptors as arguments of their own, not in groups
     "kernels/hopper/fwd/kernel.py": {"hopper_fwd_kernel"},
+    "kernels/hopper/fwd/fp8_kernel.py": {"hopper_fp8_fwd_kernel"},
     "kernels/hopper/bwd/kernel.py": {"hopper_bwd_kernel"},
 }
 

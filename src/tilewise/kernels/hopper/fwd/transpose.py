@@ -125,7 +125,7 @@ def make_values(DV: gl.constexpr):
 @gluon.jit
 def transpose_partition(values, ring, transposing, call, FEATURES: gl.constexpr):
     """Transposes blocks until none is left. While one is transposed the next is copied, and the
-    number of the one after that is on its way.
+    number of the one after that is asked for.
     """
     state = start()
     block = take_block(transposing)
