@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import triton
+from helpers.sass import assert_maxima_by_integers, innermost_loops
 from helpers.tiers import sample, sample_rows
 
 from tilewise import mods, scores
@@ -119,6 +120,18 @@ def test_measured_rows(key):
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, headdim):
     compiled_stats(headdim, **FEATURES[name])
+
+
+MAXIMA = [(headdim, causal) for headdim in (64, 128, 256) for causal in (False, True)]
+
+
+@pytest.mark.skipif(not IS_MEASURED, reason="code is that of Triton 3.6")
+@pytest.mark.parametrize("headdim, causal", sample_rows(MAXIMA, (128, False)))
+def test_maxima_of_rows(headdim, causal):
+    q = torch.empty(2, 4096, 4, headdim, dtype=torch.bfloat16)
+    plan, kernel = compile_call(q, q, q, Extras(), Scalars(1.0, 0.0, -1, 0 if causal else -1))
+    for loop in innermost_loops(kernel, "HGMMA")[: plan.tile.WARPGROUPS]:
+        assert_maxima_by_integers(loop, plan.tile.BLOCK_N // 4)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 from helpers import fp8
-from helpers.sass import innermost_loops, spills_in
+from helpers.sass import assert_maxima_by_integers, innermost_loops, spills_in
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.hopper.descriptors import checked
@@ -100,6 +100,14 @@ def test_compiles_with_values_of_its_own(headdim, name):
     loops = innermost_loops(kernel, "QGMMA")
     loops = [x for x in loops if sum("MUFU.EX2" in line for line in x) >= 32]
     assert sum(map(spills_in, sorted(loops, key=len)[:2])) == 0 and len(loops) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_maxima_of_rows(headdim, name):
+    for loop in innermost_loops(compiled(headdim, **FEATURES[name]), "QGMMA")[:2]:
+        assert_maxima_by_integers(loop, 32)
 
 
 def check(found, most):

@@ -29,3 +29,18 @@ def innermost_loops(kernel, instruction):
 def spills_in(loop):
     """How many instructions read or write what is spilled."""
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop)
+
+
+def assert_maxima_by_integers(loop, columns):
+    """Maxima of two rows a thread, of so many columns each in two chains, are of three integers an
+    instruction, and nothing is voted about between the wait for S and them.
+    """
+    of_three = [i for i, line in enumerate(loop) if "VIMNMX3" in line]
+    integers = [i for i, line in enumerate(loop) if "VIMNMX" in line]
+    assert len(of_three) == columns - 2 and len(integers) == columns
+    path = loop[integers[0] : integers[-1]]
+    assert not any("FMNMX" in line or "BRA" in line for line in path)
+    waits = [i for i, line in enumerate(loop[: integers[0]]) if "WARPGROUP.DEPBAR" in line]
+    votes = [i for i, line in enumerate(loop) if "VOTE.ALL" in line]
+    assert len(votes) == 1 and votes[0] < waits[-1]
+    assert not any("BSSY" in line for line in loop)  # the branch is of whole warps

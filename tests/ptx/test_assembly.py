@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from helpers.row_max import LAGS, made_rows, next_max_kernel, run_both
 
-from ptx import assemble
+from ptx import assemble, execute
 from tilewise.kernels.common import device_words
-from tilewise.kernels.hopper import assembly, bias, hide, rescale
+from tilewise.kernels.hopper import assembly, bias, hide, rescale, row_max
 from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
 from tilewise.kernels.hopper.bwd import dropout_bits
 from tilewise.kernels.hopper.decode import eight_bits
@@ -155,6 +156,50 @@ def test_exponentials_of_quarters(n, first, stop, is_pinned):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2.0**-126)
 
 
+@pytest.mark.parametrize("lag", LAGS)
+def test_votes_about_maxima(lag):
+    """Whether all m of a warp are high enough: -lag is, what is just below it or NaN is not."""
+    m = np.full((224, 2), -lag, np.float32)
+    m[40, 1], m[70, 0], m[130, 1] = np.nextafter(m[0, 0], -np.inf), np.nan, -np.inf
+    m[100, 1], m[170, 0] = -0.0, np.inf
+    found = assemble(text_of(row_max.vote_of(lag)), "=r,=r,f,f", *m.T)
+    with np.errstate(invalid="ignore"):
+        by_warp = (m >= np.float32(-lag)).reshape(7, 64).all(1).repeat(32)
+    assert (found[0] == by_warp).all() and (found[1] == by_warp).all()
+    assert (by_warp[::32] == [1, 0, 0, 1, 0, 1, 1]).all()
+
+
+@pytest.mark.parametrize("n", row_max._COLUMNS)
+def test_maxima_of_a_thread(n):
+    """Two rows a thread; warps 1 and 3 take integers."""
+    draw = np.random.default_rng(12)
+    values = draw.standard_normal((n, 2, 128)).astype(np.float32)
+    values[:, 0, ::3] = -np.abs(values[:, 0, ::3])
+    values[:, 1, ::5] = draw.choice(np.float32([0.0, -1e-40, -np.inf, -3.0]), (n, 26))
+    values[n - 1, :, 1::7] = np.inf
+    flag = np.repeat(np.int32([0, 1, 0, 5]), 32)
+    inputs = values.reshape(2 * n, 128).view(np.uint32)
+    text, constraints = text_of(row_max.maxima_of(n)), text_of(row_max.constraints_of(n))
+    found = np.stack(assemble(text, constraints, *inputs, flag, flag)).view(np.float32)
+    integers = values.view(np.int32).max(0).view(np.float32)
+    assert (found == np.where(flag != 0, integers, values.max(0))).all()
+    assert (integers != values.max(0)).any()
+    of_emulator = row_max.ASM[text](*(tensor(x).view(torch.int32) for x in values), tensor(flag))
+    assert torch.equal(of_emulator.view(torch.float32), tensor(found))
+
+
+@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("n", [64, 128])
+def test_maxima_of_rows(n, lag):
+    """Every value is in its row."""
+    for seed in range(4):
+        s, m = made_rows(lag, seed, n)
+        flags, found, expected = run_both(execute(next_max_kernel)[(1,)], s, m, 0.25, lag)
+        assert torch.equal(found, expected)
+        by_warp = (m >= -lag).view(4, 16).all(1)
+        assert torch.equal(flags.view(4, 16), by_warp[:, None].int().expand(4, 16))
+
+
 def test_tanh():
     x = floats()
     (found,) = assemble("tanh.approx.f32 $0, $1;", "=f,f", x)
@@ -292,6 +337,8 @@ def test_no_assembly_is_left_out():
     tested |= {text_of(rescale.rescale_of(n)) for n in rescale._REGISTERS}
     for n in rescale._REGISTERS:
         tested |= {text_of(rescale.exponentials_of(n, *x)) for x in ((0, 1, True), (1, 4, False))}
+    tested |= {text_of(row_max.vote_of(lag)) for lag in LAGS}
+    tested |= {text_of(row_max.maxima_of(n)) for n in row_max._COLUMNS}
     tested |= {text_of(hide.selection(*way)) for way in hide._WAYS}
     tested |= {text_of(hide.selection_in_warp(n)) for n in (8, 16, 32, 64)}
     tested |= {text_of(fwd_dropout.selection(kind)) for kind in ("bf16", "f16")}

@@ -2,6 +2,6 @@
 
 import torch
 
-from . import bias, hide, rescale
+from . import bias, hide, rescale, row_max
 
-ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **bias.ASM, **hide.ASM, **rescale.ASM}
+ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **bias.ASM, **hide.ASM, **rescale.ASM, **row_max.ASM}

@@ -22,6 +22,7 @@ from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, fp8_accumulator, row_of
 from ..operands import whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
+from ..row_max import integers_suffice
 from ..work import END, KernelCall
 from .fp8_mma import (
     add_product,
@@ -85,6 +86,7 @@ def attend_in_halves(
         for i in range(blocks):
             # A stage has K of this block, and V of the one before: S = Q K^T, (64, BLOCK_N)
             pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+            by_integers = integers_suffice(m_i, 0.0)  # of the first block they do not
             s = warpgroup_mma_wait(0, deps=[pending_s])
             release_by_threads(kv_ring, state)
             state = advance(state, TILE.STAGES)
@@ -92,7 +94,7 @@ def attend_in_halves(
                 release_by_threads(q_ring, q_state)
             wait_full(kv_ring, state)
             wait_pingpong(pingpong, phase, WG)
-            s, m_new = scores_of(s, tile, i, m_i, unit, call, FEATURES, TILE)
+            s, m_new = scores_of(s, tile, i, m_i, by_integers, unit, call, FEATURES, TILE)
             alpha = gl.exp2(m_i - m_new)
             p, sums = exponentials(exponents(s, m_new, scale), HALF)
             l_i = add_sums(l_i, alpha, sums)

@@ -36,6 +36,7 @@ from ..layouts import accumulator, column_of, fp8_accumulator, row_of
 from ..operands import row_factor, whole_sums
 from ..pipeline import advance, make_barrier, parity_of, release_by_threads, start, wait_full
 from ..rescale import rescale, rescale_factors
+from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block, key_head
 from .epilogue import finish_rows, store_rows
 from .fp8_operand import LOWEST, TOP, add_sums, exponentials, exponents, no_sums
@@ -75,6 +76,7 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     TWO_LEVELS: gl.constexpr = has_two_levels(DV)
+    LAG_OF_M: gl.constexpr = 0.0 if TWO_LEVELS else LAG
     q_ring = rings.q[WG]
     kv_ring = rings.kv_ring
     rows = WG * 64 + gl.arange(0, 64, row_of(S_LAYOUT))
@@ -105,7 +107,7 @@ def attend_partition(
     if has_tile:
         release_by_threads(kv_ring, state)
     state = advance(state, STAGES)
-    s, m_i = scores_of(s, tile, 0, no_max, unit, call, FEATURES, TILE)
+    s, m_i = scores_of(s, tile, 0, no_max, None, unit, call, FEATURES, TILE)
 
     while work.start != END:
         acc_o = no_output  # (64, BLOCK_DV)
@@ -123,9 +125,10 @@ def attend_partition(
             signal_pingpong(pingpong, WG)
             phase ^= 1
             pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
+            by_integers = integers_suffice(m_i, LAG_OF_M)
             s = warpgroup_mma_wait(1, deps=[pending_s])
             # With the branch of a mask where none is needed, too: see `to_scores`
-            s, m_new = scores_of(s, tile, i, m_i, unit, call, FEATURES, TILE)
+            s, m_new = scores_of(s, tile, i, m_i, by_integers, unit, call, FEATURES, TILE)
             product = warpgroup_mma_wait(0, deps=[pending_o])
             release_by_threads(kv_ring, state)
             state = advance(state, STAGES)
@@ -160,7 +163,7 @@ def attend_partition(
         unit = load_unit(upcoming, scales, FEATURES, TILE)
         tile = open_rows(upcoming, rows, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
-        s, m_begun = scores_of(s, tile, 0, no_max, unit, call, FEATURES, TILE)
+        s, m_begun = scores_of(s, tile, 0, no_max, None, unit, call, FEATURES, TILE)
         product = warpgroup_mma_wait(0, deps=[pending_o])
         release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
@@ -232,6 +235,7 @@ def scores_of(
     tile,
     i,
     m_i,
+    by_integers,
     unit,
     call,
     FEATURES: gl.constexpr,
@@ -242,7 +246,9 @@ def scores_of(
     numbers = in_units(call.numbers, unit)
     call = KernelCall(call.queue, call.optionals, call.sizes, numbers, call.modifiers)
     n_block = key_block(tile.work, i, call, FEATURES, TILE)
-    return to_scores(qk, 0, tile, i, n_block, m_i, call, gl.float32, True, FEATURES, TILE)
+    return to_scores(
+        qk, 0, tile, i, n_block, m_i, by_integers, call, gl.float32, True, FEATURES, TILE
+    )
 
 
 @gluon.jit

@@ -26,7 +26,8 @@ from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, row_of
 from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
-from ..rescale import exponentials_in, lagging_max, rescale, rescale_factors
+from ..rescale import THRESHOLD, exponentials_in, lagging_max, rescale, rescale_factors
+from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block
 from .dropout import from_pairs
 from .epilogue import write_tile
@@ -107,7 +108,7 @@ def attend_partition(
     if has_tile:
         release_by_threads(kv_ring, state)
     state = advance(state, STAGES)
-    s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
+    s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE)
     p, alpha = exponentials(s, no_max, m_i, scale, True)
     step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
@@ -123,13 +124,25 @@ def attend_partition(
             pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
             pending_o = multiply_values(step.p, kv_ring, state, acc_o)
             bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
+            by_integers = integers_suffice(step.m_i, THRESHOLD)
             s = warpgroup_mma_wait(1, deps=[pending_s])
             bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
             if ONE_Q:
                 if i + 1 == split.blocks:
                     release_by_threads(q_ring, q_state)
             s, m_i = to_scores(
-                s, bias, tile, i, n_block, step.m_i, call, dtype, MASKED, FEATURES, TILE
+                s,
+                bias,
+                tile,
+                i,
+                n_block,
+                step.m_i,
+                by_integers,
+                call,
+                dtype,
+                MASKED,
+                FEATURES,
+                TILE,
             )
             m_i = lagging_max(step.m_i, m_i)
             release_bias(rings.bias, WG, TILE)
@@ -178,7 +191,9 @@ def attend_partition(
         bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
         bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), goes_on, TILE)
-        s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, call, dtype, True, FEATURES, TILE)
+        s, m_i = to_scores(
+            s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE
+        )
         release_bias(rings.bias, WG, TILE)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:

@@ -17,6 +17,7 @@ from ....tile.types import Lengths, Sequence
 from ..bias import add_bias, load_bias
 from ..hide import hide, hide_outside
 from ..layouts import accumulator, column_of
+from ..row_max import running_max_of
 from ..work import Work, needs_mask
 from .dropout import drop_pairs
 from .rows import head_of_row, query_of_row
@@ -85,6 +86,7 @@ def to_scores(
     i,
     n_block,
     m_i,
+    by_integers,
     call,
     dtype: gl.constexpr,
     MASKED: gl.constexpr,
@@ -94,7 +96,7 @@ def to_scores(
     """Scores of the i-th block of keys, masked where it needs it, and the maxima with them.
 
     The branch does more than save the mask: the compiler may not move the wait for P V before it.
-    So maxima belong inside, and overlap with P V.
+    So maxima belong inside, and overlap with P V. `by_integers` is of `integers_suffice`, or None.
     """
     HAS_SCORE_MOD: gl.constexpr = FEATURES.SCORE_MOD is not None
     HAS_MASK_MOD: gl.constexpr = FEATURES.MASK_MOD is not None
@@ -117,7 +119,7 @@ def to_scores(
     # Not those of the score function, whose positions would be kept for this
     k_idx, seq = keys_of(n_start, tile, call, HAS_MASK_MOD, HAS_SCORE_MOD, FEATURES, TILE)
     if not MASKED:
-        m_i = running_max(s, m_i, scale)
+        m_i = running_max_of(s, m_i, scale, by_integers)
     elif needs_mask(work, i, n_block, FEATURES):
         if FEATURES.ENDS:
             first, stop = tile.seen.first[:, None], tile.seen.stop[:, None]
@@ -127,7 +129,7 @@ def to_scores(
             s = hide(s, q_idx, k_idx, seq, FEATURES)
         m_i = running_max(s, m_i, scale)
     else:
-        m_i = running_max(s, m_i, scale)
+        m_i = running_max_of(s, m_i, scale, by_integers)
     return s, m_i
 
 
