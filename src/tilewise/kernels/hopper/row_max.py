@@ -8,7 +8,14 @@ DPX functions; ptxas makes it of two max.s32 of the PTX ISA) and that of two flo
 
 A row whose m is at least 0 needs no more than that: a negative score does not change m. Nor does it
 if m grows by steps of more than LAG only, and is at least -LAG. Whether this holds for all rows of
-a warp is known from the block before, so that no vote stands between S and the maxima.
+a warp is known from the block before, so that no vote stands between S and the maxima. Each block
+votes again, which takes three instructions: of a causal tile's first block some rows see few keys,
+and their m may be low until the next one.
+
+Zeros do no harm: -0 is the lowest integer, but as a score of a row it changes m as little as what
+is below it, and as m it is at least -LAG. An m of infinity stays; m is never NaN, and would be
+taken by floats. NaN among scores may win as an integer: then m differs, of a row whose output is
+NaN.
 """
 
 import functools
@@ -75,7 +82,7 @@ def integers_suffice(m_i, LAG: gl.constexpr):
 @gluon.jit
 def running_max_of(s, m_i, scale, by_integers):
     """`tile.softmax.running_max`, or what leads to the same m in rows where `integers_suffice`. The
-    scale is positive. A row with NaN, whose output is NaN, may have another m.
+    scale is positive.
     """
     if by_integers is None:
         return running_max(s, m_i, scale)
@@ -126,7 +133,7 @@ def _maxima(*columns_and_flag):
     return torch.where(flag != 0, integers, floats.view(torch.int32))
 
 
-_LAGS = 0.0, 0.75, 8.0
+_LAGS = 0.0, 0.75, 8.0  # without one, of FP8, `rescale.THRESHOLD`
 _COLUMNS = 16, 32  # of a thread, in blocks of 64 and 128 keys
 # What this assembly means to the emulator
 ASM = {

@@ -124,7 +124,7 @@ def attend_partition(
             pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
             pending_o = multiply_values(step.p, kv_ring, state, acc_o)
             bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
-            by_integers = integers_suffice(step.m_i, THRESHOLD)
+            by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
             s = warpgroup_mma_wait(1, deps=[pending_s])
             bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
             if ONE_Q:
