@@ -14,9 +14,10 @@ from tilewise.problem import Scalars
 from tilewise.testing import build, stats
 from tilewise.testing.offline import SMEM_LIMIT
 
-pytestmark = pytest.mark.skipif(
+IS_MEASURED = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="spills are those of Triton 3.6"
 )
+pytestmark = [IS_MEASURED, pytest.mark.usefixtures("few_keys_in_one_level")]
 
 FEATURES = {
     "full": {},

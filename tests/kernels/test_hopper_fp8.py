@@ -13,6 +13,7 @@ from tilewise.problem import Extras, Scalars
 from tilewise.testing import use_emulator
 from tilewise.testing.inputs import poisoned
 
+pytestmark = pytest.mark.usefixtures("few_keys_in_one_level")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 BF16 = torch.bfloat16
@@ -199,7 +200,7 @@ def test_a_large_sum_loses_nothing(headdim, seqlen_k):
 
 def test_the_tensor_cores_alone_would_lose_it(monkeypatch):
     """In one level, with the mean of V: an H200 was measured to be 1.0 % off."""
-    monkeypatch.setattr(fp8_launch, "needs_halves", lambda problem, given: False)
+    monkeypatch.setattr(fp8_launch, "needs_halves", lambda *of: False)
     call = around_one(256, 1024)
     assert 8e-3 < fp8.error_of(run(call, out_dtype=BF16)[0], fp8.reference(call)[0]) < 1.3e-2
 
@@ -302,7 +303,22 @@ def test_which_calls_are_summed_in_halves():
         given = fp8.Quantized(k, k, torch.empty(1, 1, headdim_v, 128), scales, None, v_mean)
         call = fp8.Fp8Call(given, torch.empty(1, 9, 1, headdim_v), Extras(), (k, k, k))
         problem = fp8.problem_of(call, Scalars(1.0, **band))
-        assert fp8_launch.needs_halves(problem, given) == expected
+        assert fp8_launch.needs_halves(problem, given, 9) == expected
+
+
+def test_few_keys_are_summed_in_halves(monkeypatch):
+    """Of a wide V: tiles join each other sooner so."""
+    monkeypatch.setattr(fp8_launch, "FEW_KEYS", 100)
+    for headdim, keys, packed, expected in (
+        *((256, 100, False, True), (256, 101, False, False), (128, 100, False, False)),
+        *((256, 60, True, True), (256, 101, True, False)),
+    ):
+        lengths = [[60, 60], [keys, keys]]
+        heads = fp8.Heads(1, 1, headdim, headdim)
+        call = fp8.normal_call(*lengths, heads, v_mean=True, packed=packed)
+        problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1))
+        plan = fp8_launch.plan_for(problem, call.quantized, call.extras, BF16)
+        assert plan.tile.O_HALVES == expected, (headdim, keys, packed)
 
 
 def test_a_key_of_nan_reaches_no_tile_before_it():

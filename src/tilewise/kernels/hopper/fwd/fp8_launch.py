@@ -44,6 +44,9 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # Keys of a block and stages of the ring, by the wider headdim. Not measured: a prototype of this
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
+# Of headdim 256, full, on an H100, one level took 1.21, 1.04 and 0.97 times as long as halves at
+# 512, 1Ki and 2Ki keys: O of one level is spilled where one tile joins the next
+FEW_KEYS = 1024
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
 
 
@@ -253,14 +256,15 @@ def in_units(x: Tensor, name: str) -> Tensor:
     return x.contiguous()
 
 
-def needs_halves(problem: Problem, given: Quantized) -> bool:
-    """Whether halves of O's columns alternate, as it may grow with the keys where registers do not
-    hold two levels of it: see `fp8_halves`. The mean that V lost is over all keys: of those that a
-    row sees under a band it may have another.
+def needs_halves(problem: Problem, given: Quantized, seqlen_k: int) -> bool:
+    """Whether halves of O's columns alternate where registers do not hold two levels of it: see
+    `fp8_halves`. O may grow with the keys where V has its mean, or where a row does not see all of
+    those over which that was taken; and of few keys a tile, they join the next one sooner.
     """
+    if has_two_levels(block_of(given.v_t.shape[2])):
+        return False
     is_banded = problem.has_left or problem.has_right
-    has_mean = given.v_mean is None or is_banded
-    return has_mean and not has_two_levels(block_of(given.v_t.shape[2]))
+    return given.v_mean is None or is_banded or seqlen_k <= FEW_KEYS
 
 
 def takes_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
@@ -287,9 +291,11 @@ def plan_for(
     transposes: bool = False,
 ) -> Fp8Plan:
     """The plan of a call."""
-    seqlen_q = max(1, given.q.shape[1] // max(1, packed_in(extras)))
+    sequences = max(1, packed_in(extras))
+    seqlen_q, seqlen_k = (max(1, x.shape[1] // sequences) for x in (given.q, given.k))
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
-    return plan_of(problem, pack, out_dtype, needs_halves(problem, given), transposes)
+    in_halves = needs_halves(problem, given, seqlen_k)
+    return plan_of(problem, pack, out_dtype, in_halves, transposes)
 
 
 @functools.lru_cache(maxsize=1024)
