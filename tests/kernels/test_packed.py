@@ -64,10 +64,15 @@ def fake(monkeypatch):
     return found
 
 
+def a_run(**other):
+    """What Triton keeps of a launch."""
+    sizes = dict(global_scratch_size=0, profile_scratch_size=0)
+    return SimpleNamespace(**dict(launch_cooperative_grid=False, launch_pdl=False) | sizes | other)
+
+
 def compiled(**other):
-    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=False)
     src = SimpleNamespace(signature=SIGNATURE)
-    given = dict(run=run, src=src, function=99, packed_metadata=(4, 1, 5000)) | other
+    given = dict(run=a_run(), src=src, function=99, packed_metadata=(4, 1, 5000)) | other
     return SimpleNamespace(**given)
 
 
@@ -118,8 +123,10 @@ def test_a_launch_inside_of_a_launch_goes_through_triton(fake):
     [
         dict(packed_metadata="of another Triton"),
         dict(packed_metadata=(4, 2, 5000)),
-        dict(run=SimpleNamespace(launch_cooperative_grid=True, launch_pdl=False)),
-        dict(run=SimpleNamespace(launch_cooperative_grid=False, launch_pdl=True)),
+        dict(run=a_run(launch_cooperative_grid=True)),
+        dict(run=a_run(launch_pdl=True)),
+        dict(run=a_run(global_scratch_size=512)),  # of a program that makes descriptors
+        dict(run=a_run(profile_scratch_size=64)),
         dict(src=SimpleNamespace(signature=SIGNATURE | dict(out="bf16"))),
     ],
     ids=str,

@@ -121,6 +121,8 @@ def packed(
     run, (warps, blocks, shared) = compiled.run, metadata
     if blocks != 1 or run.launch_cooperative_grid or run.launch_pdl or not programs:
         return None
+    if run.global_scratch_size or run.profile_scratch_size:  # memory of Triton's for each launch
+        return None
     gaps = {id(x): n for n, x in enumerate(row) if x is not None}
     moving, parameters = [POINTER] * len(row), []
     for kind, item in flat(tuple(compiled.src.signature.values()), iter(args)):
@@ -136,7 +138,7 @@ def packed(
             return None
     sizes = [sized(kind, value, moving) for kind, value in parameters]
     asked = sizes_of(compiled.function, known)
-    scratch = asked[len(sizes) :]  # none is needed: null
+    scratch = asked[len(sizes) :]  # of no bytes: null
     if asked[: len(sizes)] != sizes or any(size != 8 for size in scratch):
         return None
     parameters += [(POINTER, 0)] * len(scratch)
