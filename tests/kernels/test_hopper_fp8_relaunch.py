@@ -10,7 +10,7 @@ import torch
 from helpers import fp8
 
 from tilewise.kernels.common.quantized import Scales
-from tilewise.kernels.hopper.fwd import fp8_launch
+from tilewise.kernels.hopper.fwd import fp8_launch, transpose
 from tilewise.problem import Scalars
 
 HEADS = fp8.Heads(2, 2, 128, 128)
@@ -66,14 +66,7 @@ def test_scales_that_were_one_tensor_may_be_several(launched):
 
 def test_values_that_the_kernel_transposes(launched, monkeypatch):
     """Each call's V, a V^T of its own, and the words that its programs share."""
-    words, made = torch.zeros(128, dtype=torch.int32), []
-    make = fp8_launch.empty_values
-
-    def noted(v, starts):
-        made.append(make(v, starts))
-        return made[-1]
-
-    monkeypatch.setattr(fp8_launch, "empty_values", noted)
+    words = torch.zeros(128, dtype=torch.int32)
     monkeypatch.setattr(fp8_launch, "counters_of", lambda device, count: words)
     calls = [fp8.normal_call([128], [200], HEADS, seed=seed) for seed in range(3)]
     scalars = Scalars(128**-0.5, 0.0, -1, -1)
@@ -81,9 +74,10 @@ def test_values_that_the_kernel_transposes(launched, monkeypatch):
     forward = fp8_launch.Fp8Forward(problem, scalars, torch.bfloat16, transposes=True)
     for call in calls:
         forward(call.quantized._replace(v_t=call.v), call.extras)
-    assert len(launched) == 2 and len(made) == 3  # the first through Triton's launcher
-    for call, v_t, numbers in zip(calls[1:], made[1:], launched):
-        q, k, of_v_t, _, values, _, *rest = numbers
+    assert len(launched) == 2  # the first through Triton's launcher
+    assert forward.v_t_shape == (1, 2, 128, 256) and forward.words == transpose.READY + 2 * 2
+    for call, numbers in zip(calls[1:], launched):
+        q, k, v_t, _, values, _, *rest = numbers
         assert (q, k) == (call.quantized.q.data_ptr(), call.quantized.k.data_ptr())
-        assert of_v_t == v_t.data_ptr() and values == call.v.data_ptr()
-        assert rest.count(v_t.data_ptr()) == 1 and rest.count(words.data_ptr()) == 1
+        assert values == call.v.data_ptr() != v_t
+        assert rest.count(v_t) == 1 and rest.count(words.data_ptr()) == 1

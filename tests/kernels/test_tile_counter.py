@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tilewise.kernels.common import kept
 from tilewise.kernels.hopper import tile_counter
 
 META = torch.device("meta", 0)
@@ -34,9 +35,10 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(tile_counter, "_counters", {})
     monkeypatch.setattr(tile_counter, "_many", {})
-    monkeypatch.setattr(tile_counter, "_kept", [])
+    monkeypatch.setattr(kept, "_kept", [])
     monkeypatch.setattr(tile_counter, "_captured", tile_counter.Captured())
     monkeypatch.setattr(tile_counter, "capture_of", state.number_of)
+    monkeypatch.setattr(kept, "_ones", {})
     monkeypatch.setattr(torch, "zeros", noted)
     capturing, stream = "_cuda_isCurrentStreamCapturing", "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, capturing, lambda: state.capture is not None, raising=False)
@@ -113,7 +115,7 @@ def test_what_is_set_aside_is_renewed(cuda):
     tile_counter.counters_of(META, 40)
     cuda.capture = 2
     tile_counter.counters_of(META, 40)
-    sizes = [x.numel() for x in tile_counter._kept]
+    sizes = [x.numel() for x in kept._kept]
     assert not cuda.made and sizes.count(tile_counter.RESERVED) == 2
 
 
@@ -121,4 +123,17 @@ def test_counters_are_kept_when_there_are_more(cuda):
     """A launch before may still count in them."""
     first = tile_counter.counters_of(META, 40)
     assert tile_counter.counters_of(META, 2 * first.numel()) is not first
-    assert any(x is first for x in tile_counter._kept)
+    assert any(x is first for x in kept._kept)
+
+
+def test_ones_are_shared(cuda):
+    """No launch makes them, but the first of a device; not while a graph is captured."""
+    first, again = kept.ones(6, META), kept.ones(40, META)
+    assert first.numel() == 6 and again.numel() == 40
+    assert first.untyped_storage() is not None and len(kept._kept) == 1
+    cuda.capture = 7
+    assert kept.ones(6, META).numel() == 6
+    kept._ones.clear()
+    assert kept.ones(6, META) is None and len(kept._kept) == 1
+    cuda.capture = None
+    assert kept.ones(kept.ONES + 1, META) is None

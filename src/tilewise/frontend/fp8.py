@@ -8,8 +8,10 @@ import torch
 
 from .. import dispatch
 from ..errors import OURS, ArgumentError, Words
+from ..kernels.common.kept import ones
 from ..kernels.common.quantized import Quantized, Scales
 from ..ops import fp8 as ops
+from ..ops.attention import needs_dispatcher
 from ..ops.calls import find
 from ..problem import Extras, Scalars
 from ..tile.quantize import is_one_byte
@@ -139,11 +141,19 @@ def _of_raw(q: Any, k: Any, v: Any, given: Arguments, is_packed: bool, is_new: b
     starts = given.lengths[2]
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
     one: Any = None
-    if any(x is None for x in given.descales):  # a tensor of ones is a launch: they share it
-        one = k.new_ones(sequences, k.shape[2], dtype=torch.float32)
+    if any(x is None for x in given.descales):
+        one = ones_of(k, sequences)
     named = zip(("q_descale", "k_descale", "v_descale"), given.descales)
     scales = (one if x is None else descale(name, x, k, sequences) for name, x in named)
     return Quantized(q, k, v, Scales(*scales))
+
+
+def ones_of(k: Tensor, sequences: int) -> Tensor:
+    """Scales of 1: on a GPU without a launch of their own, as a short call would notice it."""
+    count = sequences * k.shape[2]
+    if k.is_cuda and not needs_dispatcher(k) and (found := ones(count, k.device)) is not None:
+        return found.view(sequences, k.shape[2])
+    return k.new_ones(sequences, k.shape[2], dtype=torch.float32)
 
 
 def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:

@@ -6,9 +6,10 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+from ..common.kept import kept
 
 Tensor = torch.Tensor
 RESERVED = 2**18  # counters set aside at a time for captured graphs: 1 MB
@@ -41,7 +42,6 @@ def counter(device: torch.device, index: int, stream: int) -> Tensor:
 
 
 _many: dict[tuple[int, int], Tensor] = {}
-_kept: list[Tensor] = []  # all that were made: a launch or a graph may still count in any
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:
@@ -60,23 +60,9 @@ def counters_of(device: torch.device, count: int) -> Tensor:
 
 
 def kept_zeros(count: int, device: torch.device, index: int) -> Tensor:
-    """Counters for as long as the process lives, which any stream may use when this returns.
-
-    Another thread makes them: memory of this one may come from a pool, such as that of the graphs
-    of torch.compile(mode="reduce-overhead"), which refuses what a first call there keeps, or hands
-    it out again.
-    """
-
-    def make() -> Tensor:
-        found = torch.zeros(count, dtype=torch.int32, device=torch.device(device.type, index))
-        if device.type == "cuda":
-            torch.cuda.current_stream(index).synchronize()
-        return found
-
-    with ThreadPoolExecutor(1) as other:
-        found = other.submit(make).result()
-    _kept.append(found)
-    return found
+    """Counters for as long as the process lives, which any stream may use when this returns."""
+    where = torch.device(device.type, index)
+    return kept(lambda: torch.zeros(count, dtype=torch.int32, device=where), index)
 
 
 class Captured:

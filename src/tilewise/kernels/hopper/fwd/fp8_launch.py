@@ -97,6 +97,8 @@ class Fp8Forward:
     ) -> None:
         self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
         self.transposes = transposes
+        self.v_t_shape: tuple[int, ...] = ()  # where it transposes, and the words of its programs
+        self.words = 0
         self.device = -1
         self.relaunch: Fp8Relaunch | None = None
 
@@ -115,8 +117,8 @@ class Fp8Forward:
         row += addresses_of((*given.scales, given.v_mean))
         v_t, of_values = given.v_t, NO_VALUES
         if self.transposes:
-            of_values, v_t = of(4, v_t.data_ptr()), empty_values(v_t, None)
-            row += v_t.data_ptr(), words_of(v_t)
+            of_values, v_t = of(4, v_t.data_ptr()), q.new_empty(self.v_t_shape, dtype=torch.uint8)
+            row += v_t.data_ptr(), counters_of(q.device, self.words).data_ptr()
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
         relaunch.kernel(
@@ -144,6 +146,7 @@ class Fp8Forward:
         values = given.v_t if self.transposes else None
         if values is not None:
             read = read._replace(v_t=empty_values(values, None).view(FP8))
+            self.v_t_shape, self.words = tuple(read.v_t.shape), words_of(read.v_t)
         plan = plan_for(self.problem, read, extras, self.out_dtype, self.transposes)
         args = arguments(self.problem, plan, read, values, extras, self.scalars, out, lse)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -225,16 +228,16 @@ def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int, group: int) -> Tra
     """How the programs of a launch write V^T."""
     batch, nheads_k, _, columns = v_t.shape
     heads, levels = batch * nheads_k, columns // COLUMNS
-    words = counters_of(v_t.device, READY.value + heads * levels)
+    words = counters_of(v_t.device, words_of(v_t))
     width, pieces = max(1, l2_group // group), COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
     numbers = heads * levels, levels, nheads_k, heads, width, pieces
     return Transposing(v_t.view(torch.uint8), words, *numbers)
 
 
 def words_of(v_t: Tensor) -> int:
-    """The address of what programs share that write V^T."""
+    """How many the programs share that write V^T: one for each block, and those before."""
     batch, nheads_k, _, columns = v_t.shape
-    return counters_of(v_t.device, READY.value + batch * nheads_k * (columns // COLUMNS)).data_ptr()
+    return READY.value + batch * nheads_k * (columns // COLUMNS)
 
 
 def readable(given: Quantized) -> Quantized:
