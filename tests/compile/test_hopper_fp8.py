@@ -1,5 +1,9 @@
 """The Hopper forward in FP8 compiles for sm_90: it fits, its wgmma overlap, it spills little."""
 
+import ctypes
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -7,6 +11,7 @@ from helpers import fp8
 from helpers.sass import assert_maxima_by_integers, innermost_loops, spills_in
 from helpers.tiers import sample, sample_rows
 
+from tilewise.kernels.common import packed
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import fp8_launch
 from tilewise.kernels.hopper.fwd.fp8_kernel import hopper_fp8_fwd_kernel
@@ -49,7 +54,11 @@ def compiled_stats(*args, **asked):
     return stats(compiled(*args, **asked))
 
 
-def compiled(
+def compiled(headdim, **asked):
+    return made(headdim, **asked)[0]
+
+
+def made(
     headdim,
     out_dtype=torch.bfloat16,
     causal=False,
@@ -69,7 +78,8 @@ def compiled(
     values = call.v if transposes else None
     args = fp8_launch.arguments(problem, plan, read, values, call.extras, scalars, out, lse)
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    return build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants)
+    kernel = build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants)
+    return kernel, plan, args, call.extras
 
 
 @pytest.mark.parametrize("headdim, name", sample_rows(CASES, (128, "full"), (256, "full")))
@@ -124,3 +134,82 @@ def test_p_is_an_operand_without_a_move():
     """No shuffle but those of the maxima, and no byte that is packed into another register."""
     found = compiled_stats(128)
     assert found["PRMT"] == 0, found
+
+
+class Driver:
+    """A driver that knows the parameters of a kernel from its PTX, and notes what is launched."""
+
+    def __init__(self, ptx):
+        entry = ptx[ptx.index(".entry") :]
+        words = re.findall(
+            r"\.param\s+(?:\.align\s+\d+\s+)?\.([usfb]\d+)[^,)]*", entry.split("{")[0]
+        )
+        names = re.findall(r"\.param[^,)]*", entry.split("{")[0])
+        self.sizes = [
+            128 if "[128]" in name else int(word[1:]) // 8 for word, name in zip(words, names)
+        ]
+        self.launched = None
+
+    def parameter(self, function, n, offset, size):
+        if n >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[n]
+        return 0
+
+    def launch(self, config, function, pointers, extra):
+        places = (ctypes.c_void_p * len(self.sizes)).from_address(pointers)
+        self.launched = [ctypes.string_at(*x) for x in zip(places, self.sizes)]
+        return 0
+
+
+@pytest.mark.parametrize("transposes", [False, True])
+def test_what_is_launched_past_triton_are_the_parameters_of_the_kernel(transposes, monkeypatch):
+    """As many as its PTX has, as large, and each in its place."""
+    kernel, plan, args, extras = made(128, transposes=transposes, causal=True)
+    driver = Driver(kernel.asm["ptx"])
+    monkeypatch.setattr(packed, "driver", lambda: packed.Driver(driver.launch, driver.parameter))
+    maps = {}
+
+    class Described:
+        def __init__(self, kernel, read):
+            self.read = read
+
+        def opened(self, addresses):
+            gaps = [object() for _ in addresses]
+            parts = [[gap, *x.shape, *x.strides] for gap, x in zip(gaps, self.read)]
+            return gaps, [part for x in parts for part in x], True
+
+        def moved(self, which, address):
+            return maps.setdefault(address, packed.Map(bytes([len(maps) + 1] * 128)))
+
+    run = SimpleNamespace(
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+    )
+    compiled = SimpleNamespace(
+        src=kernel.src, run=run, function=1, packed_metadata=(4, 1, kernel.metadata.shared)
+    )
+    monkeypatch.setattr(fp8_launch, "Descriptors", Described)
+    of = SimpleNamespace(compiled=compiled, programs=132, launcher=None)
+    of.arguments = lambda stream, args: (stream, *args)
+    found = fp8_launch.how_to_relaunch(of, plan, args, extras)
+    assert isinstance(found.call, packed.Packed)
+    read = [x for x in args[:5] if x is not None]
+    row = [found.moved(n, 16 * n) for n in range(len(read))]
+    moving = [2**40 + 16 * n for n in range(8 if transposes else 6)]
+    if args.scales.v_mean is None:
+        moving[-1] = 0
+    found.call(7, [*row, *moving])
+    numbers = iter(driver.launched)
+    for n, x in enumerate(read):
+        assert next(numbers) == bytes(row[n])
+        assert [int.from_bytes(next(numbers), "little") for _ in x.shape] == [*x.shape]
+        assert [int.from_bytes(next(numbers), "little") for _ in x.strides] == [*x.strides]
+    v_t = moving[:2] if transposes else []
+    lse, tiles, *scales = moving[len(v_t) : len(v_t) + 5]
+    rest = [int.from_bytes(x, "little") for x in numbers]
+    assert rest[:5] == [lse, *scales, args.scales.nheads_k]
+    assert rest[5] == tiles and (not transposes or v_t == [x for x in rest if x in v_t])
+    assert rest.count(tiles) == 1

@@ -3,7 +3,6 @@ function that notes the arguments.
 """
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,31 +15,50 @@ from tilewise.problem import Scalars
 HEADS = fp8.Heads(2, 2, 128, 128)
 
 
+class Kernel:
+    """What launches: it notes the arguments, as flat numbers."""
+
+    compiled, programs = None, 132
+
+    def __init__(self):
+        self.launched = []
+
+    def arguments(self, stream, args):
+        return (stream, *args)
+
+    def launcher(self, stream, *args):
+        self.launched.append(list(numbers_in(args)))
+
+
+class Described:
+    """Descriptors of which all is an address."""
+
+    def __init__(self, kernel, read):
+        pass
+
+    def opened(self, addresses):
+        gaps = [object() for _ in addresses]
+        return gaps, [*gaps], True
+
+    def first(self, which, address):
+        return address
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """Arguments of relaunches, as flat numbers."""
-    found = []
-
-    def kernel(stream, *args):
-        found.append(list(numbers_in(args)))
-
-    def described(kernel, args):
-        return SimpleNamespace(at=lambda index, address: (address,))
-
-    def first(*args, **constants):
-        return None
-
-    monkeypatch.setattr(fp8_launch, "first_launch", first)
+    kernel = Kernel()
+    monkeypatch.setattr(fp8_launch, "first_launch", lambda *args, **constants: None)
     monkeypatch.setattr(fp8_launch, "checked", lambda args: args)
     monkeypatch.setattr(fp8_launch, "direct_of", lambda compiled, programs: kernel)
-    monkeypatch.setattr(fp8_launch, "Descriptors", described)
+    monkeypatch.setattr(fp8_launch, "Descriptors", Described)
     monkeypatch.setattr(fp8_launch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(fp8_launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(fp8_launch, "may_relaunch", lambda device: True)
     monkeypatch.setattr(fp8_launch, "counter", lambda *of: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    return found
+    return kernel.launched
 
 
 def numbers_in(args):

@@ -72,6 +72,17 @@ class Descriptors:
         # does not take
         self.at, self.moved = keep(encode), keep(moved)
 
+    def opened(self, addresses: Sequence[int]) -> tuple[list, list, bool]:
+        """A gap for what moves of each operand, all operands as the kernel takes them, with these
+        gaps, and whether `packed` takes what moves.
+        """
+        gaps, operands = [object() for _ in addresses], []
+        for which, (address, gap) in enumerate(zip(addresses, gaps)):
+            first, *rest = self.at(which, address)
+            operands += [(gap, *first[1:]) if isinstance(first, tuple) else gap, *rest]
+        moved = [self.moved(which, address) for which, address in enumerate(addresses)]
+        return gaps, operands, None not in moved
+
     def first(self, which: int, address: int) -> Any:
         """What of an operand moves, as Triton's launcher takes it."""
         first = self.at(which, address)[0]

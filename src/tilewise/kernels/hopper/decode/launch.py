@@ -208,14 +208,10 @@ def step_of(
         return None
     described = Descriptors(kernel, plan.args[1:3])
     q, k, v, *others = [x for x in cached.tensors if x is not None]
-    gaps, operands = (object(), object()), []
-    for which, (x, gap) in enumerate(zip((k, v), gaps)):
-        first, *rest = described.at(which, x.data_ptr())
-        operands += [(gap, *first[1:]) if isinstance(first, tuple) else gap, *rest]
+    gaps, operands, has_maps = described.opened([k.data_ptr(), v.data_ptr()])
     constants = plan.constants["FEATURES"], plan.constants["TILE"]
     args = plan.args[0], *operands, *plan.args[3:], *constants
     row = q, *gaps, *others, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
-    has_maps = None not in (described.moved(0, k.data_ptr()), described.moved(1, v.data_ptr()))
     call = relaunch_of(kernel, args, row, has_maps)
     if call is None:
         return None

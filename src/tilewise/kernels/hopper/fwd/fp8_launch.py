@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,14 @@ from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, num_sms, on_device
+from ...common.packed import Packed
 from ...common.quantized import COLUMNS, FP8, Quantized, columns_of, empty_values
 from ...common.relaunch import (
-    Pattern,
     addresses_of,
     distinct_extras,
     distinct_views,
     may_relaunch,
-    pattern_of,
+    relaunch_of,
 )
 from .. import assembly
 from ..compat import Descriptors, Direct, direct_of
@@ -39,7 +40,6 @@ from .transpose import READY, Transposing
 Tensor = torch.Tensor
 GL_OUT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 ASM = assembly.ASM | fp8_operand.ASM | transpose.ASM
-NO_VALUES = (None,)  # in the place of a descriptor of V
 UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # Keys of a block and stages of the ring, by the wider headdim. Not measured: a prototype of this
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
@@ -79,11 +79,9 @@ class Fp8Args(NamedTuple):
 class Fp8Relaunch(NamedTuple):
     """What launches after the first need. Holds no tensor."""
 
-    kernel: Direct
-    described: Descriptors  # of q, k, v_t, out and, where the kernel transposes it, V
-    args: Pattern  # behind the descriptors
+    call: Callable[[int, Sequence[Any]], None]  # with a stream and a row
+    moved: Callable[[int, int], Any]  # what of a descriptor moves, by its number, from an address
     has_extras: bool
-    constants: tuple
 
 
 class Fp8Forward:
@@ -112,25 +110,24 @@ class Fp8Forward:
             self._first(given, extras, out, lse)
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(device)
-        of = relaunch.described.at
-        row = [lse.data_ptr(), counter(q.device, device, stream)]
-        row += addresses_of((*given.scales, given.v_mean))
-        v_t, of_values = given.v_t, NO_VALUES
+        moved, v_t, values = relaunch.moved, given.v_t, None
         if self.transposes:
-            of_values, v_t = of(4, v_t.data_ptr()), q.new_empty(self.v_t_shape, dtype=torch.uint8)
-            row += v_t.data_ptr(), counters_of(q.device, self.words).data_ptr()
+            v_t, values = q.new_empty(self.v_t_shape, dtype=torch.uint8), v_t
+        row = [
+            moved(0, q.data_ptr()),
+            moved(1, given.k.data_ptr()),
+            moved(2, v_t.data_ptr()),
+            moved(3, out.data_ptr()),
+        ]
+        # Counters are held until the launch: those that a capture makes are the caller's
+        tiles, words = counter(q.device, device, stream), None
+        if values is not None:
+            words = counters_of(q.device, self.words)
+            row += moved(4, values.data_ptr()), v_t.data_ptr(), words.data_ptr()
+        row += addresses_of((lse, tiles, *given.scales, given.v_mean))
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
-        relaunch.kernel(
-            stream,
-            *of(0, q.data_ptr()),
-            *of(1, given.k.data_ptr()),
-            *of(2, v_t.data_ptr()),
-            *of(3, out.data_ptr()),
-            *of_values,
-            *relaunch.args.filled(row),
-            *relaunch.constants,
-        )
+        relaunch.call(stream, row)
         return out, lse
 
     def _first(self, given: Quantized, extras: Extras, out: Tensor, lse: Tensor) -> None:
@@ -164,26 +161,33 @@ class Fp8Forward:
             index = torch.cuda.current_device()
         if all(x is y for x, y in zip(read[:2], given)):  # none is a copy
             kernel = direct_of(compiled, programs)
-            self.relaunch, self.device = relaunch_of(kernel, plan, args, extras), index
+            self.relaunch, self.device = how_to_relaunch(kernel, plan, args, extras), index
 
 
-def relaunch_of(
+def how_to_relaunch(
     kernel: Direct | None, plan: Fp8Plan, args: Fp8Args, extras: Extras
 ) -> Fp8Relaunch | None:
-    """How to relaunch the kernel; None where a tensor was copied to be contiguous, or where this
-    Triton's launcher is unknown.
+    """None where a tensor was copied to be contiguous, or where this Triton's launcher is unknown.
+    A row has what moves in the order in which `Fp8Forward` fills it.
     """
-    has_extras = any(x is not None for x in extras.tensors)
-    row = [args.lse, args.queue.counter, *args.scales[:4]]
-    if args.transposing is not None:
-        row += args.transposing[:2]
-    row += extras.tensors if has_extras else ()
-    pattern = pattern_of(tuple(args[5:]), row)
-    if kernel is None or pattern is None:
+    if kernel is None:
         return None
     read = [x for x in args[:5] if x is not None]
-    constants = plan.features, plan.tile
-    return Fp8Relaunch(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
+    described = Descriptors(kernel, read)
+    gaps, operands, has_maps = described.opened([x.base.data_ptr() for x in read])
+    row: list[Any] = [*gaps]
+    if args.transposing is None:
+        operands.append(None)
+    else:
+        row += args.transposing[:2]
+    row += args.lse, args.queue.counter, *args.scales[:4]
+    has_extras = any(x is not None for x in extras.tensors)
+    row += extras.tensors if has_extras else ()
+    call = relaunch_of(kernel, (*operands, *args[5:], plan.features, plan.tile), row, has_maps)
+    if call is None:
+        return None
+    moved = described.moved if isinstance(call, Packed) else described.first
+    return Fp8Relaunch(call, moved, has_extras)
 
 
 def arguments(
@@ -228,7 +232,8 @@ def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int, group: int) -> Tra
     """How the programs of a launch write V^T."""
     batch, nheads_k, _, columns = v_t.shape
     heads, levels = batch * nheads_k, columns // COLUMNS
-    words = counters_of(v_t.device, words_of(v_t))
+    # Not the object that is the counter of tiles, too, where a captured graph has one of both
+    words = counters_of(v_t.device, words_of(v_t)).detach()
     width, pieces = max(1, l2_group // group), COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
     numbers = heads * levels, levels, nheads_k, heads, width, pieces
     return Transposing(v_t.view(torch.uint8), words, *numbers)
