@@ -2,6 +2,9 @@
 uses the matrix units.
 """
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import triton
@@ -11,12 +14,14 @@ from helpers.plans import (
     EVERYTHING,
     MASK,
     PACKED,
+    compiled,
     compiled_stats,
     config_of,
     plans_of,
 )
 from helpers.tiers import sample, sample_rows
 
+from tilewise.kernels.common import packed
 from tilewise.testing import SMEM_LIMIT, TARGETS
 from tilewise.tuning.config import SHORT
 from tilewise.tuning.tables import TABLE
@@ -177,6 +182,19 @@ def test_headdim_512_of_fp32(target, kernel):
     """Four tiles of its rows, 128 KiB, are more than there is: S and dP are summed in chunks."""
     plan = plans_of(512, FP32, causal=True)[kernel]
     assert check(plan, target)["smem"] < 4 * 16 * 512 * 4
+
+
+def test_a_kernel_that_makes_descriptors_asks_for_memory():
+    """Of Triton's launcher, which makes it: it must not be launched past that (`packed`)."""
+    plan = plans_of(64, BF16)["bwd_dkdv"]
+    assert config_of(plan, "sm90").descriptors
+    kernel = compiled(plan, "sm90")
+    assert kernel.metadata.global_scratch_size > 0
+    sizes = dict(global_scratch_size=kernel.metadata.global_scratch_size, profile_scratch_size=0)
+    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=False, **sizes)
+    of = SimpleNamespace(src=kernel.src, run=run, packed_metadata=(4, 1, 0), function=1)
+    with mock.patch.object(packed, "driver", lambda: packed.Driver(None, None)):
+        assert packed.packed(of, 1, plan.args, plan.read, None) is None
 
 
 def _everything_else():

@@ -84,9 +84,14 @@ def config_of(plan, target):
         return plan.config()
 
 
-def compiled_stats(plan, target, config=None):
-    """What the compiler made of a launch: registers, spills, shared memory, instructions."""
+def compiled(plan, target, config=None):
+    """The kernel of a launch."""
     config = config or config_of(plan, target)
     constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    return stats(build(plan.kernel, *plan.args, on=target, **constants, **options))
+    return build(plan.kernel, *plan.args, on=target, **constants, **options)
+
+
+def compiled_stats(plan, target, config=None):
+    """What the compiler made of a launch: registers, spills, shared memory, instructions."""
+    return stats(compiled(plan, target, config))
