@@ -10,8 +10,8 @@ problem that nothing serves prints them all, and `tilewise info` shows them.
 
 A backend with FP8 products has `supports_fp8(problem, device, out_dtype)` and
 `prepare_fp8(problem, scalars, out_dtype)`, which returns `(quantized, extras) -> (out, lse)`. One
-with `takes_values(problem, v, out_dtype)` transposes V itself where that is so: `prepare_fp8(...,
-transposes=True)`, and `quantized` has V in the place of V^T.
+with `takes_values(problem, q, v, out_dtype)` transposes V itself where that is so:
+`prepare_fp8(..., transposes=True)`, and `quantized` has V in the place of V^T.
 """
 
 from __future__ import annotations

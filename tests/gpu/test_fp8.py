@@ -178,7 +178,7 @@ def test_a_compiled_and_a_captured_call():
 
 def raw(seqlen, headdim, seed):
     draw = torch.Generator(device="cuda").manual_seed(seed)
-    shape = 2, seqlen, 4, headdim
+    shape = 8, seqlen, 4, headdim
     return [torch.randn(shape, device="cuda", generator=draw).to(FP8) for _ in range(3)]
 
 

@@ -1,5 +1,7 @@
 """V^T that the FP8 forward for Hopper makes itself, beside its matmuls: in the emulator."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import fp8
@@ -30,7 +32,7 @@ CASES = {
 
 def forwards(call, **options):
     """Of V, and of V^T."""
-    assert hopper.takes_values(fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1)), call.v, BF16)
+    assert fp8_launch.fits_values(fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1)), call.v, BF16)
     with use_emulator():
         beside = fp8.forward_of(hopper, call, out_dtype=BF16, transposes=True, **options)
         return beside, fp8.forward_of(hopper, call, out_dtype=BF16, **options)
@@ -88,23 +90,55 @@ REFUSED = {
 def test_what_is_left_to_a_pass_before(name):
     how, headdim = REFUSED[name]
     call = fp8.normal_call([40], [60], fp8.Heads(2, 2, 64, headdim), **how)
-    assert not hopper.takes_values(fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1)), call.v, BF16)
+    assert not fp8_launch.fits_values(fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1)), call.v, BF16)
 
 
 def test_values_that_tma_cannot_read_are_left_to_a_pass_before():
     call = fp8.normal_call([40], [60], fp8.Heads(2, 2, 64, 64))
     problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1))
     bits = torch.zeros(1, 60, 2, 72, dtype=torch.uint8).view(fp8.FP8)
-    assert hopper.takes_values(problem, call.v, BF16)
-    assert not hopper.takes_values(problem, bits[..., :64], BF16)  # rows at multiples of 8 bytes
+    assert fp8_launch.fits_values(problem, call.v, BF16)
+    assert not fp8_launch.fits_values(problem, bits[..., :64], BF16)  # rows at multiples of 8 bytes
     one_head = call.v[:, :, :1].expand_as(call.v)
-    assert not hopper.takes_values(problem, one_head, BF16)
+    assert not fp8_launch.fits_values(problem, one_head, BF16)
     by_column = call.v.transpose(1, 3).contiguous().transpose(1, 3)
-    assert not hopper.takes_values(problem, by_column, BF16)
+    assert not fp8_launch.fits_values(problem, by_column, BF16)
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen_q, nheads, nheads_k, expected",
+    [
+        (32, 512, 16, 16, True),
+        (1, 16384, 16, 16, True),
+        (8, 128, 16, 16, False),  # one tile reads each block
+        (1, 512, 16, 16, False),  # 64 tiles for 132 SMs
+        (8, 128, 32, 4, True),  # 8 heads that share keys
+    ],
+)
+def test_where_it_is_faster_than_a_pass_before(
+    batch, seqlen_q, nheads, nheads_k, expected, monkeypatch
+):
+    monkeypatch.setattr(fp8_launch, "num_sms", lambda device: 132)
+    call = fp8.normal_call([40], [60], fp8.Heads(nheads, nheads_k, 64, 64))
+    problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1))
+    q = SimpleNamespace(is_cuda=True, shape=(batch, seqlen_q, nheads, 64), device="cuda")
+    assert fp8_launch.takes_values(problem, q, call.v, BF16) == expected
+    assert hopper.takes_values(problem, call.quantized.q, call.v, BF16)  # in the emulator
+
+
+@pytest.mark.parametrize("queries, width", [(32, 2), (512, 1)])
+def test_as_many_heads_are_interleaved_as_tiles_are(queries, width):
+    """Of tiles of one head, and of those that its query heads share."""
+    call = fp8.normal_call([queries], [700], fp8.Heads(8, 2, 64, 64))
+    problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, 0))
+    plan = fp8_launch.plan_for(problem, call.quantized, call.extras, BF16, True)
+    assert (plan.tile.PACK > 1) == (width == 2)
+    l2_group = 2 if width == 2 else 4
+    assert fp8_launch.transposing_of(call.quantized.v_t, plan, l2_group).width == width
 
 
 def test_outputs_of_32_bits_leave_no_room_for_blocks_of_128_columns():
     for headdim, fits in ((64, True), (128, False)):
         call = fp8.normal_call([40], [60], fp8.Heads(2, 2, headdim, headdim))
         problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1))
-        assert hopper.takes_values(problem, call.v, torch.float32) == fits
+        assert fp8_launch.fits_values(problem, call.v, torch.float32) == fits

@@ -126,6 +126,15 @@ def test_counters_are_kept_when_there_are_more(cuda):
     assert any(x is first for x in kept._kept)
 
 
+def test_ones_are_of_32_bits_whatever_the_default_is(cuda):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert kept.ones(6, META).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_ones_are_shared(cuda):
     """No launch makes them, but the first of a device; not while a graph is captured."""
     first, again = kept.ones(6, META), kept.ones(40, META)

@@ -126,12 +126,12 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
 
 def forward_of(call: CallFp8, inputs: Inputs) -> Forward:
     """The forward of calls of one signature, whose v is V^T or not."""
-    problem, v = call.problem, inputs.v
+    problem, q, v = call.problem, inputs.q, inputs.v
     chosen = dispatch.choose_fp8(problem, v.device, call.out_dtype, call.backend)
     prepare = functools.partial(chosen.prepare_fp8, problem, call.scalars, call.out_dtype)
     if call.is_transposed:
         return prepare()
-    if hasattr(chosen, "takes_values") and chosen.takes_values(problem, v, call.out_dtype):
+    if hasattr(chosen, "takes_values") and chosen.takes_values(problem, q, v, call.out_dtype):
         return prepare(transposes=True)
     return Transposed(prepare(), quantizer_for(v).prepare_transposed())
 

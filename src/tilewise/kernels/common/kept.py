@@ -43,5 +43,5 @@ def ones(count: int, device: torch.device) -> Tensor | None:
         if torch._C._cuda_isCurrentStreamCapturing():
             return None
         where = torch.device(device.type, index)
-        _ones[index] = kept(lambda: torch.ones(ONES, device=where), index)
+        _ones[index] = kept(lambda: torch.ones(ONES, dtype=torch.float32, device=where), index)
     return _ones[index][:count] if count <= ONES else None

@@ -47,6 +47,7 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # Of headdim 256, full, on an H100, one level took 1.21, 1.04 and 0.97 times as long as halves at
 # 512, 1Ki and 2Ki keys: O of one level is spilled where one tile joins the next
 FEW_KEYS = 1024
+TILES_OF_HEAD = 4  # of queries, at least, that read the V of a key head where it is transposed
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
 
 
@@ -211,7 +212,7 @@ def arguments(
     described = transposing = None
     if values is not None:
         described = by_head(values.view(torch.uint8), *of_values)
-        transposing = transposing_of(given.v_t, plan, queue.l2_group, group)
+        transposing = transposing_of(given.v_t, plan, queue.l2_group)
     return Fp8Args(
         of_queries(q, *of_q, group),
         by_head(k, *of_k),
@@ -228,13 +229,16 @@ def arguments(
     )
 
 
-def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int, group: int) -> Transposing:
-    """How the programs of a launch write V^T."""
+def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int) -> Transposing:
+    """How the programs of a launch write V^T: blocks of as many heads are interleaved as tiles are,
+    whose heads are key heads where their query heads share a tile.
+    """
     batch, nheads_k, _, columns = v_t.shape
     heads, levels = batch * nheads_k, columns // COLUMNS
     # Not the object that is the counter of tiles, too, where a captured graph has one of both
     words = counters_of(v_t.device, words_of(v_t)).detach()
-    width, pieces = max(1, l2_group // group), COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
+    width = l2_group if plan.tile.PACK > 1 else max(1, l2_group // plan.features.GROUP)
+    pieces = COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
     numbers = heads * levels, levels, nheads_k, heads, width, pieces
     return Transposing(v_t.view(torch.uint8), words, *numbers)
 
@@ -275,10 +279,24 @@ def needs_halves(problem: Problem, given: Quantized, seqlen_k: int) -> bool:
     return given.v_mean is None or is_banded or seqlen_k <= FEW_KEYS
 
 
-def takes_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether the kernel transposes V itself: TMA can read it, it is not packed, of which V^T has
-    other columns, and there is room for blocks of V in shared memory, and for two more warps in
-    registers, of which tanh and 128 columns take all.
+def takes_values(problem: Problem, q: Tensor, v: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether the kernel transposes V itself. Some 4 us a block and program are hidden where each
+    block is read by several tiles, and where there are tiles for all SMs; else a pass before, which
+    has the GPU to itself, is faster.
+    """
+    if not fits_values(problem, v, out_dtype):
+        return False
+    if not q.is_cuda:  # in the emulator
+        return True
+    batch, seqlen_q = q.shape[:2]
+    of_head = triton.cdiv(seqlen_q * problem.group, 2 * WARPGROUP_ROWS)
+    return of_head >= TILES_OF_HEAD and batch * problem.nheads_k * of_head >= num_sms(q.device)
+
+
+def fits_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether it can: TMA can read V, it is not packed, of which V^T has other columns, and there
+    is room for blocks of V in shared memory, and for two more warps in registers, of which tanh and
+    128 columns take all.
     """
     widest = max(block_of(problem.headdim), block_of(problem.headdim_v))
     columns = columns_of(v.shape[1])
