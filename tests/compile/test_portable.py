@@ -2,12 +2,10 @@
 uses the matrix units.
 """
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 import triton
+from helpers.driver import Driver, launchable, sizes_in
 from helpers.plans import (
     BIAS,
     BLOCKS,
@@ -22,6 +20,7 @@ from helpers.plans import (
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.common import packed
+from tilewise.kernels.common.arguments import features_of
 from tilewise.testing import SMEM_LIMIT, TARGETS
 from tilewise.tuning.config import SHORT
 from tilewise.tuning.tables import TABLE
@@ -184,17 +183,29 @@ def test_headdim_512_of_fp32(target, kernel):
     assert check(plan, target)["smem"] < 4 * 16 * 512 * 4
 
 
-def test_a_kernel_that_makes_descriptors_asks_for_memory():
-    """Of Triton's launcher, which makes it: it must not be launched past that (`packed`)."""
+def test_a_kernel_that_makes_descriptors_is_not_launched_past_triton(monkeypatch):
+    """It asks for memory, which Triton's launcher makes; it is launched so if it asked for none."""
     plan = plans_of(64, BF16)["bwd_dkdv"]
-    assert config_of(plan, "sm90").descriptors
+    config = config_of(plan, "sm90")
+    assert config.descriptors
     kernel = compiled(plan, "sm90")
-    assert kernel.metadata.global_scratch_size > 0
-    sizes = dict(global_scratch_size=kernel.metadata.global_scratch_size, profile_scratch_size=0)
-    run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=False, **sizes)
-    of = SimpleNamespace(src=kernel.src, run=run, packed_metadata=(4, 1, 0), function=1)
-    with mock.patch.object(packed, "driver", lambda: packed.Driver(None, None)):
-        assert packed.packed(of, 1, plan.args, plan.read, None) is None
+    needed = kernel.metadata.global_scratch_size
+    assert needed > 0
+    monkeypatch.setattr(packed, "driver", Driver(sizes_in(kernel.asm["ptx"])).functions)
+    args = *plan.args, features_of(plan.problem), plan.tile(config, "sm90")
+    row = list(tensors_in(args))
+    for size in (0, needed):
+        found = packed.packed(launchable(kernel, global_scratch_size=size), 1, args, row, None)
+        assert (found is None) == (size > 0)
+
+
+def tensors_in(args):
+    """Of nested arguments."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_in(x)
 
 
 def _everything_else():

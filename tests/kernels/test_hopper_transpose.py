@@ -115,9 +115,7 @@ def test_values_that_tma_cannot_read_are_left_to_a_pass_before():
         (8, 128, 32, 4, True),  # 8 heads that share keys
     ],
 )
-def test_where_it_is_faster_than_a_pass_before(
-    batch, seqlen_q, nheads, nheads_k, expected, monkeypatch
-):
+def test_where_the_kernel_transposes(batch, seqlen_q, nheads, nheads_k, expected, monkeypatch):
     monkeypatch.setattr(fp8_launch, "num_sms", lambda device: 132)
     call = fp8.normal_call([40], [60], fp8.Heads(nheads, nheads_k, 64, 64))
     problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1))

@@ -3,16 +3,15 @@
 No GPU: the driver is a fake.
 """
 
-import ctypes
 import struct
 from types import SimpleNamespace
 
 import pytest
+from helpers.driver import Driver, run_of
 
 from tilewise.kernels.common import packed as module
-from tilewise.kernels.common.packed import MAP_BYTES, Driver, Map, packed
+from tilewise.kernels.common.packed import MAP_BYTES, Map, packed
 
-LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)
 INVALID_CONTEXT = 201
 SIGNATURE = {
     "q": ("*bf16", "i32", "constexpr"),
@@ -28,51 +27,19 @@ FORMATS = "Q", "i", f"{MAP_BYTES}s", "i", "i", "q", "q", "f", "q", "Q", "Q"  # o
 PASSED = 7, 2, 64, 64, 1, 0.5, -(2**40), 0  # what stays, in order
 
 
-class Fake:
-    """A driver that notes what is launched."""
-
-    def __init__(self, sizes):
-        self.sizes, self.launched, self.result, self.inside = sizes, [], 0, None
-
-    def driver(self):
-        return Driver(self.launch, self.parameter)
-
-    def parameter(self, function, n, offset, size):
-        if n >= len(self.sizes):
-            return 1
-        size._obj.value = self.sizes[n]
-        return 0
-
-    def launch(self, config, function, pointers, extra):
-        if self.inside is not None:
-            self.inside()
-        if self.result:
-            return self.result
-        places = (ctypes.c_void_p * len(self.sizes)).from_address(pointers)
-        values = [ctypes.string_at(*x) for x in zip(places, self.sizes)]
-        self.launched.append((ctypes.string_at(config, 56), function, values))
-        return 0
-
-
 SIZES = [struct.calcsize(x) for x in FORMATS]
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    found = Fake([*SIZES, 8, 8])  # two of scratch memory
-    monkeypatch.setattr(module, "driver", found.driver)
+    found = Driver([*SIZES, 8, 8])  # two of scratch memory
+    monkeypatch.setattr(module, "driver", found.functions)
     return found
-
-
-def a_run(**other):
-    """What Triton keeps of a launch."""
-    sizes = dict(global_scratch_size=0, profile_scratch_size=0)
-    return SimpleNamespace(**dict(launch_cooperative_grid=False, launch_pdl=False) | sizes | other)
 
 
 def compiled(**other):
     src = SimpleNamespace(signature=SIGNATURE)
-    given = dict(run=a_run(), src=src, function=99, packed_metadata=(4, 1, 5000)) | other
+    given = dict(run=run_of(), src=src, function=99, packed_metadata=(4, 1, 5000)) | other
     return SimpleNamespace(**given)
 
 
@@ -123,10 +90,10 @@ def test_a_launch_inside_of_a_launch_goes_through_triton(fake):
     [
         dict(packed_metadata="of another Triton"),
         dict(packed_metadata=(4, 2, 5000)),
-        dict(run=a_run(launch_cooperative_grid=True)),
-        dict(run=a_run(launch_pdl=True)),
-        dict(run=a_run(global_scratch_size=512)),  # of a program that makes descriptors
-        dict(run=a_run(profile_scratch_size=64)),
+        dict(run=run_of(launch_cooperative_grid=True)),
+        dict(run=run_of(launch_pdl=True)),
+        dict(run=run_of(global_scratch_size=512)),  # of a program that makes descriptors
+        dict(run=run_of(profile_scratch_size=64)),
         dict(src=SimpleNamespace(signature=SIGNATURE | dict(out="bf16"))),
     ],
     ids=str,

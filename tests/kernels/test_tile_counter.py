@@ -139,7 +139,7 @@ def test_ones_are_shared(cuda):
     """No launch makes them, but the first of a device; not while a graph is captured."""
     first, again = kept.ones(6, META), kept.ones(40, META)
     assert first.numel() == 6 and again.numel() == 40
-    assert first.untyped_storage() is not None and len(kept._kept) == 1
+    assert first._base is again._base is kept._kept[0] and len(kept._kept) == 1
     cuda.capture = 7
     assert kept.ones(6, META).numel() == 6
     kept._ones.clear()

@@ -26,7 +26,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
-LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", "prepare_fp8", "takes_values"]
+OF_FP8 = {"prepare_fp8": "Fp8Forward", "takes_values": "takes_values"}  # of fwd/fp8_launch.py
+LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", *OF_FP8]
 
 __all__ = [
     "NAME",
@@ -126,10 +127,8 @@ def __getattr__(name: str) -> Any:
     from .bwd import launch as bwd_launch
     from .fwd import fp8_launch, launch
 
-    if name == "prepare_fp8":
-        globals()[name] = fp8_launch.Fp8Forward
-    elif name == "takes_values":
-        globals()[name] = fp8_launch.takes_values
+    if name in OF_FP8:
+        globals()[name] = getattr(fp8_launch, OF_FP8[name])
     else:
         globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
     return globals()[name]

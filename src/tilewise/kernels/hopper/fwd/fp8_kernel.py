@@ -61,7 +61,8 @@ def hopper_fp8_fwd_kernel(
     call = KernelCall(queue, optionals, sizes, numbers)
     sources = Sources(q_desc, k_desc, v_desc, None, (0, 0), 0, transposing)
     rings = Rings((q_0, q_1), kv_ring, messages)
-    # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
+    # setmaxnreg takes multiples of 8, of the registers that the program began with, 168 of each
+    # thread: a load warp needs few
     if TILE.TRANSPOSES:
         gl.warp_specialize(
             [

@@ -44,11 +44,11 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # Keys of a block and stages of the ring, by the wider headdim. Not measured: a prototype of this
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
+TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
 # Of headdim 256, full, on an H100, one level took 1.21, 1.04 and 0.97 times as long as halves at
 # 512, 1Ki and 2Ki keys: O of one level is spilled where one tile joins the next
 FEW_KEYS = 1024
 TILES_OF_HEAD = 4  # of queries, at least, that read the V of a key head where it is transposed
-TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
 
 
 class Fp8Plan(NamedTuple):
@@ -83,6 +83,8 @@ class Fp8Relaunch(NamedTuple):
     call: Callable[[int, Sequence[Any]], None]  # with a stream and a row
     moved: Callable[[int, int], Any]  # what of a descriptor moves, by its number, from an address
     has_extras: bool
+    v_t_shape: torch.Size | None  # where the kernel writes V^T
+    words: int  # that the programs then share
 
 
 class Fp8Forward:
@@ -96,8 +98,6 @@ class Fp8Forward:
     ) -> None:
         self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
         self.transposes = transposes
-        self.v_t_shape: tuple[int, ...] = ()  # where it transposes, and the words of its programs
-        self.words = 0
         self.device = -1
         self.relaunch: Fp8Relaunch | None = None
 
@@ -112,8 +112,8 @@ class Fp8Forward:
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(device)
         moved, v_t, values = relaunch.moved, given.v_t, None
-        if self.transposes:
-            v_t, values = q.new_empty(self.v_t_shape, dtype=torch.uint8), v_t
+        if relaunch.v_t_shape is not None:
+            v_t, values = q.new_empty(relaunch.v_t_shape, dtype=torch.uint8), v_t
         row = [
             moved(0, q.data_ptr()),
             moved(1, given.k.data_ptr()),
@@ -123,7 +123,7 @@ class Fp8Forward:
         # Counters are held until the launch: those that a capture makes are the caller's
         tiles, words = counter(q.device, device, stream), None
         if values is not None:
-            words = counters_of(q.device, self.words)
+            words = counters_of(q.device, relaunch.words)
             row += moved(4, values.data_ptr()), v_t.data_ptr(), words.data_ptr()
         row += addresses_of((lse, tiles, *given.scales, given.v_mean))
         if relaunch.has_extras:
@@ -144,7 +144,6 @@ class Fp8Forward:
         values = given.v_t if self.transposes else None
         if values is not None:
             read = read._replace(v_t=empty_values(values, None).view(FP8))
-            self.v_t_shape, self.words = tuple(read.v_t.shape), words_of(read.v_t)
         plan = plan_for(self.problem, read, extras, self.out_dtype, self.transposes)
         args = arguments(self.problem, plan, read, values, extras, self.scalars, out, lse)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -177,10 +176,12 @@ def how_to_relaunch(
     described = Descriptors(kernel, read)
     gaps, operands, has_maps = described.opened([x.base.data_ptr() for x in read])
     row: list[Any] = [*gaps]
-    if args.transposing is None:
+    transposing, v_t_shape, words = args.transposing, None, 0
+    if transposing is None:
         operands.append(None)
     else:
-        row += args.transposing[:2]
+        v_t_shape, words = transposing.v_t.shape, READY.value + transposing.blocks
+        row += transposing[:2]
     row += args.lse, args.queue.counter, *args.scales[:4]
     has_extras = any(x is not None for x in extras.tensors)
     row += extras.tensors if has_extras else ()
@@ -188,7 +189,7 @@ def how_to_relaunch(
     if call is None:
         return None
     moved = described.moved if isinstance(call, Packed) else described.first
-    return Fp8Relaunch(call, moved, has_extras)
+    return Fp8Relaunch(call, moved, has_extras, v_t_shape, words)
 
 
 def arguments(
@@ -236,17 +237,11 @@ def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int) -> Transposing:
     batch, nheads_k, _, columns = v_t.shape
     heads, levels = batch * nheads_k, columns // COLUMNS
     # Not the object that is the counter of tiles, too, where a captured graph has one of both
-    words = counters_of(v_t.device, words_of(v_t)).detach()
+    words = counters_of(v_t.device, READY.value + heads * levels).detach()
     width = l2_group if plan.tile.PACK > 1 else max(1, l2_group // plan.features.GROUP)
     pieces = COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
     numbers = heads * levels, levels, nheads_k, heads, width, pieces
     return Transposing(v_t.view(torch.uint8), words, *numbers)
-
-
-def words_of(v_t: Tensor) -> int:
-    """How many the programs share that write V^T: one for each block, and those before."""
-    batch, nheads_k, _, columns = v_t.shape
-    return READY.value + batch * nheads_k * (columns // COLUMNS)
 
 
 def readable(given: Quantized) -> Quantized:
@@ -280,9 +275,9 @@ def needs_halves(problem: Problem, given: Quantized, seqlen_k: int) -> bool:
 
 
 def takes_values(problem: Problem, q: Tensor, v: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether the kernel transposes V itself. Some 4 us a block and program are hidden where each
-    block is read by several tiles, and where there are tiles for all SMs; else a pass before, which
-    has the GPU to itself, is faster.
+    """Whether the kernel transposes V itself. Some 4 us a block and program, an estimate, are
+    hidden where each block is read by several tiles, and where there are tiles for all SMs. Else a
+    pass before has the GPU to itself: by count, not timed.
     """
     if not fits_values(problem, v, out_dtype):
         return False

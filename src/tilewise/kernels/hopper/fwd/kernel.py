@@ -71,7 +71,8 @@ def hopper_fwd_kernel(
     out_full, out_empty = make_handovers(WARPGROUPS, FEATURES)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    # setmaxnreg takes multiples of 8, of 64Ki registers per SM: a load warp needs few
+    # setmaxnreg takes multiples of 8, of the registers that the program began with, 168 of each
+    # thread or, of four warpgroups, 128: a load warp needs few
     output = Output(out_desc, out_smem, lse, out_full, out_empty)
     call = KernelCall(queue, optionals, sizes, numbers)
     sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
