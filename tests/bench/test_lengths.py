@@ -1,14 +1,16 @@
 """Sets of lengths by name, and the work of packed shapes."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
 from tilewise.bench import Shape
-from tilewise.bench.lengths import SETS, TOKENS, sequences
+from tilewise.bench.lengths import SETS, TOKENS, documents, sequences, zipf
 from tilewise.bench.run import lengths_of
 from tilewise.bench.shapes import packed
+from tilewise.bench.sharded import Sharded
 
 HEADS = (4, 2, 16)
 SMALL = packed("fwd", "40,7,64,23", HEADS, True)
@@ -43,6 +45,30 @@ def test_draws_do_not_change():
     assert SETS["prefill-chat"][:4] == (1653, 1307, 1372, 1768)
     assert SETS["zipf"][:4] == (300, 178, 1174, 175)
     assert all(16 <= length <= 2047 for length in SETS["prefill-chat"])
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(65536, 16), (131072, 64), (97, 3), (5, 1)])
+def test_zipf_lengths_of_any_total(tokens, count):
+    lengths = zipf(tokens, count)
+    ranked, whole = sorted(lengths, reverse=True), sum(1 / rank for rank in range(1, count + 1))
+    assert len(lengths) == count and sum(lengths) == tokens and lengths == zipf(tokens, count)
+    for rank, length in enumerate(ranked[1:], 2):
+        assert abs(length - tokens / rank / whole) <= 0.5
+    assert abs(ranked[0] - tokens / whole) <= count / 2  # with what rounding leaves
+
+
+def test_zipf_lengths_are_never_empty():
+    with pytest.raises(ValueError, match="40 tokens are too few for 64 sequences"):
+        zipf(40, 64)
+
+
+def test_documents_of_a_sharded_sequence_are_of_zipf_lengths():
+    of = Sharded(8, 8192, 64, 8, 128, documents=16)
+    lengths = [b - a for a, b in itertools.pairwise(of.starts)]
+    assert tuple(lengths) == zipf(65536, 16) != documents(65536, 16)
+    assert (max(lengths), min(lengths)) == (19385, 1212)
+    assert of.starts[0] == 0 and of.starts[-1] == of.seqlen
+    assert Sharded(8, 8192, 64, 8, 128).starts is None
 
 
 def test_lengths_as_numbers():

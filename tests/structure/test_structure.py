@@ -165,7 +165,6 @@ WIDE = {
     "frontend/flash_attn_packed.py": {"flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"},
     "frontend/kv_cache.py": {"flash_attn_with_kvcache"},
     "reference.py": {"attention_reference"},
-    "bench/sharded_sides.py": {"_backward"},  # as ring-flash-attn calls it
     "ops/attention.py": {"forward"},  # an autograd.Function's: every input is a parameter
     # Triton takes descriptors as arguments of their own, not in groups
     "kernels/hopper/fwd/kernel.py": {"hopper_fwd_kernel"},

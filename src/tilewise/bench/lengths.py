@@ -13,13 +13,15 @@ SEED = 1
 DOCUMENTS = 16  # in one row of a document mask
 
 
-def _zipf(count: int, exponent: float) -> tuple[int, ...]:
-    """TOKENS in lengths proportional to 1 / rank^exponent, shuffled; the longest of them takes up
-    what rounding leaves.
+def zipf(tokens: int, count: int, exponent: float = 1.0) -> tuple[int, ...]:
+    """`tokens` in lengths proportional to 1 / rank^exponent, shuffled; the longest of them takes up
+    what rounding leaves. ValueError where another would be empty.
     """
     weights = [rank**-exponent for rank in range(1, count + 1)]
-    lengths = [round(TOKENS * weight / sum(weights)) for weight in weights]
-    lengths[0] += TOKENS - sum(lengths)
+    lengths = [round(tokens * weight / sum(weights)) for weight in weights]
+    lengths[0] += tokens - sum(lengths)
+    if min(lengths) < 1:
+        raise ValueError(f"{tokens} tokens are too few for {count} sequences of Zipf lengths")
     order = torch.randperm(count, generator=_generator())
     return tuple(lengths[place] for place in order.tolist())
 
@@ -47,7 +49,7 @@ def _generator() -> torch.Generator:
 SETS = {
     "equal512": (512,) * 128,
     "equal4096": (4096,) * 16,
-    "zipf": _zipf(64, 1.1),
+    "zipf": zipf(TOKENS, 64, 1.1),
     "one-long": (32768, *(256,) * 128),
     "prefill-chat": _uniform(64, 16, 2047),
 }

@@ -170,9 +170,24 @@ def load(path: str):
     return operators
 
 
+def fa3_operators():
+    """Those of the library that the environment names, else of the package."""
+    if path := os.environ.get(FA3_LIBRARY):
+        return load(path)
+    reasons = []
+    for name in FA3_MODULES:
+        try:
+            importlib.import_module(name)  # registers the operators
+        except Exception as error:  # a broken build raises what it likes
+            reasons.append(str(error))
+    if not hasattr(torch.ops.flash_attn_3, "fwd"):
+        reason = reasons[0] if reasons else f"{FA3_MODULES[0]} registers no flash_attn_3::fwd"
+        raise Absent(f"{reason}, and {FA3_LIBRARY} names no library")
+    return torch.ops.flash_attn_3
+
+
 def from_library(operators, shape: Shape, device: str) -> Attend:
     """FA3's operators, driven as far as their schemas say how."""
-    fwd = operators.fwd.default
     features = features_of(shape, device)
     left, right = features.pop("window_size", (-1, -1))
     wanted = dict(
@@ -184,22 +199,31 @@ def from_library(operators, shape: Shape, device: str) -> Attend:
         **features,
         **packing_of(shape, device),
     )
-    options = operator_keywords(fwd, **wanted)
+    forward = forward_of(operators, **wanted)
     if shape.direction == "fwd":
-        return lambda q, k, v: fwd(q, k, v, **options)[0]
+        return lambda q, k, v: forward(q, k, v)[0]
+    return Passes(forward, backward_of(operators, **wanted))
+
+
+def forward_of(operators, **wanted: Any) -> Callable[..., Sequence[Tensor]]:
+    """FA3's forward: out and lse of q, k and v, and of arguments that each call has of its own."""
+    fwd = operators.fwd.default
+    options = operator_keywords(fwd, **wanted)
+    return lambda q, k, v, **own: fwd(q, k, v, **{**options, **own})[:2]
+
+
+def backward_of(operators, **wanted: Any) -> Callable[..., object]:
+    """FA3's backward, of dout, q, k, v, out and lse, and of what each call has of its own: dq, dk
+    and dv, into which it writes, are.
+    """
     if not hasattr(operators, "bwd"):
         raise Absent("this library has no flash_attn_3::bwd")
     bwd = operators.bwd.default
     names = [argument.name for argument in bwd._schema.arguments]
     if names[: len(BWD_TAKES)] != BWD_TAKES or not BWD_WRITES <= set(names):
         raise Absent(f"its backward has a schema that is not known here: {bwd._schema}"[:240])
-    back_options = operator_keywords(bwd, **wanted, deterministic=False)
-    back_options = {name: x for name, x in back_options.items() if name not in BWD_WRITES}
-
-    return Passes(
-        lambda q, k, v: fwd(q, k, v, **options)[:2],
-        lambda *saved, **into: bwd(*saved, **back_options, **into),
-    )
+    options = operator_keywords(bwd, **wanted, deterministic=False)
+    return lambda *saved, **own: bwd(*saved, **{**options, **own})
 
 
 class Passes(NamedTuple):

@@ -8,6 +8,7 @@ of which each number has all queries in it, to one process's own.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from ..testing.cases import Case, recomputed
 from ..testing.inputs import Features, Sizes
 from ..testing.inputs import Inputs as CaseInputs
 from .check import Verdict
-from .lengths import documents
+from .lengths import zipf
 
 Tensor = torch.Tensor
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROWS = 32  # of each end of a run of a rank's rows that are held to fp64
 MANY = 8  # runs of a rank that are
 GRADIENTS = 0.02  # rms of dk and dv from one process's, over its rms: twice that of 16-bit partials
@@ -39,7 +41,7 @@ class Sharded(NamedTuple):
     headdim: int
     causal: bool = True
     window: int = 0  # keys before a query's own; 0: all
-    documents: int = 0  # that the sequence is made of; 0: one
+    documents: int = 0  # of Zipf lengths, that the sequence is made of; 0: one
     direction: str = "fwd"
     dtype: str = "bfloat16"
 
@@ -61,7 +63,7 @@ class Sharded(NamedTuple):
         if not self.documents:
             return None
         found = [0]
-        for length in documents(self.seqlen, self.documents):
+        for length in zipf(self.seqlen, self.documents):
             found.append(found[-1] + length)
         return found
 
@@ -77,6 +79,13 @@ class Sharded(NamedTuple):
         layout = layout if self.starts is None else layout.packed(self.starts)
         pairs = sum(layout.work(**self.options))
         return 4.0 * pairs * self.nheads * self.headdim * (1 if self.direction == "fwd" else 3.5)
+
+
+class Side(NamedTuple):
+    """A layout, and the call of a rank's rows."""
+
+    layout: td.Layout
+    call: Call
 
 
 class Inputs(NamedTuple):

@@ -1,54 +1,35 @@
 """Sides that compute one sequence over several processes: our methods, and what others do.
 
 - tilewise:heads, tilewise:stream, tilewise:ring: `tilewise.distributed`.
-- ring-flash-attn: that package's zigzag ring, its own files, over our kernel; causal alone.
+- ring-flash-attn: that package's own files, as `ring_flash_attn` says.
 - torch-cp: torch's context_parallel with cuDNN, keys and values repeated for all query heads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
-import sys
-import types
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-import tilewise
 import tilewise.distributed as td
 
-from ..distributed.call_spec import CallSpec
-from ..distributed.rows import gradients_of
-from ..problem import Saved
+from . import ring_flash_attn
 from .peers import Absent
-from .sharded import Sharded
+from .sharded import Sharded, Side
 
 Tensor = torch.Tensor
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 OURS = ("tilewise:heads", "tilewise:stream", "tilewise:ring")
-PEERS = ("ring-flash-attn", "torch-cp")
-
-
-class Side(NamedTuple):
-    """A layout, and the call of a rank's rows."""
-
-    layout: td.Layout
-    call: Call
+PEERS = (*ring_flash_attn.NAMES, "torch-cp")
 
 
 def side(name: str, of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
     """A side by name; Absent where it cannot compute this. What it must undo goes on the stack."""
     if name in OURS:
         return _ours(name.removeprefix("tilewise:"), of)
-    if of.documents or of.window or not of.causal or of.tokens % 2:
-        raise Absent("whole causal sequences of even shards alone")
-    if name == "ring-flash-attn":
-        return _ring_flash_attn(of)
+    if name in ring_flash_attn.NAMES:
+        return ring_flash_attn.side(name, of, device)
     if name == "torch-cp":
         return _torch(of, device, stack)
     raise KeyError(f"{name!r} is none of {', '.join((*OURS, *PEERS))}")
@@ -75,78 +56,9 @@ def _ours(method: str, of: Sharded) -> Side:
     return Side(layout, call)
 
 
-def _ring_flash_attn(of: Sharded) -> Side:
-    if of.direction != "fwd" and of.dtype == "float32":
-        raise Absent("in fp32 its sums of gradients are in the memory of its buffers (0.1.8)")
-    zigzag = ring_flash_attn_files()
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zigzag.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=dist.group.WORLD)
-
-    return Side(td.zigzag(of.seqlen), call)
-
-
-def ring_flash_attn_files() -> Any:
-    """The package's module of the zigzag ring, with our kernels in the place of flash-attn's. Its
-    `__init__` is left out, which wants transformers.
-    """
-    name = "tilewise_ring_flash_attn"
-    if f"{name}.zigzag_ring_flash_attn" in sys.modules:
-        return sys.modules[f"{name}.zigzag_ring_flash_attn"]
-    spec = importlib.util.find_spec("ring_flash_attn")
-    if spec is None or spec.submodule_search_locations is None:
-        raise Absent("ring-flash-attn is not installed")
-    package = types.ModuleType(name)
-    package.__path__ = list(spec.submodule_search_locations)
-    interface: Any = types.ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_forward, interface._flash_attn_backward = _forward, _backward
-    given = {"flash_attn": types.ModuleType("flash_attn"), interface.__name__: interface}
-    before = {key: sys.modules.get(key) for key in given}
-    sys.modules.update({**given, name: package})
-    try:
-        return importlib.import_module(f"{name}.zigzag_ring_flash_attn")
-    finally:
-        for key, module in before.items():
-            if module is None:
-                del sys.modules[key]
-            else:
-                sys.modules[key] = module
-
-
-def _forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax):
-    """flash-attn's, as ring-flash-attn calls it."""
-    with torch.no_grad():
-        options: Any = dict(causal=causal, scale=softmax_scale, return_lse=True)
-        out, lse = tilewise.attention(q, k, v, **options)
-    return out, lse, None, None
-
-
-def _backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size,
-    alibi_slopes,
-    deterministic,
-):
-    """flash-attn's, which writes to dq, dk and dv."""
-    spec = CallSpec(td.contiguous(0, 1), causal=causal, scale=softmax_scale)
-    saved = Saved(dout.contiguous(), None, q, k, v, out, softmax_lse.contiguous())
-    found = gradients_of(spec, saved, "bottom_right", *spec.sides)
-    for written, x in zip((dq, dk, dv), found):
-        written.copy_(x)
-
-
 def _torch(of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
+    if of.documents or of.window or not of.causal or of.tokens % 2:
+        raise Absent("whole causal sequences of even shards alone")
     if not device.startswith("cuda"):
         raise Absent("cuDNN is on GPUs")
     from torch.distributed.device_mesh import init_device_mesh

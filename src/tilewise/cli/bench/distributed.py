@@ -13,13 +13,19 @@ GPU = dict(tokens=(8192, 16384, 65536), heads=((32, 8, 128),), dtype="bf16")
 CPU = dict(tokens=(64,), heads=((4, 2, 16),), dtype="fp32")
 
 
+def _peers() -> tuple[str, ...]:
+    from ...bench.sharded_sides import PEERS
+
+    return PEERS
+
+
 @click.command()
 @click.option("--ranks", type=click.IntRange(1), help="Processes.  [default: GPUs; on a CPU 2]")
 @click.option("--tokens", type=IntList(), help="Of each rank.  [default: 8k,16k,64k; on a CPU 64]")
 @click.option("--heads", type=HeadList(), help="[default: 32:8x128; on a CPU 4:2x16]")
 @click.option("--causal", type=click.Choice(list(MASKS)), default="yes", show_default=True)
 @click.option("--window", type=click.IntRange(0), default=0, help="Keys before a query's own.")
-@click.option("--documents", type=click.IntRange(0), default=0, help="That the sequence is of.")
+@click.option("--documents", type=click.IntRange(0), default=0, help="Of Zipf lengths.")
 @pass_option("fwd,fwd+bwd")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
 @click.option(
@@ -30,7 +36,7 @@ CPU = dict(tokens=(64,), heads=((4, 2, 16),), dtype="fp32")
 )
 @click.option(
     "--against",
-    type=NameList(lambda: ("ring-flash-attn", "torch-cp")),
+    type=NameList(_peers),
     default="ring-flash-attn,torch-cp",
     show_default=True,
 )
@@ -45,8 +51,13 @@ def distributed(
     the same rounds on all ranks at once, over the number of ranks times it. Each result is held to
     fp64 first; "same bits" names those that are one process's to the bit.
 
-    ring-flash-attn is that package's zigzag ring over our kernel, torch-cp torch's context_parallel
-    with cuDNN. On GPUs NVLink multicast is off.
+    --documents packs so many in the sequence, with lengths proportional to 1 / rank, shuffled the
+    same way each time.
+
+    ring-flash-attn is that package's zigzag ring over our kernel or, of documents, its llama3
+    method for all key heads at once; ring-flash-attn:by-head is that method head by head,
+    ring-flash-attn:fa3 the package over FlashAttention-3. torch-cp is torch's context_parallel with
+    cuDNN. On GPUs NVLink multicast is off.
     """
     import torch
 
