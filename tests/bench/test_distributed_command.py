@@ -68,6 +68,11 @@ def test_a_backward_alone_is_refused():
     assert done.exit_code == 2 and "a backward alone" in done.output
 
 
+def test_more_documents_than_tokens_are_refused():
+    done = invoke("--documents", "700", "--tokens", "96")
+    assert done.exit_code == 2 and "192 tokens are too few for 700 sequences" in done.output
+
+
 @pytest.mark.parametrize(
     "more", [{}, dict(causal=False, window=9), dict(window=9), dict(documents=3)]
 )

@@ -1,5 +1,5 @@
 """ring-flash-attn as a peer of `tilewise bench distributed`, on processes: its files over our
-kernels, and over a stand-in for FlashAttention-3 in plain torch.
+kernels, and over a fake of FlashAttention-3 in plain torch.
 """
 
 import contextlib
@@ -68,21 +68,21 @@ def test_the_zigzag_ring_over_our_kernels():
 def test_over_flash_attention_3():
     cases = [*cases_of(WHOLE, "bfloat16"), *cases_of(DOCUMENTS, "bfloat16")]
     cases += cases_of(DOCUMENTS._replace(causal=False), "bfloat16")
-    right_rows(run_beside_a_stand_in, cases, (ON_FA3,))
+    right_rows(run_beside_a_fake, cases, (ON_FA3,))
 
 
-def run_beside_a_stand_in(tell, cases, timing):
-    """`run_cases` with a stand-in for FA3, which has to be what computes."""
+def run_beside_a_fake(tell, cases, timing):
+    """`run_cases` with a fake of FA3, which has to be what computes."""
     peers.unfit = lambda shape, device, majors: None
     called = []
-    with stand_in(called):
+    with fake_fa3(called):
         done = run_cases(tell, cases, timing)
     assert set(called) == {"fwd", "bwd"}
     return done
 
 
 @contextlib.contextmanager
-def stand_in(called, fwd=FWD, bwd=BWD):
+def fake_fa3(called, fwd=FWD, bwd=BWD):
     """FA3's operators, in plain torch with its layouts: the LSE of packed sequences is (nheads,
     tokens), and a backward takes P from the LSE that it is given.
     """
@@ -175,7 +175,7 @@ def test_what_fa3_does_not_serve_says_so(monkeypatch):
             ring_flash_attn.side(ON_FA3, of._replace(dtype="float64"), "cuda")
     dense = "fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool is_causal=False)"
     unknown = "bwd(Tensor q, Tensor dout) -> Tensor"
-    with stand_in([], f"{dense} -> (Tensor, Tensor, Tensor, Tensor)", unknown):
+    with fake_fa3([], f"{dense} -> (Tensor, Tensor, Tensor, Tensor)", unknown):
         ring_flash_attn.check_fa3(WHOLE._replace(direction="fwd"), "cuda")
         with pytest.raises(Absent, match="schema that is not known"):
             ring_flash_attn.check_fa3(WHOLE, "cuda")

@@ -123,15 +123,16 @@ def _forward(q, k, v, softmax_scale, causal, **options):
 def _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, **options):
     """flash-attn's, which writes to dq, dk and dv, in their precision."""
     spec = CallSpec(td.contiguous(0, 1), causal=causal, scale=softmax_scale)
-    saved = Saved(_in_rows(dout), None, q, k, v, out, softmax_lse.contiguous())
-    more: dict[str, Any] = {}
-    if is_packed := STARTS[0] in options:
-        saved = Saved(*(None if x is None else x[None] for x in saved))
-        more["extras"] = Extras(**{x: options[x] for x in STARTS})
+    given, written, more = [q, k, v, out, softmax_lse.contiguous()], [dq, dk, dv], {}
+    if STARTS[0] in options:
+        dout, *given = (x[None] for x in (dout, *given))
+        written = [x[None] for x in written]
+        more["extras"] = Extras(**_starts(options))
         more["is_long"] = is_long(options["max_seqlen_q"])
+    saved = Saved(_in_rows(dout), None, *given)
     found = gradients_of(spec, saved, "bottom_right", *spec.sides, rounds=True, **more)
-    for written, x in zip((dq, dk, dv), found):
-        written.copy_(x[0] if is_packed else x)
+    for x, gradient in zip(written, found[:3]):
+        x.copy_(gradient)
 
 
 OURS = Kernels("ours", _forward, _backward)

@@ -25,7 +25,7 @@ def _peers() -> tuple[str, ...]:
 @click.option("--heads", type=HeadList(), help="[default: 32:8x128; on a CPU 4:2x16]")
 @click.option("--causal", type=click.Choice(list(MASKS)), default="yes", show_default=True)
 @click.option("--window", type=click.IntRange(0), default=0, help="Keys before a query's own.")
-@click.option("--documents", type=click.IntRange(0), default=0, help="Of Zipf lengths.")
+@click.option("--documents", type=click.IntRange(0), default=0, help="How many, of Zipf lengths.")
 @pass_option("fwd,fwd+bwd")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
 @click.option(
@@ -51,8 +51,8 @@ def distributed(
     the same rounds on all ranks at once, over the number of ranks times it. Each result is held to
     fp64 first; "same bits" names those that are one process's to the bit.
 
-    --documents packs so many in the sequence, with lengths proportional to 1 / rank, shuffled the
-    same way each time.
+    --documents makes the sequence one of so many packed documents of Zipf lengths: proportional to
+    1 / rank, in an order that is the same in every run.
 
     ring-flash-attn is that package's zigzag ring over our kernel or, of documents, its llama3
     method for all key heads at once; ring-flash-attn:by-head is that method head by head,
@@ -82,6 +82,11 @@ def distributed(
     ]
     if wrong := [of for of in cases if of.direction == "bwd"]:
         raise click.UsageError(f"{wrong[0]}: a backward alone is not timed here; use fwd,fwd+bwd")
+    try:
+        for of in cases:
+            _ = of.starts
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     sides = (*(f"tilewise:{name}" for name in methods), *against)
     how = Timing(sides, "cuda" if on_gpu else "cpu", **asked)
     show = show_with(as_json)
