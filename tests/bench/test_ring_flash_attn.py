@@ -12,10 +12,11 @@ import torch.distributed as dist
 from bench.test_peers import as_keywords
 from bench.test_varlen_peers import BWD, FWD
 
+import tilewise
 from tilewise.bench import peers, ring_flash_attn
 from tilewise.bench.peers import Absent
 from tilewise.bench.ranks import run_ranks
-from tilewise.bench.sharded import Sharded
+from tilewise.bench.sharded import Sharded, make_inputs
 from tilewise.bench.sharded_run import Timing, run_cases
 from tilewise.bench.sharded_sides import side
 
@@ -57,6 +58,28 @@ def test_documents_over_our_kernels():
     cases += cases_of(DOCUMENTS._replace(causal=False), "bfloat16", "float32")
     cases += cases_of(DOCUMENTS._replace(documents=1, tokens=65), "float32")
     right_rows(run_cases, cases, (RING, BY_HEAD))
+
+
+@needs_package
+def test_by_head_is_a_kernel_for_each_key_head():
+    done = run_ranks(heads_of_calls, 2, "cpu", DOCUMENTS._replace(direction="fwd"))
+    assert done == {RING: [(4, 2)], BY_HEAD: [(2, 1), (2, 1)]}
+
+
+def heads_of_calls(tell, of):
+    """Query and key heads of each call of our kernel."""
+    found, attention = {}, tilewise.attention
+
+    def spy(q, k, v, **options):
+        found[name].append((q.shape[1], k.shape[1]))
+        return attention(q, k, v, **options)
+
+    tilewise.attention = spy
+    for name in (RING, BY_HEAD):
+        found[name] = []
+        one = ring_flash_attn.side(name, of, "cpu")
+        one.call(*(one.layout.shard(x) for x in make_inputs(of, "cpu")[:3]))
+    return found
 
 
 @needs_package

@@ -176,7 +176,7 @@ def _fa3(
     return pass_of(peers.fa3_operators(), softmax_scale=scale, is_causal=causal, **packing)
 
 
-def _starts(options: dict[str, Any]) -> dict[str, Tensor]:
+def _starts(options: dict[str, Any]) -> dict[str, Any]:
     return {x: options[x] for x in STARTS if x in options}
 
 
