@@ -191,6 +191,15 @@ class Grads(NamedTuple):
     dbias: torch.Tensor | None = None
 
 
+class Between(NamedTuple):
+    """What a caller launches between the kernels of a backward: before the first that reads k and
+    v, and once dk and dv are there, which others may follow.
+    """
+
+    before_keys: Callable[[], None]
+    after_keys: Callable[[Grads], None]
+
+
 def describe(
     q: torch.Tensor,
     k: torch.Tensor,

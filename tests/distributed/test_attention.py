@@ -31,6 +31,7 @@ def groups(rank):
 
 def features(rank, in_turn):
     """Each on one number of ranks in turn, or on the other two."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     members = groups(rank)
     for i, (name, asked) in enumerate((FEATURES | OF_HEADS).items()):
         case = Case(4, 2, **asked)  # fewer key heads than ranks, for 3 and 4

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.parts import Parts
 from helpers.tiers import sample_rows
 
 import tilewise
@@ -93,9 +94,10 @@ def test_the_bits_of_a_run(name, kind):
             assert torch.equal(found[1], mine.shard(lse, 2)), f"lse of rank {rank}"
             if name in ("causal", "window", "documents", "full"):
                 saved = Saved(local[3], None, local[0], k, v, *found)
-                partial = way.gradients(spec, saved, keys)
-                assert partial.dk.dtype == torch.float32
-                for whole, part in zip(total, (partial.dk, partial.dv)):
+                parts = Parts()
+                way.gradients(spec, saved, keys, parts)
+                assert all(x.dtype == torch.float32 for x in parts.given)
+                for whole, part in zip(total, parts.whole(SEQLEN)):
                     whole += part
     if total[0].any():
         leaves = [x.double().requires_grad_() for x in (q, k, v)]

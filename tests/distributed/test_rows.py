@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.parts import Parts
 
 import tilewise
 import tilewise.distributed as td
@@ -49,30 +50,30 @@ LAYOUTS = {
 @pytest.mark.parametrize("options", [dict(causal=True), dict(causal=True, window=(5, 0)), {}])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_sums_of_runs(layout, options):
-    found = []
-    for rank in range(RANKS):
-        spec, saved, keys = given(layout.at(rank), **options)
-        found.append(rows.gradients(spec, saved, keys))
+    def parts_of(layout):
+        spec, saved, keys = given(layout, **options)
+        parts = Parts()
+        rows.gradients(spec, saved, keys, parts)
+        return parts.whole(SEQLEN)
+
+    found = [parts_of(layout.at(rank)) for rank in range(RANKS)]
     alone = td.contiguous(SEQLEN, 1)
     alone = alone.packed(layout.cu_seqlens) if layout.cu_seqlens else alone
-    spec, saved, keys = given(alone, **options)
-    whole = rows.gradients(spec, saved, keys)
-    for name in ("dk", "dv"):
-        total = sum(getattr(x, name) for x in found)
-        assert torch.allclose(total, getattr(whole, name), atol=1e-12)
+    for *parts, whole in zip(*found, parts_of(alone)):
+        assert torch.allclose(sum(parts), whole, atol=1e-12)
 
 
 def test_parts_of_many_runs_are_not_there_at_a_time(monkeypatch):
     """Each has the keys that its run sees: together they are six times the sequence."""
     parts, most, made = [], [], rows.gradients_of
 
-    def noted(*args):
+    def noted(*args, **more):
         most.append(sum(x() is not None for x in parts))
-        found = made(*args)
+        found = made(*args, **more)
         parts.append(weakref.ref(found.dk.untyped_storage()))
         return found
 
     monkeypatch.setattr(rows, "gradients_of", noted)
     spec, saved, keys = given(td.striped(SEQLEN, RANKS, block=4), causal=True)
-    rows.gradients(spec, saved, keys)
+    rows.gradients(spec, saved, keys, Parts())
     assert len(most) == 12 and max(most) <= 1

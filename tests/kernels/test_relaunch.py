@@ -15,6 +15,7 @@ from triton.runtime import jit
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.relaunch import distinct_views, pattern_of
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.kernels.hopper.bwd import queue as bwd_queue
 from tilewise.kernels.hopper.bwd import relaunch as bwd_again
 from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.kernels.hopper.fwd import launch
@@ -101,6 +102,7 @@ def log(monkeypatch):
         for name in kernels:
             monkeypatch.setattr(module, name, Kernel(name, log))
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    for module in (launch, bwd_queue):
         monkeypatch.setattr(module, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
     for module in (launch, bwd_again):
         monkeypatch.setattr(module, "direct_of", Quick)

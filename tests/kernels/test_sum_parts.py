@@ -43,21 +43,23 @@ def test_the_bits_of_one_addition_after_the_other(part, dtype, ranks, rows, colu
     for rank in range(ranks):  # what a rank has no part of may be anything
         parts[rank][(bits >> rank) & 1 == 0] = float("nan")
     total = torch.full((rows + 1, columns), 7.0).to(dtype)
+    targets = torch.randperm(rows + 1, generator=draw).to(torch.int32)
     with use_interpreter():
-        PartSums(Launches(CPU)).add(blocks, before, part, bits, total[:rows])
-    assert torch.equal(
-        total[:rows].view(torch.uint8), one_by_one(parts, bits, dtype).view(torch.uint8)
-    )
-    assert (total[rows] == 7).all()
+        of_rows = torch.stack([bits, targets[:rows]], 1)
+        PartSums(Launches(CPU)).add(blocks, before, part, of_rows, total)
+    found = total[targets[:rows].long()]
+    assert torch.equal(found.view(torch.uint8), one_by_one(parts, bits, dtype).view(torch.uint8))
+    assert (total[targets[rows].long()] == 7).all()
 
 
 def test_blocks_that_moved():
     sums = PartSums(Launches(CPU))
-    bits, total = torch.ones(4, dtype=torch.int32), torch.zeros(4, 8)
+    of_rows = torch.stack([torch.ones(4), torch.arange(4)], 1).to(torch.int32)
+    total = torch.zeros(4, 8)
     with use_interpreter():
         for value in (1.0, 2.0):
             blocks = [torch.full((32,), value).view(torch.uint8)]
-            sums.add(blocks, 0, torch.float32, bits, total)
+            sums.add(blocks, 0, torch.float32, of_rows, total)
             assert (total == value).all()
     left = weakref.ref(blocks[0])
     del blocks

@@ -12,6 +12,7 @@ import torch
 from helpers.tiers import sample
 
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
+from tilewise.kernels.hopper.bwd import queue
 from tilewise.kernels.hopper.fwd import launch as hopper
 from tilewise.kernels.portable import launch as portable
 from tilewise.problem import Extras, Saved, Scalars, describe
@@ -85,7 +86,7 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
         forward, backward, context = hopper.forward, hopper_backward.backward, use_emulator(1)
     counters = [
         mock.patch.object(module, "counter_of", lambda device: counter)
-        for module in (hopper, hopper_backward)
+        for module in (hopper, queue)
     ]
     with context, poisoned(), counters[0], counters[1]:
         out, lse = forward(problem, q, k, v, extras, scalars)

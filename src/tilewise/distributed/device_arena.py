@@ -87,8 +87,10 @@ class DeviceArena(Arena):
         else:
             super().copy(table, sources, targets)
 
-    def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
-        add_runs(self.launch, parts, places, total)
+    def add_runs(
+        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
+    ) -> None:
+        add_runs(self.launch, parts, places, targets, total)
 
     def pull_all(
         self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0

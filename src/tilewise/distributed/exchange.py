@@ -126,12 +126,44 @@ def pulls_of(layout: Layout, left: int, right: int) -> Pulls:
     found, held = [], []
     for i, _ in enumerate(layout.spans):
         wanted = keys_of(layout.spans[: i + 1], left, right)
-        found.append(tuple(runs_in_turn(layout, _without(wanted, held))))
+        found.append(tuple(runs_in_turn(layout, without(wanted, held))))
         held = wanted
     return Pulls(tuple(found), held == [(0, layout.seqlen)])
 
 
-def _without(runs: Sequence[Run], held: Sequence[Run]) -> list[Run]:
+@functools.lru_cache(maxsize=256)
+def shared_rows(layout: Layout, left: int, right: int) -> tuple[tuple[Run, ...], ...]:
+    """Of every rank the rows whose keys queries of another one see.
+
+    >>> import tilewise.distributed as td
+    >>> shared_rows(td.zigzag(8, 2), -1, 0)  # the last two keys are seen by rank 0 alone
+    (((0, 2),), ((0, 4),))
+    """
+    found = []
+    for rank in range(layout.ranks):
+        of = layout.at(rank)
+        others = (x for r in range(layout.ranks) if r != rank for x in layout.at(r).spans)
+        found.append(tuple(rows_of(of, keys_of(list(others), left, right))))
+    return tuple(found)
+
+
+def rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:
+    """The rows of this rank at these positions, runs that continue each other as one."""
+    found: list[Run] = []
+    row = 0
+    for start, stop in layout.runs[layout.rank]:
+        for first, last in keys:
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                run = row + a - start, row + b - start
+                if found and found[-1][1] == run[0]:
+                    run = found.pop()[0], run[1]
+                found.append(run)
+        row += stop - start
+    return found
+
+
+def without(runs: Sequence[Run], held: Sequence[Run]) -> list[Run]:
     """The parts of some runs that lie in none of others; both in order."""
     found = []
     for start, stop in runs:

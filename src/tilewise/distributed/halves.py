@@ -86,13 +86,20 @@ class Arena:
         """The copies of a table, all of this rank's memory."""
         copy_one_by_one(table, sources, targets)
 
-    def add_runs(self, parts: Tensor, places: Tensor, total: Tensor) -> None:
-        """The sums of the rows of `parts` at `places`, (rows, runs), into `total`; none below 0."""
-        exact = torch.zeros(total.shape, dtype=parts.dtype, device=parts.device)
+    def add_runs(
+        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
+    ) -> None:
+        """The sums of the rows of `parts` at `places`, (rows, runs), none below 0, into the rows
+        of `total` that `targets` names, or into all.
+        """
+        exact = parts.new_zeros(len(places), *total.shape[1:])
         for place in places.unbind(1):
             is_seen = place >= 0
             exact[is_seen] += parts[place[is_seen].long()]
-        total.copy_(exact)
+        if targets is None:
+            total.copy_(exact)
+        else:
+            total[targets.long()] = exact.to(total.dtype)
 
     def pull(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int = 0) -> Any:
         """Begins to copy pieces of what other ranks have published, beside what the caller's stream

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..kernels.common.row_table import Table
 from .copies import Blocks, Extent, Group, Kind, Piece, Place, Strides, rows_between
 from .exchange import Pull
-from .layout import Layout
+from .layout import Layout, Run
 
 
 class Move(NamedTuple):
@@ -57,9 +57,10 @@ def key_copies(
     strides: tuple[Strides, ...],
     batch: int,
     groups: tuple[Group, ...],
+    shared: tuple[Run, ...],
     is_beside: bool = False,
 ) -> KeyCopies:
-    """Those of lists of moves into so many rows."""
+    """Those of lists of moves into so many rows; others pull `shared` rows of this rank."""
     rooms = [Blocks(kinds, groups, batch, n, is_beside) for n in layout.counts]
     found = Blocks(kinds, groups, batch, tokens, is_beside)
     own = [x for moves in lists for x in moves if x.rank == layout.rank]
@@ -70,7 +71,8 @@ def key_copies(
         room, place = rooms[layout.rank].place(kind, group, b, 0), found.place(kind, group, b)
         place = place._replace(tensor=1 + place.tensor)
         heads = Extent(group.first, 0, group.size)
-        rows.append(rows_between(source, room, Extent(0, 0, layout.tokens), heads))
+        for first, stop in shared:
+            rows.append(rows_between(source, room, Extent(first, first, stop - first), heads))
         for _, row, at, size in own:
             rows.append(rows_between(source, place, Extent(row, at, size), heads))
     pieces, ends = [], []

@@ -22,10 +22,12 @@ from ..problem import OPEN, Extras, Problem, Scalars, describe
 from . import rows
 from .call_spec import CallSpec
 from .copies import Group, in_rows, kind_of, strides_of
-from .exchange import Pull, runs_in_turn
+from .exchange import Pull, runs_in_turn, shared_rows
 from .halves import Arena
 from .key_copies import KeyCopies, key_copies, moves_of
 from .layout import Layout
+from .layout import Run as Rows
+from .pulled_keys import hidden_keys
 from .work import keys_of
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Prepared(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # of what is pulled, (groups, seqlen, 1, ..., headdim)
     is_beside: bool
     at_v: int  # bytes from K to V, where they lie so
-    is_zeroed: bool
+    hidden: tuple[Rows, ...]
     is_plain: tuple[bool, bool, bool]  # whether q, k and v are read where they are
     forward: RunsForward
     limit: int  # that it was made with
@@ -85,9 +87,10 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
         of = prepared(arena, spec, q, (k, v), given)
         if spec.found is not None:
             spec.found.one_launch = of
-    # A block may begin before a window's first key: what lies there is hidden, and must be finite
-    empty = k.new_zeros if of.is_zeroed else k.new_empty
-    pulled = [empty(shape) for shape in of.shapes]
+    pulled = [k.new_empty(shape) for shape in of.shapes]
+    for start, stop in of.hidden:  # what a kernel reads must be finite
+        for x in pulled:
+            x[:, start:stop] = 0
     room = arena.publish(of.copies.nbytes, of.signature)
     arena.copy(of.copies.rows, given, [room, *pulled])
     arena.meet(of.signature)
@@ -124,7 +127,7 @@ def prepared(
         shapes,
         is_beside,
         heads * k.shape[3] * k.itemsize,
-        spec.sides[0] != OPEN,
+        hidden_keys(layout, *spec.sides),
         (aligned(q), given[0] is k, given[1] is v),
         forward_of(arena, spec, q, local, heads),
         arena.limit,
@@ -153,10 +156,11 @@ def copies_of(
     heads = k.shape[2] // count
     groups = tuple(Group(i * heads, heads) for i in range(count))
     kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
-    pieces = pieces_of(layout, *spec.sides)
+    pieces, shared = pieces_of(layout, *spec.sides), shared_rows(layout, *spec.sides)
     lists = (moves_of(pieces.own + pieces.others),)
     beside = k.shape == v.shape
-    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, beside)
+    mine = shared[layout.rank]
+    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, mine, beside)
 
 
 def launch(

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from ..frontend.attention import call
-from ..problem import OPEN, Extras, Saved
+from ..problem import OPEN, Between, Extras, Grads, Saved
 from . import rows
 from .call_spec import CallSpec
 from .exchange import runs_in_turn
 from .key_copies import Moves, moves_of
 from .layout import Layout, Run
-from .rows import Keys, Partial, gradients_of, piece_of
+from .rows import Give, Gradients, Keys, gradients_of, piece_of
 
 Tensor = torch.Tensor
 MOST_KEYS = 4  # copied of each of the sequence's, in the mean
@@ -130,24 +130,30 @@ def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple
     )
 
 
-def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
+def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
     """Those of a rank's queries, as `rows.gradients` has them."""
     packing, lse = packing_of(spec.layout, *spec.sides), saved.lse
-    k, v = _keys(packing, known)
+    if known.is_packed:  # they arrive beside the kernel before that which reads them
+        k, v = known.k, known.v
+    else:
+        k, v = _keys(packing, known)
     sinks = None if spec.sinks is None else spec.sinks.to(lse.dtype)
     extras = _extras(spec, packing, k.device, sinks)
     saved = saved._replace(k=k, v=v, lse=lse.contiguous())
-    found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras)
-    parts = [found.dk, found.dv]
-    if known.is_packed and packing.copied is not None:
-        runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied))
-        dk, dv = (x.to(lse.dtype) for x in parts)  # of wide heads they are not fp32 yet
-        return Partial(found.dq, dk, dv, found.dsinks, runs)
-    if packing.copied is not None:
-        parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]
-        starts = packing.starts_k
-        for (first, last), a, b in zip(packing.copied, starts, starts[1:]):
-            for total, part in zip(parts, (found.dk, found.dv)):
-                total[:, first:last] += part[:, a:b]
-    dk, dv = (x.to(lse.dtype) for x in parts)
-    return Partial(found.dq, dk, dv, found.dsinks)
+
+    def give_parts(found: Grads) -> None:
+        parts = [found.dk, found.dv]
+        runs: tuple[tuple[int, int, int], ...] = ()
+        if known.is_packed and packing.copied is not None:
+            runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied))
+        elif packing.copied is not None:
+            parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]
+            starts = packing.starts_k
+            for (first, last), a, b in zip(packing.copied, starts, starts[1:]):
+                for total, part in zip(parts, (found.dk, found.dv)):
+                    total[:, first:last] += part[:, a:b]
+        give(*(x.to(lse.dtype) for x in parts), runs)  # of wide heads they are not fp32 yet
+
+    between = Between(known.arrive_all, give_parts)
+    found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras, between=between)
+    return Gradients(found.dq, found.dsinks)

@@ -15,7 +15,7 @@ from ..problem import Saved
 from . import whole
 from .call_spec import CallSpec
 from .layout import Layout
-from .rows import Partial
+from .rows import Give, Gradients
 
 Tensor = torch.Tensor
 
@@ -28,7 +28,7 @@ def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return spec.layout.shard(out), spec.layout.shard(lse, 2)
 
 
-def gradients(spec: CallSpec, saved: Saved) -> Partial:
+def gradients(spec: CallSpec, saved: Saved, give: Give) -> Gradients:
     """Those of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO of
     0, give none.
     """
@@ -38,8 +38,8 @@ def gradients(spec: CallSpec, saved: Saved) -> Partial:
     dlse = None if dlse is None else place(layout, dlse, 2)
     exact = spec._replace(sinks=None if spec.sinks is None else spec.sinks.to(lse.dtype))
     found = whole.backward(exact, Saved(dout, dlse, q, k, v, out, lse))
-    dk, dv = found.dk.to(lse.dtype), found.dv.to(lse.dtype)
-    return Partial(layout.shard(found.dq), dk, dv, found.dsinks)
+    give(found.dk.to(lse.dtype), found.dv.to(lse.dtype))
+    return Gradients(layout.shard(found.dq), found.dsinks)
 
 
 def place(layout: Layout, x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:

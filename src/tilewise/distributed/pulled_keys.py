@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
 
+from ..problem import OPEN
 from . import packed_runs, rows
 from .call_spec import CallSpec
 from .copies import Group, in_rows, kind_of, strides_of
-from .exchange import pulls_of
+from .exchange import pulls_of, shared_rows, without
 from .halves import Arena
 from .key_copies import key_copies, moves_of
+from .layout import Layout, Run
+from .work import keys_of
 
 Tensor = torch.Tensor
 FEW_LISTS = 4  # of pulls that are waited for one by one
@@ -23,10 +27,12 @@ def pull_keys(
     k: Tensor,
     v: Tensor,
     signature: str,
+    reads_all: bool,
     packing: packed_runs.Packing | None = None,
 ) -> rows.Keys:
-    """Keys and values of the whole sequence, those that no query here sees 0; or those of each run,
-    as they are packed. This rank's are there; others arrive.
+    """Keys and values of the whole sequence; or those of each run, as they are packed. This rank's
+    are there; others arrive. Those that no query here sees are 0, if they are read: all of them
+    (`reads_all`), or the first ones of a kernel's blocks.
     """
     layout, batch, nheads_k = spec.layout, k.shape[0], k.shape[2]
     given, groups = (in_rows(k), in_rows(v)), (Group(0, nheads_k),)
@@ -38,9 +44,17 @@ def pull_keys(
     if len(lists) > FEW_LISTS:
         lists = (tuple(x for moves in lists for x in moves),)
     kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
-    copies = key_copies(layout, lists, tokens, kinds, strides, batch, groups)
-    empty = k.new_empty if pulls.is_whole or packing is not None else k.new_zeros
-    found = [empty(batch * tokens * nheads_k * x.shape[3]) for x in given]
+    shared = shared_rows(layout, *spec.sides)[layout.rank]
+    copies = key_copies(layout, lists, tokens, kinds, strides, batch, groups, shared)
+    found = [k.new_empty(batch * tokens * nheads_k * x.shape[3]) for x in given]
+    shapes = [(batch, tokens, nheads_k, x.shape[3]) for x in given]
+    if packing is None and not pulls.is_whole:
+        hidden = hidden_keys(layout, *spec.sides)
+        if reads_all:
+            hidden = tuple(without([(0, tokens)], keys_of(layout.spans, *spec.sides)))
+        for start, stop in hidden:
+            for x, shape in zip(found, shapes):
+                x.view(shape)[:, start:stop] = 0
     room = arena.publish(copies.nbytes, signature)
     arena.copy(copies.rows, given, [room, *found])
     arena.meet(signature)
@@ -48,5 +62,24 @@ def pull_keys(
     arrivals = arena.pull_all([copies.pieces[a:b] for a, b in ends], found)
     if len(lists) == 1:
         arrivals = [x for x in arrivals for _ in layout.spans]
-    keys, values = (x.view(batch, tokens, nheads_k, y.shape[3]) for x, y in zip(found, given))
+    keys, values = (x.view(shape) for x, shape in zip(found, shapes))
     return rows.Keys(keys, values, arena, tuple(arrivals), packing is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def hidden_keys(layout: Layout, left: int, right: int) -> tuple[Run, ...]:
+    """The keys that no query of this rank sees, though a kernel's block of keys that some see
+    begins with them.
+
+    >>> import tilewise.distributed as td
+    >>> hidden_keys(td.contiguous(1000, 2).at(1), 200, 0)  # row 500 sees keys from 300 on
+    ((256, 300),)
+    """
+    if left == OPEN:
+        return ()
+    found = []
+    for _, start, _, first, _ in layout.spans:
+        seen = max(first, start - left)
+        if block := (seen - first) % rows.BLOCK:
+            found.append((seen - block, seen))
+    return tuple(without(found, keys_of(layout.spans, left, right)))

@@ -20,8 +20,8 @@ from ..reference import merge_states
 from .call_spec import CallSpec
 from .exchange import Published, publish
 from .halves import Arena
-from .rows import Partial, gradients_of, working_dtype
-from .sums import summed
+from .rows import Give, Gradients, gradients_of, working_dtype
+from .sums import Sums
 from .work import Span
 
 Tensor = torch.Tensor
@@ -150,20 +150,19 @@ class _Ring(torch.autograd.Function):
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`."""
     with arena.reporting():
-        partial = _gradients(arena, spec, saved)
         signature = f"the sums of the backward of attention (ring): {spec.signature}"
-        dtype = saved.k.dtype
-        dk, dv = summed(arena, spec, partial, signature, dtype)
-        arena.settle(partial.dq, dk, dv)
-    dsinks = partial.dsinks
+        sums = Sums(arena, spec, signature, saved.k.dtype)
+        dq, dsinks = _gradients(arena, spec, saved, sums.begin)
+        dk, dv = sums.finish()
+        arena.settle(dq, dk, dv)
     if dsinks is not None and spec.sinks is not None:
         dsinks = dsinks.to(spec.sinks.dtype)
-    return Grads(partial.dq.to(dtype), dk, dv, dsinks)
+    return Grads(dq.to(dk.dtype), dk, dv, dsinks)
 
 
-def _gradients(arena: Arena, spec: CallSpec, saved: Saved) -> Partial:
-    """Those of a rank's queries, and its part of those of all keys: P = exp(S - LSE) of a shard's
-    keys is that of the whole row.
+def _gradients(arena: Arena, spec: CallSpec, saved: Saved, give: Give) -> Gradients:
+    """Those of a rank's queries; its part of those of all keys is given: P = exp(S - LSE) of a
+    shard's keys is that of the whole row.
     """
     dout, dlse, q, k, v, out, lse = saved
     signature = f"the backward of attention (ring): {spec.signature}"
@@ -193,7 +192,8 @@ def _gradients(arena: Arena, spec: CallSpec, saved: Saved) -> Partial:
             for start, stop in places.runs[rank]:
                 total[:, start:stop] = part[:, row : row + stop - start]
                 row += stop - start
-    return Partial(dq, dk, dv, _of_sinks(spec, dout, out, lse, dlse))
+    give(dk, dv)
+    return Gradients(dq, _of_sinks(spec, dout, out, lse, dlse))
 
 
 def _of_sinks(

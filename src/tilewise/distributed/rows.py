@@ -10,6 +10,7 @@ longer, by rows of zeros that are left out again.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ..problem import (
     LONG_SEQLEN,
     OPEN,
     WIDEST_EXACT,
+    Between,
     Call,
     Extras,
     Grads,
@@ -153,18 +155,22 @@ def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple
     return out, lse
 
 
-class Partial(NamedTuple):
-    """Gradients of a rank's queries, and its part of those of all keys, in fp32 (fp64)."""
+Give = Callable[..., None]  # takes this rank's parts of the gradients of keys, as `Sums.begin` does
+
+
+class Gradients(NamedTuple):
+    """Those of a rank's queries."""
 
     dq: Tensor
-    dk: Tensor  # (batch, seqlen, nheads_k, headdim), or of the keys of each run
-    dv: Tensor
     dsinks: Tensor | None
-    runs: tuple[tuple[int, int, int], ...] = ()  # where those begin, and which keys they are
 
 
-def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
-    """Those of a rank's queries; k and v are of the whole sequence."""
+def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
+    """Those of a rank's queries; k and v are of the whole sequence. Parts of those of keys are
+    given in fp32 (fp64), by one launch before dQ is rounded.
+    """
+    if len(spec.layout.spans) == 1:
+        return _of_one_run(spec, saved, known, give)
     dout, dlse, q, k, v, out, lse = saved
     sinks = spec.sinks
     dq = torch.empty_like(q)
@@ -188,7 +194,32 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys) -> Partial:
         if found.dsinks is not None and dsinks is not None:
             dsinks.add_(found.dsinks)
         del found  # or it would be there beside that of the next run
-    return Partial(dq, dk.whole(), dv.whole(), dsinks)
+    give(dk.whole(), dv.whole())
+    return Gradients(dq, dsinks)
+
+
+def _of_one_run(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
+    """The same of a rank whose rows are one run."""
+    dout, dlse, q, k, v, out, lse = saved
+    span = spec.layout.spans[0]
+    _, keys, more, left, right = piece_of(spec, span)
+    given = Saved(
+        _longer(dout, more),
+        None if dlse is None else F.pad(dlse, (0, more)),
+        _longer(q, more),
+        *(k[:, keys], v[:, keys]),
+        _longer(out, more),
+        F.pad(lse, (0, more), value=torch.inf) if more else lse.contiguous(),
+    )
+    of_keys = ((0, keys.start, keys.stop),)
+    between = Between(known.arrive_all, lambda found: give(*_exactly(found, lse.dtype), of_keys))
+    found = gradients_of(spec, given, "bottom_right", left, right, between=between)
+    return Gradients(found.dq[:, : span.stop - span.start], found.dsinks)
+
+
+def _exactly(found: Grads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of keys; of wide heads they are not fp32 yet."""
+    return found.dk.to(dtype), found.dv.to(dtype)
 
 
 class Sum:
@@ -242,6 +273,7 @@ def gradients_of(
     extras: Extras | None = None,
     is_long: bool = False,
     rounds: bool = False,
+    between: Between | None = None,
 ) -> Grads:
     """Those of one call of the library; of keys in fp32 where they are parts of sums."""
     sinks = None if spec.sinks is None else spec.sinks.to(saved.lse.dtype)
@@ -263,7 +295,7 @@ def gradients_of(
         problem = problem._replace(has_fp32_key_grads=True)
     known = Call(problem, checked.scalars, spec.backend)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
-    return ops.run_backward(known, saved, extras)
+    return ops.run_backward(known, saved, extras, between)
 
 
 def _longer(x: Tensor, more: int) -> Tensor:

@@ -80,9 +80,12 @@ _apply_eagerly = eager_apply(_Stream)
 
 def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`out` and `lse`, in launches that begin after copies."""
-    keys = pull_keys(arena, spec, k, v, f"attention (stream): {spec.signature}")
     backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
-    if spec.is_modified or (spec.bitwise and backend is None):
+    is_placed = spec.is_modified or (spec.bitwise and backend is None)
+    way = by_runs(spec, q)
+    signature, reads_all = f"attention (stream): {spec.signature}", is_placed or way is not rows
+    keys = pull_keys(arena, spec, k, v, signature, reads_all)
+    if is_placed:
         keys.arrive_all()
         return placed.attend(spec, q, keys.k, keys.v)
-    return by_runs(spec, q).attend(spec, q, keys, backend)
+    return way.attend(spec, q, keys, backend)

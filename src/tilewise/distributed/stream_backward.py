@@ -12,7 +12,7 @@ from .call_spec import CallSpec
 from .copies import Group
 from .halves import Arena
 from .pulled_keys import pull_keys
-from .sums import summed
+from .sums import Sums
 
 Tensor = torch.Tensor
 MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
@@ -25,7 +25,8 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     dtype, exact = k.dtype, rows.working_dtype(q)
     with arena.reporting():
         packing = packed_runs.packing_for(spec, q, k, v)
-        keys = pull_keys(arena, spec, k, v, signature, packing)
+        reads_all = spec.is_modified or packed_runs.serves(spec, q)
+        keys = pull_keys(arena, spec, k, v, signature, reads_all, packing)
         dout = torch.zeros_like(out) if dout is None else dout
         dout, q, out = (x.to(exact) for x in (dout, q, out))
         if exact != dtype:
@@ -44,21 +45,21 @@ def _in_groups(
 ) -> Grads:
     """By as many groups of heads as leave little memory."""
     dtype, nheads_k = given.k.dtype, given.k.shape[2]
-    found, sums = [], []
+    found, of_keys = [], []
     for group in _groups(spec, given):
         part, of_part = _of_heads(spec, given, group, nheads_k)
         heads = slice(group.first, group.first + group.size)
         of_group = keys._replace(k=keys.k[:, :, heads], v=keys.v[:, :, heads])
-        partial = _gradients(part, of_part._replace(k=of_group.k, v=of_group.v), of_group)
-        sums.append(summed(arena, spec, partial, f"the sums of {signature}", dtype))
-        found.append(partial._replace(dk=sums[-1][0], dv=sums[-1][1]))
-        del partial  # or it would be there beside that of the next group
+        sums = Sums(arena, spec, f"the sums of {signature}", dtype)
+        of_part = of_part._replace(k=of_group.k, v=of_group.v)
+        found.append(_gradients(part, of_part, of_group, sums.begin))
+        of_keys.append(sums.finish())
     dq, dsinks = _joined(found)
-    dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*sums))
+    dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*of_keys))
     return Grads(dq.to(dtype), dk, dv, dsinks)
 
 
-def _joined(found: list[rows.Partial]) -> tuple[Tensor, Tensor | None]:
+def _joined(found: list[rows.Gradients]) -> tuple[Tensor, Tensor | None]:
     """The gradients of queries and sinks of groups of heads."""
     if len(found) == 1:
         return found[0].dq, found[0].dsinks
@@ -66,13 +67,13 @@ def _joined(found: list[rows.Partial]) -> tuple[Tensor, Tensor | None]:
     return torch.cat([x.dq for x in found], 2), torch.cat(sinks) if sinks else None
 
 
-def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys) -> rows.Partial:
+def _gradients(spec: CallSpec, given: Saved, keys: rows.Keys, give: rows.Give) -> rows.Gradients:
     if spec.is_modified:
         keys.arrive_all()
-        return placed.gradients(spec, given)
+        return placed.gradients(spec, given, give)
     if keys.is_packed or packed_runs.serves(spec, given.q):
-        return packed_runs.gradients(spec, given, keys)
-    return rows.gradients(spec, given, keys)
+        return packed_runs.gradients(spec, given, keys, give)
+    return rows.gradients(spec, given, keys, give)
 
 
 def _groups(spec: CallSpec, given: Saved) -> list[Group]:

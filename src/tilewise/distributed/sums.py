@@ -1,9 +1,10 @@
 """The gradients of keys: each rank has a part of those of all keys that its queries saw, in fp32;
 the owner of a key adds the parts of all ranks, in their order, and rounds once.
 
-Parts are as long as the sequence, four times as many bytes as the shards of K and V that the arena
-has room for. So they are exchanged in slices, which use that room again and again: a slice has a
-share of the rows of every owner, so that in each of them all ranks pull as much.
+Parts of the keys that queries of several ranks see are exchanged, in slices, through the room that
+K and V have had, which is used again and again: a slice has a share of such rows of every owner, so
+that in each of them all ranks pull their share. While the parts of a slice are pulled, those of the
+next are published.
 """
 
 from __future__ import annotations
@@ -11,207 +12,237 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from .call_spec import CallSpec
-from .exchange import ALIGN, Published
+from .exchange import ALIGN, Published, rows_of, shared_rows, without
 from .halves import LEAST, Arena
 from .layout import Layout, Run
-from .rows import Partial
 from .work import keys_of
 
 Tensor = torch.Tensor
-Runs = tuple[tuple[int, int, int], ...]  # see `Partial`
+Runs = tuple[tuple[int, int, int], ...]  # where those of a run begin, and which keys they are
 
 
 class Slice(NamedTuple):
-    """Rows [first, stop) of this rank, and where they begin among those of all owners."""
+    """Rows [first, stop) of those of this rank that are shared, and where they begin among the rows
+    of all owners.
+    """
 
     first: int
     stop: int
     place: int
     rows: int  # of all owners
+    parts: tuple[tuple[int, int, int], ...]  # (rank, a, b): rows from `first` on that it sees
 
 
-def summed(
-    arena: Arena, spec: CallSpec, partial: Partial, signature: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's keys and values, in `dtype`."""
-    layout = spec.layout
-    parts = [x.transpose(0, 1) for x in (partial.dk, partial.dv)]
-    totals = [x.new_empty(layout.tokens, *x.shape[1:], dtype=dtype) for x in parts]
-    row_bytes = [x[:1].numel() * x.itemsize for x in parts]
-    each = most_rows(max(arena.room, LEAST), row_bytes, layout.ranks)
-    slices = slices_of(layout, each)
-    signature = f"{signature}, in {len(slices)} slices"
-    device = parts[0].device
-    positions = positions_of(layout, each, device)
-    if partial.runs:
-        positions = places_of(layout, each, partial.runs, device)
-    for piece, index in zip(slices, positions):
-        published = Published(arena, [x.unsqueeze(0) for x in parts], [piece.rows] * layout.ranks)
-        arena.publish(published.nbytes, signature)
-        for number, x in enumerate(parts):
-            room = published.view(layout.rank, number)[0]
-            if partial.runs:
-                arena.add_runs(x, index, room)
-            else:
-                torch.index_select(x, 0, index, out=room)
-        arena.meet(signature)
+class Tables(NamedTuple):
+    """What a call of known parts adds, and where. Of a row the places are those of the runs' parts,
+    -1 where a run does not see its key.
+    """
+
+    slices: tuple[Slice, ...]
+    places: tuple[Tensor, ...]  # of the rows of each slice, of all owners, (rows, runs)
+    shared: Tensor  # of each row that others see the ranks that do, bit r for rank r, and the row
+    private: Tensor  # rows that no other rank sees
+    private_places: Tensor
+
+
+class Sums:
+    """The sums of the parts of a call, in `dtype`."""
+
+    def __init__(self, arena: Arena, spec: CallSpec, signature: str, dtype: torch.dtype) -> None:
+        self.arena, self.spec, self.signature, self.dtype = arena, spec, signature, dtype
+        self.parts: list[Tensor] = []
+        self.totals: list[Tensor] = []
+        self.begun = 0  # slices
+        self.mark = None  # of the last one's sums
+
+    def begin(self, dk: Tensor, dv: Tensor, runs: Runs = ()) -> None:
+        """Takes this rank's parts of the gradients of all keys, (batch, seqlen, nheads_k, headdim),
+        or of the keys of each run, end to end. Others begin to read those of the first slice.
+        """
+        layout = self.spec.layout
+        self.parts = [x.transpose(0, 1).contiguous() for x in (dk, dv)]  # of a batch of 1 no copy
+        self.totals = [
+            x.new_empty(layout.tokens, *x.shape[1:], dtype=self.dtype) for x in self.parts
+        ]
+        row_bytes = [x[:1].numel() * x.itemsize for x in self.parts]
+        each = most_rows(max(self.arena.room, LEAST), row_bytes, layout.ranks)
+        runs = runs or ((0, 0, layout.seqlen),)
+        self.tables = tables_of(layout, *self.spec.sides, each, runs, dk.device)
+        self.signature += f", in {len(self.tables.slices)} slices"
+        self._next()
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's keys and values."""
+        of = self.tables
+        for part, total in zip(self.parts, self.totals):
+            self.arena.add_runs(part, of.private_places, of.private, total)
+        while self.begun < len(of.slices):
+            self._next()
+        if self.begun:
+            self.arena.arrive(self.mark)
+        self.parts = []
+        dk, dv = (x.transpose(0, 1) for x in self.totals)
+        return dk, dv
+
+    def _next(self) -> None:
+        """Publishes a slice beside the sums of the one before. The barrier follows these: it says
+        that what they read may be written over.
+        """
+        arena, of, number = self.arena, self.tables, self.begun
+        if number == len(of.slices):
+            return
+        piece, ranks = of.slices[number], self.spec.layout.ranks
+        published = Published(arena, [x.unsqueeze(0) for x in self.parts], [piece.rows] * ranks)
+        arena.publish(published.nbytes, self.signature)
+        for i, x in enumerate(self.parts):
+            arena.add_runs(x, of.places[number], None, published.view(arena.rank, i)[0])
+        if number:
+            arena.arrive(self.mark)
+        arena.meet(self.signature)
         add = add_parts if arena.part_sums is None else add_by_kernel
-        for number, total in enumerate(totals):
-            add(published, number, spec, piece, total)
-    dk, dv = (x.transpose(0, 1) for x in totals)
-    return dk, dv
+        with arena.copying():
+            for i, total in enumerate(self.totals):
+                add(published, i, of, piece, total)
+            self.mark = arena.mark()
+        self.begun += 1
 
 
-def add_parts(
-    published: Published, number: int, spec: CallSpec, piece: Slice, total: Tensor
-) -> None:
+def add_parts(published: Published, number: int, of: Tables, piece: Slice, total: Tensor) -> None:
     """The sums of a slice's rows, of the parts of all ranks in their order, into `total`, which is
     of all rows of this rank.
     """
     dtype, _, shape = published.kinds[number]
     exact = total.new_zeros(piece.stop - piece.first, *shape, dtype=dtype)
-    for rank, first, stop in parts_in(spec, piece):
+    for rank, first, stop in piece.parts:
         rows = published.pull(rank, number, first + piece.place, stop + piece.place)
         exact[first:stop] += rows
-    total[piece.first : piece.stop] = exact
+    total[of.shared[piece.first : piece.stop, 1].long()] = exact.to(total.dtype)
 
 
 def add_by_kernel(
-    published: Published, number: int, spec: CallSpec, piece: Slice, total: Tensor
+    published: Published, number: int, of: Tables, piece: Slice, total: Tensor
 ) -> None:
     """The same in one launch, to the bit."""
     arena = published.arena
-    rows = total[piece.first : piece.stop]
-    if not rows.numel():
+    count = piece.stop - piece.first
+    if not count or not total.numel():
         return
     dtype, _, shape = published.kinds[number]
-    row_bytes = math.prod(shape) * dtype.itemsize
-    ranks = ranks_of(spec.layout, *spec.sides, total.device)[piece.first : piece.stop]
     # Of all ranks the same, as all publish as many rows
     mine = published.view(arena.rank, number)[0, piece.place :]
     offset = mine.data_ptr() - arena.blocks[arena.rank].data_ptr()
-    arena.part_sums.add(arena.blocks, offset, dtype, ranks, rows)
-    others = (stop - first for r, first, stop in parts_in(spec, piece) if r != arena.rank)
-    arena.pulled += row_bytes * sum(others)
-
-
-def parts_in(spec: CallSpec, piece: Slice) -> Iterator[tuple[int, int, int]]:
-    """(rank, first, stop) of the rows of a slice, counted from its first, that each rank has a part
-    of.
-    """
-    for rank, ranges in enumerate(parts_of(spec.layout, *spec.sides)):
-        for start, stop in ranges:
-            a, b = max(start, piece.first), min(stop, piece.stop)
-            if a < b:
-                yield rank, a - piece.first, b - piece.first
+    shared = of.shared[piece.first : piece.stop]
+    arena.part_sums.add(arena.blocks, offset, dtype, shared, total)
+    others = (stop - first for rank, first, stop in piece.parts if rank != arena.rank)
+    arena.pulled += math.prod(shape) * dtype.itemsize * sum(others)
 
 
 def most_rows(room: int, row_bytes: Sequence[int], ranks: int) -> int:
     """How many rows of every owner a slice may have: of tensors that each begin at a multiple of
     ALIGN bytes.
 
-    >>> most_rows(2 * 1024 * 256, [512, 512], 4)  # K and V of 1024 rows, in 16 bits: 2 N slices
+    >>> most_rows(2 * 1024 * 256, [512, 512], 4)  # K and V of 1024 rows, in 16 bits
     128
     """
     padding = sum(ALIGN for n in row_bytes if n % ALIGN)
     return max(1, (room - padding) // max(1, sum(row_bytes) * ranks))
 
 
-@functools.lru_cache(maxsize=64)
-def slices_of(layout: Layout, each: int) -> tuple[Slice, ...]:
-    """Slices of at most `each` rows of every owner.
+@functools.lru_cache(maxsize=256)
+def slices_of(counts: tuple[int, ...], rank: int, each: int) -> tuple[tuple[int, ...], ...]:
+    """(first, stop, place, rows) of slices of as many rows as a rank may have `each`, of owners
+    that have so many: in each slice the same share of all of them.
 
-    >>> import tilewise.distributed as td
-    >>> slices_of(td.contiguous(10, 2).at(1), 3)  # 5 rows of each
-    (Slice(first=0, stop=3, place=3, rows=6), Slice(first=3, stop=5, place=2, rows=4))
+    >>> slices_of((5, 10), 1, 4)  # 2 and 5 rows, then 3 and 5
+    ((0, 5, 2, 7), (5, 10, 3, 8))
     """
+    most, ranks = each * len(counts), len(counts)
+    number = max((-(-n // each) for n in counts), default=0)
+    if most > ranks:  # a share is rounded up by less than a row
+        number = min(number, -(-sum(counts) // (most - ranks)))
     found = []
-    for first in range(0, max(layout.counts), each):
-        sizes = [max(0, min(each, count - first)) for count in layout.counts]
-        starts = [*itertools.accumulate(sizes, initial=0)]
-        mine = sizes[layout.rank]
-        at = min(first, layout.tokens)
-        found.append(Slice(at, at + mine, starts[layout.rank], starts[-1]))
+    for i in range(number):
+        ends = [(i * n // number, (i + 1) * n // number) for n in counts]
+        starts = [*itertools.accumulate((b - a for a, b in ends), initial=0)]
+        found.append((*ends[rank], starts[rank], starts[-1]))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=8)
-def positions_of(layout: Layout, each: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The positions of each slice's rows, int32."""
-    of_ranks = [layout.at(rank) for rank in range(layout.ranks)]
-    places = [
-        torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in (*x.runs[x.rank], (0, 0))])
-        for x in of_ranks
-    ]
-    starts = range(0, max(layout.counts), each)
-    return tuple(torch.cat([x[i : i + each] for x in places]).to(device) for i in starts)
-
-
-@functools.lru_cache(maxsize=8)
-def places_of(layout: Layout, each: int, runs: Runs, device: torch.device) -> tuple[Tensor, ...]:
-    """The places of each slice's rows among the keys of each run, (rows, runs), int32; -1 where a
-    run does not see a key.
-
-    >>> import tilewise.distributed as td
-    >>> runs = (0, 0, 1), (1, 0, 4)  # the first key for the first run, then all for the second
-    >>> places_of(td.contiguous(4, 2), 4, runs, torch.device("cpu"))[0].tolist()
-    [[0, 1], [-1, 2], [-1, 3], [-1, 4]]
-    """
-    indices = positions_of(layout, each, torch.device("cpu"))
-    return tuple(places_in(runs, index).to(device) for index in indices)
+def tables_of(
+    layout: Layout, left: int, right: int, each: int, runs: Runs, device: torch.device
+) -> Tables:
+    """Those of a layout under a band, whose parts lie in `runs`."""
+    shared = shared_rows(layout, left, right)
+    positions = [_positions(layout.at(rank), rows) for rank, rows in enumerate(shared)]
+    counts = tuple(map(len, positions))
+    of_ranks = [slices_of(counts, rank, each) for rank in range(layout.ranks)]
+    mine = shared[layout.rank]
+    rows = _indices(mine)
+    bits = _bits_of(layout, left, right)[rows.long()]
+    slices, places = [], []
+    for first, stop, place, count in of_ranks[layout.rank]:
+        parts = _runs_of_bits(bits[first:stop], layout.ranks)
+        slices.append(Slice(first, stop, place, count, parts))
+    for pieces in zip(*of_ranks):
+        of_owners = [x[a:b] for x, (a, b, *_) in zip(positions, pieces)]
+        places.append(places_in(runs, torch.cat(of_owners)).to(device))
+    private = _indices(without([(0, layout.tokens)], mine))
+    at = _positions(layout, [(0, layout.tokens)])[private.long()]
+    others = torch.stack([bits, rows], 1), private, places_in(runs, at)
+    return Tables(tuple(slices), tuple(places), *(x.to(device) for x in others))
 
 
 def places_in(runs: Runs, positions: Tensor) -> Tensor:
-    """Where each run has its part of the gradients of these keys, (rows, runs)."""
+    """Where each run has its part of the gradients of these keys, (rows, runs), int32; -1 where it
+    does not see a key.
+
+    >>> runs = (0, 0, 1), (1, 0, 4)  # the first key for the first run, then all for the second
+    >>> places_in(runs, torch.arange(4)).tolist()
+    [[0, 1], [-1, 2], [-1, 3], [-1, 4]]
+    """
     found = [
         torch.where((positions >= first) & (positions < last), positions - first + at, -1)
         for at, first, last in runs
     ]
-    return torch.stack(found, 1)
+    return torch.stack(found, 1).to(torch.int32)
 
 
-@functools.lru_cache(maxsize=256)
-def parts_of(layout: Layout, left: int, right: int) -> tuple[tuple[Run, ...], ...]:
-    """Of every rank the rows of this one that its queries see.
-
-    >>> import tilewise.distributed as td
-    >>> parts_of(td.zigzag(8, 2).at(1), -1, 0)  # rank 0 has the last queries, and so sees all
-    (((0, 4),), ((0, 4),))
-    """
-    return tuple(
-        tuple(_rows_of(layout, keys_of(layout.at(rank).spans, left, right)))
-        for rank in range(layout.ranks)
-    )
+def _positions(layout: Layout, rows: Sequence[Run]) -> Tensor:
+    """The positions of some of a rank's rows."""
+    all_rows = [torch.arange(a, b) for a, b in (*layout.runs[layout.rank], (0, 0))]
+    return torch.cat(all_rows)[_indices(rows).long()]
 
 
-@functools.lru_cache(maxsize=8)
-def ranks_of(layout: Layout, left: int, right: int, device: torch.device) -> Tensor:
-    """`parts_of` as bits: of every row of this rank, int32, bit r for rank r."""
+def _indices(rows: Sequence[Run]) -> Tensor:
+    return torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in (*rows, (0, 0))])
+
+
+def _bits_of(layout: Layout, left: int, right: int) -> Tensor:
+    """Of every row of this rank the ranks that see its key, int32: bit r for rank r."""
     found = torch.zeros(layout.tokens, dtype=torch.int32)
-    for rank, ranges in enumerate(parts_of(layout, left, right)):
+    for rank in range(layout.ranks):
         bit = torch.tensor(1 << rank).to(torch.int32)  # of rank 31 the sign
-        for start, stop in ranges:
+        for start, stop in rows_of(layout, keys_of(layout.at(rank).spans, left, right)):
             found[start:stop] |= bit
-    return found.to(device)
-
-
-def _rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:
-    """The rows of this rank at these positions, runs that continue each other as one."""
-    found: list[Run] = []
-    row = 0
-    for start, stop in layout.runs[layout.rank]:
-        for first, last in keys:
-            a, b = max(start, first), min(stop, last)
-            if a < b:
-                run = row + a - start, row + b - start
-                if found and found[-1][1] == run[0]:
-                    run = found.pop()[0], run[1]
-                found.append(run)
-        row += stop - start
     return found
+
+
+def _runs_of_bits(bits: Tensor, ranks: int) -> tuple[tuple[int, int, int], ...]:
+    """(rank, first, stop) of the rows that have a rank's bit, in the order of the ranks.
+
+    >>> _runs_of_bits(torch.tensor([1, 3, 2]), 2)
+    ((0, 0, 2), (1, 1, 3))
+    """
+    found = []
+    for rank in range(ranks):
+        has_bit = torch.nn.functional.pad((bits >> rank) & 1, (1, 1))
+        edges = has_bit.diff().nonzero().flatten().tolist()
+        found += [(rank, a, b) for a, b in zip(edges[::2], edges[1::2])]
+    return tuple(found)

@@ -22,7 +22,7 @@ from .. import dispatch
 from ..emulator.switch import cpu_modes
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flatten import indices_used
-from ..problem import NO_EXTRAS, OPTIONAL, Call, Extras, Grads, Saved, extras_of
+from ..problem import NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads, Saved, extras_of
 from . import captured_grads
 from . import vmap as batching
 from .autocast import autocast as autocast
@@ -175,7 +175,7 @@ def _of_inputs(
     return *grads[:INPUTS], *of_extras.tensors, *captured
 
 
-def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
+def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
     """The gradients on a backend."""
     q, k, v = saved.q, saved.k, saved.v
     if q.is_meta:
@@ -191,7 +191,14 @@ def run_backward(call: Call, saved: Saved, extras: Extras) -> Grads:
         for old in list(call.backwards)[: 1 - LOOKS]:
             call.backwards.pop(old, None)
         call.backwards[key] = prepared
-    return prepared(saved, extras)
+    if between is None:
+        return prepared(saved, extras)
+    if hasattr(prepared, "interleaved"):
+        return prepared.interleaved(saved, extras, between)
+    between.before_keys()
+    grads = prepared(saved, extras)
+    between.after_keys(grads)
+    return grads
 
 
 LOOKS = 8  # of one call, whose backwards are kept: a model has one or two

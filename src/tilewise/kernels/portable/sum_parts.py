@@ -23,7 +23,7 @@ TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 @triton.jit(do_not_specialize=["offset", "count", "rows"])
 def sum_parts_kernel(
     addresses,
-    ranks,
+    of_rows,
     total,
     offset,
     columns,
@@ -35,14 +35,15 @@ def sum_parts_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`total`, (rows, columns), from `count` blocks of memory at `addresses`: a part of it lies in
-    each, `offset` bytes in. Bit r of a row's `ranks` says whether to add block r's.
+    """Rows of `total` from `count` blocks of memory at `addresses`: parts of them, (rows, columns),
+    lie in each, `offset` bytes in. Of each row `of_rows` has first bits, of which that of block r
+    says whether to add its part, and then which row of `total` it is.
     """
     blocks = tl.cdiv(columns, BLOCK_N)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
         row = tile // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         column = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        bits = tl.load(ranks + row, mask=row < rows, other=0)
+        bits = tl.load(of_rows + 2 * row, mask=row < rows, other=0)
         at = row[:, None].to(tl.int64) * columns + column[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], PART)
         for rank in range(count):
@@ -52,6 +53,8 @@ def sum_parts_kernel(
             has_part = ((bits >> rank) & 1 != 0)[:, None] & (column < columns)[None, :]
             acc += tl.load(part + at, mask=has_part, other=0.0)
         exists = (row < rows)[:, None] & (column < columns)[None, :]
+        target = tl.load(of_rows + 2 * row + 1, mask=row < rows, other=0)
+        at = target[:, None].to(tl.int64) * columns + column[None, :]
         tl.store(total + at, acc.to(total.dtype.element_ty), mask=exists)
 
 
@@ -68,16 +71,17 @@ class PartSums:
         blocks: Sequence[Tensor],
         offset: int,
         dtype: torch.dtype,
-        ranks: Tensor,
+        of_rows: Tensor,
         total: Tensor,
     ) -> None:
-        """The sums into `total`, dense rows. Parts are in `dtype`, `offset` bytes into each of the
-        ranks' blocks; `ranks` int32 has for each row the bits of those that have one.
+        """The sums into rows of `total`, which are dense. Parts are in `dtype`, `offset` bytes into
+        each of the ranks' blocks; `of_rows`, (rows, 2) in int32, has for each row the bits of those
+        that have one, and where it goes.
         """
         if (addresses := [x.data_ptr() for x in blocks]) != self.known:
             self.known = addresses
             self.addresses = torch.tensor(addresses, device=total.device)
-        rows, columns = len(total), total[:1].numel()
+        rows, columns = len(of_rows), total[:1].numel()
         numbers = offset, columns, len(blocks), rows
         is_aligned = columns % 16 == 0 and offset % 16 == 0
         # On a GPU always as many: a launcher is of one grid
@@ -85,7 +89,7 @@ class PartSums:
         programs = _PROGRAMS if total.is_cuda else min(_PROGRAMS, tiles)
         constants: dict[str, Any] = dict(PART=TYPES[dtype], IS_ALIGNED=is_aligned)
         constants |= dict(PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
-        key = dtype, total.dtype, total.data_ptr() % 16, ranks.data_ptr() % 16, is_aligned
+        tensors = self.addresses, of_rows, total
+        key = dtype, total.dtype, is_aligned, *[x.data_ptr() % 16 for x in tensors[1:]]
         key = *key, columns == 1, columns % 16, offset < 2**31
-        tensors = self.addresses, ranks, total
         self.launch(sum_parts_kernel, programs, tensors, numbers, constants, key)

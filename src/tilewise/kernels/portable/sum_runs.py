@@ -19,17 +19,20 @@ _PROGRAMS = 528  # four an SM
 def sum_runs_kernel(
     parts,
     places,
+    targets,
     total,
     columns,
     step,
     rows,
     RUNS: tl.constexpr,
+    SCATTERED: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each row of `total`, `step` apart, from the rows of `parts` at its RUNS `places`, in their
-    order, of which those below 0 are none; rounded once.
+    """Rows of `total`, `step` apart, each from the rows of `parts` at its RUNS `places`, in their
+    order, of which those below 0 are none; rounded once. SCATTERED: those that `targets` names, not
+    all of them.
     """
     blocks = tl.cdiv(columns, BLOCK_N)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
@@ -41,22 +44,28 @@ def sum_runs_kernel(
             place = tl.load(places + row * RUNS + run, mask=row < rows, other=-1)
             at = place[:, None].to(tl.int64) * columns + column[None, :]
             acc += tl.load(parts + at, mask=(place >= 0)[:, None] & in_row, other=0.0)
-        at = row[:, None].to(tl.int64) * step + column[None, :]
+        target = row
+        if SCATTERED:
+            target = tl.load(targets + row, mask=row < rows, other=0)
+        at = target[:, None].to(tl.int64) * step + column[None, :]
         tl.store(total + at, acc.to(total.dtype.element_ty), mask=(row < rows)[:, None] & in_row)
 
 
-def add_runs(launch: Launches, parts: Tensor, places: Tensor, total: Tensor) -> None:
-    """The sums into `total`, each of whose rows is dense, as all of `parts` is; `places` (rows,
-    runs) are int32.
+def add_runs(
+    launch: Launches, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
+) -> None:
+    """The sums into the rows of `total` that `targets` names, or into all; each row is dense, as
+    all of `parts` is. `places` (rows, runs) and `targets` are int32.
     """
-    if not total.numel():
-        return
     rows, runs = places.shape
+    if not rows or not total.numel():
+        return
     columns, step = total[:1].numel(), total.stride(0)
     tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
     programs = _PROGRAMS if total.is_cuda else min(4, tiles)
-    constants = dict(RUNS=runs, PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
-    alignment = parts.data_ptr() % 16, places.data_ptr() % 16, total.data_ptr() % 16
-    key = parts.dtype, total.dtype, runs, *alignment, columns == 1, columns % 16
-    key = *key, step == 1, step % 16
-    launch(sum_runs_kernel, programs, (parts, places, total), (columns, step, rows), constants, key)
+    constants = dict(RUNS=runs, SCATTERED=targets is not None)
+    constants |= dict(PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
+    tensors = parts, places, places if targets is None else targets, total
+    key = parts.dtype, total.dtype, runs, targets is None, *[x.data_ptr() % 16 for x in tensors]
+    key = *key, columns == 1, columns % 16, step == 1, step % 16
+    launch(sum_runs_kernel, programs, tensors, (columns, step, rows), constants, key)

@@ -13,7 +13,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
-from ....problem import NO_MODS, Extras, Grads, Problem, Saved, Scalars
+from ....problem import NO_MODS, Between, Extras, Grads, Problem, Saved, Scalars
 from ....tile.seqlen import padded_row
 from ....tile.types import Features, KeyPipeline, Numbers, Optionals, Queue, Sizes, Tile
 from ...common.arguments import bias_of, features_of, numbers_of, optionals_of, sizes_of, strided
@@ -34,13 +34,14 @@ from ..descriptors import (
     ragged_steps,
 )
 from ..padded import copy_back, in_padded_rows, is_padded, with_padded_rows
-from ..tile_counter import counter_of
 from . import dropout as bwd_dropout
 from . import work_tile as bwd_work
 from .bias_pairs import SUMMED, clear_unseen, sum_scores, sums_of, target_of, way_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
+from .queue import queue_of
 from .relaunch import (
+    NOTHING,
     Ready,
     Scratch,
     fill_dsinks,
@@ -52,7 +53,6 @@ from .relaunch import (
 
 Tensor = torch.Tensor
 ROWS = bwd_work.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
-AT_ONCE = 16 << 20  # bytes of queries: `heads_per_l2_group`
 TINY = 1e-30  # a scale under this is no divisor
 
 
@@ -176,31 +176,46 @@ class Backward:
         self.is_copied = False  # whether the relaunched kernels read or write copies
 
     def __call__(self, saved: Saved, extras: Extras) -> Grads:
+        return self.interleaved(saved, extras, NOTHING)
+
+    def interleaved(self, saved: Saved, extras: Extras, between: Between) -> Grads:
+        """The gradients, with what a caller launches between the kernels. Where k, v or dK, dV are
+        copied it is launched before the first kernel and after the last.
+        """
         ready = self.ready
         grads = empty_grads(self.problem, saved.q, saved.k, saved.v, extras)
         is_ready = ready is not None and may_relaunch(ready.device)
         if ready is not None and not self.is_copied:
-            if not (is_ready and relaunch_backward(ready, saved, grads, extras)):
-                self._launch(saved, grads, extras)
-        elif not is_empty(saved, grads):
+            if not (is_ready and relaunch_backward(ready, saved, grads, extras, between)):
+                self._launch(saved, grads, extras, between)
+            return grads
+        has_work = not is_empty(saved, grads)
+        around, inside = NOTHING, between
+        if not has_work or is_padded(self.problem):
+            around, inside = inside, around
+        around.before_keys()
+        if has_work:
             read, written = readable(self.problem, saved), grads
             if is_padded(self.problem):
                 written = with_padded_rows(grads)
             self.is_copied = read is not saved or written is not grads
-            if not (is_ready and relaunch_backward(ready, read, written, extras)):
-                self._launch(read, written, extras)
+            if not (is_ready and relaunch_backward(ready, read, written, extras, inside)):
+                self._launch(read, written, extras, inside)
             copy_back(written, grads)
+        around.after_keys(grads)
         return grads
 
-    def _launch(self, saved: Saved, grads: Grads, extras: Extras) -> None:
+    def _launch(self, saved: Saved, grads: Grads, extras: Extras, between: Between) -> None:
         with on_device(saved.q.device):
-            self._first(Saved(*distinct_views(saved)), grads, distinct_extras(extras))
+            self._first(Saved(*distinct_views(saved)), grads, distinct_extras(extras), between)
 
-    def _first(self, saved: Saved, grads: Grads, extras: Extras) -> None:
+    def _first(self, saved: Saved, grads: Grads, extras: Extras, between: Between) -> None:
         """The first launches of a signature, through Triton's launcher."""
         problem, given = self.problem, saved
         dout, _, q, k, v, _, lse = saved
         if problem.has_seqused_k and not problem.is_packed:
+            between.before_keys()
+            between = between._replace(before_keys=NOTHING.before_keys)
             k, v = in_steps(k), in_steps(v)
             saved = saved._replace(k=k, v=v)
         plan, ds = plan_for(problem, self.scalars, q, k, v, extras.bias, grads.dbias)
@@ -214,12 +229,15 @@ class Backward:
         args = (*reads, *added, scratch.parts, *groups[:2])
         launches = [run_processing(bwd_delta_kernel, programs, args, plan, q.device)]
         fill_dsinks(grads, scratch.parts)
+        between.before_keys()
         if k.numel() == 0:
+            between.after_keys(grads)
             return
         target = target_of(plan, grads, scratch.ds)
         clear_unseen(problem, target)
         args = arguments(problem, plan, saved, added, grads, (extras.bias, target), groups)
         launches.append(run_main(plan, args, q.device))
+        between.after_keys(grads)
         if plan.tile.BIAS_GRAD:
             sum_scores(grads.dbias, scratch.ds)
         of_dq = scratch.dq, strided(grads.dq), *groups
@@ -285,24 +303,9 @@ def arguments(
     described = of_backward(plan, *tensors, *of_pairs)
     *reads, dk, dv, for_bias, for_dbias = (*described, None, None)[:9]
     heads_per_batch = ragged_steps(k)[2], ragged_steps(saved.v)[2]
-    queue = queue_of(problem, plan, q, k, groups[1])
+    queue = queue_of(problem, plan.tile.BLOCK_N, q, k, groups[1])
     written = accumulated.dq, dq_semaphore, dk, dv, for_bias, for_dbias
     return BwdArgs(*reads, *written, heads_per_batch, queue, *groups)
-
-
-def queue_of(problem: Problem, plan: Plan, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
-    """The tiles of the call; of packed sequences as many as there can be: each has a block that is
-    not full, at most.
-    """
-    batch, seqlen_k, nheads_k, _ = k.shape
-    heads, counter = batch * nheads_k, counter_of(q.device)
-    if problem.is_packed:
-        n_blocks = seqlen_k // plan.tile.BLOCK_N + sizes.packed
-        blocks = AT_ONCE // (plan.tile.BLOCK_N * problem.group * bytes_of_row(problem, q))
-        mixed = blocks if problem.is_causal and not problem.deterministic else 0
-        return Queue(counter, heads * n_blocks, nheads_k, heads, mixed)
-    n_blocks = triton.cdiv(seqlen_k, plan.tile.BLOCK_N)
-    return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
 
 
 def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None:
@@ -319,33 +322,6 @@ def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None
         return None
     programs = min(queue.tiles, num_sms(device))
     return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
-
-
-def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
-    """Key heads whose tiles are mixed, evenly.
-
-    Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
-    relative to FlashAttention-3, back to back, at 512, 2Ki, 4Ki and 16Ki: 0.984, 0.998, 0.997,
-    1.002; with 32 MB 0.916, 0.988, 0.984, 0.995; with 8 MB 1.002, 0.973, 0.958, 1.005). Where tiles
-    wait for each other as many as have 16Ki rows, at headdim 64 64Ki: neighbours of one head then
-    start at different times, and what they add to is still in the L2 cache (H200, back to back, of
-    the unordered backward: headdim 256 causal, 16Ki, 0.87 with one head and 0.69 with two, 4Ki,
-    0.72, 0.80, 0.89 and 0.65 with 1, 2, 4 and 8; headdim 64, 4Ki, 0.83 with four and 0.95 with 16).
-    """
-    heads = q.shape[0] * problem.nheads_k
-    rows = problem.group * q.shape[1]
-    if problem.deterministic:
-        most = max(1, (65536 if problem.headdim <= 64 else 16384) // rows)
-    elif problem.is_causal:
-        most = max(1, AT_ONCE // (rows * bytes_of_row(problem, q)))
-    else:
-        most = 1
-    return triton.cdiv(heads, triton.cdiv(heads, most))
-
-
-def bytes_of_row(problem: Problem, q: Tensor) -> int:
-    """Of a query, with its dO and its dQ in fp32."""
-    return (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4
 
 
 def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....problem import Extras, Grads, Problem, Saved
+from ....problem import Between, Extras, Grads, Problem, Saved
 from ...common.relaunch import (
     ALIGNMENT,
     Launched,
@@ -23,6 +23,7 @@ from ..tile_counter import counter
 from .bias_pairs import clear_unseen, sum_scores, target_of
 
 Tensor = torch.Tensor
+NOTHING = Between(lambda: None, lambda _: None)
 NO_PAIRS: list[list] = [[None], [None]]  # descriptors of the bias and its gradient
 
 
@@ -154,9 +155,11 @@ def ready_of(
     )
 
 
-def relaunch_backward(ready: Ready, saved: Saved, grads: Grads, extras: Extras) -> bool:
-    """Launches a backward; False where the alignment is not that which the kernels were compiled
-    for.
+def relaunch_backward(
+    ready: Ready, saved: Saved, grads: Grads, extras: Extras, between: Between = NOTHING
+) -> bool:
+    """Launches a backward; False, and nothing is launched, where the alignment is not that which
+    the kernels were compiled for.
     """
     problem, plan = ready.problem, ready.plan
     memory = saved.lse.new_empty(ready.floats)
@@ -175,6 +178,7 @@ def relaunch_backward(ready: Ready, saved: Saved, grads: Grads, extras: Extras) 
     row.append(counter(saved.q.device, ready.device, stream).data_ptr())
     ready.before.launch(stream, row)
     fill_dsinks(grads, parts)
+    between.before_keys()
     target = target_of(plan, grads, ds)
     clear_unseen(problem, target)
     of = ready.described.at
@@ -185,6 +189,7 @@ def relaunch_backward(ready: Ready, saved: Saved, grads: Grads, extras: Extras) 
         for_dbias = for_dbias if target is None else of(8, target.data_ptr())
     added, rest = ready.accumulated.filled(row), ready.args.filled(row)
     ready.main(stream, *q, *dout, *k, *v, *stats, *added, *dk, *dv, *for_bias, *for_dbias, *rest)
+    between.after_keys(grads)
     if target is not None:
         sum_scores(grads.dbias, ds)
     for edge in ready.after:
