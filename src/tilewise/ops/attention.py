@@ -193,8 +193,9 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
         call.backwards[key] = prepared
     if between is None:
         return prepared(saved, extras)
-    if hasattr(prepared, "interleaved"):
-        return prepared.interleaved(saved, extras, between)
+    interleaved: Any = getattr(prepared, "interleaved", None)  # where there are several kernels
+    if interleaved is not None:
+        return interleaved(saved, extras, between)
     between.before_keys()
     grads = prepared(saved, extras)
     between.after_keys(grads)
