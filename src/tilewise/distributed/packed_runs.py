@@ -50,6 +50,11 @@ def serves(spec: CallSpec, q: Tensor, few: int = FEW) -> bool:
     return packing_of(spec.layout, left, right).starts_k[-1] <= MOST_KEYS * spec.layout.seqlen
 
 
+def reads_between(spec: CallSpec, q: Tensor) -> bool:
+    """Whether calls on packed runs read keys that none of these sees: those between theirs."""
+    return serves(spec, q) and packing_of(spec.layout, *spec.sides).copied is None
+
+
 def packing_for(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> Packing | None:
     """The packing of a backward on Hopper of two runs that see the same keys: a launch for each
     ends with idle SMs, and its parts would have to be added. Such keys are pulled twice; under
@@ -133,27 +138,27 @@ def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple
 def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
     """Those of a rank's queries, as `rows.gradients` has them."""
     packing, lse = packing_of(spec.layout, *spec.sides), saved.lse
-    if known.is_packed:  # they arrive beside the kernel before that which reads them
-        k, v = known.k, known.v
-    else:
-        k, v = _keys(packing, known)
+    k, v, copied = known.k, known.v, packing.copied
+    runs: tuple[tuple[int, int, int], ...] = ()
+    if copied is not None:
+        runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, copied))
+        if not known.is_packed:
+            k, v = (x.new_empty(1, packing.starts_k[-1], *x.shape[2:]) for x in (k, v))
+
+    def arrive() -> None:
+        """Beside the kernel before the first that reads keys."""
+        known.arrive_all()
+        if copied is not None and not known.is_packed:
+            for x, whole in zip((k, v), (known.k, known.v)):
+                torch.cat([whole[:, a:b] for a, b in copied], 1, out=x)
+
     sinks = None if spec.sinks is None else spec.sinks.to(lse.dtype)
     extras = _extras(spec, packing, k.device, sinks)
     saved = saved._replace(k=k, v=v, lse=lse.contiguous())
 
     def give_parts(found: Grads) -> None:
-        parts = [found.dk, found.dv]
-        runs: tuple[tuple[int, int, int], ...] = ()
-        if known.is_packed and packing.copied is not None:
-            runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied))
-        elif packing.copied is not None:
-            parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (known.k, known.v)]
-            starts = packing.starts_k
-            for (first, last), a, b in zip(packing.copied, starts, starts[1:]):
-                for total, part in zip(parts, (found.dk, found.dv)):
-                    total[:, first:last] += part[:, a:b]
-        give(*(x.to(lse.dtype) for x in parts), runs)  # of wide heads they are not fp32 yet
+        give(found.dk.to(lse.dtype), found.dv.to(lse.dtype), runs)  # of wide heads not fp32 yet
 
-    between = Between(known.arrive_all, give_parts)
+    between = Between(arrive, give_parts)
     found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras, between=between)
     return Gradients(found.dq, found.dsinks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from .work import keys_of
 
 Tensor = torch.Tensor
 FEW_LISTS = 4  # of pulls that are waited for one by one
+FEW_RUNS = 4  # that are cleared one by one
 
 
 def pull_keys(
@@ -51,7 +53,8 @@ def pull_keys(
     if packing is None and not pulls.is_whole:
         hidden = hidden_keys(layout, *spec.sides)
         if reads_all:
-            hidden = tuple(without([(0, tokens)], keys_of(layout.spans, *spec.sides)))
+            unseen = without([(0, tokens)], keys_of(layout.spans, *spec.sides))
+            hidden = few_or_all(unseen, layout)
         for start, stop in hidden:
             for x, shape in zip(found, shapes):
                 x.view(shape)[:, start:stop] = 0
@@ -69,7 +72,7 @@ def pull_keys(
 @functools.lru_cache(maxsize=256)
 def hidden_keys(layout: Layout, left: int, right: int) -> tuple[Run, ...]:
     """The keys that no query of this rank sees, though a kernel's block of keys that some see
-    begins with them.
+    begins with them; all keys, where these are many runs.
 
     >>> import tilewise.distributed as td
     >>> hidden_keys(td.contiguous(1000, 2).at(1), 200, 0)  # row 500 sees keys from 300 on
@@ -82,4 +85,9 @@ def hidden_keys(layout: Layout, left: int, right: int) -> tuple[Run, ...]:
         seen = max(first, start - left)
         if block := (seen - first) % rows.BLOCK:
             found.append((seen - block, seen))
-    return tuple(without(found, keys_of(layout.spans, left, right)))
+    return few_or_all(without(found, keys_of(layout.spans, left, right)), layout)
+
+
+def few_or_all(runs: Sequence[Run], layout: Layout) -> tuple[Run, ...]:
+    """Runs of keys that are to be cleared, each by a launch."""
+    return tuple(runs) if len(runs) <= FEW_RUNS else ((0, layout.seqlen),)

@@ -83,7 +83,8 @@ def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tu
     backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
     is_placed = spec.is_modified or (spec.bitwise and backend is None)
     way = by_runs(spec, q)
-    signature, reads_all = f"attention (stream): {spec.signature}", is_placed or way is not rows
+    signature = f"attention (stream): {spec.signature}"
+    reads_all = is_placed or packed_runs.reads_between(spec, q)
     keys = pull_keys(arena, spec, k, v, signature, reads_all)
     if is_placed:
         keys.arrive_all()

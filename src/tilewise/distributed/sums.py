@@ -3,8 +3,8 @@ the owner of a key adds the parts of all ranks, in their order, and rounds once.
 
 Parts of the keys that queries of several ranks see are exchanged, in slices, through the room that
 K and V have had, which is used again and again: a slice has a share of such rows of every owner, so
-that in each of them all ranks pull their share. While the parts of a slice are pulled, those of the
-next are published.
+that in each of them all ranks pull their share. While the parts of a slice are pulled, the next is
+published.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class Sums:
         self.arena, self.spec, self.signature, self.dtype = arena, spec, signature, dtype
         self.parts: list[Tensor] = []
         self.totals: list[Tensor] = []
-        self.begun = 0  # slices
-        self.mark = None  # of the last one's sums
+        self.number = 0  # of the slice that is published
+        self.mark = None  # of the sums of the one before
 
     def begin(self, dk: Tensor, dv: Tensor, runs: Runs = ()) -> None:
         """Takes this rank's parts of the gradients of all keys, (batch, seqlen, nheads_k, headdim),
-        or of the keys of each run, end to end. Others begin to read those of the first slice.
+        or of the keys of each run, end to end. The sums of the first slice begin, and the second is
+        published.
         """
         layout = self.spec.layout
         self.parts = [x.transpose(0, 1).contiguous() for x in (dk, dv)]  # of a batch of 1 no copy
@@ -75,42 +76,51 @@ class Sums:
         runs = runs or ((0, 0, layout.seqlen),)
         self.tables = tables_of(layout, *self.spec.sides, each, runs, dk.device)
         self.signature += f", in {len(self.tables.slices)} slices"
-        self._next()
+        self._publish()
+        self._add()
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's keys and values."""
         of = self.tables
+        while self.number < len(of.slices):
+            self._add()
         for part, total in zip(self.parts, self.totals):
             self.arena.add_runs(part, of.private_places, of.private, total)
-        while self.begun < len(of.slices):
-            self._next()
-        if self.begun:
+        if of.slices:
             self.arena.arrive(self.mark)
         self.parts = []
         dk, dv = (x.transpose(0, 1) for x in self.totals)
         return dk, dv
 
-    def _next(self) -> None:
-        """Publishes a slice beside the sums of the one before. The barrier follows these: it says
-        that what they read may be written over.
-        """
-        arena, of, number = self.arena, self.tables, self.begun
-        if number == len(of.slices):
+    def _publish(self) -> None:
+        """Publishes this rank's parts of a slice, if there is one more."""
+        of = self.tables
+        if self.number == len(of.slices):
             return
-        piece, ranks = of.slices[number], self.spec.layout.ranks
-        published = Published(arena, [x.unsqueeze(0) for x in self.parts], [piece.rows] * ranks)
-        arena.publish(published.nbytes, self.signature)
+        rows = [of.slices[self.number].rows] * self.spec.layout.ranks
+        self.published = Published(self.arena, [x.unsqueeze(0) for x in self.parts], rows)
+        self.arena.publish(self.published.nbytes, self.signature)
         for i, x in enumerate(self.parts):
-            arena.add_runs(x, of.places[number], None, published.view(arena.rank, i)[0])
-        if number:
+            room = self.published.view(self.arena.rank, i)[0]
+            self.arena.add_runs(x, of.places[self.number], None, room)
+
+    def _add(self) -> None:
+        """Adds the parts of the slice that is published, and publishes the next beside. The barrier
+        follows the sums of the one before: it says that what they read may be written over.
+        """
+        arena, of = self.arena, self.tables
+        if self.number == len(of.slices):
+            return
+        if self.number:
             arena.arrive(self.mark)
         arena.meet(self.signature)
         add = add_parts if arena.part_sums is None else add_by_kernel
         with arena.copying():
             for i, total in enumerate(self.totals):
-                add(published, i, of, piece, total)
+                add(self.published, i, of, of.slices[self.number], total)
             self.mark = arena.mark()
-        self.begun += 1
+        self.number += 1
+        self._publish()
 
 
 def add_parts(published: Published, number: int, of: Tables, piece: Slice, total: Tensor) -> None:
@@ -162,16 +172,20 @@ def slices_of(counts: tuple[int, ...], rank: int, each: int) -> tuple[tuple[int,
     >>> slices_of((5, 10), 1, 4)  # 2 and 5 rows, then 3 and 5
     ((0, 5, 2, 7), (5, 10, 3, 8))
     """
-    most, ranks = each * len(counts), len(counts)
-    number = max((-(-n // each) for n in counts), default=0)
-    if most > ranks:  # a share is rounded up by less than a row
-        number = min(number, -(-sum(counts) // (most - ranks)))
+    most = each * len(counts)
+    number = -(-sum(counts) // most)
+    while number and max(sum(b - a for a, b in x) for x in _shares(counts, number)) > most:
+        number += 1
     found = []
-    for i in range(number):
-        ends = [(i * n // number, (i + 1) * n // number) for n in counts]
+    for ends in _shares(counts, number):
         starts = [*itertools.accumulate((b - a for a, b in ends), initial=0)]
         found.append((*ends[rank], starts[rank], starts[-1]))
     return tuple(found)
+
+
+def _shares(counts: tuple[int, ...], number: int) -> list[list[tuple[int, int]]]:
+    """So many equal shares of each count."""
+    return [[(i * n // number, (i + 1) * n // number) for n in counts] for i in range(number)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -200,18 +214,28 @@ def tables_of(
 
 
 def places_in(runs: Runs, positions: Tensor) -> Tensor:
-    """Where each run has its part of the gradients of these keys, (rows, runs), int32; -1 where it
-    does not see a key.
+    """Where the runs that see these keys have their parts of the gradients, (rows, most runs that
+    see a key), int32: in the order of the runs, then -1.
 
-    >>> runs = (0, 0, 1), (1, 0, 4)  # the first key for the first run, then all for the second
+    >>> runs = (0, 0, 1), (1, 0, 4), (5, 2, 4)
     >>> places_in(runs, torch.arange(4)).tolist()
-    [[0, 1], [-1, 2], [-1, 3], [-1, 4]]
+    [[0, 1], [2, -1], [3, 5], [4, 6]]
     """
-    found = [
-        torch.where((positions >= first) & (positions < last), positions - first + at, -1)
-        for at, first, last in runs
-    ]
-    return torch.stack(found, 1).to(torch.int32)
+    ordered, order = positions.sort()
+    found = positions.new_full((len(positions), _depth(runs)), -1, dtype=torch.int32)
+    depth = torch.zeros_like(positions)
+    for at, first, last in runs:
+        a, b = torch.searchsorted(ordered, torch.tensor([first, last])).tolist()
+        rows = order[a:b]
+        found[rows, depth[rows]] = (ordered[a:b] - first + at).to(torch.int32)
+        depth[rows] += 1
+    return found
+
+
+def _depth(runs: Runs) -> int:
+    """How many runs at most see a key."""
+    ends = sorted([(first, 1) for _, first, _ in runs] + [(last, -1) for *_, last in runs])
+    return max(1, *itertools.accumulate(step for _, step in ends))
 
 
 def _positions(layout: Layout, rows: Sequence[Run]) -> Tensor:
