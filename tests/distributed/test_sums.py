@@ -62,13 +62,18 @@ def test_each_row_is_added_once(layout, sides, each):
 @pytest.mark.parametrize("counts", [(4, 8), (1, 0, 9), (100, 100), (7,), (0, 0)])
 @pytest.mark.parametrize("each", [1, 2, 3, 50])
 def test_few_slices(counts, each):
-    """As few as fit, but for one more where shares are rounded."""
+    """As few as fit, and of all owners the same share."""
     most = each * len(counts)
-    slices = sums.slices_of(counts, 0, each)
-    assert all(0 < rows <= most for *_, rows in slices)
-    if each > 1:
-        assert len(slices) <= -(-sum(counts) // (most - len(counts)))
-    assert sum(rows for *_, rows in slices) == sum(counts)
+    slices = [sums.slices_of(counts, rank, each) for rank in range(len(counts))]
+    assert all(len(x) == -(-sum(counts) // most) for x in slices)
+    for pieces in zip(*slices):
+        sizes = [stop - first for first, stop, *_ in pieces]
+        assert {rows for *_, rows in pieces} == {sum(sizes)} and 0 < sum(sizes) <= most
+        assert [place for _, _, place, _ in pieces] == [sum(sizes[:r]) for r in range(len(sizes))]
+        assert all(abs(n - m / len(slices[0])) < 2 for n, m in zip(sizes, counts))
+    for count, mine in zip(counts, slices):
+        ends = [0, *[stop for _, stop, *_ in mine]]
+        assert [first for first, *_ in mine] == ends[:-1] and ends[-1] == (count if mine else 0)
 
 
 @pytest.mark.parametrize("row_bytes", [[512, 512], [512, 96], [4, 12], [0, 0]])

@@ -17,6 +17,7 @@ import functools
 from typing import NamedTuple
 
 from ..frontend.scalars import Window, band
+from .exchange import shared_rows
 from .layout import Layout
 from .work import keys_of
 
@@ -117,8 +118,10 @@ def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) ->
     ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
     if not learns:
         return _cost("stream", products, keys, ms, None, learns)
-    # Parts in fp32 of all keys, in slices of as many bytes as K and V of a shard
-    slices = -(-4 * layout.seqlen // max(1, itemsize * max(layout.counts)))
+    # Parts in fp32 of the keys that several ranks see, in slices of as many bytes as K and V of a
+    # shard
+    shared = sum(b - a for rows in shared_rows(layout, *sides) for a, b in rows)
+    slices = -(-4 * shared // max(1, itemsize * max(layout.counts)))
     ms += (
         5 * products / (SHORTER * BACKWARD) + (keys + partial) / BANDWIDTH + BARRIER * (1 + slices)
     )

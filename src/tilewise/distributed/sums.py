@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -166,26 +166,33 @@ def most_rows(room: int, row_bytes: Sequence[int], ranks: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def slices_of(counts: tuple[int, ...], rank: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """(first, stop, place, rows) of slices of as many rows as a rank may have `each`, of owners
+    """(first, stop, place, rows) of slices of `each` rows an owner or fewer, in the mean, of owners
     that have so many: in each slice the same share of all of them.
 
-    >>> slices_of((5, 10), 1, 4)  # 2 and 5 rows, then 3 and 5
-    ((0, 5, 2, 7), (5, 10, 3, 8))
+    >>> slices_of((5, 10), 1, 4)  # 3 and 5 rows, then 2 and 5
+    ((0, 5, 3, 8), (5, 10, 2, 7))
     """
-    most = each * len(counts)
-    number = -(-sum(counts) // most)
-    while number and max(sum(b - a for a, b in x) for x in _shares(counts, number)) > most:
-        number += 1
-    found = []
-    for ends in _shares(counts, number):
-        starts = [*itertools.accumulate((b - a for a, b in ends), initial=0)]
-        found.append((*ends[rank], starts[rank], starts[-1]))
+    found, firsts = [], [0] * len(counts)
+    for shares in _shares(counts, -(-sum(counts) // (each * len(counts)))):
+        place, first = sum(shares[:rank]), firsts[rank]
+        found.append((first, first + shares[rank], place, sum(shares)))
+        firsts = [a + n for a, n in zip(firsts, shares)]
     return tuple(found)
 
 
-def _shares(counts: tuple[int, ...], number: int) -> list[list[tuple[int, int]]]:
-    """So many equal shares of each count."""
-    return [[(i * n // number, (i + 1) * n // number) for n in counts] for i in range(number)]
+def _shares(counts: tuple[int, ...], number: int) -> Iterator[list[int]]:
+    """How many rows of each owner are in each of so many slices, none of which has more than one
+    row more than another.
+    """
+    left = list(counts)
+    for slices in range(number, 0, -1):
+        shares = [n // slices for n in left]
+        more = -(-sum(left) // slices) - sum(shares)
+        by_remainder = sorted(range(len(left)), key=lambda r: -(left[r] % slices))
+        for r in by_remainder[:more]:
+            shares[r] += 1
+        left = [n - share for n, share in zip(left, shares)]
+        yield shares
 
 
 @functools.lru_cache(maxsize=8)
