@@ -176,6 +176,10 @@ def test_one_sequence_over_several_gpus():
     ask = figures.experiments.distributed
     assert ask(collect([one, mine, other]), [], ["heads", "2", "8Ki", "fwd"]) == "0.90"
     assert ask(collect([one, mine, other]), [], ["heads", "4", "8Ki", "fwd"]) == "–"
+    assert ask(collect([one, mine, other]), [], ["heads", "2", "8Ki", "fwd", "window"]) == "0.10"
+    stream = row("tilewise:stream", suite="distributed", shape=shape, ms=2 * mine.median_ms)
+    assert ask(collect([mine, stream]), ["stream"], ["heads", "2", "8Ki", "fwd"]) == "2.00"
+    assert ask(collect([mine, stream]), ["fa3"], ["heads", "2", "8Ki", "fwd"]) == "–"
 
 
 def test_a_step_of_decoding():

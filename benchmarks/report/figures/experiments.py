@@ -110,17 +110,34 @@ def decode(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The share of one GPU's rate that each of several keeps on one causal sequence:
-    `{distributed: stream 2 8Ki fwd}` is that of the method on 2 of them, of 8Ki tokens each.
+    `{distributed: stream 2 8Ki fwd}` is that of the method on 2 of them, of 8Ki tokens each, also
+    with `window` or `documents`; `{distributed heads: stream 2 8Ki fwd}` the other's time over its.
+    Of the GPUs that were timed last, which `{distributed: device}` names.
     """
-    name, ranks, tokens, direction = words
-    found = NONE
-    for row in newest(evidence, "distributed"):
+    rows = {}
+    for row in sorted(evidence.others.get("distributed", []), key=lambda row: row.date):
+        if environment_of(row).on_gpu:
+            rows[tuple(row.shape.items()), row.provider.split(":")[-1], row.device] = row
+    found = list(rows.values())
+    device = max(found, key=lambda row: row.date).device if found else NONE
+    if words == ["device"]:
+        return device
+    name, ranks, tokens, direction, *more = words
+    shares: dict[str, list[float]] = {}
+    for row in found:
         shape = row.shape
-        plain = shape["causal"] and not shape["window"] and not shape["documents"]
+        kind = [x for x in ("window", "documents") if shape[x]]
         said = str(shape["ranks"]), length(shape["tokens"]), shape["direction"]
-        if plain and said == (ranks, tokens, direction) and row.provider.split(":")[-1] == name:
-            found = times(row.extra["of_ideal"])
-    return found
+        if shape["causal"] and (said, kind, row.device) == (
+            (ranks, tokens, direction),
+            more,
+            device,
+        ):
+            last = row.provider.split(":")[-1]
+            shares[last] = [row.median_ms, row.extra.get("of_ideal", 1.0)]
+    if not {name, *names} <= shares.keys():
+        return NONE
+    return times(shares[names[0]][0] / shares[name][0] if names else shares[name][1])
 
 
 def first(evidence: Evidence, names: list[str], words: list[str]) -> str:
