@@ -12,7 +12,8 @@ from tilewise.errors import PerformanceWarning, Slower
 from tilewise.kernels import hopper
 from tilewise.kernels.common.arguments import aligned
 from tilewise.kernels.hopper import copy_rows, padded
-from tilewise.problem import NO_EXTRAS, Extras, Scalars, describe
+from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.problem import NO_EXTRAS, Between, Extras, Saved, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, run_case
 from tilewise.testing.inputs import Features, Sizes
@@ -79,6 +80,28 @@ def test_zeros_in_the_padding_change_no_bit(deterministic):
         found, expected = gradients(q, k, v, **options), gradients(*wide, **options)
     for mine, theirs in zip(found, expected):
         assert torch.equal(mine, theirs[..., :100]) and mine.is_contiguous()
+
+
+@pytest.mark.parametrize("headdim, keys", [(100, 8), (64, 8), (64, 0)])
+def test_keys_that_arrive_late_and_gradients_that_are_read_at_once(headdim, keys):
+    """A caller whose k and v are filled by `before_keys` finds what it reads in `after_keys`."""
+    problem, *given = problem_of(headdim, seqlen_k=keys)
+    q, k, v = (torch.randn_like(x) for x in given)
+    lse, dout = torch.zeros(1, 2, 8), torch.randn_like(q)
+    late = [torch.full_like(x, torch.nan) for x in (k, v)]
+    read = []
+
+    def arrive():
+        for x, whole in zip(late, (k, v)):
+            x.copy_(whole)
+
+    between = Between(arrive, lambda grads: read.extend(x.clone() for x in (grads.dk, grads.dv)))
+    back = bwd_launch.Backward(problem, Scalars(1.0))
+    with use_emulator():
+        expected = back(Saved(dout, None, q, k, v, q, lse), NO_EXTRAS)
+        found = back.interleaved(Saved(dout, None, q, *late, q, lse), NO_EXTRAS, between)
+    assert all(map(torch.equal, read, (expected.dk, expected.dv)))
+    assert all(map(torch.equal, found[:3], expected[:3]))
 
 
 def test_the_scale_is_that_of_the_true_headdim():

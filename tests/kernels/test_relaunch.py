@@ -22,7 +22,7 @@ from tilewise.kernels.hopper.fwd import launch
 from tilewise.kernels.portable import launch as portable
 from tilewise.ops import attention as ops
 from tilewise.ops import calls
-from tilewise.problem import Call, Extras, Saved, Scalars, describe
+from tilewise.problem import Between, Call, Extras, Saved, Scalars, describe
 from tilewise.tile.types import Optionals
 
 BF16 = torch.bfloat16
@@ -204,6 +204,23 @@ def test_backward(log, name):
         assert again[0] == front[0] and again[2] == front[2]
         assert plain(again[3]) == plain(more[3]) == plain(front[3]), front[0]
         assert compiled_for(first[3]) == compiled_for(front[3])
+
+
+def test_what_is_launched_between_the_kernels_of_a_backward(log):
+    """At the first call and at later ones alike; dK and dV are those that are returned."""
+    call = call_of("plain")
+    given = saved_of(call, torch.randn(call[2][0].shape).to(BF16))
+    found = []
+    between = Between(
+        lambda: log.append(("keys",)), lambda x: log.append(("sums", found.append(x)))
+    )
+    back = bwd_launch.Backward(*call[:2])
+    order = ["bwd_delta_kernel", "keys", "hopper_bwd_kernel", "sums", "hopper_bwd_dq_kernel"]
+    for how in ("front", "again"):
+        log.clear()
+        grads = back.interleaved(*given, between)
+        assert [x[0] for x in log] == order and {x[1] for x in log[::2]} == {how}
+        assert found.pop() is grads
 
 
 @pytest.mark.parametrize("name", CALLS)
