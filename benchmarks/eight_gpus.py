@@ -30,8 +30,10 @@ from tilewise.distributed.arena import arena_of
 from tilewise.distributed.exchange import publish_rows
 
 LIMIT_S = 420.0  # of the rows, so that the command ends within 8 minutes
-SIDES = ("tilewise:heads", "tilewise:stream", "ring-flash-attn", "torch-cp")
-OURS = SIDES[:2]
+OURS = ("tilewise:heads", "tilewise:stream")
+RINGS = ("ring-flash-attn", "ring-flash-attn:fa3")
+SIDES = (*OURS, *RINGS, "torch-cp")
+OF_DOCUMENTS = (*OURS, *RINGS, "ring-flash-attn:by-head")
 MIB = 1 << 20
 TIMES = 10  # calls of one reading
 SLOW_RATE = 5e14  # FLOPs a second of one H200, fewer than it makes
@@ -51,7 +53,7 @@ def cases_of(ranks: int, is_dry: bool) -> list[tuple[Sharded, tuple[str, ...]]]:
         documents = Sharded(ranks, packed, *wide, documents=16, **more)
         window = 64 // ranks if is_dry else (256 << 10) // ranks
         near = Sharded(ranks, window, *heads, window=4 if is_dry else 4096, **more)
-        found += [(documents, OURS), (near, OURS)]
+        found += [(documents, OF_DOCUMENTS), (near, OURS)]
     for direction in ("fwd", "fwd+bwd"):
         tokens = 128 // ranks if is_dry else (1 << 20) // ranks
         whole = Sharded(ranks, tokens, *heads, direction=direction, dtype=dtype)

@@ -45,7 +45,7 @@ def test_each_row_is_added_once(layout, sides, each):
     for rank, of in enumerate(found):
         mine = layout.at(rank)
         positions = [torch.arange(a, b) for a, b in (*mine.runs[rank], (0, 0))]
-        places = sums.places_in(runs, torch.cat(positions))
+        places = sums.places_of(runs, layout.seqlen)[torch.cat(positions)]
         assert torch.cat([of.shared[:, 1], of.private]).sort().values.tolist() == [
             *range(mine.tokens)
         ]

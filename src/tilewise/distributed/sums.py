@@ -207,35 +207,33 @@ def tables_of(
     mine = shared[layout.rank]
     rows = _indices(mine)
     bits = _bits_of(layout, left, right)[rows.long()]
+    at_positions = places_of(runs, layout.seqlen)
     slices, places = [], []
     for first, stop, place, count in of_ranks[layout.rank]:
         parts = _runs_of_bits(bits[first:stop], layout.ranks)
         slices.append(Slice(first, stop, place, count, parts))
     for pieces in zip(*of_ranks):
         of_owners = [x[a:b] for x, (a, b, *_) in zip(positions, pieces)]
-        places.append(places_in(runs, torch.cat(of_owners)).to(device))
+        places.append(at_positions[torch.cat(of_owners)].to(device))
     private = _indices(without([(0, layout.tokens)], mine))
-    at = _positions(layout, [(0, layout.tokens)])[private.long()]
-    others = torch.stack([bits, rows], 1), private, places_in(runs, at)
+    alone = at_positions[_positions(layout, [(0, layout.tokens)])[private.long()]]
+    others = torch.stack([bits, rows], 1), private, alone
     return Tables(tuple(slices), tuple(places), *(x.to(device) for x in others))
 
 
-def places_in(runs: Runs, positions: Tensor) -> Tensor:
-    """Where the runs that see these keys have their parts of the gradients, (rows, most runs that
-    see a key), int32: in the order of the runs, then -1.
+def places_of(runs: Runs, seqlen: int) -> Tensor:
+    """Where the runs that see a key have their parts of its gradient, (seqlen, most runs that see
+    a key), int32: in the order of the runs, then -1.
 
-    >>> runs = (0, 0, 1), (1, 0, 4), (5, 2, 4)
-    >>> places_in(runs, torch.arange(4)).tolist()
+    >>> places_of(((0, 0, 1), (1, 0, 4), (5, 2, 4)), 4).tolist()
     [[0, 1], [2, -1], [3, 5], [4, 6]]
     """
-    ordered, order = positions.sort()
-    found = positions.new_full((len(positions), _depth(runs)), -1, dtype=torch.int32)
-    depth = torch.zeros_like(positions)
+    found = torch.full((seqlen, _depth(runs)), -1, dtype=torch.int32)
+    depth = torch.zeros(seqlen, 1, dtype=torch.int64)
     for at, first, last in runs:
-        a, b = torch.searchsorted(ordered, torch.tensor([first, last])).tolist()
-        rows = order[a:b]
-        found[rows, depth[rows]] = (ordered[a:b] - first + at).to(torch.int32)
-        depth[rows] += 1
+        place = torch.arange(at, at + last - first, dtype=torch.int32)[:, None]
+        found[first:last].scatter_(1, depth[first:last], place)
+        depth[first:last] += 1
     return found
 
 
