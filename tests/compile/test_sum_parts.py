@@ -15,11 +15,11 @@ pytestmark = pytest.mark.compile
 @pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
 def test_sum_parts(target, dtype):
     addresses = torch.zeros(8, dtype=torch.int64)
-    ranks, total = torch.zeros(64, dtype=torch.int32), torch.zeros(64, 128, dtype=dtype)
+    of_rows, total = torch.zeros(64, 2, dtype=torch.int32), torch.zeros(64, 128, dtype=dtype)
     numbers = 2**32, 128, 8, 2**20
     constants = dict(PART=tl.float32, IS_ALIGNED=True, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
     kernel = build(
-        sum_parts_kernel, addresses, ranks, total, *numbers, on=target, num_warps=4, **constants
+        sum_parts_kernel, addresses, of_rows, total, *numbers, on=target, num_warps=4, **constants
     )
     found = stats(kernel)
     assert found["spill_stores"] == 0, found

@@ -10,10 +10,12 @@ pytestmark = pytest.mark.compile
 
 
 @pytest.mark.parametrize("dtype, stores", [(torch.float32, 2), (torch.bfloat16, 1)])
-def test_sum_runs(dtype, stores):
+@pytest.mark.parametrize("scattered", [False, True])
+def test_sum_runs(dtype, stores, scattered):
     parts, places = torch.zeros(64, 128), torch.zeros(64, 2, dtype=torch.int32)
-    constants = dict(RUNS=2, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
-    given = parts, places, torch.zeros(64, 128, dtype=dtype), 1024, 2048, 2**20
+    targets = places[:, 0].contiguous()
+    constants = dict(RUNS=2, SCATTERED=scattered, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
+    given = parts, places, targets, torch.zeros(64, 128, dtype=dtype), 1024, 2048, 2**20
     kernel = build(sum_runs_kernel, *given, on="sm90", num_warps=4, **constants)
     assert stats(kernel)["spill_stores"] == 0
     ptx = kernel.asm["ptx"]
