@@ -202,7 +202,7 @@ def bounded(rank):
     # dq, dk, dv and once more while they are joined, dO's copy, and a few blocks of the kernels
     allowed = of_keys + parts + 7 * of_shard + (8 << 20)
     assert grown < allowed, (grown >> 20, allowed >> 20)
-    assert arena.room == room == 2 * of_shard
+    assert arena.room == room < of_shard // 8  # few keys are seen by others
 
 
 def test_the_peak_of_the_backward():

@@ -67,7 +67,7 @@ class DeviceArena(Arena):
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
         self._follow()
-        if nbytes > self.room:
+        if not self.room or nbytes > self.room:
             # All ranks have come here, or none: else some would wait for others to grow
             self.barrier.wait(f"{signature}, for which the arena grows", is_new=True)
         return super().publish(nbytes, signature)

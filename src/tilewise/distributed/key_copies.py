@@ -57,11 +57,14 @@ def key_copies(
     strides: tuple[Strides, ...],
     batch: int,
     groups: tuple[Group, ...],
-    shared: tuple[Run, ...],
+    shared: tuple[tuple[Run, ...], ...],
     is_beside: bool = False,
 ) -> KeyCopies:
-    """Those of lists of moves into so many rows; others pull `shared` rows of this rank."""
-    rooms = [Blocks(kinds, groups, batch, n, is_beside) for n in layout.counts]
+    """Those of lists of moves into so many rows. Of each rank the others pull `shared` rows, which
+    are all that it publishes.
+    """
+    sizes = [sum(b - a for a, b in rows) for rows in shared]
+    rooms = [Blocks(kinds, groups, batch, n, is_beside) for n in sizes]
     found = Blocks(kinds, groups, batch, tokens, is_beside)
     own = [x for moves in lists for x in moves if x.rank == layout.rank]
     rows = []
@@ -71,16 +74,35 @@ def key_copies(
         room, place = rooms[layout.rank].place(kind, group, b, 0), found.place(kind, group, b)
         place = place._replace(tensor=1 + place.tensor)
         heads = Extent(group.first, 0, group.size)
-        for first, stop in shared:
-            rows.append(rows_between(source, room, Extent(first, first, stop - first), heads))
+        for first, stop in shared[layout.rank]:
+            at = place_among(shared[layout.rank], first)
+            rows.append(rows_between(source, room, Extent(first, at, stop - first), heads))
         for _, row, at, size in own:
             rows.append(rows_between(source, place, Extent(row, at, size), heads))
     pieces, ends = [], []
     for group, moves in itertools.product(groups, lists):
-        others = [x for x in moves if x.rank != layout.rank]
+        others = [
+            x._replace(row=place_among(shared[x.rank], x.row))
+            for x in moves
+            if x.rank != layout.rank
+        ]
         pieces += _pieces(rooms, found, group, others)
         ends.append(len(pieces))
     return KeyCopies(max(x.nbytes for x in rooms), Table(rows), tuple(pieces), tuple(ends))
+
+
+def place_among(rows: Iterable[Run], row: int) -> int:
+    """How many of some rows come before one of them.
+
+    >>> place_among([(0, 2), (6, 8)], 7)
+    3
+    """
+    before = 0
+    for a, b in rows:
+        if a <= row < b:
+            return before + row - a
+        before += b - a
+    raise ValueError(f"row {row} is none of those that are published")
 
 
 def _pieces(

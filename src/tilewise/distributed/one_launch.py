@@ -159,8 +159,7 @@ def copies_of(
     pieces, shared = pieces_of(layout, *spec.sides), shared_rows(layout, *spec.sides)
     lists = (moves_of(pieces.own + pieces.others),)
     beside = k.shape == v.shape
-    mine = shared[layout.rank]
-    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, mine, beside)
+    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, shared, beside)
 
 
 def launch(

@@ -68,10 +68,27 @@ def packing_for(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> Packing | No
 
 
 @functools.lru_cache(maxsize=256)
-def moves_into(layout: Layout, packing: Packing) -> tuple[Moves, ...]:
-    """Which rows of which ranks go where keys are packed, for each run."""
-    found = zip(packing.starts_k, packing.copied or ())
-    return tuple(moves_of(runs_in_turn(layout, [keys]), at - keys[0]) for at, keys in found)
+def moves_into(layout: Layout, packing: Packing, left: int) -> tuple[Moves, ...]:
+    """Which rows of which ranks go where keys are packed, for each run: those that it sees."""
+    found = zip(packing.starts_k, packing.copied or (), _first_seen(layout, packing, left))
+    return tuple(
+        moves_of(runs_in_turn(layout, [(seen, keys[1])]), at - keys[0]) for at, keys, seen in found
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def hidden_in(layout: Layout, packing: Packing, left: int) -> tuple[Run, ...]:
+    """Where keys are packed that a run does not see, though its first block begins with them."""
+    found = zip(packing.starts_k, packing.copied or (), _first_seen(layout, packing, left))
+    return tuple((at, at + seen - keys[0]) for at, keys, seen in found if seen > keys[0])
+
+
+def _first_seen(layout: Layout, packing: Packing, left: int) -> list[int]:
+    """Of each run the first key that it sees."""
+    firsts = [keys[0] for keys in packing.copied or ()]
+    if left == OPEN:
+        return firsts
+    return [max(a, span.first, span.start - left) for a, span in zip(firsts, layout.spans)]
 
 
 @functools.lru_cache(maxsize=256)

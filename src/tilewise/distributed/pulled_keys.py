@@ -38,26 +38,29 @@ def pull_keys(
     """
     layout, batch, nheads_k = spec.layout, k.shape[0], k.shape[2]
     given, groups = (in_rows(k), in_rows(v)), (Group(0, nheads_k),)
-    pulls = pulls_of(layout, *spec.sides)
+    left, right = spec.sides
+    pulls = pulls_of(layout, left, right)
     if packing is None:
         lists, tokens = tuple(map(moves_of, pulls.by_span)), layout.seqlen
     else:
-        lists, tokens = packed_runs.moves_into(layout, packing), packing.starts_k[-1]
+        lists, tokens = packed_runs.moves_into(layout, packing, left), packing.starts_k[-1]
     if len(lists) > FEW_LISTS:
         lists = (tuple(x for moves in lists for x in moves),)
     kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
-    shared = shared_rows(layout, *spec.sides)[layout.rank]
+    shared = shared_rows(layout, left, right)
     copies = key_copies(layout, lists, tokens, kinds, strides, batch, groups, shared)
     found = [k.new_empty(batch * tokens * nheads_k * x.shape[3]) for x in given]
     shapes = [(batch, tokens, nheads_k, x.shape[3]) for x in given]
-    if packing is None and not pulls.is_whole:
-        hidden = hidden_keys(layout, *spec.sides)
-        if reads_all:
-            unseen = without([(0, tokens)], keys_of(layout.spans, *spec.sides))
-            hidden = few_or_all(unseen, layout)
-        for start, stop in hidden:
-            for x, shape in zip(found, shapes):
-                x.view(shape)[:, start:stop] = 0
+    hidden: tuple[Run, ...] = ()
+    if packing is not None:
+        hidden = packed_runs.hidden_in(layout, packing, left)
+    elif reads_all and not pulls.is_whole:
+        hidden = few_or_all(without([(0, tokens)], keys_of(layout.spans, left, right)), layout)
+    elif not pulls.is_whole:
+        hidden = hidden_keys(layout, left, right)
+    for start, stop in hidden:
+        for x, shape in zip(found, shapes):
+            x.view(shape)[:, start:stop] = 0
     room = arena.publish(copies.nbytes, signature)
     arena.copy(copies.rows, given, [room, *found])
     arena.meet(signature)
