@@ -4,9 +4,11 @@ backend answers None or the reason why not.
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`,
 `prepare(problem, scalars, q, k)`, which returns `(q, k, v, extras) -> (out, lse)` for all calls of
 one signature, and `prepare_backward(problem, scalars)`, which returns `(saved, extras) -> Grads`
-for all backwards of one signature. A backend with `NEEDS_ALIGNMENT` has `why_copied(problem)`: why
-it copies unaligned tensors, or None where it refuses them. Refusals are data: the error for a
-problem that nothing serves prints them all, and `tilewise info` shows them.
+for all backwards of one signature; one of several kernels has
+`interleaved(saved, extras, between)`, with what a caller launches between them. A backend with
+`NEEDS_ALIGNMENT` has `why_copied(problem)`: why it copies unaligned tensors, or None where it
+refuses them. Refusals are data: the error for a problem that nothing serves prints them all, and
+`tilewise info` shows them.
 
 A backend with FP8 products has `supports_fp8(problem, device, out_dtype)` and
 `prepare_fp8(problem, scalars, out_dtype)`, which returns `(quantized, extras) -> (out, lse)`. One

@@ -19,10 +19,14 @@ from .calls import NONE, digits, span, where, words_of
 GIB = 1 << 30
 
 
-def newest(evidence: Evidence, suite: str, **extra: str) -> Iterator[Row]:
-    """The GPU's rows of a suite whose `extra` says this, the newest of each shape and provider."""
+def newest(
+    evidence: Evidence, suite: str, place: Environment | None = None, **extra: str
+) -> Iterator[Row]:
+    """The GPU's rows of a suite whose `extra` says this, the newest of each shape and provider; of
+    `place`, if that is another one.
+    """
     found: dict[tuple, Row] = {}
-    place = where(evidence)
+    place = place or where(evidence)
     for row in sorted(evidence.others.get(suite, []), key=lambda row: row.date):
         if environment_of(row) == place and extra.items() <= row.extra.items():
             found[tuple(row.shape.items()), row.provider] = row
@@ -114,27 +118,21 @@ def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     with `window` or `documents`; `{distributed heads: stream 2 8Ki fwd}` the other's time over its.
     Of the GPUs that were timed last, which `{distributed: device}` names.
     """
-    rows = {}
-    for row in sorted(evidence.others.get("distributed", []), key=lambda row: row.date):
-        if environment_of(row).on_gpu:
-            rows[tuple(row.shape.items()), row.provider.split(":")[-1], row.device] = row
-    found = list(rows.values())
-    device = max(found, key=lambda row: row.date).device if found else NONE
+    on_gpus = [x for x in evidence.others.get("distributed", []) if environment_of(x).on_gpu]
+    if not on_gpus:
+        return NONE
+    last = max(on_gpus, key=lambda row: row.date)
     if words == ["device"]:
-        return device
+        return last.device
     name, ranks, tokens, direction, *more = words
-    shares: dict[str, list[float]] = {}
-    for row in found:
+    shares: dict[str, tuple[float, float]] = {}
+    for row in newest(evidence, "distributed", environment_of(last)):
         shape = row.shape
         kind = [x for x in ("window", "documents") if shape[x]]
         said = str(shape["ranks"]), length(shape["tokens"]), shape["direction"]
-        if shape["causal"] and (said, kind, row.device) == (
-            (ranks, tokens, direction),
-            more,
-            device,
-        ):
-            last = row.provider.split(":")[-1]
-            shares[last] = [row.median_ms, row.extra.get("of_ideal", 1.0)]
+        if shape["causal"] and said == (ranks, tokens, direction) and kind == more:
+            share = row.extra.get("of_ideal", 1.0)  # one process has none
+            shares[row.provider.split(":")[-1]] = row.median_ms, share
     if not {name, *names} <= shares.keys():
         return NONE
     return times(shares[names[0]][0] / shares[name][0] if names else shares[name][1])

@@ -26,7 +26,6 @@ from .exchange import Pull, runs_in_turn, shared_rows
 from .halves import Arena
 from .key_copies import KeyCopies, key_copies, moves_of
 from .layout import Layout
-from .layout import Run as Rows
 from .pulled_keys import hidden_keys
 from .work import keys_of
 
@@ -58,7 +57,7 @@ class Prepared(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # of what is pulled, (groups, seqlen, 1, ..., headdim)
     is_beside: bool
     at_v: int  # bytes from K to V, where they lie so
-    hidden: tuple[Rows, ...]
+    hidden: tuple[tuple[int, int], ...]  # rows of what is pulled that are cleared
     is_plain: tuple[bool, bool, bool]  # whether q, k and v are read where they are
     forward: RunsForward
     limit: int  # that it was made with

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..frontend.attention import call
-from ..problem import OPEN, Between, Extras, Grads, Saved
+from ..problem import OPEN, Between, Extras, Saved
 from . import rows
 from .call_spec import CallSpec
 from .exchange import runs_in_turn
@@ -131,19 +131,29 @@ def _extras(spec: CallSpec, packing: Packing, device: torch.device, sinks: Tenso
     return Extras(spec.alibi_slopes, sinks, used, None, starts_q, starts_k)
 
 
-def _keys(packing: Packing, known: Keys) -> tuple[Tensor, Tensor]:
-    known.arrive_all()
+def _memory(packing: Packing, known: Keys) -> list[Tensor]:
+    """Where K and V are packed."""
+    whole = [known.k, known.v]
     if packing.copied is None or known.is_packed:
-        return known.k, known.v
-    k, v = (torch.cat([x[:, a:b] for a, b in packing.copied], 1) for x in (known.k, known.v))
-    return k, v
+        return whole
+    return [x.new_empty(1, packing.starts_k[-1], *x.shape[2:]) for x in whole]
+
+
+def _arrive(packing: Packing, known: Keys, into: list[Tensor]) -> None:
+    """Fills that memory, for what the stream does next."""
+    known.arrive_all()
+    if packing.copied is not None and not known.is_packed:
+        for x, whole in zip(into, (known.k, known.v)):
+            torch.cat([whole[:, a:b] for a, b in packing.copied], 1, out=x)
 
 
 def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a rank's queries, as `rows.attend` has them."""
     packing = packing_of(spec.layout, *spec.sides)
+    keys = _memory(packing, known)
+    _arrive(packing, known, keys)
     return call(
-        *(q, *_keys(packing, known)),
+        *(q, *keys),
         extras=_extras(spec, packing, q.device, spec.sinks),
         numbers=(spec.scale, spec.softcap, 0.0),
         window=("bottom_right", *spec.sides),
@@ -155,27 +165,14 @@ def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple
 def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
     """Those of a rank's queries, as `rows.gradients` has them."""
     packing, lse = packing_of(spec.layout, *spec.sides), saved.lse
-    k, v, copied = known.k, known.v, packing.copied
-    runs: tuple[tuple[int, int, int], ...] = ()
-    if copied is not None:
-        runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, copied))
-        if not known.is_packed:
-            k, v = (x.new_empty(1, packing.starts_k[-1], *x.shape[2:]) for x in (k, v))
-
-    def arrive() -> None:
-        """Beside the kernel before the first that reads keys."""
-        known.arrive_all()
-        if copied is not None and not known.is_packed:
-            for x, whole in zip((k, v), (known.k, known.v)):
-                torch.cat([whole[:, a:b] for a, b in copied], 1, out=x)
-
+    memory = _memory(packing, known)
+    k, v = memory
+    runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied or ()))
     sinks = None if spec.sinks is None else spec.sinks.to(lse.dtype)
     extras = _extras(spec, packing, k.device, sinks)
     saved = saved._replace(k=k, v=v, lse=lse.contiguous())
-
-    def give_parts(found: Grads) -> None:
-        give(found.dk.to(lse.dtype), found.dv.to(lse.dtype), runs)  # of wide heads not fp32 yet
-
-    between = Between(arrive, give_parts)
+    between = Between(
+        lambda: _arrive(packing, known, memory), lambda found: give(found.dk, found.dv, runs)
+    )
     found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras, between=between)
     return Gradients(found.dq, found.dsinks)

@@ -38,7 +38,7 @@ def gradients(spec: CallSpec, saved: Saved, give: Give) -> Gradients:
     dlse = None if dlse is None else place(layout, dlse, 2)
     exact = spec._replace(sinks=None if spec.sinks is None else spec.sinks.to(lse.dtype))
     found = whole.backward(exact, Saved(dout, dlse, q, k, v, out, lse))
-    give(found.dk.to(lse.dtype), found.dv.to(lse.dtype))
+    give(found.dk, found.dv)
     return Gradients(layout.shard(found.dq), found.dsinks)
 
 

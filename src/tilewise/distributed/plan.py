@@ -25,7 +25,7 @@ FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
 BANDWIDTH = 365e6  # bytes a millisecond
 BARRIER = 0.01  # milliseconds
 GROUPS = 4  # pieces that are pulled one after another: nothing hides the first one
-SHORTER = 0.99  # of the backward's rate, in one launch of two runs (two H100s)
+SHORTER = 0.99  # of the backward's rate: fits stream on two H100s, 8Ki to 64Ki tokens each
 
 
 class Cost(NamedTuple):
@@ -118,11 +118,11 @@ def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) ->
     ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
     if not learns:
         return _cost("stream", products, keys, ms, None, learns)
-    # Parts in fp32 of the keys that several ranks see, in slices of as many bytes as K and V of a
-    # shard
-    shared = sum(b - a for rows in shared_rows(layout, *sides) for a, b in rows)
-    slices = -(-4 * shared // max(1, itemsize * max(layout.counts)))
-    # Keys arrive beside the kernel that computes delta, which takes as long
+    # Parts in fp32 of the keys that others see, in slices of as many bytes as a rank's K and V
+    # that they see
+    shared = [sum(b - a for a, b in rows) for rows in shared_rows(layout, *sides)]
+    slices = -(-4 * sum(shared) // max(1, itemsize * max(shared)))
+    # Keys arrive beside the kernel that computes delta, which takes about as long
     ms += 5 * products / (SHORTER * BACKWARD) + partial / BANDWIDTH + BARRIER * (1 + slices)
     return _cost("stream", products, 2 * keys + partial, ms, None, learns)
 

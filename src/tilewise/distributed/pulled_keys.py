@@ -55,7 +55,7 @@ def pull_keys(
     if packing is not None:
         hidden = packed_runs.hidden_in(layout, packing, left)
     elif reads_all and not pulls.is_whole:
-        hidden = few_or_all(without([(0, tokens)], keys_of(layout.spans, left, right)), layout)
+        hidden = unseen_keys(layout, left, right)
     elif not pulls.is_whole:
         hidden = hidden_keys(layout, left, right)
     for start, stop in hidden:
@@ -89,6 +89,12 @@ def hidden_keys(layout: Layout, left: int, right: int) -> tuple[Run, ...]:
         if block := (seen - first) % rows.BLOCK:
             found.append((seen - block, seen))
     return few_or_all(without(found, keys_of(layout.spans, left, right)), layout)
+
+
+@functools.lru_cache(maxsize=256)
+def unseen_keys(layout: Layout, left: int, right: int) -> tuple[Run, ...]:
+    """All keys that no query of this rank sees; or all keys, where these are many runs."""
+    return few_or_all(without([(0, layout.seqlen)], keys_of(layout.spans, left, right)), layout)
 
 
 def few_or_all(runs: Sequence[Run], layout: Layout) -> tuple[Run, ...]:

@@ -167,27 +167,18 @@ class Gradients(NamedTuple):
 
 def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
     """Those of a rank's queries; k and v are of the whole sequence. Parts of those of keys are
-    given in fp32 (fp64), by one launch before dQ is rounded.
+    given as they are computed, of a single run before dQ is rounded.
     """
     if len(spec.layout.spans) == 1:
         return _of_one_run(spec, saved, known, give)
-    dout, dlse, q, k, v, out, lse = saved
-    sinks = spec.sinks
-    dq = torch.empty_like(q)
-    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-    dk, dv = Sum(k, lse.dtype), Sum(v, lse.dtype)
+    sinks, exact = spec.sinks, saved.lse.dtype
+    dq = torch.empty_like(saved.q)
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=exact)
+    dk, dv = Sum(saved.k, exact), Sum(saved.v, exact)
     for i, span in enumerate(spec.layout.spans):
         known.arrive(i)
-        rows, keys, more, left, right = piece_of(spec, span)
-        given = Saved(
-            _longer(dout[:, rows], more),
-            None if dlse is None else F.pad(dlse[:, :, rows], (0, more)),
-            _longer(q[:, rows], more),
-            *(k[:, keys], v[:, keys]),
-            _longer(out[:, rows], more),
-            F.pad(lse[:, :, rows], (0, more), value=torch.inf),  # P of such a row is 0
-        )
-        found = gradients_of(spec, given, "bottom_right", left, right)
+        rows, keys, _, left, right = piece = piece_of(spec, span)
+        found = gradients_of(spec, _cut(saved, piece), "bottom_right", left, right)
         dq[:, rows] = found.dq[:, : span.stop - span.start]
         dk.add(keys, found.dk)
         dv.add(keys, found.dv)
@@ -200,26 +191,27 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradient
 
 def _of_one_run(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
     """The same of a rank whose rows are one run."""
-    dout, dlse, q, k, v, out, lse = saved
     span = spec.layout.spans[0]
-    _, keys, more, left, right = piece_of(spec, span)
-    given = Saved(
-        _longer(dout, more),
-        None if dlse is None else F.pad(dlse, (0, more)),
-        _longer(q, more),
-        *(k[:, keys], v[:, keys]),
-        _longer(out, more),
-        F.pad(lse, (0, more), value=torch.inf) if more else lse.contiguous(),
-    )
+    _, keys, _, left, right = piece = piece_of(spec, span)
     of_keys = ((0, keys.start, keys.stop),)
-    between = Between(known.arrive_all, lambda found: give(*_exactly(found, lse.dtype), of_keys))
+    between = Between(known.arrive_all, lambda found: give(found.dk, found.dv, of_keys))
+    given = _cut(saved, piece)
     found = gradients_of(spec, given, "bottom_right", left, right, between=between)
     return Gradients(found.dq[:, : span.stop - span.start], found.dsinks)
 
 
-def _exactly(found: Grads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients of keys; of wide heads they are not fp32 yet."""
-    return found.dk.to(dtype), found.dv.to(dtype)
+def _cut(saved: Saved, piece: Piece) -> Saved:
+    """What one call takes of all rows and keys."""
+    dout, dlse, q, k, v, out, lse = saved
+    rows, keys, more, *_ = piece
+    return Saved(
+        _longer(dout[:, rows], more),
+        None if dlse is None else F.pad(dlse[:, :, rows], (0, more)),
+        _longer(q[:, rows], more),
+        *(k[:, keys], v[:, keys]),
+        _longer(out[:, rows], more),
+        F.pad(lse[:, :, rows], (0, more), value=torch.inf),  # P of such a row is 0
+    )
 
 
 class Sum:

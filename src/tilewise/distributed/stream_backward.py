@@ -25,7 +25,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     dtype, exact = k.dtype, rows.working_dtype(q)
     with arena.reporting():
         packing = packed_runs.packing_for(spec, q, k, v)
-        reads_all = spec.is_modified or packed_runs.reads_between(spec, q)
+        reads_all = spec.is_modified or (packing is None and packed_runs.reads_between(spec, q))
         keys = pull_keys(arena, spec, k, v, signature, reads_all, packing)
         dout = torch.zeros_like(out) if dout is None else dout
         dout, q, out = (x.to(exact) for x in (dout, q, out))

@@ -67,7 +67,9 @@ class Sums:
         published.
         """
         layout = self.spec.layout
-        self.parts = [x.transpose(0, 1).contiguous() for x in (dk, dv)]  # of a batch of 1 no copy
+        exact = torch.promote_types(self.dtype, torch.float32)  # what wide heads do not give yet
+        # Of a batch of 1 no copy
+        self.parts = [x.to(exact).transpose(0, 1).contiguous() for x in (dk, dv)]
         self.totals = [
             x.new_empty(layout.tokens, *x.shape[1:], dtype=self.dtype) for x in self.parts
         ]
