@@ -48,7 +48,7 @@ def compiled(headdim, heads=2, causal=False, left=-1, softcap=0.0, alibi=False, 
     walk = runs_launch.Walk(runs, 32768, heads, (0, *range(1, 128)), 127)
     forward = runs_launch.RunsForward(problem, scalars, walk)
     plan = forward.plan(q, extras)
-    forward.table = runs_launch.table_of(walk, scalars, plan.tile.BLOCK_M, q.device)
+    forward.table = runs_launch.table_of(walk, scalars, plan.tile.BLOCK_M, 1, q.device)
     out, lse = empty_out(problem, q)
     words = torch.zeros(WORDS, dtype=torch.int32)
     args = forward.arguments(plan, (q, k, k, out), lse, extras, words, 10**12)

@@ -218,6 +218,18 @@ def test_blocks_that_lie_in_two_entries(rank, window, waits):
         assert torch.equal(launched(case, layout, 1, seed)[0], layout.shard(out))
 
 
+@pytest.mark.parametrize("mixed", [1, 3])
+def test_the_bits_where_few_heads_are_interleaved(mixed, monkeypatch):
+    """As those of long sequences are."""
+    monkeypatch.setattr(runs_launch, "heads_per_l2_group", lambda *_: mixed)
+    case = Whole(**CAUSAL, heads=(8, 4))
+    with use_emulator():
+        out, lse = case.one()
+    layout = td.zigzag(SEQLEN, RANKS).at(1)
+    found = launched(case, layout, 2, seed=mixed)
+    assert torch.equal(found[0], layout.shard(out)) and torch.equal(found[1], layout.shard(lse, 2))
+
+
 def test_one_piece_less_is_an_error(wrong_waits):
     """Where rows of the last piece are said to come with the one before."""
     wrong_waits(lambda piece: max(piece - 1, min(piece, 1)))
@@ -248,9 +260,9 @@ def test_orders_of_tiles():
     walk, scalars = one_launch.walk_of(layout, -1, 0, 1), Scalars(1.0, right=0)
     assert walk.waits == (0,) * 4 + (1,) * 8 + (0,) * 5 and walk.pieces == 1
     tiles = runs_launch.count_tiles(walk, 128)
-    table = runs_launch.table_of(walk, scalars, 128, CPU)
-    head, table = (x.tolist() for x in table.split((4, 12 * tiles + 17)))
-    assert head == [16, 1, 4096, 1]
+    table = runs_launch.table_of(walk, scalars, 128, 2, CPU)
+    head, table = (x.tolist() for x in table.split((5, 12 * tiles + 17)))
+    assert head == [16, 1, 4096, 1, 2]
     orders, waits = table[: 12 * tiles], table[12 * tiles :]
     assert tuple(waits) == walk.waits and tiles == 16
     rows = [tuple(orders[6 * i : 6 * i + 6]) for i in range(2 * tiles)]

@@ -328,17 +328,26 @@ def queue_of(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int
     if packed:
         bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
         return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
-    m_blocks = triton.cdiv(seqlen_q, tile.BLOCK_M)
-    heads, l2_group = batch * nheads, 1
-    # Tiles of a block mask come as those of no mask, head by head: only lists on the device say
-    # which are long, and neighbours find in the L2 cache what they both read
-    if problem.is_causal:
-        head_bytes = k.shape[1] * (problem.headdim + problem.headdim_v) * k.itemsize
-        most = max(1, group_bytes(k.shape[1], tile) * sharing // head_bytes)
-        # Evenly: a last group of few heads ends with long tiles that nothing levels out
-        # (headdim 256, 16Ki: 8 heads as 6 and 2 take 1.14 times as long as 4 and 4)
-        l2_group = triton.cdiv(heads, triton.cdiv(heads, most))
-    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, l2_group)
+    m_blocks, heads = triton.cdiv(seqlen_q, tile.BLOCK_M), batch * nheads
+    width = heads_per_l2_group(problem, tile, k.shape[1], heads, sharing)
+    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, width)
+
+
+def heads_per_l2_group(
+    problem: Problem, tile: Pipeline, seqlen_k: int, heads: int, sharing: int
+) -> int:
+    """Of so many heads those whose tiles are mixed, `sharing` of which read the same keys.
+
+    Without a causal mask one: neighbours find in the L2 cache what they both read. So do tiles of a
+    block mask, as only lists on the device say which are long. Else evenly: a last group of few
+    heads ends with long tiles that nothing levels out (headdim 256, 16Ki: 8 heads as 6 and 2 take
+    1.14 times as long as 4 and 4).
+    """
+    if not problem.is_causal:
+        return 1
+    head_bytes = seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize
+    most = max(1, group_bytes(seqlen_k, tile) * sharing // head_bytes)
+    return triton.cdiv(heads, triton.cdiv(heads, most))
 
 
 def group_bytes(seqlen_k: int, tile: Pipeline) -> int:

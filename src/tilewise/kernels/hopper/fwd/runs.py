@@ -14,12 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.types import Lengths, Sequence
+from ....tile.varlen import interleave_heads
 from ...common.device_words import ARRIVED, FAILED, LATE
 from ..block_list import visited
 from .varlen import Ragged
 
 # The host's table: its numbers, two orders of a head's tiles, and what each 2^SHIFT keys wait for
-HEAD, FIELDS, SHIFT = gl.constexpr(4), gl.constexpr(6), gl.constexpr(8)
+HEAD, FIELDS, SHIFT = gl.constexpr(5), gl.constexpr(6), gl.constexpr(8)
 _FAILED, _ARRIVED, _LATE = gl.constexpr(FAILED), gl.constexpr(ARRIVED), gl.constexpr(LATE)
 
 # Polls until $1 holds at least $2, and returns the least that a lane has read, at once where $3
@@ -77,6 +78,7 @@ class RunTable(NamedTuple):
     heads: gl.tensor  # key heads of a group
     rows: gl.tensor  # keys of the sequence: from a group to the next
     pieces: gl.tensor  # of each group
+    mixed: gl.tensor  # query heads of a group whose tiles are interleaved
     words: gl.tensor
     limit: gl.tensor
 
@@ -89,8 +91,8 @@ def open_runs(runs):
     of_tiles = table + HEAD
     of_keys = of_tiles + 2 * FIELDS * tiles
     heads, rows, pieces = gl.load(table + 1), gl.load(table + 2), gl.load(table + 3)
-    limit = gl.cast(runs.limit, gl.int64)
-    return RunTable(of_tiles, of_keys, tiles, heads, rows, pieces, runs.words, limit)
+    mixed, limit = gl.load(table + 4), gl.cast(runs.limit, gl.int64)
+    return RunTable(of_tiles, of_keys, tiles, heads, rows, pieces, mixed, runs.words, limit)
 
 
 @gluon.jit
@@ -101,16 +103,16 @@ def no_block():
 
 @gluon.jit
 def open_run(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The work tile of a tile number: heads of a group are interleaved, and groups follow each
-    other, as their keys arrive. The first group has an order of tiles of its own.
+    """The work tile of a tile number: groups of key heads follow each other, as their keys arrive.
+    The first group has an order of tiles of its own.
     """
     runs = call.runs
-    width = runs.heads * FEATURES.GROUP
-    of_group = runs.tiles * width
+    heads = runs.heads * FEATURES.GROUP
+    of_group = runs.tiles * heads
     group = tile // of_group
-    rest = tile - group * of_group
-    place = rest // width + gl.where(group > 0, runs.tiles, 0)
-    head = group * width + rest % width
+    place, head = interleave_heads(tile - group * of_group, runs.tiles, heads, runs.mixed)
+    place += gl.where(group > 0, runs.tiles, 0)
+    head += group * heads
     entry = runs.of_tiles + place * FIELDS
     m_start = gl.load(entry)
     seqlen_q = gl.load(entry + 1)

@@ -27,7 +27,7 @@ from ..descriptors import checked, descriptors
 from ..tile_counter import counter, counter_of
 from . import runs as on_device_runs
 from .kernel import hopper_fwd_kernel
-from .launch import ForwardRelaunch, FwdArgs, Plan, plan_for
+from .launch import ForwardRelaunch, FwdArgs, Plan, heads_per_l2_group, plan_for
 
 Tensor = torch.Tensor
 SHIFT = on_device_runs.SHIFT.value  # 2^SHIFT keys are at least those of a block
@@ -110,7 +110,8 @@ class RunsForward:
 
     def _first(self, q, k, v, out, lse, extras, words, limit, beside) -> None:
         plan = self.plan(q, extras)
-        self.table = table_of(self.walk, self.scalars, plan.tile.BLOCK_M, q.device)
+        of_tiles = plan.tile.BLOCK_M, self.mixed(plan)
+        self.table = table_of(self.walk, self.scalars, *of_tiles, q.device)
         args = self.arguments(plan, (q, k, v, out), lse, extras, words, limit)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
@@ -145,6 +146,11 @@ class RunsForward:
         """What the problem selects."""
         plan = plan_for(self.problem, q, extras)
         return plan._replace(features=plan.features._replace(RUNS=True))
+
+    def mixed(self, plan: Plan) -> int:
+        """Query heads of a group whose tiles are interleaved: as many as on one GPU."""
+        heads, sharing = self.walk.heads * self.problem.group, self.problem.group
+        return heads_per_l2_group(self.problem, plan.tile, self.walk.seqlen, heads, sharing)
 
     def arguments(
         self, plan: Plan, tensors: tuple, lse: Tensor, extras: Extras, words: Tensor, limit: int
@@ -183,10 +189,13 @@ def count_tiles(walk: Walk, block_m: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def table_of(walk: Walk, scalars: Scalars, block_m: int, device: torch.device) -> Tensor:
+def table_of(
+    walk: Walk, scalars: Scalars, block_m: int, mixed: int, device: torch.device
+) -> Tensor:
     """`Runs.table`: how many tiles a head has, key heads a group, keys the sequence and pieces a
-    group; then of each tile its first row in the run, the run's rows, where they begin, its first
-    key, how many it has, and the diagonal; then `Walk.waits`.
+    group, and how many query heads are interleaved; then of each tile its first row in the run, the
+    run's rows, where they begin, its first key, how many it has, and the diagonal; then
+    `Walk.waits`.
     """
     is_late = [0, *itertools.accumulate(x > 0 for x in walk.waits)]
     tiles = []
@@ -203,6 +212,6 @@ def table_of(walk: Walk, scalars: Scalars, block_m: int, device: torch.device) -
             tiles.append((waits, first - stop, (m_start, run.rows, run.first_q, *run[2:])))
     by_keys = [x[2] for x in sorted(tiles, key=lambda x: x[1])]
     by_arrival = [x[2] for x in sorted(tiles, key=lambda x: x[:2])]
-    head = len(tiles), walk.heads, walk.seqlen, walk.pieces
+    head = len(tiles), walk.heads, walk.seqlen, walk.pieces, mixed
     flat = itertools.chain(head, *by_arrival, *by_keys, walk.waits)
     return torch.tensor(list(flat), dtype=torch.int32, device=device)
