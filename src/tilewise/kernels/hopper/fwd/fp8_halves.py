@@ -68,7 +68,7 @@ def attend_in_halves(
     state = start()
     phase = gl.to_tensor(0)
     if WG == 1:  # the other one begins
-        signal_pingpong(pingpong, WG)
+        signal_pingpong(pingpong, WG, TILE)
     work = receive_tile(rings.messages, messages_state, FEATURES)
     messages_state = advance(messages_state, 2)
 
@@ -93,12 +93,12 @@ def attend_in_halves(
             if i == blocks - 1:  # the next Q comes before the stage that has this block's V
                 release_by_threads(q_ring, q_state)
             wait_full(kv_ring, state)
-            wait_pingpong(pingpong, phase, WG)
+            wait_pingpong(pingpong, phase, WG, TILE)
             s, m_new = scores_of(s, tile, i, m_i, by_integers, unit, call, FEATURES, TILE)
             alpha = gl.exp2(m_i - m_new)
             p, sums = exponentials(exponents(s, m_new, scale), HALF)
             l_i = add_sums(l_i, alpha, sums)
-            signal_pingpong(pingpong, WG)
+            signal_pingpong(pingpong, WG, TILE)
             phase ^= 1
             m_i = m_new
             left = add_values(left, alpha, p, kv_ring, state, 0, no_half)

@@ -12,7 +12,7 @@ from ..pipeline import KVRing, make_barriers, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output
 from .fp8_halves import attend_in_halves
-from .fp8_mma import attend_partition, make_pingpong
+from .fp8_mma import attend_partition, make_pingpong, takes_turns
 from .kernel import Rings
 from .load import Sources, load_partition
 from .transpose import make_values, transpose_partition
@@ -47,7 +47,7 @@ def hopper_fp8_fwd_kernel(
     full, empty = make_barriers(TILE.STAGES, 1, 2 * 128)  # see `release_by_threads`
     kv_ring = KVRing(k_buffers, v_buffers, full, empty)
     messages = make_tile_messages(2, FEATURES)
-    pingpong = make_pingpong()
+    pingpong = make_pingpong() if takes_turns(DV, TILE.O_HALVES) else 0
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)

@@ -12,8 +12,8 @@ small and O += P V, as in 16 bits; else halves of the columns alternate (`fp8_ha
 
 The loop begins with the exponentials of the block before, so that it carries S and not P, of which
 LLVM would hold each byte in a register of its own; ptxas puts them among the matmuls of the next S.
-The two warpgroups alternate at them (ping-pong scheduling, FlashAttention-3, arXiv 2407.08608,
-section 3.1): meanwhile the tensor cores multiply for the other one.
+To headdim 64 the two warpgroups alternate at them (ping-pong scheduling, FlashAttention-3, arXiv
+2407.08608, section 3.1): meanwhile the tensor cores multiply for the other one.
 """
 
 from typing import NamedTuple
@@ -92,7 +92,7 @@ def attend_partition(
     state = start()
     phase = gl.to_tensor(0)
     if WG == 1:  # the other one begins
-        signal_pingpong(pingpong, WG)
+        signal_pingpong(pingpong, WG, TILE)
     # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
     work = receive_tile(rings.messages, messages_state, FEATURES)
     messages_state = advance(messages_state, 2)
@@ -117,12 +117,12 @@ def attend_partition(
         blocks = work.last + 1 - work.first
         for i in range(1, blocks):
             wait_full(kv_ring, state)
-            wait_pingpong(pingpong, phase, WG)
             y = exponents(s, m_i, scale)
+            wait_pingpong(pingpong, phase, WG, TILE)
             pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
             p, sums = exponentials(y, DV)
             l_i = add_sums(l_i, alpha, sums)
-            signal_pingpong(pingpong, WG)
+            signal_pingpong(pingpong, WG, TILE)
             phase ^= 1
             pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
             by_integers = integers_suffice(m_i, LAG_OF_M)
@@ -151,13 +151,13 @@ def attend_partition(
         wait_full(q_ring, q_state, pred=goes_on)
         wait_full(kv_ring, state)
         q_tile = q_ring.buffers.index(q_state.stage)
-        wait_pingpong(pingpong, phase, WG)
         # After the last tile S is computed from what lies there, and not used
         y = exponents(s, m_i, scale)
+        wait_pingpong(pingpong, phase, WG, TILE)
         pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
         p, sums = exponentials(y, DV)
         l_i = add_sums(l_i, alpha, sums)
-        signal_pingpong(pingpong, WG)
+        signal_pingpong(pingpong, WG, TILE)
         phase ^= 1
         pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
         unit = load_unit(upcoming, scales, FEATURES, TILE)
@@ -184,6 +184,14 @@ def has_two_levels(columns):
     return columns <= 128
 
 
+@gluon.constexpr_function
+def takes_turns(columns, o_halves):
+    """Whether the warpgroups alternate. With 128 and 256 columns they do as well, or better, where
+    neither waits: the exponentials of one take less time than all else that it does.
+    """
+    return columns <= 64 or o_halves
+
+
 @gluon.jit
 def make_pingpong():
     """A barrier for each warpgroup, at which it waits until the other one's exponentials are
@@ -194,15 +202,17 @@ def make_pingpong():
 
 
 @gluon.jit
-def wait_pingpong(pingpong, phase, WG: gl.constexpr):
-    """Waits until the other warpgroup has computed its exponentials."""
-    mbarrier.wait(pingpong[WG].index(0), phase)
+def wait_pingpong(pingpong, phase, WG: gl.constexpr, TILE: gl.constexpr):
+    """Waits until the other warpgroup has computed its exponentials, where they alternate."""
+    if takes_turns(TILE.BLOCK_DV, TILE.O_HALVES):
+        mbarrier.wait(pingpong[WG].index(0), phase)
 
 
 @gluon.jit
-def signal_pingpong(pingpong, WG: gl.constexpr):
+def signal_pingpong(pingpong, WG: gl.constexpr, TILE: gl.constexpr):
     """By every thread, as nothing that it wrote has to be seen: see `release_by_threads`."""
-    async_copy.mbarrier_arrive(pingpong[1 - WG].index(0), increment_count=False)
+    if takes_turns(TILE.BLOCK_DV, TILE.O_HALVES):
+        async_copy.mbarrier_arrive(pingpong[1 - WG].index(0), increment_count=False)
 
 
 @gluon.jit

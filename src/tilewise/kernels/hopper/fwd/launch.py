@@ -51,7 +51,7 @@ from .kernel import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 WARPGROUP_ROWS = 64  # of a warpgroup's tile
-MEGABYTE = 1 << 20
+AT_ONCE = 16 << 20  # bytes of keys and values: `heads_per_l2_group`
 NO_BIAS = (None,)  # its descriptor, where it has none
 
 
@@ -329,35 +329,21 @@ def queue_of(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int
         bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
         return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
     m_blocks, heads = triton.cdiv(seqlen_q, tile.BLOCK_M), batch * nheads
-    width = heads_per_l2_group(problem, tile, k.shape[1], heads, sharing)
+    width = heads_per_l2_group(problem, k.shape[1], heads, sharing)
     return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, width)
 
 
-def heads_per_l2_group(
-    problem: Problem, tile: Pipeline, seqlen_k: int, heads: int, sharing: int
-) -> int:
+def heads_per_l2_group(problem: Problem, seqlen_k: int, heads: int, sharing: int) -> int:
     """Of so many heads those whose tiles are mixed, `sharing` of which read the same keys.
 
     Without a causal mask one: neighbours find in the L2 cache what they both read. So do tiles of a
-    block mask, as only lists on the device say which are long. Else evenly: a last group of few
-    heads ends with long tiles that nothing levels out (headdim 256, 16Ki: 8 heads as 6 and 2 take
-    1.14 times as long as 4 and 4).
+    block mask, as only lists on the device say which are long. Else those whose keys and values
+    take 16 MB of the cache's 50, evenly (H100, in graphs, relative to 128 MB, causal, with 16, 32
+    and 64: headdim 128 4Ki 1.133, 1.101 and 1.051, 16Ki 1.114, 1.095 and 1.014, headdim 256 16Ki
+    1.120, 1.108 and 1.025, headdim 64 16Ki 0.986, 0.993 and 0.986).
     """
     if not problem.is_causal:
         return 1
     head_bytes = seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize
-    most = max(1, group_bytes(seqlen_k, tile) * sharing // head_bytes)
+    most = max(1, AT_ONCE * sharing // head_bytes)
     return triton.cdiv(heads, triton.cdiv(heads, most))
-
-
-def group_bytes(seqlen_k: int, tile: Pipeline) -> int:
-    """K and V of the heads whose tiles are mixed, under a causal mask: 16 MB to 1Ki keys, growing
-    to 64 MB at 4Ki, and above headdim 64 to 128 MB at 8Ki.
-
-    Short sequences need their reads to stay in the L2 cache of 50 MB (H200, headdim 128, 1Ki: 478
-    TFLOP/s with 16 MB and 417 with 64), long ones many tiles to level out the load (16Ki, relative
-    to FlashAttention-3, back to back, with 16, 32, 64 and 128 MB: headdim 256 0.857, 0.935, 0.976
-    and 0.991, headdim 128 0.962, 0.990, 1.002 and 1.005, headdim 64 0.983, 1.000, 0.995 and 0.989).
-    """
-    most = 64 if tile.BLOCK_D == 64 else 128
-    return min(most, max(16, seqlen_k * 16 // 1024)) * MEGABYTE

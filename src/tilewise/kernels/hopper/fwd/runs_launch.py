@@ -110,7 +110,7 @@ class RunsForward:
 
     def _first(self, q, k, v, out, lse, extras, words, limit, beside) -> None:
         plan = self.plan(q, extras)
-        of_tiles = plan.tile.BLOCK_M, self.mixed(plan)
+        of_tiles = plan.tile.BLOCK_M, self.mixed
         self.table = table_of(self.walk, self.scalars, *of_tiles, q.device)
         args = self.arguments(plan, (q, k, v, out), lse, extras, words, limit)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
@@ -147,10 +147,11 @@ class RunsForward:
         plan = plan_for(self.problem, q, extras)
         return plan._replace(features=plan.features._replace(RUNS=True))
 
-    def mixed(self, plan: Plan) -> int:
+    @property
+    def mixed(self) -> int:
         """Query heads of a group whose tiles are interleaved: as many as on one GPU."""
         heads, sharing = self.walk.heads * self.problem.group, self.problem.group
-        return heads_per_l2_group(self.problem, plan.tile, self.walk.seqlen, heads, sharing)
+        return heads_per_l2_group(self.problem, self.walk.seqlen, heads, sharing)
 
     def arguments(
         self, plan: Plan, tensors: tuple, lse: Tensor, extras: Extras, words: Tensor, limit: int
