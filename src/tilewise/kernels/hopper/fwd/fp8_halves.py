@@ -30,8 +30,6 @@ from .fp8_mma import (
     multiply_keys,
     scale_of,
     scores_of,
-    signal_pingpong,
-    wait_pingpong,
     write_tile,
 )
 from .fp8_operand import LOWEST, add_sums, exponentials, exponents, no_sums
@@ -45,7 +43,6 @@ HALF = gl.constexpr(128)  # columns
 def attend_in_halves(
     WG: gl.constexpr,
     rings,
-    pingpong,
     output,
     scales,
     call,
@@ -66,9 +63,6 @@ def attend_in_halves(
     messages_state = start()
     q_state = start()
     state = start()
-    phase = gl.to_tensor(0)
-    if WG == 1:  # the other one begins
-        signal_pingpong(pingpong, WG, TILE)
     work = receive_tile(rings.messages, messages_state, FEATURES)
     messages_state = advance(messages_state, 2)
 
@@ -93,13 +87,10 @@ def attend_in_halves(
             if i == blocks - 1:  # the next Q comes before the stage that has this block's V
                 release_by_threads(q_ring, q_state)
             wait_full(kv_ring, state)
-            wait_pingpong(pingpong, phase, WG, TILE)
             s, m_new = scores_of(s, tile, i, m_i, by_integers, unit, call, FEATURES, TILE)
             alpha = gl.exp2(m_i - m_new)
             p, sums = exponentials(exponents(s, m_new, scale), HALF)
             l_i = add_sums(l_i, alpha, sums)
-            signal_pingpong(pingpong, WG, TILE)
-            phase ^= 1
             m_i = m_new
             left = add_values(left, alpha, p, kv_ring, state, 0, no_half)
             right = add_values(right, alpha, p, kv_ring, state, 1, no_half)

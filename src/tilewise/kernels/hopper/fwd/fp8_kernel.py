@@ -47,7 +47,7 @@ def hopper_fp8_fwd_kernel(
     full, empty = make_barriers(TILE.STAGES, 1, 2 * 128)  # see `release_by_threads`
     kv_ring = KVRing(k_buffers, v_buffers, full, empty)
     messages = make_tile_messages(2, FEATURES)
-    pingpong = make_pingpong() if takes_turns(DV, TILE.O_HALVES) else 0
+    pingpong = make_pingpong() if takes_turns(DV) else 0
     q_layout: gl.constexpr = shared(M, D, dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
@@ -77,8 +77,8 @@ def hopper_fp8_fwd_kernel(
     elif TILE.O_HALVES:
         gl.warp_specialize(
             [
-                (attend_in_halves, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),
-                (attend_in_halves, (1, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (attend_in_halves, (0, rings, output, scales, call, FEATURES, TILE)),
+                (attend_in_halves, (1, rings, output, scales, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [4, 1],

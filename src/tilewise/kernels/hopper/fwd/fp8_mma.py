@@ -185,11 +185,11 @@ def has_two_levels(columns):
 
 
 @gluon.constexpr_function
-def takes_turns(columns, o_halves):
+def takes_turns(columns):
     """Whether the warpgroups alternate. With 128 and 256 columns they do as well, or better, where
     neither waits: the exponentials of one take less time than all else that it does.
     """
-    return columns <= 64 or o_halves
+    return columns <= 64
 
 
 @gluon.jit
@@ -204,14 +204,14 @@ def make_pingpong():
 @gluon.jit
 def wait_pingpong(pingpong, phase, WG: gl.constexpr, TILE: gl.constexpr):
     """Waits until the other warpgroup has computed its exponentials, where they alternate."""
-    if takes_turns(TILE.BLOCK_DV, TILE.O_HALVES):
+    if takes_turns(TILE.BLOCK_DV):
         mbarrier.wait(pingpong[WG].index(0), phase)
 
 
 @gluon.jit
 def signal_pingpong(pingpong, WG: gl.constexpr, TILE: gl.constexpr):
     """By every thread, as nothing that it wrote has to be seen: see `release_by_threads`."""
-    if takes_turns(TILE.BLOCK_DV, TILE.O_HALVES):
+    if takes_turns(TILE.BLOCK_DV):
         async_copy.mbarrier_arrive(pingpong[1 - WG].index(0), increment_count=False)
 
 
