@@ -338,9 +338,10 @@ def heads_per_l2_group(problem: Problem, seqlen_k: int, heads: int, sharing: int
 
     Without a causal mask one: neighbours find in the L2 cache what they both read. So do tiles of a
     block mask, as only lists on the device say which are long. Else those whose keys and values
-    take 16 MB of the cache's 50, evenly (H100, in graphs, relative to 128 MB, causal, with 16, 32
-    and 64: headdim 128 4Ki 1.133, 1.101 and 1.051, 16Ki 1.114, 1.095 and 1.014, headdim 256 16Ki
-    1.120, 1.108 and 1.025, headdim 64 16Ki 0.986, 0.993 and 0.986).
+    take 16 MB of the cache's 50, evenly (H100, causal, in graphs of 0.1 s, relative to 128 MB, with
+    16, 32 and 64: headdim 128 4Ki 1.133, 1.101 and 1.051, 16Ki 1.114, 1.095 and 1.014, headdim 256
+    16Ki 1.120, 1.108 and 1.025, headdim 64 16Ki 0.986, 0.993 and 0.986; of minutes at the power cap
+    2 to 3 % of headdim 128 are left).
     """
     if not problem.is_causal:
         return 1
