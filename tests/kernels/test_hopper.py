@@ -12,7 +12,7 @@ from tilewise import dispatch
 from tilewise.errors import PerformanceWarning, Slower
 from tilewise.kernels import hopper
 from tilewise.kernels.hopper import descriptors
-from tilewise.kernels.hopper.fwd import launch
+from tilewise.kernels.hopper.fwd import launch, runs_launch
 from tilewise.ops import calls
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
@@ -40,15 +40,25 @@ def test_described_has_all_that_a_descriptor_has():
     assert all(theirs[name] == default for name, default in defaults.items() if name in theirs)
 
 
-@pytest.mark.parametrize("seqlen, nheads, groups", [(16384, 12, 2), (12288, 14, 2), (512, 8, 1)])
+@pytest.mark.parametrize("seqlen, nheads, groups", [(16384, 12, 12), (2048, 14, 2), (512, 8, 1)])
 def test_groups_of_heads_are_even(seqlen, nheads, groups):
-    """Keys of headdim 256: a head of 12Ki is 12 MiB, of which ten fit a group; 7 and 7, not 10 and
-    4.
+    """Keys of headdim 256: a head of 2Ki is 2 MiB, of which eight fit a group; 7 and 7, not 8 and
+    6.
     """
     q = torch.empty(1, seqlen, nheads, 256, dtype=BF16)
     problem = describe(q, q, q, Extras(), Scalars(1.0, right=0), "bottom_right", False)
     queue = launch.queue_of(problem, launch.plan_for(problem, q).tile, q, q)
     assert queue.l2_group == nheads // groups
+
+
+@pytest.mark.parametrize("seqlen, mixed", [(1 << 14, 4), (1 << 16, 2), (1 << 17, 1)])
+def test_long_runs_of_rows_take_one_head_after_the_other(seqlen, mixed):
+    """Of four query heads that share keys of headdim 128, 512 bytes a key."""
+    q, k = (torch.empty(1, 64, n, 128, dtype=BF16) for n in (32, 8))
+    scalars = Scalars(1.0, right=0)
+    problem = describe(q, k, k, Extras(), scalars, "bottom_right", False)
+    walk = runs_launch.Walk((), seqlen, 1, (), 0)
+    assert runs_launch.RunsForward(problem, scalars, walk).mixed == mixed
 
 
 def test_refuses_with_a_reason():
