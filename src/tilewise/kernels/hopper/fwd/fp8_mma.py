@@ -203,7 +203,9 @@ def make_pingpong():
 
 @gluon.jit
 def wait_pingpong(pingpong, phase, WG: gl.constexpr, TILE: gl.constexpr):
-    """Waits until the other warpgroup has computed its exponentials, where they alternate."""
+    """Waits until the other warpgroup has computed its exponentials, where they alternate.
+    Exponents come before: they fill no unit that both need.
+    """
     if takes_turns(TILE.BLOCK_DV):
         mbarrier.wait(pingpong[WG].index(0), phase)
 
