@@ -66,7 +66,9 @@ def key_copies(
     sizes = [sum(b - a for a, b in rows) for rows in shared]
     rooms = [Blocks(kinds, groups, batch, n, is_beside) for n in sizes]
     found = Blocks(kinds, groups, batch, tokens, is_beside)
-    own = [x for moves in lists for x in moves if x.rank == layout.rank]
+    own = [Extent(*x[1:]) for moves in lists for x in moves if x.rank == layout.rank]
+    mine = shared[layout.rank]
+    published = [Extent(a, place_among(mine, a), b - a) for a, b in mine]
     rows = []
     for group, kind, b in itertools.product(groups, range(len(kinds)), range(batch)):
         of_batch, of_token, of_head = strides[kind]
@@ -74,19 +76,15 @@ def key_copies(
         room, place = rooms[layout.rank].place(kind, group, b, 0), found.place(kind, group, b)
         place = place._replace(tensor=1 + place.tensor)
         heads = Extent(group.first, 0, group.size)
-        for first, stop in shared[layout.rank]:
-            at = place_among(shared[layout.rank], first)
-            rows.append(rows_between(source, room, Extent(first, at, stop - first), heads))
-        for _, row, at, size in own:
-            rows.append(rows_between(source, place, Extent(row, at, size), heads))
+        rows += [rows_between(source, room, extent, heads) for extent in published]
+        rows += [rows_between(source, place, extent, heads) for extent in own]
+    others = [
+        [x._replace(row=place_among(shared[x.rank], x.row)) for x in moves if x.rank != layout.rank]
+        for moves in lists
+    ]
     pieces, ends = [], []
-    for group, moves in itertools.product(groups, lists):
-        others = [
-            x._replace(row=place_among(shared[x.rank], x.row))
-            for x in moves
-            if x.rank != layout.rank
-        ]
-        pieces += _pieces(rooms, found, group, others)
+    for group, moves in itertools.product(groups, others):
+        pieces += _pieces(rooms, found, group, moves)
         ends.append(len(pieces))
     return KeyCopies(max(x.nbytes for x in rooms), Table(rows), tuple(pieces), tuple(ends))
 

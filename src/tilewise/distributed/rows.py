@@ -206,11 +206,11 @@ def _cut(saved: Saved, piece: Piece) -> Saved:
     rows, keys, more, *_ = piece
     return Saved(
         _longer(dout[:, rows], more),
-        None if dlse is None else F.pad(dlse[:, :, rows], (0, more)),
+        None if dlse is None else _longer(dlse[:, :, rows], more, 2).contiguous(),
         _longer(q[:, rows], more),
         *(k[:, keys], v[:, keys]),
         _longer(out[:, rows], more),
-        F.pad(lse[:, :, rows], (0, more), value=torch.inf),  # P of such a row is 0
+        _longer(lse[:, :, rows], more, 2, torch.inf).contiguous(),  # P of such a row is 0
     )
 
 
@@ -290,6 +290,6 @@ def gradients_of(
     return ops.run_backward(known, saved, extras, between)
 
 
-def _longer(x: Tensor, more: int) -> Tensor:
-    """(batch, tokens, heads, headdim) with rows of zeros behind."""
-    return F.pad(x, (0, 0, 0, 0, 0, more)) if more else x
+def _longer(x: Tensor, more: int, dim: int = 1, value: float = 0.0) -> Tensor:
+    """x with so many rows of this value behind."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more), value=value) if more else x

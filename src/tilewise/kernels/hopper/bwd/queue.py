@@ -6,6 +6,7 @@ import torch
 import triton
 
 from ....problem import Problem
+from ....tile.schedule import even_group
 from ....tile.types import Queue, Sizes
 from ..tile_counter import counter_of
 
@@ -42,12 +43,12 @@ def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
     heads = q.shape[0] * problem.nheads_k
     rows = problem.group * q.shape[1]
     if problem.deterministic:
-        most = max(1, (65536 if problem.headdim <= 64 else 16384) // rows)
+        most = (65536 if problem.headdim <= 64 else 16384) // rows
     elif problem.is_causal:
-        most = max(1, AT_ONCE // (rows * bytes_of_row(problem, q)))
+        most = AT_ONCE // (rows * bytes_of_row(problem, q))
     else:
         most = 1
-    return triton.cdiv(heads, triton.cdiv(heads, most))
+    return even_group(heads, most)
 
 
 def bytes_of_row(problem: Problem, q: Tensor) -> int:

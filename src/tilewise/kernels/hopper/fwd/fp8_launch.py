@@ -45,8 +45,8 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
-# Of headdim 256, full, on an H100, one level took 1.21, 1.04 and 0.97 times as long as halves at
-# 512, 1Ki and 2Ki keys: O of one level is spilled where one tile joins the next
+# Of headdim 256, full, on an H100, in graphs, one level takes 1.09 and 0.99 times as long as halves
+# at 512 and 1Ki keys; when warpgroups alternated, 1.21, 1.04 and at 2Ki 0.97
 FEW_KEYS = 1024
 TILES_OF_HEAD = 4  # of queries, at least, that read the V of a key head where it is transposed
 

@@ -187,7 +187,7 @@ def has_two_levels(columns):
 @gluon.constexpr_function
 def takes_turns(columns):
     """Whether the warpgroups alternate. With 128 and 256 columns they do as well, or better, where
-    neither waits: the exponentials of one take less time than all else that it does.
+    neither waits (docs/design/hopper-fp8.md).
     """
     return columns <= 64
 
@@ -204,7 +204,7 @@ def make_pingpong():
 @gluon.jit
 def wait_pingpong(pingpong, phase, WG: gl.constexpr, TILE: gl.constexpr):
     """Waits until the other warpgroup has computed its exponentials, where they alternate.
-    Exponents come before: they fill no unit that both need.
+    Exponents come before, so that the turn is short.
     """
     if takes_turns(TILE.BLOCK_DV):
         mbarrier.wait(pingpong[WG].index(0), phase)

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from ....emulator.switch import emulator_seed
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
+from ....tile.schedule import even_group
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes, Strided
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
@@ -338,13 +339,11 @@ def heads_per_l2_group(problem: Problem, seqlen_k: int, heads: int, sharing: int
 
     Without a causal mask one: neighbours find in the L2 cache what they both read. So do tiles of a
     block mask, as only lists on the device say which are long. Else those whose keys and values
-    take 16 MB of the cache's 50, evenly (H100, causal, in graphs of 0.1 s, relative to 128 MB, with
-    16, 32 and 64: headdim 128 4Ki 1.133, 1.101 and 1.051, 16Ki 1.114, 1.095 and 1.014, headdim 256
-    16Ki 1.120, 1.108 and 1.025, headdim 64 16Ki 0.986, 0.993 and 0.986; of minutes at the power cap
-    2 to 3 % of headdim 128 are left).
+    take 16 MB (H100, in graphs of 0.1 s, relative to 128 MB, with 16, 32 and 64: headdim 128 4Ki
+    1.133, 1.101 and 1.051, 16Ki 1.114, 1.095 and 1.014, headdim 256 16Ki 1.120, 1.108 and 1.025,
+    headdim 64 16Ki 0.986, 0.993 and 0.986; sustained, 16 MB gain 2 to 3 % of headdim 128).
     """
     if not problem.is_causal:
         return 1
     head_bytes = seqlen_k * (problem.headdim + problem.headdim_v) * problem.dtype.itemsize
-    most = max(1, AT_ONCE * sharing // head_bytes)
-    return triton.cdiv(heads, triton.cdiv(heads, most))
+    return even_group(heads, AT_ONCE * sharing // head_bytes)

@@ -110,8 +110,7 @@ class RunsForward:
 
     def _first(self, q, k, v, out, lse, extras, words, limit, beside) -> None:
         plan = self.plan(q, extras)
-        of_tiles = plan.tile.BLOCK_M, self.mixed
-        self.table = table_of(self.walk, self.scalars, *of_tiles, q.device)
+        self.table = table_of(self.walk, self.scalars, plan.tile.BLOCK_M, self.mixed, q.device)
         args = self.arguments(plan, (q, k, v, out), lse, extras, words, limit)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
