@@ -26,6 +26,7 @@ from ..row_max import integers_suffice
 from ..work import END, KernelCall
 from .fp8_mma import (
     add_product,
+    joined,
     load_unit,
     multiply_keys,
     scale_of,
@@ -112,10 +113,3 @@ def add_values(acc, alpha, p, kv_ring, state, PART: gl.constexpr, no_half):
     v_half = kv_ring.v.index(state.stage).slice(PART * HALF, HALF, 0).permute((1, 0))
     pending = warpgroup_mma(p, v_half, no_half, use_acc=False, is_async=True)
     return add_product(acc, alpha, warpgroup_mma_wait(0, deps=[pending]))
-
-
-@gluon.jit
-def joined(left, right):
-    """The two halves side by side: each number stays in its register."""
-    both = gl.join(left, right).permute(0, 2, 1).reshape([64, 2 * HALF])
-    return gl.convert_layout(both, fp8_accumulator(2 * HALF), assert_trivial=True)

@@ -38,7 +38,7 @@ from ..pipeline import advance, make_barrier, parity_of, release_by_threads, sta
 from ..rescale import rescale, rescale_factors
 from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block, key_head
-from .epilogue import finish_rows, store_rows
+from .epilogue import OUT_COLUMNS, finish_rows, store_rows
 from .fp8_operand import LOWEST, TOP, add_sums, exponentials, exponents, no_sums
 from .scores import open_rows, to_scores
 from .varlen import receive_tile
@@ -315,14 +315,51 @@ def write_tile(
 ):
     """Rescales and stores 64 rows of O, and their lse. Tiles alternate in `parity`."""
     at = place_of_scale(work, scales, FEATURES, TILE)
+    v_scale, means = gl.load(scales.v + at), load_means(at, scales, FEATURES, TILE)
     q_idx, factor = finish_rows(m_i - TOP, l_i, work, output, call, WG, FEATURES, TILE)
     O_LAYOUT: gl.constexpr = acc_o.type.layout
-    out = acc_o * row_factor(factor * gl.load(scales.v + at), O_LAYOUT)[:, None]
+    out = acc_o * row_factor(factor * v_scale, O_LAYOUT)[:, None]
     if scales.v_mean is not None:
         # Probabilities sum up to 1, but for the sink's, which has no value; to 0 without keys
-        offs_d = gl.arange(0, TILE.BLOCK_DV, column_of(O_LAYOUT))
-        exists = offs_d < FEATURES.HEADDIM_V
-        mean = gl.load(scales.v_mean + (at * FEATURES.HEADDIM_V + offs_d), mask=exists, other=0.0)
-        out += row_factor(l_i * factor, O_LAYOUT)[:, None] * mean[None, :]
+        out = add_means(out, row_factor(l_i * factor, O_LAYOUT), means)
     out = out.to(output.smem.dtype)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
+
+
+@gluon.jit
+def load_means(at, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The mean that V of a key head lost, of 128 columns after 128: a number a thread. Loads of all
+    columns that a thread has of O would be 64, of which registers hold few at a time.
+    """
+    means = ()
+    if scales.v_mean is not None:
+        DV: gl.constexpr = TILE.BLOCK_DV
+        COUNT: gl.constexpr = min(DV, OUT_COLUMNS)
+        for column in gl.static_range(0, DV, COUNT):
+            offs_d = column + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [4], [0]))
+            exists = offs_d < FEATURES.HEADDIM_V
+            row = scales.v_mean + at * FEATURES.HEADDIM_V
+            means = means + (gl.load(row + offs_d, mask=exists, other=0.0),)
+    return means
+
+
+@gluon.jit
+def add_means(out, share, means):
+    """O + share x mean, of as many columns at a time: warps exchange means through shared memory.
+    """
+    if len(means) > 1:
+        left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
+        left = add_means(left, share, means[:1])
+        right = add_means(right, share, means[1:])
+        return joined(left, right)
+    else:
+        mean = gl.convert_layout(means[0], column_of(out.type.layout))
+        return out + gl.convert_layout(share, row_of(out.type.layout))[:, None] * mean[None, :]
+
+
+@gluon.jit
+def joined(left, right):
+    """The two halves side by side: each number stays in its register."""
+    columns: gl.constexpr = 2 * left.shape[1]
+    both = gl.join(left, right).permute(0, 2, 1).reshape([64, columns])
+    return gl.convert_layout(both, fp8_accumulator(columns), assert_trivial=True)
