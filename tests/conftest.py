@@ -39,11 +39,3 @@ def fixed_seeds():
     except ModuleNotFoundError:
         return
     numpy.random.seed(0)
-
-
-@pytest.fixture
-def few_keys_in_one_level(monkeypatch):
-    """Short FP8 calls of headdim 256 stand for long ones, whose O is in one level."""
-    from tilewise.kernels.hopper.fwd import fp8_launch
-
-    monkeypatch.setattr(fp8_launch, "FEW_KEYS", 0)

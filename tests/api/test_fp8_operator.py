@@ -20,7 +20,13 @@ def arguments(is_transposed, **features):
     given = dict.fromkeys(
         ("alibi_slopes", "sinks", "seqused_k", "seqused_q", "cu_seqlens_q", "cu_seqlens_k")
     )
-    tensors_of = *(q, k, v), *scales, torch.rand(2, 2, 16), *(given | features).values()
+    tensors_of = (
+        *(q, k, v),
+        *scales,
+        torch.rand(2, 2, 16),
+        torch.rand(()),
+        *(given | features).values(),
+    )
     numbers = 0.25, 0.0, -1, 0, "bottom_right", False
     return *tensors_of, is_transposed, *numbers, BF16, None
 
@@ -48,7 +54,7 @@ def test_a_compiled_graph_prepares_a_signature_once(monkeypatch):
 
     monkeypatch.setattr(dispatch, "choose_fp8", counted)
     x = tilewise.quantize(*tensors(seqlen_q=61, seed=8), smooth=False)
-    given = (*x[:3], *x.scales, None, *[None] * 6)
+    given = (*x[:3], *x.scales, None, None, *[None] * 6)
     options = [0.3, 0.0, -1, -1, "bottom_right", False, torch.float32, None]
     first = CALL(*given, True, *options)
     assert all(torch.equal(a, b) for a, b in zip(first, CALL(*given, True, *options)))

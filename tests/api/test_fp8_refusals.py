@@ -119,11 +119,11 @@ def test_a_quantized_of_other_sequences():
         tilewise.attention(x)
 
 
-@pytest.mark.parametrize("name", ["scales.q", "scales.v", "v_mean"])
+@pytest.mark.parametrize("name", ["scales.q", "scales.v", "v_mean", "v_drift"])
 def test_a_quantized_with_numbers_of_another_dtype(name):
     x = tilewise.quantize(*tensors())
-    if name == "v_mean":
-        x = x._replace(v_mean=x.v_mean.double())
+    if name in ("v_mean", "v_drift"):
+        x = x._replace(**{name: getattr(x, name).double()})
     else:
         x = x._replace(scales=x.scales._replace(**{name[-1]: x.scales.q.half()}))
     with pytest.raises(ArgumentError, match=f"{name} of a Quantized is .* must be float32"):

@@ -28,7 +28,6 @@ def test_a_sample(lane):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_keys_in_one_level")
 @pytest.mark.parametrize(
     ("lane", "first"), [(lane, first) for lane in MORE for first in range(0, MORE[lane], CHUNK)]
 )

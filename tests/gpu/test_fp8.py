@@ -63,6 +63,41 @@ def test_values_of_mean_1_at_any_length(seqlen, headdim, form):
     assert out < 5e-3 and lse < 2e-3
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen", [2**10, 2**14, 2**16, 2**17])
+def test_wide_values_of_mean_1_are_summed_in_one_level(seqlen, causal):
+    """To 65,536 keys their sums without the mean drift little, and in any case the error is so."""
+    given = normal(seqlen, 256, 1.0, heads=(1, 1), seed=3)
+    inputs, meant = both(given)["quantized"]
+    assert seqlen > 2**16 or inputs[0].v_drift <= 512
+    for row in (seqlen, seqlen // 2 + 100):
+        part = [t[:, :row] for t in meant]
+        out = tilewise.attention(*inputs, causal=causal, out_dtype=torch.float32)
+        exact = tilewise.attention_reference(
+            part[0][:, -16:].double(), *(t.double() for t in part[1:]), causal=causal
+        )
+        if causal or row == seqlen:
+            assert relative(out[:, row - 16 : row], exact) < 5e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("off", [0.02, 1.0, 5.0])
+def test_wide_values_that_drift(off, causal):
+    """Their mean is `off` below in the first half, and as much above in the second."""
+    q, k, v = normal(2**14, 256, heads=(2, 1))
+    v[:, : 2**13] -= off
+    v[:, 2**13 :] += off
+    (x,), meant = both((q, k, v))["quantized"]
+    assert (x.v_drift > 512) == (off > 0.1)
+    out, _ = errors([x], meant, causal)
+    assert out < 3e-2
+    if causal:  # rows that see one half
+        found = tilewise.attention(x, causal=True, out_dtype=torch.float32)[:, 8000:8064]
+        of_q, *of_keys = (t[:, :8064].double() for t in meant)
+        exact = tilewise.attention_reference(of_q[:, -64:], *of_keys, causal=True)
+        assert relative(found, exact) < (3e-2 if off < 0.1 else 5e-3)
+
+
 @pytest.mark.parametrize("seqlen", [1024, 4096, 16384])
 def test_outliers(seqlen):
     """A few queries have much of the error, so of 16 heads, and from all of the sequence."""
@@ -145,6 +180,8 @@ def test_quantising_gives_what_plain_torch_gives(options):
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=0)
     for mine, theirs in zip(x[:3], y[:3]):
         assert (mine.cpu().float() != theirs.float()).float().mean() < 1e-3
+    if y.v_drift is not None:
+        torch.testing.assert_close(x.v_drift.cpu(), y.v_drift, rtol=1e-3, atol=0)
 
 
 def test_straight_through():

@@ -16,6 +16,7 @@ from tilewise.kernels.common.quantized import (
     columns_of,
     packed_columns,
 )
+from tilewise.kernels.cpu.quantize import drift_of, rows_of
 from tilewise.problem import Extras, Problem, Scalars, describe
 
 Tensor = torch.Tensor
@@ -97,6 +98,7 @@ def call_of(
     packed: bool = False,
     spare: int = 0,
     v_mean: bool = False,
+    v_drift: float | None = None,
     device: Any = "cpu",
     **tensors: Tensor | None,
 ) -> Fp8Call:
@@ -104,11 +106,12 @@ def call_of(
 
     Rows that are not in use, those past a sequence's length where there are longer ones, and
     `spare` ones behind each of packed sequences, are NaN. `v_mean` takes the mean of V off before
-    rounding. `tensors`: more fields of `Extras`.
+    rounding, and tells `v_drift`, or what is given for it. `tensors`: more fields of `Extras`.
     """
     codes: list[list[Tensor]] = [[], [], []]
     exact: list[list[Tensor]] = [[], [], []]
     scales, means, rows = [], [], dict[str, list[int]](q=[], k=[])
+    drifts = [torch.tensor(0.0)]
     for q, k, v in parts:
         nheads_k = k.shape[1]
         off = v.mean(0) if v_mean and len(v) else torch.zeros(v.shape[1:])
@@ -121,6 +124,7 @@ def call_of(
             into_exact.append(into[-1].double() * each.double())
             of.append(scale)
         exact[2][-1] += off.double()
+        drifts.append(drift_of((v - off)[None], rows_of(v[None], None, None), None))
         scales.append(torch.stack(of))
         means.append(off)
         rows["q"].append(len(q))
@@ -141,9 +145,13 @@ def call_of(
     q, k, v = (_join(x, packed, n).to(device) for x, n in zip(codes, spares))
     whole = [_join(x, packed, n).to(device) for x, n in zip(exact, spares)]
     v_t = transposed(v, rows["k"], starts["k"] if packed else None)
-    stacked = torch.stack(means).to(device) if v_mean else None
+    stacked = drift = None
+    if v_mean:
+        stacked = torch.stack(means).to(device)
+        drift = torch.stack(drifts).amax() if v_drift is None else torch.tensor(v_drift)
+        drift = drift.to(device)
     of_scales = Scales(*(x.contiguous().to(device) for x in every))
-    quantized = Quantized(q, k, v_t, of_scales, None, stacked)
+    quantized = Quantized(q, k, v_t, of_scales, None, stacked, drift)
     given = {name: x if x is None else x.to(device) for name, x in (lengths | tensors).items()}
     return Fp8Call(quantized, v, Extras(**given), tuple(whole))
 

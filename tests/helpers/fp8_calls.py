@@ -59,3 +59,5 @@ def assert_same(x, y):
     for mine, theirs in zip((*x[:3], *x.scales, *x[4:6]), (*y[:3], *y.scales, *y[4:6])):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(bits(mine), bits(theirs))
+    assert (x.v_drift is None) == (y.v_drift is None)
+    assert x.v_drift is None or x.v_drift == y.v_drift

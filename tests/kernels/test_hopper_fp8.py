@@ -9,11 +9,9 @@ from helpers.tiers import sample
 
 from tilewise.kernels import hopper
 from tilewise.kernels.hopper.fwd import fp8_launch
-from tilewise.problem import Extras, Scalars
 from tilewise.testing import use_emulator
 from tilewise.testing.inputs import poisoned
 
-pytestmark = pytest.mark.usefixtures("few_keys_in_one_level")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 BF16 = torch.bfloat16
@@ -198,10 +196,11 @@ def test_a_large_sum_loses_nothing(headdim, seqlen_k):
     checked(around_one(headdim, seqlen_k, v_mean=True), 5e-3)
 
 
-def test_the_tensor_cores_alone_would_lose_it(monkeypatch):
+def test_the_tensor_cores_alone_would_lose_it():
     """In one level, with the mean of V: an H200 was measured to be 1.0 % off."""
-    monkeypatch.setattr(fp8_launch, "needs_halves", lambda *of: False)
     call = around_one(256, 1024)
+    mean, drift = torch.zeros(1, 1, 256), torch.tensor(0.0)
+    call = call._replace(quantized=call.quantized._replace(v_mean=mean, v_drift=drift))
     assert 8e-3 < fp8.error_of(run(call, out_dtype=BF16)[0], fp8.reference(call)[0]) < 1.3e-2
 
 
@@ -227,21 +226,28 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("v_mean", [False, True])
+MEANS = {
+    "with its mean": {},
+    "drifts": dict(mean=1.0, v_mean=True, v_drift=math.inf),
+    "does not": dict(mean=1.0, v_mean=True),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("name", HALVES)
-def test_in_halves_against_fp64(name, v_mean):
-    """And in one level, where V lost its mean and rows see all keys."""
+def test_in_halves_against_fp64(name, mean):
+    """And in one level, where V lost its mean and does not drift."""
     lengths, options, how = HALVES[name]
-    mean = dict(mean=1.0, v_mean=True) if v_mean else {}
-    checked(fp8.normal_call(*lengths, **how, **mean), **options)
+    checked(fp8.normal_call(*lengths, **how, **MEANS[mean]), **options)
 
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("name", HALVES)
-def test_in_halves_against_fp64_on_a_gpu(name):
+def test_in_halves_against_fp64_on_a_gpu(name, mean):
     lengths, options, how = HALVES[name]
-    checked(fp8.normal_call(*lengths, device="cuda", **how), **options)
+    checked(fp8.normal_call(*lengths, device="cuda", **how, **MEANS[mean]), **options)
 
 
 @pytest.mark.parametrize("seed", sample(range(4), 0))
@@ -276,49 +282,35 @@ def test_in_halves_the_mean_may_drift():
     checked(fp8.call_of(zip(q, k, v)), 4e-3)
 
 
-@pytest.mark.parametrize("options", [dict(window=(1023, 0)), dict(causal="top_left")], ids=str)
-def test_where_rows_see_a_part_of_the_keys_the_mean_may_drift(options):
-    """V lost its mean over all keys, not the one of those that a row sees."""
-    rows = 64 if "window" in options else 1024
+def drifting(rows, **how):
+    """V is around -1 in the first half of 2048 keys, and around 1 in the second."""
     q, k, v = (normal(1, n, 1, 256, seed=i) for i, n in enumerate((rows, 2048, 2048)))
     v[:, :1024] -= 1.0
     v[:, 1024:] += 1.0
-    call = fp8.call_of(zip(q, k, v), v_mean=True)
+    return fp8.call_of(zip(q, k, v), v_mean=True, **how)
+
+
+@pytest.mark.parametrize("options", [dict(window=(1023, 0)), dict(causal="top_left")], ids=str)
+def test_where_rows_see_a_part_of_the_keys_the_mean_may_drift(options):
+    """V lost its mean over all keys, not the one of those that a row sees."""
+    call = drifting(64 if "window" in options else 1024)
     found, exact = run(call, **options), fp8.reference(call, **options)
     assert fp8.error_of(found[0][:, -64:], exact[0][:, -64:]) < 5e-3
     assert fp8.lse_error(found[1], exact[1]) < LSE_LIMIT
 
 
-def test_which_calls_are_summed_in_halves():
-    """Those whose O is too wide for two levels at once, and whose V has a mean over the keys that a
-    row sees.
-    """
-    k, scales = torch.empty(1, 9, 1, 256), fp8.Scales(*[torch.ones(1, 1)] * 3)
-    mean, causal, window = torch.zeros(1, 1, 256), dict(right=0), dict(left=3, right=3)
-    for headdim_v, v_mean, band, expected in (
-        *((128, None, {}, False), (144, None, {}, True), (256, None, {}, True)),
-        *((256, mean, {}, False), (256, mean, causal, True), (256, mean, window, True)),
-        *((128, mean, causal, False), (256, None, causal, True), (256, mean, dict(left=3), True)),
-    ):
-        given = fp8.Quantized(k, k, torch.empty(1, 1, headdim_v, 128), scales, None, v_mean)
-        call = fp8.Fp8Call(given, torch.empty(1, 9, 1, headdim_v), Extras(), (k, k, k))
-        problem = fp8.problem_of(call, Scalars(1.0, **band))
-        assert fp8_launch.needs_halves(problem, given, 9) == expected
-
-
-def test_few_keys_are_summed_in_halves(monkeypatch):
-    """Of a wide V: tiles join each other sooner so."""
-    monkeypatch.setattr(fp8_launch, "FEW_KEYS", 100)
-    for headdim, keys, packed, expected in (
-        *((256, 100, False, True), (256, 101, False, False), (128, 100, False, False)),
-        *((256, 60, True, True), (256, 101, True, False)),
-    ):
-        lengths = [[60, 60], [keys, keys]]
-        heads = fp8.Heads(1, 1, headdim, headdim)
-        call = fp8.normal_call(*lengths, heads, v_mean=True, packed=packed)
-        problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, -1))
-        plan = fp8_launch.plan_for(problem, call.quantized, call.extras, BF16)
-        assert plan.tile.O_HALVES == expected, (headdim, keys, packed)
+def test_what_drifts_is_summed_in_halves():
+    """In one level the rows that see one half would be off. What is not known drifts."""
+    options, call = dict(window=(1023, 0)), drifting(64)
+    exact, given = fp8.reference(call, **options)[0], call.quantized
+    assert 600 < given.v_drift < 900  # 512 keys less spread than from their mean
+    errors = {}
+    for drift in (0.0, 512.0, 513.0, math.nan, None):
+        v_drift = None if drift is None else torch.tensor(drift)
+        of = call._replace(quantized=given._replace(v_drift=v_drift))
+        errors[drift] = fp8.error_of(run(of, **options)[0], exact)
+    assert all(8e-3 < errors[drift] < 2e-2 for drift in (0.0, 512.0)), errors
+    assert all(errors[drift] < 5e-3 for drift in (513.0, math.nan, None)), errors
 
 
 def test_a_key_of_nan_reaches_no_tile_before_it():

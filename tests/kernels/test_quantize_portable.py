@@ -71,6 +71,9 @@ def assert_same(found, expected, of):
         assert (mine is None) == (theirs is None)
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert (found.v_drift is None) == (expected.v_drift is None)
+    if expected.v_drift is not None:  # sums that go up and down again
+        torch.testing.assert_close(found.v_drift, expected.v_drift, rtol=1e-4, atol=1e-4)
     for side, mine, theirs in zip(("q", "k"), found[:2], expected[:2]):
         starts, used = (getattr(of, f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
         rows = plain.rows_of(mine, starts, used)

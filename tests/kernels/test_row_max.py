@@ -20,7 +20,7 @@ from tilewise.testing.inputs import poisoned
 from tilewise.testing.tolerance import assert_within
 from tilewise.tile.softmax import running_max
 
-pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("few_keys_in_one_level")]
+pytestmark = pytest.mark.emulator
 
 
 @pytest.mark.parametrize("seed", range(8))

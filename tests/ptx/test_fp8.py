@@ -9,7 +9,6 @@ from ptx import executing
 from tilewise.kernels import hopper
 from tilewise.testing import use_emulator
 
-pytestmark = pytest.mark.usefixtures("few_keys_in_one_level")
 LIMIT, LSE_LIMIT = 3e-2, 2e-3  # as tests/kernels/test_hopper_fp8.py has them
 
 CASES = {

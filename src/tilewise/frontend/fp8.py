@@ -93,7 +93,7 @@ def attend(
                     f"{name} beside a Quantized, which has its scales: leave it out, or pass it to "
                     "tilewise.quantize as one of scales"
                 )
-        inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, *(q.source or ())[:3]
+        inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, q.v_drift, *(q.source or ())[:3]
     else:
         inputs = q, k, v, *given.descales
     causal, scale, window, softcap = given.numbers

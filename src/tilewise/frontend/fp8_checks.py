@@ -127,6 +127,7 @@ def check_quantized(x: Quantized, sequences: int) -> None:
     named = [(f"scales.{name}", s, (sequences, nheads_k)) for name, s in x.scales._asdict().items()]
     named.append(("k_mean", x.k_mean, (sequences, nheads_k, headdim)))
     named.append(("v_mean", x.v_mean, (sequences, nheads_k, shape[2])))
+    named.append(("v_drift", x.v_drift, ()))
     for name, t, _ in named:
         if t is not None and t.dtype != torch.float32:
             raise ArgumentError(

@@ -80,7 +80,8 @@ def quantize(
 
     Returns:
         A NamedTuple: q, k, v_t (values transposed, keys permuted for the tensor cores), scales,
-        k_mean and v_mean, and the source tensors where one of them requires a gradient.
+        k_mean, v_mean, and v_drift, how far sums of consecutive keys of v without its mean go, in
+        keys' worth of its spread; and the source tensors where one of them requires a gradient.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -119,7 +120,7 @@ def quantize(
         found = ops.quantize(call, inputs, known, lengths, rotary)
     if is_packed:
         found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
-    return Quantized(*found[:6], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
+    return Quantized(*found[:7], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:

@@ -27,12 +27,12 @@ Tensor = torch.Tensor
 Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
 LIBRARY.define(
     "flash_attn_fp8_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, "
-    "Tensor v_scale, Tensor? v_mean, Tensor? alibi_slopes, Tensor? sinks, Tensor? seqused_k, "
-    "Tensor? seqused_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool is_transposed, "
-    "float scale, float softcap, SymInt left, SymInt right, str align, bool is_long, "
-    "ScalarType out_dtype, str? backend) -> (Tensor, Tensor)"
+    "Tensor v_scale, Tensor? v_mean, Tensor? v_drift, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? seqused_k, Tensor? seqused_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "bool is_transposed, float scale, float softcap, SymInt left, SymInt right, str align, "
+    "bool is_long, ScalarType out_dtype, str? backend) -> (Tensor, Tensor)"
 )
-INPUTS = 7  # q, k, v, their scales and v_mean
+INPUTS = 8  # q, k, v, their scales, v_mean and v_drift
 
 
 class CallFp8:
@@ -70,6 +70,7 @@ class Inputs(NamedTuple):
     k_scale: Tensor
     v_scale: Tensor
     v_mean: Tensor | None
+    v_drift: Tensor | None
 
 
 def attention(
@@ -91,7 +92,7 @@ def attention(
 
 
 def _attend(call: CallFp8, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean)
+    inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift)
     if needs_dispatcher(*inputs, *extras.tensors):
         register_late()
         out, lse = torch.ops.tilewise.flash_attn_fp8_forward(*_arguments(call, inputs, extras))
@@ -121,7 +122,8 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
-    return forward(Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean), extras)
+    given = Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean, inputs.v_drift)
+    return forward(given, extras)
 
 
 def forward_of(call: CallFp8, inputs: Inputs) -> Forward:

@@ -24,7 +24,7 @@ LIBRARY.define(
     "quantize(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "Tensor? cos, Tensor? sin, bool interleaved, bool rotate, bool smooth_k, bool smooth_v) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 # By device type, the module with kernels
 QUANTIZERS = {"cuda": "tilewise.kernels.portable.quantize"}
@@ -54,9 +54,10 @@ def quantize(
     found = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
     of_data = zip(scales, found[3:6])
     known = Scales(*(x if given is None else given for given, x in of_data))
-    k_mean, v_mean = found[6] if steps.smooth_k else None, found[7] if steps.smooth_v else None
+    k_mean = found[6] if steps.smooth_k else None
+    v_mean, v_drift = found[7:] if steps.smooth_v else (None, None)
     q8, k8, v_t = found[:3]
-    return Quantized(q8, k8, v_t, known, k_mean, v_mean)
+    return Quantized(q8, k8, v_t, known, k_mean, v_mean, v_drift)
 
 
 def _run(call: CallQuantize, q: Tensor, *rest: Any) -> Quantized:
@@ -80,7 +81,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     found = _run(call, q, k, v, scales, of, rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
     of_data = (x if given is None else None for given, x in zip(scales, found.scales))
-    others = *of_data, found.k_mean, found.v_mean
+    others = *of_data, found.k_mean, found.v_mean, found.v_drift
     return *found[:3], *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in others)
 
 
@@ -102,6 +103,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *(number(x is None, *heads) for x in scales),
         number(smooth_k, *heads, k.shape[3]),
         number(smooth_v, *heads, v.shape[3]),
+        number(smooth_v),
     )
 
 

@@ -178,7 +178,6 @@ class Pipeline(NamedTuple):
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
     FP8: bool = False  # whether tiles are of 8 bits: V^T instead of V, and keys downwards
-    O_HALVES: bool = False  # with FP8: whether halves of O's columns alternate, each in two levels
     TRANSPOSES: bool = False  # with FP8: whether the kernel makes V^T of V
 
 

@@ -61,6 +61,7 @@ class Quantized(NamedTuple):
     scales: Scales
     k_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim): what k lost before rounding
     v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): of v, and of its rounding
+    v_drift: Tensor | None = None  # fp32 (): how far v without its mean adds up along its keys
     source: Source | None = None  # for backward="bf16"
 
 

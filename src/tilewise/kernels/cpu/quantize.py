@@ -126,10 +126,12 @@ def quantize(
         rounded(x, of_heads(scale, rows, heads)).contiguous()
         for scale, (x, rows, heads) in zip(found, sides)
     )
+    v_drift = None
     if v_mean is not None:
+        v_drift = drift_of(v, of_k, of.cu_seqlens_k)
         v_mean = with_loss(v_mean, v, v8, found[2], of_k, of.cu_seqlens_k)
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
-    return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean)
+    return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean, v_drift)
 
 
 def prepare_quantize(steps: Steps) -> Callable[..., Quantized]:
@@ -220,6 +222,36 @@ def with_loss(
     share = (2 * least / of_all).clamp(max=1.0).unsqueeze(2)
     total = lost.new_zeros(v_mean.shape).index_add(0, index, sums) / used.unsqueeze(2)
     return v_mean + (share * scale.unsqueeze(2) * total).float()
+
+
+def drift_of(v: Tensor, rows: Rows, starts: Tensor | None) -> Tensor:
+    """How far sums of consecutive keys of v, which had lost its mean, go: in keys' worth of its
+    spread, of the sequence and head where that is the most.
+
+    What a short accumulator takes from a sum of products goes with the sum and with how many of
+    them it has of one sign. With R the largest sum over consecutive blocks of COLUMNS keys in a
+    channel, and s the root of the mean of squares there, these are R / s keys. Channels count by
+    their R, as the norm of the error over that of the sums does: sqrt(sum R^4 / s^2 / sum R^2). Of
+    n independent keys it is some 1.4 sqrt(n), and n a / 2 where the mean of half of them is a
+    spreads above, and of the others below.
+    """
+    if not rows.count or not v.shape[1]:
+        return v.new_zeros((), dtype=torch.float32)
+    none = v.new_zeros(rows.count, *v.shape[2:], dtype=torch.float64)
+    blocks, x = _blocks_of(rows, v.shape[1], starts), v.flatten(0, 1).double()
+    index = blocks.of_row.flatten()
+    sums = x.new_zeros(blocks.keys.shape[0], *v.shape[2:]).index_add(0, index, x)
+    squares = none.index_add(0, blocks.sequence[index], x.square())
+    ends = sums.cumsum(0)  # of all sequences: differences are of one
+    ends = torch.stack([ends - sums, ends])
+    each = blocks.sequence[:, None, None].expand_as(sums)
+    high = (none - torch.inf).scatter_reduce(0, each, ends.amax(0), "amax")
+    low = (none + torch.inf).scatter_reduce(0, each, ends.amin(0), "amin")
+    largest = (high - low).square()
+    of_spread = largest / (squares / rows.used.clamp(min=1))
+    weighted = torch.where(squares == 0, 0, of_spread * largest).sum(2)
+    ratio = weighted / largest.sum(2)
+    return torch.where(weighted == 0, 0, ratio).sqrt().amax().float()
 
 
 class _Blocks(NamedTuple):

@@ -29,6 +29,7 @@ from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
 from .hadamard import CHUNK, Rotation, tiles_at_once
 from .quantize_kernels import (
+    Rounding,
     Statistics,
     quantize_amax_kernel,
     quantize_cast_kernel,
@@ -61,6 +62,9 @@ class Memory(NamedTuple):
     scale: Tensor | None  # where none is given
     mean: Tensor | None
     statistics: Statistics  # of each block of rows
+    rounding: Rounding | None
+    reach: Tensor | None
+    drift: Tensor | None  # by its bits: ()
     largest: Tensor | None  # magnitude, by its bits: (sequences, nheads_k)
 
 
@@ -99,7 +103,7 @@ class Quantizing(Launches):
         sides = sides_of(q, k, self.steps)
         starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
         memory = memory_of((q, k, v), sides, starts, scales)
-        written = [x for one in memory for x in (*one[:3], *one.statistics, one.largest)]
+        written = [x for one in memory for x in tensors_of(one)]
         tables = (None, None) if rotary is None else rotary[:2]
         read = q, k, v, *scales, *of, *tables
         if not self.again((*read, *written)):
@@ -110,7 +114,9 @@ class Quantizing(Launches):
             self.record([run(plan, q.device) for plan in plans], (*views, *written), q)
         q8, k8, v_t = (x.out.view(FP8) for x in memory)
         found = Scales(*(x.scale if one is None else one for x, one in zip(memory, scales)))
-        return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean)
+        drift = memory[2].drift
+        drift = None if drift is None else drift.view(torch.float32)
+        return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean, drift)
 
 
 class Transposing(Launches):
@@ -143,15 +149,26 @@ def memory_of(
     """Of a call's kernels; `starts` are where packed sequences of q, k and v begin."""
     q, k, _ = tensors
     sequences = q.shape[0] if starts[0] is None else starts[0].shape[0] - 1
+    heads, is_asked = sequences * k.shape[2], any(x is None for x in scales)
     largest: Given = (None, None, None)
-    if any(x is None for x in scales):
-        shape = 3, sequences, k.shape[2]
-        largest = torch.zeros(shape, device=q.device, dtype=torch.int32).unbind(0)
+    words: Any = None
+    if is_asked or sides[2].smooths:  # all that maxima are taken in, in one
+        words = torch.zeros(3 * heads * is_asked + 1, device=q.device, dtype=torch.int32)
+    if is_asked:
+        largest = words[:-1].view(3, sequences, k.shape[2]).unbind(0)
     each = zip(tensors, sides, starts, largest, scales)
-    return [_memory(*of, top if scale is None else None) for *of, top, scale in each]
+    return [_memory(*of, words, top if scale is None else None) for *of, top, scale in each]
 
 
-def _memory(x: Tensor, side: Side, starts: Tensor | None, largest: Tensor | None) -> Memory:
+def tensors_of(memory: Memory) -> list[Tensor | None]:
+    """What kernels write of one tensor, as many whatever it is."""
+    rounding = memory.rounding or (None, None)
+    return [*memory[:3], *memory.statistics, *rounding, *memory[5:]]
+
+
+def _memory(
+    x: Tensor, side: Side, starts: Tensor | None, words: Tensor, largest: Tensor | None
+) -> Memory:
     nheads, headdim = x.shape[2:]
     sequences = x.shape[0] if starts is None else starts.shape[0] - 1
     count = count_of(x, starts)
@@ -162,17 +179,20 @@ def _memory(x: Tensor, side: Side, starts: Tensor | None, largest: Tensor | None
         out = make(x.shape, device=x.device, dtype=torch.uint8)
     if has_product(architecture(x.device)):
         out = out.view(FP8)
-    mean = scale = None
+    mean = scale = rounding = reach = drift = None
     statistics = Statistics(None, None, None)
     number = dict(device=x.device, dtype=torch.float32)
     if side.smooths:
-        kinds = 1 if largest is None else 3
-        found = torch.empty(kinds, count, nheads, headdim, **number).unbind(0)
-        statistics = Statistics(*found, *[None] * (3 - kinds))
+        kinds, more = 1 if largest is None else 3, 2 * side.transposes
+        found = torch.empty(kinds + more, count, nheads, headdim, **number).unbind(0)
+        statistics = Statistics(*found[:kinds], *[None] * (3 - kinds))
         mean = torch.empty(sequences, nheads, headdim, **number)
+        if side.transposes:
+            rounding, drift = Rounding(*found[kinds:]), words[-1]
+            reach = torch.empty_like(mean)
     if largest is not None:
         scale = torch.empty(largest.shape, **number)
-    return Memory(out, scale, mean, statistics, largest)
+    return Memory(out, scale, mean, statistics, rounding, reach, drift, largest)
 
 
 def plans_of(
@@ -216,12 +236,12 @@ def plans_of_one(
     heads = blocks.sequences * blocks.nheads
     # Rows that are not aligned come through more registers
     warps = WIDE if headdim % 16 else WARPS
-    mean = None if into.mean is None else of_head(into.mean)
+    mean, reach = (None if t is None else of_head(t) for t in (into.mean, into.reach))
     launches = []
     if mean is not None:
         args = *of_x, into.statistics, blocks
         launches.append((quantize_statistics_kernel, programs, args, constants, warps))
-        args = into.statistics, mean, into.largest, blocks
+        args = into.statistics, mean, reach, into.largest, blocks
         means = heads * triton.cdiv(headdim, CHUNK.value)
         launches.append((quantize_means_kernel, means, args, dict(D=headdim), WIDE))
     elif scale is None:
@@ -230,16 +250,15 @@ def plans_of_one(
         launches.append((quantize_amax_kernel, programs, args, of_amax, warps))
     out = _of_values(into.out) if side.transposes else strided(into.out)
     scale = of_head(into.scale if scale is None else scale)
-    # The sums of blocks have been read then
-    lost = into.statistics.sums if side.transposes else None
     constants = constants | dict(GROUP=group, TRANSPOSED=side.transposes)
-    args = *of_x, mean, into.largest, scale, lost, out, blocks
+    args = *of_x, mean, into.largest, scale, into.rounding, out, blocks
     # At least the 64 rows of a product on Hopper, of all tiles that are computed together
     warps = WIDE if tiles_at_once(mixed) > 2 else warps
     launches.append((quantize_cast_kernel, programs, args, constants, warps))
-    if lost is not None:
+    if into.rounding is not None:
         columns = dict(D=headdim, BLOCK_D=triton.next_power_of_2(headdim))
-        launches.append((quantize_loss_kernel, heads, (lost, mean, scale, blocks), columns, WIDE))
+        args = into.rounding, mean, reach, scale, into.drift, blocks
+        launches.append((quantize_loss_kernel, heads, args, columns, WIDE))
     return _plans(blocks, launches)
 
 

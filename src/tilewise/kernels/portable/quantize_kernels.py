@@ -4,7 +4,8 @@
                  the means, and the largest magnitude without them, which the extremes tell
     amax         else, where no scale is given
     cast         the scale of a sequence and key head, then codes, or V^T
-    loss         of V without its mean: what rounding took, of each block from the cast
+    loss         of V without its mean: what rounding took, of each block from the cast; and how far
+                 it drifts
 
 A program has ROWS rows of one head and one sequence, some at a time. Sums of blocks are stored by
 their number and added in order, and maxima do not depend on it, so that repeats are bitwise equal.
@@ -32,6 +33,13 @@ class Statistics(NamedTuple):
     sums: Any
     highs: Any  # None where no scale is wanted
     lows: Any
+
+
+class Rounding(NamedTuple):
+    """Of each block of V without its mean, in codes: (blocks, nheads, headdim), fp32."""
+
+    lost: Any  # sums of what rounding takes
+    squares: Any  # their sums, before rounding
 
 
 @triton.constexpr_function
@@ -111,10 +119,11 @@ def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr)
 
 
 @triton.jit
-def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
+def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
     """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
     of the largest magnitude without it, of CHUNK columns a program. Rounding keeps order, so that
-    this is of an extreme.
+    this is of an extreme. `reach` is the largest sum without it, over blocks that follow each
+    other, for `drift_of` of `kernels/cpu/quantize.py`.
     """
     CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
     part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
@@ -143,6 +152,20 @@ def quantize_means_kernel(found, mean, largest, blocks, D: tl.constexpr):
         off = tl.where((columns < D) & (of.used > 0), off, 0.0)
         top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         tl.atomic_max(largest + sequence * blocks.nheads + head, top, sem="relaxed")
+    if reach is not None:
+        end = tl.zeros([CHUNK], tl.float32)
+        high, low = end, end
+        for first in range(0, count, PARTS):
+            number = first + tl.arange(0, PARTS)
+            at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+            exists = (number < count)[:, None] & (columns < D)[None, :]
+            sums = tl.load(found.sums + at[:, None] + columns[None, :], mask=exists, other=0.0)
+            keys = tl.minimum(of.used - number * ROWS, ROWS).to(tl.float32)
+            off = tl.where(exists, sums - keys[:, None] * of_columns[None, :], 0.0)
+            ends = end[None, :] + tl.cumsum(off, 0)
+            high, low = tl.maximum(high, tl.max(ends, 0)), tl.minimum(low, tl.min(ends, 0))
+            end += tl.sum(off, 0)
+        tl.store(address_of(reach, sequence, head) + columns, high - low, mask=columns < D)
 
 
 @triton.jit
@@ -209,16 +232,14 @@ def quantize_cast_kernel(
     mean,
     largest,
     scale,
-    lost,
+    rounding,
     out,
     blocks,
     ROTATION: tl.constexpr,
     GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given. What
-    rounding takes from a block and channel, in codes, goes to `lost`: (blocks, nheads, headdim).
-    """
+    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given."""
     # Last blocks first: those are what the second level of caches still holds
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = find_block(program, blocks, tables, ROTATION.HALF)
@@ -249,19 +270,23 @@ def quantize_cast_kernel(
                     store_columns(out, codes, block, column, ROTATION.D, blocks)
                 else:
                     store_codes(out, codes, block, offs, column, ROTATION.D)
-                if lost is not None:
-                    if largest is None:  # what saturates does not count
-                        tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+                if rounding is not None:
                     row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
                     columns = column + tl.arange(0, CHUNK)
-                    at = lost + row * ROTATION.D + columns
-                    tl.store(at, tl.sum(tile - values_of(codes), 0), mask=columns < ROTATION.D)
+                    at, exists = row * ROTATION.D + columns, columns < ROTATION.D
+                    tl.store(rounding.squares + at, tl.sum(tile * tile, 0), mask=exists)
+                    if largest is None:  # what saturates does not count as lost
+                        tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+                    tl.store(rounding.lost + at, tl.sum(tile - values_of(codes), 0), mask=exists)
 
 
 @triton.jit
-def quantize_loss_kernel(lost, mean, scale, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def quantize_loss_kernel(
+    rounding, mean, reach, scale, drift, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Adds to the mean of a sequence and head what rounding takes on average, or a share of it
-    (`with_loss` of `kernels/cpu/quantize.py`).
+    (`with_loss` of `kernels/cpu/quantize.py`), and finds how far V without its mean drifts
+    (`drift_of`), by its bits.
     """
     sequence, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
     of = find_sequence(sequence, blocks)
@@ -270,22 +295,33 @@ def quantize_loss_kernel(lost, mean, scale, blocks, D: tl.constexpr, BLOCK_D: tl
     total = tl.zeros([BLOCK_D], tl.float32)
     of_all = tl.zeros([PARTS], tl.float32)
     least = tl.full([PARTS], float("inf"), tl.float32)
+    spread = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, count, PARTS):
         number = first + tl.arange(0, PARTS)
         at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
         exists = (number < count)[:, None] & (columns < D)[None, :]
-        part = tl.load(lost + at[:, None] + columns[None, :], mask=exists, other=0.0)
+        at = at[:, None] + columns[None, :]
+        part = tl.load(rounding.lost + at, mask=exists, other=0.0)
         total += tl.sum(part, 0)
         squares = tl.sum(part * part, 1)
         of_all += squares
         keys = tl.maximum(tl.minimum(of.used - number * ROWS, ROWS), 1).to(tl.float32)
         least = tl.minimum(least, tl.where(number < count, squares / keys, float("inf")))
+        spread += tl.sum(tl.load(rounding.squares + at, mask=exists, other=0.0), 0)
     used = tl.maximum(of.used, 1).to(tl.float32)
     on_average = tl.maximum(tl.sum(of_all, 0) / used, 1.1754943508222875e-38)
     share = tl.minimum(2.0 * tl.min(least, 0) / on_average, 1.0)
+    factor = load_number(scale, sequence, head)
+    more = share * factor * (total / used)
     at = address_of(mean, sequence, head) + columns
-    more = share * load_number(scale, sequence, head) * (total / used)
     tl.store(at, tl.load(at, mask=columns < D, other=0.0) + more, mask=columns < D)
+    at = address_of(reach, sequence, head) + columns
+    largest = tl.load(at, mask=columns < D, other=0.0) / factor
+    largest *= largest
+    weighted = tl.where(spread > 0, largest / (spread / used) * largest, 0.0)
+    ratio = tl.sum(weighted, 0) / tl.maximum(tl.sum(largest, 0), 1.1754943508222875e-38)
+    bits = tl.sqrt(ratio).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
+    tl.atomic_max(drift, bits, sem="relaxed")
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from ..pipeline import KVRing, make_barriers, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output
 from .fp8_halves import attend_in_halves
-from .fp8_mma import attend_partition, make_pingpong, takes_turns
+from .fp8_mma import MOST_DRIFT, attend_partition, has_two_levels, make_pingpong, takes_turns
 from .kernel import Rings
 from .load import Sources, load_partition
 from .transpose import make_values, transpose_partition
@@ -74,23 +74,35 @@ def hopper_fp8_fwd_kernel(
             [4, 1, 2],
             [232, 40, 40],
         )
-    elif TILE.O_HALVES:
-        gl.warp_specialize(
-            [
-                (attend_in_halves, (0, rings, output, scales, call, FEATURES, TILE)),
-                (attend_in_halves, (1, rings, output, scales, call, FEATURES, TILE)),
-                (load_partition, (sources, rings, call, FEATURES, TILE)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
     else:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (attend, (0, rings, pingpong, output, scales, call, FEATURES, TILE)),
+                (attend, (1, rings, pingpong, output, scales, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [4, 1],
             [240, 24],
         )
+
+
+@gluon.jit
+def attend(
+    WG: gl.constexpr,
+    rings,
+    pingpong,
+    output,
+    scales,
+    call,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """In one level where O is wide and stays small, or in two: see `fp8_mma`."""
+    if has_two_levels(TILE.BLOCK_DV):
+        attend_partition(WG, rings, pingpong, output, scales, call, FEATURES, TILE)
+    elif scales.v_mean is None or scales.v_drift is None:
+        attend_in_halves(WG, rings, output, scales, call, FEATURES, TILE)
+    elif gl.load(scales.v_drift) <= MOST_DRIFT:  # not of NaN
+        attend_partition(WG, rings, pingpong, output, scales, call, FEATURES, TILE)
+    else:
+        attend_in_halves(WG, rings, output, scales, call, FEATURES, TILE)

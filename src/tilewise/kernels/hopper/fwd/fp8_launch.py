@@ -33,7 +33,7 @@ from ..tile_counter import counter, counters_of
 from . import fp8_operand, transpose
 from .epilogue import OUT_COLUMNS
 from .fp8_kernel import hopper_fp8_fwd_kernel
-from .fp8_mma import Scales, has_two_levels
+from .fp8_mma import Scales
 from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
 from .transpose import READY, Transposing
 
@@ -45,9 +45,6 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # kernel had 128 keys (H200, Triton 3.6, TFLOP/s at 16Ki full: headdim 128 927, headdim 256 1,244),
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
-# Of headdim 256, full, on an H100, in graphs, one level takes 1.09 and 0.99 times as long as halves
-# at 512 and 1Ki keys; when warpgroups alternated, 1.21, 1.04 and at 2Ki 0.97
-FEW_KEYS = 1024
 TILES_OF_HEAD = 4  # of queries, at least, that read the V of a key head where it is transposed
 
 
@@ -125,7 +122,7 @@ class Fp8Forward:
         if values is not None:
             words = counters_of(q.device, relaunch.words)
             row += moved(4, values.data_ptr()), v_t.data_ptr(), words.data_ptr()
-        row += addresses_of((lse, tiles, *given.scales, given.v_mean))
+        row += addresses_of((lse, tiles, *given.scales, given.v_mean, given.v_drift))
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
         relaunch.call(stream, row)
@@ -182,7 +179,7 @@ def how_to_relaunch(
     else:
         v_t_shape, words = transposing.v_t.shape, READY.value + transposing.blocks
         row += transposing[:2]
-    row += args.lse, args.queue.counter, *args.scales[:4]
+    row += args.lse, args.queue.counter, *args.scales[:5]
     has_extras = any(x is not None for x in extras.tensors)
     row += extras.tensors if has_extras else ()
     call = relaunch_of(kernel, (*operands, *args[5:], plan.features, plan.tile), row, has_maps)
@@ -221,7 +218,7 @@ def arguments(
         of_rows(out, *of_out),
         described,
         lse,
-        Scales(*distinct_views((*given.scales, given.v_mean)), problem.nheads_k),
+        Scales(*distinct_views((*given.scales, given.v_mean, given.v_drift)), problem.nheads_k),
         queue,
         optionals_of(extras),
         sizes_of(q, k, extras),
@@ -263,17 +260,6 @@ def in_units(x: Tensor, name: str) -> Tensor:
     return x.contiguous()
 
 
-def needs_halves(problem: Problem, given: Quantized, seqlen_k: int) -> bool:
-    """Whether halves of O's columns alternate where registers do not hold two levels of it: see
-    `fp8_halves`. O may grow with the keys where V has its mean, or where a row does not see all of
-    those over which that was taken; and of few keys a tile, they join the next one sooner.
-    """
-    if has_two_levels(block_of(given.v_t.shape[2])):
-        return False
-    is_banded = problem.has_left or problem.has_right
-    return given.v_mean is None or is_banded or seqlen_k <= FEW_KEYS
-
-
 def takes_values(problem: Problem, q: Tensor, v: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether the kernel transposes V itself. Some 4 us a block and program, an estimate, are
     hidden where each block is read by several tiles, and where there are tiles for all SMs. Else a
@@ -300,7 +286,7 @@ def fits_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
     is_full = widest > 128 or (widest == 128 and problem.has_softcap)
     if problem.is_packed or is_full or not is_small or not is_readable:
         return False
-    tile = plan_of(problem, 1, out_dtype, False, True).tile
+    tile = plan_of(problem, 1, out_dtype, True).tile
     return shared_memory(tile, widest, out_dtype) <= SHARED_MEMORY["sm90"]
 
 
@@ -313,16 +299,13 @@ def plan_for(
 ) -> Fp8Plan:
     """The plan of a call."""
     sequences = max(1, packed_in(extras))
-    seqlen_q, seqlen_k = (max(1, x.shape[1] // sequences) for x in (given.q, given.k))
+    seqlen_q = max(1, given.q.shape[1] // sequences)
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
-    in_halves = needs_halves(problem, given, seqlen_k)
-    return plan_of(problem, pack, out_dtype, in_halves, transposes)
+    return plan_of(problem, pack, out_dtype, transposes)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(
-    problem: Problem, pack: int, out_dtype: torch.dtype, in_halves: bool, transposes: bool
-) -> Fp8Plan:
+def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: bool) -> Fp8Plan:
     """The plan of a problem whose tiles hold `pack` heads."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
@@ -342,7 +325,6 @@ def plan_of(
         Q_STAGES=2,
         PACK=pack,
         FP8=True,
-        O_HALVES=in_halves,
         TRANSPOSES=transposes,
     )
     if shared_memory(tile, out_columns, out_dtype) > SHARED_MEMORY["sm90"]:

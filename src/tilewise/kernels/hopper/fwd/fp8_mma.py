@@ -46,17 +46,21 @@ from .varlen import receive_tile
 # In base 2: a maximum may grow by so much before O is rescaled. P stays below 2^(TOP + LAG), which
 # is less than the 448 of e4m3
 LAG = gl.constexpr(0.75)
+# Of V, in keys, to which O of over 128 columns is in one level: it takes some 1e-5 of the sums for
+# each key, so 5e-3 (a model of the accumulator, docs/design/hopper-fp8.md)
+MOST_DRIFT = gl.constexpr(512.0)
 
 
 class Scales(NamedTuple):
-    """What 8-bit tensors are multiplied with, by (sequence, key head), and the mean that V lost
-    before it was rounded, (sequence, key head, HEADDIM_V), or None.
+    """What 8-bit tensors are multiplied with, by (sequence, key head); and, or None, the mean that
+    V lost before it was rounded, (sequence, key head, HEADDIM_V), and how far V then drifts.
     """
 
     q: gl.tensor
     k: gl.tensor
     v: gl.tensor
     v_mean: gl.tensor
+    v_drift: gl.tensor
     nheads_k: gl.tensor
 
 
@@ -345,8 +349,7 @@ def load_means(at, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def add_means(out, share, means):
-    """O + share x mean, of as many columns at a time: warps exchange means through shared memory.
-    """
+    """O + share x mean, of as many columns at a time: means reach threads by shared memory."""
     if len(means) > 1:
         left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
         left = add_means(left, share, means[:1])
