@@ -154,18 +154,19 @@ def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
         tl.atomic_max(largest + sequence * blocks.nheads + head, top, sem="relaxed")
     if reach is not None:
         end = tl.zeros([CHUNK], tl.float32)
-        high, low = end, end
+        most, least = end, end
         for first in range(0, count, PARTS):
             number = first + tl.arange(0, PARTS)
             at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
             exists = (number < count)[:, None] & (columns < D)[None, :]
             sums = tl.load(found.sums + at[:, None] + columns[None, :], mask=exists, other=0.0)
             keys = tl.minimum(of.used - number * ROWS, ROWS).to(tl.float32)
-            off = tl.where(exists, sums - keys[:, None] * of_columns[None, :], 0.0)
-            ends = end[None, :] + tl.cumsum(off, 0)
-            high, low = tl.maximum(high, tl.max(ends, 0)), tl.minimum(low, tl.min(ends, 0))
-            end += tl.sum(off, 0)
-        tl.store(address_of(reach, sequence, head) + columns, high - low, mask=columns < D)
+            smooth = tl.where(exists, sums - keys[:, None] * of_columns[None, :], 0.0)
+            ends = end[None, :] + tl.cumsum(smooth, 0)
+            most = tl.maximum(most, tl.max(ends, 0))
+            least = tl.minimum(least, tl.min(ends, 0))
+            end += tl.sum(smooth, 0)
+        tl.store(address_of(reach, sequence, head) + columns, most - least, mask=columns < D)
 
 
 @triton.jit
