@@ -25,11 +25,12 @@ from .run import Outcome, reason_of
 from .sharded import Inputs, Results, Sharded, judge, make_inputs, one_process, results_of
 from .sharded_sides import OURS, side
 from .table import aligned, spread_of, why_not
-from .timer import Spread, order_of, ratio
+from .timer import HostClock, Spread, order_of, ratio
 
 Tensor = torch.Tensor
 ONE = "one process"
 MOST_CALLS = 20  # of a side in a round
+HOST_MS, HOST_CALLS = 200.0, 5  # of the calls whose host time is taken, and the fewest of them
 SLOW_MS = 1000.0
 
 
@@ -85,12 +86,15 @@ def run_case(of: Sharded, timing: Timing, common: Stamp) -> list[Outcome[Sharded
         del one
         calls = {name: x.call for name, x in ready.items() if isinstance(x, Ready)}
         times = timed(calls, timing)
+        host = host_times(calls, times, timing)
     outcomes = []
     for name, x in ready.items():
         if isinstance(x, Ready):
             spread = ratio([of.ranks * t for t in times[name]], times[ONE])
             share = 1 if name == ONE else of.ranks  # of the FLOPs, on each GPU
             extra = x.extra if name == ONE else {**x.extra, "of_ideal": spread.median}
+            if name in host:
+                extra = {**extra, "host_us": host[name]}
             more: Any = dict(flops=of.flops / share, extra=extra)
             row = Row.of(common, of, name, times[name], x.verdict, **more)
             x = Outcome(of, name, row, None if name == ONE else spread)
@@ -220,6 +224,23 @@ def clock(call: Callable[[], object], count: int, device: str) -> float:
     return begin.elapsed_time(end) / count
 
 
+def host_times(
+    calls: Mapping[str, Callable[[], object]], times: Mapping[str, list[float]], timing: Timing
+) -> dict[str, float]:
+    """For each side the microseconds until a call returns, of calls behind each other on an idle
+    GPU: the median, of the slowest rank. None of calls so long that few could be made.
+    """
+    if not timing.device.startswith("cuda"):
+        return {}
+    found, clock_host = {}, HostClock(timing.device)
+    for name, call in calls.items():
+        count = int(min(HOST_MS / min(times[name]), MOST_CALLS))
+        if count >= HOST_CALLS:
+            dist.barrier()
+            found[name] = Spread.of(clock_host(call, count)).median * 1e3
+    return dict(zip(found, slowest(list(found.values()))))
+
+
 def slowest(times: Sequence[float]) -> list[float]:
     """The largest of all ranks at each place."""
     each: list[Any] = [None] * dist.get_world_size()
@@ -236,7 +257,7 @@ def agreed(what: str) -> list[str]:
 
 def lines_of(of: Sharded, outcomes: Sequence[Outcome[Sharded]]) -> list[str]:
     """The lines of a case; a rate is that of each GPU."""
-    head = ("", "ms", "p20-p80", "TFLOP/s", "error", "bound", "same bits", "of ideal")
+    head = ("", "ms", "p20-p80", "TFLOP/s", "error", "bound", "same bits", "host us", "of ideal")
     rows: list[tuple[str, ...]] = [head]
     for outcome in outcomes:
         if (row := outcome.row) is None:
@@ -247,5 +268,6 @@ def lines_of(of: Sharded, outcomes: Sequence[Outcome[Sharded]]) -> list[str]:
         same = ",".join(row.extra.get("equal_to_one", ())) or "-"
         share = spread_of(outcome.ratio) if outcome.ratio else ""
         ms = f"{own.median:.4g}", f"{own.p20:.4g}-{own.p80:.4g}", f"{row.tflops:.4g}"
-        rows.append((f"  {outcome.provider}", *ms, *errors, same, share))
+        host = f"{row.extra['host_us']:.0f}" if "host_us" in row.extra else "-"
+        rows.append((f"  {outcome.provider}", *ms, *errors, same, host, share))
     return [f"\n{of}", *aligned(rows)]

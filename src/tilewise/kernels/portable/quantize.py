@@ -44,6 +44,8 @@ Tensor = torch.Tensor
 Given = Sequence[Tensor | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WARPS, WIDE, STAGES = 4, 8, 1
+# The word of drift comes first, as compiled graphs want outputs at multiples of 16 bytes
+FIRST = 4
 
 
 class Side(NamedTuple):
@@ -153,9 +155,9 @@ def memory_of(
     largest: Given = (None, None, None)
     words: Any = None
     if is_asked or sides[2].smooths:  # all that maxima are taken in, in one
-        words = torch.zeros(3 * heads * is_asked + 1, device=q.device, dtype=torch.int32)
+        words = torch.zeros(FIRST + 3 * heads * is_asked, device=q.device, dtype=torch.int32)
     if is_asked:
-        largest = words[:-1].view(3, sequences, k.shape[2]).unbind(0)
+        largest = words[FIRST:].view(3, sequences, k.shape[2]).unbind(0)
     each = zip(tensors, sides, starts, largest, scales)
     return [_memory(*of, words, top if scale is None else None) for *of, top, scale in each]
 
@@ -188,7 +190,7 @@ def _memory(
         statistics = Statistics(*found[:kinds], *[None] * (3 - kinds))
         mean = torch.empty(sequences, nheads, headdim, **number)
         if side.transposes:
-            rounding, drift = Rounding(*found[kinds:]), words[-1]
+            rounding, drift = Rounding(*found[kinds:]), words[0]
             reach = torch.empty_like(mean)
     if largest is not None:
         scale = torch.empty(largest.shape, **number)
