@@ -227,6 +227,12 @@ def values_of(codes):
 
 
 @triton.jit
+def add_pairs(a, b, other_a, other_b):
+    """Two sums in one reduction, so that warps exchange both at once."""
+    return a + other_a, b + other_b
+
+
+@triton.jit
 def quantize_cast_kernel(
     x,
     tables,
@@ -275,10 +281,12 @@ def quantize_cast_kernel(
                     row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
                     columns = column + tl.arange(0, CHUNK)
                     at, exists = row * ROTATION.D + columns, columns < ROTATION.D
-                    tl.store(rounding.squares + at, tl.sum(tile * tile, 0), mask=exists)
+                    squares = tile * tile
                     if largest is None:  # what saturates does not count as lost
                         tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
-                    tl.store(rounding.lost + at, tl.sum(tile - values_of(codes), 0), mask=exists)
+                    lost, squares = tl.reduce((tile - values_of(codes), squares), 0, add_pairs)
+                    tl.store(rounding.lost + at, lost, mask=exists)
+                    tl.store(rounding.squares + at, squares, mask=exists)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""The matmul warpgroups where O of over 128 columns is in two levels, for a V that has a mean over
-the keys that a row sees: see `fp8_mma`.
+"""The matmul warpgroups where O of over 128 columns is in two levels, for a V that has its mean, or
+drifts: see `fp8_mma`.
 
 Registers hold O and half of a block's P V, while nothing else is in flight. So halves of the
 columns alternate, and S of the next block is started behind them:
