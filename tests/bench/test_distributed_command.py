@@ -10,7 +10,7 @@ import torch.distributed as dist
 testing = pytest.importorskip("click.testing")
 
 import tilewise.distributed as td  # noqa: E402
-from tilewise.bench import load  # noqa: E402
+from tilewise.bench import load, sharded_run  # noqa: E402
 from tilewise.bench.sharded import (  # noqa: E402
     Results,
     Sharded,
@@ -92,3 +92,26 @@ def test_what_is_wrong_is_seen(more):
             verdict = judge(of, one._replace(**{name: wrong}), layout, whole, one)
             assert not verdict.passes and verdict.what.startswith(name), (name, row)
     assert torch.equal(one.out, results_of(of, one_process(of), whole).out)
+
+
+def test_host_times_are_of_few_short_calls(monkeypatch):
+    """Of more the driver's queue of launches would be full. The slowest rank's."""
+    made = []
+
+    class Clock:
+        def __init__(self, device):
+            pass
+
+        def __call__(self, call, count):
+            made.append((call(), count))
+            return [0.3, 0.1, 0.2]
+
+    monkeypatch.setattr(sharded_run, "HostClock", Clock)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(sharded_run, "slowest", lambda times: [x + 1 for x in times])
+    calls = {"short": lambda: "a", "long": lambda: "b"}
+    times = {"short": [9.0, 39.0], "long": [41.0, 50.0]}
+    timing = sharded_run.Timing(("short", "long"), "cuda")
+    assert sharded_run.host_times(calls, times, timing) == {"short": pytest.approx(201.0)}
+    assert made == [("a", 5)]
+    assert sharded_run.host_times(calls, times, timing._replace(device="cpu")) == {}

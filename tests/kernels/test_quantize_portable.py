@@ -232,6 +232,7 @@ def test_no_mean_without_finite_numbers(value):
         for mine, theirs in zip(found.scales, expected.scales):
             assert torch.equal(mine.isnan(), theirs.isnan()) and mine.isfinite().any()
         assert found.scales.k[0, 0].isnan() and found.scales.v[0, 0].isnan()
+        assert found.v_drift.isnan() and expected.v_drift.isnan()
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5)])

@@ -327,7 +327,7 @@ def quantize_loss_kernel(
     at = address_of(reach, sequence, head) + columns
     largest = tl.load(at, mask=columns < D, other=0.0) / factor
     largest *= largest
-    weighted = tl.where(spread > 0, largest / (spread / used) * largest, 0.0)
+    weighted = tl.where(spread == 0, 0.0, largest / (spread / used) * largest)
     ratio = tl.sum(weighted, 0) / tl.maximum(tl.sum(largest, 0), 1.1754943508222875e-38)
     bits = tl.sqrt(ratio).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
     tl.atomic_max(drift, bits, sem="relaxed")

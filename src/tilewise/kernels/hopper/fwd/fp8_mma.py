@@ -7,8 +7,8 @@ each block's P V gets registers of its own, and is added to O in fp32:
     O = alpha O + P V
 
 which takes a fused multiply-add where rescaling takes a multiplication. Of 256 columns registers do
-not hold O twice. Where the mean of V was taken off (`quantize`) and the rest drifts little along the
-keys, O stays small and O += P V, as in 16 bits; else halves of the columns alternate
+not hold O twice. Where the mean of V was taken off (`quantize`) and the rest drifts little along
+the keys, O stays small and O += P V, as in 16 bits; else halves of the columns alternate
 (`fp8_halves`).
 
 The loop begins with the exponentials of the block before, so that it carries S and not P, of which
