@@ -40,6 +40,10 @@ CASES = {
         *(([70], [200], fp8.Heads(1, 1, 256, 256)), dict(causal=True)),
         dict(mean=1.0, v_mean=True),
     ),
+    "256 that drifts": (
+        *(([150], [150], fp8.Heads(1, 1, 256, 256)), dict(causal=True)),
+        dict(mean=1.0, v_mean=True, v_drift=513.0),
+    ),
 }
 
 
