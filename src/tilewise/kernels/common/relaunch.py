@@ -189,11 +189,15 @@ class Launches:
 
     def again(self, row: Sequence[Tensor | None]) -> bool:
         """Launches them for other tensors; whether that could be done."""
+        return self.again_at(addresses_of(row))
+
+    def again_at(self, addresses: Sequence[int]) -> bool:
+        """The same by the addresses of tensors."""
         if self.relaunches is None or not may_relaunch(self.device):
             return False
-        stream, values = torch._C._cuda_getCurrentRawStream(self.device), addresses_of(row)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self.relaunches:
-            launch.launch(stream, values)
+            launch.launch(stream, addresses)
         return True
 
     def record(self, launched: Sequence[Launched], row: Sequence[Any], x: Tensor) -> None:

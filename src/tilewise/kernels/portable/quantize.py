@@ -4,6 +4,7 @@ kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ..common.quantized import (
     empty_values,
     packed_columns,
 )
-from ..common.relaunch import Launches, distinct_views
+from ..common.relaunch import Launches, addresses_of, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
 from .hadamard import CHUNK, Rotation, tiles_at_once
@@ -44,8 +45,10 @@ Tensor = torch.Tensor
 Given = Sequence[Tensor | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WARPS, WIDE, STAGES = 4, 8, 1
-# The word of drift comes first, as compiled graphs want outputs at multiples of 16 bytes
+# The word of drift, as compiled graphs want outputs at multiples of 16 bytes; then those of the
+# largest magnitudes
 FIRST = 4
+UNIT = 4  # fp32 numbers, at multiples of which tensors begin that share memory
 
 
 class Side(NamedTuple):
@@ -68,6 +71,33 @@ class Memory(NamedTuple):
     reach: Tensor | None
     drift: Tensor | None  # by its bits: ()
     largest: Tensor | None  # magnitude, by its bits: (sequences, nheads_k)
+
+
+class Room(NamedTuple):
+    """The memory that calls of one signature need; of q, k and v where there are three."""
+
+    dtype: torch.dtype  # of codes: e4m3, or bytes where a GPU has no conversion
+    scale: tuple[int, int]  # its shape
+    asks: tuple[bool, ...]  # whether the scale is of the data
+    means: tuple[tuple[int, ...] | None, ...]
+    blocks: tuple[tuple[int, ...], ...]  # the shape of sums of blocks
+    # Where in `Made.numbers` there are sums, highs, lows, lost, squares and reach
+    places: tuple[tuple[int | None, ...], ...]
+    drifts: bool
+    numbers: int
+    words: int
+
+
+class Made(NamedTuple):
+    """That of one call: tensors that are returned, and one for all others of a dtype, as each costs
+    the host 2 us and its views as much.
+    """
+
+    outs: tuple[Tensor, ...]
+    scales: tuple[Tensor | None, ...]
+    means: tuple[Tensor | None, ...]
+    numbers: Tensor | None  # fp32, that kernels leave for those behind them
+    words: Tensor | None  # fp32 or its bits, 0: that of drift, and the largest magnitudes
 
 
 def quantize(
@@ -98,27 +128,31 @@ class Quantizing(Launches):
     def __init__(self, steps: Any) -> None:
         super().__init__()
         self.steps = steps
+        self.room: Room | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scales: Given, of: Lengths, rotary: Rotary | None
     ) -> Quantized:
-        sides = sides_of(q, k, self.steps)
         starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
-        memory = memory_of((q, k, v), sides, starts, scales)
-        written = [x for one in memory for x in tensors_of(one)]
+        room = self.room
+        if room is None:
+            sides = sides_of(q, k, self.steps)
+            room = self.room = room_of((q, k, v), sides, starts, scales)
+        made = make(room, (q, k, v), starts)
         tables = (None, None) if rotary is None else rotary[:2]
         read = q, k, v, *scales, *of, *tables
-        if not self.again((*read, *written)):
+        if not self.again_at(addresses_of(read) + addresses_in(room, made)):
+            sides, memory = sides_of(q, k, self.steps), memory_in(room, made)
+            written = [x for one in memory for x in tensors_of(one)]
             views = distinct_views(read)
             inputs, given, lengths = views[:3], views[3:6], Lengths(*views[6:10])
             turns = None if rotary is None else rotary._replace(cos=views[10], sin=views[11])
             plans = plans_of(inputs, sides, given, lengths, turns, memory)
             self.record([run(plan, q.device) for plan in plans], (*views, *written), q)
-        q8, k8, v_t = (x.out.view(FP8) for x in memory)
-        found = Scales(*(x.scale if one is None else one for x, one in zip(memory, scales)))
-        drift = memory[2].drift
-        drift = None if drift is None else drift.view(torch.float32)
-        return Quantized(q8, k8, v_t, found, memory[1].mean, memory[2].mean, drift)
+        q8, k8, v_t = (x if x.dtype == FP8 else x.view(FP8) for x in made.outs)
+        found = Scales(*(x if one is None else one for x, one in zip(made.scales, scales)))
+        drift = made.words[0] if room.drifts and made.words is not None else None
+        return Quantized(q8, k8, v_t, found, *made.means[1:], drift)
 
 
 class Transposing(Launches):
@@ -149,17 +183,84 @@ def memory_of(
     tensors: Sequence[Tensor], sides: Sequence[Side], starts: Sequence[Tensor | None], scales: Given
 ) -> list[Memory]:
     """Of a call's kernels; `starts` are where packed sequences of q, k and v begin."""
+    room = room_of(tensors, sides, starts, scales)
+    return memory_in(room, make(room, tensors, starts))
+
+
+def room_of(
+    tensors: Sequence[Tensor], sides: Sequence[Side], starts: Sequence[Tensor | None], scales: Given
+) -> Room:
+    """What a call needs."""
     q, k, _ = tensors
     sequences = q.shape[0] if starts[0] is None else starts[0].shape[0] - 1
-    heads, is_asked = sequences * k.shape[2], any(x is None for x in scales)
-    largest: Given = (None, None, None)
-    words: Any = None
-    if is_asked or sides[2].smooths:  # all that maxima are taken in, in one
-        words = torch.zeros(FIRST + 3 * heads * is_asked, device=q.device, dtype=torch.int32)
-    if is_asked:
-        largest = words[FIRST:].view(3, sequences, k.shape[2]).unbind(0)
-    each = zip(tensors, sides, starts, largest, scales)
-    return [_memory(*of, words, top if scale is None else None) for *of, top, scale in each]
+    asks = tuple(x is None for x in scales)
+    means, blocks, places, numbers = [], [], [], 0
+    for x, side, of, is_asked in zip(tensors, sides, starts, asks):
+        block = (count_of(x, of), *x.shape[2:])
+        mean = (sequences, *x.shape[2:])
+        is_rounded = side.smooths and side.transposes
+        kinds = [(block, side.smooths), *[(block, side.smooths and is_asked)] * 2]
+        found: list[int | None] = []
+        for shape, is_there in [*kinds, *[(block, is_rounded)] * 2, (mean, is_rounded)]:
+            found.append(numbers if is_there else None)
+            numbers += is_there * -(-math.prod(shape) // UNIT) * UNIT
+        means.append(mean if side.smooths else None)
+        blocks.append(block)
+        places.append(tuple(found))
+    drifts, heads = sides[2].smooths, sequences * k.shape[2]
+    words = FIRST + any(asks) * 3 * heads if drifts or any(asks) else 0
+    dtype = FP8 if has_product(architecture(q.device)) else torch.uint8
+    of_all = tuple(means), tuple(blocks), tuple(places)
+    return Room(dtype, (sequences, k.shape[2]), asks, *of_all, drifts, numbers, words)
+
+
+def make(room: Room, tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> Made:
+    """The memory of a call."""
+    q, k, v = tensors
+    outs = []
+    for x, of in zip((q, k), starts):
+        if of is None:
+            outs.append(torch.empty(x.shape, device=x.device, dtype=room.dtype))
+        else:  # rows of no packed sequence are 0
+            out = torch.zeros(x.shape, device=x.device, dtype=torch.uint8)
+            outs.append(out if room.dtype == torch.uint8 else out.view(FP8))
+    v_t = empty_values(v, starts[2])
+    outs.append(v_t if room.dtype == torch.uint8 else v_t.view(FP8))
+    number: Any = dict(device=q.device, dtype=torch.float32)
+    scales = [torch.empty(room.scale, **number) if asked else None for asked in room.asks]
+    means = [None if shape is None else torch.empty(shape, **number) for shape in room.means]
+    numbers = torch.empty(room.numbers, **number) if any(room.means) else None
+    words = torch.zeros(room.words, **number) if room.words else None
+    return Made(tuple(outs), tuple(scales), tuple(means), numbers, words)
+
+
+def memory_in(room: Room, made: Made) -> list[Memory]:
+    """Of q, k and v, with views of what they share."""
+    words = None if made.words is None else made.words.view(torch.int32)
+    found = []
+    for i, (out, scale, mean) in enumerate(zip(made.outs, made.scales, made.means)):
+        block = room.blocks[i]
+        shapes = *[block] * 5, room.means[i]
+        views = [
+            None if at is None else _view(made.numbers, at, shape)
+            for at, shape in zip(room.places[i], shapes)
+        ]
+        rounding = None if views[3] is None else Rounding(*views[3:5])
+        drift = words[0] if words is not None and rounding is not None else None
+        largest = None
+        if scale is not None:
+            largest = _view(words, _largest_at(room, i), room.scale)
+        statistics = Statistics(*views[:3])
+        found.append(Memory(out, scale, mean, statistics, rounding, views[5], drift, largest))
+    return found
+
+
+def _view(x: Any, at: int, shape: Any) -> Tensor:
+    return x[at : at + math.prod(shape)].view(shape)
+
+
+def _largest_at(room: Room, i: int) -> int:
+    return FIRST + i * room.scale[0] * room.scale[1]
 
 
 def tensors_of(memory: Memory) -> list[Tensor | None]:
@@ -168,33 +269,17 @@ def tensors_of(memory: Memory) -> list[Tensor | None]:
     return [*memory[:3], *memory.statistics, *rounding, *memory[5:]]
 
 
-def _memory(
-    x: Tensor, side: Side, starts: Tensor | None, words: Tensor, largest: Tensor | None
-) -> Memory:
-    nheads, headdim = x.shape[2:]
-    sequences = x.shape[0] if starts is None else starts.shape[0] - 1
-    count = count_of(x, starts)
-    if side.transposes:
-        out = empty_values(x, starts)
-    else:  # rows of no packed sequence are 0
-        make = torch.empty if starts is None else torch.zeros
-        out = make(x.shape, device=x.device, dtype=torch.uint8)
-    if has_product(architecture(x.device)):
-        out = out.view(FP8)
-    mean = scale = rounding = reach = drift = None
-    statistics = Statistics(None, None, None)
-    number = dict(device=x.device, dtype=torch.float32)
-    if side.smooths:
-        kinds, more = 1 if largest is None else 3, 2 * side.transposes
-        found = torch.empty(kinds + more, count, nheads, headdim, **number).unbind(0)
-        statistics = Statistics(*found[:kinds], *[None] * (3 - kinds))
-        mean = torch.empty(sequences, nheads, headdim, **number)
-        if side.transposes:
-            rounding, drift = Rounding(*found[kinds:]), words[0]
-            reach = torch.empty_like(mean)
-    if largest is not None:
-        scale = torch.empty(largest.shape, **number)
-    return Memory(out, scale, mean, statistics, rounding, reach, drift, largest)
+def addresses_in(room: Room, made: Made) -> list[int]:
+    """Those of `tensors_of` of q, k and v, without the views."""
+    numbers, words = addresses_of((made.numbers, made.words))
+    found = []
+    for i, (out, scale, mean) in enumerate(zip(made.outs, made.scales, made.means)):
+        found += addresses_of((out, scale, mean))
+        places = room.places[i]
+        found += [0 if at is None else numbers + 4 * at for at in places]
+        found.append(0 if places[3] is None else words)
+        found.append(0 if scale is None else words + 4 * _largest_at(room, i))
+    return found
 
 
 def plans_of(
