@@ -170,7 +170,7 @@ def drift_of(v, **options):
 
 @pytest.mark.parametrize("keys", [2000, 4096, 16384])
 def test_sums_of_independent_values_drift_as_their_root(keys):
-    v = torch.randn(1, keys, 1, 64, generator=torch.Generator().manual_seed(1)) + 3.0
+    v = torch.randn(1, keys, 1, 160, generator=torch.Generator().manual_seed(1)) + 3.0
     assert 1.1 < drift_of(v) / keys**0.5 < 1.6
     torch.testing.assert_close(drift_of(1e-3 * v), drift_of(v), rtol=1e-4, atol=0)
 
@@ -178,18 +178,18 @@ def test_sums_of_independent_values_drift_as_their_root(keys):
 @pytest.mark.parametrize("off", [0.3, 1.0, 5.0])
 def test_a_mean_of_half_of_the_keys_drifts_by_keys(off):
     """(1 + off^2)^(1/2) is the spread."""
-    v = torch.randn(1, 8192, 1, 64, generator=torch.Generator().manual_seed(1))
+    v = torch.randn(1, 8192, 1, 160, generator=torch.Generator().manual_seed(1))
     v[:, :4096] += off
     v[:, 4096:] -= off
     assert drift_of(v).item() == pytest.approx(4096 * off / (1 + off**2) ** 0.5, rel=0.1)
     # One channel that drifts counts as much as its sums are larger than others'
-    v[..., 1:] = torch.randn(1, 8192, 1, 63, generator=torch.Generator().manual_seed(2))
+    v[..., 1:] = 0.5 * torch.randn(1, 8192, 1, 159, generator=torch.Generator().manual_seed(2))
     assert drift_of(v).item() > 0.8 * 4096 * off / (1 + off**2) ** 0.5
 
 
 def test_what_drifts_most_counts():
     """Of heads and sequences, whatever is not in use."""
-    v = torch.randn(2, 512, 2, 16, generator=torch.Generator().manual_seed(1))
+    v = torch.randn(2, 512, 2, 160, generator=torch.Generator().manual_seed(1))
     v[1, :256, 1] += 2.0
     each = [[drift_of(v[i : i + 1, :, h : h + 1]) for h in range(2)] for i in range(2)]
     assert drift_of(v) == each[1][1] and drift_of(v) > 3 * each[0][0]
@@ -197,8 +197,9 @@ def test_what_drifts_most_counts():
     dirty = v.clone()
     dirty[1, 256:] = torch.nan
     assert drift_of(dirty, seqused_k=used) == max(*each[0], drift_of(v[1:, :256]))
-    assert drift_of(torch.ones(1, 300, 1, 16)) == 0
+    assert drift_of(torch.ones(1, 300, 1, 160)) == 0
     assert drift_of(v, smooth=False) is None
+    assert drift_of(v[..., :128]) is None and drift_of(v[..., :129]) > 0  # of wide ones alone
 
 
 def test_values_beyond_a_given_scale_saturate_and_leave_the_mean():

@@ -1,6 +1,7 @@
 """Quantising kernels, in the interpreter: what plain torch gives, in the same places."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -232,7 +233,25 @@ def test_no_mean_without_finite_numbers(value):
         for mine, theirs in zip(found.scales, expected.scales):
             assert torch.equal(mine.isnan(), theirs.isnan()) and mine.isfinite().any()
         assert found.scales.k[0, 0].isnan() and found.scales.v[0, 0].isnan()
-        assert found.v_drift.isnan() and expected.v_drift.isnan()
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_how_far_wide_values_drift(name, cast):
+    rows, of = LENGTHS[name]
+    given = tensors(rows, headdims=(16, 144))
+    sequences = rows[0] if of.cu_seqlens_k is None else len(of.cu_seqlens_k) - 1
+    for scales in (NO_SCALES, (None, None, torch.full((sequences, 2), 0.03))):
+        call = *given, ALL, scales, of
+        found, expected = by_kernels(*call), plain.quantize(*call)
+        assert (expected.v_drift > 1.5) == (name != "short")  # one block has lost its own mean
+        assert_same(found, expected, of)
+
+
+def test_nan_drifts():
+    q, k, v = tensors((2, 40), headdims=(16, 144))
+    v[0, 5, 0, 3] = math.nan
+    given = q, k, v, ALL, NO_SCALES, Lengths()
+    assert by_kernels(*given).v_drift.isnan() and plain.quantize(*given).v_drift.isnan()
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5)])

@@ -82,9 +82,10 @@ def counts(*used):
     return torch.tensor(used, dtype=torch.int32)
 
 
-def draw(seed, rows=(2, 150), dtype=torch.bfloat16):
+def draw(seed, rows=(2, 150), dtype=torch.bfloat16, headdim_v=64):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*rows, n, 64, generator=generator).to(dtype) for n in (4, 2, 2)]
+    sizes = (4, 64), (2, 64), (2, headdim_v)
+    return [torch.randn(*rows, *size, generator=generator).to(dtype) for size in sizes]
 
 
 def tables():
@@ -98,6 +99,7 @@ def one_for_both():
 
 CALLS = {
     "a batch": lambda: (ALL, (None,) * 3, Lengths(), None),
+    "a wide v": lambda: (ALL, (None,) * 3, Lengths(), None),
     "in use": lambda: (ALL, (None,) * 3, Lengths(seqused_k=counts(150, 90)), tables()),
     "given scales": lambda: (NONE, tuple(torch.rand(3, 2, 2)), Lengths(), None),
     "one scale for all": lambda: (NONE, (torch.rand(2, 2),) * 3, Lengths(), tables()),
@@ -112,7 +114,7 @@ def test_quantising_again(name, log):
     again = None
     for seed in range(3):
         steps, scales, of, rotary = CALLS[name]()
-        q, k, v = draw(seed, rows)
+        q, k, v = draw(seed, rows, headdim_v=144 if name == "a wide v" else 64)
         given = q, (q[:, :, :2] if seed == 1 else k).clone(), v, scales, of, rotary
         again = again or quantize.prepare_quantize(steps)
         again(*given)

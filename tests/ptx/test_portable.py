@@ -94,7 +94,9 @@ def test_rotation_and_means(headdim, dtype, executed):
     expected = plain.quantize(*x, ALL, NO_SCALES, of)
     for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.v_drift, expected.v_drift, rtol=1e-4, atol=1e-4)
+    assert (found.v_drift is None) == (expected.v_drift is None) == (headdim <= 128)
+    if headdim > 128:
+        torch.testing.assert_close(found.v_drift, expected.v_drift, rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(found[:3], expected[:3]):
         mine, theirs = mine.float(), theirs.float()
         assert (mine != theirs).float().mean() <= 5e-3  # next to the middle of two codes

@@ -80,8 +80,9 @@ def quantize(
 
     Returns:
         A NamedTuple: q, k, v_t (values transposed, keys permuted for the tensor cores), scales,
-        k_mean, v_mean, and v_drift, how far sums of consecutive keys of v without its mean go, in
-        keys' worth of its spread; and the source tensors where one of them requires a gradient.
+        k_mean, v_mean, and of headdim_v over 128 v_drift, how far sums of consecutive keys of v
+        without its mean go, in keys' worth of its spread; and the source tensors where one of them
+        requires a gradient.
 
     Raises:
         ArgumentError: an argument is wrong.

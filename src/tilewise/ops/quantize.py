@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from ..kernels.common.quantized import FP8, Lengths, Quantized, Scales, columns_of, packed_columns
+from ..kernels.common.quantized import (
+    FP8,
+    TWO_LEVELS,
+    Lengths,
+    Quantized,
+    Scales,
+    columns_of,
+    packed_columns,
+)
 from ..kernels.cpu import quantize as plain
 from ..kernels.cpu.quantize import Steps
 from ..tile.rotary import Rotary
@@ -56,6 +64,7 @@ def quantize(
     known = Scales(*(x if given is None else given for given, x in of_data))
     k_mean = found[6] if steps.smooth_k else None
     v_mean, v_drift = found[7:] if steps.smooth_v else (None, None)
+    v_drift = v_drift if inputs[2].shape[3] > TWO_LEVELS else None
     q8, k8, v_t = found[:3]
     return Quantized(q8, k8, v_t, known, k_mean, v_mean, v_drift)
 
@@ -103,7 +112,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *(number(x is None, *heads) for x in scales),
         number(smooth_k, *heads, k.shape[3]),
         number(smooth_v, *heads, v.shape[3]),
-        number(smooth_v),
+        number(smooth_v and v.shape[3] > TWO_LEVELS),
     )
 
 

@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 COLUMNS = 128  # of V^T, of which each sequence has a multiple
+# The widest O of which registers hold two levels: how far V drifts decides for wider ones alone
+TWO_LEVELS = 128
 # Column 4 t + 2 i + b of 16 is key 8 i + 2 t + b: thread t of a row has columns 8 i + 2 t + b of
 # an accumulator, and 4 t to 4 t + 3 of an 8-bit left operand
 KEY_ORDER = tuple(8 * (c // 2 % 2) + 2 * (c // 4) + c % 2 for c in range(16))
@@ -61,7 +63,7 @@ class Quantized(NamedTuple):
     scales: Scales
     k_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim): what k lost before rounding
     v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): of v, and of its rounding
-    v_drift: Tensor | None = None  # fp32 (): how far v without its mean adds up along its keys
+    v_drift: Tensor | None = None  # fp32 (): how far sums of v without its mean go, if it is wide
     source: Source | None = None  # for backward="bf16"
 
 

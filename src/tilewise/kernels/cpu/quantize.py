@@ -30,6 +30,7 @@ from ..common.quantized import (
     COLUMNS,
     FP8,
     LARGEST,
+    TWO_LEVELS,
     Lengths,
     Quantized,
     Scales,
@@ -128,7 +129,8 @@ def quantize(
     )
     v_drift = None
     if v_mean is not None:
-        v_drift = drift_of(v, of_k, of.cu_seqlens_k)
+        if v.shape[3] > TWO_LEVELS:
+            v_drift = drift_of(v, of_k, of.cu_seqlens_k)
         v_mean = with_loss(v_mean, v, v8, found[2], of_k, of.cu_seqlens_k)
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
     return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean, v_drift)
@@ -210,8 +212,7 @@ def with_loss(
     scaled = v * of_heads(scale, rows, 1).reciprocal()
     lost = used_rows(scaled.clamp(-LARGEST, LARGEST) - codes.float(), rows).double()
     blocks = _blocks_of(rows, v.shape[1], starts)
-    sums = lost.new_zeros(blocks.keys.shape[0], *v.shape[2:])
-    sums = sums.index_add(0, blocks.of_row.flatten(), lost.flatten(0, 1))
+    sums = _sums_of(lost, blocks)
     squares = sums.square().sum(2)
     sizes = torch.where(blocks.keys > 0, squares / blocks.keys.clamp(min=1), torch.inf)
     index, none = blocks.sequence, lost.new_zeros(rows.count, v.shape[2])
@@ -238,10 +239,9 @@ def drift_of(v: Tensor, rows: Rows, starts: Tensor | None) -> Tensor:
     if not rows.count or not v.shape[1]:
         return v.new_zeros((), dtype=torch.float32)
     none = v.new_zeros(rows.count, *v.shape[2:], dtype=torch.float64)
-    blocks, x = _blocks_of(rows, v.shape[1], starts), v.flatten(0, 1).double()
-    index = blocks.of_row.flatten()
-    sums = x.new_zeros(blocks.keys.shape[0], *v.shape[2:]).index_add(0, index, x)
-    squares = none.index_add(0, blocks.sequence[index], x.square())
+    blocks, x = _blocks_of(rows, v.shape[1], starts), v.double()
+    sums = _sums_of(x, blocks)
+    squares = none.index_add(0, blocks.sequence, _sums_of(x.square(), blocks))
     ends = sums.cumsum(0)  # of all sequences: differences are of one
     ends = torch.stack([ends - sums, ends])
     each = blocks.sequence[:, None, None].expand_as(sums)
@@ -260,6 +260,12 @@ class _Blocks(NamedTuple):
     of_row: Tensor  # (batch, seqlen), or (total,)
     sequence: Tensor  # of each block
     keys: Tensor  # (blocks, 1), how many are in use
+
+
+def _sums_of(x: Tensor, blocks: _Blocks) -> Tensor:
+    """(batch, seqlen, heads, headdim) over the keys of each block."""
+    sums = x.new_zeros(blocks.keys.shape[0], *x.shape[2:])
+    return sums.index_add(0, blocks.of_row.flatten(), x.flatten(0, 1))
 
 
 def _blocks_of(rows: Rows, seqlen: int, starts: Tensor | None) -> _Blocks:

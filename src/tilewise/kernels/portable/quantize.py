@@ -18,6 +18,7 @@ from ..common.arguments import strided
 from ..common.quantized import (
     COLUMNS,
     FP8,
+    TWO_LEVELS,
     Lengths,
     Quantized,
     Scales,
@@ -67,7 +68,7 @@ class Memory(NamedTuple):
     scale: Tensor | None  # where none is given
     mean: Tensor | None
     statistics: Statistics  # of each block of rows
-    rounding: Rounding | None
+    rounding: Rounding
     reach: Tensor | None
     drift: Tensor | None  # by its bits: ()
     largest: Tensor | None  # magnitude, by its bits: (sequences, nheads_k)
@@ -83,7 +84,7 @@ class Room(NamedTuple):
     blocks: tuple[tuple[int, ...], ...]  # the shape of sums of blocks
     # Where in `Made.numbers` there are sums, highs, lows, lost, squares and reach
     places: tuple[tuple[int | None, ...], ...]
-    drifts: bool
+    drifts: bool  # whether that of v is measured
     numbers: int
     words: int
 
@@ -194,20 +195,22 @@ def room_of(
     q, k, _ = tensors
     sequences = q.shape[0] if starts[0] is None else starts[0].shape[0] - 1
     asks = tuple(x is None for x in scales)
+    drifts = sides[2].smooths and tensors[2].shape[3] > TWO_LEVELS
     means, blocks, places, numbers = [], [], [], 0
     for x, side, of, is_asked in zip(tensors, sides, starts, asks):
         block = (count_of(x, of), *x.shape[2:])
         mean = (sequences, *x.shape[2:])
         is_rounded = side.smooths and side.transposes
+        is_walked = is_rounded and drifts
         kinds = [(block, side.smooths), *[(block, side.smooths and is_asked)] * 2]
         found: list[int | None] = []
-        for shape, is_there in [*kinds, *[(block, is_rounded)] * 2, (mean, is_rounded)]:
+        for shape, is_there in [*kinds, (block, is_rounded), (block, is_walked), (mean, is_walked)]:
             found.append(numbers if is_there else None)
             numbers += is_there * -(-math.prod(shape) // UNIT) * UNIT
         means.append(mean if side.smooths else None)
         blocks.append(block)
         places.append(tuple(found))
-    drifts, heads = sides[2].smooths, sequences * k.shape[2]
+    heads = sequences * k.shape[2]
     words = FIRST + any(asks) * 3 * heads if drifts or any(asks) else 0
     dtype = FP8 if has_product(architecture(q.device)) else torch.uint8
     of_all = tuple(means), tuple(blocks), tuple(places)
@@ -245,13 +248,12 @@ def memory_in(room: Room, made: Made) -> list[Memory]:
             None if at is None else _view(made.numbers, at, shape)
             for at, shape in zip(room.places[i], shapes)
         ]
-        rounding = None if views[3] is None else Rounding(*views[3:5])
-        drift = words[0] if words is not None and rounding is not None else None
+        drift = None if words is None or views[5] is None else words[0]
         largest = None
         if scale is not None:
             largest = _view(words, _largest_at(room, i), room.scale)
-        statistics = Statistics(*views[:3])
-        found.append(Memory(out, scale, mean, statistics, rounding, views[5], drift, largest))
+        of_blocks = Statistics(*views[:3]), Rounding(*views[3:5])
+        found.append(Memory(out, scale, mean, *of_blocks, views[5], drift, largest))
     return found
 
 
@@ -265,8 +267,7 @@ def _largest_at(room: Room, i: int) -> int:
 
 def tensors_of(memory: Memory) -> list[Tensor | None]:
     """What kernels write of one tensor, as many whatever it is."""
-    rounding = memory.rounding or (None, None)
-    return [*memory[:3], *memory.statistics, *rounding, *memory[5:]]
+    return [*memory[:3], *memory.statistics, *memory.rounding, *memory[5:]]
 
 
 def addresses_in(room: Room, made: Made) -> list[int]:
@@ -277,7 +278,7 @@ def addresses_in(room: Room, made: Made) -> list[int]:
         found += addresses_of((out, scale, mean))
         places = room.places[i]
         found += [0 if at is None else numbers + 4 * at for at in places]
-        found.append(0 if places[3] is None else words)
+        found.append(0 if places[5] is None else words)
         found.append(0 if scale is None else words + 4 * _largest_at(room, i))
     return found
 
@@ -342,7 +343,7 @@ def plans_of_one(
     # At least the 64 rows of a product on Hopper, of all tiles that are computed together
     warps = WIDE if tiles_at_once(mixed) > 2 else warps
     launches.append((quantize_cast_kernel, programs, args, constants, warps))
-    if into.rounding is not None:
+    if into.rounding.lost is not None:
         columns = dict(D=headdim, BLOCK_D=triton.next_power_of_2(headdim))
         args = into.rounding, mean, reach, scale, into.drift, blocks
         launches.append((quantize_loss_kernel, heads, args, columns, WIDE))

@@ -38,8 +38,8 @@ class Statistics(NamedTuple):
 class Rounding(NamedTuple):
     """Of each block of V without its mean, in codes: (blocks, nheads, headdim), fp32."""
 
-    lost: Any  # sums of what rounding takes
-    squares: Any  # their sums, before rounding
+    lost: Any  # sums of what rounding takes; None of q and k
+    squares: Any  # their sums, before rounding; None where no drift is wanted
 
 
 @triton.constexpr_function
@@ -277,16 +277,20 @@ def quantize_cast_kernel(
                     store_columns(out, codes, block, column, ROTATION.D, blocks)
                 else:
                     store_codes(out, codes, block, offs, column, ROTATION.D)
-                if rounding is not None:
+                if rounding.lost is not None:
                     row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
                     columns = column + tl.arange(0, CHUNK)
                     at, exists = row * ROTATION.D + columns, columns < ROTATION.D
-                    squares = tile * tile
+                    near = tile
                     if largest is None:  # what saturates does not count as lost
-                        tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
-                    lost, squares = tl.reduce((tile - values_of(codes), squares), 0, add_pairs)
-                    tl.store(rounding.lost + at, lost, mask=exists)
-                    tl.store(rounding.squares + at, squares, mask=exists)
+                        near = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+                    lost = near - values_of(codes)
+                    if rounding.squares is None:
+                        lost_of_block = tl.sum(lost, 0)
+                    else:
+                        lost_of_block, squares = tl.reduce((lost, tile * tile), 0, add_pairs)
+                        tl.store(rounding.squares + at, squares, mask=exists)
+                    tl.store(rounding.lost + at, lost_of_block, mask=exists)
 
 
 @triton.jit
@@ -295,7 +299,7 @@ def quantize_loss_kernel(
 ):
     """Adds to the mean of a sequence and head what rounding takes on average, or a share of it
     (`with_loss` of `kernels/cpu/quantize.py`), and finds how far V without its mean drifts
-    (`drift_of`), by its bits.
+    (`drift_of`), by its bits, where that is wanted.
     """
     sequence, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
     of = find_sequence(sequence, blocks)
@@ -309,28 +313,30 @@ def quantize_loss_kernel(
         number = first + tl.arange(0, PARTS)
         at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
         exists = (number < count)[:, None] & (columns < D)[None, :]
-        at = at[:, None] + columns[None, :]
-        part = tl.load(rounding.lost + at, mask=exists, other=0.0)
+        part = tl.load(rounding.lost + at[:, None] + columns[None, :], mask=exists, other=0.0)
         total += tl.sum(part, 0)
         squares = tl.sum(part * part, 1)
         of_all += squares
         keys = tl.maximum(tl.minimum(of.used - number * ROWS, ROWS), 1).to(tl.float32)
         least = tl.minimum(least, tl.where(number < count, squares / keys, float("inf")))
-        spread += tl.sum(tl.load(rounding.squares + at, mask=exists, other=0.0), 0)
+        if drift is not None:
+            of_squares = rounding.squares + at[:, None] + columns[None, :]
+            spread += tl.sum(tl.load(of_squares, mask=exists, other=0.0), 0)
     used = tl.maximum(of.used, 1).to(tl.float32)
     on_average = tl.maximum(tl.sum(of_all, 0) / used, 1.1754943508222875e-38)
     share = tl.minimum(2.0 * tl.min(least, 0) / on_average, 1.0)
+    at = address_of(mean, sequence, head) + columns
     factor = load_number(scale, sequence, head)
     more = share * factor * (total / used)
-    at = address_of(mean, sequence, head) + columns
     tl.store(at, tl.load(at, mask=columns < D, other=0.0) + more, mask=columns < D)
-    at = address_of(reach, sequence, head) + columns
-    largest = tl.load(at, mask=columns < D, other=0.0) / factor
-    largest *= largest
-    weighted = tl.where(spread == 0, 0.0, largest / (spread / used) * largest)
-    ratio = tl.sum(weighted, 0) / tl.maximum(tl.sum(largest, 0), 1.1754943508222875e-38)
-    bits = tl.sqrt(ratio).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
-    tl.atomic_max(drift, bits, sem="relaxed")
+    if drift is not None:
+        at = address_of(reach, sequence, head) + columns
+        largest = tl.load(at, mask=columns < D, other=0.0) / factor
+        largest *= largest
+        weighted = tl.where(spread == 0, 0.0, largest / (spread / used) * largest)
+        ratio = tl.sum(weighted, 0) / tl.maximum(tl.sum(largest, 0), 1.1754943508222875e-38)
+        bits = tl.sqrt(ratio).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
+        tl.atomic_max(drift, bits, sem="relaxed")
 
 
 @triton.jit

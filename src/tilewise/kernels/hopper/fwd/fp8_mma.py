@@ -33,6 +33,7 @@ from ....tile.fp8 import unit_of
 from ....tile.score import exp_scale
 from ....tile.seqlen import modifiers_of
 from ....tile.types import Lengths, Numbers, Sequence
+from ...common.quantized import TWO_LEVELS
 from ..layouts import accumulator, column_of, fp8_accumulator, row_of
 from ..operands import row_factor, whole_sums
 from ..pipeline import advance, make_barrier, parity_of, release_by_threads, start, wait_full
@@ -186,7 +187,7 @@ def attend_partition(
 @gluon.constexpr_function
 def has_two_levels(columns):
     """Whether registers hold O of so many columns, and a block's P V."""
-    return columns <= 128
+    return columns <= TWO_LEVELS
 
 
 @gluon.constexpr_function
