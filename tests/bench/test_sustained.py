@@ -12,7 +12,15 @@ from tilewise.bench import append, load, run_suite
 from tilewise.bench.providers import Provider, standard_attention
 from tilewise.bench.row import validate
 from tilewise.bench.shapes import square
-from tilewise.bench.sustained import LEAST_ROUNDS, Plan, cpu_span, measure, plan_for, time_sustained
+from tilewise.bench.sustained import (
+    LEAST_ROUNDS,
+    SPAN_MS,
+    Plan,
+    cpu_span,
+    measure,
+    plan_for,
+    time_sustained,
+)
 from tilewise.bench.timer import CallFailed, ratio
 from tilewise.bench.ways import FLUSHED, SUSTAINED, rate_of, ratio_of, way_of
 
@@ -90,6 +98,10 @@ def test_each_shape_has_orders_of_its_own():
 
 def test_rounds_are_eight_or_more():
     assert [plan_for("cpu", asked).rounds for asked in (2, 5, 12)] == [8, 8, 12]
+    spans = [
+        plan_for(device, 8, span_ms=ms).span_ms for device in ("cpu", "cuda") for ms in (None, 70)
+    ]
+    assert spans == [1.0, 70, 10.0, 70]
 
 
 def test_both_ways_are_measured():
@@ -135,6 +147,7 @@ def test_a_provider_that_raises_under_load_has_no_row_and_others_go_on(tmp_path,
     rows = load(file)
     assert [one.provider for one in rows] == ["standard", "flash"]
     assert all(len(one.rounds_ms) == 1 and len(one.sustained_ms) == LEAST_ROUNDS for one in rows)
+    assert all(one.extra["span_ms"] == SPAN_MS["cpu"] for one in rows)
     assert done[0].sustained.median == 1.0
     assert done[2].sustained == ratio(rows[0].sustained_ms, rows[1].sustained_ms)
     assert sum(line.strip().startswith("sustained") for line in lines) == 2

@@ -116,19 +116,20 @@ def run_suite(
     show: Callable[[str], None] = print,
     with_dense: bool = False,
     sustained: bool = False,
+    span_ms: float | None = None,
     energy: bool = False,
 ) -> list[Outcome[Shape]]:
     """Times `providers` at `shapes`; the first that runs is the one that ratios are taken against.
     With `with_dense` the first provider also runs, interleaved with the others, the dense shape
-    that each packed one is held against. With `sustained` all are timed under load too, with
-    `energy` joules are measured as well.
+    that each packed one is held against. With `sustained` all are timed under load too, in spans of
+    at least `span_ms`; with `energy` joules are measured as well.
 
     Rows are appended to `save` as each shape ends, so a run that is cut short keeps what it has.
     """
     named = [provider(p) if isinstance(p, str) else p for p in providers]
     chosen = list({one.name: one for one in named}.values())  # two spellings are one provider
     run = Run(suite, device, save, show)
-    plan = plan_for(device, rounds, energy) if sustained or energy else None
+    plan = plan_for(device, rounds, energy, span_ms) if sustained or energy else None
     run.begin(rounds)
     outcomes = []
     for shape in shapes:
@@ -256,6 +257,8 @@ def call_of(shape: Shape, attend: Attend, inputs: Inputs) -> Callable[[], object
 def make_row(shape: Any, name: str, times: Times, verdict: Verdict, common: Stamp) -> Row:
     """A provider's row."""
     extra = lengths_of(shape) | ({"joules_by": times.joules_by} if times.joules_by else {})
+    if times.sustained:
+        extra["span_ms"] = times.span_ms
     loaded = dict(sustained_ms=times.sustained, joules=times.joules)
     more = dict(flops=shape.flops, extra=extra, **loaded)
     return Row.of(common, shape, name, times.flushed, verdict, **more)

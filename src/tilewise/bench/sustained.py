@@ -4,6 +4,10 @@ Behind a pause a call runs below the card's power limit. Back to back, as in tra
 it and the clock falls until they keep to it: then other things decide which is the faster. So a
 call is timed in spans of calls without a pause, on a card that has been under load for seconds, in
 an order drawn at random for each round; ratios are taken round by round, as in `timer`.
+
+The driver sets the clock by the power of some tenths of a second. In shorter spans the providers of
+a round share a clock: that is fair to those that ask for the same power, as one dtype's do. Where
+they do not, each has its own clock in spans of a second.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from .energy import Meter, NoEnergy, block, open_meter
 from .timer import Call, Clock, attempt, calls_in, time_interleaved
 
 LEAST_ROUNDS = 8
+SPAN_MS = {"cuda": 10.0, "cpu": 1.0}
 
 
 class Span(Protocol):
@@ -56,21 +61,24 @@ class Plan(NamedTuple):
     span: Span
     draw: random.Random  # of the orders
     rounds: int = LEAST_ROUNDS
-    span_ms: float = 10.0  # a span has at least so many
+    span_ms: float = SPAN_MS["cuda"]  # a span has at least so many
     load_ms: float = 2000.0  # what the card has done before the first round
     meter: Meter | None = None  # of energy; None: not asked
 
 
-def plan_for(device: str, rounds: int, with_energy: bool = False) -> Plan:
+def plan_for(
+    device: str, rounds: int, with_energy: bool = False, span_ms: float | None = None
+) -> Plan:
     """The plan of a device; on a CPU spans are short and nothing precedes them. NoEnergy where its
     energy cannot be asked for.
     """
     rounds, draw = max(rounds, LEAST_ROUNDS), random.Random(0)
     if device.startswith("cuda"):
-        return Plan(cuda_span, draw, rounds, meter=open_meter(device) if with_energy else None)
+        meter = open_meter(device) if with_energy else None
+        return Plan(cuda_span, draw, rounds, span_ms or SPAN_MS["cuda"], meter=meter)
     if with_energy:
         raise NoEnergy(f"a GPU's driver measures it, and {device} is no GPU")
-    return Plan(cpu_span, draw, rounds, span_ms=1.0, load_ms=0.0)
+    return Plan(cpu_span, draw, rounds, span_ms or SPAN_MS["cpu"], load_ms=0.0)
 
 
 class Times(NamedTuple):
@@ -80,6 +88,7 @@ class Times(NamedTuple):
     sustained: list[float]  # none where it is not asked for
     joules: float | None = None
     joules_by: str = ""  # what they are measured by
+    span_ms: float = 0.0  # the least of a sustained span
 
 
 def measure(
@@ -93,11 +102,14 @@ def measure(
         return {name: Times(times, []) for name, times in flushed.items()}
     if plan.meter is None:
         sustained = time_sustained(calls, plan)
-        return {name: Times(flushed[name], sustained[name]) for name in calls}
+        return {name: Times(flushed[name], sustained[name], span_ms=plan.span_ms) for name in calls}
     joules, by = joules_of(calls, plan), plan.meter.kind
     # The blocks have put the card under load; what is left learns how long a call takes
     sustained = time_sustained(calls, plan._replace(load_ms=plan.load_ms / 10))
-    return {name: Times(flushed[name], sustained[name], joules[name], by) for name in calls}
+    return {
+        name: Times(flushed[name], sustained[name], joules[name], by, plan.span_ms)
+        for name in calls
+    }
 
 
 def time_sustained(calls: Mapping[str, Call], plan: Plan) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ from .options import (
     providers_of,
     run_options,
     show_with,
-    sustained_option,
+    sustained_options,
 )
 
 
@@ -52,7 +52,7 @@ from .options import (
     help="Of flash, cudnn, efficient, math (torch's SDPA, the backend pinned; sdpa-flash is flash),"
     " fa2, fa3, fa4, flex, standard.",
 )
-@sustained_option
+@sustained_options
 @energy_option
 @run_options
 def dense(directions, suite, ours, against, **options) -> None:

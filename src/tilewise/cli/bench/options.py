@@ -68,10 +68,18 @@ row_options = together(
     ),
 )
 run_options = together(round_options, row_options)
-sustained_option = click.option(
-    "--sustained",
-    is_flag=True,
-    help="Also calls back to back, in spans of 10 ms, 8 rounds or more, after 2 s of load.",
+sustained_options = together(
+    click.option(
+        "--sustained",
+        is_flag=True,
+        help="Also calls back to back, in spans, 8 rounds or more, after 2 s of load.",
+    ),
+    click.option(
+        "--span-ms",
+        type=click.FloatRange(0, min_open=True),
+        help="Least time of such a span; 10 on a GPU unless said, 1000 where dtypes are compared,"
+        " whose power differs.",
+    ),
 )
 energy_option = click.option(
     "--energy",

@@ -13,7 +13,7 @@ from .options import (
     feature_options,
     our_options,
     run_options,
-    sustained_option,
+    sustained_options,
 )
 
 
@@ -48,7 +48,7 @@ from .options import (
     is_flag=True,
     help="Also our dense attention, interleaved with the packed: how much of its TFLOP/s is kept.",
 )
-@sustained_option
+@sustained_options
 @energy_option
 @run_options
 def varlen(lengths, heads, passes, causal, dtype, ours, against, **options) -> None:
