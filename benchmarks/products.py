@@ -22,7 +22,7 @@ from tilewise.bench.run import Outcome, Ready, Run, reason_of, time_ready
 from tilewise.bench.standings import standings, summary
 from tilewise.bench.sustained import plan_for
 from tilewise.bench.table import table_of
-from tilewise.cli.bench.options import conclude, run_options, show_with, sustained_option
+from tilewise.cli.bench.options import conclude, run_options, show_with, sustained_options
 from tilewise.cli.options import IntList, NameList
 from tilewise.testing import tolerance
 
@@ -144,13 +144,15 @@ def run_products(
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
     sustained: bool = False,
+    span_ms: float | None = None,
 ) -> list[Outcome[Product]]:
     """Times our product in each configuration (None: the chosen one) and torch's in interleaved
-    rounds, `sustained` also under load.
+    rounds, `sustained` also under load, in spans of at least `span_ms`.
 
     Rows are appended to `save` as each product ends.
     """
-    run, plan = Run(SUITE, device, save, show), plan_for(device, rounds) if sustained else None
+    run = Run(SUITE, device, save, show)
+    plan = plan_for(device, rounds, span_ms=span_ms) if sustained else None
     run.begin(rounds)
     outcomes = []
     for product in products:
@@ -230,7 +232,7 @@ def config_names() -> list[str]:
     type=NameList(config_names),
     help="Of our kernel, by name, or all; without it the one that serves the dtype.",
 )
-@sustained_option
+@sustained_options
 @run_options
 def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     """Time our matrix product beside torch's, which on a GPU is cuBLAS.
