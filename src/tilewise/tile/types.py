@@ -196,8 +196,8 @@ class SplitPipeline(NamedTuple):
     CACHE: str = ""  # "e4m3" or "int8" where keys and values have 8 bits; else they are as queries
     WARPGROUPS: int = 1  # that multiply, each with ROWS of its own, and share tiles of K and V
     BLOCK_M: int = 64  # rows of tiles in registers and shared memory, of which ROWS may be queries
-    WARPS: int = 4  # of a warpgroup that multiplies; 8 are two that share rows, and divide keys
     SWAPPED: bool = False  # whether keys are the rows of wgmma, and the tile's rows its columns
+    PROGRAMS: int = 1  # on an SM at a time
 
 
 class KeyPipeline(NamedTuple):

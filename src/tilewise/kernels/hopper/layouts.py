@@ -12,33 +12,28 @@ WARPGROUP_ROWS = gl.constexpr(64)  # the M of every wgmma
 
 
 @gluon.constexpr_function
-def accumulator(columns, warps=4):
-    """A (64, columns) fp32 tile as wgmma leaves it; of more rows 64 after 64. Of 8 warps, two
-    warpgroups, each has 64 rows.
-    """
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+def accumulator(columns):
+    """A (64, columns) fp32 tile as wgmma leaves it; of more rows 64 after 64."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def transposed_accumulator(rows, columns, warps=4):
+def transposed_accumulator(rows, columns):
     """A (rows, columns) fp32 tile whose transpose wgmma left: columns lie over lanes and warps."""
-    registers = [[1, 0], [0, 8], *doublings(8, rows, 0), *doublings(16 * warps, columns, 1)]
+    registers = [[1, 0], [0, 8], *doublings(8, rows, 0), *doublings(64, columns, 1)]
     lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
-    over_warps = doublings(16, 16 * warps, 1)
+    over_warps = [[0, 16], [0, 32]]
     return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [rows, columns])
 
 
 @gluon.constexpr_function
-def numbers_of_warps(rows, warps=4):
-    """(rows, warps), one number for each row and warp: a thread has all of the rows that it has in
-    a transposed accumulator.
+def numbers_of_warps(rows):
+    """(rows, 4), one number for each row and warp: a thread has all of the rows that it has in a
+    transposed accumulator.
     """
-    over_warps = doublings(1, warps, 1)
-    registers = [[1, 0], *doublings(8, rows, 0), *over_warps]
-    nowhere = [[0, 0]] * 3
-    return gl.DistributedLinearLayout(
-        registers, [[2, 0], [4, 0], *nowhere], nowhere[: len(over_warps)], [], [rows, warps]
-    )
+    registers = [[1, 0], *doublings(8, rows, 0), [0, 1], [0, 2]]
+    lanes = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [rows, 4])
 
 
 @gluon.constexpr_function

@@ -31,7 +31,7 @@ class Own(NamedTuple):
 
     state: Any  # (BLOCK_M, BLOCK_DV), folded pieces
     probabilities: Any  # (2, BLOCK_M, BLOCK_N), where operands are swapped
-    maxima: Any  # (BLOCK_M, WARPS), of each warp
+    maxima: Any  # (BLOCK_M, 4), of each warp
     sums: Any  # the same
 
 
@@ -44,7 +44,7 @@ def attend_partition(
         make_ready(rings, call.scales, TILE)
     modifiers = modifiers_of(call.optionals)
     messages_state, q_state, state = start(), start(), start()
-    work = receive_work(rings.messages, messages_state, TILE.WARPS)
+    work = receive_work(rings.messages, messages_state)
     while work.kind != END:
         messages_state = advance(messages_state, 2)
         if work.kind == PART:
@@ -74,7 +74,7 @@ def attend_partition(
         else:
             if work.index % TILE.WARPGROUPS == WG:
                 fold_slice(work, output, counters, call, FEATURES, TILE)
-        work = receive_work(rings.messages, messages_state, TILE.WARPS)
+        work = receive_work(rings.messages, messages_state)
 
 
 @gluon.jit
@@ -86,9 +86,7 @@ def attend_part(
     DV: gl.constexpr = TILE.BLOCK_DV
     M: gl.constexpr = TILE.BLOCK_M
     IS_SWAPPED: gl.constexpr = TILE.SWAPPED
-    O_LAYOUT: gl.constexpr = (
-        output_layout(M, DV, TILE.CACHE, TILE.WARPS) if IS_SWAPPED else accumulator(DV)
-    )
+    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE) if IS_SWAPPED else accumulator(DV)
     # The first pieces of a tile are folded on the way
     is_first = work.index == 0
     k_scale = 1.0

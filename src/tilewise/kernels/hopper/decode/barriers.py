@@ -25,7 +25,7 @@ def make_barriers(rings, scales, TILE: gl.constexpr):
     # The load warp's lanes arrive, too, when the scales that they copy have landed
     OF_K: gl.constexpr = arrivals_of(scales.k_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
     OF_V: gl.constexpr = arrivals_of(scales.v_row is not None, TILE.COPY_WARPS, TILE.BY_TMA)
-    READS: gl.constexpr = 32 * TILE.WARPS * TILE.WARPGROUPS  # of a stage: see `release_by_threads`
+    READS: gl.constexpr = 128 * TILE.WARPGROUPS  # of a stage: see `release_by_threads`
     init_ring(rings.k, OF_K, READS)
     init_ring(rings.v, OF_V, READS)
     init_barrier(rings.q.full, 1 if TILE.WARPGROUPS == 1 else 32)

@@ -81,7 +81,7 @@ def key_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
     """K, (BLOCK_N, BLOCK_D), its even columns before its odd ones."""
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
-    OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M, TILE.WARPS))
+    OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M))
     even, odd = halves(as_words(smem, N, D // 2).load(OPERAND), dtype, TILE)
     k_tile = gl.join(even, odd).permute((0, 2, 1)).reshape([N, D])
     return gl.convert_layout(k_tile, OPERAND, assert_trivial=True)
@@ -92,42 +92,42 @@ def value_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
     """V^T, (BLOCK_DV, BLOCK_N), of 16 columns the even ones before the odd ones."""
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
-    LAYOUT: gl.constexpr = transposed_words(DV // 2, N, TILE.WARPS)
+    LAYOUT: gl.constexpr = transposed_words(DV // 2, N)
     words = as_words(smem, N, DV // 2).permute((1, 0)).load(LAYOUT)
     even, odd = halves(words, dtype, TILE)
     v_tile = gl.join(even, odd).reshape([DV // 16, 8, N, 2])
     v_tile = v_tile.permute((0, 3, 1, 2)).reshape([DV, N])
-    OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M, TILE.WARPS))
+    OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M))
     return gl.convert_layout(v_tile, OPERAND, assert_trivial=True)
 
 
 @gluon.constexpr_function
-def transposed_words(pairs, keys, warps):
+def transposed_words(pairs, keys):
     """(pairs of columns, keys): a thread has pair 8 w + g, whose columns are then its two rows."""
-    registers = [[0, 1], [0, 8], *doublings(16, keys, 1), *doublings(8 * warps, pairs, 0)]
+    registers = [[0, 1], [0, 8], *doublings(16, keys, 1), *doublings(32, pairs, 0)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    over_warps = doublings(8, 8 * warps, 0)
+    over_warps = [[8, 0], [16, 0]]
     return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [pairs, keys])
 
 
 @gluon.constexpr_function
-def interleaved_accumulator(rows, columns, warps):
+def interleaved_accumulator(rows, columns):
     """A (rows, columns) fp32 tile whose transpose wgmma left, of 16 columns the even ones first: a
     thread has both of a pair.
     """
-    registers = [[1, 0], [0, 1], *doublings(8, rows, 0), *doublings(16 * warps, columns, 1)]
+    registers = [[1, 0], [0, 1], *doublings(8, rows, 0), *doublings(64, columns, 1)]
     lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
-    over_warps = doublings(16, 16 * warps, 1)
+    over_warps = [[0, 16], [0, 32]]
     return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [rows, columns])
 
 
 @gluon.jit
-def in_order(acc, WARPS: gl.constexpr):
+def in_order(acc):
     """O, (BLOCK_M, BLOCK_DV), from O^T as wgmma left it: its registers stay where they are."""
     DV: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
     acc = acc.permute((1, 0)).reshape([M, DV // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([M, DV])
-    return gl.convert_layout(acc, interleaved_accumulator(M, DV, WARPS), assert_trivial=True)
+    return gl.convert_layout(acc, interleaved_accumulator(M, DV), assert_trivial=True)
 
 
 @gluon.jit

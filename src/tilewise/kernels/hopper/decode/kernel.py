@@ -16,7 +16,7 @@ from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
 from .attend import Own, attend_partition
 from .barriers import make_barriers
 from .copy import copy_partition
-from .load import Sources, fetches_descriptors, load_partition
+from .load import Sources, fetches_descriptors, have_scales, load_partition
 from .queries import query_partition
 from .work import DecodeCall, make_work_messages
 
@@ -84,17 +84,18 @@ def hopper_decode_kernel(
     if TILE.SWAPPED:
         probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype))
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-        maxima = gl.allocate_shared_memory(gl.float32, [M, TILE.WARPS], by_row)
-        sums = gl.allocate_shared_memory(gl.float32, [M, TILE.WARPS], by_row)
+        maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
+        sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
     own = Own(state, probabilities, maxima, sums)
     if WARPGROUPS > 1:
         make_barriers(rings, scales, TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
     call = DecodeCall(optionals, sizes, numbers, scales)
     sources = Sources(k, v, table)
-    # Registers of the load warp: more where it copies scales of rows, too
-    LOAD: gl.constexpr = 56 if TILE.CACHE == "" else 112
-    COPY: gl.constexpr = 96 if TILE.CACHE == "" else 112
+    # The attend warps have what these leave: more where rows or their scales are copied, too
+    HAS_ROW_SCALES: gl.constexpr = have_scales(scales.k_row, scales.v_row)
+    LOAD: gl.constexpr = registers_of(TILE.CACHE, TILE.PROGRAMS, HAS_ROW_SCALES)
+    COPY: gl.constexpr = registers_of(TILE.CACHE, TILE.PROGRAMS, True)
     COPY_WARPS: gl.constexpr = TILE.COPY_WARPS
     if WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
@@ -140,6 +141,16 @@ def hopper_decode_kernel(
             [1, 1, COPY_WARPS],
             [LOAD, LOAD, COPY],
         )
+
+
+@gluon.constexpr_function
+def registers_of(cache, programs, is_copy):
+    """Of a thread that starts copies, or copies rows or their scales itself."""
+    if cache == "":
+        return 96 if is_copy else 56
+    if programs == 1:
+        return 112
+    return 64 if is_copy else 56
 
 
 @gluon.jit

@@ -37,6 +37,7 @@ Tensor = torch.Tensor
 FEWEST_ROWS = 8  # that wgmma takes as columns, and a swizzle repeats after
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
+REGISTERS = 2**16  # of an SM
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
 K, V = 1, 2  # in a row of addresses
@@ -76,10 +77,9 @@ def rows_of(cached: Cached, batch: int) -> int:
     """Rows of a tile, which decide no bit: of as many queries as a sequence has on average."""
     group = cached.problem.group
     queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
-    # Of 8 bits an accumulator of 64 rows takes 128 registers at headdim_v 256, and operands are
-    # swapped whatever the rows: only where a group is as many
-    is_narrow = cached.k.dtype not in CACHES or cached.problem.headdim_v <= 128
-    most = ROWS if is_narrow or group > 32 else 32
+    # Of 8 bits two programs share an SM to 32 rows, and are faster than one of 64: only where a
+    # group is as many
+    most = ROWS if cached.k.dtype not in CACHES or group > 32 else 32
     return min(max(triton.next_power_of_2(queries * group), FEWEST_ROWS), most)
 
 
@@ -97,7 +97,7 @@ def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
 def plan_of(
     cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE, most: int | None = None
 ) -> Plan:
-    """A launch for any lengths, of `most` programs; by default one for each SM."""
+    """A launch for any lengths, for `most` SMs; by default all."""
     problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
     scales = Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale))
     row_scales = (scales.k_row is not None) + (scales.v_row is not None)
@@ -106,7 +106,7 @@ def plan_of(
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
     warpgroups = warpgroups_of(cached, batch, most)
-    asked = row_scales, warpgroups, rows_of(cached, batch), cached.split_size
+    asked = row_scales, warpgroups, rows_of(cached, batch)
     tile = tile_of(problem, page_size, k.dtype, *asked)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
@@ -140,7 +140,10 @@ def plan_of(
         scales,
     )
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
-    return Plan(min(bound, most), args, dict(FEATURES=features, TILE=tile, num_warps=tile.WARPS))
+    constants = dict(FEATURES=features, TILE=tile, num_warps=4)
+    if tile.PROGRAMS > 1:  # a program has 8 warps, whose registers setmaxnreg divides anew
+        constants["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)
+    return Plan(min(bound, most * tile.PROGRAMS), args, constants)
 
 
 def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:

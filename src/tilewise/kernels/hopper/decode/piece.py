@@ -194,7 +194,7 @@ def wait_values(n, keys, rings, state, TILE: gl.constexpr):
         fence_async_shared()
     v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
     if (n < keys.first) | (n + N > keys.last):
-        clear_unused(v_tile, n, keys, 32, TILE.WARPS, TILE)
+        clear_unused(v_tile, n, keys, 32, 4, TILE)
         if TILE.CACHE != "":
             barrier()  # here, so that threads which read other blocks do not wait for each other
     return v_tile

@@ -4,7 +4,6 @@ operands swapped of its columns.
 Of 64 keys, key 16 w + 8 h + g. A thread has both h of some (w, g) in either layout: of one g and w
 with operands swapped, of two g and all w else. So it sums over h and the blocks of a piece, and
 after the piece sums over g and w are sums of pairs, in one order: of two numbers it decides no bit.
-Of 8 warps, whose operands are always swapped, it is 128 keys.
 """
 
 from triton.experimental import gluon
@@ -12,11 +11,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def sums_of_threads(p, WARPS: gl.constexpr = 4):
-    """Of a block: (BLOCK_M, WARPS, 8)."""
+def sums_of_threads(p):
+    """Of a block: (BLOCK_M, 4, 8)."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(p.reshape([M, N // (16 * WARPS), WARPS, 2, 8]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([M, N // 64, 4, 2, 8]), 3), 1)
 
 
 @gluon.jit
@@ -24,22 +23,18 @@ def add_sums(l_i, alpha, p):
     """The sums of a block, to those before it."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, l_i.type.layout))
     factor = gl.convert_layout(alpha, layout, assert_trivial=True)
-    WARPS: gl.constexpr = l_i.shape[1]
-    return l_i * factor[:, None, None] + sums_of_threads(p, WARPS)
+    return l_i * factor[:, None, None] + sums_of_threads(p)
 
 
 @gluon.jit
 def sums_of_warps(l_i):
-    """Over g: (BLOCK_M, WARPS)."""
+    """Over g: (BLOCK_M, 4)."""
     M: gl.constexpr = l_i.shape[0]
-    WARPS: gl.constexpr = l_i.shape[1]
-    return gl.sum(gl.sum(gl.sum(l_i.reshape([M, WARPS, 2, 2, 2]), 2), 2), 2)
+    return gl.sum(gl.sum(gl.sum(l_i.reshape([M, 4, 2, 2, 2]), 2), 2), 2)
 
 
 @gluon.jit
 def whole_sums(of_warps):
     """Over w: (BLOCK_M,)."""
     M: gl.constexpr = of_warps.shape[0]
-    if of_warps.shape[1] == 8:
-        of_warps = gl.sum(of_warps.reshape([M, 4, 2]), 2)
     return gl.sum(gl.sum(of_warps.reshape([M, 2, 2]), 1), 1)

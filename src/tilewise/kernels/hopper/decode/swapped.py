@@ -4,10 +4,10 @@ rows of wgmma, and the tile's rows, of which a decode has few, its columns.
     S^T = K Q^T,  softmax,  O^T += V^T P^T
 
 An accumulator's transpose is a tile of rows again, in the registers where it is: what follows wgmma
-is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, of 8 bits in
-four or eight, which tell each other their maxima once a block, and their sums once a piece.
-O^T += V^T P^T of a block is computed during the softmax of the next. The bits of a row are those of
-piece.py, as wgmma sums alike whichever operand is which.
+is written as it is of 16 bits, and only layouts know. A row's keys lie in four warps, which tell
+each other their maxima once a block, and their sums once a piece. O^T += V^T P^T of a block is
+computed during the softmax of the next. The bits of a row are those of piece.py, as wgmma sums
+alike whichever operand is which.
 """
 
 from triton.experimental import gluon
@@ -39,19 +39,18 @@ def attend_piece_swapped(
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
-    WARPS: gl.constexpr = TILE.WARPS
-    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N, WARPS)
-    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE, WARPS)
+    S_LAYOUT: gl.constexpr = transposed_accumulator(M, N)
+    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE)
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
     # K and V^T are both in registers else, for which these leave no room
     IN_TURN: gl.constexpr = TILE.CACHE != "" and M > (8 if DV > 128 else 32)
     asked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
-    no_scores = gl.zeros([N, M], gl.float32, accumulator(M, WARPS))
-    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M, WARPS))
+    no_scores = gl.zeros([N, M], gl.float32, accumulator(M))
+    acc_o = gl.zeros([DV, M], gl.float32, accumulator(M))
     m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT), WARPS)
+    l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
     split_size = call.sizes.split_size
     first, stop = piece_keys(piece * split_size, split_size, asked.keys, N)
     s = multiply_keys(q_smem, rings, state, no_scores, TILE)
@@ -76,16 +75,16 @@ def attend_piece_swapped(
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
     l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
-    acc_o = by_rows(acc_o, WARPS) if TILE.CACHE == "" else in_order(acc_o, WARPS)
+    acc_o = by_rows(acc_o) if TILE.CACHE == "" else in_order(acc_o)
     found = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
     return advance(state, TILE.STAGES), found
 
 
 @gluon.constexpr_function
-def output_layout(rows, columns, cache, warps):
+def output_layout(rows, columns, cache):
     """O as its transpose is left."""
     layout_of = interleaved_accumulator if cache else transposed_accumulator
-    return layout_of(rows, columns, warps)
+    return layout_of(rows, columns)
 
 
 @gluon.jit
@@ -106,7 +105,7 @@ def take_scores(s, IN_FLIGHT: gl.constexpr, rings, state, k_scale, call, TILE: g
     """S, (BLOCK_M, BLOCK_N), times what its keys' scales, or one of no use as a factor of the
     exponent, ask for; of products IN_FLIGHT are newer.
     """
-    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]), TILE.WARPS)
+    s = by_rows(warpgroup_mma_wait(IN_FLIGHT, deps=[s]))
     if call.scales.k_row is not None:
         scales = rings.k_scales.index(state.stage).load(column_of(s.type.layout))
         s = s * scales[None, :]
@@ -125,9 +124,8 @@ def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
     S_LAYOUT: gl.constexpr = s.type.layout
     scale = exp_scale(asked.seq, FEATURES)
     s = scores_of(s, n, asked, FEATURES)
-    # Row 64 i + 16 w + j of wgmma is in warp w; of 8 warps 128 i + 16 w + j
-    WARPS: gl.constexpr = own.maxima.shape[1]
-    of_warps = gl.max(gl.max(s.reshape([M, N // (16 * WARPS), WARPS, 16]), 1), 2)
+    # Row 64 i + 16 w + j of wgmma is in warp w
+    of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
     largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
     m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
     p, alpha = exponentials(s, m_i, m_new, scale, True)
@@ -170,9 +168,9 @@ def end_values(acc_o, alpha, rings, state):
 
 
 @gluon.jit
-def by_rows(acc, WARPS: gl.constexpr):
+def by_rows(acc):
     """An accumulator's transpose: its registers stay where they are."""
-    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0], WARPS)
+    LAYOUT: gl.constexpr = transposed_accumulator(acc.shape[1], acc.shape[0])
     return gl.convert_layout(acc.permute((1, 0)), LAYOUT, assert_trivial=True)
 
 
@@ -184,6 +182,6 @@ def in_rows(x, layout: gl.constexpr):
 
 @gluon.jit
 def of_all_warps(x, smem):
-    """(BLOCK_M, WARPS), a number of each warp, where all have them."""
+    """(BLOCK_M, 4), a number of each warp, where all have them."""
     smem.store(x)
-    return smem.load(numbers_of_warps(x.shape[0], x.shape[1]))
+    return smem.load(numbers_of_warps(x.shape[0]))

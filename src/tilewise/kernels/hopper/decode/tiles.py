@@ -31,12 +31,10 @@ def tile_of(
     row_scales: int = 0,
     warpgroups: int = 1,
     rows: int = ROWS,
-    split_size: int = 0,
 ) -> SplitPipeline:
     """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
     it, but neither on how many `rows` it has nor on how its keys are copied. `row_scales` counts
-    the sides, of keys and values, whose rows have their own scales. Blocks of 8 bits are by the
-    `split_size` too, which is one of the call's sums.
+    the sides, of keys and values, whose rows have their own scales.
     """
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
@@ -45,8 +43,6 @@ def tile_of(
     block_n = 128 if max(block_d, block_dv) == 64 else 64
     if warpgroups > 1:
         return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
-    if kept in CACHES and block_d <= block_dv == 128 and split_size % 128 == 0:
-        block_n = 128
     shape = block_n, block_d, block_dv
     by_tma = is_box(page_size, block_n)
     if kept in CACHES:
@@ -71,33 +67,36 @@ def few_rows_tile(shape: tuple[int, int, int], rows: int, by_tma: bool) -> Split
     return SplitPipeline(rows, *place, STATE_IN_SHARED=False, BLOCK_M=rows, SWAPPED=True)
 
 
-def swapped_row(shape: tuple[int, int, int], q_stages: int, warps: int = 4) -> int:
-    """Bytes of a row: queries, P of two blocks, a maximum and a sum of each warp."""
+def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
+    """Bytes of a row: queries, P of two blocks, a maximum and a sum of each of four warps."""
     block_n, block_d, _ = shape
-    return 2 * q_stages * block_d + 4 * block_n + 8 * warps
+    return 2 * q_stages * block_d + 4 * block_n + 32
 
 
 def eight_bit_tile(
     cache: str, shape: tuple[int, int, int], rows: int, row_scales: int, by_tma: bool
 ) -> SplitPipeline:
-    """The tile of a cache of 8 bits, of 8 to 64 rows."""
+    """The tile of a cache of 8 bits, of 8 to 64 rows. To 32 an SM has two programs: while a
+    warpgroup converts, or waits for its own products or maxima, the other one's has the SM's units.
+    """
     block_n, block_d, block_dv = shape
-    # Two warpgroups halve the keys of S^T, and the columns of V, which then are 64 of each
-    warps = 8 if block_n == block_dv == 128 else 4
+    programs = 2 if rows <= 32 else 1
     is_wide = max(block_d, block_dv) > 128
     in_shared = rows > (8 if is_wide else 32)  # two accumulators are too many registers
     q_stages = 1 if rows > 16 and is_wide else 2
-    of_row = swapped_row(shape, q_stages, warps) + 4 * block_dv * in_shared  # folded pieces
-    # Beside copies by threads Triton has 1,668 bytes of its own, else 748
-    room = SHARED_MEMORY["sm90"] - (1024 if by_tma else 2048) - rows * of_row
+    of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
+    # Of each program 1 KB is the driver's. Beside copies by threads Triton has 1,668 bytes of its
+    # own, else 748
+    room = (SHARED_MEMORY["sm90"] + 1024) // programs - 1024 - (1024 if by_tma else 2048)
+    room -= rows * of_row
     stages = min(room // (block_n * (block_d + block_dv + 4 * row_scales)), 8)
     return SplitPipeline(
         *(rows, *shape, stages, q_stages, by_tma, in_shared),
-        COPY_WARPS=2 if warps == 8 else 4,  # 2 are those that the load warp's group has room for
+        COPY_WARPS=2 if programs > 1 else 4,  # 2 are those that the load warp's group has room for
         CACHE=cache,
         BLOCK_M=rows,
-        WARPS=warps,
         SWAPPED=True,
+        PROGRAMS=programs,
     )
 
 
