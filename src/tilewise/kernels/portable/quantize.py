@@ -29,10 +29,13 @@ from ..common.quantized import (
 from ..common.relaunch import Launches, addresses_of, distinct_views
 from .decode_launch import SplitPlan, run
 from .fp8_launch import has_product, of_head
-from .hadamard import CHUNK, Rotation, tiles_at_once
+from .hadamard import Rotation, tiles_at_once
 from .quantize_kernels import (
+    SHARE,
+    WARPS,
     Rounding,
     Statistics,
+    chunks_of,
     quantize_amax_kernel,
     quantize_cast_kernel,
     quantize_loss_kernel,
@@ -45,7 +48,7 @@ from .quantize_rows import RowBlocks, Tables
 Tensor = torch.Tensor
 Given = Sequence[Tensor | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WARPS, WIDE, STAGES = 4, 8, 1
+WIDE, STAGES = 8, 1
 # The word of drift, as compiled graphs want outputs at multiples of 16 bytes; then those of the
 # largest magnitudes
 FIRST = 4
@@ -323,25 +326,28 @@ def plans_of_one(
     of_x, programs = (strided(x), angles), count_of(x, blocks.cu_seqlens) * x.shape[2]
     heads = blocks.sequences * blocks.nheads
     # Rows that are not aligned come through more registers
-    warps = WIDE if headdim % 16 else WARPS
+    warps = WIDE if headdim % 16 else WARPS.value
+    warps_of_sums = warps if mixed else 1
     mean, reach = (None if t is None else of_head(t) for t in (into.mean, into.reach))
     launches = []
     if mean is not None:
         args = *of_x, into.statistics, blocks
-        launches.append((quantize_statistics_kernel, programs, args, constants, warps))
+        parts = programs * chunks_of(headdim, mixed)
+        launches.append((quantize_statistics_kernel, parts, args, constants, warps_of_sums))
         args = into.statistics, mean, reach, into.largest, blocks
-        means = heads * triton.cdiv(headdim, CHUNK.value)
+        means = heads * triton.cdiv(headdim, SHARE.value)
         launches.append((quantize_means_kernel, means, args, dict(D=headdim), WIDE))
     elif scale is None:
         args = *of_x, into.largest, blocks, headdim
         of_amax = constants | dict(GROUP=group)
-        launches.append((quantize_amax_kernel, programs, args, of_amax, warps))
+        launches.append((quantize_amax_kernel, programs, args, of_amax, warps_of_sums))
     out = _of_values(into.out) if side.transposes else strided(into.out)
     scale = of_head(into.scale if scale is None else scale)
     constants = constants | dict(GROUP=group, TRANSPOSED=side.transposes)
     args = *of_x, mean, into.largest, scale, into.rounding, out, blocks
     # At least the 64 rows of a product on Hopper, of all tiles that are computed together
     warps = WIDE if tiles_at_once(mixed) > 2 else warps
+    programs *= chunks_of(headdim, mixed)
     launches.append((quantize_cast_kernel, programs, args, constants, warps))
     if into.rounding.lost is not None:
         columns = dict(D=headdim, BLOCK_D=triton.next_power_of_2(headdim))

@@ -25,6 +25,8 @@ from .hadamard import CHUNK, tiles_at_once
 from .quantize_rows import ROWS, find_block, find_sequence, load_tiles
 
 PARTS = tl.constexpr(64)  # blocks whose results are read at a time
+SHARE = tl.constexpr(16)  # columns of a program that joins them
+WARPS = tl.constexpr(4)  # that have room for the rows of a block
 
 
 class Statistics(NamedTuple):
@@ -43,9 +45,26 @@ class Rounding(NamedTuple):
 
 
 @triton.constexpr_function
-def rows_at_once(hadamard, least):
-    """Rows whose tiles have room in the registers of 4 warps, or so many."""
-    return max(ROWS.value // tiles_at_once(hadamard), least) if hadamard else ROWS.value
+def rows_at_once(hadamard, half, least):
+    """Rows whose tiles have room in the registers of WARPS warps, or so many: where they are turned
+    half as many, beside their partners and angles.
+    """
+    return max(ROWS.value // tiles_at_once(hadamard) // (2 if half else 1), least)
+
+
+@triton.constexpr_function
+def rows_of_sums(hadamard, half):
+    """The same where sums or extremes of columns are taken. Of channels that are not mixed a block
+    is for one warp: a thread has 8 columns, so that what several warps would tell each other of
+    theirs lies in few banks of shared memory.
+    """
+    return rows_at_once(hadamard, half, 16) if hadamard else ROWS.value // WARPS.value
+
+
+@triton.constexpr_function
+def chunks_of(headdim, hadamard):
+    """Programs that share a block's columns: of channels that are not mixed each has CHUNK."""
+    return 1 if hadamard else -(-headdim // CHUNK.value)
 
 
 @triton.jit
@@ -83,13 +102,15 @@ def extremes_of(tile, used, AXIS: tl.constexpr):
 @triton.jit
 def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr):
     """Of each block."""
-    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
+    CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
+    block = find_block(tl.program_id(0) // CHUNKS, blocks, tables, ROTATION.HALF)
+    begin = tl.program_id(0) % CHUNKS * CHUNK
     row = (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
     # Rows along the second dimension of a product are in few threads
     AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
-    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, 16)
+    AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
-    for first in range(0, ROTATION.D, TILES * CHUNK):
+    for first in range(begin, ROTATION.D if CHUNKS == 1 else begin + CHUNK, TILES * CHUNK):
         sums, highs, lows = (), (), ()
         for _ in tl.static_range(TILES):
             sums = sums + (tl.zeros([CHUNK], tl.float32),)
@@ -121,19 +142,19 @@ def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr)
 @triton.jit
 def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
     """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
-    of the largest magnitude without it, of CHUNK columns a program. Rounding keeps order, so that
+    of the largest magnitude without it, of SHARE columns a program. Rounding keeps order, so that
     this is of an extreme. `reach` is the largest sum without it, over blocks that follow each
     other, for `drift_of` of `kernels/cpu/quantize.py`.
     """
-    CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    SHARES: tl.constexpr = (D + SHARE - 1) // SHARE
     part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
-    sequence = part // CHUNKS
+    sequence = part // SHARES
     of = find_sequence(sequence, blocks)
     count = tl.cdiv(of.used, ROWS)
-    columns = part % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK], tl.float32)
-    high = tl.full([CHUNK], float("-inf"), tl.float32)
-    low = tl.full([CHUNK], float("inf"), tl.float32)
+    columns = part % SHARES * SHARE + tl.arange(0, SHARE)
+    total = tl.zeros([SHARE], tl.float32)
+    high = tl.full([SHARE], float("-inf"), tl.float32)
+    low = tl.full([SHARE], float("inf"), tl.float32)
     for first in range(0, count, PARTS):
         number = first + tl.arange(0, PARTS)
         at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
@@ -153,7 +174,7 @@ def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
         top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         tl.atomic_max(largest + sequence * blocks.nheads + head, top, sem="relaxed")
     if reach is not None:
-        end = tl.zeros([CHUNK], tl.float32)
+        end = tl.zeros([SHARE], tl.float32)
         most, least = end, end
         for first in range(0, count, PARTS):
             number = first + tl.arange(0, PARTS)
@@ -181,7 +202,7 @@ def quantize_amax_kernel(
     """
     block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
     BY_CHANNEL: tl.constexpr = ROTATION.HADAMARD > 0
-    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, 16)
+    AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     found = tl.zeros([CHUNK], tl.int32)
     for first in range(0, headdim, TILES * CHUNK):
@@ -249,22 +270,24 @@ def quantize_cast_kernel(
     """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given."""
     # Last blocks first: those are what the second level of caches still holds
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = find_block(program, blocks, tables, ROTATION.HALF)
+    CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
+    block = find_block(program // CHUNKS, blocks, tables, ROTATION.HALF)
+    begin = program % CHUNKS * CHUNK
     head_k = block.head // GROUP
     if largest is None:
         factor = load_number(scale, block.sequence, head_k)
     else:
         factor = scale_of(largest + block.sequence * (blocks.nheads // GROUP) + head_k)
-        if (block.start == 0) & (block.head % GROUP == 0):
+        if (block.start == 0) & (block.head % GROUP == 0) & (begin == 0):
             tl.store(address_of(scale, block.sequence, head_k), factor)
     inverse = tl.div_rn(1.0, factor)
     if mean is None:
         inverse *= ROTATION.FACTOR
     # Products of warpgroups have at least 64 rows
     LEAST: tl.constexpr = 64 if cuda_capability_geq(9) and not cuda_capability_geq(12) else 32
-    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, LEAST)
+    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, ROTATION.HALF, LEAST)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
-    for first in range(0, ROTATION.D, TILES * CHUNK):
+    for first in range(begin, ROTATION.D if CHUNKS == 1 else begin + CHUNK, TILES * CHUNK):
         for part in range(0, ROWS, AT_ONCE):
             offs = part + tl.arange(0, AT_ONCE)
             from_rows = key_of_column(offs) if TRANSPOSED else offs
