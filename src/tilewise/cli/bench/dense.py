@@ -72,9 +72,10 @@ def dense(directions, suite, ours, against, **options) -> None:
 
     With --dtype fp8 there are further rows of ours: tilewise takes q, k and v of e4m3 and makes V^T
     in the call, tilewise:quantize takes bfloat16, before its rounding to e4m3, and quantises in the
-    call, tilewise:quantized has quantised that before, and tilewise:bf16 computes on it in
-    bfloat16. fa3 is the package fa3-fwd then. Results are held to the bound on the norm of their
-    error that the page on FP8 states.
+    call, tilewise:calibrated does so with scales that are given and no means, in one pass,
+    tilewise:quantized has quantised before, and tilewise:bf16 computes in bfloat16. fa3 is the
+    package fa3-fwd then. Results are held to the bound on the norm of their error that the page on
+    FP8 states.
 
     Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
     have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and steps of
