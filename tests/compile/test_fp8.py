@@ -20,7 +20,7 @@ from tilewise.kernels.common.quantized import (
     packed_columns,
 )
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.portable import fp8_launch, launch, quantize
+from tilewise.kernels.portable import fp8_launch, launch, quantize, quantize_memory
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 from tilewise.tile.rotary import Rotary
@@ -146,9 +146,10 @@ def test_quantising(target, headdim, is_packed, rotary):
     if ROTARY[rotary] is not None:
         tables = Rotary(*torch.empty(2, SEQLEN, headdim // 2), ROTARY[rotary])
     given, lengths = (q, k, k), Lengths(starts, starts)
-    with mock.patch.object(quantize, "architecture", lambda device: target):
-        sides = quantize.sides_of(q, k, Steps(True, True, True))
-        memory = quantize.memory_of(given, sides, (starts,) * 3, (None,) * 3)
+    sides = quantize.sides_of(q, k, Steps(True, True, True))
+    with mock.patch.object(quantize_memory, "architecture", lambda device: target):
+        room = quantize_memory.room_of(given, sides, (starts,) * 3, (None,) * 3)
+    memory = quantize_memory.memory_in(room, quantize_memory.make(room, given, (starts,) * 3))
     plans = quantize.plans_of(given, sides, (None,) * 3, lengths, tables, memory)
     if rotary == "none":
         bits = k.to(torch.uint8)

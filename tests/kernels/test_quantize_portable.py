@@ -12,6 +12,7 @@ from tilewise.kernels.common.quantized import COLUMNS, FP8, LARGEST, Lengths
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import quantize as kernels
+from tilewise.kernels.portable import quantize_memory
 from tilewise.testing import use_interpreter
 from tilewise.tile.quantize import SMALLEST
 from tilewise.tile.rotary import Rotary
@@ -25,7 +26,7 @@ NO_SCALES = (None, None, None)
 def cast(request, monkeypatch):
     """By the GPU's conversion, and for those without it."""
     if request.param == "by integers":
-        monkeypatch.setattr(kernels, "architecture", lambda device: "sm80")
+        monkeypatch.setattr(quantize_memory, "architecture", lambda device: "sm80")
 
 
 def ints(*values):

@@ -10,7 +10,7 @@ from tilewise.cache import Rotary
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.portable import quantize
+from tilewise.kernels.portable import quantize, quantize_memory
 from tilewise.ops import quantize as ops
 
 NAMES = [
@@ -67,7 +67,7 @@ def log(monkeypatch):
         monkeypatch.setattr(quantize, name, Kernel(name, log))
     for name in ("make", "empty_values"):
         monkeypatch.setattr(quantize, name, once(name, getattr(quantize, name)))
-    monkeypatch.setattr(quantize, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(quantize_memory, "architecture", lambda device: "sm90")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, raising=False)

@@ -16,7 +16,7 @@ from tilewise.kernels.common.relaunch import Launched
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.hopper.copy_rows import copy_rows
-from tilewise.kernels.portable import decode_launch
+from tilewise.kernels.portable import decode_launch, quantize_memory
 from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
 from tilewise.testing import use_interpreter
@@ -69,7 +69,7 @@ CASES = [(name, arch) for name in LENGTHS for arch in ("sm90", "sm80")]
 @pytest.mark.parametrize("name, arch", sample_rows(CASES, ("used", "sm90")))
 def test_codes_and_scales_have_the_bits_of_torch(name, arch, executed, monkeypatch):
     """By the conversion of sm_89 and later, and by integers."""
-    monkeypatch.setattr(kernels, "architecture", lambda device: arch)
+    monkeypatch.setattr(quantize_memory, "architecture", lambda device: arch)
     rows, of = LENGTHS[name]
     q, k, v = tensors(rows)
     found = kernels.quantize(q, k, v, NONE, NO_SCALES, of)
@@ -105,7 +105,7 @@ def test_rotation_and_means(headdim, dtype, executed):
 
 @pytest.mark.parametrize("arch", sample(["sm90", "sm80"], "sm80"))
 def test_nan_zero_and_saturation(arch, executed, monkeypatch):
-    monkeypatch.setattr(kernels, "architecture", lambda device: arch)
+    monkeypatch.setattr(quantize_memory, "architecture", lambda device: arch)
     q, k, v = tensors((2, 40))
     k[0, 3, 1, 5], v[1], q[:, 0] = torch.nan, 0.0, torch.inf
     given = torch.tensor(0.001).expand(2, 2), None, None

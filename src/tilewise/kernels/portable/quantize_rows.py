@@ -28,6 +28,7 @@ from .rotary import turned
 
 ROWS = COLUMNS
 SEQUENCES_PER_GROUP = tl.constexpr(128)
+WARPS = tl.constexpr(4)  # that have room for the rows of a block
 
 
 class RowBlocks(NamedTuple):
@@ -68,6 +69,20 @@ class Block(NamedTuple):
     start: tl.tensor  # the position of its first row
     before: tl.tensor  # keys before the sequence's first row, where rows are turned
     of: OfSequence
+
+
+@triton.constexpr_function
+def rows_at_once(hadamard, half, least):
+    """Rows whose tiles have room in the registers of WARPS warps, or so many: where they are turned
+    half as many, beside their partners and angles.
+    """
+    return max(ROWS.value // tiles_at_once(hadamard) // (2 if half else 1), least)
+
+
+@triton.constexpr_function
+def chunks_of(headdim, hadamard):
+    """Programs that share a block's columns: of channels that are not mixed each has CHUNK."""
+    return 1 if hadamard else -(-headdim // CHUNK.value)
 
 
 @triton.jit

@@ -141,7 +141,7 @@ def plan_of(
     )
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     constants = dict(FEATURES=features, TILE=tile, num_warps=4)
-    if tile.PROGRAMS > 1:  # a program has 8 warps, whose registers setmaxnreg divides anew
+    if tile.PROGRAMS > 1:  # of 8 warps each, whose registers setmaxnreg then divides
         constants["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)
     return Plan(min(bound, most * tile.PROGRAMS), args, constants)
 

@@ -1,0 +1,177 @@
+"""What quantising must know of a tensor before it rounds: means, and the largest magnitudes.
+
+    statistics   where a mean is taken off: of each block and channel the sum and the extremes; then
+                 the means, and the largest magnitude without them, which the extremes tell
+    amax         else, where no scale is given
+
+Sums of blocks are stored by their number and added in order, and maxima do not depend on order: so
+repeats are bitwise equal.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .fp8_fwd import address_of
+from .hadamard import CHUNK, tiles_at_once
+from .quantize_rows import (
+    ROWS,
+    WARPS,
+    chunks_of,
+    find_block,
+    find_sequence,
+    load_tiles,
+    rows_at_once,
+)
+
+PARTS = tl.constexpr(64)  # blocks whose results are read at a time
+SHARE = tl.constexpr(16)  # columns of a program that joins them
+
+
+class Statistics(NamedTuple):
+    """Of each block of rows: (blocks, nheads, headdim), fp32."""
+
+    sums: Any
+    highs: Any  # None where no scale is wanted
+    lows: Any
+
+
+@triton.constexpr_function
+def rows_of_sums(hadamard, half):
+    """`rows_at_once`, where sums or extremes of columns are taken. Of channels that are not mixed a
+    block is for one warp: a thread has 8 columns, so that what several warps would tell each other
+    of theirs lies in few banks of shared memory.
+    """
+    return rows_at_once(hadamard, half, 16) if hadamard else ROWS.value // WARPS.value
+
+
+@triton.jit
+def extremes_of(tile, used, AXIS: tl.constexpr):
+    """The largest and the smallest of the first rows, which lie along AXIS."""
+    if used >= tile.shape[AXIS]:
+        high, low = tl.max(tile, AXIS), tl.min(tile, AXIS)
+    else:
+        is_used = tl.expand_dims(tl.arange(0, tile.shape[AXIS]) < used, 1 - AXIS)
+        high = tl.max(tl.where(is_used, tile, float("-inf")), AXIS)
+        low = tl.min(tl.where(is_used, tile, float("inf")), AXIS)
+    return high, low
+
+
+@triton.jit
+def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr):
+    """Of each block."""
+    CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
+    block = find_block(tl.program_id(0) // CHUNKS, blocks, tables, ROTATION.HALF)
+    begin = tl.program_id(0) % CHUNKS * CHUNK
+    row = (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
+    # Rows along the second dimension of a product are in few threads
+    AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
+    AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    for first in range(begin, ROTATION.D if CHUNKS == 1 else begin + CHUNK, TILES * CHUNK):
+        sums, highs, lows = (), (), ()
+        for _ in tl.static_range(TILES):
+            sums = sums + (tl.zeros([CHUNK], tl.float32),)
+            highs = highs + (tl.full([CHUNK], float("-inf"), tl.float32),)
+            lows = lows + (tl.full([CHUNK], float("inf"), tl.float32),)
+        for part in range(0, ROWS, AT_ONCE):
+            offs = part + tl.arange(0, AT_ONCE)
+            tiles = load_tiles(x, tables, block, offs, first, ROTATION, AXIS == 1)
+            more_sums, more_highs, more_lows = (), (), ()
+            for i in tl.static_range(TILES):
+                more_sums = more_sums + (sums[i] + tl.sum(tiles[i], AXIS),)
+                high, low = highs[i], lows[i]
+                if found.highs is not None:
+                    used = block.of.used - block.start - part
+                    top, bottom = extremes_of(tiles[i], used, AXIS)
+                    high, low = tl.maximum(high, top), tl.minimum(low, bottom)
+                more_highs, more_lows = more_highs + (high,), more_lows + (low,)
+            sums, highs, lows = more_sums, more_highs, more_lows
+        for i in tl.static_range(TILES):
+            columns = first + i * CHUNK + tl.arange(0, CHUNK)
+            at, exists = row + columns, columns < ROTATION.D
+            # Rounding keeps order: an extreme times a number is the extreme of products
+            tl.store(found.sums + at, sums[i] * ROTATION.FACTOR, mask=exists)
+            if found.highs is not None:
+                tl.store(found.highs + at, highs[i] * ROTATION.FACTOR, mask=exists)
+                tl.store(found.lows + at, lows[i] * ROTATION.FACTOR, mask=exists)
+
+
+@triton.jit
+def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
+    """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
+    of the largest magnitude without it, of SHARE columns a program. Rounding keeps order, so that
+    this is of an extreme. `reach` is the largest sum without it, over blocks that follow each
+    other, for `drift_of` of `kernels/cpu/quantize.py`.
+    """
+    SHARES: tl.constexpr = (D + SHARE - 1) // SHARE
+    part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
+    sequence = part // SHARES
+    of = find_sequence(sequence, blocks)
+    count = tl.cdiv(of.used, ROWS)
+    columns = part % SHARES * SHARE + tl.arange(0, SHARE)
+    total = tl.zeros([SHARE], tl.float32)
+    high = tl.full([SHARE], float("-inf"), tl.float32)
+    low = tl.full([SHARE], float("inf"), tl.float32)
+    for first in range(0, count, PARTS):
+        number = first + tl.arange(0, PARTS)
+        at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+        at = at[:, None] + columns[None, :]
+        exists = (number < count)[:, None] & (columns < D)[None, :]
+        total += tl.sum(tl.load(found.sums + at, mask=exists, other=0.0), 0)
+        if largest is not None:
+            highs = tl.load(found.highs + at, mask=exists, other=float("-inf"))
+            lows = tl.load(found.lows + at, mask=exists, other=float("inf"))
+            high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
+    of_columns = total / tl.maximum(of.used, 1).to(tl.float32)
+    tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
+    if largest is not None:
+        # NaN where the mean is NaN or infinite
+        off = tl.maximum(high - of_columns, of_columns - low, tl.PropagateNan.ALL)
+        off = tl.where((columns < D) & (of.used > 0), off, 0.0)
+        top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        tl.atomic_max(largest + sequence * blocks.nheads + head, top, sem="relaxed")
+    if reach is not None:
+        end = tl.zeros([SHARE], tl.float32)
+        most, least = end, end
+        for first in range(0, count, PARTS):
+            number = first + tl.arange(0, PARTS)
+            at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+            exists = (number < count)[:, None] & (columns < D)[None, :]
+            sums = tl.load(found.sums + at[:, None] + columns[None, :], mask=exists, other=0.0)
+            keys = tl.minimum(of.used - number * ROWS, ROWS).to(tl.float32)
+            smooth = tl.where(exists, sums - keys[:, None] * of_columns[None, :], 0.0)
+            ends = end[None, :] + tl.cumsum(smooth, 0)
+            most = tl.maximum(most, tl.max(ends, 0))
+            least = tl.minimum(least, tl.min(ends, 0))
+            end += tl.sum(smooth, 0)
+        tl.store(address_of(reach, sequence, head) + columns, most - least, mask=columns < D)
+
+
+@triton.jit
+def quantize_amax_kernel(
+    x, tables, largest, blocks, headdim, ROTATION: tl.constexpr, GROUP: tl.constexpr
+):
+    """The bits of the largest magnitude, which are in its order, and NaN's above all, of a sequence
+    and key head: (sequences, nheads / GROUP).
+
+    `headdim` is no constant, so that the loop stays one: Triton 3.6 makes no code for sm_100 of a
+    product's maximum by columns and then by rows without a loop between.
+    """
+    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
+    BY_CHANNEL: tl.constexpr = ROTATION.HADAMARD > 0
+    AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    found = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, headdim, TILES * CHUNK):
+        for part in range(0, ROWS, AT_ONCE):
+            offs = part + tl.arange(0, AT_ONCE)
+            tiles = load_tiles(x, tables, block, offs, first, ROTATION, BY_CHANNEL)
+            bits = tiles[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            for i in tl.static_range(1, TILES):
+                bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            found = tl.maximum(found, tl.max(bits, 1 if BY_CHANNEL else 0))
+    top = tl.max(found, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
+    at = block.sequence * (blocks.nheads // GROUP) + block.head // GROUP
+    tl.atomic_max(largest + at, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed")
