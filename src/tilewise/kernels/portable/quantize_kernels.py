@@ -116,8 +116,9 @@ def quantize_cast_kernel(
     inverse = tl.div_rn(1.0, factor)
     if mean is None:
         inverse *= ROTATION.FACTOR
-    # Products of warpgroups have at least 64 rows
-    LEAST: tl.constexpr = 64 if cuda_capability_geq(9) and not cuda_capability_geq(12) else 32
+    # Products of warpgroups have at least 64 rows, and AMD's of 8 wavefronts spill with fewer
+    IS_SMALL: tl.constexpr = cuda_capability_geq(12) or not cuda_capability_geq(9)
+    LEAST: tl.constexpr = 32 if cuda_capability_geq(8) and IS_SMALL else 64
     AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, ROTATION.HALF, LEAST)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     for first in range(begin, ROTATION.D if CHUNKS == 1 else begin + CHUNK, TILES * CHUNK):
