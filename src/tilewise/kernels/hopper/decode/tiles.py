@@ -76,22 +76,26 @@ def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
 def eight_bit_tile(
     cache: str, shape: tuple[int, int, int], rows: int, row_scales: int, by_tma: bool
 ) -> SplitPipeline:
-    """The tile of a cache of 8 bits, of 8 to 64 rows. To 32 an SM has two programs: while a
-    warpgroup converts, or waits for its own products or maxima, the other one's has the SM's units.
+    """The tile of a cache of 8 bits, of 8 to 64 rows. To 32 an SM has two programs, where each has
+    room for two blocks: while a warpgroup converts, or waits for its own products or maxima, the
+    other one's has the SM's units.
     """
     block_n, block_d, block_dv = shape
-    programs = 2 if rows <= 32 else 1
     is_wide = max(block_d, block_dv) > 128
     in_shared = rows > (8 if is_wide else 32)  # two accumulators are too many registers
     q_stages = 1 if rows > 16 and is_wide else 2
     of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
-    # Of each program 1 KB is the driver's. Beside copies by threads Triton has 1,668 bytes of its
-    # own, else 748
-    room = (SHARED_MEMORY["sm90"] + 1024) // programs - 1024 - (1024 if by_tma else 2048)
-    room -= rows * of_row
-    stages = min(room // (block_n * (block_d + block_dv + 4 * row_scales)), 8)
+
+    def stages_of(programs: int) -> int:
+        # Of each program 1 KB is the driver's. Beside copies by threads Triton has 1,668 bytes of
+        # its own, else 748
+        room = (SHARED_MEMORY["sm90"] + 1024) // programs - 1024 - (1024 if by_tma else 2048)
+        stage = block_n * (block_d + block_dv + 4 * row_scales)
+        return min((room - rows * of_row) // stage, 8)
+
+    programs = 2 if rows <= 32 and stages_of(2) > 1 else 1
     return SplitPipeline(
-        *(rows, *shape, stages, q_stages, by_tma, in_shared),
+        *(rows, *shape, stages_of(programs), q_stages, by_tma, in_shared),
         COPY_WARPS=2 if programs > 1 else 4,  # 2 are those that the load warp's group has room for
         CACHE=cache,
         BLOCK_M=rows,
