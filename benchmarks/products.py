@@ -22,7 +22,13 @@ from tilewise.bench.run import Outcome, Ready, Run, reason_of, time_ready
 from tilewise.bench.standings import standings, summary
 from tilewise.bench.sustained import plan_for
 from tilewise.bench.table import table_of
-from tilewise.cli.bench.options import conclude, run_options, show_with, sustained_options
+from tilewise.cli.bench.options import (
+    check_span,
+    conclude,
+    run_options,
+    show_with,
+    sustained_options,
+)
 from tilewise.cli.options import IntList, NameList
 from tilewise.testing import tolerance
 
@@ -248,6 +254,7 @@ def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     """
     from .matmul import CONFIGS
 
+    check_span(options["span_ms"], options["sustained"])
     triples = triples_of(sizes, shapes, device)
     asked = [Product(*triple, kind) for kind in kinds for triple in triples]
     named = (None, *CONFIGS) if configs == ("all",) else configs or (None,)

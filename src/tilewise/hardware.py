@@ -13,3 +13,5 @@ SHARED_MEMORY: dict[str, int] = {
     "gfx942": 65536,
     "gfx950": 163840,
 }
+RESERVED = 1024  # more bytes of it, of an NVIDIA SM's, that the driver keeps of each program
+REGISTERS = 65536  # of an NVIDIA SM

@@ -116,5 +116,5 @@ def test_the_command():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["provider"] for row in rows] == OURS
     assert "fa3: no row" in done.stderr
-    for wrong in (["bwd"], ["fwd", "--suite", "dense"]):
+    for wrong in (["bwd"], ["fwd", "--suite", "dense"], ["fwd", "--span-ms", "5"]):
         assert invoke(*wrong).exit_code == 2

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..hardware import SHARED_MEMORY
-
-RESERVED = 1024  # bytes of shared memory that the driver keeps of each program
+from ..hardware import REGISTERS, RESERVED, SHARED_MEMORY
 
 
 class Roof(NamedTuple):
@@ -39,7 +37,7 @@ class Sm(NamedTuple):
     warps: int
     programs: int
     shared_memory: int  # bytes, of which each program costs RESERVED more than it asks for
-    registers: int = 65536
+    registers: int = REGISTERS
 
 
 class Card(NamedTuple):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .cards import RESERVED, SMS
+from ..hardware import RESERVED
+from .cards import SMS
 
 REGISTERS_AT_ONCE = 256  # a warp's registers come in such pieces
 SHARED_AT_ONCE = 128

@@ -5,9 +5,9 @@ it and the clock falls until they keep to it: then other things decide which is 
 call is timed in spans of calls without a pause, on a card that has been under load for seconds, in
 an order drawn at random for each round; ratios are taken round by round, as in `timer`.
 
-The driver sets the clock by the power of some tenths of a second. In shorter spans the providers of
-a round share a clock: that is fair to those that ask for the same power, as one dtype's do. Where
-they do not, each has its own clock in spans of a second.
+Short spans of a round follow each other faster than the times of a provider settle: bf16 took 2.85
+ms in spans of 10 ms beside FP8, and 3.24 in spans of a second (one H200), as if providers shared a
+clock. So calls that ask for unlike power, as dtypes may, are compared in spans of a second.
 """
 
 from __future__ import annotations

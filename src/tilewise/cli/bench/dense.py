@@ -8,6 +8,7 @@ from ..options import DIRECTIONS, DTYPES, FP8, IntList, NameList
 from .options import (
     MASKS,
     SCORES,
+    check_span,
     conclude,
     energy_option,
     feature_options,
@@ -132,6 +133,7 @@ def compare(shapes, ours: str, against, *, as_json: bool, **options) -> None:
     from ...bench.run import run_suite
     from ...bench.standings import dense_rates, standings, summary
 
+    check_span(options["span_ms"], options["sustained"] or options["energy"])
     chosen = providers_of(ours, against)
     try:
         outcomes = run_suite(shapes, chosen, show=show_with(as_json), **options)

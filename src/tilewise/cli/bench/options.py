@@ -77,10 +77,18 @@ sustained_options = together(
     click.option(
         "--span-ms",
         type=click.FloatRange(0, min_open=True),
-        help="Least time of such a span; 10 on a GPU unless said, 1000 where dtypes are compared,"
-        " whose power differs.",
+        help="Least time of such a span; 10 on a GPU unless said. 1000 where dtypes are compared:"
+        " in short ones a provider's time is not what it takes alone.",
     ),
 )
+
+
+def check_span(span_ms: float | None, sustained: bool) -> None:
+    """Refuses a span where none is timed."""
+    if span_ms is not None and not sustained:
+        raise click.UsageError("--span-ms is of --sustained, which is not asked for")
+
+
 energy_option = click.option(
     "--energy",
     is_flag=True,

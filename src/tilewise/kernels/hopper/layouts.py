@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 WARPGROUP_ROWS = gl.constexpr(64)  # the M of every wgmma
+WARPGROUP_WARPS = gl.constexpr(4)
 
 
 @gluon.constexpr_function

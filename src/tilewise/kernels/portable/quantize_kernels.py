@@ -20,7 +20,15 @@ from ..common.io import head_of
 from .fp8_fwd import address_of, load_number
 from .fp8_order import key_of_column
 from .hadamard import CHUNK, tiles_at_once
-from .quantize_rows import ROWS, chunks_of, find_block, find_sequence, load_tiles, rows_at_once
+from .quantize_rows import (
+    ROWS,
+    columns_of,
+    find_block,
+    find_columns,
+    find_sequence,
+    load_tiles,
+    rows_at_once,
+)
 from .quantize_statistics import PARTS
 
 
@@ -103,9 +111,8 @@ def quantize_cast_kernel(
     """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given."""
     # Last blocks first: those are what the second level of caches still holds
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
-    block = find_block(program // CHUNKS, blocks, tables, ROTATION.HALF)
-    begin = program % CHUNKS * CHUNK
+    block, begin = find_columns(program, blocks, tables, ROTATION)
+    COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     head_k = block.head // GROUP
     if largest is None:
         factor = load_number(scale, block.sequence, head_k)
@@ -121,7 +128,7 @@ def quantize_cast_kernel(
     LEAST: tl.constexpr = 32 if cuda_capability_geq(8) and IS_SMALL else 64
     AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, ROTATION.HALF, LEAST)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
-    for first in range(begin, ROTATION.D if CHUNKS == 1 else begin + CHUNK, TILES * CHUNK):
+    for first in range(begin, begin + COLUMNS, TILES * CHUNK):
         for part in range(0, ROWS, AT_ONCE):
             offs = part + tl.arange(0, AT_ONCE)
             from_rows = key_of_column(offs) if TRANSPOSED else offs

@@ -138,6 +138,20 @@ def find_block(program, blocks, tables, HALF: tl.constexpr):
 
 
 @triton.jit
+def find_columns(program, blocks, tables, ROTATION: tl.constexpr):
+    """The rows of a program, and the first of its columns: of all, or of CHUNK."""
+    CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
+    block = find_block(program // CHUNKS, blocks, tables, ROTATION.HALF)
+    return block, program % CHUNKS * CHUNK
+
+
+@triton.constexpr_function
+def columns_of(headdim, hadamard):
+    """How many columns a program has, of `find_columns`."""
+    return headdim if chunks_of(headdim, hadamard) == 1 else CHUNK.value
+
+
+@triton.jit
 def load_turned(
     row, column, is_used, position, tables, ROTATION: tl.constexpr, COUNT: tl.constexpr
 ):

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from ....tile.split_schedule import FOLD_COLUMNS, FOLD_ROWS
 from ....tile.splits import SplitState, fold
 from ..compat import barrier
-from ..layouts import column_of, row_of
+from ..layouts import WARPGROUP_WARPS, column_of, row_of
 from ..pieces import in_pieces
 from .rows import rows_at, write_rows
 from .work import keys_of, partial_row, slices_in, tile_counter
@@ -67,7 +67,7 @@ def fold_rows(
     """M rows and COLUMNS columns of a tile, written. AT_ONCE states are asked for together: one by
     one, each would cost a trip to the L2 cache, and the registers hold as many.
     """
-    LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, 4)
+    LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, WARPGROUP_WARPS)
     row = first_row + gl.arange(0, M, row_of(LAYOUT))
     rows = rows_at(work, row, FEATURES, TILE)
     columns = first_column + gl.arange(0, COLUMNS, column_of(LAYOUT))
@@ -98,7 +98,7 @@ def fold_ahead(
     that is no query has the numbers of one.
     """
     AT_ONCE: gl.constexpr = STATES_AHEAD
-    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, 4)
+    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, WARPGROUP_WARPS)
     partials = output.partials
     row = first_row + gl.arange(0, FOLD_ROWS, row_of(LAYOUT))
     rows = rows_at(work, row, FEATURES, TILE)

@@ -11,6 +11,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ....emulator.switch import emulator_seed
+from ....hardware import REGISTERS
 from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided
@@ -37,7 +38,6 @@ Tensor = torch.Tensor
 FEWEST_ROWS = 8  # that wgmma takes as columns, and a swizzle repeats after
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
-REGISTERS = 2**16  # of an SM
 HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
 OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
 K, V = 1, 2  # in a row of addresses

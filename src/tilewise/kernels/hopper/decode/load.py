@@ -55,7 +55,7 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     if fetches_descriptors(TILE.BY_TMA, TILE.WARPGROUPS):
         fetch_descriptors(sources, rings, TILE)
     lane = gl.arange(0, 32, LANE_LAYOUT)
-    # Parts are by SMs, whose programs have one each at a time
+    # Parts are as long as if each SM had one program
     programs = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
     share = share_of(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()

@@ -25,7 +25,7 @@ from ....tile.softmax import exponentials, running_max
 from ....tile.splits import SplitState, piece_keys
 from ....tile.types import Sequence
 from ..compat import barrier
-from ..layouts import accumulator, column_of, row_of
+from ..layouts import WARPGROUP_WARPS, accumulator, column_of, row_of
 from ..operands import operand, row_factor
 from ..pipeline import advance, release_by_threads, wait_full
 from ..rescale import lagging_max, rescale, rescale_factors
@@ -194,7 +194,7 @@ def wait_values(n, keys, rings, state, TILE: gl.constexpr):
         fence_async_shared()
     v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
     if (n < keys.first) | (n + N > keys.last):
-        clear_unused(v_tile, n, keys, 32, 4, TILE)
+        clear_unused(v_tile, n, keys, 32, WARPGROUP_WARPS, TILE)
         if TILE.CACHE != "":
             barrier()  # here, so that threads which read other blocks do not wait for each other
     return v_tile

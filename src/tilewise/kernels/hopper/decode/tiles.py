@@ -7,7 +7,7 @@ import functools
 import torch
 import triton
 
-from ....hardware import SHARED_MEMORY
+from ....hardware import RESERVED, SHARED_MEMORY
 from ....problem import Problem
 from ....tile.types import SplitPipeline
 
@@ -87,9 +87,9 @@ def eight_bit_tile(
     of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
 
     def stages_of(programs: int) -> int:
-        # Of each program 1 KB is the driver's. Beside copies by threads Triton has 1,668 bytes of
-        # its own, else 748
-        room = (SHARED_MEMORY["sm90"] + 1024) // programs - 1024 - (1024 if by_tma else 2048)
+        # Beside copies by threads Triton has 1,668 bytes of its own, else 748
+        room = (SHARED_MEMORY["sm90"] + RESERVED) // programs - RESERVED
+        room -= 1024 if by_tma else 2048
         stage = block_n * (block_d + block_dv + 4 * row_scales)
         return min((room - rows * of_row) // stage, 8)
 
