@@ -8,7 +8,7 @@ import torch
 import tilewise
 from tilewise.cache import Rotary
 from tilewise.kernels.common import relaunch
-from tilewise.kernels.common.quantized import FP8, Lengths
+from tilewise.kernels.common.quantized import FP8, Lengths, Scales
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import quantize, quantize_memory
 from tilewise.ops import quantize as ops
@@ -175,6 +175,8 @@ def test_calls_of_a_signature_are_prepared_once(monkeypatch):
         dict(rotate=False),
         dict(scales=(torch.tensor(0.1), None, None)),
         dict(scales=(None, torch.tensor(0.1), None)),
+        dict(scales=Scales(*torch.rand(3, 2, 2))),
+        dict(scales=[*torch.rand(3, 2, 2)], smooth=False),
         dict(rotary=tables()),
         dict(rotary=tables()._replace(interleaved=True)),
         dict(rotary=Rotary(*torch.randn(2, 150, 16))),

@@ -93,11 +93,12 @@ def quantize(
     """
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    given = scales if type(scales) is tuple and len(scales) == 3 else (None, None, None)
+    is_three = isinstance(scales, (tuple, list)) and len(scales) == 3
+    given = tuple(scales) if is_three and scales is not None else (None, None, None)
     turning = rotary if type(rotary) is Rotary else (None, None, None)
-    words = "quantize", rotate, smooth, layout, scales is given, rotary is turning, turning[2]
+    words = "quantize", rotate, smooth, layout, is_three, rotary is turning, turning[2]
     entry = None
-    if (scales is None or scales is given) and (rotary is None or rotary is turning):
+    if (scales is None or is_three) and (rotary is None or rotary is turning):
         entry, _ = find((q, k, v, *given, *lengths, *turning[:2]), words)
     call = None if entry is None else entry.quantize
     if call is None:
