@@ -153,6 +153,30 @@ def test_quantising_is_that_of_plain_torch(name, steps, dtype, headdim):
         assert (x - y).abs().le(y.abs() / 8 + 2.0**-9).all()
 
 
+@pytest.mark.parametrize("steps", [Steps(True, True, True), Steps(False, False, False)], ids=str)
+@pytest.mark.parametrize("value", [1000.0, torch.inf, torch.nan])
+def test_what_a_scale_has_no_room_for_is_rounded_again(value, steps):
+    """In a block that was not looked at before, of one sequence."""
+    from tilewise.kernels.portable import quantize as kernels
+
+    q, k, v = (torch.randn(2, 3000, n, 64, device="cuda").to(BF16) for n in (4, 2, 2))
+    for x in (q, k, v):
+        x[1, 131, -1, 5] = value
+    found = kernels.quantize(q, k, v, steps, (None, None, None), Lengths())
+    given = (x.cpu() for x in (q, k, v))
+    expected = plain.quantize(*given, steps, (None, None, None), Lengths())
+    for mine, theirs in zip(found.scales, expected.scales):
+        assert torch.equal(mine.cpu().isfinite(), theirs.isfinite())
+        is_one = theirs.isfinite()
+        torch.testing.assert_close(mine.cpu()[is_one], theirs[is_one], rtol=1e-5, atol=0)
+    for mine, theirs in zip(found[:3], expected[:3]):
+        x, y = mine.float().cpu(), theirs.float()
+        if value < torch.inf:
+            assert (x != y).sum() <= 5e-3 * x.numel()
+            assert (x - y).abs().le(y.abs() / 8 + 2.0**-9).all()
+        assert torch.equal(x[0].isnan(), y[0].isnan())
+
+
 @pytest.mark.parametrize("headdim", [64, 128, 256, 96])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", LENGTHS)

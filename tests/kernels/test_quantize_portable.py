@@ -6,6 +6,17 @@ import math
 import pytest
 import torch
 from helpers.fp8 import transposed
+from helpers.quantizing import (
+    ALL,
+    BF16,
+    LENGTHS,
+    NO_SCALES,
+    NONE,
+    assert_same,
+    by_kernels,
+    ints,
+    tensors,
+)
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.common.quantized import COLUMNS, FP8, LARGEST, Lengths
@@ -17,9 +28,7 @@ from tilewise.testing import use_interpreter
 from tilewise.tile.quantize import SMALLEST
 from tilewise.tile.rotary import Rotary
 
-BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
-ALL, NONE = Steps(True, True, True), Steps(False, False, False)
-NO_SCALES = (None, None, None)
+FP32 = torch.float32
 
 
 @pytest.fixture(params=["native", "by integers"])
@@ -29,65 +38,9 @@ def cast(request, monkeypatch):
         monkeypatch.setattr(quantize_memory, "architecture", lambda device: "sm80")
 
 
-def ints(*values):
-    return torch.tensor(values, dtype=INT32)
-
-
-LENGTHS = {
-    "batch": ((2, 150), Lengths()),
-    "used": ((2, 150), Lengths(seqused_k=ints(131, 0))),
-    "short": ((3, 5), Lengths(seqused_k=ints(5, 3, 1))),
-    "packed": ((1, 300), Lengths(*[ints(0, 7, 7, 200, 300)] * 2)),
-    "gaps": ((1, 300), Lengths(*[ints(0, 130, 290)] * 2, ints(127, 90), ints(120, 129))),
-}
-
-
-def tensors(rows, heads=(4, 2), headdims=(64, 48), dtype=BF16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (heads[0], headdims[0]), (heads[1], headdims[0]), (heads[1], headdims[1])
-    q, k, v = (torch.randn(*rows, *shape, generator=generator) for shape in shapes)
-    k[..., 3] += 5.0
-    return q.to(dtype), k.to(dtype), (v + 1.0).to(dtype)
-
-
 def turning(positions=300, rotary_dim=48, interleaved=True, dtype=BF16):
     angles = torch.outer(torch.arange(positions), 100.0 ** -(torch.arange(0, rotary_dim, 2) / 32))
     return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
-
-
-def by_kernels(*args):
-    with use_interpreter():
-        return kernels.quantize(*args)
-
-
-def assert_codes(found, expected):
-    """Equal, but for values next to the middle of two codes, which sums round one way or other."""
-    found, expected = found.float(), expected.float()
-    assert (found != expected).sum() <= 5e-3 * found.numel()
-    near = expected.abs() / 8 + 2.0**-9
-    assert (found - expected).abs().le(near).all()
-
-
-def assert_same(found, expected, of):
-    for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
-        assert (mine is None) == (theirs is None)
-        if theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    assert (found.v_drift is None) == (expected.v_drift is None)
-    if expected.v_drift is not None:  # sums that go up and down again
-        torch.testing.assert_close(found.v_drift, expected.v_drift, rtol=1e-4, atol=1e-4)
-    for side, mine, theirs in zip(("q", "k"), found[:2], expected[:2]):
-        starts, used = (getattr(of, f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
-        rows = plain.rows_of(mine, starts, used)
-        if rows.sequence is not None:  # rows of no sequence are 0 here
-            inside = torch.zeros(mine.shape[1], dtype=torch.bool)
-            inside[starts[0] : starts[-1]] = True
-            assert (mine.float()[:, ~inside] == 0).all()
-            mine, theirs = mine[:, inside], theirs[:, inside]
-        assert mine.shape == theirs.shape
-        assert_codes(mine, theirs)
-    assert found.v_t.shape == expected.v_t.shape and found.v_t.is_contiguous()
-    assert_codes(found.v_t, expected.v_t)
 
 
 _casts = list(itertools.product(LENGTHS, ("native", "by integers")))

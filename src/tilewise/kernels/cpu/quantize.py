@@ -4,10 +4,11 @@ give.
     q, k   turned by the angles of their positions, in fp32, where there are rotary tables
     q, k   sign flip and Hadamard transform of headdim, the same for both: q k^T stays as it is, and
            an outlier of one channel is spread over all of them
-    k, v   minus their means over the keys in use. Scores of a row shift by a constant, which
-           softmax does not see; the mean of v is added to out in fp32, with that of what rounding
-           takes from v (`with_loss`)
-    scale  the largest magnitude of a sequence and key head / 448; that of q over its group of heads
+    k, v   minus their means over keys in use (`sample_of`). Scores of a row shift by a constant,
+           which softmax does not see; the mean of v is added to out in fp32, with that of what
+           rounding takes from v (`with_loss`): whatever was taken off comes back
+    scale  the largest magnitude of a sequence and key head / 448, or an upper bound / 448
+           (`scale_of`); that of q over its group of heads
     codes  times 1 / scale, which is rounded once, to nearest even and saturated
     V^T    keys along the last dimension, those of every 16 in KEY_ORDER, 0 where none is in use
 
@@ -28,9 +29,12 @@ from ...tile.rotary import Rotary
 from ...tile.rotary import rotate as turned_at
 from ..common.quantized import (
     COLUMNS,
+    EVERY,
     FP8,
     LARGEST,
+    ROOM,
     TWO_LEVELS,
+    WHOLE,
     Lengths,
     Quantized,
     Scales,
@@ -82,6 +86,26 @@ def _by_sequence(counts: Tensor) -> Tensor:
     return counts.double()[:, None, None]
 
 
+def sample_of(rows: Rows) -> Rows:
+    """The rows in use whose mean and largest magnitude are found before rounding: all of a sequence
+    that has up to WHOLE, and of a longer one every block of COLUMNS whose number EVERY divides, so
+    that kernels read the others once. Any vector may be taken off all keys, and a mean of n of them
+    is off by their spread / sqrt(n).
+    """
+    if not rows.count:
+        return rows
+    used, apart = rows.used.flatten(), EVERY * COLUMNS
+    is_long, is_taken = used > WHOLE, rows.position % apart < COLUMNS
+    if rows.sequence is None:
+        is_used = ~is_long.unsqueeze(1) | is_taken
+    else:
+        is_used = (~is_long[rows.sequence] | is_taken).unsqueeze(0)
+    if rows.is_used is not None:
+        is_used = is_used & rows.is_used
+    taken = used // apart * COLUMNS + (used % apart).clamp(max=COLUMNS)
+    return rows._replace(is_used=is_used, used=_by_sequence(torch.where(is_long, taken, used)))
+
+
 def turned(x: Tensor, rotary: Rotary, rows: Rows, keys: Rows | None = None) -> Tensor:
     """x (batch, seqlen, heads, headdim) by the angles of its positions: queries, which come with
     the rows of their keys, are the last of the keys in use.
@@ -114,22 +138,27 @@ def quantize(
         q, k = used_rows(q, of_q), used_rows(k, of_k)  # a 0 may be -0 now
     if steps.rotate:
         q, k = rotate(q), rotate(k)
-    k_mean = mean(k, of_k) if steps.smooth_k else None
-    v_mean = mean(v, of_k) if steps.smooth_v else None
+    some_q, some_k = sample_of(of_q), sample_of(of_k)
+    # Of wide values the mean is that of all, as one sum of them in the tensor cores shows what is
+    # left of it
+    drifts = steps.smooth_v and v.shape[3] > TWO_LEVELS
+    some_v = of_k if drifts else some_k
+    k_mean = mean(k, some_k) if steps.smooth_k else None
+    v_mean = mean(v, some_v) if steps.smooth_v else None
     if k_mean is not None:
         k = used_rows(k - of_each(k_mean, of_k), of_k)
     if v_mean is not None:
         v = used_rows(v - of_each(v_mean, of_k), of_k)
     group = q.shape[2] // k.shape[2]
-    sides = (q, of_q, group), (k, of_k, 1), (v, of_k, 1)
+    sides = (q, of_q, some_q, group), (k, of_k, some_k, 1), (v, of_k, some_v, 1)
     found = [given if given is not None else scale_of(*side) for given, side in zip(scales, sides)]
     q8, k8, v8 = (
         rounded(x, of_heads(scale, rows, heads)).contiguous()
-        for scale, (x, rows, heads) in zip(found, sides)
+        for scale, (x, rows, _, heads) in zip(found, sides)
     )
     v_drift = None
     if v_mean is not None:
-        if v.shape[3] > TWO_LEVELS:
+        if drifts:
             v_drift = drift_of(v, of_k, of.cu_seqlens_k)
         v_mean = with_loss(v_mean, v, v8, found[2], of_k, of.cu_seqlens_k)
     v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
@@ -167,7 +196,8 @@ def used_rows(x: Tensor, rows: Rows) -> Tensor:
 
 
 def mean(x: Tensor, rows: Rows) -> Tensor:
-    """(sequences, heads, headdim), of the rows in use; others must be 0."""
+    """(sequences, heads, headdim), of the rows in use."""
+    x = used_rows(x, rows)
     if rows.sequence is None:
         total = x.sum(1, dtype=torch.float64)
     else:
@@ -177,19 +207,27 @@ def mean(x: Tensor, rows: Rows) -> Tensor:
     return (total / rows.used.clamp(min=1)).float()
 
 
-def scale_of(x: Tensor, rows: Rows, group: int) -> Tensor:
-    """(sequences, heads / group): takes the largest magnitude to the largest of e4m3."""
+def scale_of(x: Tensor, rows: Rows, some: Rows, group: int) -> Tensor:
+    """(sequences, heads / group): takes the largest magnitude to the largest of e4m3; or, of a
+    sequence of which only some rows were looked at, ROOM times theirs, unless another is larger.
+    """
+    found = largest_of(x, rows, group)
+    near = largest_of(used_rows(x, some), rows, group)
+    is_near = (some.used < rows.used).flatten(1) & (found / ROOM <= near)
+    return torch.where(is_near, near / (LARGEST / ROOM), found / LARGEST).clamp(min=SMALLEST)
+
+
+def largest_of(x: Tensor, rows: Rows, group: int) -> Tensor:
+    """The largest magnitude, (sequences, heads / group)."""
     largest = x.abs().unflatten(2, (-1, group)).flatten(3) if group > 1 else x.abs()
     if x.shape[1] == 0:
-        found = x.new_zeros(rows.count, x.shape[2] // group)
-    elif rows.sequence is None:
-        found = largest.amax((1, 3))
-    else:
-        largest = largest[0].amax(2)
-        index = rows.sequence.unsqueeze(1).expand_as(largest)
-        found = largest.new_zeros(max(rows.count, 1), largest.shape[1])
-        found = found.scatter_reduce(0, index, largest, "amax")[: rows.count]
-    return (found / LARGEST).clamp(min=SMALLEST)
+        return x.new_zeros(rows.count, x.shape[2] // group)
+    if rows.sequence is None:
+        return largest.amax((1, 3))
+    largest = largest[0].amax(2)
+    index = rows.sequence.unsqueeze(1).expand_as(largest)
+    found = largest.new_zeros(max(rows.count, 1), largest.shape[1])
+    return found.scatter_reduce(0, index, largest, "amax")[: rows.count]
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .quantize_memory import (
     Side,
     addresses_in,
     count_of,
+    is_sampled,
     make,
     memory_in,
     room_of,
@@ -166,26 +167,30 @@ def plans_of_one(
     warps = WIDE if headdim % 16 else WARPS.value
     warps_of_sums = warps if mixed else 1
     mean, reach = (None if t is None else of_head(t) for t in (into.mean, into.reach))
+    sampled = dict(IS_SAMPLED=is_sampled(x, reach is not None))
     launches = []
     if mean is not None:
         args = *of_x, into.statistics, blocks
         parts = programs * chunks_of(headdim, mixed)
-        launches.append((quantize_statistics_kernel, parts, args, constants, warps_of_sums))
+        of_sums = constants | sampled
+        launches.append((quantize_statistics_kernel, parts, args, of_sums, warps_of_sums))
         args = into.statistics, mean, reach, into.largest, blocks
         means = heads * triton.cdiv(headdim, SHARE.value)
-        launches.append((quantize_means_kernel, means, args, dict(D=headdim), WIDE))
+        launches.append((quantize_means_kernel, means, args, dict(D=headdim) | sampled, WIDE))
     elif scale is None:
         args = *of_x, into.largest, blocks, headdim
-        of_amax = constants | dict(GROUP=group)
+        of_amax = constants | sampled | dict(GROUP=group)
         launches.append((quantize_amax_kernel, programs, args, of_amax, warps_of_sums))
     out = _of_values(into.out) if side.transposes else strided(into.out)
     scale = of_head(into.scale if scale is None else scale)
     constants = constants | dict(GROUP=group, TRANSPOSED=side.transposes)
-    args = *of_x, mean, into.largest, scale, into.rounding, out, blocks
+    args = *of_x, mean, into.largest, into.beyond, scale, into.rounding, out, blocks
     # At least the 64 rows of a product on Hopper, of all tiles that are computed together
     warps = WIDE if tiles_at_once(mixed) > 2 else warps
     programs *= chunks_of(headdim, mixed)
-    launches.append((quantize_cast_kernel, programs, args, constants, warps))
+    for is_again in (False, True) if into.beyond is not None else (False,):
+        of_cast = constants | dict(IS_AGAIN=is_again)
+        launches.append((quantize_cast_kernel, programs, args, of_cast, warps))
     if into.rounding.lost is not None:
         columns = dict(D=headdim, BLOCK_D=triton.next_power_of_2(headdim))
         args = into.rounding, mean, reach, scale, into.drift, blocks

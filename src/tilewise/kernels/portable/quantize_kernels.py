@@ -1,7 +1,8 @@
 """q, k and v to e4m3, and V^T: the steps of `kernels/cpu/quantize.py`, in passes over the tensor.
 
     statistics   means and the largest magnitudes, where they are wanted (quantize_statistics.py)
-    cast         the scale of a sequence and key head, then codes, or V^T
+    cast         the scale of a sequence and key head, then codes, or V^T; and once more of those
+                 that had larger magnitudes than were found before
     loss         of V without its mean: what rounding took, of each block from the cast; and how far
                  it drifts
 
@@ -16,6 +17,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from ...tile.fp8 import from_e4m3, to_e4m3
+from ..common import quantized
 from ..common.io import head_of
 from .fp8_fwd import address_of, load_number
 from .fp8_order import key_of_column
@@ -28,8 +30,11 @@ from .quantize_rows import (
     find_sequence,
     load_tiles,
     rows_at_once,
+    stride_of,
 )
 from .quantize_statistics import PARTS
+
+ROOM = tl.constexpr(quantized.ROOM)
 
 
 class Rounding(NamedTuple):
@@ -60,9 +65,15 @@ def load_smooth(x, tables, mean, block, offs, first, ROTATION: tl.constexpr):
 
 
 @triton.jit
-def scale_of(largest):
-    """Takes the largest magnitude, given by its bits, to 448; NaN where there is NaN."""
-    scale = tl.div_rn(tl.load(largest).to(tl.float32, bitcast=True), 448.0)
+def larger(a, b):
+    """NaN where one of them is NaN."""
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_of(largest, limit):
+    """Takes the largest magnitude to so much; NaN where there is NaN."""
+    scale = tl.div_rn(largest, limit)
     # The smallest normal number: zeros have it, too
     return tl.where(scale != scale, scale, tl.maximum(scale, 1.1754943508222875e-38))
 
@@ -100,6 +111,7 @@ def quantize_cast_kernel(
     tables,
     mean,
     largest,
+    beyond,
     scale,
     rounding,
     out,
@@ -107,17 +119,30 @@ def quantize_cast_kernel(
     ROTATION: tl.constexpr,
     GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    IS_AGAIN: tl.constexpr,
 ):
-    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given."""
+    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given. If
+    that is of some blocks, the scale has room for ROOM times it, and a larger magnitude is left in
+    `beyond`, by its bits: by that the same kernel rounds once more.
+    """
     # Last blocks first: those are what the second level of caches still holds
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block, begin = find_columns(program, blocks, tables, ROTATION)
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     head_k = block.head // GROUP
+    of_scale = block.sequence * (blocks.nheads // GROUP) + head_k
+    if IS_AGAIN:
+        if tl.load(beyond + of_scale) == 0:
+            return
     if largest is None:
         factor = load_number(scale, block.sequence, head_k)
     else:
-        factor = scale_of(largest + block.sequence * (blocks.nheads // GROUP) + head_k)
+        limit, most = 448.0, tl.load(largest + of_scale).to(tl.float32, bitcast=True)
+        if IS_AGAIN:
+            most = tl.load(beyond + of_scale).to(tl.float32, bitcast=True)
+        elif beyond is not None:
+            limit = tl.where(stride_of(block.of) == 1, 448.0, 448.0 / ROOM)
+        factor = scale_of(most, limit)
         if (block.start == 0) & (block.head % GROUP == 0) & (begin == 0):
             tl.store(address_of(scale, block.sequence, head_k), factor)
     inverse = tl.div_rn(1.0, factor)
@@ -128,6 +153,8 @@ def quantize_cast_kernel(
     LEAST: tl.constexpr = 32 if cuda_capability_geq(8) and IS_SMALL else 64
     AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, ROTATION.HALF, LEAST)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    LOOKS: tl.constexpr = beyond is not None and not IS_AGAIN
+    tops = tl.zeros([AT_ONCE], tl.float32)  # of codes before they saturate
     for first in range(begin, begin + COLUMNS, TILES * CHUNK):
         for part in range(0, ROWS, AT_ONCE):
             offs = part + tl.arange(0, AT_ONCE)
@@ -137,6 +164,8 @@ def quantize_cast_kernel(
             for i in tl.static_range(TILES):
                 column, tile = first + i * CHUNK, tl.where(is_used, tiles[i] * inverse, 0.0)
                 codes = codes_of(tile, out.ptr.dtype.element_ty)
+                if LOOKS:
+                    tops = larger(tops, tl.reduce(tl.abs(tile), 1, larger))
                 if TRANSPOSED:
                     store_columns(out, codes, block, column, ROTATION.D, blocks)
                 else:
@@ -155,6 +184,11 @@ def quantize_cast_kernel(
                         lost_of_block, squares = tl.reduce((lost, tile * tile), 0, add_pairs)
                         tl.store(rounding.squares + at, squares, mask=exists)
                     tl.store(rounding.lost + at, lost_of_block, mask=exists)
+    if LOOKS:
+        top = tl.reduce(tops, 0, larger)
+        is_beyond = (stride_of(block.of) > 1) & ~(top <= 448.0)
+        bits = (top * factor).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
+        tl.atomic_max(beyond + of_scale, bits, mask=is_beyond, sem="relaxed")
 
 
 @triton.jit

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ...tuning.select import architecture
-from ..common.quantized import COLUMNS, FP8, TWO_LEVELS, columns_of, empty_values, packed_columns
+from ..common.quantized import (
+    COLUMNS,
+    FP8,
+    TWO_LEVELS,
+    WHOLE,
+    columns_of,
+    empty_values,
+    packed_columns,
+)
 from ..common.relaunch import addresses_of
 from .fp8_launch import has_product
 from .quantize_kernels import Rounding
@@ -44,7 +52,9 @@ class Memory(NamedTuple):
     rounding: Rounding
     reach: Tensor | None
     drift: Tensor | None  # by its bits: ()
-    largest: Tensor | None  # magnitude, by its bits: (sequences, nheads_k)
+    # Magnitudes, by their bits: (sequences, nheads_k)
+    largest: Tensor | None
+    beyond: Tensor | None  # of those that are larger than what was found in some blocks
 
 
 class Room(NamedTuple):
@@ -58,6 +68,7 @@ class Room(NamedTuple):
     # Where in `Made.numbers` there are sums, highs, lows, lost, squares and reach
     places: tuple[tuple[int | None, ...], ...]
     drifts: bool  # whether that of v is measured
+    samples: tuple[bool, ...]  # whether means and maxima are of some blocks
     numbers: int
     words: int
 
@@ -82,7 +93,7 @@ def room_of(
     sequences = q.shape[0] if starts[0] is None else starts[0].shape[0] - 1
     asks = tuple(x is None for x in scales)
     drifts = sides[2].smooths and tensors[2].shape[3] > TWO_LEVELS
-    means, blocks, places, numbers = [], [], [], 0
+    means, blocks, places, samples, numbers = [], [], [], [], 0
     for x, side, of, is_asked in zip(tensors, sides, starts, asks):
         block = (count_of(x, of), *x.shape[2:])
         mean = (sequences, *x.shape[2:])
@@ -96,11 +107,13 @@ def room_of(
         means.append(mean if side.smooths else None)
         blocks.append(block)
         places.append(tuple(found))
+        samples.append(is_sampled(x, is_walked))
     heads = sequences * k.shape[2]
-    words = FIRST + any(asks) * 3 * heads if drifts or any(asks) else 0
+    words = FIRST + any(asks) * 6 * heads if drifts or any(asks) else 0
     dtype = FP8 if has_product(architecture(q.device)) else torch.uint8
     of_all = tuple(means), tuple(blocks), tuple(places)
-    return Room(dtype, (sequences, k.shape[2]), asks, *of_all, drifts, numbers, words)
+    of_some = drifts, tuple(samples)
+    return Room(dtype, (sequences, k.shape[2]), asks, *of_all, *of_some, numbers, words)
 
 
 def make(room: Room, tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> Made:
@@ -135,11 +148,11 @@ def memory_in(room: Room, made: Made) -> list[Memory]:
             for at, shape in zip(room.places[i], shapes)
         ]
         drift = None if words is None or views[5] is None else words[0]
-        largest = None
-        if scale is not None:
-            largest = _view(words, _largest_at(room, i), room.scale)
+        largest, beyond = (
+            None if at is None else _view(words, at, room.scale) for at in _largest_at(room, i)
+        )
         of_blocks = Statistics(*views[:3]), Rounding(*views[3:5])
-        found.append(Memory(out, scale, mean, *of_blocks, views[5], drift, largest))
+        found.append(Memory(out, scale, mean, *of_blocks, views[5], drift, largest, beyond))
     return found
 
 
@@ -147,8 +160,19 @@ def _view(x: Any, at: int, shape: Any) -> Tensor:
     return x[at : at + math.prod(shape)].view(shape)
 
 
-def _largest_at(room: Room, i: int) -> int:
-    return FIRST + i * room.scale[0] * room.scale[1]
+def _largest_at(room: Room, i: int) -> tuple[int | None, int | None]:
+    """Where in `Made.words` those of one tensor are."""
+    if not room.asks[i]:
+        return None, None
+    heads = room.scale[0] * room.scale[1]
+    return FIRST + i * heads, FIRST + (3 + i) * heads if room.samples[i] else None
+
+
+def is_sampled(x: Tensor, is_walked: bool) -> bool:
+    """Whether a sequence may be so long that means and maxima are of some of its blocks. Of those
+    that are walked, from each block to the next, they are of all.
+    """
+    return x.shape[1] > WHOLE and not is_walked
 
 
 def tensors_of(memory: Memory) -> list[Tensor | None]:
@@ -165,7 +189,7 @@ def addresses_in(room: Room, made: Made) -> list[int]:
         places = room.places[i]
         found += [0 if at is None else numbers + 4 * at for at in places]
         found.append(0 if places[5] is None else words)
-        found.append(0 if scale is None else words + 4 * _largest_at(room, i))
+        found += [0 if at is None else words + 4 * at for at in _largest_at(room, i)]
     return found
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ...tile.bounds import clamp
 from ...tile.seqlen import padded_row, rows_of
+from ..common import quantized
 from ..common.io import head_of
 from .fp8_order import COLUMNS
 from .hadamard import (
@@ -27,6 +28,7 @@ from .hadamard import (
 from .rotary import turned
 
 ROWS = COLUMNS
+WHOLE, EVERY = tl.constexpr(quantized.WHOLE), tl.constexpr(quantized.EVERY)
 SEQUENCES_PER_GROUP = tl.constexpr(128)
 WARPS = tl.constexpr(4)  # that have room for the rows of a block
 
@@ -135,6 +137,23 @@ def find_block(program, blocks, tables, HALF: tl.constexpr):
         start = tl.where(count > 0, (number - of.first_block) * ROWS, of.rows)
         before = keys_before(sequence, of.used, tables, HALF)
         return Block(number, sequence, sequence * 0, head, start, before, of)
+
+
+@triton.jit
+def stride_of(sequence):
+    """Blocks of a sequence from one to the next whose means and maxima are found: `sample_of` of
+    `kernels/cpu/quantize.py`.
+    """
+    return tl.where(sequence.used > WHOLE, EVERY, 1)
+
+
+@triton.jit
+def is_passed_over(block, IS_SAMPLED: tl.constexpr):
+    """Whether a block is not one of those."""
+    if IS_SAMPLED:
+        return block.start // ROWS % stride_of(block.of) != 0
+    else:
+        return False
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""What quantising must know of a tensor before it rounds: means, and the largest magnitudes.
+"""What quantising must know of a tensor before it rounds: means, and the largest magnitudes. Of a
+long sequence both are of some blocks (`sample_of` of `kernels/cpu/quantize.py`).
 
     statistics   where a mean is taken off: of each block and channel the sum and the extremes; then
                  the means, and the largest magnitude without them, which the extremes tell
@@ -22,8 +23,10 @@ from .quantize_rows import (
     find_block,
     find_columns,
     find_sequence,
+    is_passed_over,
     load_tiles,
     rows_at_once,
+    stride_of,
 )
 
 PARTS = tl.constexpr(64)  # blocks whose results are read at a time
@@ -60,9 +63,13 @@ def extremes_of(tile, used, AXIS: tl.constexpr):
 
 
 @triton.jit
-def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr):
-    """Of each block."""
+def quantize_statistics_kernel(
+    x, tables, found, blocks, ROTATION: tl.constexpr, IS_SAMPLED: tl.constexpr
+):
+    """Of each block, or of some."""
     block, begin = find_columns(tl.program_id(0), blocks, tables, ROTATION)
+    if is_passed_over(block, IS_SAMPLED):
+        return
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     row = (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
     # Rows along the second dimension of a product are in few threads
@@ -99,23 +106,29 @@ def quantize_statistics_kernel(x, tables, found, blocks, ROTATION: tl.constexpr)
 
 
 @triton.jit
-def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
+def quantize_means_kernel(
+    found, mean, reach, largest, blocks, D: tl.constexpr, IS_SAMPLED: tl.constexpr
+):
     """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
     of the largest magnitude without it, of SHARE columns a program. Rounding keeps order, so that
     this is of an extreme. `reach` is the largest sum without it, over blocks that follow each
-    other, for `drift_of` of `kernels/cpu/quantize.py`.
+    other, for `drift_of` of `kernels/cpu/quantize.py`: of all blocks.
     """
     SHARES: tl.constexpr = (D + SHARE - 1) // SHARE
     part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
     sequence = part // SHARES
     of = find_sequence(sequence, blocks)
-    count = tl.cdiv(of.used, ROWS)
+    count, stride, taken = tl.cdiv(of.used, ROWS), 1, of.used
+    if IS_SAMPLED:
+        stride = stride_of(of)
+        apart = stride * ROWS
+        taken = of.used // apart * ROWS + tl.minimum(of.used % apart, ROWS)
     columns = part % SHARES * SHARE + tl.arange(0, SHARE)
     total = tl.zeros([SHARE], tl.float32)
     high = tl.full([SHARE], float("-inf"), tl.float32)
     low = tl.full([SHARE], float("inf"), tl.float32)
-    for first in range(0, count, PARTS):
-        number = first + tl.arange(0, PARTS)
+    for first in range(0, count, PARTS * stride):
+        number = first + tl.arange(0, PARTS) * stride
         at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
         at = at[:, None] + columns[None, :]
         exists = (number < count)[:, None] & (columns < D)[None, :]
@@ -124,7 +137,7 @@ def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
             highs = tl.load(found.highs + at, mask=exists, other=float("-inf"))
             lows = tl.load(found.lows + at, mask=exists, other=float("inf"))
             high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
-    of_columns = total / tl.maximum(of.used, 1).to(tl.float32)
+    of_columns = total / tl.maximum(taken, 1).to(tl.float32)
     tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
     if largest is not None:
         # NaN where the mean is NaN or infinite
@@ -151,7 +164,14 @@ def quantize_means_kernel(found, mean, reach, largest, blocks, D: tl.constexpr):
 
 @triton.jit
 def quantize_amax_kernel(
-    x, tables, largest, blocks, headdim, ROTATION: tl.constexpr, GROUP: tl.constexpr
+    x,
+    tables,
+    largest,
+    blocks,
+    headdim,
+    ROTATION: tl.constexpr,
+    IS_SAMPLED: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """The bits of the largest magnitude, which are in its order, and NaN's above all, of a sequence
     and key head: (sequences, nheads / GROUP).
@@ -160,6 +180,8 @@ def quantize_amax_kernel(
     product's maximum by columns and then by rows without a loop between.
     """
     block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
+    if is_passed_over(block, IS_SAMPLED):
+        return
     BY_CHANNEL: tl.constexpr = ROTATION.HADAMARD > 0
     AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
