@@ -13,14 +13,17 @@ from helpers.tiers import sample, sample_rows
 from tilewise.kernels.common.arguments import features_of
 from tilewise.kernels.common.quantized import (
     FP8,
+    TWO_LEVELS,
+    WHOLE,
     Lengths,
     Quantized,
     Scales,
     columns_of,
+    empty_values,
     packed_columns,
 )
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.portable import fp8_launch, launch, quantize, quantize_memory
+from tilewise.kernels.portable import fp8_launch, launch, quantize_launches, quantize_memory
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 from tilewise.tile.rotary import Rotary
@@ -130,33 +133,36 @@ def test_p_v_starts_from_zero(target):
 ROTARY = {"none": None, "neighbours": True, "halves": False}
 
 
-_quantised = itertools.product(TARGETS, (64, 128, 256, 72), (False, True), ROTARY)
+LONG = 2 * WHOLE
+_quantised = [
+    *itertools.product(TARGETS, (64, 128, 256, 72), (False, True), ROTARY, (LONG,)),
+    *itertools.product(TARGETS, (64, 128, 256, 72), (False, True), ("none",), (SEQLEN,)),
+]
 
 
 @pytest.mark.parametrize(
-    ("target", "headdim", "is_packed", "rotary"),
-    sample_rows(_quantised, ("sm90", 64, True, "halves")),
+    ("target", "headdim", "is_packed", "rotary", "seqlen"),
+    sample_rows(_quantised, ("sm90", 64, True, "halves", LONG)),
 )
-def test_quantising(target, headdim, is_packed, rotary):
+def test_quantising(target, headdim, is_packed, rotary, seqlen):
     """Every pass, with a rotation, means and scales of the data, and V^T of codes."""
-    q = torch.empty(1, SEQLEN, NHEADS, headdim, dtype=torch.bfloat16)
-    k = torch.empty(1, SEQLEN, NHEADS_K, headdim, dtype=torch.bfloat16)
+    q = torch.empty(1, seqlen, NHEADS, headdim, dtype=torch.bfloat16)
+    k = torch.empty(1, seqlen, NHEADS_K, headdim, dtype=torch.bfloat16)
     starts = torch.ones(BATCH + 1, dtype=INT32) if is_packed else None
     tables = None
     if ROTARY[rotary] is not None:
-        tables = Rotary(*torch.empty(2, SEQLEN, headdim // 2), ROTARY[rotary])
+        tables = Rotary(*torch.empty(2, seqlen, headdim // 2), ROTARY[rotary])
     given, lengths = (q, k, k), Lengths(starts, starts)
-    sides = quantize.sides_of(q, k, Steps(True, True, True))
+    sides = quantize_launches.sides_of(q, k, Steps(True, True, True))
     with mock.patch.object(quantize_memory, "architecture", lambda device: target):
         room = quantize_memory.room_of(given, sides, (starts,) * 3, (None,) * 3)
     memory = quantize_memory.memory_in(room, quantize_memory.make(room, given, (starts,) * 3))
-    plans = quantize.plans_of(given, sides, (None,) * 3, lengths, tables, memory)
+    plans = quantize_launches.plans_of(given, sides, (None,) * 3, lengths, tables, memory)
     if rotary == "none":
         bits = k.to(torch.uint8)
-        plans += quantize.transposing(bits, None, starts, quantize.empty_values(bits, starts))
-        assert len(plans) == 2 + 3 + 4 + 1
-    else:
-        plans = plans[:5]  # of q and k
+        plans += quantize_launches.transposing(bits, None, starts, empty_values(bits, starts))
+        again = 0 if seqlen == SEQLEN else 1 if headdim > TWO_LEVELS else 2
+        assert len(plans) == 2 + 1 + 2 + again + 1 + 1
     for plan in plans:
         found = build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
         numbers = stats(found)

@@ -6,8 +6,9 @@
     loss         of V without its mean: what rounding took, of each block from the cast; and how far
                  it drifts
 
-A program has ROWS rows of one head and one sequence, some at a time. Sums of blocks are stored by
-their number and added in order, so that repeats are bitwise equal.
+A program has ROWS rows of one head and one sequence, some at a time. q and k, which are treated
+alike, are in one launch: two would wait for the last programs of the first. Sums of blocks are
+stored by their number and added in order, so that repeats are bitwise equal.
 """
 
 from typing import Any, NamedTuple
@@ -24,11 +25,13 @@ from .fp8_order import key_of_column
 from .hadamard import CHUNK, tiles_at_once
 from .quantize_rows import (
     ROWS,
+    WARPS,
     columns_of,
     find_block,
     find_columns,
     find_sequence,
     load_tiles,
+    programs_of,
     rows_at_once,
     stride_of,
 )
@@ -45,23 +48,28 @@ class Rounding(NamedTuple):
 
 
 @triton.jit
-def load_smooth(x, tables, mean, block, offs, first, ROTATION: tl.constexpr):
-    """Tiles of rows, but for ROTATION.FACTOR; or all of it, less their means."""
+def load_scaled(operand, block, offs, first, inverse, FORM: tl.constexpr):
+    """Tiles of rows times the inverse of the scale, less their means."""
+    ROTATION: tl.constexpr = FORM.ROTATION
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
-    tiles = load_tiles(x, tables, block, offs, first, ROTATION)
-    if mean is None:
-        return tiles
-    else:
-        smooth = ()
-        for i in tl.static_range(TILES):
+    tiles = load_tiles(operand.x, operand.tables, block, offs, first, ROTATION)
+    scaled = ()
+    for i in tl.static_range(TILES):
+        if operand.mean is None:
+            scaled = scaled + (tiles[i] * (inverse * ROTATION.FACTOR),)
+        else:
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
-            at = address_of(mean, block.sequence, block.head) + columns
-            of_columns = tl.load(at, mask=columns < ROTATION.D, other=0.0)[None, :]
+            at = address_of(operand.mean, block.sequence, block.head) + columns[None, :]
+            exists = (columns < ROTATION.D)[None, :]
+            if FORM.TRANSPOSED:
+                # Of each element: else Triton 3.6 moves x to the threads that store V^T before all
+                # arithmetic, and does that there and, for what rounding loses, here
+                at, exists = at.broadcast_to(tiles[i].shape), exists.broadcast_to(tiles[i].shape)
+            tile, of_columns = tiles[i], tl.load(at, mask=exists, other=0.0)
             if ROTATION.HADAMARD > 0:
-                smooth = smooth + (tiles[i] * ROTATION.FACTOR - of_columns,)
-            else:
-                smooth = smooth + (tiles[i] - of_columns,)
-        return smooth
+                tile *= ROTATION.FACTOR
+            scaled = scaled + ((tile - of_columns) * inverse,)
+    return scaled
 
 
 @triton.jit
@@ -107,100 +115,138 @@ def add_pairs(a, b, other_a, other_b):
 
 @triton.jit
 def quantize_cast_kernel(
-    x,
-    tables,
-    mean,
-    largest,
-    beyond,
-    scale,
-    rounding,
-    out,
-    blocks,
-    ROTATION: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    a,
+    b,
+    OF_A: tl.constexpr,
+    OF_B: tl.constexpr,
+    BLOCKS: tl.constexpr,
     IS_AGAIN: tl.constexpr,
 ):
-    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given. If
-    that is of some blocks, the scale has room for ROOM times it, and a larger magnitude is left in
-    `beyond`, by its bits: by that the same kernel rounds once more.
-    """
+    """Codes, or V^T, of each block of two operands, or of one; BLOCKS a program."""
     # Last blocks first: those are what the second level of caches still holds
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, begin = find_columns(program, blocks, tables, ROTATION)
-    COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
-    head_k = block.head // GROUP
-    of_scale = block.sequence * (blocks.nheads // GROUP) + head_k
-    if IS_AGAIN:
-        if tl.load(beyond + of_scale) == 0:
-            return
-    if largest is None:
-        factor = load_number(scale, block.sequence, head_k)
+    of_a = programs_of(a, OF_A, BLOCKS)
+    if OF_B is None:
+        cast(a, program, OF_A, BLOCKS, IS_AGAIN)
     else:
-        limit, most = 448.0, tl.load(largest + of_scale).to(tl.float32, bitcast=True)
-        if IS_AGAIN:
-            most = tl.load(beyond + of_scale).to(tl.float32, bitcast=True)
-        elif beyond is not None:
-            limit = tl.where(stride_of(block.of) == 1, 448.0, 448.0 / ROOM)
-        factor = scale_of(most, limit)
-        if (block.start == 0) & (block.head % GROUP == 0) & (begin == 0):
-            tl.store(address_of(scale, block.sequence, head_k), factor)
-    inverse = tl.div_rn(1.0, factor)
-    if mean is None:
-        inverse *= ROTATION.FACTOR
+        if program < of_a:
+            cast(a, program, OF_A, BLOCKS, IS_AGAIN)
+        else:
+            cast(b, program - of_a, OF_B, BLOCKS, IS_AGAIN)
+
+
+@triton.constexpr_function
+def rows_of_cast(hadamard, half):
+    """`rows_at_once`, where they are rounded. Of channels that are not mixed a block is for one
+    warp, which has room for a quarter of it: several wait for each other where V is transposed and
+    where it is summed.
+    """
+    if not hadamard:
+        return ROWS.value // WARPS.value // (2 if half else 1)
     # Products of warpgroups have at least 64 rows, and AMD's of 8 wavefronts spill with fewer
-    IS_SMALL: tl.constexpr = cuda_capability_geq(12) or not cuda_capability_geq(9)
-    LEAST: tl.constexpr = 32 if cuda_capability_geq(8) and IS_SMALL else 64
-    AT_ONCE: tl.constexpr = rows_at_once(ROTATION.HADAMARD, ROTATION.HALF, LEAST)
-    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
-    LOOKS: tl.constexpr = beyond is not None and not IS_AGAIN
-    tops = tl.zeros([AT_ONCE], tl.float32)  # of codes before they saturate
-    for first in range(begin, begin + COLUMNS, TILES * CHUNK):
-        for part in range(0, ROWS, AT_ONCE):
-            offs = part + tl.arange(0, AT_ONCE)
-            from_rows = key_of_column(offs) if TRANSPOSED else offs
-            is_used = (block.start + from_rows < block.of.used)[:, None]
-            tiles = load_smooth(x, tables, mean, block, from_rows, first, ROTATION)
-            for i in tl.static_range(TILES):
-                column, tile = first + i * CHUNK, tl.where(is_used, tiles[i] * inverse, 0.0)
-                codes = codes_of(tile, out.ptr.dtype.element_ty)
-                if LOOKS:
-                    tops = larger(tops, tl.reduce(tl.abs(tile), 1, larger))
-                if TRANSPOSED:
-                    store_columns(out, codes, block, column, ROTATION.D, blocks)
-                else:
-                    store_codes(out, codes, block, offs, column, ROTATION.D)
-                if rounding.lost is not None:
-                    row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
-                    columns = column + tl.arange(0, CHUNK)
-                    at, exists = row * ROTATION.D + columns, columns < ROTATION.D
-                    near = tile
-                    if largest is None:  # what saturates does not count as lost
-                        near = tl.minimum(tl.maximum(tile, -448.0), 448.0)
-                    lost = near - values_of(codes)
-                    if rounding.squares is None:
-                        lost_of_block = tl.sum(lost, 0)
-                    else:
-                        lost_of_block, squares = tl.reduce((lost, tile * tile), 0, add_pairs)
-                        tl.store(rounding.squares + at, squares, mask=exists)
-                    tl.store(rounding.lost + at, lost_of_block, mask=exists)
-    if LOOKS:
-        top = tl.reduce(tops, 0, larger)
-        is_beyond = (stride_of(block.of) > 1) & ~(top <= 448.0)
-        bits = (top * factor).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
-        tl.atomic_max(beyond + of_scale, bits, mask=is_beyond, sem="relaxed")
+    is_small = cuda_capability_geq(12) or not cuda_capability_geq(9)
+    return rows_at_once(hadamard, half, 32 if cuda_capability_geq(8) and is_small else 64)
 
 
 @triton.jit
-def quantize_loss_kernel(
-    rounding, mean, reach, scale, drift, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def cast(operand, program, FORM: tl.constexpr, BLOCKS: tl.constexpr, IS_AGAIN: tl.constexpr):
+    """Codes as x, 0 where a row is not in use, or V^T. Without `largest` the scale is given. If
+    that is of some blocks, the scale has room for ROOM times it, and a larger magnitude is left in
+    `beyond`, by its bits: the same kernel, again, rounds by that.
+    """
+    GROUP: tl.constexpr = FORM.GROUP
+    nheads_k = operand.blocks.nheads // GROUP
+    block, begin, exists = find_columns(operand, program, 0, FORM, BLOCKS)
+    of_scale = block.sequence * nheads_k + block.head // GROUP
+    if IS_AGAIN:
+        end = BLOCKS
+        if operand.blocks.cu_seqlens is None:  # all are of one sequence
+            end = tl.where(tl.load(operand.beyond + of_scale) > 0, BLOCKS, 0)
+        for i in tl.range(0, end, disable_licm=True):
+            block, begin, exists = find_columns(operand, program, i, FORM, BLOCKS)
+            of_scale = block.sequence * nheads_k + block.head // GROUP
+            beyond = tl.load(operand.beyond + of_scale, mask=exists, other=0)
+            if beyond > 0:
+                scale = scale_of(beyond.to(tl.float32, bitcast=True), 448.0)
+                round_block(operand, block, begin, scale, FORM, False)
+    elif operand.largest is None:
+        scale = load_number(operand.scale, block.sequence, block.head // GROUP)
+        round_block(operand, block, begin, scale, FORM, False)
+    else:
+        largest = tl.load(operand.largest + of_scale).to(tl.float32, bitcast=True)
+        is_sampled = False
+        if FORM.IS_SAMPLED:
+            is_sampled = stride_of(block.of) > 1
+        scale = scale_of(largest, tl.where(is_sampled, 448.0 / ROOM, 448.0))
+        top = round_block(operand, block, begin, scale, FORM, FORM.IS_SAMPLED)
+        if FORM.IS_SAMPLED:
+            bits = (top * scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is above all
+            is_beyond = is_sampled & ~(top <= 448.0)
+            tl.atomic_max(operand.beyond + of_scale, bits, mask=is_beyond, sem="relaxed")
+
+
+@triton.jit
+def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.constexpr):
+    """Of a scale; and the largest magnitude of what is rounded, where that is looked at."""
+    ROTATION: tl.constexpr = FORM.ROTATION
+    COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
+    GROUP: tl.constexpr = FORM.GROUP
+    out, rounding, blocks = operand.out, operand.rounding, operand.blocks
+    if operand.largest is not None:
+        if (block.start == 0) & (block.head % GROUP == 0) & (begin == 0):
+            at_scale = address_of(operand.scale, block.sequence, block.head // GROUP)
+            tl.store(at_scale, factor)
+    inverse = tl.div_rn(1.0, factor)
+    AT_ONCE: tl.constexpr = rows_of_cast(ROTATION.HADAMARD, ROTATION.HALF)
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    # By rows, whose columns are in few threads after a product
+    AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else None
+    top = tl.zeros([AT_ONCE], tl.float32) if ROTATION.HADAMARD > 0 else 0.0
+    for first in range(begin, begin + COLUMNS, TILES * CHUNK):
+        row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
+        losts, squares = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for part in tl.range(0, ROWS, AT_ONCE, disable_licm=True):
+            offs = part + tl.arange(0, AT_ONCE)
+            from_rows = key_of_column(offs) if FORM.TRANSPOSED else offs
+            is_used = (block.start + from_rows < block.of.used)[:, None]
+            tiles = load_scaled(operand, block, from_rows, first, inverse, FORM)
+            for i in tl.static_range(TILES):
+                column, tile = first + i * CHUNK, tl.where(is_used, tiles[i], 0.0)
+                codes = codes_of(tile, out.ptr.dtype.element_ty)
+                if LOOKS:
+                    top = larger(top, tl.reduce(tl.abs(tile), AXIS, larger))
+                if FORM.TRANSPOSED:
+                    store_columns(out, codes, block, offs, column, ROTATION.D, blocks)
+                else:
+                    store_codes(out, codes, block, offs, column, ROTATION.D)
+                if rounding.lost is not None:
+                    near = tile
+                    if operand.largest is None:  # what saturates does not count as lost
+                        near = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+                    lost = near - values_of(codes)
+                    if rounding.squares is None:
+                        losts += tl.sum(lost, 0)
+                    else:
+                        more, more_squares = tl.reduce((lost, tile * tile), 0, add_pairs)
+                        losts, squares = losts + more, squares + more_squares
+        if rounding.lost is not None:
+            columns = first + tl.arange(0, CHUNK)
+            at, exists = row * ROTATION.D + columns, columns < ROTATION.D
+            tl.store(rounding.lost + at, losts, mask=exists)
+            if rounding.squares is not None:
+                tl.store(rounding.squares + at, squares, mask=exists)
+    return tl.reduce(top, 0, larger) if ROTATION.HADAMARD > 0 else top
+
+
+@triton.jit
+def quantize_loss_kernel(v, drift, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Adds to the mean of a sequence and head what rounding takes on average, or a share of it
     (`with_loss` of `kernels/cpu/quantize.py`), and finds how far V without its mean drifts
     (`drift_of`), by its bits, where that is wanted.
     """
-    sequence, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
-    of = find_sequence(sequence, blocks)
+    nheads, rounding = v.blocks.nheads, v.rounding
+    sequence, head = tl.program_id(0) // nheads, tl.program_id(0) % nheads
+    of = find_sequence(sequence, v.blocks)
     count = tl.cdiv(of.used, ROWS)
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
@@ -209,7 +255,7 @@ def quantize_loss_kernel(
     spread = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, count, PARTS):
         number = first + tl.arange(0, PARTS)
-        at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+        at = ((of.first_block + number).to(tl.int64) * nheads + head) * D
         exists = (number < count)[:, None] & (columns < D)[None, :]
         part = tl.load(rounding.lost + at[:, None] + columns[None, :], mask=exists, other=0.0)
         total += tl.sum(part, 0)
@@ -223,12 +269,12 @@ def quantize_loss_kernel(
     used = tl.maximum(of.used, 1).to(tl.float32)
     on_average = tl.maximum(tl.sum(of_all, 0) / used, 1.1754943508222875e-38)
     share = tl.minimum(2.0 * tl.min(least, 0) / on_average, 1.0)
-    at = address_of(mean, sequence, head) + columns
-    factor = load_number(scale, sequence, head)
+    at = address_of(v.mean, sequence, head) + columns
+    factor = load_number(v.scale, sequence, head)
     more = share * factor * (total / used)
     tl.store(at, tl.load(at, mask=columns < D, other=0.0) + more, mask=columns < D)
     if drift is not None:
-        at = address_of(reach, sequence, head) + columns
+        at = address_of(v.reach, sequence, head) + columns
         largest = tl.load(at, mask=columns < D, other=0.0) / factor
         largest *= largest
         weighted = tl.where(spread == 0, 0.0, largest / (spread / used) * largest)
@@ -240,7 +286,8 @@ def quantize_loss_kernel(
 @triton.jit
 def transpose_values_kernel(v, v_t, blocks, D: tl.constexpr):
     """V^T of codes, given as bytes."""
-    block = find_block(tl.program_id(0), blocks, None, 0)
+    number, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
+    block = find_block(number, head, blocks, None, 0)
     offs = key_of_column(tl.arange(0, ROWS))
     for column in range(0, D, CHUNK):
         # (ROWS, CHUNK)
@@ -249,7 +296,7 @@ def transpose_values_kernel(v, v_t, blocks, D: tl.constexpr):
         exists = (position < block.of.used)[:, None] & (columns < D)[None, :]
         at = head_of(v, block.batch, block.head) + row + columns[None, :]
         tile = tl.load(at, mask=exists, other=0)
-        store_columns(v_t, tile, block, column, D, blocks)
+        store_columns(v_t, tile, block, tl.arange(0, ROWS), column, D, blocks)
 
 
 @triton.jit
@@ -262,12 +309,12 @@ def store_codes(out, codes, block, offs, column, D: tl.constexpr):
 
 
 @triton.jit
-def store_columns(v_t, codes, block, column, D: tl.constexpr, blocks):
+def store_columns(v_t, codes, block, offs, column, D: tl.constexpr, blocks):
     """Columns of V^T: packed ones by the number of the block, others by their sequence's."""
     first = block.number
     if blocks.cu_seqlens is None:
         first = block.number - block.of.first_block
-    keys = first.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    keys = first.to(tl.int64) * ROWS + offs
     rows = column + tl.arange(0, CHUNK)
     at = head_of(v_t, block.batch, block.head) + rows.to(tl.int64)[:, None] * v_t.row
     # Without keys there are no columns

@@ -16,6 +16,7 @@ from ..common.io import head_of
 from .fp8_order import COLUMNS
 from .hadamard import (
     CHUNK,
+    Rotation,
     add_product,
     dtype_of_matrix,
     hadamard,
@@ -43,13 +44,43 @@ class RowBlocks(NamedTuple):
     nheads: int
 
 
+class Operand(NamedTuple):
+    """One of q, k and v as kernels take it; None for what it lacks, or is not asked for."""
+
+    x: Any  # Strided
+    blocks: RowBlocks
+    tables: Any  # where rows are turned: Tables
+    keys: Any  # likewise, RowBlocks: rows in use are the last of the keys in use, or all
+    count: int  # blocks of rows
+    headdim: int
+    mean: Any
+    statistics: Any  # of each block of rows
+    reach: Any
+    largest: Any  # magnitudes, by their bits: (sequences, nheads_k)
+    beyond: Any  # of those that are larger than what was found in some blocks
+    scale: Any
+    rounding: Any
+    out: Any
+    # In a branch Triton 3.6 forgets what is constant, such as a stride of 1, in tuples within a
+    # tuple, but for those that a constant follows
+    end: None = None
+
+
+class Form(NamedTuple):
+    """Constexprs: how one of them is quantised."""
+
+    ROTATION: Rotation
+    GROUP: int  # heads that share a scale
+    IS_SAMPLED: bool  # whether means and maxima are of some blocks of long sequences
+    TRANSPOSED: bool
+
+
 class Tables(NamedTuple):
-    """Rotary tables, and the keys: rows in use are the last of them, or all."""
+    """Rotary tables."""
 
     cos: Any  # (positions, HALF)
     sin: Any
     positions: int
-    keys: RowBlocks
 
 
 class OfSequence(NamedTuple):
@@ -103,23 +134,22 @@ def find_sequence(sequence, blocks):
 
 
 @triton.jit
-def keys_before(sequence, used, tables, HALF: tl.constexpr):
+def keys_before(sequence, used, keys, HALF: tl.constexpr):
     """The keys before the first of so many rows, which are the last; 0 where none is turned."""
     before = sequence * 0
     if HALF > 0:
-        before = find_sequence(sequence, tables.keys).used - used
+        before = find_sequence(sequence, keys).used - used
     return before
 
 
 @triton.jit
-def find_block(program, blocks, tables, HALF: tl.constexpr):
-    """The rows of a program; heads of a block are neighbours."""
-    number, head = program // blocks.nheads, program % blocks.nheads
+def find_block(number, head, blocks, keys, HALF: tl.constexpr):
+    """The rows of a block."""
     if blocks.cu_seqlens is None:
         sequence = number // tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
         of = find_sequence(sequence, blocks)
         start = (number - of.first_block) * ROWS
-        before = keys_before(sequence, of.used, tables, HALF)
+        before = keys_before(sequence, of.used, keys, HALF)
         return Block(number, sequence, sequence, head, start, before, of)
     else:
         count = number * 0
@@ -135,7 +165,7 @@ def find_block(program, blocks, tables, HALF: tl.constexpr):
         of = find_sequence(sequence, blocks)
         # Blocks before the first sequence have no rows
         start = tl.where(count > 0, (number - of.first_block) * ROWS, of.rows)
-        before = keys_before(sequence, of.used, tables, HALF)
+        before = keys_before(sequence, of.used, keys, HALF)
         return Block(number, sequence, sequence * 0, head, start, before, of)
 
 
@@ -148,20 +178,40 @@ def stride_of(sequence):
 
 
 @triton.jit
-def is_passed_over(block, IS_SAMPLED: tl.constexpr):
-    """Whether a block is not one of those."""
-    if IS_SAMPLED:
-        return block.start // ROWS % stride_of(block.of) != 0
+def groups_of(operand, BLOCKS: tl.constexpr):
+    """Groups of so many blocks, of one sequence each where sequences are not packed."""
+    blocks = operand.blocks
+    if blocks.cu_seqlens is None:
+        return blocks.sequences * tl.cdiv(tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1), BLOCKS)
     else:
-        return False
+        return tl.cdiv(operand.count, BLOCKS)
 
 
 @triton.jit
-def find_columns(program, blocks, tables, ROTATION: tl.constexpr):
-    """The rows of a program, and the first of its columns: of all, or of CHUNK."""
+def programs_of(operand, FORM: tl.constexpr, BLOCKS: tl.constexpr):
+    """Those of an operand, with BLOCKS blocks each of one head, and CHUNK columns or all."""
+    ROTATION: tl.constexpr = FORM.ROTATION
     CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
-    block = find_block(program // CHUNKS, blocks, tables, ROTATION.HALF)
-    return block, program % CHUNKS * CHUNK
+    return groups_of(operand, BLOCKS) * operand.blocks.nheads * CHUNKS
+
+
+@triton.jit
+def find_columns(operand, program, i, FORM: tl.constexpr, BLOCKS: tl.constexpr):
+    """Block i of a program, its first column, and whether there is such a block."""
+    ROTATION: tl.constexpr = FORM.ROTATION
+    CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
+    blocks = operand.blocks
+    group, head = program // CHUNKS // blocks.nheads, program // CHUNKS % blocks.nheads
+    number = group * BLOCKS + i
+    exists = number < operand.count
+    if BLOCKS > 1 and blocks.cu_seqlens is None:
+        each = tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
+        groups = tl.cdiv(each, BLOCKS)
+        in_sequence = group % groups * BLOCKS + i
+        number = group // groups * each + in_sequence
+        exists = in_sequence < each
+    block = find_block(number, head, blocks, operand.keys, ROTATION.HALF)
+    return block, program % CHUNKS * CHUNK, exists
 
 
 @triton.constexpr_function

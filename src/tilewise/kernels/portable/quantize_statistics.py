@@ -1,9 +1,9 @@
-"""What quantising must know of a tensor before it rounds: means, and the largest magnitudes. Of a
+"""What quantising must know of q, k and v before it rounds: means, and the largest magnitudes. Of a
 long sequence both are of some blocks (`sample_of` of `kernels/cpu/quantize.py`).
 
-    statistics   where a mean is taken off: of each block and channel the sum and the extremes; then
-                 the means, and the largest magnitude without them, which the extremes tell
-    amax         else, where no scale is given
+    statistics   where a mean is taken off: of each block and channel the sum and the extremes; else
+                 the largest magnitude, where no scale is given
+    means        and the largest magnitude without them, which the extremes tell
 
 Sums of blocks are stored by their number and added in order, and maxima do not depend on order: so
 repeats are bitwise equal.
@@ -20,17 +20,17 @@ from .quantize_rows import (
     ROWS,
     WARPS,
     columns_of,
-    find_block,
     find_columns,
     find_sequence,
-    is_passed_over,
     load_tiles,
+    programs_of,
     rows_at_once,
     stride_of,
 )
 
 PARTS = tl.constexpr(64)  # blocks whose results are read at a time
 SHARE = tl.constexpr(16)  # columns of a program that joins them
+inf = tl.constexpr(float("inf"))
 
 
 class Statistics(NamedTuple):
@@ -51,37 +51,53 @@ def rows_of_sums(hadamard, half):
 
 
 @triton.jit
-def extremes_of(tile, used, AXIS: tl.constexpr):
-    """The largest and the smallest of the first rows, which lie along AXIS."""
-    if used >= tile.shape[AXIS]:
-        high, low = tl.max(tile, AXIS), tl.min(tile, AXIS)
+def quantize_statistics_kernel(a, b, OF_A: tl.constexpr, OF_B: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of each block, or of some, of two operands, or of one; BLOCKS a program."""
+    program = tl.program_id(0)
+    of_a = programs_of(a, OF_A, BLOCKS)
+    if OF_B is None:
+        find_statistics(a, program, OF_A, BLOCKS)
     else:
-        is_used = tl.expand_dims(tl.arange(0, tile.shape[AXIS]) < used, 1 - AXIS)
-        high = tl.max(tl.where(is_used, tile, float("-inf")), AXIS)
-        low = tl.min(tl.where(is_used, tile, float("inf")), AXIS)
-    return high, low
+        if program < of_a:
+            find_statistics(a, program, OF_A, BLOCKS)
+        else:
+            find_statistics(b, program - of_a, OF_B, BLOCKS)
 
 
 @triton.jit
-def quantize_statistics_kernel(
-    x, tables, found, blocks, ROTATION: tl.constexpr, IS_SAMPLED: tl.constexpr
-):
-    """Of each block, or of some."""
-    block, begin = find_columns(tl.program_id(0), blocks, tables, ROTATION)
-    if is_passed_over(block, IS_SAMPLED):
-        return
+def find_statistics(operand, program, FORM: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of blocks that are looked at."""
+    end = BLOCKS
+    if BLOCKS > 1 and operand.blocks.cu_seqlens is None:
+        first, _, _ = find_columns(operand, program, 0, FORM, BLOCKS)
+        end = tl.where(stride_of(first.of) == BLOCKS, 1, BLOCKS)
+    for i in tl.range(0, end, disable_licm=True):
+        block, begin, is_one = find_columns(operand, program, i, FORM, BLOCKS)
+        if FORM.IS_SAMPLED:
+            is_one &= block.start // ROWS % stride_of(block.of) == 0
+        if is_one:
+            if operand.mean is not None:
+                find_sums(operand, block, begin, FORM)
+            else:
+                find_largest(operand, block, begin, FORM)
+
+
+@triton.jit
+def find_sums(operand, block, begin, FORM: tl.constexpr):
+    """Of a block's columns, and their extremes where a scale is wanted."""
+    ROTATION: tl.constexpr = FORM.ROTATION
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
-    row = (tl.cast(block.number, tl.int64) * blocks.nheads + block.head) * ROTATION.D
     # Rows along the second dimension of a product are in few threads
     AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
     AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    x, tables, found = operand.x, operand.tables, operand.statistics
     for first in range(begin, begin + COLUMNS, TILES * CHUNK):
         sums, highs, lows = (), (), ()
         for _ in tl.static_range(TILES):
             sums = sums + (tl.zeros([CHUNK], tl.float32),)
-            highs = highs + (tl.full([CHUNK], float("-inf"), tl.float32),)
-            lows = lows + (tl.full([CHUNK], float("inf"), tl.float32),)
+            highs = highs + (tl.full([CHUNK], -inf, tl.float32),)
+            lows = lows + (tl.full([CHUNK], inf, tl.float32),)
         for part in range(0, ROWS, AT_ONCE):
             offs = part + tl.arange(0, AT_ONCE)
             tiles = load_tiles(x, tables, block, offs, first, ROTATION, AXIS == 1)
@@ -97,7 +113,8 @@ def quantize_statistics_kernel(
             sums, highs, lows = more_sums, more_highs, more_lows
         for i in tl.static_range(TILES):
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
-            at, exists = row + columns, columns < ROTATION.D
+            row = tl.cast(block.number, tl.int64) * operand.blocks.nheads + block.head
+            at, exists = row * ROTATION.D + columns, columns < ROTATION.D
             # Rounding keeps order: an extreme times a number is the extreme of products
             tl.store(found.sums + at, sums[i] * ROTATION.FACTOR, mask=exists)
             if found.highs is not None:
@@ -106,51 +123,112 @@ def quantize_statistics_kernel(
 
 
 @triton.jit
-def quantize_means_kernel(
-    found, mean, reach, largest, blocks, D: tl.constexpr, IS_SAMPLED: tl.constexpr
-):
-    """Of each sequence and head, over its rows in use: (sequences, nheads, headdim), and the bits
-    of the largest magnitude without it, of SHARE columns a program. Rounding keeps order, so that
-    this is of an extreme. `reach` is the largest sum without it, over blocks that follow each
-    other, for `drift_of` of `kernels/cpu/quantize.py`: of all blocks.
+def extremes_of(tile, used, AXIS: tl.constexpr):
+    """The largest and the smallest of the first rows, which lie along AXIS."""
+    if used >= tile.shape[AXIS]:
+        high, low = tl.max(tile, AXIS), tl.min(tile, AXIS)
+    else:
+        is_used = tl.expand_dims(tl.arange(0, tile.shape[AXIS]) < used, 1 - AXIS)
+        high = tl.max(tl.where(is_used, tile, -inf), AXIS)
+        low = tl.min(tl.where(is_used, tile, inf), AXIS)
+    return high, low
+
+
+@triton.jit
+def find_largest(operand, block, begin, FORM: tl.constexpr):
+    """The bits of the largest magnitude, which are in its order, and NaN's above all, of a sequence
+    and key head: (sequences, nheads / GROUP).
+
+    `headdim` is no constant, so that the loop stays one: Triton 3.6 makes no code for sm_100 of a
+    product's maximum by columns and then by rows without a loop between.
     """
-    SHARES: tl.constexpr = (D + SHARE - 1) // SHARE
-    part, head = tl.program_id(0) // blocks.nheads, tl.program_id(0) % blocks.nheads
+    ROTATION: tl.constexpr = FORM.ROTATION
+    GROUP: tl.constexpr = FORM.GROUP
+    COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
+    AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
+    AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
+    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    x, tables, end = operand.x, operand.tables, tl.minimum(begin + COLUMNS, operand.headdim)
+    found = tl.zeros([CHUNK], tl.int32)
+    for first in range(begin, end, TILES * CHUNK):
+        for part in range(0, ROWS, AT_ONCE):
+            offs = part + tl.arange(0, AT_ONCE)
+            tiles = load_tiles(x, tables, block, offs, first, ROTATION, AXIS == 1)
+            bits = tiles[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            for i in tl.static_range(1, TILES):
+                bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            found = tl.maximum(found, tl.max(bits, AXIS))
+    top = tl.max(found, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
+    at = block.sequence * (operand.blocks.nheads // GROUP) + block.head // GROUP
+    tl.atomic_max(operand.largest + at, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed")
+
+
+@triton.jit
+def quantize_means_kernel(a, b, OF_A: tl.constexpr, OF_B: tl.constexpr):
+    """Of each sequence and head of one operand or two, and the largest magnitudes without them."""
+    program = tl.program_id(0)
+    if OF_B is None:
+        find_mean(a, program, OF_A)
+    else:
+        of_a = a.blocks.sequences * a.blocks.nheads * shares_of(OF_A.ROTATION.D)
+        if program < of_a:
+            find_mean(a, program, OF_A)
+        else:
+            find_mean(b, program - of_a, OF_B)
+
+
+@triton.constexpr_function
+def shares_of(headdim):
+    """Programs of a sequence and head, of SHARE columns each."""
+    return -(-headdim // SHARE.value)
+
+
+@triton.jit
+def find_mean(operand, program, FORM: tl.constexpr):
+    """(sequences, nheads, headdim), over rows in use, and the bits of the largest magnitude without
+    it, of SHARE columns. Rounding keeps order, so that this is of an extreme. `reach` is the
+    largest sum without it, over blocks that follow each other, for `drift_of` of
+    `kernels/cpu/quantize.py`: of all blocks.
+    """
+    D: tl.constexpr = FORM.ROTATION.D
+    SHARES: tl.constexpr = shares_of(D)
+    nheads, found = operand.blocks.nheads, operand.statistics
+    part, head = program // nheads, program % nheads
     sequence = part // SHARES
-    of = find_sequence(sequence, blocks)
+    of = find_sequence(sequence, operand.blocks)
     count, stride, taken = tl.cdiv(of.used, ROWS), 1, of.used
-    if IS_SAMPLED:
+    if FORM.IS_SAMPLED:
         stride = stride_of(of)
         apart = stride * ROWS
         taken = of.used // apart * ROWS + tl.minimum(of.used % apart, ROWS)
     columns = part % SHARES * SHARE + tl.arange(0, SHARE)
     total = tl.zeros([SHARE], tl.float32)
-    high = tl.full([SHARE], float("-inf"), tl.float32)
-    low = tl.full([SHARE], float("inf"), tl.float32)
+    high, low = total - inf, total + inf
     for first in range(0, count, PARTS * stride):
         number = first + tl.arange(0, PARTS) * stride
-        at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+        at = ((of.first_block + number).to(tl.int64) * nheads + head) * D
         at = at[:, None] + columns[None, :]
         exists = (number < count)[:, None] & (columns < D)[None, :]
         total += tl.sum(tl.load(found.sums + at, mask=exists, other=0.0), 0)
-        if largest is not None:
-            highs = tl.load(found.highs + at, mask=exists, other=float("-inf"))
-            lows = tl.load(found.lows + at, mask=exists, other=float("inf"))
+        if operand.largest is not None:
+            highs = tl.load(found.highs + at, mask=exists, other=-inf)
+            lows = tl.load(found.lows + at, mask=exists, other=inf)
             high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
     of_columns = total / tl.maximum(taken, 1).to(tl.float32)
-    tl.store(address_of(mean, sequence, head) + columns, of_columns, mask=columns < D)
-    if largest is not None:
+    at_mean = address_of(operand.mean, sequence, head) + columns
+    tl.store(at_mean, of_columns, mask=columns < D)
+    if operand.largest is not None:
         # NaN where the mean is NaN or infinite
         off = tl.maximum(high - of_columns, of_columns - low, tl.PropagateNan.ALL)
         off = tl.where((columns < D) & (of.used > 0), off, 0.0)
         top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        tl.atomic_max(largest + sequence * blocks.nheads + head, top, sem="relaxed")
-    if reach is not None:
+        tl.atomic_max(operand.largest + sequence * nheads + head, top, sem="relaxed")
+    if operand.reach is not None:
         end = tl.zeros([SHARE], tl.float32)
         most, least = end, end
         for first in range(0, count, PARTS):
             number = first + tl.arange(0, PARTS)
-            at = ((of.first_block + number).to(tl.int64) * blocks.nheads + head) * D
+            at = ((of.first_block + number).to(tl.int64) * nheads + head) * D
             exists = (number < count)[:, None] & (columns < D)[None, :]
             sums = tl.load(found.sums + at[:, None] + columns[None, :], mask=exists, other=0.0)
             keys = tl.minimum(of.used - number * ROWS, ROWS).to(tl.float32)
@@ -159,41 +237,5 @@ def quantize_means_kernel(
             most = tl.maximum(most, tl.max(ends, 0))
             least = tl.minimum(least, tl.min(ends, 0))
             end += tl.sum(smooth, 0)
-        tl.store(address_of(reach, sequence, head) + columns, most - least, mask=columns < D)
-
-
-@triton.jit
-def quantize_amax_kernel(
-    x,
-    tables,
-    largest,
-    blocks,
-    headdim,
-    ROTATION: tl.constexpr,
-    IS_SAMPLED: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """The bits of the largest magnitude, which are in its order, and NaN's above all, of a sequence
-    and key head: (sequences, nheads / GROUP).
-
-    `headdim` is no constant, so that the loop stays one: Triton 3.6 makes no code for sm_100 of a
-    product's maximum by columns and then by rows without a loop between.
-    """
-    block = find_block(tl.program_id(0), blocks, tables, ROTATION.HALF)
-    if is_passed_over(block, IS_SAMPLED):
-        return
-    BY_CHANNEL: tl.constexpr = ROTATION.HADAMARD > 0
-    AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
-    TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
-    found = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, headdim, TILES * CHUNK):
-        for part in range(0, ROWS, AT_ONCE):
-            offs = part + tl.arange(0, AT_ONCE)
-            tiles = load_tiles(x, tables, block, offs, first, ROTATION, BY_CHANNEL)
-            bits = tiles[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            for i in tl.static_range(1, TILES):
-                bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-            found = tl.maximum(found, tl.max(bits, 1 if BY_CHANNEL else 0))
-    top = tl.max(found, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
-    at = block.sequence * (blocks.nheads // GROUP) + block.head // GROUP
-    tl.atomic_max(largest + at, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed")
+        at_reach = address_of(operand.reach, sequence, head) + columns
+        tl.store(at_reach, most - least, mask=columns < D)
