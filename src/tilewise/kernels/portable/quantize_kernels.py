@@ -59,16 +59,11 @@ def load_scaled(operand, block, offs, first, inverse, FORM: tl.constexpr):
             scaled = scaled + (tiles[i] * (inverse * ROTATION.FACTOR),)
         else:
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
-            at = address_of(operand.mean, block.sequence, block.head) + columns[None, :]
-            exists = (columns < ROTATION.D)[None, :]
-            if FORM.TRANSPOSED:
-                # Of each element: else Triton 3.6 moves x to the threads that store V^T before all
-                # arithmetic, and does that there and, for what rounding loses, here
-                at, exists = at.broadcast_to(tiles[i].shape), exists.broadcast_to(tiles[i].shape)
-            tile, of_columns = tiles[i], tl.load(at, mask=exists, other=0.0)
+            at = address_of(operand.mean, block.sequence, block.head) + columns
+            tile, of_columns = tiles[i], tl.load(at, mask=columns < ROTATION.D, other=0.0)
             if ROTATION.HADAMARD > 0:
                 tile *= ROTATION.FACTOR
-            scaled = scaled + ((tile - of_columns) * inverse,)
+            scaled = scaled + ((tile - of_columns[None, :]) * inverse,)
     return scaled
 
 
@@ -136,16 +131,17 @@ def quantize_cast_kernel(
 
 
 @triton.constexpr_function
-def rows_of_cast(hadamard, half):
+def rows_of_cast(headdim, hadamard, half):
     """`rows_at_once`, where they are rounded. Of channels that are not mixed a block is for one
-    warp, which has room for a quarter of it: several wait for each other where V is transposed and
-    where it is summed.
+    warp, which has room for a quarter of it, or less where rows are turned or not aligned: several
+    would wait for each other where V is transposed and where it is summed.
     """
+    is_hard = half or headdim % 16
     if not hadamard:
-        return ROWS.value // WARPS.value // (2 if half else 1)
+        return ROWS.value // WARPS.value // (2 if is_hard else 1)
     # Products of warpgroups have at least 64 rows, and AMD's of 8 wavefronts spill with fewer
     is_small = cuda_capability_geq(12) or not cuda_capability_geq(9)
-    return rows_at_once(hadamard, half, 32 if cuda_capability_geq(8) and is_small else 64)
+    return rows_at_once(hadamard, is_hard, 32 if cuda_capability_geq(8) and is_small else 64)
 
 
 @triton.jit
@@ -197,15 +193,18 @@ def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.con
             at_scale = address_of(operand.scale, block.sequence, block.head // GROUP)
             tl.store(at_scale, factor)
     inverse = tl.div_rn(1.0, factor)
-    AT_ONCE: tl.constexpr = rows_of_cast(ROTATION.HADAMARD, ROTATION.HALF)
+    AT_ONCE: tl.constexpr = rows_of_cast(ROTATION.D, ROTATION.HADAMARD, ROTATION.HALF)
+    # One warp would wait for each part; products have their operands in registers
+    STAGES: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 3
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     # By rows, whose columns are in few threads after a product
     AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else None
     top = tl.zeros([AT_ONCE], tl.float32) if ROTATION.HADAMARD > 0 else 0.0
-    for first in range(begin, begin + COLUMNS, TILES * CHUNK):
+    end = tl.minimum(begin + COLUMNS, operand.headdim)  # no constant, as in `find_largest`
+    for first in range(begin, end, TILES * CHUNK):
         row = tl.cast(block.number, tl.int64) * blocks.nheads + block.head
         losts, squares = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-        for part in tl.range(0, ROWS, AT_ONCE, disable_licm=True):
+        for part in tl.range(0, ROWS, AT_ONCE, num_stages=STAGES, disable_licm=True):
             offs = part + tl.arange(0, AT_ONCE)
             from_rows = key_of_column(offs) if FORM.TRANSPOSED else offs
             is_used = (block.start + from_rows < block.of.used)[:, None]
