@@ -33,9 +33,9 @@ from .quantize_rows import (
     load_tiles,
     programs_of,
     rows_at_once,
+    stages_of,
     stride_of,
 )
-from .quantize_statistics import PARTS
 
 ROOM = tl.constexpr(quantized.ROOM)
 
@@ -194,8 +194,7 @@ def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.con
             tl.store(at_scale, factor)
     inverse = tl.div_rn(1.0, factor)
     AT_ONCE: tl.constexpr = rows_of_cast(ROTATION.D, ROTATION.HADAMARD, ROTATION.HALF)
-    # One warp would wait for each part; products have their operands in registers
-    STAGES: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 3
+    STAGES: tl.constexpr = stages_of(ROTATION.HADAMARD)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     # By rows, whose columns are in few threads after a product
     AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else None
@@ -247,6 +246,9 @@ def quantize_loss_kernel(v, drift, D: tl.constexpr, BLOCK_D: tl.constexpr):
     sequence, head = tl.program_id(0) // nheads, tl.program_id(0) % nheads
     of = find_sequence(sequence, v.blocks)
     count = tl.cdiv(of.used, ROWS)
+    PARTS: tl.constexpr = (
+        2**14 // BLOCK_D if BLOCK_D > 128 else 128
+    )  # blocks that are read at a time
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     of_all = tl.zeros([PARTS], tl.float32)

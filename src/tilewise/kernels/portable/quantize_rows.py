@@ -113,6 +113,14 @@ def rows_at_once(hadamard, half, least):
 
 
 @triton.constexpr_function
+def stages_of(hadamard):
+    """Parts of a block that are loaded at a time: one warp alone would wait for each; products have
+    theirs in registers.
+    """
+    return 1 if hadamard else 3
+
+
+@triton.constexpr_function
 def chunks_of(headdim, hadamard):
     """Programs that share a block's columns: of channels that are not mixed each has CHUNK."""
     return 1 if hadamard else -(-headdim // CHUNK.value)

@@ -25,6 +25,7 @@ from .quantize_rows import (
     load_tiles,
     programs_of,
     rows_at_once,
+    stages_of,
     stride_of,
 )
 
@@ -91,6 +92,7 @@ def find_sums(operand, block, begin, FORM: tl.constexpr):
     AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
     AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
+    STAGES: tl.constexpr = stages_of(ROTATION.HADAMARD)
     x, tables, found = operand.x, operand.tables, operand.statistics
     for first in range(begin, begin + COLUMNS, TILES * CHUNK):
         sums, highs, lows = (), (), ()
@@ -98,7 +100,7 @@ def find_sums(operand, block, begin, FORM: tl.constexpr):
             sums = sums + (tl.zeros([CHUNK], tl.float32),)
             highs = highs + (tl.full([CHUNK], -inf, tl.float32),)
             lows = lows + (tl.full([CHUNK], inf, tl.float32),)
-        for part in range(0, ROWS, AT_ONCE):
+        for part in tl.range(0, ROWS, AT_ONCE, num_stages=STAGES):
             offs = part + tl.arange(0, AT_ONCE)
             tiles = load_tiles(x, tables, block, offs, first, ROTATION, AXIS == 1)
             more_sums, more_highs, more_lows = (), (), ()
