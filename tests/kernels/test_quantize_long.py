@@ -12,6 +12,7 @@ from helpers.tiers import sample_rows
 
 from tilewise.kernels.common.quantized import COLUMNS, EVERY, LARGEST, ROOM, WHOLE, Lengths
 from tilewise.kernels.cpu import quantize as plain
+from tilewise.kernels.cpu.hadamard import rotate
 
 APART = EVERY * COLUMNS
 # Next to WHOLE, and past it by less than a block, by one that is taken, and by more
@@ -105,7 +106,7 @@ def test_the_mean_of_some_keys_takes_most_of_it_off():
     """And the rest is in v_mean: of values of mean 1, 512 keys are some 0.04 off."""
     q, k, v = (x.float() for x in tensors((1, 4 * WHOLE), (1, 1), (16, 16)))
     found = plain.quantize(q, k, v, ALL, NO_SCALES, Lengths())
-    exact = plain.rotate(k).mean(1)
+    exact = rotate(k).mean(1)
     assert (found.k_mean - exact).abs().max() < 5 * (4 * COLUMNS) ** -0.5
     means = plain.dequantize(found, Lengths())[2].double().mean(1)
     torch.testing.assert_close(means, v.double().mean(1), rtol=0, atol=5e-4)

@@ -51,7 +51,8 @@ def quantize(
         >>> tilewise.attention(x, causal=True).shape
         torch.Size([2, 128, 8, 64])
 
-    Each sequence and key head has one scale, which takes its largest magnitude to 448; that of q is
+    Each sequence and key head has one scale, which takes its largest magnitude to 448, or of more
+    than 1,024 rows to between 112 and 448, as not all are looked at before rounding; that of q is
     over the query heads of the key head. A scale or a mean of the data depends on all keys, so that
     under a causal mask later tokens change earlier outputs, by rounding alone; with `scales` and
     `smooth=False` they do not.
@@ -63,9 +64,9 @@ def quantize(
         rotate: flips signs of channels of q and k and mixes them by a Hadamard transform, in blocks
             of the largest power of two that divides headdim: q k^T is the same, and outliers of
             single channels spread over all.
-        smooth: takes the means over keys off k and v before rounding, and adds that of v to the
-            output in fp32, with the mean of what rounding takes from v; "v": of v alone, for calls
-            with sinks or softcap.
+        smooth: takes means over keys off k and v before rounding, of all keys or of every 8th block
+            of 128 of more than 1,024, and adds that of v to the output in fp32, with the mean of
+            what rounding takes from v; "v": of v alone, for calls with sinks or softcap.
         scales: those of q, k and v, fp32 (), (nheads_k,) or (batch, nheads_k), such as of a
             calibration; larger values saturate. None is of the data.
         rotary: `tilewise.cache.Rotary(cos, sin, interleaved)`, turns q and k in fp32 by their

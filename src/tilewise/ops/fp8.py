@@ -12,7 +12,8 @@ import torch
 
 from .. import dispatch
 from ..kernels.common.quantized import Lengths, Quantized, Scales
-from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rotate_back, rows_of, turned
+from ..kernels.cpu.hadamard import rotate_back
+from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
 from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
 from ..tile.rotary import Rotary
 from . import attention as ops

@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 COLUMNS = 128  # of V^T, of which each sequence has a multiple
 # Means and scales are of all rows of a sequence of so many, and of every 8th block of COLUMNS rows
-# of a longer one, whose scale has room for magnitudes 4 times as large: two bits of e4m3's exponent
+# of a longer one, whose scale has room for magnitudes 4 times as large: 2 of e4m3's 15 binades
 WHOLE, EVERY, ROOM = 8 * COLUMNS, 8, 4.0
 # The widest O of which registers hold two levels: how far V drifts decides for wider ones alone
 TWO_LEVELS = 128

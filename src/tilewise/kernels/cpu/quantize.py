@@ -42,6 +42,7 @@ from ..common.quantized import (
     first_column,
     packed_columns,
 )
+from .hadamard import rotate
 
 Tensor = torch.Tensor
 
@@ -333,48 +334,6 @@ def of_each(x: Tensor, rows: Rows) -> Tensor:
 def of_heads(scale: Tensor, rows: Rows, group: int) -> Tensor:
     """(sequences, nheads_k) for each row and head, to broadcast over headdim."""
     return of_each(scale.repeat_interleave(group, 1) if group > 1 else scale, rows).unsqueeze(-1)
-
-
-# the rotation
-
-
-def signs(headdim: int, device: torch.device) -> Tensor:
-    """1 or -1 of each channel, Rudin and Shapiro's: minus where an odd number of the pairs of
-    adjacent bits of its index are both 1. What all channels share is spread evenly by a Hadamard
-    transform of it, not gathered in the first.
-    """
-    d = torch.arange(headdim, device=device)
-    d = d & (d >> 1)
-    for shift in (8, 4, 2, 1):
-        d = d ^ (d >> shift)
-    return 1.0 - 2.0 * (d & 1)
-
-
-def block_of(headdim: int) -> int:
-    """The channels that are mixed: all of a power of two, else blocks of the largest power of two
-    that divides headdim.
-    """
-    return headdim & -headdim
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """The transform of the last dimension in blocks, orthogonal and its own inverse."""
-    block, width = block_of(x.shape[-1]), 1
-    while width < block:
-        even, odd = x.unflatten(-1, (-1, 2, width)).unbind(-2)
-        x = torch.stack((even + odd, even - odd), -2).flatten(-3)
-        width *= 2
-    return x * block**-0.5
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Sign flip, then Hadamard."""
-    return hadamard(x * signs(x.shape[-1], x.device))
-
-
-def rotate_back(x: Tensor) -> Tensor:
-    """The inverse of `rotate`."""
-    return hadamard(x) * signs(x.shape[-1], x.device)
 
 
 # V^T

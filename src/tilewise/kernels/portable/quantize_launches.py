@@ -60,7 +60,7 @@ def plans_of(
     each = zip(tensors, sides, blocks, (turns, turns, None), scales, memory)
     q, k, v = (part_of(*one) for one in each)
     launches = [*statistics_of(q, k), *statistics_of(v), *means_of(k, v)]
-    launches += [*cast_of(q, k), *cast_of(v), *cast_again_of(q, k), *cast_again_of(v)]
+    launches += [*cast_of(q, k), *cast_of(v), *recast_of(q, k), *recast_of(v)]
     launches += loss_of(v, memory[2].drift)
     return [x for x in launches if x.programs]
 
@@ -87,7 +87,7 @@ def cast_of(*parts: Part) -> list[SplitPlan]:
     return launch(quantize_cast_kernel, parts, 1, warps_of_products(parts), IS_AGAIN=False)
 
 
-def cast_again_of(*parts: Part) -> list[SplitPlan]:
+def recast_of(*parts: Part) -> list[SplitPlan]:
     """Codes where a scale had no room."""
     sampled = [x for x in parts if x.operand.beyond is not None]
     warps = warps_of_products(sampled)
