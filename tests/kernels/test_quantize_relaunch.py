@@ -4,12 +4,12 @@ them. No GPU: kernels are fakes that record their calls.
 
 import pytest
 import torch
+from helpers.quantizing import ALL, NONE
 
 import tilewise
 from tilewise.cache import Rotary
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.quantized import FP8, Lengths, Scales
-from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import quantize, quantize_launches, quantize_memory
 from tilewise.ops import quantize as ops
 
@@ -17,7 +17,6 @@ NAMES = [
     *("quantize_statistics_kernel", "quantize_means_kernel", "quantize_cast_kernel"),
     *("quantize_loss_kernel", "transpose_values_kernel"),
 ]
-ALL, NONE = Steps(True, True, True), Steps(False, False, False)
 
 
 class Kernel:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import fp8
 from helpers.caches import contiguous, paged, sequences
+from helpers.quantizing import ALL, BF16, LENGTHS, NO_SCALES, NONE, tensors
 from helpers.tiers import sample, sample_rows
 
 import tilewise
@@ -14,7 +15,6 @@ from tilewise.kernels.common import device_words
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.common.relaunch import Launched
 from tilewise.kernels.cpu import quantize as plain
-from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.hopper.copy_rows import copy_rows
 from tilewise.kernels.portable import decode_launch, quantize_memory
 from tilewise.kernels.portable import quantize as kernels
@@ -23,9 +23,7 @@ from tilewise.testing import use_interpreter
 
 pytestmark = pytest.mark.slow
 
-BF16, INT32 = torch.bfloat16, torch.int32
-NO_SCALES = None, None, None
-ALL, NONE = Steps(True, True, True), Steps(False, False, False)
+INT32 = torch.int32
 
 
 @pytest.fixture
@@ -37,26 +35,6 @@ def executed(monkeypatch):
         return Launched(None, plan.programs, plan.args)
 
     monkeypatch.setattr(kernels, "run", run)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=INT32)
-
-
-LENGTHS = {
-    "batch": ((2, 150), Lengths()),
-    "used": ((2, 150), Lengths(seqused_k=ints(131, 0))),
-    "packed": ((1, 300), Lengths(*[ints(0, 7, 7, 200, 300)] * 2)),
-    "gaps": ((1, 300), Lengths(*[ints(0, 130, 290)] * 2, ints(127, 90), ints(120, 129))),
-}
-
-
-def tensors(rows, headdims=(64, 48), dtype=BF16):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (4, headdims[0]), (2, headdims[0]), (2, headdims[1])
-    q, k, v = (torch.randn(*rows, *shape, generator=generator) for shape in shapes)
-    k[..., 3] += 5.0
-    return q.to(dtype), k.to(dtype), (v + 1.0).to(dtype)
 
 
 def assert_bits(found, expected):
@@ -89,7 +67,7 @@ SMOOTHED = [(2**n, dtype) for n in range(4, 9) for dtype in (BF16, torch.float16
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim, dtype", [*SMOOTHED, (96, BF16), (65, BF16), (192, BF16)])
 def test_rotation_and_means(headdim, dtype, executed):
-    x, of = tensors((1, 140), (headdim, headdim), dtype), Lengths()
+    x, of = tensors((1, 140), headdims=(headdim, headdim), dtype=dtype), Lengths()
     found = kernels.quantize(*x, ALL, NO_SCALES, of)
     expected = plain.quantize(*x, ALL, NO_SCALES, of)
     for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.bench.fp8 import BOUND_ROUNDED
 from tilewise.kernels.common.quantized import Lengths, Quantized
 from tilewise.kernels.cpu.quantize import dequantize
 from tilewise.testing import fp8
@@ -129,11 +130,16 @@ def test_a_needle_is_found_among_131072_keys():
     at = torch.tensor([0, 3, 777, 65536, 99999, 131000, 131070, 131071])
     k[0, at, 0] = q[0, :, 0] * 4
     x = tilewise.quantize(q, k, v)
-    exact = tilewise.attention_reference(*(t.double() for t in dequantize(x, Lengths())))
+    queries, keys, values = (t.double() for t in dequantize(x, Lengths()))
+    exact = tilewise.attention_reference(queries, keys, values)
+    of_inputs = tilewise.attention_reference(*(t.double() for t in (q, k, v)))
     for out in (fp8.attention(x)[0], tilewise.attention(x, out_dtype=torch.float32)):
         assert relative(out, exact) < 1e-2
         nearest = torch.cdist(out[0, :, 0], v[0, :, 0]).argmin(-1)
         assert torch.equal(nearest, at)
+        assert relative(out, of_inputs) < BOUND_ROUNDED
+    # Half of the last bit of e4m3, which has 3 of a significand
+    assert ((values[0, at] - v[0, at]).abs() <= v[0, at].abs() / 16 + 1e-3).all()
 
 
 def test_what_is_not_in_use_stays_out():
