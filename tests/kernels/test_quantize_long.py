@@ -34,7 +34,7 @@ HEADS, HEADDIMS = (2, 1), (32, 16)
 _steps = itertools.product(LENGTHS, (NONE, ALL))
 
 
-@pytest.mark.parametrize("name, steps", sample_rows(_steps, ("batch", ALL)))
+@pytest.mark.parametrize("name, steps", sample_rows(_steps, ("batch", ALL), ("used", NONE)))
 def test_like_plain_torch(name, steps):
     rows, of = LENGTHS[name]
     x = tensors(rows, HEADS, HEADDIMS)

@@ -216,8 +216,9 @@ def find_columns(operand, program, i, FORM: tl.constexpr, BLOCKS: tl.constexpr):
         each = tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
         groups = tl.cdiv(each, BLOCKS)
         in_sequence = group % groups * BLOCKS + i
-        number = group // groups * each + in_sequence
         exists = in_sequence < each
+        # Past the last block of the last sequence there are no lengths to be loaded
+        number = group // groups * each + tl.minimum(in_sequence, each - 1)
     block = find_block(number, head, blocks, operand.keys, ROTATION.HALF)
     return block, program % CHUNKS * CHUNK, exists
 
