@@ -246,9 +246,7 @@ def quantize_loss_kernel(v, drift, D: tl.constexpr, BLOCK_D: tl.constexpr):
     sequence, head = tl.program_id(0) // nheads, tl.program_id(0) % nheads
     of = find_sequence(sequence, v.blocks)
     count = tl.cdiv(of.used, ROWS)
-    PARTS: tl.constexpr = (
-        2**14 // BLOCK_D if BLOCK_D > 128 else 128
-    )  # blocks that are read at a time
+    PARTS: tl.constexpr = min(128, 2**14 // BLOCK_D)  # blocks that are read at a time
     columns = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     of_all = tl.zeros([PARTS], tl.float32)
