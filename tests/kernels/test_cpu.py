@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -131,6 +132,54 @@ def test_strides_of_results(layout, memory, dtype):
     grads = torch.autograd.grad(out.sum(), leaves)
     for x, grad in zip(leaves, grads):
         assert grad.stride() == x.stride() and grad.dtype == dtype
+
+
+def strided(rng: random.Random, x: torch.Tensor, is_free: bool) -> torch.Tensor:
+    """x in another order of memory, with gaps or rows that overlap; strides of dimensions of size 1
+    are anything. The last one stays contiguous unless `is_free`.
+    """
+    order = [0, 1, 2]
+    rng.shuffle(order)
+    order = rng.sample(range(4), 4) if is_free else [*order, 3]
+    room = [x.shape[dim] + rng.choice((0, 0, 1, 3)) for dim in order]
+    y = torch.randn(room, dtype=x.dtype).permute([order.index(dim) for dim in range(4)])
+    y = y[tuple(slice(n) for n in x.shape)].copy_(x)
+    strides = list(y.stride())
+    for dim, n in enumerate(x.shape):
+        if n == 1:
+            strides[dim] = rng.choice((strides[dim], 0, 1, 7, 10**12))
+        elif dim < 3 and rng.random() < 0.1:
+            strides[dim] = rng.choice((0, 1))
+    return y.as_strided(y.shape, strides)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_strides(dtype):
+    """torch's flash kernel for CPUs trusts strides that `F.pad`, `to` and `empty_like` do not keep:
+    of head dims of 1, expanded inputs and overlapping rows.
+    """
+    rng = random.Random(str(dtype))
+    torch.manual_seed(0)
+    for _ in range(30):
+        batch, nheads, seqlen_q, seqlen_k = (
+            rng.choice(x) for x in ((1, 2), (1, 3), (1, 9), (1, 6))
+        )
+        headdim, headdim_v = rng.choice((1, 1, 2, 5)), rng.choice((1, 2, 8))
+        shapes = [(seqlen_q, headdim), (seqlen_k, headdim), (seqlen_k, headdim_v)]
+        shapes.append((seqlen_q, headdim_v))
+        made = [torch.randn(batch, n, nheads, d, dtype=dtype) for n, d in shapes]
+        inputs = [strided(rng, x, i == 3) for i, x in enumerate(made)]
+        *leaves, dout = inputs
+        leaves = [x.requires_grad_() for x in leaves]
+        causal = rng.choice((False, True, "top_left"))
+        out = attention(*leaves, causal=causal)
+        grads = torch.autograd.grad(out, leaves, dout)
+        plain = [x.detach().double().contiguous().requires_grad_() for x in inputs]
+        expected = attention_reference(*plain[:3], causal=causal)
+        theirs = torch.autograd.grad(expected, plain[:3], plain[3])
+        bound = 1e-5 if dtype == torch.float32 else 0.1
+        for mine, exact in zip((out, *grads), (expected, *theirs)):
+            assert (mine - exact).abs().amax() <= bound * max(1, exact.abs().amax()), shapes
 
 
 def test_memory_is_linear():

@@ -76,6 +76,8 @@ def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool
         return None
     if _forward is None or _backward is None or q.numel() == 0 or k.numel() == 0:
         return None
+    if _has_overlap(q):
+        return None
     if not problem.has_right:
         return False
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -86,13 +88,29 @@ def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of one piece, (batch, nheads, seqlen, ...), of any strides."""
+    """`out` and `lse` of one piece, (batch, nheads, seqlen, ...), of any strides: all with
+    contiguous rows, and those of q apart.
+    """
     out, lse = _forward(q, k, v, 0.0, is_causal, scale=scale)
     is_short = k.shape[2] < VECTOR_LANES or (is_causal and q.shape[2] < VECTOR_LANES)
     # Of a row of NaN, or it happens to be 0. `count_nonzero` takes half as long as `all`
     if is_short and torch.count_nonzero(lse).item() < lse.numel():
         return _exactly(q, k, v, is_causal, scale)
     return out, lse
+
+
+def _has_overlap(q: Tensor) -> bool:
+    """Whether rows may overlap: torch's kernel gives `out` the strides of q, or if it cannot, some
+    of its own that it then does not look at.
+    """
+    return min(q.stride()[:3]) < q.shape[3]
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous, which torch's kernels take for granted: `F.pad` and
+    `to` may choose other strides.
+    """
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
@@ -120,10 +138,8 @@ def whole(is_causal: bool, scale: float) -> Callable:
 def backward_whole(saved: Saved, is_causal: bool, scale: float) -> list[Tensor]:
     """dq, dk and dv of one piece, all (batch, seqlen, ...)."""
     dout, _, q, k, v, out, lse = saved
-    dout, q, k, v, out = (x.to(lse.dtype).transpose(1, 2) for x in (dout, q, k, v, out))
-    if dout.stride(3) != 1:
-        dout = dout.contiguous()
-    grads = _backward(dout, q, k, v, out, lse, 0.0, is_causal, scale=scale)
+    given = [_with_rows(x.to(lse.dtype).transpose(1, 2)) for x in (dout, q, k, v, out)]
+    grads = _backward(*given, lse, 0.0, is_causal, scale=scale)
     return [grad.transpose(1, 2) for grad in grads]
 
 
@@ -142,7 +158,9 @@ def cut(dense: Dense) -> tuple[int, list[Piece]]:
 def forward(dense: Dense) -> tuple[Tensor, Tensor]:
     """`out` (batch, nheads, seqlen_q, headdim_v) and `lse`, of any strides."""
     hidden, pieces = cut(dense)
-    q, k, v = widen(dense)
+    q, k, v = (_with_rows(x) for x in widen(dense))
+    if _has_overlap(q):
+        q = q.clone(memory_format=torch.contiguous_format)
     rows = q[:, :, hidden:] if hidden else q
     out, lse = _attend(rows, k, v, pieces[0], dense.scale)
     for piece in pieces[1:]:
@@ -205,10 +223,8 @@ def _pad(x: Tensor, more: int) -> Tensor:
 def backward(dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, grads: Grads) -> None:
     """Writes dq, dk and dv, and adds to dsinks. There may be no gradient of lse."""
     hidden, pieces = cut(dense)
-    q, k, v = (x.to(lse.dtype) for x in widen(dense))
-    dout, out = (_pad(x.to(lse.dtype), q.shape[3] - x.shape[3]) for x in (dout, out))
-    if dout.stride(3) != 1:
-        dout = dout.contiguous()
+    q, k, v = (_with_rows(x.to(lse.dtype)) for x in widen(dense))
+    dout, out = (_with_rows(_pad(x.to(lse.dtype), q.shape[3] - x.shape[3])) for x in (dout, out))
     given = dout, q, out, lse
     if hidden:
         given = tuple(x[:, :, hidden:] for x in given)
