@@ -4,6 +4,7 @@ import random
 import types
 
 import pytest
+from helpers.waits import until
 
 from tilewise.bench import run_suite
 from tilewise.bench.energy import BLOCK_MS, COUNTER, POWER, Meter, NoEnergy, Nvml, block
@@ -141,11 +142,7 @@ def test_power_is_asked_for_while_calls_run():
     before = len(asked)
 
     def work():
-        import time
-
-        end = time.perf_counter() + 5
-        while len(asked) < before + 3 and time.perf_counter() < end:
-            time.sleep(0.01)
+        until(lambda: len(asked) >= before + 3, "power is asked for")
 
     assert meter.joules(work) > 0
     assert len(asked) >= before + 3

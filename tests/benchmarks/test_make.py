@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from helpers.waits import DEADLINE
 
 from benchmarks.__main__ import main
 from tilewise.cli.bench import bench
@@ -29,7 +30,7 @@ def lines(tmp_path_factory):
     python.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "-s", "bench-all", f"PYTHON={python}", f"RESULTS={folder / 'rows.jsonl'}"]
-    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=DEADLINE)
     return [shlex.split(line) for line in log.read_text().splitlines()]
 
 

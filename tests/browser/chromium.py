@@ -20,14 +20,14 @@ import select
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from helpers.waits import DEADLINE, until
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = "no Chromium is found on PATH: on Debian or Ubuntu, `apt-get install chromium`"
-SECONDS = 30.0  # that an answer may take
 AT_HOME = ("file:", "data:", "blob:", "about:")
 FLAGS = (
     *("--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu"),
@@ -116,8 +116,7 @@ class Browser:
         data = json.dumps(command).encode() + b"\0"
         while data:
             data = data[os.write(self._to, data) :]
-        deadline = time.monotonic() + SECONDS
-        while (answer := self._read(deadline, method)).get("id") != number:
+        while (answer := self._read(method)).get("id") != number:
             self._tell(answer)
         if "error" in answer:
             raise Failed(f"{method}: {answer['error'].get('message')}")
@@ -132,10 +131,9 @@ class Browser:
         if hears is not None and "method" in event:
             hears(event["method"], event["params"])
 
-    def _read(self, deadline: float, method: str) -> dict:
+    def _read(self, method: str) -> dict:
         while b"\0" not in self._rest:
-            left = deadline - time.monotonic()
-            ready = left > 0 and select.select([self._from], [], [], left)[0]
+            ready = select.select([self._from], [], [], DEADLINE)[0]
             chunk = os.read(self._from, 1 << 20) if ready else b""
             if not chunk:
                 last = self._log.read_text(errors="replace")[-2000:]
@@ -178,12 +176,7 @@ class Page:
         self._loaded = False
         if error := self._send("Page.navigate", url=url).get("errorText"):
             raise Failed(f"{url}: {error}")
-        deadline = time.monotonic() + SECONDS
-        while not self._loaded:
-            if time.monotonic() > deadline:
-                raise Failed(f"{url} did not load in {SECONDS:g} s")
-            self.evaluate("1")
-            time.sleep(0.01)
+        until(lambda: self.evaluate("1") and self._loaded, f"{url} is loaded")
         self.evaluate("document.fonts.ready.then(() => 1)")
 
     def evaluate(self, js: str) -> Any:
@@ -193,14 +186,9 @@ class Page:
             raise Failed(_thrown(done["exceptionDetails"]))
         return done["result"].get("value")
 
-    def wait_for(self, js: str, seconds: float = 10.0) -> Any:
+    def wait_for(self, js: str) -> Any:
         """The expression's value as soon as it is true."""
-        deadline = time.monotonic() + seconds
-        while not (value := self.evaluate(js)):
-            if time.monotonic() > deadline:
-                raise Failed(f"not true within {seconds:g} s: {js}")
-            time.sleep(0.02)
-        return value
+        return until(lambda: self.evaluate(js), js, pause=0.02)
 
     def click(self, selector: str) -> None:
         """Presses the mouse in the middle of the first element that matches."""

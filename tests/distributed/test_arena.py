@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.processes import run
+from helpers.waits import SHORT
 
 import tilewise.distributed as td
 from tilewise.distributed.arena import arena_of
@@ -125,19 +126,17 @@ def killed(rank, victim, method):
     if rank == victim:
         time.sleep(0.3)  # the others pass, too
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     match = f"rank {victim} of 3 did not come" if victim else "does not answer|rank 0 of 3 did not"
     with pytest.raises(td.RankLost, match=match) as lost:
         out.sum().backward()
     assert f"the backward of attention ({method})" in str(lost.value).replace("the results of ", "")
-    assert time.monotonic() - start < 10
     with pytest.raises(td.RankLost, match="new process group"):
         td.attention(x, x, x, layout=layout, method=method)
 
 
 @pytest.mark.parametrize("victim, method", [(0, "stream"), (2, "heads")])  # 0 has the store
 def test_a_rank_that_is_killed_is_named(victim, method):
-    run(killed, 3, victim, method, timeout=2.0, killed=(victim,))
+    run(killed, 3, victim, method, timeout=SHORT, killed=(victim,))
 
 
 def test_other_devices_are_refused_by_name():

@@ -56,7 +56,7 @@ def features(rank, in_turn):
 
 @pytest.mark.parametrize("in_turn", sample([True, False], True))
 def test_features(in_turn):
-    run(features, 4, in_turn, timeout=60.0)
+    run(features, 4, in_turn)
 
 
 def long(rank):
@@ -218,7 +218,7 @@ def two(rank):
 
 
 def test_two_ranks():
-    run(two, 2, timeout=30.0)
+    run(two, 2)
 
 
 @pytest.mark.parametrize("name", ["causal", "documents, much", "dropout", "lse and sinks"])

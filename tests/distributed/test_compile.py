@@ -147,12 +147,12 @@ def every(rank):
 
 
 def test_two_ranks():
-    run(two, 2, timeout=60.0)
+    run(two, 2)
 
 
 @pytest.mark.slow
 def test_every_way():
-    run(every, 2, timeout=60.0)
+    run(every, 2)
 
 
 def trained(rank):
@@ -177,4 +177,4 @@ def trained(rank):
 
 @pytest.mark.slow
 def test_inductor():
-    run(trained, 2, timeout=120.0)
+    run(trained, 2)

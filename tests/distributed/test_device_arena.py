@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.shards import NAMES, Case, compare
+from helpers.waits import SHORT
 
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
@@ -89,11 +90,11 @@ def mismatches(rank):
 
 
 def test_barriers_of_three_ranks():
-    run(barriers, 3, timeout=60.0)
+    run(barriers, 3)
 
 
 def test_ranks_that_disagree():
-    run(mismatches, 3, timeout=60.0)
+    run(mismatches, 3)
 
 
 def test_a_captured_graph_is_refused_with_what_to_do(monkeypatch):
@@ -163,7 +164,7 @@ def test_memory_that_is_pulled_into_is_not_used_again_after_an_error(on_gpu):
 
 
 def killed(rank):
-    arena = device_arena(seconds=2.0)
+    arena = device_arena(seconds=SHORT)
 
     def call():
         publish_rows(arena, "rows", [torch.zeros(2)], [2] * arena.ranks)
@@ -172,20 +173,18 @@ def killed(rank):
     call()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     call()  # of a known call: the device waits, and the host does not ask
     x = torch.ones(10)
     arena.settle(x)
     assert x.isnan().all()
     with pytest.raises(td.RankLost, match="rank 1 of 3 did not come to call 4, rows, within 2 s"):
         call()
-    assert time.monotonic() - start < 15
     with pytest.raises(td.RankLost, match="new process group"):
         call()
 
 
 def test_a_rank_that_is_killed_is_named():
-    run(killed, 3, timeout=20.0, killed=(1,))
+    run(killed, 3, killed=(1,))
 
 
 def algorithms(rank):
@@ -207,4 +206,4 @@ def algorithms(rank):
 
 
 def test_methods():
-    run(algorithms, 2, timeout=60.0)
+    run(algorithms, 2)

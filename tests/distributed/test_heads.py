@@ -33,7 +33,7 @@ def grouped(rank, names):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_heads(ranks):
-    run(grouped, ranks, CASES, timeout=60.0)
+    run(grouped, ranks, CASES)
 
 
 def on_device(rank):
@@ -43,7 +43,7 @@ def on_device(rank):
 
 
 def test_groups_over_the_arena_of_gpus():
-    run(on_device, 2, timeout=60.0)
+    run(on_device, 2)
 
 
 def halves(rank):

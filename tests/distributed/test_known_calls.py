@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
+from helpers.waits import SHORT
 
 import tilewise
 import tilewise.distributed as td
@@ -43,7 +44,7 @@ class Host:
     """The other rank, which always comes."""
 
     rank, ranks, lost = 0, 2, None
-    timeout = datetime.timedelta(seconds=1)
+    timeout = datetime.timedelta(seconds=SHORT)
     store = SimpleNamespace(set=lambda key, text: None)
 
     def wait(self, signature, note=""):
@@ -248,7 +249,7 @@ def alternating(rank, on_device):
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_calls_that_differ_in_one_thing(on_device):
-    run(alternating, 2, on_device, timeout=60.0)
+    run(alternating, 2, on_device)
 
 
 def test_a_layout_in_another_process_has_another_hash():

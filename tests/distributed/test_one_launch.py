@@ -320,7 +320,7 @@ def both(rank):
 
 @pytest.mark.slow
 def test_two_ranks():
-    run(both, 2, timeout=120.0)
+    run(both, 2)
 
 
 def late(rank):
@@ -356,4 +356,4 @@ def late(rank):
 
 
 def test_pieces_that_are_late_are_an_error():
-    run(late, 2, timeout=60.0)
+    run(late, 2)

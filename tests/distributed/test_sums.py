@@ -147,7 +147,7 @@ def sliced(rank):
 
 
 def test_slices_and_heads():
-    run(sliced, 2, timeout=60.0)
+    run(sliced, 2)
 
 
 def freed(rank):
@@ -167,7 +167,7 @@ def freed(rank):
 
 
 def test_parts_of_one_group_at_a_time():
-    run(freed, 2, timeout=60.0)
+    run(freed, 2)
 
 
 def peak():
@@ -206,4 +206,4 @@ def bounded(rank):
 
 
 def test_the_peak_of_the_backward():
-    run(bounded, 2, timeout=60.0)
+    run(bounded, 2)

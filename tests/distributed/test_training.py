@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.processes import run
+from helpers.waits import DEADLINE
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
@@ -39,7 +40,7 @@ def test_losses_of_a_hundred_steps_are_those_of_one_process():
     expected = trained(100)
     assert expected[-1] < 1e-3
     for ranks in (2, 4):
-        run(training, ranks, expected, timeout=100.0)
+        run(training, ranks, expected)
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_by_torchrun():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "200 tokens over 2 ranks" in done.stdout and "step   2  loss" in done.stdout

@@ -165,8 +165,8 @@ def every(rank):
 
 @pytest.mark.slow
 def test_every_kind():
-    run(every, 2, timeout=100.0)
+    run(every, 2)
 
 
 def test_two_ranks():
-    run(two, 2, timeout=60.0)
+    run(two, 2)

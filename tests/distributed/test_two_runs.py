@@ -88,7 +88,7 @@ def both(rank, name):
 
 @pytest.mark.parametrize("name", sample(CASES, "causal", "window", "wide heads"))
 def test_one_launch_of_both(name):
-    run(both, 2, name, timeout=120.0)
+    run(both, 2, name)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.waits import DEADLINE
 
 from tilewise.testing.schedule import busy, key_blocks, makespan, simulate, tiles
 
@@ -33,7 +34,7 @@ def node(program: str, data):
         capture_output=True,
         text=True,
         cwd=FOLDER,
-        timeout=60,
+        timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gpu_ranks import RANKS, SEQLEN, Whole, run
+from helpers.waits import SHORT
 
 import tilewise.distributed as td
 from tilewise.distributed import heads, one_launch, stream_backward
@@ -136,17 +137,6 @@ def launches(rank):
     assert arena.counts_pieces, "the driver writes no numbers in the order of a stream"
     launched, launch = [], one_launch._launched
     one_launch._launched = lambda *given: launched.append(0) or launch(*given)
-    case, layout = Whole(causal=True), td.zigzag(SEQLEN)
-    shards = [layout.shard(x) for x in (case.q, case.k, case.v)]
-    for repeats in (3, 20):  # the first ones are compiled
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        with torch.no_grad():
-            for _ in range(repeats):
-                td.attention(*shards, layout=layout, method="stream", causal=True)
-        host_us = (time.perf_counter() - start) / repeats * 1e6
-    print(f"rank {rank}: a call is {host_us:.0f} us of host time")
-    launched.clear()
     delays, counted = Delays(arena, rank), 0
     cases = [Whole(**CASES[name]) for name in ("causal", "window", "documents", "headdim 64")]
     for case in cases:
@@ -172,7 +162,7 @@ def launches(rank):
 
 
 def test_one_launch_under_delays_1000_times():
-    run(launches, timeout=300.0)
+    run(launches)
 
 
 def late(rank):
@@ -184,10 +174,8 @@ def late(rank):
     with torch.no_grad():
         assert td.attention(*shards, **asked).isfinite().all()
         arena.limit, arena.count_piece = 300_000_000, lambda: None
-        start = time.monotonic()
         out = td.attention(*shards, **asked)
         torch.cuda.synchronize()
-        assert time.monotonic() - start < 60  # the first launch of this limit is compiled
         if rank == 0:  # which sees its own keys alone
             assert out.isfinite().all()
             return
@@ -282,11 +270,11 @@ def repeats(rank):
 
 
 def test_repeats_under_delays():
-    run(repeats, timeout=300.0)
+    run(repeats)
 
 
 def memory(rank):
-    """Growth, other streams, bandwidth far above what the host could copy, and host time."""
+    """Growth, other streams, and no graph is captured over an arena."""
     arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
     for call in range(12):
         numel = 1000 * 7 ** (call // 2)
@@ -306,12 +294,6 @@ def memory(rank):
     for _ in range(20):
         arena.meet(asked)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(100):
-        arena.meet(asked)
-    host_us = (time.perf_counter() - start) * 1e4
-    torch.cuda.synchronize()
-    print(f"rank {rank}: {type(arena.memory).__name__}, a barrier is {host_us:.1f} us of host time")
     with pytest.raises(NotImplementedError, match="captured CUDA graph.*make_graphed_callables"):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -357,13 +339,11 @@ def lost(rank, victim):
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     out = td.attention(q, q, q, layout=layout, causal=True)
     assert out.isnan().all()  # waits for the device, which waits no longer than the time-out
     with pytest.raises(td.RankLost, match=f"rank {victim} of {RANKS} did not come"):
         td.attention(q, q, q, layout=layout, causal=True)
-    assert time.monotonic() - start < 25
 
 
 def test_a_rank_that_is_killed_is_named():
-    run(lost, RANKS - 1, killed=(RANKS - 1,), timeout=10.0)
+    run(lost, RANKS - 1, killed=(RANKS - 1,), timeout=5 * SHORT)

@@ -6,13 +6,14 @@ import tilewise
 import tilewise.distributed as td
 
 from . import processes
+from .waits import DEADLINE
 
 RANKS = min(torch.cuda.device_count(), 4)
 SEQLEN = 1024 * 5 * RANKS
 DOCUMENTS = 0, 3000, 3001, 7777, SEQLEN
 
 
-def run(main, *args, killed=(), timeout=60.0):
+def run(main, *args, killed=(), timeout=DEADLINE):
     """`main(rank, *args)` in a process a GPU."""
     processes.run(main, RANKS, *args, timeout=timeout, killed=killed, on_gpus=True)
 

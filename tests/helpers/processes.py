@@ -13,15 +13,17 @@ import socket
 import sys
 import traceback
 
+from .waits import DEADLINE
+
 PRELOADED = "torch", "torch.distributed.tensor", "torch._dynamo", "tilewise.distributed"
-TIMEOUT = 20.0  # seconds of the group, within which a test that hangs ends
+PAUSE = 0.05  # seconds between looks at the ranks
 
 
 def run(
     main,
     ranks: int,
     *args,
-    timeout: float = TIMEOUT,
+    timeout: float = DEADLINE,
     killed: tuple[int, ...] = (),
     on_gpus: bool = False,
 ) -> None:
@@ -42,7 +44,7 @@ def run(
     for process in started:
         process.start()
     while said.empty() and any(process.is_alive() for process in started):
-        started[0].join(0.05)
+        started[0].join(PAUSE)
     for process in started:
         process.join(None if said.empty() else 5.0 if on_gpus else 1.0)
         process.kill()  # one that waits for a rank that failed

@@ -189,7 +189,8 @@ def test_tune_says_where_nothing_can_be_written(folder, monkeypatch):
 
 # One process imports torch, and four branch off it
 AT_ONCE = """
-import multiprocessing, time
+import multiprocessing
+from helpers.waits import until
 from tilewise.tuning import store
 from tilewise.tuning.config import Config, Key
 
@@ -199,14 +200,16 @@ def write(mine):
         store.add(f"gpu{i % 2}", {key: Config(64, 64, 4, 2)})
 
 def read():
-    seen, end = 0, time.monotonic() + 120
-    while seen < 60:
-        assert time.monotonic() < end, seen
+    counts = [0]
+
+    def all_are_there():
         tables, complaint = store.read(store.cache_file())
         assert not complaint, complaint
-        now = sum(map(len, tables.values()))
-        assert now >= seen, (seen, now)
-        seen = now
+        counts.append(sum(map(len, tables.values())))
+        assert counts[-1] >= counts[-2], counts
+        return counts[-1] == 60
+
+    until(all_are_there, "the reader sees what was written", pause=0)
 
 fork = multiprocessing.get_context("fork")
 processes = [fork.Process(target=read), *(fork.Process(target=write, args=(i,)) for i in range(3))]
