@@ -64,6 +64,34 @@ def predicates(leaves: int = 12):
     return st.recursive(compared | flags, joined, max_leaves=leaves)
 
 
+def wrapping():
+    """A hypothesis strategy of predicates as text whose integers come near 64 bits, and past."""
+    from hypothesis import strategies as st
+
+    near = [
+        f"({sign}(1 << {n}) + {far})" for sign in "+-" for n in (31, 52, 62) for far in (-1, 0, 1)
+    ]
+    large = st.sampled_from(["2654435761", "1640531527", "(-(1 << 62) - (1 << 62))", *near])
+    bits = st.sampled_from([1, 20, 22, 31, 32, 40, 41, 62, 63])
+
+    def deeper(ints):
+        return st.one_of(
+            st.builds("({} {} {})".format, ints, st.sampled_from("+-*"), ints | large),
+            st.builds("({} {} {})".format, ints, st.sampled_from(["<<", "<<", ">>"]), bits),
+            st.builds("{}({})".format, st.sampled_from(["abs", "-", "~"]), ints),
+            st.builds("{}({}, {})".format, st.sampled_from(["minimum", "maximum"]), ints, large),
+            st.builds("({} {} {})".format, ints, st.sampled_from("&|^"), large),
+            st.builds("({} {} {})".format, ints, st.sampled_from(["//", "%"]), large),
+            st.builds("where({} < 3, {}, {})".format, ints, ints, ints),
+        )
+
+    index = st.sampled_from(["q", "k", "(q - 20)", "(k - q)", "(q * k)", "(k + 0 * q)"])
+    compared = st.sampled_from(["<", "<=", ">", "==", "!="])
+    return st.builds(
+        "({} {} {})".format, st.recursive(index, deeper), compared, large | st.just("0")
+    )
+
+
 def predicate(text: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The text as a function; integers it captures are of this dtype."""
     known = {"where": mods.where, "minimum": mods.minimum, "maximum": mods.maximum}

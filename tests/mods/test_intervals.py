@@ -5,14 +5,17 @@ import itertools
 import pytest
 import torch
 from helpers import random_masks as masks
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from tilewise.mods import intervals
 from tilewise.mods.expressions import OPERATORS
 from tilewise.mods.intervals import Blocks, Interval, bound
 
 
-@given(text=masks.predicates())
+@given(text=masks.predicates() | masks.wrapping())
+@example("((((q << 40) << 22) + 0 * k) < 0)")
+@example("(((q * 1640531527) * ((k + 1) * 2654435761)) >= 0)")
+@example("(abs((q << 40) << 23) < 0)")
 @settings(max_examples=200, deadline=None, database=None)
 def test_intervals_never_claim_wrongly(text):
     """Without the evaluation that settles what they leave open."""

@@ -4,9 +4,10 @@ Interval arithmetic (Moore 1966): every node gets a [lo, hi] that holds all its 
 block, for all blocks at once by broadcasting. Of bools, lo says "true everywhere" and hi "true
 somewhere, perhaps". What is not followed is [-inf, inf] or [False, True]: never wrong, only wide.
 
-Integers lie in float64, exact to 2^52, and open beyond. Floats are not followed, because their
-rounding differs between torch and kernels. A captured tensor is followed where its last index is
-q_idx or k_idx plus a constant: by its minimum and maximum over the block.
+Integers lie in float64, exact to 2^52, and open beyond. Past 64 bits they wrap, so that a step that
+may get there has no end at all: once one of its ends is open, both are. Floats are not followed,
+because their rounding differs between torch and kernels. A captured tensor is followed where its
+last index is q_idx or k_idx plus a constant: by its minimum and maximum over the block.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .expressions import BOOL, FLOAT, INT, Node, nodes_of
 
 Tensor = torch.Tensor
 EXACT = 2.0**52
+# Steps of one or two numbers of 64 bits that never wrap: one end may be open alone
+BOUNDED = {"load", "where", "minimum", "maximum", "//", "%", ">>", "&", "|", "^", "~"}
 
 
 class Interval(NamedTuple):
@@ -46,7 +49,7 @@ def bound(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     for node in nodes:
         inputs = [found[x] for x in node.inputs]
         interval = _bound(node, inputs, blocks, tensors)
-        found[node] = _tidy(interval) if node.kind == INT else interval
+        found[node] = _tidy(interval, node.op in BOUNDED) if node.kind == INT else interval
         for x in set(node.inputs):
             if last_user[x] is node:
                 del found[x]  # its memory
@@ -84,13 +87,12 @@ def _anything(kind: str, blocks: Blocks) -> Interval:
     return Interval(*(torch.full((), x, dtype=dtype, device=blocks.b.device) for x in ends))
 
 
-def _tidy(x: Interval) -> Interval:
-    """Ends past 2^52, or NaN from inf - inf, are open."""
-    lo, hi = x
-    return Interval(
-        torch.where(lo.abs() <= EXACT, lo, -torch.inf),
-        torch.where(hi.abs() <= EXACT, hi, torch.inf),
-    )
+def _tidy(x: Interval, is_bounded: bool) -> Interval:
+    """Ends past 2^52, or NaN from inf - inf, are open; both where one is, in a step that wraps."""
+    known = [end.abs() <= EXACT for end in x]
+    if not is_bounded:
+        known = [known[0] & known[1]] * 2
+    return Interval(torch.where(known[0], x.lo, -torch.inf), torch.where(known[1], x.hi, torch.inf))
 
 
 def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
