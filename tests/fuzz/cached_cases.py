@@ -16,7 +16,7 @@ from .lanes import HALF
 FEATURES = ("window", "softcap", "slopes", "sinks", "mask", "logits", "scale")
 COUNTS = (0, 1, 1, 2, 2, 3, 5)
 # Masks of functions.py by position, and the tree of drafts; those of ROWS ask for the sequence
-MASKS = ("window", "prefix", "documents", "chunks", "dilated", "pairs", "joined", "nothing")
+MASKS = ("window", "prefix", "documents", "chunks", "dilated", "pairs", "joined", "turns")
 ROWS = ("prefixes", "keys of rows", "tree")
 KEPT = ("", "", "e4m3", "int8")
 SCALES = ("none", "tensor", "head", "sequence", "row")
@@ -166,9 +166,8 @@ def _shape(seed: int, rng: random.Random, look: CachedLook, lane: CachedLane) ->
     if not look.packed:
         queries = [rng.randint(1, most)] * batch
     keys = [_length(rng, lane.longest) for _ in range(batch)]
-    if look.mask:  # a mask's tensors have a place for each position, and none before the first
+    if look.mask == "tree":  # whose queries are among the keys
         keys = [max(k, q) for q, k in zip(queries, keys)]
-    if look.mask == "tree":
         queries = [min(q, 64) for q in queries[1:]] + [1]
     # Contiguous rows of 16 bits, one query count for all: a cache only where split_size says so
     splits = lane.splits if look.packed or look.kept else lane.splits[1:]

@@ -34,13 +34,17 @@ MASKS = {
     "window": lambda t, b, h, i, j: ((i - j) <= 20) & ((j - i) <= 9),
     "prefix": lambda t, b, h, i, j: (j < 11) | (j <= i),
     "prefixes": lambda t, b, h, i, j: (j < t["prefix"][b]) | (j <= i),
-    "documents": lambda t, b, h, i, j: t["ids"][i] == t["ids"][j],
+    "documents": lambda t, b, h, i, j: t["ids"][i.clamp(min=0)] == t["ids"][j],
     "documents of rows": lambda t, b, h, i, j: t["row_ids"][b][i] == t["row_ids"][b][j],
     "chunks": lambda t, b, h, i, j: (
         torch.div(i, 24, rounding_mode="floor") == torch.div(j, 24, rounding_mode="floor")
     ),
+    "turns": lambda t, b, h, i, j: (
+        (torch.remainder(i, 5) >= torch.remainder(j, 4))
+        | (torch.div(i, 7, rounding_mode="floor") == j)
+    ),
     "dilated": lambda t, b, h, i, j: torch.remainder(i - j, 3) == 0,
-    "pairs": lambda t, b, h, i, j: t["pairs"][i, j],
+    "pairs": lambda t, b, h, i, j: t["pairs"][i.clamp(min=0), j],
     "pairs of heads": lambda t, b, h, i, j: t["head_pairs"][h, i, j],
     "keys of rows": lambda t, b, h, i, j: t["flags"][b][j],
     "joined": lambda t, b, h, i, j: ((j <= i) & ((i - j) <= 30)) | ((j % 7) == (h % 7)),

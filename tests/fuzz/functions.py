@@ -34,6 +34,7 @@ MASKS = {
     "documents": lambda t: mods.document(t["ids"]),
     "documents of rows": lambda t: mods.document(t["row_ids"]),
     "chunks": lambda t: mods.chunked(24),
+    "turns": lambda t: lambda b, h, q, k: (q % 5 >= k % 4) | (q // 7 == k),
     "dilated": lambda t: mods.dilated(3),
     "pairs": lambda t: lambda b, h, q, k: t["pairs"][q, k],
     "pairs of heads": lambda t: lambda b, h, q, k: t["head_pairs"][h, q, k],

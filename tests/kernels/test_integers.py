@@ -29,7 +29,7 @@ from tilewise.testing import build, use_emulator, use_interpreter
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("run", [interpreted, emulated])
 def test_kernels_agree_with_torch(name, run):
-    check(HOSTILE[name], run)
+    check(HOSTILE[name], run, q_start=-9)
     check(HOSTILE[name], run, turned=True, q_start=16, h=0, b=0)
 
 

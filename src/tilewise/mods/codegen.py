@@ -221,6 +221,11 @@ class _Lines:
         of_x, of_d = self._bounds(step)
         if of_x.lo >= 0 and of_d.lo >= 0:
             return OPERATORS[step.op].text.format(x, d)
+        turns = -(of_x.lo // of_d.hi) if of_d.lo == of_d.hi > 0 else 0
+        if turns and of_x.hi + turns * of_d.hi <= BITS_32.hi:
+            # Of a constant: moved by whole turns, x is not negative
+            found = OPERATORS[step.op].text.format(f"({x} + {turns * of_d.hi})", d)
+            return found if step.op == "%" else f"{found} - {turns}"
         rest = self._assign(f"r{len(self.text)}", f"{x} % {d}")
         is_below = f"{rest} < 0"
         if of_d.lo < 0:
@@ -231,8 +236,8 @@ class _Lines:
 
     def _load(self, step: TreeStep) -> str:
         """A captured element, by 64-bit offsets and from within the tensor: computed indices are
-        held at its ends, and where q_idx or k_idx itself lies past them, in a ragged tile, 0 is
-        read. b, h and constants lie within: callers check.
+        held at its ends, and q_idx at its first. Where q_idx or k_idx itself lies past its last, in
+        a ragged tile, 0 is read. b, h and constants lie within: callers check.
         """
         # A mask, not a minimum: it leaves the compiler to see that keys are neighbours. A bias in
         # fp32 takes 32 loads of 16 bytes a thread, with a minimum 128 of 4 (128 x 128 on sm_90)
@@ -242,6 +247,7 @@ class _Lines:
             index, op = self.values[i], self.plan[i].op
             if op in ("q_idx", "k_idx"):
                 within.append(f"({index} < {tensor}.sizes[{d}])")
+                index = f"tl.maximum({index}, 0)" if op == "q_idx" else index
             elif op not in ("b", "h", INT):
                 index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
             address.append(f"tl.cast({index}, tl.int64) * {tensor}.strides[{d}]")

@@ -1,8 +1,9 @@
 """Which integers of a function kernels compute in 64 bits: those that are not proven to fit in 32.
 
 Every integer step has a range that holds its values (Moore 1966), found from the ranges of its
-operands: indices are below MOST, constants are themselves, a load is as wide as its dtype.
-Past 64 bits a value wraps, and may be any.
+operands: indices are below MAX_SIZES, constants are themselves, a load is as wide as its dtype.
+q_idx may be negative: with a cache that has fewer keys than there are queries, the first of these
+stand before key 0. Past 64 bits a value wraps, and may be any.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def ranges_of(plan: list[TreeStep]) -> list[Range | None]:
 
 def _range(step: TreeStep, operands: list) -> Range:
     if step.op in MAX_SIZES:
-        return Range(0, MAX_SIZES[step.op] - 1)
+        most = MAX_SIZES[step.op]
+        return Range(-most if step.op == "q_idx" else 0, most - 1)
     if step.op == INT:
         return Range(step.value, step.value)
     if step.op == "load":

@@ -95,13 +95,12 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
 @triton.jit
 def seen_by_position(keep, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Of the pairs in `keep`, those that the band and the mask function allow; query i stands on
-    key i.
+    key i, and before the first key where there are fewer keys than queries.
     """
     if FEATURES.LEFT:
         keep = keep & (k_idx >= q_idx - seq.numbers.left)
     if FEATURES.RIGHT:
         keep = keep & (k_idx <= q_idx + seq.numbers.right)
     if FEATURES.MASK_MOD is not None:
-        # Queries before the first key have no position that a mask may read by
-        keep = keep & function_allows(tl.maximum(q_idx, 0), k_idx, seq, FEATURES)
+        keep = keep & function_allows(q_idx, k_idx, seq, FEATURES)
     return keep
