@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -135,13 +136,79 @@ def test_a_directory_and_what_may_not_be_read(folder, monkeypatch):
     assert chosen() == MINE
     assert (folder / "tuning.broken").is_dir()
 
-    def refuse(self, **options):
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(name, *flags):
+        raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     errors._said.clear()
     config, [message] = warned(chosen)
     assert config == TABLE[KEY] and str(path) in message and "PermissionError" in message
+
+
+def plant(kind, path, victim):
+    """What another user leaves there."""
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "dangling link":
+        path.symlink_to(victim.with_name("made through a link"))
+    elif kind == "hard link":
+        os.link(victim, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "device", "folder"])
+@pytest.mark.parametrize("name", ["tuning.json", "tuning.lock", "tuning.new", "tuning.broken"])
+def test_what_others_leave_in_the_folder_is_neither_followed_nor_waited_for(folder, name, kind):
+    """Whatever lies at whatever name: nothing outside of the folder is made, read or changed."""
+    outside = folder / "outside"
+    outside.mkdir()
+    victim = outside / "victim"
+    victim.write_bytes(of_rows(row(config=[32, 32, 4, 2])))
+    content = victim.read_bytes()
+    plant(kind, folder / name, victim)
+    is_read = name == "tuning.json" and kind != "hard link"
+    config, messages = warned(chosen)
+    if name != "tuning.json" or kind != "hard link":
+        assert config == TABLE[KEY] and len(messages) == is_read
+    errors._said.clear()
+    if name == "tuning.lock" and kind != "hard link":
+        with pytest.raises(OSError, match=r"tuning\.lock"):
+            store.add(GPU, {KEY: MINE})
+    else:
+        warned(lambda: store.add(GPU, {KEY: MINE}))
+        assert chosen() == MINE
+    assert victim.read_bytes() == content and list(outside.iterdir()) == [victim]
+    assert not [x for x in folder.glob("*.new") if x.name != name], "what was begun is gone"
+
+
+def test_a_lock_that_another_keeps_is_given_up(folder, monkeypatch):
+    import fcntl
+
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0)
+    with (folder / "tuning.lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another process keeps this lock"):
+            store.add(GPU, {KEY: MINE})
+    store.add(GPU, {KEY: MINE})
+    assert chosen() == MINE
+
+
+def test_a_file_without_end_is_not_read_whole(folder):
+    with (folder / "tuning.json").open("wb") as file:
+        file.truncate(2**40)
+    config, [message] = warned(chosen)
+    assert config == TABLE[KEY] and "more than 16 MiB" in message
+
+
+def test_every_file_of_the_folder_is_opened_by_one_function():
+    source = Path(store.__file__).read_text(encoding="utf-8")
+    ways = r"(?<!_)\bopen\(|\.(?:read|write)_(?:text|bytes)\("
+    assert len(re.findall(ways, source)) == 2, "os.open and open, of `_open`"
 
 
 @pytest.mark.parametrize("cache", ["none", "/dev/null", "under a file"])

@@ -1,16 +1,21 @@
 """The user's own rows on disk: read with care, as anything may lie there, and written so that no
-reader sees half a file and no writer loses another's rows.
+reader sees half a file and no writer loses another's rows. Others may write the folder: every file
+in it is opened by `_open`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import secrets
+import stat
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ..errors import warn_slow
 from .config import Config, Key
@@ -19,6 +24,9 @@ from .tables import TABLE
 Table = dict[Key, Config]
 PORTABLE = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_delta")  # the kernels that `tilewise tune` times
 MAX_SCORES_PER_WARP = 2048  # of a warp: more than 64 a thread spill
+MAX_BYTES = 2**24  # of a file that is read
+LOCK_SECONDS = 60  # until a lock that another process has is given up
+CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
 REMEDY = "run `tilewise tune` again, which keeps a copy of the old file, or delete it"
 
 
@@ -65,12 +73,15 @@ def add(gpu: str, rows: Table) -> Path:
             ]
             for name, table in tables.items()
         }
-        new = path.with_suffix(".new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump(told, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        new = path.with_suffix(f".{secrets.token_hex(8)}.new")
+        try:
+            with _open(new, "xb") as file:
+                file.write(json.dumps(told, indent=1).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     if complaint:  # said last: a caller may have made an error of it
         warn_slow(f"{path} {complaint}: it is kept as {aside}")
     return path
@@ -79,7 +90,11 @@ def add(gpu: str, rows: Table) -> Path:
 def read(path: Path) -> Stored:
     """The good rows of a file; without one there are none."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        with _open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            return Stored({}, f"has more than {MAX_BYTES >> 20} MiB")
+        found: Any = json.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError):
         return Stored({}, "")
     except OSError as error:
@@ -155,10 +170,30 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
+def _open(path: Path, mode: str) -> IO[bytes]:
+    """Opens a file, or makes one: never what a link names, and without a wait for what is no file;
+    OSError for either.
+    """
+
+    def descriptor(name: str, flags: int) -> int:
+        number = os.open(name, flags | CAREFUL, 0o666)
+        kind = os.fstat(number).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # of a folder `open` has its own error
+            os.close(number)
+            raise OSError(errno.EINVAL, "it is no file", name)
+        return number
+
+    if path.is_symlink():  # what comes to be one from here on is not followed, either
+        raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path))
+    return open(path, mode, opener=descriptor)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """One process at a time; the system takes the lock from one that dies."""
-    with path.open("ab") as file:
+    """One process at a time; the system takes the lock from one that dies. OSError where another
+    keeps it.
+    """
+    with _open(path, "ab") as file:
         if sys.platform == "win32":
             import msvcrt
 
@@ -172,5 +207,14 @@ def _locked(path: Path) -> Generator[None]:
         else:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            end = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > end:
+                        said = "another process keeps this lock"
+                        raise BlockingIOError(error.errno, said, str(path)) from error
+                    time.sleep(0.05)
             yield
