@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from . import peers
 from .caches import Cache, Decode, starts_of
 from .peers import Absent
-from .providers import provider
+from .providers import forced_backend, provider
 from .shapes import Shape
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ class Decoder(NamedTuple):
 def decoder(name: str) -> Decoder:
     """By name; `tilewise:portable` forces that backend."""
     if name == "tilewise" or name.startswith("tilewise:"):
-        backend = name.partition(":")[2] or None
+        backend = forced_backend(name) if ":" in name else None
         return Decoder(name, lambda *asked: _ours(backend, *asked), has_eight_bits=True)
     if name not in PEERS:
         raise KeyError(f"provider {name!r} is unknown: use one of tilewise, {', '.join(PEERS)}")

@@ -43,11 +43,21 @@ def provider(name: str) -> Provider:
         asked = partial(fp8.refuse, name), partial(fp8.prepare, name)
         return Provider(name, *asked, layout=fp8.NAMES[name])
     if name.startswith("tilewise:"):
-        return _tilewise(name, name.split(":", 1)[1])
+        return _tilewise(name, forced_backend(name))
     name = ALIASES.get(name, name)
     if name not in PROVIDERS:
         raise KeyError(f"provider {name!r} is unknown: use one of {', '.join(PROVIDERS)}")
     return PROVIDERS[name]
+
+
+def forced_backend(name: str) -> str:
+    """The backend that `tilewise:portable` forces."""
+    from .. import dispatch
+
+    backend = name.partition(":")[2]
+    if backend not in dispatch.BACKENDS:
+        raise KeyError(f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}")
+    return backend
 
 
 def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Provider:
@@ -56,8 +66,6 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
             return None
         from .. import dispatch
 
-        if backend not in dispatch.BACKENDS:
-            return f"there is no backend {backend!r}: {', '.join(dispatch.BACKENDS)}"
         few = shape if shape.lengths else shape._replace(batch=1)
         problem, on = call_of(few).problem, torch.device(device)
         if shape.dtype == FP8:

@@ -19,12 +19,20 @@ from .explain_tables import (
     show_launches,
     verdict,
 )
-from .options import DIRECTIONS, DTYPES, FP8, OneInt, together
+from .options import DIRECTIONS, DTYPES, FP8, Finite, Known, OneInt, backend_option, together
 from .picture import png_option, roofline
 from .tables import console, digits, table
 
 SCORES = ("window", "softcap", "alibi", "sinks")
 FEATURES = (*SCORES, "modifier", "deterministic")
+
+
+def _sequences(lengths: str) -> tuple[int, ...]:
+    from ..bench.lengths import sequences
+
+    return sequences(lengths)
+
+
 call_options = together(
     click.option("--pass", "direction", type=click.Choice(DIRECTIONS), default="fwd"),
     click.option(
@@ -42,11 +50,15 @@ call_options = together(
     click.option("--headdim", type=click.IntRange(1), default=128, show_default=True),
     click.option("--headdim-v", type=click.IntRange(1), help="Where it is another."),
     click.option("--causal", is_flag=True),
-    click.option("--lengths", help="Packed sequences: zipf, equal512, ... or 160,300."),
+    click.option(
+        "--lengths",
+        type=Known(_sequences),
+        help="Packed sequences: zipf, equal512, ... or 160,300.",
+    ),
 )
 feature_options = together(
     click.option("--window", type=click.IntRange(0), help="Keys before its own; with --causal."),
-    click.option("--softcap", type=click.FloatRange(0), default=0.0),
+    click.option("--softcap", type=Finite(0), default=0.0),
     click.option("--alibi", is_flag=True),
     click.option("--sinks", is_flag=True),
     click.option("--modifier", default="", help="A mask, bias, ...: `bench modifiers --cases`."),
@@ -65,7 +77,7 @@ cache_options = together(
 @call_options
 @feature_options
 @cache_options
-@click.option("--backend", help="Force one.")
+@backend_option
 @click.option("--on", "target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950 or cpu.")
 @click.option("--gpu", help="A card by name, for its SMs and its roof: h200, h100, a100, ...")
 @click.option("--compile/--no-compile", "with_compiler", default=True, help="Seconds a kernel.")
@@ -163,7 +175,6 @@ def shape_of(
     direction, dtype, batch, seqlen, seqlen_k, heads, kv_heads, headdim, headdim_v, **options
 ):
     """The shape that the options ask for; UsageError where there is none such."""
-    from ..bench.lengths import sequences
     from ..bench.modifiers import NAMES
     from ..bench.shapes import Shape
 
@@ -179,10 +190,7 @@ def shape_of(
     if modifier and (others or seqlen_k not in (None, seqlen)):
         raise click.UsageError("--modifier goes with no other feature and with equal lengths")
     if lengths:
-        try:
-            each = sequences(lengths)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
+        each = _sequences(lengths)
         batch, seqlen, seqlen_k = len(each), max(each), max(each)
     sizes = direction, batch, seqlen, seqlen_k or seqlen, heads, kv_heads, headdim, headdim_v
     return Shape(

@@ -21,4 +21,4 @@ def hub(names: tuple[str, ...]) -> None:
     try:
         click.echo(local_kernels(*names or (NAME,)))
     except ArgumentError as error:
-        raise click.BadParameter(str(error), param_hint="OWNER/NAME") from error
+        raise click.BadParameter(str(error), param_hint="[OWNER/NAME]...") from error

@@ -13,7 +13,7 @@ from rich.text import Text
 from .. import mods
 from ..errors import ArgumentError
 from ..sparse import create_block_mask
-from .options import IntList
+from .options import IntList, NewFile
 from .tables import console
 
 KINDS = ("skipped", "partial", "full")
@@ -37,7 +37,7 @@ class Picture(NamedTuple):
 @click.argument("expression")
 @click.option("--seqlen", type=IntList(), default="2048", show_default=True, help="S, or Sq,Sk.")
 @click.option("--block", type=IntList(), default="128", show_default=True, help="B, or M,N.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Also draw into FILE.")
+@click.option("--svg", type=NewFile(dir_okay=False, path_type=Path), help="Also draw into FILE.")
 def mask(
     expression: str, seqlen: tuple[int, ...], block: tuple[int, ...], svg: Path | None
 ) -> None:
@@ -69,6 +69,7 @@ def mask(
     if svg is not None:
         try:
             picture = coarsen(kinds, SVG_CELLS, SVG_CELLS)
+            svg.parent.mkdir(parents=True, exist_ok=True)
             svg.write_text(as_svg(picture, said, counts), encoding="utf-8")
         except OSError as error:
             raise click.FileError(str(svg), error.strerror) from error
@@ -80,8 +81,12 @@ def parse(text: str, seqlen: int) -> mods.Mask:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise click.UsageError(f"{text!r} is no expression: {GRAMMAR}") from error
+        raise _wrong(f"{text!r} is no expression: {GRAMMAR}") from error
     return _mask(tree, seqlen)
+
+
+def _wrong(message: str) -> click.BadParameter:
+    return click.BadParameter(message, param_hint="EXPRESSION")
 
 
 def _mask(node: ast.expr, seqlen: int) -> mods.Mask:
@@ -91,7 +96,7 @@ def _mask(node: ast.expr, seqlen: int) -> mods.Mask:
         return ~_mask(node.operand, seqlen)
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.func.id not in NAMES:
-        raise click.UsageError(f"`{ast.unparse(node)}` has no meaning in a mask: {GRAMMAR}")
+        raise _wrong(f"`{ast.unparse(node)}` has no meaning in a mask: {GRAMMAR}")
     arguments = [_number(argument) for argument in call.args]
     named = {str(keyword.arg): _number(keyword.value) for keyword in call.keywords}
     if call.func.id == "document" and not named:
@@ -99,7 +104,7 @@ def _mask(node: ast.expr, seqlen: int) -> mods.Mask:
     try:
         return getattr(mods, call.func.id)(*arguments, **named)
     except TypeError as error:
-        raise click.UsageError(f"`{ast.unparse(node)}`: {error}") from error
+        raise _wrong(f"`{ast.unparse(node)}`: {error}") from error
 
 
 def _number(node: ast.expr) -> int | None:
@@ -111,7 +116,7 @@ def _number(node: ast.expr) -> int | None:
             return None
         if type(node.value) is int:
             return sign * node.value
-    raise click.UsageError(f"`{ast.unparse(node)}` is no integer: {GRAMMAR}")
+    raise _wrong(f"`{ast.unparse(node)}` is no integer: {GRAMMAR}")
 
 
 def _document(lengths: list[int | None], seqlen: int) -> mods.Mask:
@@ -119,9 +124,7 @@ def _document(lengths: list[int | None], seqlen: int) -> mods.Mask:
     import torch
 
     if not lengths or not all(length and length > 0 for length in lengths):
-        raise click.UsageError(
-            "document takes the lengths of documents, such as document(160, 300)"
-        )
+        raise _wrong("document takes the lengths of documents, such as document(160, 300)")
     ends = torch.tensor(lengths).clamp(max=seqlen).cumsum(0)
     return mods.document(torch.bucketize(torch.arange(seqlen), ends, right=True, out_int32=True))
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Callable, Collection
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import click
+
+from ..dispatch import BACKENDS
 
 
 class Exit(IntEnum):
@@ -94,15 +100,36 @@ class HeadList(Listed):
         return found
 
 
+class Known(click.ParamType):
+    """Text that `check` takes: the message of its KeyError or ValueError says why it does not."""
+
+    name = "text"
+
+    def __init__(self, check: Callable[[str], object]) -> None:
+        self.check = check
+
+    def convert(self, value, param, ctx) -> str:
+        try:
+            self.check(value)
+        except (KeyError, ValueError) as error:
+            self.fail(str(error.args[0]), param, ctx)
+        return value
+
+
 class NameList(click.ParamType):
-    """`flash,cudnn`; of the names in `known`, where it is given, which is asked for late."""
+    """`flash,cudnn`; of the names in `known`, where it is given, which is asked for late, or of
+    those that `each` takes.
+    """
 
     name = "names"
 
     def __init__(
-        self, known: Callable[[], Collection[str]] | None = None, may_be_empty: bool = True
+        self,
+        known: Callable[[], Collection[str]] | None = None,
+        may_be_empty: bool = True,
+        each: Known | None = None,
     ) -> None:
-        self.known, self.may_be_empty = known, may_be_empty
+        self.known, self.may_be_empty, self.each = known, may_be_empty, each
 
     def convert(self, value, param, ctx) -> tuple[str, ...]:
         if isinstance(value, tuple):
@@ -113,7 +140,36 @@ class NameList(click.ParamType):
             self.fail(f"{unknown[0]!r} is none of {', '.join(known)}", param, ctx)
         if not parts and not self.may_be_empty:
             self.fail(f"there is none of {', '.join(known)}", param, ctx)
+        if self.each:
+            for part in parts:
+                self.each.convert(part, param, ctx)
         return parts
+
+
+class Finite(click.FloatRange):
+    """A number of the range that is neither infinite nor NaN."""
+
+    def convert(self, value, param, ctx) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
+class NewFile(click.Path):
+    """A file, or with `file_okay=False` a folder, that can be written where it is named; folders
+    above it may be missing. Said before anything is measured, not after.
+    """
+
+    def convert(self, value, param, ctx) -> Any:
+        path = super().convert(value, param, ctx)
+        whole = Path(os.fsdecode(path)).absolute()
+        there = next(x for x in (whole, *whole.parents) if os.path.lexists(x))
+        if there != whole and not there.is_dir():
+            self.fail(f"{there} is no folder", param, ctx)
+        if not os.access(there, os.W_OK):
+            self.fail(f"{there} cannot be written", param, ctx)
+        return path
 
 
 class LengthSets(click.ParamType):
@@ -152,12 +208,20 @@ def usable(ctx: click.Context, param: click.Parameter, device: str | None) -> st
     import torch
 
     has_gpu = torch.cuda.is_available()
+    known = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device or "cpu")
+    if known is None or (has_gpu and int(known[1] or 0) >= torch.cuda.device_count()):
+        raise click.BadParameter(f"{device!r} is neither cuda, a GPU of this machine, nor cpu")
     if device and device.startswith("cuda") and not has_gpu:
         click.echo("no CUDA GPU is usable here: see `tilewise info`", err=True)
         raise SystemExit(Exit.NO_GPU)
     return device or ("cuda" if has_gpu else "cpu")
 
 
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(list(BACKENDS)),
+    help="Force one; on the CPU portable is interpreted, hopper emulated.",
+)
 device_option = click.option(
     "--device", callback=usable, help="cuda or cpu; the GPU if there is one."
 )

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from .options import NewFile
+
 MISSING = "a picture needs Matplotlib: install it with `pip install 'tilewise[plot]'`"
 STYLES = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("x", "--"), ("P", "-.")]
 
@@ -31,7 +33,7 @@ def _wanted(ctx: click.Context, param: click.Parameter, path: str | None) -> str
 
 png_option = click.option(
     "--png",
-    type=click.Path(dir_okay=False),
+    type=NewFile(dir_okay=False),
     callback=_wanted,
     help="Draw the result there; needs the extra `plot`.",
 )

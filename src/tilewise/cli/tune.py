@@ -17,7 +17,9 @@ from .tables import console, digits, table
 @click.command(short_help="Find the fastest kernel configurations for this GPU.")
 @click.option("--headdim", type=IntList(), default="64,128", show_default=True)
 @click.option("--dtype", default="bf16", type=click.Choice(list(DTYPES)[:3]), show_default=True)
-@click.option("--seqlen", default=4096, show_default=True, help="Sequence length.")
+@click.option(
+    "--seqlen", type=click.IntRange(1), default=4096, show_default=True, help="Sequence length."
+)
 @click.option("--dry-run", is_flag=True, help="Measure only; leave the cache as it is.")
 @json_option
 def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_json: bool) -> None:

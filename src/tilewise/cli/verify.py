@@ -7,6 +7,7 @@ same job on the same input, its error stands beside ours.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from typing import NamedTuple
@@ -14,7 +15,17 @@ from typing import NamedTuple
 import click
 
 from .machine import describe_machine
-from .options import DTYPES, FP8, SHORT, Exit, NameList, device_option, json_option
+from .options import (
+    DTYPES,
+    FP8,
+    SHORT,
+    Exit,
+    Known,
+    NameList,
+    backend_option,
+    device_option,
+    json_option,
+)
 from .tables import console, error, mark, table
 
 NAMES = SHORT | {name: short for short, name in FP8.items()}
@@ -41,9 +52,15 @@ class Check(NamedTuple):
 @click.option("--quick", is_flag=True, help="Small cases in one dtype.")
 @click.option("--full", is_flag=True, help="Every case in fp32, bf16 and fp16.")
 @device_option
-@click.option("--dtype", "dtypes", type=NameList(), help="For example fp32,bf16.")
-@click.option("--backend", help="Force one; on the CPU portable is interpreted, hopper emulated.")
-@click.option("-k", "expression", default="", help="Cases by name: 'gqa or (window and not tall)'.")
+@click.option("--dtype", "dtypes", type=NameList(lambda: DTYPES), help="For example fp32,bf16.")
+@backend_option
+@click.option(
+    "-k",
+    "expression",
+    type=Known(lambda text: matches(text, "")),
+    default="",
+    help="Cases by name: 'gqa or (window and not tall)'.",
+)
 @json_option
 def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
     """Hold every feature, forward and backward, to fp64 on this machine."""
@@ -66,8 +83,6 @@ def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
 def dtypes_of(named: tuple[str, ...] | None, quick: bool, full: bool, device: str) -> list[str]:
     """Names as torch has them."""
     if named:
-        if unknown := [name for name in named if name not in DTYPES]:
-            raise click.UsageError(f"--dtype {unknown[0]!r} is unknown: {', '.join(DTYPES)}")
         return [DTYPES[name] for name in named]
     if full:
         return ["float32", "bfloat16", "float16"]
@@ -110,16 +125,32 @@ def check_fp8(expression: str, backend: str | None, device: str) -> list[Check]:
 
 
 def matches(expression: str, name: str) -> bool:
-    """Whether a case is named: words are parts of its name, joined by and, or, not, ( and )."""
+    """Whether a case is named: words are parts of its name, joined by and, or, not, ( and ).
+    ValueError where they are joined otherwise.
+    """
     words = re.findall(r"[()]|[^\s()]+", expression)
     if not words:
         return True
     operators = {"and", "or", "not", "(", ")"}
     python = " ".join(word if word in operators else str(word in name) for word in words)
     try:
-        return bool(eval(python, {"__builtins__": {}}))
-    except SyntaxError as fault:
-        raise click.UsageError(f"-k {expression!r} cannot be read") from fault
+        return _holds(ast.parse(python, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
+        raise ValueError(
+            f"{expression!r} cannot be read: words are joined by and, or, not, ( and )"
+        ) from fault
+
+
+def _holds(node: ast.expr) -> bool:
+    """Whether an expression of True and False is true."""
+    if isinstance(node, ast.BoolOp):
+        values = [_holds(value) for value in node.values]
+        return all(values) if isinstance(node.op, ast.And) else any(values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not _holds(node.operand)
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return node.value
+    raise ValueError(ast.dump(node))
 
 
 def run(screen, cases: list, backend: str | None, device: str, dtypes: list[str]) -> list[Check]:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import click
 
-from ..options import DTYPES, HeadList, IntList, LengthSets, NameList, OneInt
+from ..options import DTYPES, HeadList, IntList, Known, LengthSets, NameList, OneInt
 from .options import conclude, run_options, show_with
+
+if TYPE_CHECKING:
+    from ...bench.decoders import Decoder
 
 GPU = dict(batch=(32, 1), seqlens=(8192,), heads=((32, 8, 128),), dtype="bf16")
 CPU = dict(GPU, batch=(1,), dtype="fp32")
 QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
+
+
+def _decoder(name: str) -> Decoder:
+    from ...bench.decoders import decoder
+
+    return decoder(name)
+
+
+def _caches() -> tuple[str, ...]:
+    from ...bench.caches import KINDS
+
+    return (*list(DTYPES)[:3], *KINDS)
 
 
 @click.command()
@@ -42,7 +58,7 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
 @click.option(
     "--cache",
     "caches",
-    type=NameList(),
+    type=NameList(_caches),
     default="",
     help="Of bf16 (or fp16, fp32: the queries' dtype), e4m3, int8, with a scale a head, and "
     "e4m3:row, int8:row, with one a row.  [default: the queries' dtype]",
@@ -55,11 +71,16 @@ QUICK = dict(batch=(2,), seqlens=(512,), heads=((4, 2, 32),), dtype="fp32")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
 @click.option("--quick", is_flag=True, help="2 sequences of 512 keys, 4:2 heads of 32, fp32.")
 @click.option(
-    "--provider", "ours", default="tilewise", show_default=True, help="Or tilewise:portable."
+    "--provider",
+    "ours",
+    type=Known(_decoder),
+    default="tilewise",
+    show_default=True,
+    help="Or tilewise:portable.",
 )
 @click.option(
     "--against",
-    type=NameList(),
+    type=NameList(each=Known(_decoder)),
     default="sdpa,fa3",
     show_default=True,
     help="Of sdpa, cudnn, fa3, flex.",
@@ -95,16 +116,15 @@ def decode(
     """
     from ...bench.decode import run_decode
     from ...bench.decode_table import summary
-    from ...bench.decoders import decoder
 
     usual = QUICK if quick else GPU if device.startswith("cuda") else CPU
     asked = {name: options.pop(name) or value for name, value in usual.items()}
+    chosen = [_decoder(name) for name in dict.fromkeys((ours, *against))]
     try:
-        chosen = [decoder(name) for name in dict.fromkeys((ours, *against))]
         counts = counts_of(queries, chunk)
         cases = cases_of(asked, lengths, pages, counts, caches, split_size or 0)
-    except (KeyError, ValueError) as error:
-        raise click.UsageError(str(error.args[0])) from error
+    except ValueError as error:
+        raise click.UsageError(f"--queries, --chunk, --cache, --dtype: {error}") from error
     done = run_decode(cases, chosen, device=device, show=show_with(as_json), **options)
     outcomes = [outcome for each in done for outcome in each]
     conclude(outcomes, summary(done), as_json, [chosen[0].name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ..options import DIRECTIONS, DTYPES, FP8, IntList, NameList
+from ..options import DIRECTIONS, DTYPES, FP8, IntList, Known
 from .options import (
     MASKS,
     SCORES,
@@ -13,6 +13,7 @@ from .options import (
     energy_option,
     feature_options,
     our_options_or_fp8,
+    providers,
     providers_of,
     run_options,
     show_with,
@@ -20,10 +21,20 @@ from .options import (
 )
 
 
+def suite_of(name: str) -> list:
+    """The shapes of a named list."""
+    from ...bench.shapes import SUITES
+
+    if name not in SUITES:
+        raise KeyError(f"suite {name!r} is unknown: {', '.join(SUITES)}")
+    return SUITES[name]
+
+
 @click.command(hidden=True)
 @click.argument("directions", nargs=-1, type=click.Choice(DIRECTIONS))
 @click.option(
     "--suite",
+    type=Known(suite_of),
     help="A named list of shapes instead of the options below: dense, gpt2-medium, cpu, smoke.",
 )
 @click.option(
@@ -37,7 +48,13 @@ from .options import (
     "--headdim", type=IntList(), default="64,128", show_default=True, help="Any up to 512."
 )
 @feature_options
-@click.option("--group", default=1, show_default=True, help="Query heads a key head (GQA).")
+@click.option(
+    "--group",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Query heads a key head (GQA).",
+)
 @click.option(
     "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens in the batch."
 )
@@ -47,7 +64,7 @@ from .options import (
 @our_options_or_fp8
 @click.option(
     "--against",
-    type=NameList(),
+    type=providers,
     default="flash,cudnn,flex,standard",
     show_default=True,
     help="Of flash, cudnn, efficient, math (torch's SDPA, the backend pinned; sdpa-flash is flash),"
@@ -82,8 +99,6 @@ def dense(directions, suite, ours, against, **options) -> None:
     have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and steps of
     decoding with a KV cache, tilewise bench decode --help.
     """
-    from ...bench.shapes import SUITES
-
     if options["dtype"] in FP8:
         if suite is not None or set(directions) - {"fwd"}:
             raise click.UsageError(
@@ -92,10 +107,8 @@ def dense(directions, suite, ours, against, **options) -> None:
         from ...bench import fp8
 
         against = (*fp8.NAMES, *against)
-    if suite is not None and suite not in SUITES:
-        raise click.UsageError(f"suite {suite!r} is unknown: {', '.join(SUITES)}")
     features, sizes = split_off(options, SCORES), split_off(options, SIZES)
-    shapes = SUITES[suite] if suite else shapes_of(directions or ("fwd",), **sizes)
+    shapes = suite_of(suite) if suite else shapes_of(directions or ("fwd",), **sizes)
     if suite and directions:
         shapes = [shape for shape in shapes if shape.direction in directions]
     compare(with_features(shapes, features), ours, against, suite=suite or "adhoc", **options)
@@ -108,6 +121,9 @@ def shapes_of(directions, seqlen, headdim, causal, group, tokens, hidden, dtype)
     """The shapes that the options ask for."""
     from ...bench.shapes import grid
 
+    for size in headdim:
+        if (nheads := max(hidden[0] // size, group)) % group:
+            raise click.UsageError(f"--group {group} does not divide {nheads} heads of {size}")
     common = dict(dtype=(DTYPES | FP8)[dtype], tokens=tokens[0], hidden=hidden[0], group=group)
     return grid(directions, seqlen, headdim, MASKS[causal], **common)
 

@@ -81,12 +81,14 @@ def distributed(
         for direction in passes
     ]
     if wrong := [of for of in cases if of.direction == "bwd"]:
-        raise click.UsageError(f"{wrong[0]}: a backward alone is not timed here; use fwd,fwd+bwd")
+        raise click.UsageError(
+            f"--pass, {wrong[0]}: a backward alone is not timed here; use fwd,fwd+bwd"
+        )
     try:
         for of in cases:
             _ = of.starts
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(f"--documents {documents}: {error}") from error
     sides = (*(f"tilewise:{name}" for name in methods), *against)
     how = Timing(sides, "cuda" if on_gpu else "cpu", **asked)
     show = show_with(as_json)

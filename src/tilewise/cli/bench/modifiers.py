@@ -81,7 +81,7 @@ def modifiers(cases, passes, quick, dtype, ours, against, as_json, **options) ->
             common = dict(tokens=tokens[0], heads=of, dtype=DTYPES[dtype])
             asked += comparisons(cases, passes, seqlens, chosen, against, **common)
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(f"--tokens, --seqlens, --heads: {error}") from error
     done = run_comparisons(asked, show=show_with(as_json), **options)
     outcomes = [outcome for compared in done for outcome in compared.outcomes.values()]
     conclude(outcomes, summary(done), as_json, [chosen.name])

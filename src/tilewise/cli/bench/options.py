@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..options import DTYPES, FP8, Exit, device_option, together
+from ..options import DTYPES, FP8, Exit, Finite, Known, NameList, NewFile, device_option, together
 
 if TYPE_CHECKING:
     from ...bench.providers import Provider
     from ...bench.row import Row
     from ...bench.run import Outcome
 
+
+def _provider(name: str) -> Provider:
+    from ...bench.providers import provider
+
+    return provider(name)
+
+
+providers = NameList(each=Known(_provider))
 MASKS = {"no": (False,), "yes": (True,), "both": (False, True)}
 SCORES = ("window", "softcap", "alibi", "sinks")
 
@@ -28,15 +36,14 @@ score_options = together(
         type=click.IntRange(0),
         help="Keys that a query sees before its own; needs --causal yes.",
     ),
-    click.option(
-        "--softcap", type=click.FloatRange(0), default=0.0, help="0, the default, is none."
-    ),
+    click.option("--softcap", type=Finite(0), default=0.0, help="0, the default, is none."),
     click.option("--alibi", is_flag=True, help="ALiBi, slope 2^(-8 (i + 1) / heads) for head i."),
     click.option("--sinks", is_flag=True, help="A sink a head."),
 )
 provider_option = click.option(
     "--provider",
     "ours",
+    type=Known(_provider),
     default="tilewise",
     show_default=True,
     help="Or tilewise:portable, tilewise:deterministic.",
@@ -55,13 +62,17 @@ our_options_or_fp8 = together(dtype_option([*DTYPES, *FP8]), provider_option)
 round_options = together(
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
     click.option(
-        "--round-ms", default=30.0, show_default=True, help="Time of a provider in a round."
+        "--round-ms",
+        type=Finite(0, min_open=True),
+        default=30.0,
+        show_default=True,
+        help="Time of a provider in a round.",
     ),
 )
 row_options = together(
     device_option,
     click.option(
-        "--save", type=click.Path(dir_okay=False), help="Append the rows to this JSONL file."
+        "--save", type=NewFile(dir_okay=False), help="Append the rows to this JSONL file."
     ),
     click.option(
         "--json", "as_json", is_flag=True, help="Rows as JSON lines; the table to stderr."
@@ -76,7 +87,7 @@ sustained_options = together(
     ),
     click.option(
         "--span-ms",
-        type=click.FloatRange(0, min_open=True),
+        type=Finite(0, min_open=True),
         help="Least time of such a span; 10 on a GPU unless said. 1000 where dtypes are compared:"
         " in short ones a provider's time is not what it takes alone.",
     ),
@@ -99,12 +110,7 @@ feature_options = together(causal_option, score_options)
 
 def providers_of(ours: str, against: Sequence[str] = ()) -> list[Provider]:
     """The providers that are timed, ours first."""
-    from ...bench.providers import provider
-
-    try:
-        return [provider(name) for name in (ours, *against)]
-    except KeyError as error:
-        raise click.UsageError(str(error.args[0])) from error
+    return [_provider(name) for name in (ours, *against)]
 
 
 def show_with(as_json: bool) -> Callable[[str], None]:

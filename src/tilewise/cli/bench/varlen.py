@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ..options import DTYPES, HeadList, LengthSets, NameList, pass_option
+from ..options import DTYPES, HeadList, LengthSets, pass_option
 from .dense import compare, split_off, with_features
 from .options import (
     MASKS,
@@ -12,6 +12,7 @@ from .options import (
     energy_option,
     feature_options,
     our_options,
+    providers,
     run_options,
     sustained_options,
 )
@@ -37,7 +38,7 @@ from .options import (
 @our_options
 @click.option(
     "--against",
-    type=NameList(),
+    type=providers,
     default="fa3",
     show_default=True,
     help="Of fa2, fa3, fa4; others take no packed sequences.",

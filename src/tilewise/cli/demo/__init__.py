@@ -15,17 +15,20 @@ from pathlib import Path
 import click
 
 from ..machine import describe_machine
-from ..options import Exit, device_option, json_option
+from ..options import Exit, Known, NewFile, device_option, json_option
 from ..tables import console, digits
 
 NEEDS = {"transformers": "hf", "matplotlib": "plot"}
 
 
+def _check_model(folder: str) -> None:
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder!r} is no folder of a model: it has no config.json")
+
+
 @click.command(short_help="A real model computes with tilewise, beside standard attention.")
-@click.option("--out", type=click.Path(file_okay=False), default="tilewise-demo", show_default=True)
-@click.option(
-    "--model", type=click.Path(exists=True, file_okay=False), envvar="TILEWISE_DEMO_MODEL"
-)
+@click.option("--out", type=NewFile(file_okay=False), default="tilewise-demo", show_default=True)
+@click.option("--model", type=Known(_check_model), envvar="TILEWISE_DEMO_MODEL")
 @device_option
 @click.option("--quick", is_flag=True, help="Shorter lengths and less training, in seconds.")
 @json_option

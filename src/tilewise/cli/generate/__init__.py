@@ -26,7 +26,7 @@ from ..tables import console, digits, error, mark, table
 @click.option("--page-size", type=OneInt(), default=16, show_default=True)
 @click.option("--split-size", type=OneInt(), default=256, show_default=True)
 @click.option("--max-tokens", type=OneInt(), default=256, show_default=True, help="Of one step.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option(
     "--graphs/--no-graphs",
     default=None,
