@@ -38,6 +38,7 @@ from .schema import (
     SAVED_TENSORS,
     Once,
     Options,
+    check_devices,
     flat,
     no_double_backward,
     options_of,
@@ -326,6 +327,9 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
     """
     flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *flags)
+    if entry is None or entry.call is None:  # a backward's are not inputs and extras alone
+        names = () if tensors[0] is inputs[0] else Saved._fields
+        check_devices(names, tensors[: len(names)])
     if entry is None:
         return _call_of(inputs, extras, options)
     if entry.call is None:
@@ -369,6 +373,7 @@ def _forward_fake(*args):
 
 def _backward_fake(*args):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
+    check_devices(Saved._fields, tensors)
     q, k, v = tensors[2 : 2 + INPUTS]
     return _filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
 

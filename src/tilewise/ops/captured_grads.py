@@ -27,6 +27,7 @@ from .schema import (
     SAVED_TENSORS,
     Once,
     Options,
+    check_devices,
     flat,
     no_double_backward,
     options_of,
@@ -90,6 +91,7 @@ def _kernel(*args):
 
 def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
     tensors, extras, options = parts_of(args[:-1], SAVED_TENSORS)
+    check_devices(Saved._fields, tensors)
     return Saved(*tensors), extras, options, args[-1]
 
 

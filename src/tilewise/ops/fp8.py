@@ -22,7 +22,7 @@ from .calls import entry_of
 from .context_parallel import refuse_shards
 from .late import register_late
 from .quantize import quantizer_for
-from .schema import LIBRARY, Once
+from .schema import LIBRARY, Once, check_devices
 
 Tensor = torch.Tensor
 Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
@@ -189,6 +189,7 @@ def _parsed(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
     """The inverse of `_arguments`."""
     inputs, tensors = Inputs(*args[:INPUTS]), args[INPUTS : INPUTS + 6]
     is_transposed, *numbers, align, is_long, out_dtype, backend = args[INPUTS + 6 :]
+    check_devices((*Inputs._fields, *Extras._fields), args[: INPUTS + 6])
     extras, scalars = Extras(*tensors), Scalars(*numbers)
     headdim_v = inputs.v.shape[2 if is_transposed else 3]
     problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, (align, is_long))

@@ -23,13 +23,14 @@ from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
-from .schema import LIBRARY
+from .schema import LIBRARY, check_devices
 
 Tensor = torch.Tensor
 TENSOR_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor[]? captured"
 )
+TENSORS = [name.split()[1] for name in TENSOR_SCHEMA.split(", ")][:-1]  # but what is captured
 SCALAR_SCHEMA = (
     "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod, "
     "str? backend"
@@ -37,6 +38,7 @@ SCALAR_SCHEMA = (
 COUNT = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}".count(",") + 1
 SCALES = "Tensor? k_descale=None, Tensor? v_descale=None"
 READ = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}, {SCALES}"
+SCALED = ["k_descale", "v_descale", "k_row_scales", "v_row_scales"]
 LIBRARY.define(f"flash_attn_cache({READ}) -> (Tensor, Tensor)")
 LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
 LIBRARY.define(
@@ -111,7 +113,10 @@ def _cached(*args) -> Cached:
     k_descale, v_descale = (*args[COUNT:], None, None)[:2]  # defaults at the end are not passed
     q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args[:COUNT]
     *numbers, split_size, mask, backend = numbers
-    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=tuple(captured or ()))
+    captured = tuple(captured or ())
+    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=captured)
+    tensors = *args[: len(TENSORS)], k_descale, v_descale, *captured
+    check_devices((*TENSORS, "k_descale", "v_descale"), tensors)
     name = deserialize(mask, MASK)
     if name:
         starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
@@ -152,12 +157,18 @@ def _run_append(new: Append) -> None:
 
 
 def _append_kernel(*args):
+    _append_fake(*args)
     *tensors, cos, sin, interleaved = args[:11]
     rotary = None if cos is None else Rotary(cos, sin, interleaved)
     k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
     k_scale = k_read if k_written is None else k_written
     v_scale = v_read if v_written is None else v_written
     _run_append(Append._make((*tensors, rotary, k_scale, v_scale)))
+
+
+def _append_fake(*args):
+    names = (*Append._fields[:8], "cos", "sin", *SCALED)
+    check_devices(names, (*args[:10], *args[11:]))
 
 
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -221,7 +232,7 @@ def _out_fake(*args, out):
 LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")
 LIBRARY.impl("flash_attn_cache_out", _out_kernel, "CompositeExplicitAutograd")
 LIBRARY.impl("flash_attn_cache_append", _append_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_cache_append", lambda *args: None, lib=LIBRARY)
+torch.library.register_fake("tilewise::flash_attn_cache_append", _append_fake, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_cache", _fake, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_cache_out", _out_fake, lib=LIBRARY)
 

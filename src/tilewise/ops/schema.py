@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import ArgumentError
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
 from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, describe, extras_of
@@ -60,6 +61,20 @@ CALL = (
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
+def check_devices(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """Refuses an operator's tensors that are on several devices; what follows those with names is
+    captured.
+    """
+    devices = [(n, x.device) for n, x in enumerate(tensors) if x is not None]
+    for n, device in devices:
+        if device != devices[0][1]:
+            name = names[n] if n < len(names) else f"captured tensor {n - len(names)}"
+            raise ArgumentError(
+                f"{name} is on {device} and {names[devices[0][0]]} is on {devices[0][1]}: move "
+                "them to one device"
+            )
+
+
 def options_of(call: Call) -> Options:
     """The inverse of `problem_from`."""
     problem, scalars, mods = call.problem, call.scalars, call.problem.mods
@@ -94,6 +109,7 @@ def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
 def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
     """The problem that an operator's arguments ask for; `inputs` are q, k and v."""
     q, k, v = inputs
+    check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
     mods = options.mods
     check_captured(mods, q, k, extras)
     flags = options.align, options.deterministic, mods, options.has_bias_grad, options.is_long
