@@ -33,19 +33,21 @@ class Words(NamedTuple):
     captured: str = "a mask or score function has a tensor"
     shape: str = "batch, seqlen, nheads and headdim in the order of `layout`"
     is_heads_first: bool = False  # its shapes are (batch, nheads, seqlen, headdim)
+    order: str = "where nheads comes before seqlen, pass layout='bhsd', or packed ones transposed"
 
 
 OURS = Words()
+HEADS_FIRST = Words(order="where seqlen comes before nheads, leave layout='bhsd' out")
 
 _said: set[str] = set()
 
 
-def warn_slow(reason: str) -> None:
+def warn_slow(reason: str, category: type[Warning] = PerformanceWarning) -> None:
     """A PerformanceWarning, once a process for each reason; a compiler does not trace it."""
     if torch.compiler.is_compiling() or reason in _said:
         return
     _said.add(reason)
-    warnings.warn(reason, PerformanceWarning, stacklevel=3)
+    warnings.warn(reason, category, stacklevel=3)
 
 
 class Avoidable(str):

@@ -82,3 +82,16 @@ assert torch.equal(tilewise.attention(x, x, x, split_size=4), x)
 def test_the_first_call_of_a_process_with_another_default_dtype(dtype):
     command = [sys.executable, "-W", "error", "-c", FIRST_CALL.format(dtype)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
+
+
+def test_an_append_is_not_mapped():
+    k_cache, v_cache = torch.zeros(2, 3, 4, 2, 16).unbind(0)
+    slots = torch.arange(2)
+
+    def write(x):
+        tilewise.cache.append(k_cache, v_cache, x, x, slots=slots)
+        return x
+
+    with pytest.raises(NotImplementedError, match=r"cache\.append inside of torch\.vmap"):
+        torch.vmap(write)(torch.ones(5, 2, 2, 16))
+    assert not k_cache.any()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import dispatch
-from ..errors import OURS, Words
+from ..errors import HEADS_FIRST, OURS, Words
 from ..kernels.common.cached import OUT, Cached
 from ..kernels.common.quantized import Quantized
 from ..mods.block_mask import BlockMask, block_mask_of
@@ -18,14 +18,14 @@ from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
 from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
-from ..ops.autocast import is_any_autocast_on
+from ..ops.autocast import cast_bias, is_any_autocast_on
 from ..ops.calls import Entry, entry_of, find
 from ..problem import NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
 from . import fp8
 from .cache_checks import check_cached, check_no_grad, check_out, is_cached, refuse_beside_cache
 from .checks import check, check_scores, has_values
-from .qkv import in_order, sizes_of
+from .qkv import in_order, sizes_of, warn_of_order
 from .scalars import (
     Window,
     as_bound,
@@ -264,6 +264,7 @@ def attention(
         backend=backend,
         mods=modifiers.mods,
         is_long=lengths[2] is not None and is_long(max_seqlen_q),
+        words=OURS if layout == "bshd" else HEADS_FIRST,
         entry=entry,
     )
     if is_packed:
@@ -361,6 +362,7 @@ def call(
     needs_dispatcher = ops.needs_dispatcher(*tensors)
     if needs_dispatcher or is_any_autocast_on():
         q, k, v = ops.autocast(q, k, v)
+        extras = extras._replace(bias=cast_bias(extras.bias, q))
         tensors = q, k, v, *extras.tensors
     asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
     asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
@@ -376,8 +378,11 @@ def call(
         known = Call(problem, scalars, backend, ops.needs_grad(*differentiable))
         if entry is not None:
             entry.call = known
-    if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1" and q.device.type != "cpu":
-        check_scores(q, k, *known.scalars[:2], words)
+    if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1":
+        if words.order and words is not HEADS_FIRST and not known.problem.is_packed:
+            warn_of_order(q, k, v, words)
+        if q.device.type != "cpu":
+            check_scores(q, k, *known.scalars[:2], words)
     return ops.attention(known, q, k, v, extras, needs_dispatcher)
 
 

@@ -68,7 +68,7 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
             raise ArgumentError(
                 f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
             )
-    batch = check_packing(q, k, extras)
+    batch = check_packing(q, k, extras, words)
     if slopes is not None:
         _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
         if slopes.requires_grad:
@@ -139,7 +139,7 @@ def check_bias(
         )
 
 
-def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:
+def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> int:
     """cu_seqlens of packed q and k, which come as a batch of 1; the number of sequences."""
     cu_q, cu_k = extras.cu_seqlens_q, extras.cu_seqlens_k
     if cu_q is None and cu_k is None:
@@ -157,16 +157,16 @@ def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:
             )
         _check_extra(name, x, q, [tuple(x.shape)], (torch.int32,))
         if knows_values(x):
-            _check_starts(name, x, total)
+            _check_starts(name, x, total, nheads=(q if x is cu_q else k).shape[2], words=words)
     return cu_q.shape[0] - 1
 
 
-def _check_starts(name: str, starts: Tensor, total: int) -> None:
+def _check_starts(name: str, starts: Tensor, total: int, *, nheads: int, words: Words) -> None:
     found = starts.tolist()
     if found[0] != 0 or found[-1] != total or any(a > b for a, b in itertools.pairwise(found)):
         raise ArgumentError(
             f"{name}={found}: it must begin with 0, never decrease, and end with the number of "
-            f"packed rows, {total}"
+            f"packed rows, {total}{f'; {words.order}' if found[-1] == nheads else ''}"
         )
 
 

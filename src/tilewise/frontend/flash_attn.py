@@ -23,7 +23,10 @@ from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, i
 
 Tensor = torch.Tensor
 WORDS = Words(
-    scale="softmax_scale", sinks="learnable_sink", shape="(batch, seqlen, nheads, headdim)"
+    scale="softmax_scale",
+    sinks="learnable_sink",
+    shape="(batch, seqlen, nheads, headdim)",
+    order="where nheads comes before seqlen, pass them transposed",
 )
 
 

@@ -30,6 +30,7 @@ WORDS = Words(
     captured="score_mod or block_mask has a tensor",
     shape="(batch, nheads, seqlen, headdim)",
     is_heads_first=True,
+    order="",
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import OURS, ArgumentError, Words
+from ..errors import OURS, ArgumentError, Words, warn_slow
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,11 +60,13 @@ def check_tensors(
         if x1.shape[dim] != x2.shape[dim]:
             raise ArgumentError(
                 f"{name1} has {sizes[0]} and {name2} has {sizes[1]} ({shapes}): they must be equal"
+                f"{'' if what == 'headdim' else _order(q, k, v, words)}"
             )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
         raise ArgumentError(
             f"{words.q} has {q.shape[2]} heads and {words.k} has {k.shape[2]}: the heads of "
             f"{words.q} must be a multiple of those of {words.k} (GQA)"
+            f"{_order(q, k, v, words)}"
         )
     for name, x in ((words.q, q), (words.k, k), (words.v, v)):
         if x.shape[3] == 0:
@@ -74,6 +76,24 @@ def check_tensors(
                 f"{name} has stride {x.stride(3)} in its last dimension: it must be contiguous, so "
                 f"call {name}.contiguous()"
             )
+
+
+def _order(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:
+    """A remedy more, where the shapes are right with heads and lengths the other way round."""
+    nheads, nheads_k = q.shape[1], k.shape[1]
+    fits = nheads_k == v.shape[1] != 0 and nheads % nheads_k == 0 and k.shape[2] == v.shape[2]
+    return f"; {words.order}" if fits and words.order else ""
+
+
+def warn_of_order(q: Tensor, k: Tensor, v: Tensor, words: Words) -> None:
+    """A warning, once, of shapes that heads and lengths the other way round would explain."""
+    _, seqlen, nheads, _ = q.shape
+    if q.shape == k.shape == v.shape and nheads > seqlen > 1:
+        warn_slow(
+            f"{words.q}, {words.k} and {words.v} are {nheads} heads of {seqlen} rows each; "
+            f"{words.order} (said with TILEWISE_CHECK=1 alone, once)",
+            UserWarning,
+        )
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, kinds: tuple[torch.dtype, ...]) -> bool:

@@ -25,6 +25,7 @@ WORDS = Words(
     captured="attn_mask is",
     shape="(batch, nheads, seqlen, headdim)",
     is_heads_first=True,
+    order="",
 )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ..problem import Extras
 from .schema import LIBRARY
 
 Tensor = torch.Tensor
+BIAS = Extras._fields.index("bias")
 
 
 def is_any_autocast_on() -> bool:
@@ -28,6 +30,16 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def cast_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A bias in the dtype of q where autocast is on and both have 16 bits; fp32 stays, as it is
+    taken beside any q.
+    """
+    halves = torch.float16, torch.bfloat16
+    if not isinstance(bias, Tensor) or bias.dtype not in halves or q.dtype not in halves:
+        return bias
+    return bias.to(q.dtype) if torch.is_autocast_enabled(q.device.type) else bias
+
+
 def _autocast_rule(key: str):
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA
@@ -35,6 +47,7 @@ def _autocast_rule(key: str):
 
     def forward(q, k, v, *rest):
         q, k, v = autocast(q, k, v)
+        rest = (*rest[:BIAS], cast_bias(rest[BIAS], q), *rest[BIAS + 1 :])
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return torch.ops.tilewise.flash_attn_forward(q, k, v, *rest)
 

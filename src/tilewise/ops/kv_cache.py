@@ -8,7 +8,11 @@ import importlib
 from types import ModuleType
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import (
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 
 from .. import dispatch
@@ -136,6 +140,12 @@ def append(new: Append) -> None:
     rotary = new.rotary
     turned = (None, None, True) if rotary is None else rotary
     tensors = *new[:8], *turned[:2]
+    if peek_interpreter_stack() is not None:
+        if any(x is not None and is_batchedtensor(x) for x in (*tensors, *new[-2:])):
+            raise NotImplementedError(
+                "cache.append inside of torch.vmap: it writes one cache in place; join the mapped "
+                "dimension to the batch, or call it for each"
+            )
     if needs_dispatcher(*tensors, *new[-2:]):
         read = [None if by_row(x) else x for x in new[-2:]]
         written = [x if by_row(x) else None for x in new[-2:]]
