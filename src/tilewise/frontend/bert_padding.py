@@ -182,6 +182,7 @@ def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> Unpadded:
     indices = kept.flatten().nonzero().flatten()
     starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
+    torch._check(longest >= 0)  # which a compiler would not know
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, starts, longest
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentError, Words, warn_slow
+from ..mods.compilers import holds, share_batch
 from .qkv import check_tensor
 
 Tensor = torch.Tensor
@@ -33,6 +34,7 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
     """The three as a batch of heads. With `enable_gqa` query heads share key heads; without it the
     heads broadcast like any dimension before the last two.
     """
+    share_batch(query, key, value)
     if _is_batched(query, key, value, enable_gqa):
         batch, nheads, seqlen_q, _ = query.shape
         _, _, seqlen_k, headdim_v = value.shape
@@ -68,7 +70,7 @@ def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
     batch, count = out[:-3], max(len(out) - 3, 1)
     if out[-3:-2] == (0,):  # heads of nothing are a batch of nothing
         return x.expand(*x.shape[:count], 0, *x.shape[-2:]).flatten(0, count).unsqueeze(1)
-    if any(n != 1 for n in x.shape[:count]):
+    if any(holds(n != 1, True) for n in x.shape[:count]):
         x = x.expand(*(batch or (1,)), *x.shape[count:])
     return _merged(x, count, name)
 
@@ -162,7 +164,7 @@ def _broadcast(x: Shape, y: Shape) -> Shape | None:
     x, y = ((1,) * (rank - len(dims)) + dims for dims in (x, y))
     if any(n != m and n != 1 and m != 1 for n, m in zip(x, y)):
         return None
-    return tuple(m if n == 1 else n for n, m in zip(x, y))
+    return tuple(m if holds(n == 1, False) else n for n, m in zip(x, y))
 
 
 def _heads(shapes: list[Shape], of_out: Shape) -> tuple[int, int, int]:

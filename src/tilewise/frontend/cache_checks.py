@@ -11,6 +11,7 @@ import torch
 from .. import dispatch
 from ..errors import ArgumentError
 from ..kernels.common.cached import Cached
+from ..mods.compilers import share_batch
 from ..mods.flatten import modifiers_of
 from ..mods.masks import Predicate
 from ..problem import Extras, Scalars
@@ -80,6 +81,9 @@ def check_cached(
     slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
     q, k, v = _in_order(q, k, v, cu_seqlens_q, layout)
+    share_batch(k, v)
+    if cu_seqlens_q is None:
+        share_batch(q, k if page_table is None else page_table, seqused_k)
     _check_shapes(q, k, v, cu_seqlens_q)
     if check_causal(causal) != "bottom_right":
         raise ArgumentError(
@@ -134,12 +138,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) 
     if check_cache_dtypes(k, v):
         check_query_dtype(q, k)
         dtype = k.dtype
-    q = q[:1].expand(k.shape[0], -1, -1, -1) if q.shape[0] else _rows(q, k)
+    is_compiled = torch.compiler.is_compiling()  # then q may be of no size that is known
+    q = _rows(q, k) if is_compiled or not q.shape[0] else q[:1].expand(k.shape[0], -1, -1, -1)
     check_tensors(q, k, v, dtype=dtype)
 
 
 def _rows(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(k.shape[0], *q.shape[1:])
+    return q.new_empty_strided((k.shape[0], *q.shape[1:]), q.stride())
 
 
 def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:

@@ -9,6 +9,7 @@ A band that spans one chunk on either side joins it, so that kernels skip what l
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def check_chunk(chunk: Any) -> int:
             f"attention_chunk={chunk!r}: it must be an int, how many keys a chunk has, or 0 for "
             "one chunk of all"
         )
-    return size
+    return operator.index(size)  # a compiler makes a graph for each: it is part of the code
 
 
 def chunk_band(chunk: int, sides: tuple[int, int]) -> tuple[int, int]:

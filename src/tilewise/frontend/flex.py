@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ArgumentError, Words
 from ..mods.block_mask import BlockMask, block_mask_of
+from ..mods.compilers import share_batch
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..mods.scores import ScoreFunction
 from ..problem import OPEN, Extras
@@ -89,6 +90,7 @@ def flex_attention(
         raise ArgumentError(
             f"kernel_options is a {type(kernel_options).__name__}: it must be a dict or None"
         )
+    share_batch(query, key, value)
     _check_sharing(query, key, has_gqa, block_mask is not None)
     x = batched(query, key, value, has_gqa, WORDS)
     block_mask = block_mask_of(block_mask)

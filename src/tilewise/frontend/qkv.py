@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import OURS, ArgumentError, Words, warn_slow
+from ..mods.compilers import share_batch
 
 Tensor = torch.Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,6 +27,7 @@ def check_tensors(
     """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
     nheads, headdim) order. `dtype` is that of k and v, by default q's, which is one of `kinds`.
     """
+    share_batch(q, k, v)
     if _fits(q, k, v, kinds):
         return
     shapes = _shapes(q, k, v, words)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import OURS, ArgumentError, Words
+from ..mods.compilers import holds
 from ..problem import LONG_SEQLEN, OPEN
 
 Tensor = torch.Tensor
@@ -172,12 +173,13 @@ def as_int(value: Any) -> int | None:
 def check_bounds(*bounds: int | Tensor | None) -> None:
     """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
     for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
-        if bound is None or (type(bound) is int and bound >= 0):
+        if bound is None:
             continue
         is_tensor = isinstance(bound, Tensor)  # its number is on its device, and not waited for
         if is_tensor and bound.numel() == 1 and not (bound.dtype.is_floating_point):
             continue
-        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < 0:
+        is_number = isinstance(bound, (int, torch.SymInt)) and not isinstance(bound, bool)
+        if not is_number or holds(bound < 0, False):
             raise ArgumentError(
                 f"{name}={bound!r}: it must be an int, at least 0, or None to leave it out"
             )
@@ -194,4 +196,5 @@ def is_long(max_seqlen_q: int | Tensor | None) -> bool:
     """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
     worth a wait.
     """
-    return isinstance(max_seqlen_q, (int, torch.SymInt)) and max_seqlen_q > LONG_SEQLEN
+    is_known = isinstance(max_seqlen_q, (int, torch.SymInt))
+    return is_known and holds(max_seqlen_q > LONG_SEQLEN, False)

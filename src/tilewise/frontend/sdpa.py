@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError, Words
+from ..mods.compilers import holds, share_batch
 from ..mods.flatten import NO_MODIFIERS, FlatMods, modifiers_by
 from ..ops import context_parallel as shards
 from ..ops.calls import find
@@ -163,9 +164,11 @@ def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Fla
             f"attn_mask is a {type(attn_mask).__name__}: it must be a torch.Tensor that broadcasts "
             f"over the scores, {x.scores}"
         )
+    if attn_mask.dim() == 4:
+        share_batch(x.query, attn_mask)
     sizes = x.scores[len(x.scores) - attn_mask.dim() :]
     if attn_mask.dim() > len(x.scores) or any(
-        n not in (1, size) for n, size in zip(attn_mask.shape, sizes)
+        n != size and n != 1 for n, size in zip(attn_mask.shape, sizes)
     ):
         raise ArgumentError(
             f"attn_mask has shape {tuple(attn_mask.shape)}: it must broadcast over the scores, "
@@ -174,6 +177,7 @@ def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Fla
     mask = over_scores(attn_mask, x.out, "attn_mask")
     if mask.dtype != torch.bool:
         return mask, NO_MODIFIERS
-    if 0 in x.scores:
+    is_compiled = torch.compiler.is_compiling()
+    if any(holds(n == 0, False) for n in x.scores) if is_compiled else 0 in x.scores:
         return None, NO_MODIFIERS  # there is no pair to hide
     return None, modifiers_by(mask)

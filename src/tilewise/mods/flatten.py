@@ -14,7 +14,7 @@ from ..problem import NO_MODS, Extras, Mods
 from . import masks, scores
 from .block_checks import check_block, check_form
 from .block_mask import BlockLists, BlockMask
-from .compilers import gives_constant
+from .compilers import gives_constant, holds
 from .expressions import INDICES, INT, Node, lookup, nodes_of, slots_of
 from .function import check_lengths, check_sizes
 
@@ -77,7 +77,10 @@ def modifiers_of(
 
 def modifiers_by(seen: Tensor) -> FlatMods:
     """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
-    return FlatMods(Mods(mask=_reads(tuple(bool(n > 1) for n in seen.shape))), (seen,))
+    along = [n > 1 for n in seen.shape]
+    if torch.compiler.is_compiling():  # whose lengths may be symbols
+        along = [holds(is_own, True) for is_own in along]
+    return FlatMods(Mods(mask=_reads(tuple(along))), (seen,))
 
 
 @gives_constant
@@ -172,7 +175,9 @@ def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[
             f"{x.dtype} of shape {tuple(x.shape)}: pass the tensor that it was made with"
         )
     for dim, (index, n) in enumerate(zip(indices, x.shape)):
-        if index is None:
+        if not isinstance(n, int):
+            fits = True  # a compiler's symbol: kernels are given numbers, which are checked
+        elif index is None:
             fits = n > 0
         elif isinstance(index, int):
             fits = 0 <= index < n
