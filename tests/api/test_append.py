@@ -6,6 +6,7 @@ from helpers.caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import cache
+from tilewise.frontend import append_checks
 from tilewise.tile.rotary import rotate
 
 OP = torch.ops.tilewise.flash_attn_cache_append.default
@@ -99,15 +100,22 @@ def test_keys_without_a_place_are_skipped(monkeypatch):
     table = torch.tensor([[2, -1], [2**31 - 1, 0]], dtype=INT32)
     k = v = torch.ones(2, 6, 1, 8)
     used = torch.tensor([9, 6], dtype=INT32)  # room for 8
-    cache.append(k_cache, v_cache, k, v, page_table=table, seqused_k=used)
-    assert k_cache[2, 3].all() and k_cache[0, :2].all()
-    assert k_cache.count_nonzero() == 3 * 8
-    used = torch.tensor([0, 2], dtype=INT32)  # fewer than there are new ones
-    cache.append(v_cache, k_cache.clone(), k, v, page_table=table, seqused_k=used)
-    monkeypatch.setenv("TILEWISE_CHECK", "1")
-    with pytest.raises(tilewise.ArgumentError, match=r"seqused_k=\[9, 6\].*room for 8 keys"):
-        used = torch.tensor([9, 6], dtype=INT32)
+    few = torch.tensor([0, 2], dtype=INT32)  # fewer than there are new ones
+    with monkeypatch.context() as unread:  # as on a GPU
+        unread.setattr(append_checks, "knows_values", lambda x: False)
         cache.append(k_cache, v_cache, k, v, page_table=table, seqused_k=used)
+        assert k_cache[2, 3].all() and k_cache[0, :2].all()
+        assert k_cache.count_nonzero() == 3 * 8
+        cache.append(v_cache, k_cache.clone(), k, v, page_table=table, seqused_k=few)
+    for wrong, match in (
+        (used, r"seqused_k=\[9, 6\].*room for 8 keys"),
+        (few, r"seqused_k=\[0, 2\].*as many as new keys, \[6, 6\]"),
+        (torch.tensor([8, 6], dtype=INT32), r"page_table\[0, 1\] is -1"),
+    ):
+        with pytest.raises(tilewise.ArgumentError, match=match):
+            cache.append(k_cache, v_cache, k, v, page_table=table, seqused_k=wrong)
+    with pytest.raises(tilewise.ArgumentError, match="slots has 12 and the cache 12 rows"):
+        cache.append(k_cache, v_cache, k[0], v[0], slots=torch.tensor([0, 12, -1, 3, 4, 5]))
 
 
 def test_rows_that_pad_a_graph_are_written_nowhere():

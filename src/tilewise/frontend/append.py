@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from ..kernels.common.cached import Append
@@ -11,7 +9,6 @@ from ..ops import kv_cache as cache_ops
 from ..tile.rotary import Rotary
 from .append_checks import check_append, check_places
 from .cache_checks import check_no_grad
-from .checks import knows_values
 
 Tensor = torch.Tensor
 
@@ -76,7 +73,5 @@ def append(
     check_append(new)
     check_no_grad(("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
     check_no_grad(("k_descale", k_descale), ("v_descale", v_descale))
-    if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
-        if slots is None and knows_values(seqused_k):
-            check_places(new, seqused_k)
+    check_places(new)
     cache_ops.append(new)

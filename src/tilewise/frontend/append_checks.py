@@ -162,12 +162,25 @@ def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
             )
 
 
-def check_places(new: Append, seqused_k: Tensor) -> None:
+def check_places(new: Append) -> None:
     """Checks that every new key has a slot in the cache, and every position a row in the rotary
-    tables.
+    tables, where values may be read.
     """
-    check_reach(new.k_cache, new.page_table, seqused_k)
-    longest = max(seqused_k.tolist(), default=0)
+    slots, used = new.slots, new.seqused_k
+    room = new.k_cache.shape[0] * new.k_cache.shape[1]
+    if slots is not None and knows_values(slots) and bool((slots >= room).any()):
+        raise ArgumentError(
+            f"slots has {int(slots.max())} and the cache {room} rows: each must be below that, or "
+            "negative for a key that is skipped"
+        )
+    if used is None or not knows_values(used):
+        return
+    if slots is None:
+        starts = new.cu_seqlens_q
+        fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
+        written = torch.tensor(fewest, device=used.device).unsqueeze(1)
+        check_reach(new.k_cache, new.page_table, used, least=fewest, read=written)
+    longest = max(used.tolist(), default=0)
     if new.rotary is not None and longest > new.rotary.cos.shape[0]:
         raise ArgumentError(
             f"seqused_k has {longest} keys and rotary.cos {new.rotary.cos.shape[0]} positions: "

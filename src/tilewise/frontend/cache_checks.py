@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import torch
@@ -91,14 +90,14 @@ def check_cached(
             "must be False, True or 'bottom_right'"
         )
     extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q)
-    _check_lengths(q, k, page_table, extras)
+    sides = band(window, causal is not False)
+    _check_lengths(q, k, page_table, extras, left=sides[0])
     batch = batch_of(q, cu_seqlens_q)
     modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
     _check_learned(q, batch, extras)
     named = zip(("k_descale", "v_descale"), descales, (("k", k), ("v", v)))
     scales = [check_descale(*each, batch, layout) for each in named]
-    sides = band(window, causal is not False)
     scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
     size = check_split_size(split_size, q.shape[-2] // k.shape[2])
     cached = Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
@@ -147,7 +146,9 @@ def _rows(q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty_strided((k.shape[0], *q.shape[1:]), q.stride())
 
 
-def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
+def _check_lengths(
+    q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras, *, left: int
+) -> None:
     """Checks the shapes of page table and lengths, and their values where they may be read."""
     cu_seqlens_q, seqused_k = extras.cu_seqlens_q, extras.seqused_k
     for name, x, dims, shape in (
@@ -172,9 +173,7 @@ def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extr
             )
     if cu_seqlens_q is not None and knows_values(cu_seqlens_q):
         check_starts(cu_seqlens_q, q.shape[0])
-    if os.environ.get("TILEWISE_CHECK") == "1" and seqused_k is not None:
-        if knows_values(seqused_k):
-            check_reach(k, page_table, seqused_k)
+    check_reach(k, page_table, seqused_k, read=last_read(q, cu_seqlens_q, left))
 
 
 def check_kind(
@@ -200,29 +199,62 @@ def check_starts(starts: Tensor, total: int, what: str = "queries") -> None:
         )
 
 
-def check_reach(k: Tensor, page_table: Tensor | None, seqused_k: Tensor) -> None:
-    """Checks that every key in use has a slot, in an existing page."""
-    room, lengths = capacity(k, page_table), seqused_k.tolist()
-    if any(n < 0 or n > room for n in lengths):
+def last_read(q: Tensor, cu_seqlens_q: Tensor | None, left: int) -> int | Tensor | None:
+    """How many of the last keys of each sequence its queries see through a window; None for all."""
+    if left < 0:
+        return None
+    if cu_seqlens_q is None:
+        return q.shape[1] + left
+    return (cu_seqlens_q.diff() + left).unsqueeze(1) if knows_values(cu_seqlens_q) else None
+
+
+def check_reach(
+    k: Tensor,
+    page_table: Tensor | None,
+    seqused_k: Tensor | None,
+    *,
+    names: tuple[str, str] = ("seqused_k", "page_table"),
+    least: list[int] | None = None,
+    read: int | Tensor | None = None,
+) -> None:
+    """Checks that every key in use has a slot, in an existing page, where values may be read:
+    `names` are those of lengths and table, `least` the fewest keys of each sequence, and `read` how
+    many of its last ones are read, None for all.
+    """
+    tensors = [x for x in (seqused_k, page_table) if x is not None]
+    if not tensors or not all(map(knows_values, tensors)):
+        return
+    if page_table is not None and page_table.shape[:1] != tensors[0].shape[:1]:
+        return  # a wrong shape has its own error
+    room, of_used, of_table = capacity(k, page_table), *names
+    lengths = [room] * len(tensors[0]) if seqused_k is None else seqused_k.tolist()
+    if any(n < m or n > room for n, m in zip(lengths, least or [0] * len(lengths))):
         place = f"k has {room} rows a sequence"
         if page_table is not None:
             place = (
-                f"page_table has {page_table.shape[1]} entries of pages of {k.shape[1]}, room for "
+                f"{of_table} has {page_table.shape[1]} entries of pages of {k.shape[1]}, room for "
                 f"{room} keys"
             )
+        fewest = "0" if not any(least or ()) else f"as many as new keys, {least}"
         raise ArgumentError(
-            f"seqused_k={lengths}: it must be at least 0, and {place}: widen it, or shorten the "
-            "sequences"
+            f"{of_used}={lengths}: it must be at least {fewest}, and {place}: widen it, or shorten "
+            "the sequences"
         )
     if page_table is None:
         return
-    for row, n in enumerate(lengths):
-        used = page_table[row, : -(-n // k.shape[1])].tolist()
-        if any(page < 0 or page >= k.shape[0] for page in used):
-            raise ArgumentError(
-                f"page_table[{row}] begins with {used}, pages of {n} keys in use: each must be at "
-                f"least 0 and below the number of pages, {k.shape[0]}"
-            )
+    entry = torch.arange(page_table.shape[1], device=page_table.device)
+    is_wrong = (page_table < 0) | (page_table >= k.shape[0])
+    used = torch.tensor(lengths, device=entry.device).unsqueeze(1)
+    is_wrong &= entry * k.shape[1] < used
+    if read is not None:
+        is_wrong &= (entry + 1) * k.shape[1] > used - read
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"{of_table}[{row}, {column}] is {int(page_table[row, column])}, a page of "
+            f"{lengths[row]} keys in use: it must be at least 0 and below the number of pages, "
+            f"{k.shape[0]}"
+        )
 
 
 def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:

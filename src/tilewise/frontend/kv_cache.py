@@ -17,7 +17,8 @@ from ..tile.rotary import Rotary, rotate
 from . import append as cache
 from .append_checks import check_tables
 from .attention import attend_cached, launch_step
-from .cache_checks import check_cached, check_kind, refuse_beside_cache
+from .cache_checks import check_cached, check_kind, check_reach, last_read, refuse_beside_cache
+from .checks import knows_values
 from .chunks import check_chunk, chunk_band
 from .qkv import check_tensor
 from .scalars import Window, as_int, band, check_flag
@@ -150,12 +151,25 @@ def flash_attn_with_kvcache(
         base = before if rotary_seqlens is None else rotary_seqlens
         is_one = not causal and band(window_size, causal, "window_size") == (-1, -1)
         q, k = _rotated(q, k, tables, base, (cu_seqlens_q, cu_seqlens_k_new), is_one)
-    used = before
-    place = table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
+    used, names = before, ("cache_seqlens", "block_table" if page_table is None else "page_table")
+    place = table
+    if cache_batch_idx is not None:
+        place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
+    chunk = check_chunk(attention_chunk)
+    window = chunk_band(chunk, band(window_size, causal, "window_size"))
+    read = last_read(q, cu_seqlens_q, window[0])
+    fewest = None
     if k is not None:
         if v is None:
             raise ArgumentError("k without v: both are appended, or none")
-        used = before + _new_lengths(k, cu_seqlens_k_new)
+        new = _new_lengths(k, cu_seqlens_k_new)
+        used, names = before + new, (f"{names[0]} with the new keys", names[1])
+        if isinstance(new, int):
+            fewest = [new] * batch
+        elif knows_values(new):
+            fewest = new.tolist()
+    check_reach(k_cache, place, used, names=names, least=fewest, read=read)
+    if k is not None and v is not None:
         cache.append(
             *(k_cache, v_cache, k, v),
             seqused_k=used,
@@ -165,17 +179,25 @@ def flash_attn_with_kvcache(
             v_descale=v_descale,
         )
     if cache_leftpad is not None:
+        _check_leftpad(cache_leftpad, used)
         place = _table_of(cache_batch_idx, cache_leftpad, k_cache.shape[1], batch)
         descales = _as_pages(k_descale), _as_pages(v_descale)
         k_cache, v_cache = k_cache.flatten(0, 1).unsqueeze(1), v_cache.flatten(0, 1).unsqueeze(1)
         used = used - cache_leftpad
-    chunk = check_chunk(attention_chunk)
-    window = chunk_band(chunk, band(window_size, causal, "window_size"))
     score_args = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
     numbers = causal, softmax_scale, window, softcap, None
     cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
     found, lse = _attend(cache_of, score_args, numbers, out, None if chunk else entry, descales)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
+
+
+def _check_leftpad(leftpad: Tensor, used: Tensor) -> None:
+    if knows_values(leftpad) and knows_values(used) and leftpad.shape == used.shape:
+        if bool(((leftpad < 0) | (leftpad > used)).any()):
+            raise ArgumentError(
+                f"cache_leftpad={leftpad.tolist()}: it must be at least 0 and at most the keys of "
+                f"its sequence, {used.tolist()}"
+            )
 
 
 def _one_table(page_table: Tensor | None, block_table: Tensor | None) -> Tensor | None:
