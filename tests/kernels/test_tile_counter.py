@@ -16,6 +16,7 @@ class Captures:
 
     def __init__(self):
         self.stream, self.capture, self.made, self.numbers = 0, None, [], True
+        self.external = False  # whether the stream is another library's
         self.threads = []  # that made zeros outside of captures
 
     def number_of(self, stream):
@@ -43,6 +44,12 @@ def cuda(monkeypatch):
     capturing, stream = "_cuda_isCurrentStreamCapturing", "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, capturing, lambda: state.capture is not None, raising=False)
     monkeypatch.setattr(torch._C, stream, lambda index: state.stream, raising=False)
+
+    def numbered(index):  # as torch does: its own are odd
+        return (state.stream if state.external else 2 * state.stream + 1), index, 1
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", numbered, raising=False)
+    monkeypatch.setattr(tile_counter, "_last", {})
     return state
 
 
@@ -124,6 +131,26 @@ def test_counters_are_kept_when_there_are_more(cuda):
     first = tile_counter.counters_of(META, 40)
     assert tile_counter.counters_of(META, 2 * first.numel()) is not first
     assert any(x is first for x in kept._kept)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_handle_that_is_destroyed_and_used_again_shares_no_counter(cuda, count):
+    """Kernels of the old stream may still count. Torch's streams are never destroyed."""
+
+    def taken():
+        return (
+            tile_counter.counter_of(META) if count == 1 else tile_counter.counters_of(META, count)
+        )
+
+    cuda.stream, cuda.external = 4096, True
+    first, again = taken(), taken()
+    assert first.untyped_storage() is not again.untyped_storage() and not kept._kept
+    assert first.numel() == again.numel() == count
+    cuda.external = False  # a stream of torch's has the handle now
+    own = taken()
+    assert own is taken() and own.untyped_storage() is not again.untyped_storage()
+    cuda.stream = 0
+    assert taken() is taken(), "the default stream is torch's"
 
 
 def test_ones_are_of_32_bits_whatever_the_default_is(cuda):

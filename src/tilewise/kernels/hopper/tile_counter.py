@@ -1,4 +1,10 @@
-"""The counters that hand out tiles, one a stream."""
+"""The counters that hand out tiles, one a stream.
+
+A counter is kept by the handle of a stream that torch owns, which lives as long as the process. A
+handle of another library's stream may name a new stream once that is destroyed, while kernels of
+the old one still run: such streams get zeros for each launch. No launch leaves a counter behind
+that is not 0: one that is refused does not run, and after one that is aborted none runs any more.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,9 @@ def counter(device: torch.device, index: int, stream: int) -> Tensor:
     if torch._C._cuda_isCurrentStreamCapturing():
         return _captured.counters(device, index, stream, 1)
     key = index, stream
-    if key not in _counters:
+    if key not in _counters:  # those of torch's streams alone are in it
+        if is_external(index, stream):
+            return _zeros_of_launch(1, device, key)
         _counters[key] = kept_zeros(1, device, index)
         _captured.reserve(device, index)
     return _counters[key]
@@ -54,9 +62,25 @@ def counters_of(device: torch.device, count: int) -> Tensor:
         return _captured.counters(device, index, stream, count)
     key = index, stream
     if key not in _many or _many[key].numel() < count:
+        if is_external(index, stream):
+            return _zeros_of_launch(count, device, key)
         _many[key] = kept_zeros(max(2 * count, 4096), device, index)
         _captured.reserve(device, index)
     return _many[key]
+
+
+def is_external(index: int, stream: int) -> bool:
+    """Whether the current stream is another library's: torch numbers those by their handles."""
+    return stream != 0 and torch._C._cuda_getCurrentStream(index)[0] == stream
+
+
+_last: dict[tuple[int, int], Tensor] = {}
+
+
+def _zeros_of_launch(count: int, device: torch.device, key: tuple[int, int]) -> Tensor:
+    """Zeros that are made on the stream, and kept until its next launch has others."""
+    _last[key] = torch.zeros(count, dtype=torch.int32, device=device)
+    return _last[key]
 
 
 def kept_zeros(count: int, device: torch.device, index: int) -> Tensor:
