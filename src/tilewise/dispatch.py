@@ -5,10 +5,10 @@ A backend is a package or module with `NAME`, `supports(problem, device) -> None
 `prepare(problem, scalars, q, k)`, which returns `(q, k, v, extras) -> (out, lse)` for all calls of
 one signature, and `prepare_backward(problem, scalars)`, which returns `(saved, extras) -> Grads`
 for all backwards of one signature; one of several kernels has
-`interleaved(saved, extras, between)`, with what a caller launches between them. A backend with
-`NEEDS_ALIGNMENT` has `why_copied(problem)`: why it copies unaligned tensors, or None where it
-refuses them. Refusals are data: the error for a problem that nothing serves prints them all, and
-`tilewise info` shows them.
+`interleaved(saved, extras, between)`, with what a caller launches between them. A backend that
+needs tensors at multiples of bytes (`kernels.common.alignment.DENSE`) has `why_copied(problem)`:
+why it copies others, or None where it refuses them. Refusals are data: the error for a problem that
+nothing serves prints them all, and `tilewise info` shows them.
 
 A backend with FP8 products has `supports_fp8(problem, device, out_dtype)` and
 `prepare_fp8(problem, scalars, out_dtype)`, which returns `(quantized, extras) -> (out, lse)`. One
@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
-from .kernels.common.arguments import aligned, packed_in
+from .kernels.common.alignment import DENSE, check_elements, misplaced
+from .kernels.common.arguments import packed_in
 from .problem import Call, Extras, Problem
 
 Tensor = torch.Tensor
@@ -46,7 +47,7 @@ BACKENDS = {
 MANY = 1024
 UNALIGNED = Avoidable(
     "rows, heads and batches of q, k and v must start at multiples of 16 bytes, and none be "
-    "expanded, for TMA: q.contiguous() does that"
+    "expanded, for TMA: q.clone() does that where q is part of a larger tensor"
 )
 
 COPY_IS_SLOWER = Slower(
@@ -79,7 +80,7 @@ def ask(
         module = load(name)
         reason = module.supports(problem, device)
         is_served = reason is None or isinstance(reason, Slower)
-        if is_served and not is_aligned and module.NEEDS_ALIGNMENT:
+        if is_served and not is_aligned and name in DENSE:
             if not module.why_copied(problem):
                 return UNALIGNED
             if not has_many:
@@ -91,15 +92,14 @@ def ask(
 
 def why_copied(name: str, problem: Problem, is_aligned: bool) -> str:
     """Why a backend that serves a problem copies what it reads, or "" if it does not."""
-    module = load(name)
-    return module.why_copied(problem) if module.NEEDS_ALIGNMENT and not is_aligned else ""
+    return load(name).why_copied(problem) if name in DENSE and not is_aligned else ""
 
 
 def choose_for(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str | None
 ) -> ModuleType:
     """The backend of a call, by what its tensors look like in memory, too."""
-    is_aligned = aligned(q) and aligned(k) and aligned(v)
+    is_aligned = not any(misplaced(needs, q=q, k=k, v=v) for needs in DENSE.values())
     return choose(problem, q.device, backend, is_aligned, has_many(problem, q, k, extras))
 
 
@@ -108,6 +108,7 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> F
     backend, the portable split-KV kernels serve the call, as with a KV cache.
     """
     problem, scalars, backend = call.problem, call.scalars, call.backend
+    check_elements([*zip("qkv", (q, k, v)), *zip(Extras._fields, extras.optional)])
     if backend is None and q.is_cuda and ask("portable", problem, q.device) is None:
         from .kernels.portable import few_queries
 

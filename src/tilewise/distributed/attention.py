@@ -14,6 +14,7 @@ from ..frontend.scalars import Window, check_flag
 from ..frontend.scalars import check_layout as check_order
 from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
+from ..ops.calls import resolved
 from ..ops.context_parallel import unsharded
 from . import dtensor, known_calls, operator
 from .arena import Arena
@@ -101,9 +102,8 @@ def attention(
     entry = None
     if mask_mod is score_mod is dropout_rng is None and _is_plain(dropout_p, return_lse, others):
         words = causal, scale, softcap, deterministic, backend, method, bitwise, order, dropout_p
-        sides = window if type(window) is tuple else (window,)
         given = q, k, v, alibi_slopes, sinks
-        entry = known_calls.entry_of_call(layout, given, (*words, *sides))
+        entry = known_calls.entry_of_call(layout, given, words, window)
     if entry is not None and entry.step is not None:
         arena = arena_for(layout, q.device)
         known = known_calls.known_call(entry, layout, arena)
@@ -127,6 +127,10 @@ def attention(
         sinks = dtensor.of_heads(places, sinks, True)
     inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
     numbers = causal, scale, window, softcap
+    if not operator.is_traced(*inputs):  # of an operator, torch resolves them
+        q, k, v = resolved(inputs)
+        inputs = q, k, v
+        alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
     learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
     spec = CallSpec(layout, *numbers, *learned, deterministic, backend, bitwise)
     if operator.is_traced(*inputs):

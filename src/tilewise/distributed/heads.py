@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.calls import eager_apply
+from ..ops.calls import eager_apply, resolved
 from ..problem import Grads, Saved
 from . import whole
 from .call_spec import CallSpec
@@ -99,7 +99,7 @@ class _Heads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         arena, spec, groups, shapes = ctx.args
-        kept = ctx.saved_tensors
+        kept, (dout, dlse) = ctx.saved_tensors, resolved((dout, dlse))
         results = [x.new_empty(shape) for x, shape in zip(kept, shapes)]
         present = [x is not None for x in (dout, dlse)]
         signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"

@@ -26,14 +26,16 @@ class KnownCall:
         self.spec = spec._replace(alibi_slopes=None, sinks=None)
 
 
-def entry_of_call(layout: Any, tensors: tuple[Any, ...], words: tuple[Any, ...]) -> Entry | None:
+def entry_of_call(
+    layout: Any, tensors: tuple[Any, ...], words: tuple[Any, ...], window: Any
+) -> Entry | None:
     """The entry of a call of q, k, v, ALiBi's slopes and sinks, without functions and dropout.
-    `words` are the other arguments.
+    `words` and `window` are the other arguments.
     """
     if type(layout) is not Layout:
         return None
     # A known call keeps its layout, so that no other one has this number
-    return find(tensors, ("distributed", id(layout), *words))[0]
+    return find(tensors, ("distributed", id(layout), *words), window)[0]
 
 
 def known_call(entry: Entry | None, layout: Layout, arena: Arena | None) -> KnownCall | None:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..frontend.attention import call
+from ..ops.calls import resolved
 from ..problem import OPEN, Extras, Grads, Saved
 from ..reference import merge_states
 from .call_spec import CallSpec
@@ -142,7 +143,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = Saved(dout, dlse, *ctx.saved_tensors)
+        saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
         grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.calls import eager_apply
+from ..ops.calls import eager_apply, resolved
 from ..problem import Saved
 from . import one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
@@ -70,7 +70,7 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = Saved(dout, dlse, *ctx.saved_tensors)
+        saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
         grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 

@@ -114,15 +114,6 @@ def _check_descales(new: Append) -> None:
                 "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
             )
         check_descale(name, x, cache, _batch(new))
-        if x is not None and x.dim() == 3 and _overlaps(x):
-            raise ArgumentError(
-                f"{name} is written and has stride 0: give each row its own memory, "
-                f"{name}.contiguous(), or pass scales of shape (nheads_k,)"
-            )
-
-
-def _overlaps(x: Tensor) -> bool:
-    return any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride()))
 
 
 def _has_positions(new: Append) -> bool:

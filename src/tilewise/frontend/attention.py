@@ -19,7 +19,7 @@ from ..ops import attention as ops
 from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
 from ..ops.autocast import cast_bias, is_any_autocast_on
-from ..ops.calls import Entry, entry_of, find
+from ..ops.calls import Entry, entry_of, find, has_lazy, resolved
 from ..problem import NO_EXTRAS, NO_MODS, OPEN, Call, Extras, Mods, extras_of
 from ..tile.random_bytes import check_dropout, draw_rng
 from . import fp8
@@ -177,15 +177,15 @@ def attention(
     # FP8 products have entries of their own
     has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in fp8.ONE_BYTE
     if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
-        sides = window if type(window) is tuple else (window,)
         words = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
+        words = *words, backend
         if max_seqlen_q is not None or max_seqlen_k is not None:
-            words += "bounds", as_bound(max_seqlen_q), as_bound(max_seqlen_k)
+            words = "attention with bounds", *words, as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         inputs: tuple[Any, Any, Any] = q, k, v
         tensors = *inputs, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, *descales, out, seqused_q, cu_seqlens_k, bias
-        entry, addresses = find(tensors, (*words, backend, *sides))
+        entry, addresses = find(tensors, words, window)
         if entry is not None:
             if entry.step is not None:
                 known = launch_step(entry.step, tensors, addresses, return_lse, layout)
@@ -364,6 +364,9 @@ def call(
         q, k, v = ops.autocast(q, k, v)
         extras = extras._replace(bias=cast_bias(extras.bias, q))
         tensors = q, k, v, *extras.tensors
+    if not needs_dispatcher and has_lazy(tensors):
+        q, k, v, *optional = tensors = resolved(tensors)
+        extras = extras_of(*optional)
     asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
     asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
     if entry is None and not needs_dispatcher and may_keep(numbers, extras):

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArgumentError, Words, warn_slow
 from ..mods.compilers import holds, share_batch
-from .qkv import check_tensor
+from .qkv import check_tensor, with_contiguous_rows
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -112,13 +112,7 @@ def _readable(x: Tensor, name: str) -> Tensor:
     """The tensor with a last dimension that is contiguous, and not empty."""
     if x.shape[-1] == 0:
         return torch.nn.functional.pad(x, (0, 1))
-    if x.shape[-1] == 1 or x.stride(-1) == 1:
-        return x
-    warn_slow(
-        f"{name} has stride {x.stride(-1)} in its last dimension and is copied at every call: "
-        "store it with that dimension contiguous"
-    )
-    return x.contiguous()
+    return with_contiguous_rows([(name, x)])[0]
 
 
 def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:

@@ -18,7 +18,7 @@ from . import fp8, sharded
 from .attention import call, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
-from .qkv import check_rank, in_order
+from .qkv import check_rank, in_order, with_contiguous_rows
 from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long
 
 Tensor = torch.Tensor
@@ -61,7 +61,8 @@ def flash_attn_func(
         >>> tilewise.flash_attn_func(q, k, v, 0.0, None, True).shape
         torch.Size([1, 16, 2, 32])
 
-    Numbers may be numpy's. A row without keys has lse -inf (flash-attn 2: +inf).
+    Numbers may be numpy's. A row without keys has lse -inf (flash-attn 2: +inf). q, k and v whose
+    last dimension is not contiguous are copied, with a PerformanceWarning.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim); fp16, bf16, fp32 (fp64 on the CPU).
@@ -95,7 +96,6 @@ def flash_attn_func(
         ArgumentError: an argument is wrong.
     """
     inputs: tuple[Any, Any, Any] = q, k, v
-    sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     score_args = alibi_slopes, learnable_sink
     descales = q_descale, k_descale, v_descale
@@ -109,7 +109,8 @@ def flash_attn_func(
     entry = None
     has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
-        entry, _ = find((q, k, v, *score_args), ("flash_attn", softmax_scale, *flags, *sides))
+        words = "flash_attn", softmax_scale, *flags
+        entry, _ = find((q, k, v, *score_args), words, window_size)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, *inputs, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
@@ -122,7 +123,10 @@ def flash_attn_func(
             (("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)),
         )
         return _returned(*found, return_attn_probs, return_lse)
-    q, k, v = _ranked(q, k, v)
+    q, k, v = with_contiguous_rows(zip("qkv", inputs))
+    check_rank(q, k, v, WORDS)
+    if not all(x is y for x, y in zip(inputs, (q, k, v))):
+        entry = None  # what is launched are others
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_batch(chunk, q, k)
     rng = _rng(dropout_p, q)
@@ -202,7 +206,6 @@ def flash_attn_varlen_func(
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     inputs: tuple[Any, Any, Any] = q, k, v
-    sides = window_size if type(window_size) is tuple else (window_size,)
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
     score_args = alibi_slopes, learnable_sink
@@ -210,8 +213,8 @@ def flash_attn_varlen_func(
     entry = None
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
-        words = "flash_attn_varlen", softmax_scale, *bounds, *flags, *sides
-        entry, _ = find((q, k, v, *score_args, *lengths), words)
+        words = "flash_attn_varlen", softmax_scale, *bounds, *flags
+        entry, _ = find((q, k, v, *score_args, *lengths), words, window_size)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, *inputs, (*score_args, *lengths), "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
@@ -228,6 +231,9 @@ def flash_attn_varlen_func(
             (*refused, ("block_table", block_table)),
         )
         return _returned(*found, return_attn_probs, return_lse)
+    q, k, v = with_contiguous_rows(zip("qkv", inputs))
+    if not all(x is y for x, y in zip(inputs, (q, k, v))):
+        entry = None  # what is launched are others
     if block_table is not None:
         numbers = _flag(causal), softmax_scale, window_size, softcap
         others = attention_chunk, dropout_p, descales[1:]
@@ -271,11 +277,6 @@ def is_plain(dropout_p: float, attention_chunk: int) -> bool:
     """Neither dropout nor chunks, which make tensors of their own at every call."""
     has_none = type(dropout_p) in (int, float) and dropout_p == 0
     return has_none and type(attention_chunk) is int and attention_chunk == 0
-
-
-def _ranked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    check_rank(q, k, v, WORDS)
-    return q, k, v
 
 
 def _flag(causal: bool) -> bool:

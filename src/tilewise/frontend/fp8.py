@@ -97,10 +97,9 @@ def attend(
     else:
         inputs = q, k, v, *given.descales
     causal, scale, window, softcap = given.numbers
-    sides = window if type(window) is tuple else (window,)
-    words = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward, *sides
+    words = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward
     words = *words, given.backend, str(given.out_dtype), as_bound(given.max_seqlen_q)
-    entry, _ = find((*inputs, *given.score_args, *given.lengths), words)
+    entry, _ = find((*inputs, *given.score_args, *given.lengths), words, window)
     known = None if entry is None else entry.fp8
     is_packed = given.lengths[2] is not None or given.lengths[3] is not None
     if is_quantized:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..kernels.common.shared_memory import check_written
 from ..mods.masks import Predicate, chunked
+from ..ops.attention import needs_dispatcher
 from ..ops.calls import Entry, find
 from ..tile import split_kv
 from ..tile.paging import batch_of
@@ -20,7 +22,7 @@ from .attention import attend_cached, launch_step
 from .cache_checks import check_cached, check_kind, check_reach, last_read, refuse_beside_cache
 from .checks import knows_values
 from .chunks import check_chunk, chunk_band
-from .qkv import check_tensor
+from .qkv import check_tensor, with_contiguous_rows
 from .scalars import Window, as_int, band, check_flag
 
 Tensor = torch.Tensor
@@ -77,7 +79,8 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 4, 32])
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
+        q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`. q, k
+            and v whose last dimension is not contiguous are copied; caches must have it so.
         k_cache: (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, nheads_k,
             headdim) with `block_table`, of any page_size.
         v_cache: shaped as k_cache, with its own headdim_v.
@@ -120,9 +123,8 @@ def flash_attn_with_kvcache(
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
         if not (has_new or is_moved) and qv is q_descale is None and type(attention_chunk) is int:
-            sides = window_size if type(window_size) is tuple else (window_size,)
             words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-            entry, addresses = find(tensors, (*words, attention_chunk, *sides))
+            entry, addresses = find(tensors, (*words, attention_chunk), window_size)
         if entry is not None and entry.step is not None:
             known = launch_step(entry.step, tensors, addresses, return_softmax_lse)
             if known is not None:
@@ -135,6 +137,9 @@ def flash_attn_with_kvcache(
     for name, x in zip(("k_descale", "v_descale"), descales):
         if x is not None:
             check_tensor(name, x)
+    rows = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
+    entry = entry if rows[0] is q else None  # what is launched is another
+    q, k, v = rows
     table = _one_table(page_table, block_table)
     rows = cache_batch_idx, cache_leftpad
     if table is not None and any(x is not None for x in rows):
@@ -309,10 +314,13 @@ def flash_attn_combine(
             f"{tuple(lse_partial.shape)}: they must be (splits, batch, seqlen, nheads, headdim_v), "
             "or (splits, total, nheads, headdim_v), and the same without headdim_v"
         )
-    if out is not None and out.shape != out_partial.shape[1:]:
-        raise ArgumentError(
-            f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
-        )
+    if out is not None:
+        if out.shape != out_partial.shape[1:]:
+            raise ArgumentError(
+                f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
+            )
+        if not needs_dispatcher(out):
+            check_written("out", out)
     exact = torch.promote_types(out_partial.dtype, torch.float32)
     acc_o, m_i = out_partial.to(exact), lse_partial.to(exact).unsqueeze(-1)
     has_keys = m_i > -torch.inf
@@ -365,12 +373,11 @@ def _attend(
     """
     slopes, sinks, mask_mod = score_args
     causal, scale, window, softcap, split_size = numbers
-    sides = window if type(window) is tuple else (window,)
     tensors = *cache, slopes, sinks, *descales, out
     addresses = None
     if mask_mod is None and entry is None:
-        words = "cache", causal, scale, softcap, split_size, *sides
-        entry, addresses = find(tensors, words)
+        words = "cache", causal, scale, softcap, split_size
+        entry, addresses = find(tensors, words, window)
     if entry is not None and entry.step is not None:
         known = launch_step(entry.step, tensors, addresses, True)
         if known is not None:

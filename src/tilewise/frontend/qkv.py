@@ -7,6 +7,9 @@ shapes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from ..errors import OURS, ArgumentError, Words, warn_slow
@@ -176,6 +179,20 @@ def check_tensor(name: str, x: Tensor) -> None:
             "as values() of a jagged one has them, and where they begin as cu_seqlens, to "
             "tilewise.attention"
         )
+
+
+def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
+    """Tensors whose last dimension is contiguous, or copies, as flash-attn and torch make them."""
+    found: list[Any] = []
+    for name, x in named:
+        if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
+            warn_slow(
+                f"{name} has stride {x.stride(-1)} in its last dimension and is copied at every "
+                "call: store it with that dimension contiguous"
+            )
+            x = x.contiguous()
+        found.append(x)
+    return found
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..emulator.switch import cpu_modes
+from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flatten import indices_used
 from ..problem import NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads, Saved, extras_of
@@ -27,7 +28,7 @@ from . import captured_grads
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .autograd_key import straight
-from .calls import PLAIN_TENSORS, eager_apply, entry_of, layout_key
+from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, resolved
 from .context_parallel import refuse_shards
 from .late import register_late
 from .schema import (
@@ -181,12 +182,15 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
     q, k, v = saved.q, saved.k, saved.v
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
+    if has_lazy(saved[:2]):
+        saved = Saved(*resolved(saved))
     if q.is_cpu:
         key = cpu_modes()
     else:
         key = layout_key(saved if extras is NO_EXTRAS else (*saved, *extras.tensors))
     prepared = call.backwards.get(key)
     if prepared is None:
+        check_elements(zip(Saved._fields, saved))
         chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
         prepared = chosen.prepare_backward(call.problem, call.scalars)
         for old in list(call.backwards)[: 1 - LOOKS]:

@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from .calls import PLAIN_TENSORS
+from .calls import PLAIN_TENSORS, has_lazy
 from .schema import LIBRARY, flat
 
 
@@ -42,7 +42,9 @@ def straight(
 
 
 def is_plain(tensors: tuple) -> bool:
-    """Whether the operator may skip the dispatcher: no gradient, mode, transform or subclass."""
+    """Whether the operator may skip the dispatcher: no gradient, mode, transform, subclass
+    or lazily negated tensor.
+    """
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
     if peek_interpreter_stack() is not None:
@@ -51,4 +53,4 @@ def is_plain(tensors: tuple) -> bool:
     for x in tensors:
         if type(x) not in PLAIN_TENSORS or (has_grad and x is not None and x.requires_grad):
             return False
-    return True
+    return not has_lazy(tensors)

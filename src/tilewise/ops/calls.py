@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..emulator.switch import cpu_modes
+from ..kernels.common.alignment import ALIGNMENT
 from ..problem import Call
 from .guards import known_guards, remember
 
 Tensor = torch.Tensor
-ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
 MAX_ENTRIES = 4096
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 NOT_FOUND = None, None
@@ -56,10 +56,13 @@ def _entry(*signature: Hashable) -> Entry:
     return Entry()
 
 
-def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> tuple[Entry | None, list[int] | None]:
+def find(
+    tensors: Sequence[Any], words: tuple[Any, ...], window: Any = None
+) -> tuple[Entry | None, list[int] | None]:
     """The entry of a call's arguments, q, k and v first among its tensors, and, where they were
-    read for that, the addresses of those that are not None. No entry where values are read,
-    autocast is on, a number may change, or the call needs the dispatcher.
+    read for that, the addresses of those that are not None. `words` are as many in every call of a
+    function, which is the first of them. No entry where values are read, autocast is on, a number
+    may change, or the call needs the dispatcher.
     """
     if (
         torch.compiler.is_compiling()
@@ -68,6 +71,12 @@ def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> tuple[Entry | None, 
     ):
         return NOT_FOUND
     kinds = tuple(map(type, words))
+    if type(window) is tuple:  # nested, so that no side stands for an argument
+        words, kinds = (words, window), (kinds, tuple(map(type, window)))
+        are_plain = KEY_TYPES.issuperset(kinds[0]) and KEY_TYPES.issuperset(kinds[1])
+    else:
+        words, kinds = (*words, window), (*kinds, type(window))
+        are_plain = KEY_TYPES.issuperset(kinds)
     key = None
     try:
         key = tensors[0].numel(), tensors[1].numel(), torch.is_grad_enabled()
@@ -81,12 +90,14 @@ def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> tuple[Entry | None, 
         peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
-        or not KEY_TYPES.issuperset(kinds)
+        or not are_plain
     ):
         return NOT_FOUND
     for x in tensors:
         if x is not None:
-            if type(x) not in PLAIN_TENSORS or (x.dtype is torch.int32 and is_read(x)):
+            if type(x) not in PLAIN_TENSORS or x.is_neg():
+                return NOT_FOUND
+            if x.dtype is torch.int32 and is_read(x):
                 return NOT_FOUND
     q = tensors[0]
     if q is None:
@@ -97,6 +108,21 @@ def find(tensors: Sequence[Any], words: tuple[Any, ...]) -> tuple[Entry | None, 
     return entry, None
 
 
+def has_lazy(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether torch has yet to negate one of the tensors, such as `z.conj().imag`: its memory has
+    the opposite numbers. Complex tensors it conjugates likewise, which no call takes.
+    """
+    for x in tensors:
+        if x is not None and x.is_neg():
+            return True
+    return False
+
+
+def resolved(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """The tensors as their memory says. A tensor is a differentiable function of its own."""
+    return [x if x is None else x.resolve_neg() for x in tensors]
+
+
 def is_read(x: Tensor) -> bool:
     """Whether checks read an integer tensor."""
     return x.is_cpu
@@ -105,7 +131,7 @@ def is_read(x: Tensor) -> bool:
 def entry_of(tensors: Sequence[Tensor | None], *key: Hashable) -> Entry | None:
     """The entry of a call of plain tensors; None of tensors without strides or memory."""
     try:
-        return _entry(*signature(tensors), *key)
+        return _entry(tuple(signature(tensors)), key)
     except RuntimeError:  # of sparse and nested tensors, and of those of torch's transforms
         return None
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import dispatch
+from ..kernels.common.alignment import check_elements
 from ..kernels.common.quantized import Lengths, Quantized, Scales
 from ..kernels.cpu.hadamard import rotate_back
 from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
@@ -18,7 +19,7 @@ from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
 from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import needs_dispatcher
-from .calls import entry_of
+from .calls import entry_of, resolved
 from .context_parallel import refuse_shards
 from .late import register_late
 from .quantize import quantizer_for
@@ -118,7 +119,9 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     if inputs.q.is_meta:
         return _empty(call.problem, call.out_dtype, inputs.q)
     forward = call.forward
-    if forward is None:
+    if forward is None:  # a call of lazily negated tensors is known by nothing, and so always new
+        inputs, extras = Inputs(*resolved(inputs)), extras_of(*resolved(extras.tensors))
+        check_elements((*zip(Inputs._fields, inputs), *zip(Extras._fields, extras.optional)))
         forward = call.forward = forward_of(call, inputs)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.common.alignment import ALIGNMENT
+
 try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # a torch whose guards are others: calls are found by their signatures
     TensorGuards = None
 
 Tensor = torch.Tensor
-ALIGNMENT = 16  # bytes
 MAX_GUARDS = 4096
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch._C._functorch import (
@@ -18,7 +19,9 @@ from torch.autograd import forward_ad
 from .. import dispatch
 from ..emulator.switch import interpreter_is_on
 from ..errors import Slower
+from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import Append, Cached, lse_shape
+from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
 from ..problem import Call, Extras, Mods, Scalars
@@ -82,6 +85,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call without pages, differentiable: a forward in pieces, and the
     backward of any other call, which takes nothing but its `out` and `lse`.
     """
+    cached = cached.resolved()
     q, k, v = cached[:3]
     if cached.mask and (cached.extras.seqused_k is not None or q.shape[1] != k.shape[1]):
         raise NotImplementedError(
@@ -93,7 +97,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
             "subclass is not served: call it eagerly, or leave out split_size"
         )
-    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
+    q, k, v = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (q, k, v))
     problem = cached.problem._replace(deterministic=deterministic)
     call = Call(problem, cached.scalars, cached.backend, needs_grad=True)
     plain = cached._replace(entry=None)  # a step has no gradient
@@ -158,12 +162,29 @@ def _run_append(new: Append) -> None:
     refuse_shards()
     if new.k.is_meta:
         return
+    _check_memory(new)
+    new = new.resolved()
     device = new.k.device
     if device.type != "cpu" or interpreter_is_on():
         name = "tilewise.kernels.portable.append_launch"
     else:
         name = "tilewise.kernels.cpu.append"
     importlib.import_module(name).append(new)
+
+
+def _check_memory(new: Append) -> None:
+    """Refuses a call that would write memory which it writes or reads elsewhere."""
+    scales = [name for name in ("k_descale", "v_descale") if by_row(getattr(new, name))]
+    written = "k_cache", "v_cache", *scales
+    named: dict[str, Any] = dict(zip(Append._fields, new))
+    del named["rotary"]
+    if new.rotary is not None:
+        named |= {"rotary.cos": new.rotary.cos, "rotary.sin": new.rotary.sin}
+    names = *written, *(name for name in named if name not in written)
+    for name in written:
+        check_written(name, named[name])
+    check_apart(names, [named[name] for name in names], len(written))
+    check_elements(named.items())
 
 
 def _append_kernel(*args):
@@ -186,11 +207,25 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     fresh, lse = _empty(cached, out)
     if cached.q.is_meta:
         return fresh, lse
+    if cached.entry is None:  # else it is none that is lazily negated
+        cached = cached.resolved()
+    tensors = *cached.tensors, *cached.extras.captured
+    names = (*READ_NAMES, *["mask_mod's tensor"] * len(cached.extras.captured))
+    if out is not None:
+        check_written("out", out)
+        check_apart(("out", *names), (out, *tensors), 1)
+    check_elements(zip(("out", *names), (fresh, *tensors)))
     step = _backend_of(cached).forward(cached, fresh, lse)
     if cached.entry is not None:
         cached.entry.step = step
     return fresh, lse
 
+
+# Of `Cached.tensors`
+READ_NAMES = (
+    *("q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"),
+    *("k_descale", "v_descale"),
+)
 
 # In order of preference; imported on first use
 BACKENDS = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.common.alignment import check_elements
 from ..kernels.common.quantized import (
     FP8,
     TWO_LEVELS,
@@ -23,11 +24,12 @@ from ..kernels.cpu import quantize as plain
 from ..kernels.cpu.quantize import Steps
 from ..tile.rotary import Rotary
 from .attention import needs_dispatcher
-from .calls import entry_of
+from .calls import entry_of, resolved
 from .schema import LIBRARY
 
 Tensor = torch.Tensor
 Given = tuple[Tensor | None, Tensor | None, Tensor | None]
+NAMES = "scales.q", "scales.k", "scales.v"
 LIBRARY.define(
     "quantize(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -69,9 +71,27 @@ def quantize(
     return Quantized(q8, k8, v_t, known, k_mean, v_mean, v_drift)
 
 
-def _run(call: CallQuantize, q: Tensor, *rest: Any) -> Quantized:
-    run = call.run = call.run or quantizer_for(q).prepare_quantize(call.steps)
-    return run(q, *rest)
+def _run(
+    call: CallQuantize,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Given,
+    of: Lengths,
+    rotary: Rotary | None,
+) -> Quantized:
+    run = call.run
+    if run is None:  # a call of lazily negated tensors is known by nothing, and so always new
+        q, k, v = resolved((q, k, v))
+        first, second, third = resolved(scales)
+        scales, of = (first, second, third), Lengths(*resolved(of))
+        cos, sin = resolved((None, None) if rotary is None else rotary[:2])
+        rotary = None if rotary is None else Rotary(cos, sin, rotary.interleaved)
+        tables = ("rotary.cos", cos), ("rotary.sin", sin)
+        named = *zip("qkv", (q, k, v)), *zip(NAMES, scales), *zip(Lengths._fields, of), *tables
+        check_elements(named)
+        run = call.run = quantizer_for(q).prepare_quantize(call.steps)
+    return run(q, k, v, scales, of, rotary)
 
 
 def quantizer_for(x: Tensor) -> Any:

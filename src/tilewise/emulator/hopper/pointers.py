@@ -1,7 +1,9 @@
 """Global memory: pointers into the arguments, and the loads, stores and atomics through them.
 
-An address outside the storage of the argument that a pointer came from raises IndexError. Every
-access is a point where another partition or CTA may go first, which is how races show.
+An address outside the storage of the argument that a pointer came from raises IndexError, and so
+does one that is not the multiple of bytes that `multiple_of` promised to the compiler: a GPU stops
+there, and its context is lost. Every access is a point where another partition or CTA may go first,
+which is how races show.
 """
 
 import math
@@ -17,10 +19,13 @@ from .values import TORCH, TRITON, Value, convert, data_as
 class Pointer:
     """One address or a block of them: a tensor's memory, and offsets in elements."""
 
-    __slots__ = ("dtype", "flat", "name", "offset")
+    __slots__ = ("dtype", "flat", "name", "offset", "promised")
 
-    def __init__(self, flat: torch.Tensor, offset: Any, name: str) -> None:
+    def __init__(
+        self, flat: torch.Tensor, offset: Any, name: str, promised: tuple[int, int] = (1, 1)
+    ) -> None:
         self.flat, self.offset, self.name = flat, offset, name
+        self.promised = promised  # bytes, and of how many neighbours in a row the first
         self.dtype = tl.pointer_type(TRITON[flat.dtype])
 
     @classmethod
@@ -56,6 +61,24 @@ class Pointer:
 
     def reshaped(self, offset: Any) -> "Pointer":
         return Pointer(self.flat, offset, self.name)
+
+
+def multiple_of(value: Any, values: Any, **_: Any) -> Any:
+    """Addresses whose multiples of bytes are promised, along the last dimension."""
+    if not isinstance(value, Pointer):
+        return value
+    return Pointer(value.flat, value.offset, value.name, (_last(values), value.promised[1]))
+
+
+def max_contiguous(value: Any, values: Any, **_: Any) -> Any:
+    """Neighbours of which the promise is about the first."""
+    if not isinstance(value, Pointer):
+        return value
+    return Pointer(value.flat, value.offset, value.name, (value.promised[0], _last(values)))
+
+
+def _last(values: Any) -> int:
+    return int(values[-1] if isinstance(values, (list, tuple)) else values)
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, *_: Any, **hints: Any) -> Value:
@@ -154,7 +177,22 @@ def touched(kind: str, pointer: Any, mask: Any, value: Any = None) -> tuple[Any,
         if low < 0 or high >= pointer.flat.numel():
             outside = touched[(touched < 0) | (touched >= pointer.flat.numel())]
             raise _outside(kind, pointer, int(outside[0]), outside.numel(), touched.numel())
+    _check_promise(kind, pointer, offset, keep)
     return offset, keep
+
+
+def _check_promise(kind: str, pointer: Pointer, offset: torch.Tensor, keep: Any) -> None:
+    unit, run = pointer.promised
+    if unit == 1:
+        return
+    first = offset[..., ::run]
+    first = first if keep is None else first[keep[..., ::run]]
+    addresses = pointer.flat.data_ptr() + first * pointer.flat.itemsize
+    if (addresses % unit).any():
+        raise IndexError(
+            f"{kind} by {running()}: an address in {pointer.name} is no multiple of {unit} bytes,"
+            " as was promised"
+        )
 
 
 def _outside(kind: str, pointer: Pointer, first: int, count: int, total: int) -> IndexError:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy as amper
 from . import async_copy, barriers, language, memory, pointers, shapes, tma, wgmma
 from .values import Value
 
-_SAME = "convert_layout set_auto_layout multiple_of max_contiguous max_constancy constexpr".split()
+_SAME = "convert_layout set_auto_layout max_constancy constexpr".split()
 _NOTHING = "assume debug_barrier".split()
 _ELEMENTWISE = "exp exp2 log log2 sin cos sqrt rsqrt erf floor ceil abs".split()
 _AS_NAMED = """
@@ -45,6 +45,8 @@ _LANGUAGE: dict[str, Any] = {
     "num_ctas": lambda: 1,
     "load": pointers.load,
     "store": pointers.store,
+    "multiple_of": pointers.multiple_of,
+    "max_contiguous": pointers.max_contiguous,
     "atomic_cas": pointers.atomic_cas,
     **{f"atomic_{name}": pointers.atomic(name) for name in ("add", "max", "min", "xchg")},
 }

@@ -14,6 +14,7 @@ from ...mods.flatten import Parts, take_apart
 from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods, Problem, Scalars
 from ...tile.random_bytes import factor_of, threshold_of
 from ...tile.types import Bias, Features, Lists, Modifiers, Numbers, Optionals, Sizes, Strided
+from .alignment import TMA, VECTORS, fits
 
 LOG2_E = math.log2(math.e)
 Tensor = torch.Tensor
@@ -66,19 +67,15 @@ def aligned(x: Tensor) -> bool:
     """Whether one tensor descriptor can read all of x: rows, heads and batches at multiples of 16
     bytes, and none of them repeated.
     """
-    units = 16 // x.itemsize
-    for size, stride in zip(x.shape[:3], x.stride()):
-        if size > 1 and (stride % units or stride <= 0):
-            return False
-    return x.data_ptr() % 16 == 0
+    return fits(x, TMA)
 
 
 def fits_descriptor(x: Tensor) -> bool:
     """Whether a tensor descriptor of its own can read each head of x: aligned rows that do not
     repeat. Heads and batches may, but their strides count even where there is one of them.
     """
-    aligned = all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
-    return aligned and x.stride(1) > 0 and x.data_ptr() % 16 == 0
+    strides = all(stride * x.itemsize % TMA.bytes == 0 for stride in x.stride()[:3])
+    return strides and x.stride(1) > 0 and fits(x, VECTORS)
 
 
 def sizes_of(q: Tensor, k: Tensor, extras: Extras = NO_EXTRAS) -> Sizes:

@@ -38,6 +38,22 @@ class Cached(NamedTuple):
         read = self.q, self.k, self.v, self.page_table, extras.seqused_k, extras.cu_seqlens_q
         return *read, extras.alibi_slopes, extras.sinks, self.k_descale, self.v_descale
 
+    def resolved(self) -> Cached:
+        """The same without lazily negated tensors."""
+        if not any(x is not None and x.is_neg() for x in self.tensors):
+            return self
+        q, k, v, table, used, starts, slopes, sinks, *descales = map(_resolved, self.tensors)
+        extras = self.extras._replace(seqused_k=used, cu_seqlens_q=starts)
+        return self._replace(
+            q=q,
+            k=k,
+            v=v,
+            page_table=table,
+            extras=extras._replace(alibi_slopes=slopes, sinks=sinks),
+            k_descale=descales[0],
+            v_descale=descales[1],
+        )
+
     @property
     def problem(self) -> Problem:
         """What selects code."""
@@ -61,6 +77,17 @@ class Append(NamedTuple):
     # Of caches of 8 bits: read; written where each row has its own, shaped as the cache
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+
+    def resolved(self) -> Append:
+        """The same without lazily negated tensors."""
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = rotary._replace(cos=_resolved(rotary.cos), sin=_resolved(rotary.sin))
+        return Append(*map(_resolved, self[:8]), rotary, *map(_resolved, self[9:]))
+
+
+def _resolved(x: Tensor | None) -> Any:
+    return x if x is None else x.resolve_neg()
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .relaunch import ALIGNMENT, may_relaunch
+from .alignment import ALIGNMENT
+from .relaunch import may_relaunch
+from .shared_memory import span_of
 
 Tensor = torch.Tensor
 
@@ -49,8 +51,15 @@ class DecodeStep:
     """The memory that a step makes, and the addresses that its launches take. Holds no tensor."""
 
     def __init__(
-        self, device: torch.device, out: Tensor, lse: Tensor, states: Sequence[Tensor]
+        self,
+        device: torch.device,
+        read: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        states: Sequence[Tensor],
     ) -> None:
+        """`read` are the tensors that are not None, and so are those of calls."""
+        self.bytes = [stop - first for first, stop in map(span_of, (*read, out))]
         self.device, self.index = device, device.index
         self.empty = allocator_of(device)
         self.of_out, self.of_lse = room_for(out), room_for(lse)
@@ -81,6 +90,8 @@ class DecodeStep:
         if out is None:
             out = empty(*self.of_out)
             row.append(out.data_ptr())
+        elif self.may_overlap(row):
+            return None
         lse = states = None  # held until the launch: what is given back may at once be another's
         if has_lse:
             lse = empty(*self.of_lse)
@@ -96,6 +107,17 @@ class DecodeStep:
             row.append(at + start)
         self.launch(torch._C._cuda_getCurrentRawStream(index), row)
         return out, lse
+
+    def may_overlap(self, row: Sequence[int]) -> bool:
+        """Whether `out`, whose address comes last, lies where a tensor that is read may: such a
+        call is checked again.
+        """
+        first = row[-1]
+        stop = first + self.bytes[-1]
+        for address, size in zip(row[:-1], self.bytes):
+            if address < stop and first < address + size:
+                return True
+        return False
 
     def launch(self, stream: int, row: list[Any]) -> None:
         """Launches on a stream of the current device. `row` has the addresses of the tensors that

@@ -16,12 +16,12 @@ import torch
 from triton import knobs
 
 from ...problem import Extras, extras_of
+from .alignment import ALIGNMENT
 from .cached import Cached
 from .direct import past_triton
 from .packed import packed
 
 Tensor = torch.Tensor
-ALIGNMENT = 16  # bytes; that of an address, modulo them, decides what is compiled for it
 
 
 def has_launch_hooks() -> bool:

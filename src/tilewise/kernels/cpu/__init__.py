@@ -20,7 +20,6 @@ from .dense import Target, make_dense
 
 Tensor = torch.Tensor
 NAME = "cpu"
-NEEDS_ALIGNMENT = False
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .fwd.launch import forward, prepare
 
 NAME = "hopper"
-NEEDS_ALIGNMENT = True
 MAX_HEADDIM = 256
 TILE_M = 128  # queries of a tile that takes a block mask
 DTYPES = (torch.float16, torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...problem import Extras
-from ..common.arguments import aligned
+from ..common.alignment import TMA, Access, fits
 
 Tensor = torch.Tensor
 
@@ -19,7 +19,7 @@ def has_tiles(bias: Tensor | None, q: Tensor) -> bool:
     """
     if bias is None or bias.dtype != q.dtype or bias.shape[2] != q.shape[1]:
         return False
-    return bias.shape[3] > 1 and bias.stride(3) == 1 and aligned(bias)
+    return bias.shape[3] > 1 and bias.stride(3) == 1 and fits(bias, TMA)
 
 
 def bias_step(bias: Tensor | None) -> int:
@@ -33,9 +33,7 @@ def bias_step(bias: Tensor | None) -> int:
 
 def _consists_of_runs(bias: Tensor, run: int) -> bool:
     """Whether every row is made up of whole runs, all at multiples of their size."""
-    others = (stride for n, stride in zip(bias.shape[:3], bias.stride()) if n > 1)
-    fits = all(n % run == 0 for n in (bias.shape[3], *others))
-    return fits and bias.data_ptr() % (run * bias.itemsize) == 0
+    return bias.shape[3] % run == 0 and fits(bias, Access(run * bias.itemsize))
 
 
 def in_pairs(extras: Extras, plan: Any) -> Extras:
@@ -49,4 +47,7 @@ def in_pairs(extras: Extras, plan: Any) -> Extras:
         or not _consists_of_runs(bias, 4)
     ):
         return extras
+    # Along a dimension of one element a stride may be odd, of which torch makes no pairs
+    strides = [stride if n > 1 else 0 for n, stride in zip(bias.shape[:3], bias.stride())]
+    bias = bias.as_strided(bias.shape, (*strides, 1))
     return extras._replace(bias=bias.view(torch.int32))

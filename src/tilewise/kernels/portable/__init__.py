@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .launch import backward, captured_grads, forward, prepare, prepare_backward
 
 NAME = "portable"
-NEEDS_ALIGNMENT = False
 MAX_HEADDIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

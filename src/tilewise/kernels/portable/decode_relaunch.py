@@ -33,6 +33,6 @@ def step_of(
     relaunches = relaunches_of(launches, (*given, out, lse, *states))
     if relaunches is None:
         return None
-    step = DecodeStep(cached.q.device, out, lse, states)
+    step = DecodeStep(cached.q.device, given, out, lse, states)
     step.launches = relaunches
     return step

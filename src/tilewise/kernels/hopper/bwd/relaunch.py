@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ....problem import Between, Extras, Grads, Problem, Saved
+from ...common.alignment import ALIGNMENT
 from ...common.relaunch import (
-    ALIGNMENT,
     Launched,
     Pattern,
     Relaunch,

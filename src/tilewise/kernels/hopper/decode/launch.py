@@ -16,6 +16,7 @@ from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided
 from ...common import decode_step
+from ...common.alignment import ALIGNMENT, CACHE, misplaced
 from ...common.arguments import features_of, numbers_of, optionals_of
 from ...common.building import first_launch, num_sms, on_device
 from ...common.cached import Cached, scales_of, strided_of
@@ -53,24 +54,20 @@ class Plan(NamedTuple):
 
 def refusal(cached: Cached) -> str | None:
     """Why these kernels do not serve a call, or None."""
-    problem, k, v = cached.problem, cached.k, cached.v
+    problem, k = cached.problem, cached.k
     if problem.dtype.itemsize != 2:
         return "they multiply 16-bit elements, which the queries must have"
     if problem.group > ROWS:
         return f"{problem.group} query heads a key head are more than {ROWS} rows"
     if max(problem.headdim, problem.headdim_v) > 256:
         return "headdim is over 256"
-    unit = 16 // k.itemsize
+    unit = ALIGNMENT // k.itemsize
     if problem.headdim % unit or problem.headdim_v % unit:
         return f"TMA copies rows of a multiple of {unit} elements of {k.dtype}"
     block_n = tile_of(problem).BLOCK_N
     if cached.split_size % block_n:
         return f"split_size={cached.split_size} is no multiple of {block_n} keys"
-    for x in (k, v):
-        sides = zip(x.shape[:3], x.stride()[:3])
-        if x.data_ptr() % 16 or any(n > 1 and (s % unit or s <= 0) for n, s in sides):
-            return "TMA reads rows, heads and pages at multiples of 16 bytes"
-    return None
+    return misplaced(CACHE["hopper"], q=cached.q, k=k, v=cached.v)
 
 
 def rows_of(cached: Cached, batch: int) -> int:
@@ -190,7 +187,8 @@ class DecodeStep(decode_step.DecodeStep):
     moved: Any  # what of K (0) and V (1) moves, from an address
 
     def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor) -> None:
-        super().__init__(cached.q.device, out, lse, plan.args[OUTPUT].partials)
+        read = [x for x in cached.tensors if x is not None]
+        super().__init__(cached.q.device, read, out, lse, plan.args[OUTPUT].partials)
         self.counters = HANDED_OUT + plan.args[COUNTERS].tiles.numel()
 
     def launch(self, stream: int, row: list[Any]) -> None:

@@ -15,6 +15,7 @@ from ....errors import warn_slow
 from ....hardware import SHARED_MEMORY
 from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
+from ...common.alignment import in_own_memory
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
 from ...common.building import first_launch, num_sms, on_device
 from ...common.packed import Packed
@@ -137,6 +138,7 @@ class Fp8Forward:
             lse_of_nothing(lse, extras.sinks)
             return
         read = readable(given)
+        is_copied = any(x is not y for x, y in zip(read[:3], given))
         extras = distinct_extras(extras)
         values = given.v_t if self.transposes else None
         if values is not None:
@@ -156,7 +158,7 @@ class Fp8Forward:
         with on_device(device):
             compiled = first_launch(hopper_fp8_fwd_kernel, programs, *checked(args), **constants)
             index = torch.cuda.current_device()
-        if all(x is y for x, y in zip(read[:2], given)):  # none is a copy
+        if not is_copied:
             kernel = direct_of(compiled, programs)
             self.relaunch, self.device = how_to_relaunch(kernel, plan, args, extras), index
 
@@ -246,7 +248,8 @@ def readable(given: Quantized) -> Quantized:
     a row that is none of theirs, as a descriptor of no rows is invalid.
     """
     k = given.k if given.k.shape[1] else given.k.new_zeros(1, 1, *given.k.shape[2:])
-    return given._replace(q=in_units(given.q, "q"), k=in_units(k, "k"))
+    v_t = in_units(given.v_t, "v_t")
+    return given._replace(q=in_units(given.q, "q"), k=in_units(k, "k"), v_t=v_t)
 
 
 def in_units(x: Tensor, name: str) -> Tensor:
@@ -255,9 +258,9 @@ def in_units(x: Tensor, name: str) -> Tensor:
         return x
     warn_slow(
         f"{name} in FP8 is copied: its rows, heads and batches must start at multiples of {UNIT} "
-        f"bytes, and none be expanded, for TMA: {name}.contiguous() does that"
+        f"bytes, and none be expanded, for TMA: {name}.clone() does that"
     )
-    return x.contiguous()
+    return in_own_memory(x)
 
 
 def takes_values(problem: Problem, q: Tensor, v: Tensor, out_dtype: torch.dtype) -> bool:

@@ -17,6 +17,7 @@ import torch
 from ....emulator.switch import emulator_seed
 from ....problem import OPEN, Extras, Problem, Scalars
 from ....tile.types import Queue, Runs
+from ...common.alignment import in_own_memory
 from ...common.arguments import aligned, numbers_of, optionals_of, sizes_of
 from ...common.building import first_launch, num_sms, on_device
 from ...common.outputs import empty_out
@@ -73,7 +74,7 @@ class RunsForward:
         headdim), dense. A wait ends after `limit` nanoseconds. In the emulator `beside` is what
         arrives meanwhile.
         """
-        q = q if aligned(q) else q.contiguous()
+        q = q if aligned(q) else in_own_memory(q)
         found = self.again(q, k.data_ptr(), v.data_ptr(), extras[:2], words)
         if found is not None:
             return found
