@@ -164,7 +164,7 @@ def operator(q, k):
 
 @pytest.mark.parametrize("name", [name for name, _ in functions()])
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_faces(name, is_trained):
+def test_functions(name, is_trained):
     """And their gradients."""
     function, x = dict(functions())[name], torch.randn(1, 24, 2, 16, requires_grad=is_trained)
     found, expected = function(lazy := negated(x)), function(x)
