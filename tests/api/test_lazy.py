@@ -126,6 +126,7 @@ def test_quantizing(name):
     assert torch.equal(quantized(**given | {name: negated(given[name])}), quantized(**given))
 
 
+@pytest.mark.filterwarnings("ignore::tilewise.errors.PerformanceWarning")  # of other tests' graphs
 @pytest.mark.parametrize("mask", ["conj", "mH"])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_imaginary_parts_as_masks(mask, enabled):

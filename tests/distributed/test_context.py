@@ -103,7 +103,8 @@ def masked_torchs(q):
 
 def appended(q):
     lengths = torch.zeros(1, dtype=torch.int32)
-    tilewise.cache.append(q, q.clone(), q[:, :1], q[:, :1], seqused_k=lengths)
+    new = q[:, :1].clone()
+    tilewise.cache.append(q, q.clone(), new, new, seqused_k=lengths)
 
 
 REFUSED = {
