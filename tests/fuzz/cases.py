@@ -26,7 +26,8 @@ FEATURES = ("window", "softcap", "slopes", "sinks", "bias", "score", "mask", "dr
 )
 COUNTS = (0, 1, 1, 2, 2, 3, 4, 6)
 MEMORY = ("dense", "dense", "transposed", "sequence first", "fused", "padded")
-MISALIGNED = ("sliced", "expanded")
+MISALIGNED = ("sliced", "by 1", "by 2", "by 4", "expanded")  # elements; sliced is by 3
+LAZY = ("q", "k", "v", "bias", "sinks", "dout", "dlse")
 BLOCKS = (128, 128, 64, 32, 16), (128, 128, 64, 256, 16)
 BLOCKS_OF_HOPPER = (128,) * 9 + (64,), (128, 256)
 
@@ -82,6 +83,8 @@ class Case:
     values: str  # "normal", "equal" or "spread"
     dropout_p: float
     rng: tuple[int, int]
+    lazy: tuple[str, ...]  # tensors that torch has yet to negate
+    shift: int  # elements by which small tensors begin off a multiple of 16 bytes
 
     @property
     def command(self) -> str:
@@ -95,6 +98,7 @@ class Case:
         own = {n: getattr(self, n) for n in ("queries", "keys")}
         others = ("spare_q", "spare_k", "left", "right", "softcap", "scale", "logits", "values")
         own |= {n: x for n in others if (x := getattr(self, n)) and x != (0,) * len(self.keys)}
+        own |= {n: x for n in ("lazy", "shift") if (x := getattr(self, n))}
         if self.dropout_p:
             own |= {"dropout_p": self.dropout_p, "rng": self.rng}
         return f"{self.command}    # {', '.join(f'{n}={x}' for n, x in (look | own).items())}"
@@ -190,6 +194,8 @@ def _shape(seed: int, rng: random.Random, compiled: random.Random, look: Look, l
         values=rng.choice(("normal",) * 6 + ("equal", "spread")),
         dropout_p=rng.choice((0.01, 0.1, 0.5, 0.9)) if look.has("dropout") else 0.0,
         rng=(rng.randint(-(2**63), 2**63 - 1), rng.choice((0, rng.randint(-(2**63), 2**63 - 1)))),
+        lazy=tuple(rng.sample(LAZY, 2)) if rng.random() < 0.15 else (),
+        shift=compiled.choice((0, 0, 1, 2)),
     )
 
 

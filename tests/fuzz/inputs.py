@@ -4,6 +4,7 @@ view and in every row that is not used.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ def make_inputs(case: Case) -> Inputs:
         memory.append(memory_of_x)
         return view
 
+    small = f"shifted by {case.shift}" if case.shift else "dense"
     rows = _unused(case, "q"), _unused(case, "k"), _unused(case, "k"), _unused(case, "q")
     for x, unused in zip((q, k, v, dout), rows):
         x[unused] = math.nan
@@ -58,19 +60,21 @@ def make_inputs(case: Case) -> Inputs:
         q = placed(q, "dense" if kind == "expanded" else kind, dtype)
         k, v = (placed(x, kind, dtype) for x in (k, v))
     kinds = ("dense", "transposed", "padded", "dense" if look.has("used") else "expanded")
-    dout = placed(dout, kinds[case.seed % 4], dtype)
+    kinds = (*kinds, "by 1", "by 2", "by 4")
+    dout = placed(dout, kinds[case.seed % len(kinds)], dtype)
     if look.layout == "bhsd":
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
     leaves = {"q": q, "k": k, "v": v}
     if look.has("sinks"):
         sinks = torch.randn(look.nheads, generator=generator) * (1 + 8 * (case.seed % 4 == 0))
-        leaves["sinks"] = placed(sinks, dtype=dtype)
+        leaves["sinks"] = placed(sinks, small, dtype)
     if look.bias:
         full = len(spans), look.nheads, case.queries[0], case.keys[0] + case.spare_k[0]
         shape = [n if name in look.bias else 1 for name, n in zip("bhqk", full)]
         bias = torch.randn(shape, generator=generator)
         bias_dtype = torch.float32 if look.bias_dtype else dtype
-        leaves["bias"] = placed(bias, ("dense", "transposed", "padded")[case.seed % 3], bias_dtype)
+        kinds = ("dense", "transposed", "padded", "by 1", "by 2", "by 4")
+        leaves["bias"] = placed(bias, kinds[case.seed % len(kinds)], bias_dtype)
     longest = max((*case.queries, *(a + b for a, b in zip(case.keys, case.spare_k))))
     read = captured((look.score, look.mask), len(spans), look.nheads, longest, generator)
     read = {name: x.to(device) for name, x in read.items()}
@@ -83,11 +87,16 @@ def make_inputs(case: Case) -> Inputs:
     kinds = ("dense", "transposed", "padded")
     dlse = placed(dlse, kinds[case.seed % 3], torch.promote_types(dtype, torch.float32)).squeeze(-1)
     rng = torch.tensor(case.rng, device=device)
+    slopes = placed(slopes, small)
+    given = leaves | dict(dout=dout, dlse=dlse)
+    lazy = {name: _negated(x) for name, x in given.items() if name in case.lazy}
+    leaves |= {name: x for name, x in lazy.items() if name in leaves}
+    dout, dlse = lazy.get("dout", dout), lazy.get("dlse", dlse)
     return Inputs(
         leaves={name: x.detach().requires_grad_() for name, x in leaves.items()},
         captured=read,
-        slopes=slopes.to(device) if look.slopes else None,
-        lengths={name: x.to(device) for name, x in _lengths(case).items()},
+        slopes=slopes if look.slopes else None,
+        lengths={name: placed(x, small) for name, x in _lengths(case).items()},
         rng=rng if case.dropout_p else None,
         dout=dout,
         dlse=dlse if look.lse_grad else None,
@@ -190,8 +199,19 @@ def _kind(case: Case) -> str:
 
 
 def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
-    memory = x.new_full((x.numel() + 2 * MARGIN,), math.nan)
-    return memory, memory[MARGIN : MARGIN + x.numel()].view(x.shape).copy_(x)
+    return _shifted(x, 0)
+
+
+def _negated(x: Tensor) -> Tensor:
+    """The same values, where no two elements share memory, by their opposites in memory."""
+    return x if 0 in x.stride() else torch._neg_view(x.neg_())
+
+
+def _shifted(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """At an element that is not at a multiple of 16 bytes."""
+    memory = x.new_full((x.numel() + 2 * MARGIN,), math.nan if x.is_floating_point() else -1)
+    at = MARGIN + by
+    return memory, memory[at : at + x.numel()].view(x.shape).copy_(x)
 
 
 def _transposed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,5 +253,7 @@ PLACES = {
     "sequence first": _sequence_first,
     "padded": _padded,
     "sliced": _sliced,
+    **{f"by {n}": functools.partial(_part, at=n) for n in (1, 2, 4)},
+    **{f"shifted by {n}": functools.partial(_shifted, by=n) for n in (1, 2)},
     "expanded": _expanded,
 }

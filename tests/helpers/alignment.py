@@ -1,26 +1,6 @@
-"""Tensors that lie anywhere: address and strides at multiples of so many bytes and of no more."""
+"""Tensors that lie anywhere, at multiples of some bytes."""
 
-import torch
-
-UNITS = (2, 4, 8, 16)  # bytes
-
-
-def lying(x, address, steps):
-    """x at an address and with strides of all dimensions but the last that are multiples of these
-    bytes, and, below 16, of no larger power of two; NaN, or any bits, around it.
-    """
-    size = x.itemsize
-    strides, extent = [1], x.shape[-1] if x.dim() else 1
-    for n, step in zip(x.shape[-2::-1], steps[::-1]):
-        unit = max(step // size, 1)
-        stride = -(-extent // unit) * unit
-        if unit * size < UNITS[-1] and stride % (2 * unit) == 0:
-            stride += unit
-        strides.insert(0, stride)
-        extent = stride * n
-    first = max(address // size, 1) if address < UNITS[-1] else 0
-    memory = torch.empty((first + extent) * size + 64, dtype=torch.uint8).fill_(0xFF).view(x.dtype)
-    return memory.as_strided(x.shape, strides[-max(x.dim(), 1) :][: x.dim()], first).copy_(x)
+from fuzz.places import UNITS, lying
 
 
 def drawn(rng, x, most=UNITS[-1]):

@@ -8,7 +8,8 @@ import random
 
 import pytest
 import torch
-from helpers.alignment import UNITS, drawn, lying, unit_of
+from fuzz.places import UNITS, lying
+from helpers.alignment import drawn, unit_of
 from helpers.caches import paged, sequences
 from helpers.eight_bits import quantised
 from helpers.tiers import sample_rows
