@@ -43,9 +43,9 @@ class Event:
 class Host:
     """The other rank, which always comes."""
 
-    rank, ranks, lost = 0, 2, None
+    rank, ranks, lost, epoch = 0, 2, None, 0
     timeout = datetime.timedelta(seconds=SHORT)
-    store = SimpleNamespace(set=lambda key, text: None)
+    store = SimpleNamespace(set=lambda key, text: None, delete_key=lambda key: True)
 
     def wait(self, signature, note=""):
         return [note, note]
@@ -120,9 +120,10 @@ def gpu(monkeypatch):
     counts.clear()
     layout = td.zigzag(2 * TOKENS, 2)
     object.__setattr__(layout, "group", "two ranks")
+    arenas._hosts["two ranks"] = barrier.host
     arenas._arenas["two ranks", CPU] = arena
     yield layout
-    del arenas._arenas["two ranks", CPU]
+    del arenas._arenas["two ranks", CPU], arenas._hosts["two ranks"]
     for cached in (one_launch.groups_of, one_launch._forward_of):
         cached.cache_clear()
 

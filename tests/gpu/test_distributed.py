@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gpu_ranks import RANKS, SEQLEN, Whole, run
+from helpers.interrupts import interrupted
+from helpers.lives import lives
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
@@ -347,3 +349,12 @@ def lost(rank, victim):
 
 def test_a_rank_that_is_killed_is_named():
     run(lost, RANKS - 1, killed=(RANKS - 1,), timeout=5 * SHORT)
+
+
+def test_groups_made_again():
+    """By torch's symmetric memory or CUDA IPC; what the ranks of a life share is freed with it."""
+    run(lives, RANKS, 11, "cuda")
+
+
+def test_an_error_of_one_rank_at_any_line():
+    run(interrupted, 5, 40, "cuda", ["stream", "heads", "ring"])

@@ -6,9 +6,9 @@ import datetime
 import torch
 import torch.distributed as dist
 
+from tilewise.distributed import arena as arenas
 from tilewise.distributed.device_arena import DeviceArena
 from tilewise.distributed.device_barrier import PAD, DeviceBarrier
-from tilewise.distributed.failure import Barrier
 from tilewise.distributed.memory import Files
 from tilewise.testing import use_interpreter
 
@@ -32,9 +32,9 @@ class Unmapping(Files):
 
 
 def device_arena(group=None, seconds=None):
-    """The arena of GPUs on a CPU group."""
+    """The arena of GPUs on a CPU group, whose arena it is from now on."""
     group = dist.group.WORLD if group is None else group
-    host, memory = Barrier(group), Unmapping()
+    host, memory = arenas.host_of(group), Unmapping()
     if seconds is not None:
         host.timeout = datetime.timedelta(seconds=seconds)
     barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"), memory)
@@ -45,4 +45,5 @@ def device_arena(group=None, seconds=None):
             launch(*args)
 
     barrier.signals._launch = interpreted
-    return DeviceArena(barrier, Unmapping(), CPU)
+    arena = arenas._arenas[group, CPU] = DeviceArena(barrier, Unmapping(), CPU)
+    return arena

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..ops.autocast import is_any_autocast_on
 from ..ops.calls import resolved
 from ..ops.context_parallel import unsharded
 from . import dtensor, known_calls, operator
-from .arena import Arena
+from .arena import reporting
 from .call_spec import CallSpec, check
 from .layout import Layout
 from .methods import arena_for, attend_by, choose
@@ -99,55 +98,57 @@ def attention(
     Raises ArgumentError, NotImplementedError with the method that can, RankMismatch where the ranks
     do not make the same call, and RankLost where one does not come within the group's time-out.
     """
-    entry = None
-    if mask_mod is score_mod is dropout_rng is None and _is_plain(dropout_p, return_lse, others):
-        words = causal, scale, softcap, deterministic, backend, method, bitwise, order, dropout_p
-        given = q, k, v, alibi_slopes, sinks
-        entry = known_calls.entry_of_call(layout, given, words, window)
-    if entry is not None and entry.step is not None:
-        arena = arena_for(layout, q.device)
-        known = known_calls.known_call(entry, layout, arena)
-        if known is not None:
-            is_packed, spec = q.dim() == 3, known.spec
-            inputs = _ordered((q, k, v), order, is_packed)
-            if not (alibi_slopes is None and sinks is None):
-                spec = spec._replace(alibi_slopes=alibi_slopes, sinks=sinks)
-            with _reporting(arena), unsharded():
-                out, lse = attend_by(known.method, arena, spec, inputs, return_lse)
-            return _as_given(out, lse, order, is_packed, return_lse)
-    layout = check_layout(layout)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-    places = None
-    if dtensor.are_dtensors(q, k, v):
-        places = dtensor.places_of(layout, q, k, v, order)
-        dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
-        q, k, v = dtensor.local(q, k, v)
-        alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
-        sinks = dtensor.of_heads(places, sinks, True)
-    inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
-    numbers = causal, scale, window, softcap
-    if not operator.is_traced(*inputs):  # of an operator, torch resolves them
-        q, k, v = resolved(inputs)
-        inputs = q, k, v
-        alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
-    learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
-    spec = CallSpec(layout, *numbers, *learned, deterministic, backend, bitwise)
-    if operator.is_traced(*inputs):
-        _refuse(others)
-        inputs = _ordered(inputs, order, is_packed)
-        out, lse = operator.attention(spec, method, *inputs)
-    else:
-        arena = arena_for(layout, q.device)
-        with _reporting(arena), unsharded():
+    with reporting(layout, q, k, v):
+        entry = None
+        has_functions = not (mask_mod is score_mod is dropout_rng is None)
+        if not has_functions and _is_plain(dropout_p, return_lse, others):
+            words = causal, scale, softcap, deterministic, backend, method, bitwise, order
+            given = q, k, v, alibi_slopes, sinks
+            entry = known_calls.entry_of_call(layout, given, (*words, dropout_p), window)
+        if entry is not None and entry.step is not None:
+            arena = arena_for(layout, q.device)
+            known = known_calls.known_call(entry, layout, arena)
+            if known is not None:
+                is_packed, spec = q.dim() == 3, known.spec
+                inputs = _ordered((q, k, v), order, is_packed)
+                if not (alibi_slopes is None and sinks is None):
+                    spec = spec._replace(alibi_slopes=alibi_slopes, sinks=sinks)
+                with unsharded():
+                    out, lse = attend_by(known.method, arena, spec, inputs, return_lse)
+                return _as_given(out, lse, order, is_packed, return_lse)
+        layout = check_layout(layout)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+        places = None
+        if dtensor.are_dtensors(q, k, v):
+            places = dtensor.places_of(layout, q, k, v, order)
+            dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
+            q, k, v = dtensor.local(q, k, v)
+            alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
+            sinks = dtensor.of_heads(places, sinks, True)
+        inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
+        numbers = causal, scale, window, softcap
+        if not operator.is_traced(*inputs):  # of an operator, torch resolves them
+            q, k, v = resolved(inputs)
+            inputs = q, k, v
+            alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
+        learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
+        spec = CallSpec(layout, *numbers, *learned, deterministic, backend, bitwise)
+        if operator.is_traced(*inputs):
             _refuse(others)
             inputs = _ordered(inputs, order, is_packed)
-            return_lse = check_flag("return_lse", return_lse)
-            spec = check(spec, *inputs)
-            chosen = choose(spec, method, *inputs)
-            spec = known_calls.keep(entry, arena, spec, chosen)
-            out, lse = attend_by(chosen, arena, spec, inputs, return_lse)
-    return _as_given(out, lse, order, is_packed, return_lse, places)
+            out, lse = operator.attention(spec, method, *inputs)
+        else:
+            arena = arena_for(layout, q.device)
+            with unsharded():
+                _refuse(others)
+                inputs = _ordered(inputs, order, is_packed)
+                return_lse = check_flag("return_lse", return_lse)
+                spec = check(spec, *inputs)
+                chosen = choose(spec, method, *inputs)
+                spec = known_calls.keep(entry, arena, spec, chosen)
+                out, lse = attend_by(chosen, arena, spec, inputs, return_lse)
+        return _as_given(out, lse, order, is_packed, return_lse, places)
 
 
 def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
@@ -157,10 +158,6 @@ def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
     if type(dropout_p) not in (int, float) or dropout_p:
         return False
     return all(x is None and name in NOT_SERVED for name, x in others.items())
-
-
-def _reporting(arena: Arena | None) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if arena is None else arena.reporting()
 
 
 def _as_given(

@@ -8,12 +8,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from ..ops.context_parallel import sharded_by
+from .arena import reporting
 from .attention import attention, check_layout
 from .layout import Layout
-from .methods import arena_for
 
 
 @contextlib.contextmanager
@@ -54,7 +52,6 @@ class Attention:
         given = dict(layout=self.layout, method=self.method, bitwise=self.bitwise)
         return attention(q, k, v, order=layout, **given, **asked)
 
-    def reporting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    def reporting(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
         """Inside, an error of this rank is left for the others, which would wait for it."""
-        arena = None if torch.compiler.is_compiling() else arena_for(self.layout, device)
-        return contextlib.nullcontext() if arena is None else arena.reporting()
+        return reporting(self.layout, *tensors)

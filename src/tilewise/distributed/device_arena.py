@@ -17,9 +17,9 @@ from ..kernels.portable.copy_table import CopyTable
 from ..kernels.portable.sum_parts import PartSums
 from ..kernels.portable.sum_runs import add_runs
 from .copies import Piece
-from .device_barrier import DeviceBarrier, synchronize
+from .device_barrier import DeviceBarrier
 from .halves import Arena
-from .memory import Memory
+from .memory import Memory, synchronize
 from .stream_memory import copier_of, writer_of
 
 Tensor = torch.Tensor
@@ -61,23 +61,22 @@ class DeviceArena(Arena):
             self.dma = copier_of(self.words)
         counts = self.write is not None or not self.has_streams
         # All ranks or none: those that count pieces publish keys in another order
-        found = barrier.host.wait("whether pieces are counted", str(int(counts)))
+        found = self.host.wait("whether pieces are counted", str(int(counts)))
         self.counts_pieces = all(map(int, found))
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
         self._follow()
-        if not self.room or nbytes > self.room:
-            # All ranks have come here, or none: else some would wait for others to grow
-            self.barrier.wait(f"{signature}, for which the arena grows", is_new=True)
         return super().publish(nbytes, signature)
 
     def grow(self, nbytes: int, signature: str) -> None:
+        # All ranks have come here, or none: else some would wait for others to grow
+        self.barrier.wait(signature, is_new=True)
         synchronize(self.device)
-        self.barrier.host.wait(signature)  # no rank reads the blocks that go
+        self.host.wait(signature)  # no rank reads the blocks that go
         self.blocks = []
         self.views.clear()
-        self.blocks = self.memory.allocate(self.barrier.host, nbytes, signature)
+        self.blocks = self.memory.allocate(self.host, nbytes, signature)
         self.starts = [x.data_ptr() for x in self.blocks]
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -120,15 +119,11 @@ class DeviceArena(Arena):
         with torch.cuda.stream(self.side):
             yield
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self.has_streams:  # what an error frees may still be pulled into
-                torch.cuda.current_stream(self.device).wait_stream(self.side)
+    def abandon(self, error: BaseException | None) -> None:
+        if self.has_streams:  # what an error frees may still be pulled into
+            torch.cuda.current_stream(self.device).wait_stream(self.side)
+        if error is not None:
             self.barrier.abandon(error)
-            raise
 
     def mark(self) -> int:
         """That of the copies so far, which `arrive` takes."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..kernels.portable.signals import RAISED, WORDS, Signals
 from .failure import Barrier, PullTimeout, RankLost, RankMismatch
-from .memory import Memory
+from .memory import Memory, synchronize
 
 Tensor = torch.Tensor
 PAD = 8 * WORDS  # bytes
@@ -40,7 +40,9 @@ class DeviceBarrier:
         self.signals = Signals([x.view(torch.int64) for x in pads], self.rank)
         self.known: dict[str, int] = {}
         self.number = 0
-        self.is_broken = False  # all ranks must find the same number again
+        self.last = 0, 0  # number and fingerprint of the last one that was begun
+        self.epoch = host.epoch  # after an error all ranks must find the same number again
+        self.left: dict[str, str] = {}  # what this rank has in the store, by key
         self.sources: dict[int, tuple[int, ...]] = {}  # by barriers, the ranks of a call's pieces
 
     @property
@@ -61,32 +63,37 @@ class DeviceBarrier:
         fingerprint = self.known.get(signature)
         if fingerprint is None:
             fingerprint, is_new = self._introduce(signature), True
-        self.number += 1
-        self.signals.barrier(self.number, fingerprint, self.timeout.total_seconds())
+        self.last = self.number + 1, fingerprint
+        self._signal()
         if is_new:
             synchronize(self.device)
             self.check(signature)
+            self._forget()  # all have said the same
+            self.known[signature] = fingerprint
+
+    def _signal(self) -> None:
+        self.signals.barrier(*self.last, self.timeout.total_seconds())
+        self.number = self.last[0]
 
     def check(self, signature: str = "") -> None:
         """Raises what a barrier has found since the last check. Asks no device."""
-        if self.host.lost is not None:
-            raise RankLost(f"{self.host.lost}; make a new process group")
-        if self.signals.has_failed:
+        host = self.host
+        if host.lost is not None:
+            raise RankLost(f"{host.lost}; make a new process group")
+        if self.signals.has_failed and (self.epoch == host.epoch or self.signals.late()):
             self._fail(signature)
-        if self.is_broken:
-            self._resume(signature)
-
-    def catch_up(self, signature: str) -> None:
-        """After `abandon`, before this rank's memory is written to again."""
-        self.check(signature)
+        if self.epoch != host.epoch:
+            self._resume()
 
     def abandon(self, error: BaseException) -> None:
-        """Leaves an error for the ranks that wait, and waits for none of them."""
-        if self.lost is None and not isinstance(error, RankMismatch):
-            self.number += 1
-            self.store.set(self._raised(self.rank, self.number), f"{type(error).__name__}: {error}")
-            self.signals.barrier(self.number, RAISED, 0.0, waits=False)
-            self.is_broken = True
+        """Once the host's barrier is abandoned, the same for ranks that wait on the device."""
+        if self.epoch != self.host.epoch - 1 or isinstance(error, RankMismatch):
+            return
+        if self.last[0] > self.number:  # interrupted: some may have seen this rank come
+            self._signal()
+        self.number += 1
+        self._leave(self.number, f"{type(error).__name__}: {error}")
+        self.signals.barrier(self.number, RAISED, 0.0, waits=False)
 
     def poison(self, *tensors: Tensor) -> None:
         """NaN in them if a barrier before has failed, so that nothing false is taken for a
@@ -106,10 +113,18 @@ class DeviceBarrier:
         """The fingerprint of a call, with its text left for those that call another."""
         if len(self.known) >= KNOWN:
             self.known.clear()
-        found = max(RAISED + 1, zlib.crc32(signature.encode()) & 0x7FFFFFFF)
-        self.store.set(self._text(found), signature)
-        self.known[signature] = found
-        return found
+        fingerprint = max(RAISED + 1, zlib.crc32(signature.encode()) & 0x7FFFFFFF)
+        self._leave(self.number + 1, signature)
+        return fingerprint
+
+    def _leave(self, number: int, text: str) -> None:
+        key = self._key(number, self.rank)
+        self.left[key] = text
+        self.store.set(key, text)
+
+    def _forget(self) -> None:
+        while self.left:
+            self.store.delete_key(self.left.popitem()[0])
 
     def _fail(self, signature: str) -> NoReturn:
         """Raises for the barrier or the piece that failed."""
@@ -118,30 +133,22 @@ class DeviceBarrier:
             raise PullTimeout(self.host.lost)
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, words = self.signals.found()
-        self.signals.report.zero_()  # raised once; the device knows until ranks resume
-        absent = [str(r) for r, word in enumerate(words) if word >> 32 != number]
-        if absent:
-            ranks = "rank" if len(absent) == 1 else "ranks"
-            mine = self._said(words[self.rank] & 0x7FFFFFFF)
-            self.host.lost = (
-                f"{ranks} {', '.join(absent)} of {self.ranks} did not come to call {number}, "
-                f"{mine}, within {self.timeout.total_seconds():g} s, the time-out of the group: "
-                "dead, slower than that, or not making the same calls"
-            )
-            raise RankLost(self.host.lost)
-        self.is_broken = True
+        absent = [rank for rank, word in enumerate(words) if word >> 32 != number]
         said = [word & 0x7FFFFFFF for word in words]
+        if absent:
+            mine = self._text(number, self.rank, fingerprint=said[self.rank])
+            self.host.lost = self.host.absence(absent, f"call {number}, {mine}")
+            raise RankLost(self.host.lost)
         earlier = "" if signature else f" (in call {number}, of which this is the next)"
         for rank, fingerprint in enumerate(said):
             if fingerprint == RAISED:
-                why = self._text_of(self._raised(rank, number))
-                raise RankMismatch(f"rank {rank} raised {why}{earlier}")
+                self.host.end(f"rank {rank} raised {self._text(number, rank)}{earlier}")
         rank = next(r for r, x in enumerate(said) if x != said[self.rank])
-        first, second = sorted((self.rank, rank))
-        raise RankMismatch(
-            f"rank {second} called {self._said(said[second])}; "
-            f"rank {first} called {self._said(said[first])}{earlier}"
+        first, second = (
+            f"rank {r} called {self._text(number, r, fingerprint=said[r])}"
+            for r in sorted((self.rank, rank))
         )
+        self.host.end(f"{second}; {first}{earlier}")
 
     def _why_late(self, number: int, piece: int) -> str:
         sources = self.sources[number]
@@ -151,36 +158,32 @@ class DeviceBarrier:
             "from that GPU stands still, or the device was too busy to begin it"
         )
 
-    def _resume(self, signature: str) -> None:
-        """After a failure that left all ranks alive: the ranks have run ahead by different numbers
+    def _resume(self) -> None:
+        """After an error that left all ranks alive: the ranks have run ahead by different numbers
         of barriers, and go on from the largest.
         """
-        found = self.host.wait("the call after one that failed", str(self.number))
+        numbers = self.host.wait("the call after one that failed", str(self.number))
         synchronize(self.device)  # of a call before, on another stream, too
         self.signals.reset()
         synchronize(self.device)
-        self.number = max(map(int, found))
+        self.number = max(map(int, numbers))
+        self.last = self.number, 0
+        self.epoch = self.host.epoch  # from here on an error is one that the device must say
         self.host.wait("the call after one that failed, again")  # all have reset theirs
-        self.is_broken = False
+        self._forget()
 
-    def _said(self, fingerprint: int) -> str:
-        return self._text_of(self._text(fingerprint))
-
-    def _text_of(self, key: str) -> str:
+    def _text(self, number: int, rank: int, fingerprint: int = RAISED) -> str:
+        """What a rank has said at a barrier. Calls that all have made are not in the store."""
+        key = self._key(number, rank)
+        known = (text for text, x in self.known.items() if x == fingerprint)
+        if (text := self.left.get(key) or next(known, None)) is not None:
+            return text
         try:
-            self.store.wait([key], self.timeout)
-            return self.store.get(key).decode()
-        except dist.DistError as error:
-            return f"something that the group's store does not say ({error})"
+            if self.store.check([key]):
+                return self.store.get(key).decode()
+        except dist.DistError:
+            pass  # the rank that has the store may have ended; which one this is, is known
+        return "an error" if fingerprint == RAISED else "something else"
 
-    def _text(self, fingerprint: int) -> str:
-        return f"tilewise/call/{fingerprint:08x}"
-
-    def _raised(self, rank: int, number: int) -> str:
-        return f"tilewise/raised/{number}/{rank}"
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _key(self, number: int, rank: int) -> str:
+        return f"device/{self.device.type}/{number}/{rank}"

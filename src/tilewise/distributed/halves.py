@@ -34,8 +34,9 @@ class Arena:
 
     def __init__(self, barrier: Any, memory: Memory) -> None:
         self.barrier, self.memory = barrier, memory
+        self.host = getattr(barrier, "host", barrier)  # on which epochs are counted
         self.rank, self.ranks = barrier.rank, barrier.ranks
-        self.half, self.room = 0, 0
+        self.half, self.room, self.epoch = 0, 0, -1
         self.blocks: list[Tensor] = []
         self.pulled = 0  # bytes that were read of other ranks, in all
         self.views: dict[Any, Tensor] = {}  # of the blocks; see `exchange.Published`
@@ -44,10 +45,11 @@ class Arena:
         """Room for what this rank publishes next, uint8; `signature` is that of the call, and ranks
         that make the same one ask for as many bytes.
         """
-        self.barrier.catch_up(signature)
+        if self.epoch != self.host.epoch:  # an error came to some ranks as the arena grew, or read
+            self.epoch, self.room = self.host.epoch, 0
         if not self.room or nbytes > self.room:
             room = max(LEAST, nbytes, 2 * self.room)
-            self.grow(HALVES * room, signature)
+            self.grow(HALVES * room, f"{signature}, for which the arena grows to {room} bytes")
             self.room = room
         # By barriers, which ranks count alike: a call that raised on one has published on others
         self.half = (self.barrier.number + 1) % HALVES
@@ -57,14 +59,8 @@ class Arena:
         """Waits until all ranks have published for the call of this signature."""
         self.barrier.wait(signature)
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """An error of this rank is left for the others, which would wait for it."""
-        try:
-            yield
-        except Exception as error:
-            self.barrier.abandon(error)
-            raise
+    def abandon(self, error: BaseException | None) -> None:
+        """After an error of this rank or of another, which the host has said; None if before."""
 
     def of(self, rank: int, nbytes: int) -> Tensor:
         """What a rank has published, uint8; after `meet`, and until the call after the next."""

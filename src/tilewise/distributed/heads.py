@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.calls import eager_apply, resolved
 from ..problem import Grads, Saved
 from . import whole
+from .arena import reporting
 from .call_spec import CallSpec
 from .copies import Group, Kind, Strides, are_aligned, in_rows, kind_of, strides_of
 from .halves import Arena
@@ -99,14 +100,16 @@ class _Heads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         arena, spec, groups, shapes = ctx.args
-        kept, (dout, dlse) = ctx.saved_tensors, resolved((dout, dlse))
-        results = [x.new_empty(shape) for x, shape in zip(kept, shapes)]
-        present = [x is not None for x in (dout, dlse)]
-        signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"
-        if dout is None:
-            dq, _, dv = results
-            dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
-        with arena.reporting():
+        with reporting(spec.layout):
+            kept, (dout, dlse) = ctx.saved_tensors, resolved((dout, dlse))
+            results = [x.new_empty(shape) for x, shape in zip(kept, shapes)]
+            present = [x is not None for x in (dout, dlse)]
+            signature = (
+                f"the backward of attention (heads): {spec.signature}, with gradients {present}"
+            )
+            if dout is None:
+                dq, _, dv = results
+                dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
             given = _given((dout,) if dlse is None else (dout, dlse))
             pulled = Pulled(arena, Way(spec, signature, groups, given), given)
 
@@ -128,16 +131,15 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     signature = f"the backward of attention (heads): {spec.signature}"
     groups = groups_of(spec, *saved[2:5])
     given = _given([x for x in saved if x is not None])
-    with arena.reporting():
-        pulled = Pulled(arena, Way(spec, signature, groups, given), given)
+    pulled = Pulled(arena, Way(spec, signature, groups, given), given)
 
-        def of_group(number: int) -> Saved:
-            dout, *others = pulled.arrive(number)
-            dlse = None if saved.dlse is None else others.pop(0)
-            return Saved(dout, dlse, *others)
+    def of_group(number: int) -> Saved:
+        dout, *others = pulled.arrive(number)
+        dlse = None if saved.dlse is None else others.pop(0)
+        return Saved(dout, dlse, *others)
 
-        results = [x.new_empty(x.shape) for x in saved[2:5]]
-        return _gradients(spec, results, of_group, pulled)
+    results = [x.new_empty(x.shape) for x in saved[2:5]]
+    return _gradients(spec, results, of_group, pulled)
 
 
 def _gradients(

@@ -4,7 +4,9 @@ that signature is neither checked, nor is its method chosen, nor what it copies 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..ops.calls import Entry, find
@@ -16,13 +18,20 @@ MOST = 256  # calls that are kept: a layout may have thousands of runs
 _kept: deque[Entry] = deque()
 
 
+def _no_arena() -> None:
+    """Of a call of one rank."""
+
+
 class KnownCall:
     """A checked call, without its tensors."""
 
     __slots__ = ("arena", "method", "spec")
 
     def __init__(self, arena: Arena | None, spec: CallSpec, method: str) -> None:
-        self.arena, self.method = arena, method
+        self.arena: Callable[[], Any] = (
+            _no_arena if arena is None else weakref.ref(arena)
+        )  # its group may end
+        self.method = method
         self.spec = spec._replace(alibi_slopes=None, sinks=None)
 
 
@@ -41,7 +50,7 @@ def entry_of_call(
 def known_call(entry: Entry | None, layout: Layout, arena: Arena | None) -> KnownCall | None:
     """What an entry has, if it was found with the same layout and memory."""
     known: Any = None if entry is None else entry.step
-    is_same = known is not None and known.spec.layout is layout and known.arena is arena
+    is_same = known is not None and known.spec.layout is layout and known.arena() is arena
     return known if is_same else None
 
 

@@ -1,22 +1,24 @@
-"""Memory that every rank of a group maps of every other, by kind."""
+"""Memory that every rank of a group maps of every other, by kind, and the proof that it does."""
 
 from __future__ import annotations
 
 import abc
 import ast
+import mmap
 import os
 import shutil
-import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .failure import Barrier
+from .failure import Barrier, listed
 
 Tensor = torch.Tensor
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+NONCE = 16  # bytes
 
 
 class Memory(abc.ABC):
@@ -25,11 +27,47 @@ class Memory(abc.ABC):
     grow, are of two.
     """
 
-    @abc.abstractmethod
+    faults: tuple[type[Exception], ...] = ()  # what is raised where there is no such memory
+
     def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
         """A new block on every rank as this one sees them, uint8, for the call of `signature`. They
-        are there on all ranks when it returns.
+        are there on all ranks when it returns; NotImplementedError on all where some are not.
         """
+        handle, why = "", ""
+        blocks: Sequence[Tensor | None] = [None] * barrier.ranks
+        try:
+            try:
+                handle = self.make(nbytes)
+            except self.faults as error:
+                why = f": {type(error).__name__}: {error}"
+            handles = barrier.wait(signature, handle)
+            try:
+                if all(handles):
+                    blocks = self.open(handles, nbytes, rank=barrier.rank)
+            except self.faults as error:
+                why = f": {type(error).__name__}: {error}"
+            nodes = nodes_of(barrier, blocks, signature)
+        finally:
+            self.settle()
+        if len(nodes) > 1:
+            kind, names = type(self).__name__, " and ".join(map(listed, nodes))
+            raise NotImplementedError(
+                f"{names} share no memory by {kind}{why}: "
+                "tilewise.distributed serves ranks that map each other's, so run them on one "
+                "machine, and containers with one /dev/shm"
+            )
+        return [x for x in blocks if x is not None]
+
+    @abc.abstractmethod
+    def make(self, nbytes: int) -> str:
+        """A new block of this rank; how others find it."""
+
+    @abc.abstractmethod
+    def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:
+        """The blocks of all ranks, of which this is `rank`; None for those that it cannot map."""
+
+    def settle(self) -> None:  # noqa: B027  # nothing, of most kinds
+        """Once all ranks have mapped the blocks, or will not."""
 
 
 class Files(Memory):
@@ -37,17 +75,19 @@ class Files(Memory):
     removed as soon as they are mapped, so that nothing stays behind, however a process ends.
     """
 
-    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
-        path = _reserve(nbytes)
-        try:
-            found = on_one_machine(barrier, signature, path)
-            blocks = [
-                torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in found
-            ]
-            barrier.wait(signature)  # all have mapped it
-            return blocks
-        finally:
-            Path(path).unlink()
+    path = ""
+
+    def make(self, nbytes: int) -> str:
+        self.path = _reserve(nbytes)
+        return self.path
+
+    def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:
+        return [_mapped(path, nbytes) for path in handles]
+
+    def settle(self) -> None:
+        if self.path:
+            Path(self.path).unlink()
+        self.path = ""
 
 
 class Symmetric(Memory):
@@ -59,27 +99,32 @@ class Symmetric(Memory):
     `empty_strided_p2p` and not `empty`, which takes parts of a pool that other users share.
     """
 
+    faults = RuntimeError, ImportError, AttributeError
+    exchanges = 0  # of this process
+
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.kept: list[Any] = []  # of the last blocks, which are unmapped when it is dropped
 
-    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
+    def make(self, nbytes: int) -> str:
         self.kept = []  # before more is taken; `grow` has seen that no rank reads it
         os.environ[NO_MULTICAST] = "1"  # which `rendezvous` reads
-        name, ranks = self.group.group_name, barrier.ranks
-        given = (nbytes,), (1,), torch.uint8, self.device, name
-        on_one_machine(barrier, signature)  # and all are here: what follows waits without names
-        from torch.distributed import _symmetric_memory
-
-        symmetric = getattr(_symmetric_memory, "_SymmetricMemory")  # noqa: B009  # not public
+        block = (nbytes,), (1,), torch.uint8, self.device, self.group.group_name
+        symmetric = _symmetric()
         if (backend := symmetric.get_backend(self.device)) not in (None, "CUDA"):
             raise RuntimeError(f"symmetric memory's backend is {backend}: CUDA alone maps peers")
-        mine = symmetric.empty_strided_p2p(*given)
-        handle = symmetric.rendezvous(mine, name)
+        self.kept = [symmetric.empty_strided_p2p(*block)]
+        return f"{Symmetric.exchanges} exchanges"
+
+    def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:
+        if len(set(handles)) > 1:  # of groups that share some ranks: it would wait without names
+            raise RuntimeError(f"torch numbers exchanges by process, which made {handles}")
+        Symmetric.exchanges += 1
+        handle = _symmetric().rendezvous(self.kept[0], self.group.group_name)
         if handle.multicast_ptr:
             raise RuntimeError(f"torch made a multicast object although {NO_MULTICAST} is 1")
-        self.kept = [mine, handle]
-        return [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(ranks)]
+        self.kept.append(handle)
+        return [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(handles))]
 
 
 class Ipc(Memory):
@@ -89,38 +134,69 @@ class Ipc(Memory):
     several ranks at once had a quarter of the bandwidth (four H200s, November 2026).
     """
 
+    faults = (RuntimeError,)
+
     def __init__(self, group: Any, device: torch.device) -> None:
         self.device = device
         self.kept: Tensor | None = None
 
-    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
+    def make(self, nbytes: int) -> str:
         self.kept = None
-        mine = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        shared = mine.untyped_storage()._share_cuda_()
-        found = on_one_machine(barrier, signature, repr(shared))
+        self.kept = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return repr(self.kept.untyped_storage()._share_cuda_())
+
+    def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:
         blocks = []
-        for rank, note in enumerate(found):
-            _, *handles = ast.literal_eval(note)
-            if rank == barrier.rank:
-                blocks.append(mine)
+        for peer, handle in enumerate(handles):
+            if peer == rank:
+                blocks.append(self.kept)
                 continue
-            storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *handles)
-            blocks.append(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
-        barrier.wait(signature)  # all have mapped it
-        self.kept = mine
-        return [x[:nbytes] for x in blocks]
+            _, *place = ast.literal_eval(handle)
+            storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *place)
+            block = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            blocks.append(block[:nbytes])
+        return blocks
 
 
-def on_one_machine(barrier: Barrier, signature: str, note: str = "") -> list[str]:
-    """What each rank has to say, once all are here; NotImplementedError on several machines."""
-    found = [x.split("\n") for x in barrier.wait(signature, f"{socket.gethostname()}\n{note}")]
-    if len({host for host, _ in found}) > 1:
-        hosts = ", ".join(f"rank {rank} on {x[0]}" for rank, x in enumerate(found))
-        raise NotImplementedError(
-            f"ranks on several machines ({hosts}): the arena is memory that all ranks map, so run "
-            "them on one machine"
-        )
-    return [note for _, note in found]
+def nodes_of(
+    barrier: Barrier, blocks: Sequence[Tensor | None], signature: str
+) -> list[tuple[int, ...]]:
+    """The ranks of a group, by nodes that share memory. It is proved: each writes a nonce into its
+    own block, and the others read it there. A name of a machine or file may be that of two.
+    """
+    nonce, mine = os.urandom(NONCE), blocks[barrier.rank]
+    if mine is not None:
+        mine[:NONCE].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
+        synchronize(mine.device)
+    written = barrier.wait(signature, nonce.hex())
+    read = ["" if x is None else bytes(x[:NONCE].tolist()).hex() for x in blocks]
+    seen = [str(rank) for rank, (x, y) in enumerate(zip(read, written)) if x == y]
+    sights = [x.split() for x in barrier.wait(signature, " ".join(seen))]
+    pairs = {(i, int(j)) for i, sight in enumerate(sights) for j in sight}
+    ranks = range(barrier.ranks)
+    nodes = (tuple(j for j in ranks if i == j or {(i, j), (j, i)} <= pairs) for i in ranks)
+    return sorted(set(nodes))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _symmetric() -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return getattr(_symmetric_memory, "_SymmetricMemory")  # noqa: B009  # not public
+
+
+def _mapped(path: str, nbytes: int) -> Tensor | None:
+    """A file as a tensor; None where there is none of this size. None is created."""
+    try:
+        with Path(path).open("r+b") as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+    except (OSError, ValueError):
+        return None
 
 
 def _reserve(nbytes: int) -> str:
@@ -130,7 +206,7 @@ def _reserve(nbytes: int) -> str:
     file, path = tempfile.mkstemp(prefix="tilewise-", dir=shared if has_room else None)
     try:
         os.posix_fallocate(file, 0, nbytes)
-    except OSError:
+    except BaseException:
         Path(path).unlink()
         raise
     finally:

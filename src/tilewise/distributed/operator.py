@@ -24,9 +24,9 @@ from ..ops.context_parallel import unsharded
 from ..ops.schema import LIBRARY, SAVED, no_double_backward
 from ..problem import Saved
 from ..tile.random_bytes import check_dropout, draw_rng
-from .arena import Arena
+from .arena import Arena, reporting
 from .call_spec import CallSpec, check, check_captured
-from .layout import layout_of
+from .layout import Layout, layout_of
 from .methods import arena_for, attend, backward
 
 Tensor = torch.Tensor
@@ -99,9 +99,9 @@ def attention(
     )
 
 
-def _spec_of(call: tuple) -> tuple[CallSpec, Options]:
+def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, Options]:
     """The call of an operator's arguments after q, k and v."""
-    alibi_slopes, sinks, dropout_rng, captured, table, *rest = call
+    alibi_slopes, sinks, dropout_rng, captured, _, *rest = call
     options, captured = Options(*rest), tuple(captured or ())
     mask = score = None
     if options.mask_mod:
@@ -111,7 +111,7 @@ def _spec_of(call: tuple) -> tuple[CallSpec, Options]:
     if options.score_mod:
         score = ScoreMod(lookup(deserialize(options.score_mod, SCORE_FUNCTION)), captured)
     spec = CallSpec(
-        layout_of(table),
+        layout,
         options.causal or False,
         options.scale,
         (options.left, options.right),
@@ -131,23 +131,20 @@ def _spec_of(call: tuple) -> tuple[CallSpec, Options]:
 
 
 @contextlib.contextmanager
-def _running(spec: CallSpec, q: Tensor) -> Iterator[Arena | None]:
-    arena = arena_for(spec.layout, q.device)
-    reporting = contextlib.nullcontext() if arena is None else arena.reporting()
-    with reporting, unsharded(), torch.no_grad():
-        yield arena
+def _running(q: Tensor, call: tuple) -> Iterator[tuple[Arena | None, CallSpec, Options]]:
+    layout = layout_of(call[LAYOUT - INPUTS])
+    with reporting(layout), unsharded(), torch.no_grad():
+        yield arena_for(layout, q.device), *_spec_of(layout, call)
 
 
 def _forward(q, k, v, *call):
-    spec, options = _spec_of(call)
-    with _running(spec, q) as arena:
+    with _running(q, call) as (arena, spec, options):
         found = attend(arena, check(spec, q, k, v), options.method, (q, k, v))
     return tuple(x.contiguous() for x in found if x is not None)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *call):
-    spec, options = _spec_of(call)
-    with _running(spec, q) as arena:
+    with _running(q, call) as (arena, spec, options):
         saved = Saved(dout, dlse, q, k, v, out, lse)
         grads = backward(arena, check(spec, q, k, v), options.method, saved)
     dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks

@@ -18,6 +18,7 @@ from ..frontend.attention import call
 from ..ops.calls import resolved
 from ..problem import OPEN, Extras, Grads, Saved
 from ..reference import merge_states
+from .arena import reporting
 from .call_spec import CallSpec
 from .exchange import Published, publish
 from .halves import Arena
@@ -143,19 +144,19 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
-        grads = backward(ctx.arena, ctx.spec, saved)
+        with reporting(ctx.spec.layout):
+            saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
+            grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 
 
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """The gradients of `attend`."""
-    with arena.reporting():
-        signature = f"the sums of the backward of attention (ring): {spec.signature}"
-        sums = Sums(arena, spec, signature, saved.k.dtype)
-        dq, dsinks = _gradients(arena, spec, saved, sums.begin)
-        dk, dv = sums.finish()
-        arena.settle(dq, dk, dv)
+    signature = f"the sums of the backward of attention (ring): {spec.signature}"
+    sums = Sums(arena, spec, signature, saved.k.dtype)
+    dq, dsinks = _gradients(arena, spec, saved, sums.begin)
+    dk, dv = sums.finish()
+    arena.settle(dq, dk, dv)
     if dsinks is not None and spec.sinks is not None:
         dsinks = dsinks.to(spec.sinks.dtype)
     return Grads(dq.to(dk.dtype), dk, dv, dsinks)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.calls import eager_apply, resolved
 from ..problem import Saved
 from . import one_launch, packed_runs, placed, rows
+from .arena import reporting
 from .call_spec import CallSpec
 from .halves import Arena
 from .pulled_keys import pull_keys
@@ -70,8 +71,9 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
-        grads = backward(ctx.arena, ctx.spec, saved)
+        with reporting(ctx.spec.layout):
+            saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
+            grads = backward(ctx.arena, ctx.spec, saved)
         return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 
 

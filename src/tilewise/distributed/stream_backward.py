@@ -23,18 +23,17 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     dout, _, q, k, v, out, _ = saved
     signature = f"the backward of attention (stream): {spec.signature}"
     dtype, exact = k.dtype, rows.working_dtype(q)
-    with arena.reporting():
-        packing = packed_runs.packing_for(spec, q, k, v)
-        reads_all = spec.is_modified or (packing is None and packed_runs.reads_between(spec, q))
-        keys = pull_keys(arena, spec, k, v, signature, reads_all, packing)
-        dout = torch.zeros_like(out) if dout is None else dout
-        dout, q, out = (x.to(exact) for x in (dout, q, out))
-        if exact != dtype:
-            keys.arrive_all()
-            keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
-        given = saved._replace(dout=dout, q=q, out=out)
-        grads = _in_groups(arena, spec, given, keys, signature)
-        arena.settle(*grads[:3])
+    packing = packed_runs.packing_for(spec, q, k, v)
+    reads_all = spec.is_modified or (packing is None and packed_runs.reads_between(spec, q))
+    keys = pull_keys(arena, spec, k, v, signature, reads_all, packing)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dout, q, out = (x.to(exact) for x in (dout, q, out))
+    if exact != dtype:
+        keys.arrive_all()
+        keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
+    given = saved._replace(dout=dout, q=q, out=out)
+    grads = _in_groups(arena, spec, given, keys, signature)
+    arena.settle(*grads[:3])
     if grads.dsinks is None or spec.sinks is None:
         return grads
     return grads._replace(dsinks=grads.dsinks.to(spec.sinks.dtype))

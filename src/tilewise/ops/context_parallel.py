@@ -53,8 +53,8 @@ def is_sharded() -> bool:
 
 
 def innermost() -> Any:
-    """The innermost context: its `layout`, and `reporting(device)`, inside of which an error is one
-    of all ranks.
+    """The innermost context: its `layout`, and `reporting(*tensors)`, inside of which an error is
+    one of all ranks.
     """
     return contexts[-1]
 

@@ -45,7 +45,7 @@ def attend_shards(
 ) -> Tensor:
     """The call of a layer, (batch, tokens, heads, headdim). `band` is that of the layer's flags."""
     context = innermost()
-    with context.reporting(q.device):
+    with context.reporting(q):
         if features.bias is not None or (isinstance(mask, Tensor) and mask.dim() != 2):
             raise NotImplementedError(PADDED)
         if isinstance(mask, Visible):
@@ -56,7 +56,7 @@ def attend_shards(
         if band[0] is not None and band[1] != 0:
             raise NotImplementedError(f"a window on both sides {INSIDE} is not served")
         _check_positions(mask, position_ids, context.layout.positions)
-    return attend(q, k, v, band, features)
+        return attend(q, k, v, band, features)
 
 
 def _band_of(visible: Visible, of_layer: Band) -> Band:

@@ -1,0 +1,21 @@
+"""Errors of one rank at each step of a call."""
+
+import pytest
+import torch.distributed as dist
+from helpers.interrupts import ALL, METHODS, interrupted
+from helpers.processes import run
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("gloo is not here", allow_module_level=True)
+
+
+@pytest.mark.parametrize("kind, names", [("cpu", list(METHODS)), ("interpreter", ["stream"])])
+def test_some_lines(kind, names):
+    run(interrupted, 2, 5, 5, kind, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, most", [("cpu", ALL), ("interpreter", 150)])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_line(name, kind, most):
+    run(interrupted, 2, 6, most, kind, [name])
