@@ -12,7 +12,7 @@ class Here(Arena):
     """An arena of one rank without a barrier."""
 
     def __init__(self):
-        super().__init__(SimpleNamespace(rank=0, ranks=1, number=0, catch_up=str), None)
+        super().__init__(SimpleNamespace(rank=0, ranks=1, number=0, epoch=0), None)
 
     def grow(self, nbytes, signature):
         self.memory = SimpleNamespace(
