@@ -21,6 +21,8 @@ ROWS = ("prefixes", "keys of rows", "tree")
 KEPT = ("", "", "e4m3", "int8")
 SCALES = ("none", "tensor", "head", "sequence", "row")
 MEMORY = ("dense", "heads first", "side by side", "a layer")
+MOVED = ("q", "q", "k", "v", "out", "page_table", "seqused_k", "alibi_slopes", "sinks", "k_descale")
+LAZY = ("q", "page_table", "seqused_k", "sinks")
 PAGES = (None, 1, 3, 8, 16, 16, 32, 64, 100, 128)
 
 
@@ -81,6 +83,9 @@ class CachedLook:
     page_size: int | None
     memory: str
     layout: str
+    moved: tuple[tuple[str, int], ...] = ()  # arguments that lie at multiples of so few bytes
+    out: str = ""  # "own", or "overlapping": refused, and then its own
+    lazy: str = ""  # an argument that torch has yet to negate
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -102,6 +107,19 @@ class CachedCase:
     scale: float | None
     logits: float
     split_size: int | None
+
+    @property
+    def served_by(self) -> str | None:
+        """The backend to ask for: Hopper's refuses what it cannot read by vectors or TMA."""
+        names = {name for name, _ in self.look.moved}
+        is_refused = self.lane.backend == "hopper" and not names.isdisjoint("qkv")
+        return None if is_refused else self.lane.backend
+
+    @property
+    def computed_by(self) -> str:
+        """The backend that then serves it."""
+        other = "cpu" if self.lane.device == "cpu" else "portable"
+        return self.served_by or other
 
     @property
     def command(self) -> str:
@@ -140,6 +158,9 @@ def _look(rng: random.Random, lane: CachedLane) -> CachedLook:
     memory = rng.choice(MEMORY)
     # Beside 8 bits the portable kernels multiply 16
     dtypes = HALF if kept and lane.backend == "portable" else lane.dtypes
+    moved = rng.sample(MOVED, 2) if rng.random() < 0.3 else []
+    lazy = rng.choice(LAZY) if rng.random() < 0.1 else ""
+    moved = [name for name in moved if name != lazy]
     return CachedLook(
         dtype=rng.choice(dtypes),
         kept=kept,
@@ -155,6 +176,9 @@ def _look(rng: random.Random, lane: CachedLane) -> CachedLook:
         page_size=page_size,
         memory=memory,
         layout="bshd" if packed or rng.random() < 0.6 else "bhsd",
+        moved=tuple((name, rng.choice((2, 4, 8))) for name in moved),
+        out=rng.choice(("", "own", "overlapping")),
+        lazy=lazy,
     )
 
 

@@ -13,6 +13,7 @@ from tilewise import mods
 
 from . import formulas, functions
 from .cached_cases import CachedCase
+from .places import lying, negated
 from .reference import Span, Terms
 
 Tensor = torch.Tensor
@@ -149,6 +150,21 @@ def placed(case: CachedCase, content: Content, place: Place) -> dict:
             if name in read:
                 read[name] = read[name][list(place.order)]
         asked["mask_mod"] = functions.MASKS[look.mask](read)
+    return _moved_anywhere(case, asked)
+
+
+def _moved_anywhere(case: CachedCase, asked: dict) -> dict:
+    """Arguments where the look has them lie, and `out`."""
+    look = case.look
+    if look.out:
+        shape = (*asked["q"].shape[:-1], look.headdim_v)
+        asked["out"] = torch.full(shape, math.nan, dtype=asked["q"].dtype, device=case.lane.device)
+    for name, unit in look.moved:
+        x = asked.get(name)
+        if x is not None:
+            asked[name] = lying(x, unit, (unit,) * (x.dim() - 1))
+    if asked.get(look.lazy) is not None:
+        asked[look.lazy] = negated(asked[look.lazy])
     return asked
 
 

@@ -78,22 +78,36 @@ def _compute(case: CachedCase, content: Content, place: Place, attend: Attend) -
     look = case.look
     asked = placed(case, content, place)
     window = (case.left, case.right) if look.has("window") else None
-    out, lse = attend(
-        **asked,
-        causal=look.causal,
-        window=window,
-        softcap=case.softcap,
-        scale=case.scale,
-        split_size=case.split_size,
-        backend=case.lane.backend,
-        return_lse=True,
-    )
+    options = dict(causal=look.causal, window=window, softcap=case.softcap, scale=case.scale)
+    options |= dict(split_size=case.split_size, return_lse=True)
+    _check_refusals(case, asked, options)
+    out, lse = attend(**asked, **options, backend=case.served_by)
     if not look.packed:
         out = (out.transpose(1, 2) if look.layout == "bhsd" else out).flatten(0, 1)
         lse = lse.transpose(0, 1).flatten(1)
     counts = [len(content.q[i]) for i in place.order]
     pairs = dict(zip(place.order, zip(out.split(counts), lse.split(counts, 1))))
     return Found(*([pairs[i][side] for i in sorted(pairs)] for side in (0, 1)))
+
+
+def _check_refusals(case: CachedCase, asked: dict, options: dict) -> None:
+    """Hopper's kernel refuses what it cannot read, and every backend an out that overlaps."""
+    if not asked["q"].numel():
+        return
+    if case.served_by != case.lane.backend:
+        _raises(NotImplementedError, asked, options, case.lane.backend)
+    if case.look.out == "overlapping" and asked["out"].shape[:-1].numel() > 1:
+        shape = asked["out"].shape
+        whole = asked | dict(out=asked["q"].new_zeros(shape[-1]).expand(shape))
+        _raises(tilewise.ArgumentError, whole, options, case.served_by)
+
+
+def _raises(kind: type[Exception], asked: dict, options: dict, backend: str | None) -> None:
+    try:
+        tilewise.attention(**asked, **options, backend=backend)
+    except kind:
+        return
+    raise AssertionError(f"nothing raised {kind.__name__}")
 
 
 def _elsewhere(
@@ -117,7 +131,7 @@ def _alone(
     if not n or look.mask in ROWS:
         return []
     a, b = 0, n
-    is_promised = case.lane.backend != "portable" or n <= ALIKE
+    is_promised = case.computed_by != "portable" or n <= ALIKE
     if look.causal and n <= keys and is_promised:
         a = rng.randrange(n)
         b = rng.randint(a + 1, n)
@@ -147,7 +161,7 @@ def _compare(case: CachedCase, content: Content, found: Found) -> list[str]:
     dout = tensors["q"].new_zeros(*tensors["q"].shape[:2], case.look.headdim_v)
     given = Given(
         tensors, (), spans, terms, dout, None, case.softcap or 0.0, case.lane.tanh_off,
-        lse_off=2**-13 if case.lane.backend == "cpu" else 0.0, equal=case.logits > 0,
+        lse_off=2**-13 if case.computed_by == "cpu" else 0.0, equal=case.logits > 0,
     )  # fmt: skip
     right = standard(given)
     faults = []
