@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.tiers import sample_rows
+from helpers.tiers import sample, sample_rows
 
 pytest.importorskip("triton")
 
@@ -96,7 +96,7 @@ def test_some_heads_of_a_quantized(backend):
     assert torch.equal(part, whole[:, :, 2:])
 
 
-@pytest.mark.parametrize("headdim_v", [None, 256])
+@pytest.mark.parametrize("headdim_v", sample([None, 256], None))
 @pytest.mark.parametrize("backend", MODES)
 def test_later_tokens_change_no_bit_with_given_scales(backend, headdim_v):
     q, k, v = tensors()

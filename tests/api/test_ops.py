@@ -308,6 +308,7 @@ def test_autocast_leaves_fp64_alone():
         assert tilewise.attention(*tensors).dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_tilewise_imports_after_the_flop_counter():
     """Whose formulas are registered once all operators are there."""
     code = "import torch.utils.flop_counter, tilewise"

@@ -105,6 +105,7 @@ def test_nothing_serves_what_no_kernel_reads():
     assert found.backend == "" and {x.kind for x in found.answers} == {"refuses"}
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_the_compiler_is_asked():
     pytest.importorskip("triton")

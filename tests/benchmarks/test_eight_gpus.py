@@ -28,6 +28,7 @@ def run(tmp_path, ranks):
     assert len(rows) + refused == len(ours)
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path):
     run(tmp_path, 2)
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks.report.command import report
@@ -23,6 +24,7 @@ def test_a_page_and_its_words(tmp_path):
     assert "matmul" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_folders_hold_files(tmp_path):
     assert run(ROWS.parent, "--out", tmp_path).exit_code == 0
 

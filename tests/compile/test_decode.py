@@ -74,7 +74,7 @@ def test_splits_and_their_fold_compile(target, headdim, name, is_paged):
 
 
 @pytest.mark.parametrize("target, headdim, name", CASES)
-@pytest.mark.parametrize("row_tiles", sample([2, 4], 2))
+@pytest.mark.parametrize("row_tiles", sample([2, 4]))
 def test_tiles_that_share_keys_compile(target, headdim, name, row_tiles):
     split, _ = plans_of(headdim, True, rows=3 * 4 * row_tiles, **VARIANTS[name])
     assert rows_of(split) == 16 * min(row_tiles, 4 if headdim < 256 else 2)
@@ -115,7 +115,7 @@ def layouts_of(compiled):
     return [[named[x] for x in kind if x in named] for kind in kinds]
 
 
-@pytest.mark.parametrize("headdim", sample([64, 128], 64))
+@pytest.mark.parametrize("headdim", sample([64, 128]))
 def test_tiles_that_share_keys_lie_as_one_alone(headdim):
     found = {}
     for n in (1, 2, 4):
@@ -128,7 +128,7 @@ def test_tiles_that_share_keys_lie_as_one_alone(headdim):
 
 @pytest.mark.parametrize("target", sample([x for x in TARGETS if "sm" in x], "sm80"))
 @pytest.mark.parametrize("headdim", sample([64, 128, 256], 256))
-@pytest.mark.parametrize("cache_dtype", sample([BF16, torch.int8], BF16))
+@pytest.mark.parametrize("cache_dtype", sample([BF16, torch.int8]))
 def test_a_row_of_a_wide_tile_lies_as_in_one_of_16(target, headdim, cache_dtype):
     """Whose sums it shares: how many warps and threads have parts of it, of 8 columns each."""
     found = []

@@ -80,10 +80,11 @@ def assert_fits(kernel, most):
 
 
 CASES = itertools.product((8, 64), (64, 128, 256), (None, 16, 3), VARIANTS)
-SAMPLE = [(rows, 128, 16, "causal") for rows in (8, 64)]
 
 
-@pytest.mark.parametrize("rows, headdim, page_size, name", sample_rows(CASES, *SAMPLE))
+@pytest.mark.parametrize(
+    "rows, headdim, page_size, name", sample_rows(CASES, (64, 64, 16, "causal"))
+)
 def test_decoding_compiles(rows, headdim, page_size, name, monkeypatch):
     monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
     kernel = compiled(headdim, page_size, **VARIANTS[name])
@@ -111,7 +112,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("headdims, page_size, name", sample_rows(SHARED, (128, 16, "causal")))
+@pytest.mark.parametrize("headdims, page_size, name", sample_rows(SHARED))
 def test_two_warpgroups_compile(headdims, page_size, name, monkeypatch):
     """They have registers for all that a block of keys takes: nothing is spilled in its loop."""
     monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: 2)
@@ -156,6 +157,7 @@ def fused(ptx):
     return found
 
 
+@pytest.mark.slow
 def test_folds_round_alike_in_all_kernels(monkeypatch):
     """C2: the fold of two pieces has one product that is rounded, which must be the same one in the
     kernel of few rows, of 64, in that of two warpgroups, on the way and afterwards.
@@ -180,7 +182,7 @@ CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
 
 
 @pytest.mark.parametrize(
-    "headdim, page_size, kept, scales", sample_rows(CASES_8, (128, 3, "int8", "row"))
+    "headdim, page_size, kept, scales", sample_rows(CASES_8, (64, 3, "int8", "row"))
 )
 def test_eight_bits_compile(headdim, page_size, kept, scales):
     kernel = compiled(headdim, page_size, causal=True, kept=KEPT[kept], scales=scales)
@@ -200,7 +202,7 @@ def test_eight_bits_compile(headdim, page_size, kept, scales):
 ROWS_8 = [*itertools.product((64, 128), (8, 16, 32, 64)), (256, 32)]
 
 
-@pytest.mark.parametrize("headdim, rows", sample_rows(ROWS_8, (128, 8)))
+@pytest.mark.parametrize("headdim, rows", sample_rows(ROWS_8))
 def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
     """The warps meet twice a block, and wait for no product but the scores and the one before;
     where registers are few, for the scores before V P is begun.
@@ -232,7 +234,7 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
 BESIDE_COPIES = [(d, r, s) for d in (64, 128, 256) for r in (16, 32, 64) for s in ("head", "row")]
 
 
-@pytest.mark.parametrize("headdim, rows, scales", sample_rows(BESIDE_COPIES, (128, 32, "head")))
+@pytest.mark.parametrize("headdim, rows, scales", sample_rows(BESIDE_COPIES))
 def test_rows_of_eight_bits_have_room_beside_copies(headdim, rows, scales, monkeypatch):
     """Of pages that threads copy: what the compiler adds, too, is in shared memory."""
     monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
@@ -242,6 +244,7 @@ def test_rows_of_eight_bits_have_room_beside_copies(headdim, rows, scales, monke
     assert found <= (SMEM_LIMIT["sm90"] + 1024) // (2 if are_two else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 64])
 def test_folds_of_eight_bits_round_alike(rows, monkeypatch):
     """C2: whatever rows a tile has."""

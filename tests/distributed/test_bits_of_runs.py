@@ -60,8 +60,8 @@ def made(headdim=64, docs=False, sinks=False, alibi=False, **options):
 PAIRS = list(itertools.product(CASES, ("zigzag", "striped")))
 
 
-# Every case, dealt in one way and the other in turn
-@pytest.mark.parametrize("name, kind", sample_rows(PAIRS, *PAIRS[0::4], *PAIRS[3::4]))
+# Every other case, dealt in one way
+@pytest.mark.parametrize("name, kind", sample_rows(PAIRS, *PAIRS[0::4]))
 def test_the_bits_of_a_run(name, kind):
     q, k, v, dout, options, docs = made(**CASES[name])
     layout = td.zigzag(SEQLEN, RANKS) if kind == "zigzag" else td.striped(SEQLEN, RANKS, block=70)

@@ -42,6 +42,7 @@ def on_device(rank):
     grouped(rank, ["causal", "lse", "bf16, sinks"])
 
 
+@pytest.mark.slow
 def test_groups_over_the_arena_of_gpus():
     run(on_device, 2)
 

@@ -205,5 +205,6 @@ def bounded(rank):
     assert arena.room == room < of_shard // 8  # few keys are seen by others
 
 
+@pytest.mark.slow
 def test_the_peak_of_the_backward():
     run(bounded, 2)

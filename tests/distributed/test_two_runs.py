@@ -16,7 +16,7 @@ from tilewise.distributed import packed_runs, rows
 from tilewise.distributed.call_spec import CallSpec, check
 from tilewise.testing import use_emulator
 
-SEQLEN, HEADS = 520, (4, 2)
+SEQLEN, HEADS = 520, (2, 1)
 CASES = {
     "causal": dict(causal=True),
     "window": dict(causal=True, window=(240, 0)),
@@ -86,7 +86,7 @@ def both(rank, name):
     assert rank or pulled
 
 
-@pytest.mark.parametrize("name", sample(CASES, "causal", "window", "wide heads"))
+@pytest.mark.parametrize("name", sample(CASES, "causal"))
 def test_one_launch_of_both(name):
     run(both, 2, name)
 

@@ -18,3 +18,9 @@ def sample_rows(rows: Iterable[tuple], *fast: tuple) -> list:
     rows = list(rows)
     assert all(x in rows for x in fast), f"{fast} are not all among the rows"
     return [pytest.param(*x, marks=() if x in fast else pytest.mark.slow) for x in rows]
+
+
+def every(n: int, cases: Iterable) -> list:
+    """The same of one in `n`, the first among them."""
+    cases = list(cases)
+    return [pytest.param(x, marks=pytest.mark.slow if i % n else ()) for i, x in enumerate(cases)]

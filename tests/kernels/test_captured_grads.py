@@ -87,7 +87,7 @@ def on_backends(names, *fast):
     return pytest.mark.parametrize(("name", "backend"), sample_rows(rows, *quick))
 
 
-@on_backends(LEARNED, "slope of a head", "table of distances", "queries", "one number", "hiding")
+@on_backends(LEARNED, "table of distances", "one number", "hiding")
 def test_gradients(name, backend):
     check(backend, inputs(), *LEARNED[name])
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import every, sample, sample_rows
 
 import tilewise
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
@@ -39,7 +39,7 @@ def problem_of(headdim, headdim_v=0, deterministic=False, extras=None, **scalars
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", every(2, VARIANTS))
 def test_any_order_of_events(name, seed):
     """No deadlock, no wrong phase and no missing wait in any order."""
     records = run_case(VARIANTS[name], "hopper", "cpu", BF16, seed)
@@ -61,9 +61,7 @@ def like(out):
 ORDERED = itertools.product([False, "bottom_right", "top_left"], [64, 256])
 
 
-@pytest.mark.parametrize(
-    "causal, headdim", sample_rows(ORDERED, ("bottom_right", 64), ("top_left", 256))
-)
+@pytest.mark.parametrize("causal, headdim", sample_rows(ORDERED, ("bottom_right", 64)))
 def test_deterministic_in_any_order_of_events(causal, headdim):
     """The tiles of a head add to dQ in one order, whichever runs first; fully masked tiles do not
     add.

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.eight_bits import DTYPES, KINDS, quantised
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import every, sample, sample_rows
 
 import tilewise
 from tilewise.frontend.cache_checks import check_cached
@@ -68,7 +68,7 @@ def test_against_fp64_of_what_was_stored(kind, dtype, q_dtype):
     assert_equal(run(x, 3, 1, causal=True), found)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", every(2, FEATURES))
 def test_with_everything_else(name):
     for kind in ("sequence", "row"):
         x = drawn(kind=kind)
@@ -138,7 +138,7 @@ def test_every_tile_has_bytes_in_flight():
             assert tile.STAGES * block_n * (d + dv) >= 2**16, tile
 
 
-@pytest.mark.parametrize("split_size", [64, 256])
+@pytest.mark.parametrize("split_size", sample([64, 256], 64))
 def test_pieces_of_a_block_and_of_four(split_size):
     """Of one there is no block before it, whose P V would be beside S."""
     x = drawn([1, 5], [300, 70], kind="row", headdims=(128, 128))
@@ -150,7 +150,10 @@ def test_pieces_of_a_block_and_of_four(split_size):
 
 @pytest.mark.parametrize(
     "headdims, kind",
-    [((128, 128), "row"), ((64, 64), "head"), ((64, 256), "row"), ((256, 80), "row")],
+    sample_rows(
+        [((128, 128), "row"), ((64, 64), "head"), ((64, 256), "row"), ((256, 80), "row")],
+        ((64, 64), "head"),
+    ),
 )
 def test_rows_of_a_tile_change_no_bit(headdims, kind, monkeypatch):
     x = drawn([1, 12, 3], [3 * SPLIT + 9, 170, 64], kind=kind, headdims=headdims)
@@ -161,7 +164,7 @@ def test_rows_of_a_tile_change_no_bit(headdims, kind, monkeypatch):
         assert_equal(run(x, seed=rows, causal=True), found)
 
 
-@pytest.mark.parametrize("most", [0, 10**6])
+@pytest.mark.parametrize("most", sample([0, 10**6], 0))
 def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
     """In slices, or by the program that ends the last part; of 2 rows,
     of 20 and of 64.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import every, sample, sample_rows
 
 from tilewise.errors import Avoidable
 from tilewise.kernels import hopper
@@ -239,7 +239,7 @@ def test_gradients(case, device):
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every(2, PACKED), ids=lambda case: case.name)
 def test_packed_sequences(case, device):
     """A mask, a score function and dropout know a sequence by its number."""
     given, oracle, plain = packed_call_of(case, device)

@@ -63,7 +63,7 @@ def gradients(q, k, v, **options):
     return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("name", sample(VARIANTS, "causal", "odd", "shared", "wide", "sliced"))
+@pytest.mark.parametrize("name", sample(VARIANTS, "causal", "odd", "sliced"))
 def test_within_the_budget(name):
     records = run_case(VARIANTS[name], "hopper", "cpu", BF16)
     failures = [str(record) for record in records if not record.verdict.ok]

@@ -31,7 +31,7 @@ from tilewise.tile.rotary import Rotary
 FP32 = torch.float32
 
 
-@pytest.fixture(params=["native", "by integers"])
+@pytest.fixture(params=sample(["native", "by integers"], "native"))
 def cast(request, monkeypatch):
     """By the GPU's conversion, and for those without it."""
     if request.param == "by integers":
@@ -44,11 +44,12 @@ def turning(positions=300, rotary_dim=48, interleaved=True, dtype=BF16):
 
 
 _casts = list(itertools.product(LENGTHS, ("native", "by integers")))
-_native = [row for row in _casts if row[1] == "native"]
 
 
 @pytest.mark.parametrize(
-    "name, cast", sample_rows(_casts, *_native, ("packed", "by integers")), indirect=["cast"]
+    "name, cast",
+    sample_rows(_casts, ("used", "native"), ("packed", "by integers")),
+    indirect=["cast"],
 )
 def test_like_plain_torch(name, cast):
     rows, of = LENGTHS[name]
@@ -59,9 +60,7 @@ def test_like_plain_torch(name, cast):
 _turned = itertools.product(LENGTHS, (False, True), (BF16, torch.float16, FP32))
 
 
-@pytest.mark.parametrize(
-    "name, interleaved, dtype", sample_rows(_turned, ("used", False, BF16), ("gaps", True, BF16))
-)
+@pytest.mark.parametrize("name, interleaved, dtype", sample_rows(_turned, ("used", False, BF16)))
 def test_turned_by_positions(name, interleaved, dtype, cast):
     """Without rotation and means every bit is the same; with them as without rotary tables."""
     rows, of = LENGTHS[name]
@@ -112,7 +111,7 @@ def test_each_step(steps, dtype, cast):
 HEADDIMS = [(16, 16), (128, 64), (256, 256), (96, 80), (65, 100), (192, 128)]
 
 
-@pytest.mark.parametrize("headdims", sample(HEADDIMS, (256, 256), (96, 80)), ids=str)
+@pytest.mark.parametrize("headdims", sample(HEADDIMS, (96, 80)), ids=str)
 def test_head_dims(headdims):
     x, of = tensors((1, 40), (3, 1), headdims), Lengths()
     assert_same(by_kernels(*x, ALL, NO_SCALES, of), plain.quantize(*x, ALL, NO_SCALES, of), of)
@@ -176,7 +175,7 @@ def test_nan_and_zero(cast):
     assert (found.scales.v[1] == SMALLEST).all() and (found.v_t[1].float() == 0).all()
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("value", sample([torch.inf, -torch.inf, torch.nan], torch.inf))
 def test_no_mean_without_finite_numbers(value):
     """Nor a scale: NaN, as plain torch has it."""
     q, k, v = tensors((2, 40))
@@ -189,7 +188,7 @@ def test_no_mean_without_finite_numbers(value):
         assert found.scales.k[0, 0].isnan() and found.scales.v[0, 0].isnan()
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", sample(LENGTHS))
 def test_how_far_wide_values_drift(name, cast):
     rows, of = LENGTHS[name]
     given = tensors(rows, headdims=(16, 144))

@@ -110,7 +110,7 @@ def packed_extras(starts_q=RIGHT_Q, starts_k=RIGHT_K, used_q=None, used_k=None, 
 
 @CALLS
 @SIDE
-@pytest.mark.parametrize("name", sample(WRONG_STARTS, "far past it", "least", "all over again"))
+@pytest.mark.parametrize("name", sample(WRONG_STARTS, "far past it"))
 def test_wrong_starts(name, side, backend, how):
     wrong = {f"starts_{x}": WRONG_STARTS[name] for x in SIDES[side]}
     call(backend, packed_extras(**wrong), **HOW[how])

@@ -11,7 +11,7 @@ from .test_decode import BF16, assert_right, cache_of, run
 
 
 def test_parts_are_folded(monkeypatch):
-    s = sequences([1, 3], [390, 260], (4, 2), (64, 64), BF16)
+    s = sequences([1, 3], [390, 260], (2, 1), (64, 64), BF16)
     q = torch.cat(s.q)
     found = run(monkeypatch, q, cache_of(s, 16), causal=True)
     assert_right(q, cache_of(s, None), found, causal=True)
