@@ -1,8 +1,12 @@
-"""Every test starts from the same seeds, on one thread per worker; GPU tests need a GPU."""
+"""Every test starts from the same seeds, on one thread per worker; GPU tests need a GPU. At the end
+the time of all processes is told.
+"""
 
 import gc
 import os
 import random
+import resource
+import sys
 
 import pytest
 import torch
@@ -28,6 +32,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_sessionfinish():
+    """Waits for the server of processes, so that their time counts with this one's."""
+    if forkserver := sys.modules.get("multiprocessing.forkserver"):
+        forkserver._forkserver._stop()
+
+
+def pytest_terminal_summary(terminalreporter):
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    minutes = sum(x.ru_utime + x.ru_stime for x in used) / 60
+    terminalreporter.write_line(f"{minutes:.1f} minutes of user and system time, with workers")
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ def test_measured_rows(key):
     assert (found["UTMALDG"] > 0) == TABLE[key].descriptors
 
 
-@pytest.mark.parametrize("target", sample([x for x in TARGETS if x != "sm90"], "sm100", "gfx942"))
+@pytest.mark.parametrize("target", sample([x for x in TARGETS if x != "sm90"], "gfx942"))
 def test_one_kernel_a_target(target):
     check(plans_of(64, BF16, **EVERYTHING)["fwd"], target)
 
@@ -132,7 +132,7 @@ def test_packed(target, kernel):
     check(plans_of(128, BF16, **PACKED)[kernel], target)
 
 
-@pytest.mark.parametrize("variant", sample(["blocks", "mask", "bias"], "blocks"))
+@pytest.mark.parametrize("variant", sample(["blocks", "mask", "bias"]))
 @pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
 def test_modified(target, variant):
     for plan in plans_of(64, BF16, **VARIANTS[variant]).values():
@@ -157,7 +157,6 @@ def test_a_bias_fits_at_any_length(headdim, kernel):
     ("target", "variant", "most"),
     sample_rows(
         [("sm80", "blocks", SMALL), ("sm89", "blocks", 170), ("sm90", "full", SMALL)],
-        ("sm89", "blocks", 170),
     ),
 )
 def test_a_head_that_is_no_multiple_of_16(target, variant, most):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.shards import FEATURES, NAMES, Case, compare, deals
+from helpers.tiers import sample
 
 import tilewise.distributed as td
 from tilewise.distributed import arena as arenas
@@ -31,7 +32,7 @@ def grouped(rank, names):
         compare(case, layout, name, NAMES, method="heads", deterministic=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", sample([2, 4], 2))
 def test_groups_of_heads(ranks):
     run(grouped, ranks, CASES)
 

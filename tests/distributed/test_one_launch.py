@@ -218,7 +218,7 @@ def test_blocks_that_lie_in_two_entries(rank, window, waits):
         assert torch.equal(launched(case, layout, 1, seed)[0], layout.shard(out))
 
 
-@pytest.mark.parametrize("mixed", sample([1, 3], 3))
+@pytest.mark.parametrize("mixed", sample([1, 3]))
 def test_the_bits_where_few_heads_are_interleaved(mixed, monkeypatch):
     """As those of long sequences are."""
     monkeypatch.setattr(runs_launch, "heads_per_l2_group", lambda *_: mixed)

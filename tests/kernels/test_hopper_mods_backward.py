@@ -216,7 +216,7 @@ def assert_right(grads, oracle, plain):
     assert not failures, "\n".join(failures)
 
 
-# One of each way through the kernels
+# One of each way through the kernels, of which `make test` takes every other
 FAST = [
     *("mask-by-head-window", "mask-holes", "mask-wide"),
     *("blocks-causal", "blocks-used", "blocks-three-quarters"),
@@ -232,7 +232,9 @@ FAST = [
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("case", sample(CASES, *map(case_of, FAST)), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", sample(CASES, *map(case_of, FAST[::2])), ids=lambda case: case.name
+)
 def test_gradients(case, device):
     given, oracle, plain = call_of(case, device)
     assert_right(backward(given), oracle, plain)

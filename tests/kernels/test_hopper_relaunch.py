@@ -95,7 +95,7 @@ FAST = ("sinks", "half a pair", "dropout", "block mask")
 
 
 @on_devices
-@pytest.mark.parametrize("name", sample(CALLS, *FAST))
+@pytest.mark.parametrize("name", sample(CALLS, "sinks", "dropout"))
 def test_forward(name, device, quick):
     for repeat in range(2 if device == "cpu" else 3):  # a CPU has no launcher to go past
         q, k, v = tensors(device)

@@ -42,7 +42,7 @@ def of_values(call):
     return call.quantized._replace(v_t=call.v)
 
 
-@pytest.mark.parametrize("name", every(2, CASES))
+@pytest.mark.parametrize("name", every(3, CASES))
 @pytest.mark.parametrize("seed", sample(range(9), 0))
 def test_bits_are_those_of_a_pass_before(name, seed):
     lengths, options, how = CASES[name]

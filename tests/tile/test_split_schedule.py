@@ -194,7 +194,9 @@ ORDERS = [  # and whether programs have many tiles
 ]
 
 
-@pytest.mark.parametrize("queries, lengths, programs, has_many", sample_rows(ORDERS, *ORDERS[2:]))
+@pytest.mark.parametrize(
+    "queries, lengths, programs, has_many", sample_rows(ORDERS, ORDERS[3], *ORDERS[4:])
+)
 def test_parts_cover_each_piece_once(queries, lengths, programs, has_many):
     found, pieces, tiles = in_order(queries, lengths, programs)
     covered = {}
