@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
 CLOCK = re.compile(r"\b(monotonic|perf_counter|(process|thread)_time|time\.time)(_ns)?\(|ru_.time")
 # Programs that print how long they ran, and what the rest waits by
 READ_A_CLOCK = {"helpers/waits.py", "fuzz/__main__.py", "integrations/sweep/__main__.py"}
@@ -46,3 +47,10 @@ def test_time_outs_are_those_of_the_helper():
                 seconds = [x for x in defaults(node) if x.value is not None]
             told += [f"{name}:{x.lineno}: {x.value} s" for x in seconds]
     assert not told
+
+
+def test_pages_say_one_time_of_the_tests():
+    """Which `make test` prints at its end, and no test asserts."""
+    pages = {"README.md", "CONTRIBUTING.md", "Makefile", "README.zh-CN.md"}
+    said = {x: re.findall(r"(?:at most|至多) (\d+) ", (ROOT / x).read_text("utf-8")) for x in pages}
+    assert all("12" in numbers for numbers in said.values()), said
