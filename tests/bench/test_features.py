@@ -137,7 +137,7 @@ SHAPES = [SMALL, *(SMALL._replace(**f) for f in FEATURES), ALL]
 CASES = list(itertools.product(SHAPES, (True, False)))
 
 
-@pytest.mark.parametrize("shape, causal", sample_rows(CASES, *CASES[0::4], *CASES[3::4]), ids=str)
+@pytest.mark.parametrize("shape, causal", sample_rows(CASES, *CASES[0::4]), ids=str)
 def test_flex_expresses_every_feature(shape, causal, monkeypatch):
     """Its unfused form by a compiler that only traces: what its two functions say."""
     compiled = torch.compile

@@ -247,7 +247,7 @@ MODIFIED_SPILLS = {
 
 @pytest.mark.parametrize(
     ("name", "headdim"),
-    sample_rows(itertools.product(MODIFIED, (64, 128, 256)), ("blocks-function", 64)),
+    sample_rows(itertools.product(MODIFIED, (64, 128, 256))),
 )
 def test_modified_scores(name, headdim):
     modified_stats(name, headdim)

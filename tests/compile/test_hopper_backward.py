@@ -186,9 +186,7 @@ def test_one_packed_sequence(headdim):
     compiled_stats(headdim, sequences=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "at"), sample_rows(itertools.product(MODIFIED, range(3)), ("document-blocks", 0))
-)
+@pytest.mark.parametrize(("name", "at"), sample_rows(itertools.product(MODIFIED, range(3))))
 def test_modifiers(name, at):
     features, most = MODIFIED[name]
     compiled_stats((64, 128, 256)[at], most=most[at], **features)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiers import sample
 
 from tilewise.kernels.portable.sum_runs import sum_runs_kernel
 from tilewise.testing import build, stats
@@ -10,7 +11,7 @@ pytestmark = pytest.mark.compile
 
 
 @pytest.mark.parametrize("dtype, stores", [(torch.float32, 2), (torch.bfloat16, 1)])
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("scattered", sample([False, True], True))
 def test_sum_runs(dtype, stores, scattered):
     parts, places = torch.zeros(64, 128), torch.zeros(64, 2, dtype=torch.int32)
     targets = places[:, 0].contiguous()

@@ -195,7 +195,7 @@ HOSTILE = {
     "backend", ["portable", pytest.param("hopper", marks=pytest.mark.emulator)]
 )
 @pytest.mark.parametrize("rows", sample([256, 200], 200))
-@pytest.mark.parametrize("name", sample(HOSTILE, "negative", "counts", "both"))
+@pytest.mark.parametrize("name", sample(HOSTILE, "both"))
 def test_lists_that_changed_read_and_write_nothing_else(name, rows, backend):
     """As the device may change them behind us, or a GPU make them: a wrong result at worst."""
     dtype, headdim = (torch.float32, 16) if backend == "portable" else (torch.bfloat16, 64)

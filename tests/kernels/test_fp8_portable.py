@@ -103,7 +103,7 @@ def test_output_dtypes(out_dtype):
 TILES = [(16, 32), (32, 128), (128, 32), (64, 64), (128, 128)]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", sample(TILES, (16, 32), (128, 32), (64, 64)), ids=str)
 @pytest.mark.parametrize("name", ["causal", "causal-window"])
 def test_every_tile_shape_is_right(tile, name):
     with override(fp8_fwd=Config(*tile, 4, 1)):

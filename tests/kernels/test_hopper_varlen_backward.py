@@ -220,7 +220,7 @@ def test_deterministic_in_any_order_of_events(case):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("deterministic", sample([False, True], True))
-@pytest.mark.parametrize("keys", [(0, 0), (5, 0), (200, 40), (9,) * 6], ids=str)
+@pytest.mark.parametrize("keys", every(2, [(0, 0), (5, 0), (200, 40), (9,) * 6]), ids=str)
 def test_the_counter_of_tiles_is_back_at_zero(keys, deterministic):
     """However few of the tiles that there could be there are."""
     case = PackedCase("counted", (3,) * len(keys), keys, Features(), ONE_HEAD, spare=1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.row_max import LAGS, made_rows, next_max_kernel, run_both
+from helpers.tiers import sample
 
 from ptx import assemble, execute
 from tilewise.kernels.common import device_words
@@ -189,7 +190,7 @@ def test_maxima_of_a_thread(n):
 
 
 @pytest.mark.parametrize("lag", LAGS)
-@pytest.mark.parametrize("n", [64, 128])
+@pytest.mark.parametrize("n", sample([64, 128], 64))
 def test_maxima_of_rows(n, lag):
     """Every value is in its row."""
     for seed in range(4):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers.tiers import sample, sample_rows
+from helpers.tiers import every, sample, sample_rows
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -130,7 +130,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("lengths", every(2, RAGGED.values()), ids=RAGGED)
 @pytest.mark.parametrize("programs", sample([None, 3], 3), ids=["one a tile", "persistent"])
 def test_ragged_batches(lengths, programs):
     found_by(lengths, 2, 16, programs=programs)
