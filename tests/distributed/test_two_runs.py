@@ -95,7 +95,7 @@ def test_one_launch_of_both(name):
     "layout, options, packs",
     [
         (td.zigzag(SEQLEN, 2), dict(causal=True), True),
-        (td.zigzag(SEQLEN, 2), dict(causal=True, alibi_slopes=torch.rand(4)), True),
+        (td.zigzag(SEQLEN, 2), dict(causal=True, alibi_slopes=torch.rand(HEADS[0])), True),
         (td.zigzag(SEQLEN, 2), dict(causal=True, window=(10, 0)), False),  # no key is seen twice
         (td.zigzag(SEQLEN, 2), dict(window=(30, 9)), False),
         (td.zigzag(SEQLEN, 2).at(1), dict(causal=True), False),  # one run

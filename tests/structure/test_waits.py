@@ -7,8 +7,9 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 CLOCK = re.compile(r"\b(monotonic|perf_counter|(process|thread)_time|time\.time)(_ns)?\(|ru_.time")
-# Programs that print how long they ran, and what the rest waits by
-READ_A_CLOCK = {"helpers/waits.py", "fuzz/__main__.py", "integrations/sweep/__main__.py"}
+# What prints how long it ran, and what the rest waits by
+PROGRAMS = {"conftest.py", "fuzz/__main__.py", "integrations/sweep/__main__.py"}
+READ_A_CLOCK = PROGRAMS | {"helpers/waits.py"}
 ARGUMENTS = {"timeout", "seconds", "deadline", "minutes"}
 WAITS = {"acquire", "alarm", "join"}
 
