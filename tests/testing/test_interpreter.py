@@ -278,3 +278,52 @@ def test_gluon_compiles_after_it(tmp_path):
     script = tmp_path / "script.py"  # a kernel's source must be in a file
     script.write_text(_THEN_COMPILES)
     subprocess.run([sys.executable, script], check=True)
+
+
+@triton.jit
+def _two_of(a, b, other_a, other_b):
+    """Of which the order counts."""
+    return a * 0.5 + other_a, tl.maximum(b, other_b) - 1
+
+
+@triton.jit
+def reduce_kernel(x, out, AXIS: tl.constexpr):
+    offs = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tile = tl.load(x + offs)
+    first, second = tl.reduce((tile, tile * 3), AXIS, _two_of)
+    kept, _ = tl.reduce((tile, tile * 3), AXIS, _two_of, keep_dims=True)
+    rows = tl.arange(0, 4 if AXIS == 0 else 8)
+    tl.store(out + rows, first)
+    tl.store(out + 8 + rows, second)
+    tl.store(out + 16 + rows, kept.reshape(rows.shape))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_of_its_own_reduces_in_order(axis, dtype):
+    x, out = torch.randn(8, 4).to(dtype), torch.zeros(24, dtype=dtype)
+    interpret(reduce_kernel)[(1,)](x, out, AXIS=axis)
+    rows = x.unbind(axis)
+    first, second = rows[0], rows[0] * 3
+    for row in rows[1:]:
+        first, second = first * 0.5 + row, torch.maximum(second, row * 3) - 1
+    count = len(first)
+    assert torch.equal(out[:count], first) and torch.equal(out[16 : 16 + count], first)
+    assert torch.equal(out[8 : 8 + count], second)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where(a > b, a, b)
+
+
+@triton.jit
+def reduce_all_kernel(x, out):
+    tile = tl.load(x + tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :])
+    tl.store(out, tl.reduce(tile, None, _larger))
+
+
+def test_a_function_of_its_own_reduces_all():
+    x, out = torch.randn(8, 4), torch.zeros(1)
+    interpret(reduce_all_kernel)[(1,)](x, out)
+    assert out.item() == x.max()

@@ -17,6 +17,8 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from .reduce import generic_reduce
+
 _TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
@@ -67,6 +69,7 @@ def repair() -> None:
         _to_bfloat16(np.array([value], np.float32)), tl.bfloat16
     )
     triton_interpreter._convert_float = _convert(triton_interpreter._convert_float)
+    triton_interpreter.ReduceOps.generic_reduce = generic_reduce
 
 
 def _is_bfloat16(x: Any) -> bool:
