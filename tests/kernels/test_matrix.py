@@ -50,7 +50,7 @@ def _is_sampled(backend, at, case, dtype):
     dtypes = ("bf16", "fp16") if backend == "emulated" else tuple(DTYPES)
     fits = case not in HEADDIMS if backend == "cpu" else case.tiles <= MOST_TILES
     is_left_out = case in HEADDIMS and case not in SAMPLED.get(backend, ())
-    if case not in HEADDIMS and backend != "cpu":  # in the interpreter and the emulator by turns
+    if case not in HEADDIMS and backend != "cpu":  # they alternate: interpreter, emulator, none
         is_left_out = at % 3 != ("interpreted", "emulated").index(backend)
     return fits and not is_left_out and dtype == dtypes[at % len(dtypes)]
 
