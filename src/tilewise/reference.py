@@ -162,7 +162,8 @@ def _attend_cached(
     q, extras, table = cached.q, cached.extras, cached.page_table
     cu_seqlens_q = extras.cu_seqlens_q
     out = q.new_zeros(*q.shape[:-1], cached.v.shape[3])
-    lse = q.new_zeros(lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full(lse_shape(q), -math.inf, dtype=lse_dtype)
     lengths = lengths_of(cached.k, table, extras.seqused_k, batch_of(q, cu_seqlens_q))
     rows = zip(lengths, *(queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse))))
     for b, (length, queries, out_rows, lse_rows) in enumerate(rows):
@@ -206,8 +207,11 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[
         outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
         lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
     if not outs:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3])
-    return torch.cat(outs, 2), torch.cat(lses, 2)
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf)
+    out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
+    tail = q.shape[2] - out.shape[2]
+    out = torch.nn.functional.pad(out, (0, 0, 0, tail))
+    return out, torch.nn.functional.pad(lse, (0, tail), value=-math.inf)
 
 
 def _sequences(extras: Extras):

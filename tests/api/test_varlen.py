@@ -113,7 +113,7 @@ def int32(*values):
 WRONG = {
     "not from 0": (dict(cu_seqlens_q=int32(1, 5, 5, 38, 58)), "cu_seqlens_q=[1, 5", "begin with 0"),
     "decreasing": (dict(cu_seqlens_k=int32(0, 5, 4, 38, 58)), "cu_seqlens_k=[0, 5, 4", "decrease"),
-    "another total": (dict(cu_seqlens_q=int32(0, 5, 5, 38, 57)), "cu_seqlens_q", "58"),
+    "past the end": (dict(cu_seqlens_q=int32(0, 5, 5, 38, 59)), "cu_seqlens_q", "58"),
     "dtype": (dict(cu_seqlens_q=STARTS.long()), "cu_seqlens_q.dtype is torch.int64", "int32"),
     "batches": (dict(cu_seqlens_k=int32(0, 58)), "cu_seqlens_k has shape (2,)", "(batch + 1,)"),
     "one side": (dict(cu_seqlens_k=None), "cu_seqlens_k is missing", "both"),

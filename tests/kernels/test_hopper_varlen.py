@@ -98,6 +98,11 @@ CASES = (
     PackedCase("used", (50, 0, 70), (20, 30, 160), Features(), TWO, spare=9),
     PackedCase("used-causal", (50, 0, 70), (20, 30, 160), CAUSAL, TWO, spare=70),
     PackedCase("used-shared", (5, 1, 9), (70, 0, 9), CAUSAL, ONE._replace(nheads=4), spare=3),
+    # Rows behind all sequences, with NaN in them: with the last sequence in a tile, and without.
+    PackedCase("tail", (5, 70), (7, 90), Features(), TWO, tail=9),
+    PackedCase("tail-causal", (50, 0), (60, 9), CAUSAL, ONE, tail=200),
+    PackedCase("tail-sinks", (50, 9), (60, 0), Features(sinks=True), TWO, spare=3, tail=150),
+    PackedCase("tail-d100", (50, 9), (60, 9), CAUSAL, Sizes(1, 1, 1, 2, 1, 100), tail=90),
     PackedCase(
         "everything",
         (20, 64, 9, 130),

@@ -64,6 +64,10 @@ PACKED = (
     PackedCase(
         "d128-spare", (70, 0), (140, 9), Features(causal=True), PAIR._replace(headdim=128), 60
     ),
+    PackedCase("tail", (70, 9), (90, 20), Features(causal=True), PAIR, tail=9),
+    PackedCase(
+        "tail-sinks", (50, 0), (60, 9), Features(sinks=True, lse_grad=True), GROUPS, 5, tail=150
+    ),
     PackedCase("padded-heads", (50, 90), (70, 20), Features(), Sizes(1, 1, 1, 2, 2, 40, 72), 3),
     PackedCase("wide", (100, 0, 70), (70, 20, 9), Features(), PAIR._replace(headdim=256)),
     PackedCase(
@@ -114,7 +118,8 @@ def packed_call(case: PackedCase, deterministic=False, device="cpu"):
     parts = [part._replace(sinks=parts[0].sinks) for part in parts]
     inputs, lengths = case.pack(parts)
     if inputs.dlse is not None and case.spare:
-        inputs.dlse[:, ~used_rows(case.queries, case.spare)] = math.nan
+        is_used = used_rows(case.queries, case.spare)
+        inputs.dlse[:, : len(is_used)][:, ~is_used] = math.nan
     oracle, *plain = map(case.join, zip(*(standards(*both) for both in zip(case.parts, parts))))
     extras = Extras(inputs.alibi_slopes, inputs.sinks)._replace(**lengths)
     return given_of(inputs, oracle, case.features, extras, deterministic), oracle, plain

@@ -174,6 +174,7 @@ def test_wrong_starts_give_tiles_of_rows_that_exist(starts, programs):
     total, block, nheads = 50, 16, 2
     held = [min(max(start, 0), total) for start in starts]
     lengths = [max(stop - start, 0) for start, stop in itertools.pairwise(held)]
+    lengths[-1] = total - held[-2]  # the last sequence has the rows behind it
     bound = upper_bound([total], nheads, block) + (len(lengths) - 1) * nheads
     out = torch.full((bound + 9, 5), -7, dtype=torch.int32)
     args = (out, torch.tensor(starts, dtype=torch.int32), total, len(lengths), nheads, bound + 9)

@@ -113,7 +113,8 @@ def attention(
         seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
             lse -inf.
         cu_seqlens_q: int32 (batch + 1,), 0 and the end of each sequence's queries, which are packed
-            end to end. Without `cu_seqlens_k`: packed queries over a KV cache.
+            end to end. Without `cu_seqlens_k`: packed queries over a KV cache. Rows behind the last
+            end are padding: out and gradients are 0 there and lse -inf, and `out=` stays as it is.
         cu_seqlens_k: the same for keys. Lengths stay on the device.
         max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
             sequences are used where it is over 2048 or absent, else those for the mean length.

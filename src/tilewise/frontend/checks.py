@@ -163,10 +163,10 @@ def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> 
 
 def _check_starts(name: str, starts: Tensor, total: int, *, nheads: int, words: Words) -> None:
     found = starts.tolist()
-    if found[0] != 0 or found[-1] != total or any(a > b for a, b in itertools.pairwise(found)):
+    if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
         raise ArgumentError(
-            f"{name}={found}: it must begin with 0, never decrease, and end with the number of "
-            f"packed rows, {total}{f'; {words.order}' if found[-1] == nheads else ''}"
+            f"{name}={found}: it must begin with 0, never decrease, and end with at most the "
+            f"number of packed rows, {total}{f'; {words.order}' if found[-1] == nheads else ''}"
         )
 
 

@@ -207,6 +207,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     fresh, lse = _empty(cached, out)
     if cached.q.is_meta:
         return fresh, lse
+    cached = cached._replace(has_out=out is not None)
     if cached.entry is None:  # else it is none that is lazily negated
         cached = cached.resolved()
     tensors = *cached.tensors, *cached.extras.captured

@@ -19,7 +19,7 @@ OF_QUERIES = ("out", "lse", "dq")
 
 class PackedCase(NamedTuple):
     """One call of packed sequences. Each has the lengths of `queries` and `keys`, and behind them
-    as many rows that are not used as `spare` says.
+    as many rows that are not used as `spare` says, and `tail` more rows lie behind all of them.
     """
 
     name: str
@@ -28,6 +28,7 @@ class PackedCase(NamedTuple):
     features: Features
     sizes: Sizes = Sizes(nheads=4, nheads_k=2)
     spare: int = 0
+    tail: int = 0
 
     @property
     def tiles(self) -> int:
@@ -93,9 +94,10 @@ class PackedCase(NamedTuple):
         return joined
 
     def _cat(self, tensors: list[Tensor], dim: int, value: float) -> Tensor:
-        """Concatenates the sequences, each followed by its padding rows."""
-        after = [0, 0] * (tensors[0].dim() - 1 - dim) + [0, self.spare]
-        return torch.cat([F.pad(x, after, value=value) for x in tensors], dim)
+        """Concatenates the sequences, each followed by its padding rows, and all by the tail."""
+        before = [0, 0] * (tensors[0].dim() - 1 - dim)
+        padded = [F.pad(x, [*before, 0, self.spare], value=value) for x in tensors]
+        return F.pad(torch.cat(padded, dim), [*before, 0, self.tail], value=value)
 
 
 PACKED = (
@@ -117,5 +119,14 @@ PACKED = (
     PackedCase(
         "packed-d100", (50, 0, 20), (70, 9, 20), Features(True), Sizes(1, 1, 1, 2, 1, 100, 65), 3
     ),
+    PackedCase(
+        "packed-tail",
+        (20, 64, 9, 100),
+        (25, 64, 12, 90),
+        Features(True, (50, 0), sinks=True, lse_grad=True),
+        spare=3,
+        tail=170,
+    ),
+    PackedCase("packed-short-tail", (70, 0), (40, 3), Features(), tail=9),
     PackedCase("packed-d512", (30, 20), (40, 20), Features(True), Sizes(1, 1, 1, 2, 1, 512)),
 )

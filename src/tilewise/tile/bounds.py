@@ -58,6 +58,8 @@ def key_blocks(m_start, seq, FEATURES: tl.constexpr, TILE: tl.constexpr):
         if FEATURES.MASK_MOD is not None:  # it is evaluated for every pair
             full_stop = 0
         limit = seq.lengths.seqlen_k
+        if FEATURES.PACKED:  # rows that are not used see no keys
+            limit = tl.where(m_start < seq.lengths.seqlen_q, limit, 0)
         return _block_range(first, stop, full_first, full_stop, limit, TILE.BLOCK_N)
 
 

@@ -17,11 +17,22 @@ from .types import Lengths, Sequence, SequenceOffsets
 def offsets_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """The offsets of the sequence: a row of the batch, or rows of packed tensors."""
     if FEATURES.PACKED:
-        first_q, rows_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
-        first_k, rows_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
-        return SequenceOffsets(batch * 0, first_q, first_k, rows_q, rows_k)
+        first_q, seqlen_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
+        first_k, seqlen_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
+        rows_q = with_tail(seqlen_q, first_q, batch, sizes.packed, sizes.seqlen_q)
+        rows_k = with_tail(seqlen_k, first_k, batch, sizes.packed, sizes.seqlen_k)
+        return SequenceOffsets(batch * 0, first_q, first_k, rows_q, rows_k, seqlen_q, seqlen_k)
     else:
-        return SequenceOffsets(batch, batch * 0, batch * 0, sizes.seqlen_q, sizes.seqlen_k)
+        seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k
+        return SequenceOffsets(batch, batch * 0, batch * 0, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
+
+
+@triton.jit
+def with_tail(rows, first, batch, sequences, total):
+    """The rows of a packed sequence. The last one's include those behind `cu_seqlens[-1]`, which
+    are padding as rows past `seqused` are: only the device knows how many these are.
+    """
+    return tl.where(batch + 1 == sequences, total - first, rows)
 
 
 @triton.jit
@@ -44,12 +55,12 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
 @triton.jit
 def lengths_in(offsets, batch, optionals, FEATURES: tl.constexpr):
     """The same, given the sequence's offsets."""
-    seqlen_q = offsets.rows_q
+    seqlen_q = offsets.seqlen_q
     if FEATURES.SEQUSED_Q:
-        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, offsets.rows_q)
-    seqlen_k = offsets.rows_k
+        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, seqlen_q)
+    seqlen_k = offsets.seqlen_k
     if FEATURES.SEQUSED_K:
-        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, offsets.rows_k)
+        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, seqlen_k)
     diagonal = seqlen_k - seqlen_q
     if FEATURES.TOP_LEFT:
         diagonal = 0

@@ -233,6 +233,8 @@ class SequenceOffsets(NamedTuple):
     first_k: int
     rows_q: int
     rows_k: int
+    seqlen_q: int  # of these rows, those of the sequence itself
+    seqlen_k: int
 
 
 class Sequence(NamedTuple):

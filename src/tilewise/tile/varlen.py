@@ -21,7 +21,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .seqlen import rows_of
+from .seqlen import rows_of, with_tail
 
 WARP_LANES = tl.constexpr(32)  # sequences per group: the lanes of a warp
 # Blocks: interleaved heads of 4-block sequences were 6 % slower (H200, headdim 64, backward), of 32
@@ -127,8 +127,8 @@ def interleave_heads(tile, blocks, heads, width):
 def blocks_of(batch, cu_seqlens, total, batch_size, BLOCK: tl.constexpr):
     """How many blocks each of these sequences has; 0 past the last sequence."""
     this, following = tl.minimum(batch, batch_size), tl.minimum(batch + 1, batch_size)
-    _, rows = rows_of(cu_seqlens, this, following, total)
-    return tl.cdiv(rows, BLOCK)
+    first, rows = rows_of(cu_seqlens, this, following, total)
+    return tl.cdiv(with_tail(rows, first, batch, batch_size, total), BLOCK)
 
 
 @triton.jit

@@ -100,6 +100,6 @@ def bwd_delta_kernel(
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))
         of_rows = p_sink * row_delta
-        if FEATURES.SEQUSED_Q:  # padding rows have no sink, and may hold anything
+        if FEATURES.PACKED:  # padding rows have no sink, and may hold anything
             of_rows = tl.where(lse_row == float("-inf"), 0.0, of_rows)
         tl.store(sink_parts + tile, -tl.sum(of_rows, 0))

@@ -27,9 +27,15 @@ class Cached(NamedTuple):
     mask: str = ""  # the name of the mask's tree
     backend: str | None = None  # the name of one to force
     entry: Any = None  # where the step is kept, an `ops.calls.Entry`, or None
+    has_out: bool = False  # the caller's, of which rows of no sequence stay as they are
     # Of a cache of 8 bits: (), (nheads_k,), (batch, nheads_k), or shaped as it without headdim
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+
+    @property
+    def clears_tail(self) -> bool:
+        """Whether rows of no sequence get 0."""
+        return self.extras.cu_seqlens_q is not None and not self.has_out
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ...tile.bounds import clamp
 from ...tile.types import Strided
 
 
@@ -177,3 +178,21 @@ def load_stats(row, q_idx, sizes, other, CHECKED: tl.constexpr):
         return tl.load(row + q_idx, mask=q_idx < sizes.seqlen_q, other=other)
     else:
         return tl.load(row + q_idx)
+
+
+@triton.jit
+def clear_tail(
+    out, lse, starts, sequences, total, nheads, program, programs, columns, D: tl.constexpr
+):
+    """Rows of packed queries over a KV cache behind all sequences: 0 to `out`, which is None where
+    it is the caller's and stays as it is, and -inf to lse. Programs share the rows, of which only
+    the device knows the first. `columns` are those of a row, in the caller's layout.
+    """
+    first = clamp(tl.load(starts + sequences), 0, total)
+    for row in range(first + program, total, programs):
+        for head in range(nheads):
+            if out is not None:
+                at = out.ptr + tl.cast(row, tl.int64) * out.row + tl.cast(head, tl.int64) * out.head
+                zeros = (columns * 0).to(out.ptr.dtype.element_ty)
+                tl.store(at + columns, zeros, mask=columns < D)
+            tl.store(lse + tl.cast(head, tl.int64) * total + row, float("-inf"))

@@ -99,7 +99,8 @@ def backward(
     dout, dlse, q, k, v, out, lse = saved
     is_whole = dlse is None and not problem.has_fp32_key_grads  # which torch rounds there
     is_causal = flash.whole_mask(problem, q, k, scalars) if is_whole else None
-    if is_causal is not None:
+    has_flash = dlse is None and not blockwise.is_large(lse)
+    if has_flash and is_causal is not None:
         found = flash.backward_whole(saved, is_causal, scalars.scale)
         return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)
     grads = empty_grads(problem, q, k, v, extras)
@@ -113,7 +114,7 @@ def backward(
         filled = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
         parts = Grads(*(x.transpose(1, 2) for x in filled), dsinks, _rows_of(dbias, row))
         given = dout[row].transpose(1, 2), out[row].transpose(1, 2), lse[row]
-        if dlse is None and flash.serves(dense):
+        if has_flash and flash.serves(dense):
             flash.backward(dense, *given, parts)
         else:
             blockwise.backward(dense, *given, None if dlse is None else dlse[row], parts)

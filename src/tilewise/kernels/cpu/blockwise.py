@@ -12,6 +12,10 @@ A sink is a key without a value: the softmax starts at m = sink, l = 1. Backward
     dV += P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   delta = rowsum(dO * O) - dLSE
     dQ += scale dS K,   dK += dS^T (scale Q)
 
+Of large scores LSE in fp32 has lost log l, and at -1e9, a mask as a bias, all of it: n keys would
+have P = 1 each. There m, log l and O are computed once more, and P = exp((S - m) - log l) is the
+forward's.
+
 FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
 """
 
@@ -28,6 +32,15 @@ from .dense import Dense, QueryRange, rows
 from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
 
 Tensor = torch.Tensor
+LARGE = 4096.0  # of an LSE in fp32 whose rounding is 2^-12, a relative error of P
+
+
+class Rows(NamedTuple):
+    """The softmax of a block of queries, (heads, group * rows, ...)."""
+
+    out: Tensor
+    m_i: Tensor
+    log_l: Tensor
 
 
 def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
@@ -40,15 +53,23 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
         lses = x.by_group(lse.unsqueeze(-1))
         for r in rows(dense, block_m(dense)):
             q = load(queries, r, lse.dtype) * dense.scale
-            acc_o, row_lse = _attend(dense, x, r, q, workspace)
-            store(outs, r, acc_o)
-            store(lses, r, row_lse)
+            found = _attend(dense, x, r, q, workspace)
+            store(outs, r, found.out)
+            store(lses, r, found.m_i + found.log_l)
 
 
-def _attend(
-    dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspace
-) -> tuple[Tensor, Tensor]:
-    """O and LSE of one block of scaled queries (heads, group * rows, headdim)."""
+def is_large(lse: Tensor) -> bool:
+    """Whether a row has so large scores that P of the backward would not be that of the forward."""
+    if not lse.numel():
+        return False
+    low, high = torch.aminmax(lse)
+    if low == -math.inf:  # rows that see no key
+        low = lse.masked_fill(lse == -math.inf, 0).amin()
+    return bool(low < -LARGE or high > LARGE)
+
+
+def _attend(dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspace) -> Rows:
+    """One block of scaled queries (heads, group * rows, headdim)."""
     heads, nrows, _ = q.shape
     m_i, l_i = q.new_full((heads, nrows, 1), -math.inf), q.new_zeros(heads, nrows, 1)
     if x.sinks is not None:
@@ -76,7 +97,7 @@ def _attend(
         acc_o.mul_(alpha).baddbmm_(p, x.v[:, start:stop])
         m_i = m_new
     acc_o.div_(l_i.masked_fill(l_i == 0, 1))
-    return acc_o, m_i + l_i.log()
+    return Rows(acc_o, m_i, l_i.log())
 
 
 def backward(
@@ -90,20 +111,22 @@ def backward(
         for grad in grads[:3]:
             grad.zero_()
         return
-    workspace, dtype = Workspace(), lse.dtype
+    workspace, dtype, has_large = Workspace(), lse.dtype, is_large(lse)
     for x in chunks(dense, dtype):
         queries, dqs, douts, outs = (x.by_group(t) for t in (dense.q, grads.dq, dout, out))
         lses = x.by_group(lse.unsqueeze(-1))
         dlses = None if dlse is None else x.by_group(dlse.unsqueeze(-1))
         dk, dv = (t.new_zeros(t.shape) for t in (x.k, x.v))
         for r in rows(dense, block_m(dense)):
-            do = load(douts, r, dtype)
-            delta = (do * load(outs, r, dtype)).sum(-1, keepdim=True)
+            q, do = load(queries, r, dtype) * dense.scale, load(douts, r, dtype)
+            out_rows, row_lse, log_l = load(outs, r, dtype), load(lses, r, dtype), None
+            if has_large:
+                out_rows, row_lse, log_l = _attend(dense, x, r, q, workspace)
+            delta = (do * out_rows).sum(-1, keepdim=True)
             if dlses is not None:
                 delta -= load(dlses, r, dtype)
-            row_lse = load(lses, r, dtype)
             row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P is 0 in such a row
-            given = Given(load(queries, r, dtype) * dense.scale, do, delta, row_lse)
+            given = Given(q, do, delta, row_lse, log_l)
             targets = dk, dv, grads.dbias
             store(dqs, r, _attend_backward(dense, x, r, given, targets, workspace))
             if dense.sinks is not None:
@@ -120,6 +143,7 @@ class Given(NamedTuple):
     do: Tensor
     delta: Tensor
     lse: Tensor
+    log_l: Tensor | None  # where `lse` is m alone
 
 
 def _attend_backward(
@@ -131,7 +155,7 @@ def _attend_backward(
     workspace: Workspace,
 ) -> Tensor:
     """dQ of one block of queries; adds its share to the targets, dk, dv and dbias."""
-    q, do, delta, lse = given
+    q, do, delta, lse, log_l = given
     dk, dv, dbias = targets
     dq = torch.zeros_like(q)
     for start in range(r.first, r.last, tiles.BLOCK_N):
@@ -150,7 +174,8 @@ def _attend_backward(
             derivative = modify.apply_score_mod(s, dense, place)
             modify.apply_bias_and_mask(s, dense, place)
         bias_and_mask(s, dense, x, r, start, stop)
-        p = s.sub_(lse).exp_()
+        s.sub_(lse)
+        p = (s if log_l is None else s.sub_(log_l)).exp_()
         dp = workspace.matmul("dp", do, v.transpose(1, 2))
         dropped = p
         if place is not None:
@@ -173,6 +198,9 @@ def _attend_backward(
 def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, given: Given) -> None:
     """The sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
     by_head = (x.sinks.shape[0], x.group, r.stop - r.start, 1)
-    ds = torch.exp(x.sinks - given.lse.view(by_head)) * given.delta.view(by_head)
+    s = x.sinks - given.lse.view(by_head)
+    if given.log_l is not None:
+        s = s - given.log_l.view(by_head)
+    ds = torch.exp(s) * given.delta.view(by_head)
     target = dsinks.unflatten(0, (-1, x.group))[x.heads]
     target.sub_(ds.sum((2, 3)).view(-1, *target.shape).sum(0))

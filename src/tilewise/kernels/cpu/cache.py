@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
-    """Writes `out` and `lse` of all queries that belong to a sequence."""
+    """Writes `out` and `lse`."""
     q, cu_seqlens_q = cached.q, cached.extras.cu_seqlens_q
     batch = batch_of(q, cu_seqlens_q)
     lengths = lengths_of(cached.k, cached.page_table, cached.extras.seqused_k, batch)
@@ -97,6 +97,11 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
             sequence = _sequence(cached, row, length, queries.shape[0], lse.dtype)
             for tile in _tiles(sequence, queries, lse.dtype):
                 _store(sequence, tile, _attend(sequence, tile, memory), outs, lses)
+    if cu_seqlens_q is not None:  # rows of no sequence
+        end = max(int(cu_seqlens_q[-1]), 0)
+        lse[:, end:] = -math.inf
+        if cached.clears_tail:
+            out[end:] = 0
 
 
 def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> CachedSequence:

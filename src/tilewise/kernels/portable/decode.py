@@ -25,6 +25,7 @@ from ...tile.seqlen import modifiers_of, rows_of
 from ...tile.softmax import finish, load_sink
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
+from ..common.io import clear_tail
 from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
 from .split_step import add_sums, attend, spread_sums
@@ -62,6 +63,7 @@ class Partials(NamedTuple):
     rows: int
     blocks: int  # of a launch: its first programs walk `lead` pieces, all others one
     lead: int  # None where it is 1
+    tail: Any = None  # `out` where its rows of no sequence are to be cleared
 
 
 class QueryTile(NamedTuple):
@@ -82,6 +84,19 @@ def attn_split_kernel(
     q, cache, partials, out, lse, optionals, sizes, numbers, split_size,
     FEATURES: tl.constexpr, TILE: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
+    if FEATURES.PACKED:
+        starts, nheads = optionals.cu_seqlens_q, sizes.nheads * FEATURES.GROUP
+        share = tl.program_id(0), tl.num_programs(0), tl.arange(0, TILE.BLOCK_DV)
+        clear_tail(
+            partials.tail,
+            lse,
+            starts,
+            sizes.packed,
+            sizes.seqlen_q,
+            nheads,
+            *share,
+            FEATURES.HEADDIM_V,
+        )
     IN_ONE: tl.constexpr = partials.acc_o is None
     TOKENS: tl.constexpr = TILE.BLOCK_M // FEATURES.GROUP * ROW_TILES
     tile, lane = tl.program_id(0) % partials.blocks, tl.arange(0, 32)
@@ -216,6 +231,9 @@ def open_rows(
     is_query = (token < BLOCK_M // GROUP) & (start + token < seqlen_q)
     last = diagonal + tl.minimum(start + TOKENS, seqlen_q) - 1
     keys = keys_seen(diagonal + start, last, seqlen_k, numbers, split_size, FEATURES)
+    if FEATURES.PACKED:  # a tile behind all sequences
+        stop = tl.where(start < seqlen_q, keys.stop, keys.piece)
+        keys = SeenKeys(keys.first, keys.last, keys.piece, stop)
     slope = load_slope(optionals, batch, head[:, None], FEATURES)
     lengths = Lengths(seqlen_q, seqlen_k, 0)  # positions are the diagonal's
     seq = Sequence(lengths, slope, numbers, batch, head[:, None], modifiers_of(optionals), 0)

@@ -207,6 +207,8 @@ def plans_of(
         cache = cache._replace(tile_pages=None if rest else tile_pages)
     if cache.v[1:] == cache.k[1:]:
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
+    if cached.clears_tail:
+        partials = partials._replace(tail=strided_of(out))
     args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
     common = dict(FEATURES=features, TILE=choice.tile)
     wide = choice.tile._replace(BLOCK_M=choice.rows)

@@ -115,7 +115,7 @@ def fp8_fwd_kernel(
         share = state.l_i * finished.rescale
         acc_o += share[:, None] * load_mean(quantization.v_mean, sequence, head_k, DV, BLOCK_DV)
     row_lse = finished.lse
-    if FEATURES.SEQUSED_Q:
+    if FEATURES.PACKED:  # rows that are not used
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
         row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))
     store_rows(out, batch, head, acc_o, m_start, offsets.rows_q, BLOCK_M, DV, BLOCK_DV)

@@ -68,7 +68,7 @@ def attn_fwd_kernel(
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     acc_o = state.acc_o * (finished.rescale * numbers.dropout_factor)[:, None]
     row_lse = finished.lse
-    if FEATURES.SEQUSED_Q:
+    if FEATURES.PACKED:  # rows that are not used
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
         row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))
     store_rows(out, batch, head, acc_o, m_start, offsets.rows_q, BLOCK_M, DV, BLOCK_DV)

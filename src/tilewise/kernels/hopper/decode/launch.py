@@ -129,7 +129,7 @@ def plan_of(
         strided_of(q),
         *described(cached, tile),
         table_of(cached),
-        Output(strided_of(out), lse, partials),
+        Output(strided_of(out), lse, partials, strided_of(out) if cached.clears_tail else None),
         Counters(handed_out, by_tile),
         optionals_of(extras, problem.mods),
         sizes,

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...common.io import clear_tail
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start, wait_empty
@@ -21,7 +22,7 @@ ROWS = gl.constexpr(8)  # that a warp has registers for
 
 
 @gluon.jit
-def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def query_partition(rings, q, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     messages_state, state = start(), start()
     work = receive_work(rings.messages, messages_state, 1)
     while work.kind != END:
@@ -40,6 +41,20 @@ def query_partition(rings, q, FEATURES: gl.constexpr, TILE: gl.constexpr):
                 async_copy.mbarrier_arrive(rings.q.full.index(state.stage), increment_count=False)
             state = advance(state, TILE.Q_STAGES)
         work = receive_work(rings.messages, messages_state, 1)
+    if FEATURES.PACKED:  # here, where nothing waits for it
+        LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, piece_of(FEATURES.HEADDIM_V), 1)
+        clear_tail(
+            output.tail,
+            output.lse,
+            call.optionals.cu_seqlens_q,
+            call.sizes.packed,
+            call.sizes.seqlen_q,
+            call.sizes.nheads * FEATURES.GROUP,
+            gl.program_id(0),
+            gl.num_programs(0),
+            gl.arange(0, TILE.BLOCK_DV, column_of(LAYOUT)),
+            FEATURES.HEADDIM_V,
+        )
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ class Output(NamedTuple):
     out: Any  # Strided
     lse: gl.tensor
     partials: Any  # States
+    tail: Any  # `out` where its rows of no sequence are to be cleared, or None
 
 
 class States(NamedTuple):

@@ -79,7 +79,7 @@ def finish_rows(
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
     batch, first_q = place_in(work, FEATURES)
     lse = finished.lse
-    if FEATURES.SEQUSED_Q:
+    if FEATURES.PACKED:  # rows that are not used
         lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))
     row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q
     gl.store(output.lse + (row + first_q + q_idx), lse, mask=exists)
@@ -91,9 +91,10 @@ def store_rows(
     out, q_idx, work, output, parity, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """Stores 64 rows of O."""
-    if FEATURES.SEQUSED_Q:  # padding rows may hold NaN
-        is_used = gl.convert_layout(q_idx < work.seqlen_q, row_of(out.type.layout))
-        out = gl.where(is_used[:, None], out, 0.0)
+    if FEATURES.PACKED:
+        if work.seqlen_q < work.rows_q:  # padding rows may hold NaN
+            is_used = gl.convert_layout(q_idx < work.seqlen_q, row_of(out.type.layout))
+            out = gl.where(is_used[:, None], out, 0.0)
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
         store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)
     else:

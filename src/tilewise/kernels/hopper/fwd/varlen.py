@@ -66,8 +66,6 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
     blocks = visited(m_start, seq, FEATURES, TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
-    if FEATURES.SEQUSED_Q:
-        last = gl.where(m_start < lengths.seqlen_q, last, blocks.first)
     return Ragged(
         m_start,
         head,
