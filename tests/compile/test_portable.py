@@ -28,7 +28,7 @@ from tilewise.tuning.tables import TABLE
 pytestmark = pytest.mark.compile
 
 KERNELS = ("fwd", "bwd_delta", "bwd_dkdv", "bwd_dq")
-BIASED = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_dbias")
+BIASED = ("fwd", "bwd_rest", "bwd_dkdv", "bwd_dq", "bwd_dbias")
 VARIANTS = {"full": {}, "causal": dict(causal=True), "everything": EVERYTHING}
 VARIANTS |= {"packed": PACKED, "mask": MASK, "blocks": BLOCKS, "bias": BIAS}
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -208,7 +208,7 @@ class Call:
         with use_interpreter():
             launch.run(launch.plan_forward(problem, q, k, v, out, lse, extras, scalars))
             saved = Saved(dout, None, q, k, v, out, lse)
-            stats = lse, launch.run_delta(problem, saved, extras, False)[0]
+            stats = lse, launch.run_delta(problem, saved, extras, False)[0], None
             plans = launch.plan_backward(problem, dout, q, k, v, stats, grads, extras, scalars)
             for plan in plans:
                 launch.run(plan)

@@ -102,7 +102,7 @@ def portable_plans(call: Call, direction: str) -> list:
     if direction == "fwd":
         return [launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)]
     grads = empty_grads(problem, q, k, v, extras)
-    given = out, q, k, v, (lse, torch.empty_like(lse)), grads, extras, scalars
+    given = out, q, k, v, (lse, torch.empty_like(lse), None), grads, extras, scalars
     return list(launch.plan_backward(problem, *given))
 
 

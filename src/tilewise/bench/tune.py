@@ -76,7 +76,9 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
     saved = Saved(dout, None, q, k, v, out, lse)
     delta, *_ = launch.run_delta(problem, saved, extras, False)
     grads = launch.empty_grads(problem, q, k, v, extras)
-    yield from launch.plan_backward(problem, dout, q, k, v, (lse, delta), grads, extras, scalars)
+    yield from launch.plan_backward(
+        problem, dout, q, k, v, (lse, delta, None), grads, extras, scalars
+    )
 
 
 def measure(plan: launch.Plan, configs: list[Config]) -> dict[Config, float]:

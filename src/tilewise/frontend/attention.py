@@ -120,7 +120,8 @@ def attention(
             sequences are used where it is over 2048 or absent, else those for the mean length.
         max_seqlen_k: upper bound of key lengths; it has no effect.
         bias: added to the scores, dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
-            seqlen_k or 1); differentiable.
+            seqlen_k or 1); differentiable. -inf hides a key. A row of -1e9 and the like attends to
+            all keys alike, as in torch, but not by the Hopper kernels (see Troubleshooting, NaN).
         mask_mod: which keys a query attends to: a predicate of (b, h, q_idx, kv_idx) made of plain
             operators (`tilewise.mods.trace` lists them), or a `Mask`, evaluated for every pair;
             `causal` and `window` must hold, too. Positions count from 0 in each sequence. Under
@@ -136,7 +137,7 @@ def attention(
         dropout_rng: int64 (2,), seed and offset on the device of q; drawn from torch's generator by
             default.
         layout: "bshd", or "bhsd" for (batch, nheads, seqlen, headdim).
-        deterministic: gradients are the same bits in every run.
+        deterministic: gradients are the same bits in every run; on a CPU with as many threads.
         return_lse: whether to return the log-sum-exp, too.
         backend: the name of a backend to force.
         page_table: int32 (batch, pages): key j of sequence b is row j % page_size of page

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 class SoftmaxStep(NamedTuple):
     """A block's unnormalised probabilities, the new row statistics, and the factor for everything
@@ -46,6 +48,18 @@ def online_step(s, m_i, l_i, exp_scale, MASKED: tl.constexpr):
 
 
 @triton.jit
+def natural_step(s, m_i, l_i):
+    """The same of scores to which a bias or a score function adds, where m is in natural units. A
+    mask may be a bias of -1e9, or the most negative number, which times log2(e) overflows: what is
+    scaled is the difference.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p, alpha = tl.exp2((s - m_ref[:, None]) * LOG2_E), tl.exp2((m_i - m_ref) * LOG2_E)
+    return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
+
+
+@triton.jit
 def running_max(s, m_i, exp_scale):
     """The largest score of each row so far."""
     return tl.maximum(m_i, tl.max(s, 1) * exp_scale)
@@ -61,24 +75,37 @@ def exponentials(s, m_i, m_new, exp_scale, MASKED: tl.constexpr):
 
 
 @triton.jit
-def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
-    """The factor 1 / l and the lse. A sink is a logit that joins the softmax without a value."""
+def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr, NATURAL: tl.constexpr = False):
+    """The factor 1 / l and the lse. A sink is a logit that joins the softmax without a value.
+    NATURAL: m is in natural units.
+    """
+    TO_LOG2: tl.constexpr = 1.4426950408889634 if NATURAL else 1.0
     rescale = 1.0
     if FEATURES.SINKS:
-        m_new = tl.maximum(m_i, sink_log2)
+        sink = sink_log2 * 0.6931471805599453 if NATURAL else sink_log2
+        m_new = tl.maximum(m_i, sink)
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-        rescale = tl.exp2(m_i - m_ref)
-        l_i = l_i * rescale + tl.exp2(sink_log2 - m_ref)
+        rescale = tl.exp2((m_i - m_ref) * TO_LOG2)
+        l_i = l_i * rescale + tl.exp2((sink - m_ref) * TO_LOG2)
         m_i = m_new
     is_empty = l_i == 0.0
     rescale = rescale / tl.where(is_empty, 1.0, l_i)
-    lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)  # ln 2
-    return Finished(rescale, lse)
+    if NATURAL:
+        lse = m_i + tl.log2(l_i) * 0.6931471805599453  # ln 2
+    else:
+        lse = (m_i + tl.log2(l_i)) * 0.6931471805599453
+    return Finished(rescale, tl.where(is_empty, float("-inf"), lse))
+
+
+@triton.jit
+def lse_or_inf(lse):
+    """The lse, +inf for a row that saw no key, so that its probabilities come out 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
 def lse_to_log2(lse):
-    """The lse in base 2, +inf for a row that saw no key, so that its probabilities come out 0."""
+    """The same in base 2."""
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 

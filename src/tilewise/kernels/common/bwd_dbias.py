@@ -13,8 +13,7 @@ import triton.language as tl
 
 from ...tile.bounds import key_blocks
 from ...tile.seqlen import modifiers_of, sequence_of
-from ...tile.softmax import lse_to_log2
-from .bwd_step import recompute
+from .bwd_step import load_lse, recompute, rest_row
 from .io import load_once, load_stats, multiply_rows, open_rows, row_stats
 
 
@@ -65,11 +64,12 @@ def add_scores(
     head_k = seq.head // FEATURES.GROUP
     seqlen_q, seqlen_k, _ = seq.lengths
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    lse_row = row_stats(stats[0], seq.batch, seq.head, sizes)
     delta_row = row_stats(stats[1], seq.batch, seq.head, sizes)
-    lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
+    lse_row = row_stats(stats[0], seq.batch, seq.head, sizes)
+    rest = rest_row(stats, seq.batch, seq.head, 0, sizes)
+    row = load_lse(lse_row, rest, q_idx, seq.lengths, FEATURES, 1)
     delta = load_stats(delta_row, q_idx, seq.lengths, 0.0, True)
-    lse, delta = lse_to_log2(lse)[:, None], delta[:, None]
+    delta = delta[:, None]
     PRECISION: tl.constexpr = FEATURES.PRECISION
     if TILE.CHUNK > 0:
         q_rows = open_rows(q, seq.batch, seq.head, seqlen_q, BLOCK_M, D, TILE.BLOCK_D, False)
@@ -86,7 +86,7 @@ def add_scores(
         v_tile = load_once(v, seq.batch, head_k, n_start, seqlen_k, BLOCK_N, DV, TILE.BLOCK_DV)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
-    tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, True, False)
+    tile = recompute(qk, dp, row, delta, m_start, n_start, seq, FEATURES, TILE, True, False)
     return acc + tile.ds
 
 

@@ -6,9 +6,18 @@ import triton
 import triton.language as tl
 
 from ...tile.dropout import keep_mask
-from ...tile.gradient import probabilities
+from ...tile.gradient import natural_probabilities, probabilities
 from ...tile.mask import apply_mask
 from ...tile.score import score
+from ...tile.softmax import lse_or_inf, lse_to_log2
+from .io import load_stats, row_stats
+
+
+class RowStats(NamedTuple):
+    """Of some queries the lse, in base 2 or natural (`natural_probabilities`), and its rest."""
+
+    lse: tl.tensor
+    rest: tl.tensor  # 0.0 where that is unknown
 
 
 class Recomputed(NamedTuple):
@@ -17,13 +26,47 @@ class Recomputed(NamedTuple):
     p: tl.tensor  # before the factor of what is kept
     ds: tl.tensor
     dqk: tl.tensor
+    weights: tl.tensor  # probabilities before dropout
+
+
+@triton.jit
+def load_lse(
+    lse,
+    rest,
+    q_idx,
+    lengths,
+    FEATURES: tl.constexpr,
+    AXIS: tl.constexpr,
+    CHECKED: tl.constexpr = True,
+):
+    """Of queries, along the other axis of a tile than AXIS: `lse` and `rest` are where those of the
+    head begin, `rest` or None.
+    """
+    row = load_stats(lse, q_idx, lengths, float("-inf"), CHECKED)
+    lost = 0.0
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        row = lse_or_inf(row)
+        if rest is not None:
+            lost = tl.expand_dims(load_stats(rest, q_idx, lengths, 0.0, CHECKED), AXIS)
+    else:
+        row = lse_to_log2(row)
+    return RowStats(tl.expand_dims(row, AXIS), lost)
+
+
+@triton.jit
+def rest_row(stats, batch, head, first, sizes):
+    """Where what lse has lost begins, of a head's queries from `first` on, or None."""
+    if stats[2] is None:
+        return None
+    else:
+        return row_stats(stats[2], batch, head, sizes) + first
 
 
 @triton.jit
 def recompute(
     qk,
     dp,
-    lse,
+    row,
     delta,
     m_start,
     n_start,
@@ -35,7 +78,7 @@ def recompute(
 ):
     """P = exp(S - lse) and dS = P (dP - delta), of a tile of S or of its transpose.
 
-    lse, in base 2, and delta are shaped to broadcast over the tile.
+    `row`, of `load_lse`, and delta are shaped to broadcast over the tile.
     """
     offs_m, offs_n = tl.arange(0, TILE.BLOCK_M), tl.arange(0, TILE.BLOCK_N)
     if TRANSPOSED:
@@ -47,7 +90,10 @@ def recompute(
     s = scored.s
     if MASKED:
         s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-    p = probabilities(s, -lse, seq, FEATURES)
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        p = natural_probabilities(s, row.lse, row.rest)
+    else:
+        p = probabilities(s, -row.lse, seq, FEATURES)
     dropped = p
     if FEATURES.DROPOUT:
         threshold = seq.numbers.dropout_threshold
@@ -55,4 +101,4 @@ def recompute(
         dropped = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * seq.numbers.dropout_factor, 0.0)
     ds = p * (dp - delta)
-    return Recomputed(dropped, ds, ds * scored.derivative)
+    return Recomputed(dropped, ds, ds * scored.derivative, p)

@@ -32,7 +32,10 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     if reason := _why_not_here(device):
         return reason
     if problem.dtype not in DTYPES:
-        return f"dtype {problem.dtype} has no kernel; cast to float16, bfloat16 or float32"
+        return (
+            f"dtype {problem.dtype} has no kernel; cast to float16, bfloat16 or float32, or call "
+            "tilewise.attention_reference, which takes any"
+        )
     widest = max(problem.headdim, problem.headdim_v)
     if widest > MAX_HEADDIM:
         return f"headdim {widest} is over {MAX_HEADDIM}, the widest tile that fits the registers"

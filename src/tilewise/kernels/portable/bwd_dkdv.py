@@ -10,7 +10,7 @@ products. All query heads of a group add to the same accumulators, so that GQA n
 repeated heads nor atomics.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,8 +18,7 @@ import triton.language as tl
 from ...tile.bounds import count_full, count_partial, full_block, partial_block, query_blocks
 from ...tile.schedule import find_key_tile
 from ...tile.seqlen import lengths_of, modifiers_of, offsets_of, sequence_of
-from ...tile.softmax import lse_to_log2
-from ..common.bwd_step import recompute
+from ..common.bwd_step import load_lse, recompute, rest_row
 from ..common.io import (
     from_row,
     load_once,
@@ -40,12 +39,15 @@ class KeyGrads(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The query side of one head: tile views of q and do, addresses of lse and delta."""
+    """The query side of one head: tile views of q and do, addresses of lse, delta and what lse has
+    lost, which may be None.
+    """
 
     q: tl.tensor
     do: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
+    rest: Any
 
 
 @triton.jit
@@ -80,10 +82,9 @@ def add_query_tile(
         qk = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
     # rows past the end count as rows without keys
-    lse = load_stats(rows.lse, q_idx, seq.lengths, float("-inf"), MASKED)
-    delta = load_stats(rows.delta, q_idx, seq.lengths, 0.0, MASKED)
-    lse, delta = lse_to_log2(lse)[None, :], delta[None, :]
-    tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, True)
+    row = load_lse(rows.lse, rows.rest, q_idx, seq.lengths, FEATURES, 0, MASKED)
+    delta = load_stats(rows.delta, q_idx, seq.lengths, 0.0, MASKED)[None, :]
+    tile = recompute(qk, dp, row, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, True)
     # dV += P^T dO, dK += dS^T Q
     dv = tl.dot(tile.p.to(do_tile.dtype), do_tile, grads.dv, input_precision=PRECISION)
     dk = tl.dot(tile.dqk.to(q_tile.dtype), q_tile, grads.dk, input_precision=PRECISION)
@@ -146,6 +147,7 @@ def attn_bwd_dkdv_kernel(
             open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, TILE.DESCRIPTORS),
             row_stats(stats[0], batch, head, sizes) + offsets.first_q,
             row_stats(stats[1], batch, head, sizes) + offsets.first_q,
+            rest_row(stats, batch, head, offsets.first_q, sizes),
         )
         blocks = query_blocks(n_start, seq, FEATURES, TILE)
         for i in range(count_partial(blocks, SPLIT)):

@@ -48,6 +48,7 @@ from ..common.relaunch import (
 from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
+from .bwd_rest import attn_bwd_rest_kernel
 from .fit import fit_to_memory
 from .fwd import attn_fwd_kernel
 
@@ -74,7 +75,8 @@ class Plan(NamedTuple):
         problem, widest = self.problem, max(padded_headdims(self.problem))
         arch, bits = architecture(self.read[0].device), problem.dtype.itemsize * 8
         is_short = self.rows // max(self.packed, 1) <= SHORT
-        same = dict.fromkeys(("bwd_dbias", "bwd_captured"), "bwd_dq")  # the same, more or less
+        # The same, more or less
+        same = dict(bwd_dbias="bwd_dq", bwd_captured="bwd_dq", bwd_rest="fwd")
         name = same.get(self.name, self.name)
         return Key(arch, name, widest, bits, problem.is_causal, is_short)
 
@@ -179,7 +181,9 @@ class Backward:
         self.scalars = scalars
         self.device: int | None = None
         self.relaunches: list[Relaunch] | None = None
-        self.scratch: tuple[tuple[int, ...] | None, ...] = ()  # shapes of delta and those parts
+        self.scratch: tuple[
+            tuple[int, ...] | None, ...
+        ] = ()  # shapes of delta, those parts and the rest of lse
 
     def __call__(self, saved: Saved, extras: Extras) -> Grads:
         problem = self.problem
@@ -190,8 +194,9 @@ class Backward:
             saved = saved._replace(dlse=saved.dlse.contiguous())
         if self.relaunches is not None and may_relaunch(self.device) and not is_overridden():
             triton.set_allocator(_scratch)
-            delta, parts = (None if x is None else saved.lse.new_empty(x) for x in self.scratch)
-            row = addresses_of((*saved, *extras.tensors, *grads, delta, parts))
+            found = [None if x is None else saved.lse.new_empty(x) for x in self.scratch]
+            parts = found[1]
+            row = addresses_of((*saved, *extras.tensors, *grads, *found))
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             for relaunch in self.relaunches:
                 relaunch.launch(stream, row)
@@ -205,15 +210,17 @@ class Backward:
         """As Triton launches it; parts of the gradient of the sinks."""
         problem = self.problem
         delta, parts, first = run_delta(problem, saved, extras, grads.dsinks is not None)
-        given = saved.dout, saved.q, saved.k, saved.v, (saved.lse, delta), grads
+        rest, launched_rest = run_rest(problem, saved, extras, self.scalars)
+        given = saved.dout, saved.q, saved.k, saved.v, (saved.lse, delta, rest), grads
         plans = [*plan_backward(problem, *given, extras, self.scalars)]
         if grads.dbias is not None and grads.dbias.numel():
             plans.append(plan_dbias(problem, *given, extras, self.scalars))
-        launched = first, *(run(plan) for plan in plans)
+        launched = first, *launched_rest, *(run(plan) for plan in plans)
         if not is_overridden():
             self.device = saved.q.device.index
-            self.scratch = delta.shape, None if parts is None else parts.shape
-            row = *saved, *extras.tensors, *grads, delta, parts
+            scratch = delta, parts, rest
+            self.scratch = tuple(None if x is None else x.shape for x in scratch)
+            row = *saved, *extras.tensors, *grads, *scratch
             self.relaunches = relaunches_of(launched, row)
         return parts
 
@@ -276,6 +283,23 @@ def run_delta(
     return delta, parts, run(plan._replace(args=(*read, delta, None, None, parts, *shared)))
 
 
+def run_rest(
+    problem: Problem, saved: Saved, extras: Extras, scalars: Scalars
+) -> tuple[Tensor | None, list[Launched]]:
+    """What the lse of large scores has lost, where a bias or a score function may make such, and
+    the launch.
+    """
+    if not (problem.has_bias or problem.mods.score):
+        return None, []
+    q, k, v, lse = saved.q, saved.k, saved.v, saved.lse
+    rest, sizes = torch.empty_like(lse), sizes_of(q, k, extras)
+    shared = optionals_of(extras, problem.mods), sizes, numbers_of(scalars, q, k)
+    args = (*map(strided, (q, k, v)), lse, rest, *shared)
+    of_rows = q.shape[1], q.shape[0] * q.shape[2], sizes.packed
+    kernel = attn_bwd_rest_kernel
+    return rest, [run(Plan("bwd_rest", kernel, problem, "BLOCK_M", *of_rows, (q, k, v), args))]
+
+
 def plan_dbias(
     problem, dout, q, k, v, stats, grads: Grads, extras: Extras, scalars: Scalars
 ) -> Plan:
@@ -301,7 +325,8 @@ def captured_grads(
     dlse = torch.where(lse.isneginf(), 0, dlse)  # a row that saw no key has no gradient
     tensors = take_apart(problem.mods, extras.captured).score
     grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
-    for plan in plan_captured(problem, dout, q, k, v, (lse, dlse), grads, extras, scalars):
+    stats = lse, dlse, run_rest(problem, saved, extras, scalars)[0]
+    for plan in plan_captured(problem, dout, q, k, v, stats, grads, extras, scalars):
         run(plan)
     return [grads[i].to(tensors[i].dtype) for i in wanted]
 

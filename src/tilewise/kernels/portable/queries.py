@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...tile.softmax import lse_to_log2
 from ...tile.types import Sequence, SequenceOffsets
-from ..common.bwd_step import recompute
+from ..common.bwd_step import RowStats, load_lse, recompute, rest_row
 from ..common.io import (
     from_row,
     load_once,
@@ -30,7 +29,7 @@ class Queries(NamedTuple):
     m_start: tl.tensor
     q: Any  # (BLOCK_M, BLOCK_D); opened, where they are read in chunks
     do: Any  # (BLOCK_M, BLOCK_DV)
-    lse: tl.tensor  # (BLOCK_M,), base 2
+    row: Any  # (BLOCK_M, 1), `RowStats`
     delta_or_dlse: tl.tensor  # (BLOCK_M,)
     k: Any  # opened
     v: Any
@@ -43,6 +42,7 @@ class BlockGrads(NamedTuple):
     qk: tl.tensor  # (BLOCK_M, BLOCK_N)
     ds: tl.tensor
     dqk: tl.tensor  # the gradient of scale * q k^T
+    weights: tl.tensor  # probabilities before dropout
 
 
 @triton.jit
@@ -59,7 +59,9 @@ def open_queries(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tile (m_block, head, batch); stats are lse, and delta or the gradient of lse."""
+    """The tile (m_block, head, batch); stats are lse, delta or the gradient of lse, and what lse
+    has lost.
+    """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
@@ -80,13 +82,12 @@ def open_queries(
     else:
         q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
         do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
-    lse_row = row_stats(stats[0], batch, head, sizes) + offsets.first_q
     other_row = row_stats(stats[1], batch, head, sizes) + offsets.first_q
-    lse = load_stats(lse_row, q_idx, seq.lengths, float("-inf"), True)
+    lse_row = row_stats(stats[0], batch, head, sizes) + offsets.first_q
+    rest = rest_row(stats, batch, head, offsets.first_q, sizes)
+    row = load_lse(lse_row, rest, q_idx, seq.lengths, FEATURES, 1)
     delta_or_dlse = load_stats(other_row, q_idx, seq.lengths, 0.0, True)
-    return Queries(
-        offsets, seq, m_start, q_tile, do, lse_to_log2(lse), delta_or_dlse, k_rows, v_rows
-    )
+    return Queries(offsets, seq, m_start, q_tile, do, row, delta_or_dlse, k_rows, v_rows)
 
 
 @triton.jit
@@ -112,7 +113,9 @@ def recompute_block(
         v_tile = load_rows(queries.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
         qk = tl.dot(queries.q, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(queries.do, tl.trans(v_tile), input_precision=PRECISION)
-    lse, delta = queries.lse[:, None], delta[:, None]
+    # In a loop Triton (3.6) forgets the names of what is in tuples of tuples
+    lse, rest = queries.row
+    row, delta = RowStats(lse, rest), delta[:, None]
     m_start, seq = queries.m_start, queries.seq
-    tile = recompute(qk, dp, lse, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, False)
-    return BlockGrads(k_tile, qk, tile.ds, tile.dqk)
+    tile = recompute(qk, dp, row, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, False)
+    return BlockGrads(k_tile, qk, tile.ds, tile.dqk, tile.weights)

@@ -10,13 +10,13 @@ import triton.language as tl
 from ...tile.dropout import keep_mask
 from ...tile.mask import apply_mask
 from ...tile.score import exp_scale, score
-from ...tile.softmax import online_step
+from ...tile.softmax import natural_step, online_step
 from ..common.io import load_rows
 
 
 class RowState(NamedTuple):
     """The state of a tile of queries in the loop over keys: unnormalised output, running maximum
-    (base 2) and running sum.
+    (base 2, or natural: `natural_step`) and running sum.
     """
 
     acc_o: tl.tensor  # (BLOCK_M, BLOCK_DV)
@@ -49,9 +49,10 @@ def attend(
     s = score(qk, q_idx, k_idx, seq, FEATURES).s
     if MASKED:
         s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-    # A bias or a score function may hide keys without a mask
-    MAY_HIDE: tl.constexpr = MASKED or FEATURES.BIAS or FEATURES.SCORE_MOD is not None
-    step = online_step(s, state.m_i, state.l_i, exp_scale(seq, FEATURES), MAY_HIDE)
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        step = natural_step(s, state.m_i, state.l_i)
+    else:
+        step = online_step(s, state.m_i, state.l_i, exp_scale(seq, FEATURES), MASKED)
     p = step.p
     if FEATURES.DROPOUT:
         threshold = seq.numbers.dropout_threshold

@@ -243,7 +243,11 @@ class Backward:
         of_dq = scratch.dq, strided(grads.dq), *groups
         launches.append(run_processing(hopper_bwd_dq_kernel, programs, of_dq, plan, q.device))
         if grads.dbias is not None and not plan.tile.BIAS_GRAD:
-            of_pairs = *map(strided, (q, k, v, dout)), bias_of(grads.dbias), (lse, scratch.delta)
+            of_pairs = (
+                *map(strided, (q, k, v, dout)),
+                bias_of(grads.dbias),
+                (lse, scratch.delta, None),
+            )
             launches.append(run_dbias(plan, (q, k, grads.dbias), (*of_pairs, *groups)))
         launches = [x for x in launches if x is not None]
         is_copied = k is not given.k or v is not given.v
