@@ -30,9 +30,10 @@ def offsets_of(batch, sizes, optionals, FEATURES: tl.constexpr):
 @triton.jit
 def with_tail(rows, first, batch, sequences, total):
     """The rows of a packed sequence. The last one's include those behind `cu_seqlens[-1]`, which
-    are padding as rows past `seqused` are: only the device knows how many these are.
+    are padding as rows past `seqused` are: only the device knows how many these are. Written as it
+    is for a register of the Hopper backward.
     """
-    return tl.where(batch + 1 == sequences, total - first, rows)
+    return tl.where(batch < sequences - 1, rows, total - first)
 
 
 @triton.jit

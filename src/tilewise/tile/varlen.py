@@ -128,7 +128,8 @@ def blocks_of(batch, cu_seqlens, total, batch_size, BLOCK: tl.constexpr):
     """How many blocks each of these sequences has; 0 past the last sequence."""
     this, following = tl.minimum(batch, batch_size), tl.minimum(batch + 1, batch_size)
     first, rows = rows_of(cu_seqlens, this, following, total)
-    return tl.cdiv(with_tail(rows, first, batch, batch_size, total), BLOCK)
+    rows = with_tail(rows, first, batch, batch_size, total)
+    return tl.where(batch < batch_size, tl.cdiv(rows, BLOCK), 0)
 
 
 @triton.jit

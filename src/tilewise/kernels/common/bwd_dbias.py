@@ -13,8 +13,8 @@ import triton.language as tl
 
 from ...tile.bounds import key_blocks
 from ...tile.seqlen import modifiers_of, sequence_of
-from .bwd_step import load_lse, recompute, rest_row
-from .io import load_once, load_stats, multiply_rows, open_rows, row_stats
+from .bwd_step import load_lse, recompute, stats_rows
+from .io import load_once, load_stats, multiply_rows, open_rows
 
 
 class Sharing(NamedTuple):
@@ -64,10 +64,8 @@ def add_scores(
     head_k = seq.head // FEATURES.GROUP
     seqlen_q, seqlen_k, _ = seq.lengths
     q_idx = m_start + tl.arange(0, BLOCK_M)
-    delta_row = row_stats(stats[1], seq.batch, seq.head, sizes)
-    lse_row = row_stats(stats[0], seq.batch, seq.head, sizes)
-    rest = rest_row(stats, seq.batch, seq.head, 0, sizes)
-    row = load_lse(lse_row, rest, q_idx, seq.lengths, FEATURES, 1)
+    lse_row, delta_row, rest = stats_rows(stats, seq.batch, seq.head, 0, sizes)
+    row = load_lse(lse_row, rest, q_idx, seq.lengths, stats[2] is not None, FEATURES, 1)
     delta = load_stats(delta_row, q_idx, seq.lengths, 0.0, True)
     delta = delta[:, None]
     PRECISION: tl.constexpr = FEATURES.PRECISION

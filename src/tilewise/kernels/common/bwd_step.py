@@ -26,7 +26,6 @@ class Recomputed(NamedTuple):
     p: tl.tensor  # before the factor of what is kept
     ds: tl.tensor
     dqk: tl.tensor
-    weights: tl.tensor  # probabilities before dropout
 
 
 @triton.jit
@@ -35,18 +34,17 @@ def load_lse(
     rest,
     q_idx,
     lengths,
+    HAS_REST: tl.constexpr,
     FEATURES: tl.constexpr,
     AXIS: tl.constexpr,
     CHECKED: tl.constexpr = True,
 ):
-    """Of queries, along the other axis of a tile than AXIS: `lse` and `rest` are where those of the
-    head begin, `rest` or None.
-    """
+    """Of queries, along the other axis of a tile than AXIS; the addresses are of `stats_rows`."""
     row = load_stats(lse, q_idx, lengths, float("-inf"), CHECKED)
     lost = 0.0
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
         row = lse_or_inf(row)
-        if rest is not None:
+        if HAS_REST:
             lost = tl.expand_dims(load_stats(rest, q_idx, lengths, 0.0, CHECKED), AXIS)
     else:
         row = lse_to_log2(row)
@@ -54,12 +52,16 @@ def load_lse(
 
 
 @triton.jit
-def rest_row(stats, batch, head, first, sizes):
-    """Where what lse has lost begins, of a head's queries from `first` on, or None."""
+def stats_rows(stats, batch, head, first, sizes):
+    """Where lse, delta and what lse has lost begin, of a head's queries from `first` on. The last
+    may not be there: then it is not read.
+    """
+    lse = row_stats(stats[0], batch, head, sizes) + first
+    delta = row_stats(stats[1], batch, head, sizes) + first
     if stats[2] is None:
-        return None
+        return lse, delta, lse
     else:
-        return row_stats(stats[2], batch, head, sizes) + first
+        return lse, delta, row_stats(stats[2], batch, head, sizes) + first
 
 
 @triton.jit
@@ -101,4 +103,4 @@ def recompute(
         dropped = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * seq.numbers.dropout_factor, 0.0)
     ds = p * (dp - delta)
-    return Recomputed(dropped, ds, ds * scored.derivative, p)
+    return Recomputed(dropped, ds, ds * scored.derivative)

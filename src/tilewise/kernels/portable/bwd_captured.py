@@ -10,10 +10,9 @@ atomics at one address would take a hundred times as long as the rest.
 
 A row's dS sum to dLSE, and here they are weighed, by distances say, before they are summed: what
 delta is off, from an O that was rounded, would be all that is left of a small difference of large
-sums. So a first pass over the keys recomputes delta from P and dP, by the sums of that P, which are
-not quite 1:
+sums. So a first pass over the keys recomputes delta from P and dP:
 
-    delta = rowsum(P * dP) / rowsum(P) - dLSE
+    delta = rowsum(P * dP) - dLSE
 """
 
 from typing import Any, NamedTuple
@@ -37,21 +36,13 @@ class CapturedLoad(NamedTuple):
     WIDE: bool  # whether the gradient has 2^31 elements or more
 
 
-class RowSums(NamedTuple):
-    """Of queries, over their keys."""
-
-    of_dp: tl.tensor  # P * dP
-    of_p: tl.tensor
-
-
 @triton.jit
-def add_sums(
-    sums, queries, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+def add_delta(
+    delta, queries, n_start, FEATURES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One tile of keys into the sums of its queries."""
-    of_dp, of_p = sums
-    block = recompute_block(queries, of_p * 0.0, n_start, FEATURES, TILE, MASKED)
-    return RowSums(of_dp + tl.sum(block.ds, 1), of_p + tl.sum(block.weights, 1))
+    """One tile of keys into the delta of its queries."""
+    block = recompute_block(queries, delta * 0.0, n_start, FEATURES, TILE, MASKED)
+    return delta + tl.sum(block.ds, 1)
 
 
 @triton.jit
@@ -118,15 +109,13 @@ def attn_bwd_captured_kernel(
     blocks = key_blocks(queries.m_start, queries.seq, FEATURES, TILE)
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
     PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
-    nothing = tl.zeros([BLOCK_M], tl.float32)
-    sums = RowSums(nothing, nothing)
+    delta = -queries.delta_or_dlse
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
-        sums = add_sums(sums, queries, n_start, FEATURES, TILE, True)
+        delta = add_delta(delta, queries, n_start, FEATURES, TILE, True)
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
-        sums = add_sums(sums, queries, n_start, FEATURES, TILE, PADDED)
-    delta = sums.of_dp / tl.where(sums.of_p == 0.0, 1.0, sums.of_p) - queries.delta_or_dlse
+        delta = add_delta(delta, queries, n_start, FEATURES, TILE, PADDED)
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
         add_key_tile(target, queries, delta, n_start, LOAD, FEATURES, TILE, True)

@@ -10,7 +10,7 @@ products. All query heads of a group add to the same accumulators, so that GQA n
 repeated heads nor atomics.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ import triton.language as tl
 from ...tile.bounds import count_full, count_partial, full_block, partial_block, query_blocks
 from ...tile.schedule import find_key_tile
 from ...tile.seqlen import lengths_of, modifiers_of, offsets_of, sequence_of
-from ..common.bwd_step import load_lse, recompute, rest_row
+from ..common.bwd_step import load_lse, recompute, stats_rows
 from ..common.io import (
     from_row,
     load_once,
@@ -26,7 +26,6 @@ from ..common.io import (
     load_stats,
     multiply_rows,
     open_rows,
-    row_stats,
     store_rows,
 )
 
@@ -40,14 +39,14 @@ class KeyGrads(NamedTuple):
 
 class QueryRows(NamedTuple):
     """The query side of one head: tile views of q and do, addresses of lse, delta and what lse has
-    lost, which may be None.
+    lost (`stats_rows`).
     """
 
     q: tl.tensor
     do: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
-    rest: Any
+    rest: tl.tensor
 
 
 @triton.jit
@@ -59,6 +58,7 @@ def add_query_tile(
     m_start,
     n_start,
     seq,
+    HAS_REST: tl.constexpr,
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -82,7 +82,7 @@ def add_query_tile(
         qk = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
     # rows past the end count as rows without keys
-    row = load_lse(rows.lse, rows.rest, q_idx, seq.lengths, FEATURES, 0, MASKED)
+    row = load_lse(rows.lse, rows.rest, q_idx, seq.lengths, HAS_REST, FEATURES, 0, MASKED)
     delta = load_stats(rows.delta, q_idx, seq.lengths, 0.0, MASKED)[None, :]
     tile = recompute(qk, dp, row, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, True)
     # dV += P^T dO, dK += dS^T Q
@@ -140,25 +140,24 @@ def attn_bwd_dkdv_kernel(
     SPLIT: tl.constexpr = FEATURES.MASK_M // BLOCK_M
     PADDED: tl.constexpr = SPLIT > 0 and FEATURES.SEQUSED_K  # which a block mask does not know
     modifiers = modifiers_of(optionals)
+    HAS_REST: tl.constexpr = stats[2] is not None
     for head in range(head_k * FEATURES.GROUP, (head_k + 1) * FEATURES.GROUP):
         seq = sequence_of(sequence, head, sizes, optionals, modifiers, numbers, FEATURES)
         rows = QueryRows(
             open_rows(q, batch, head, seqlen_q, BLOCK_M, D, BLOCK_D, TILE.DESCRIPTORS),
             open_rows(dout, batch, head, seqlen_q, BLOCK_M, DV, BLOCK_DV, TILE.DESCRIPTORS),
-            row_stats(stats[0], batch, head, sizes) + offsets.first_q,
-            row_stats(stats[1], batch, head, sizes) + offsets.first_q,
-            rest_row(stats, batch, head, offsets.first_q, sizes),
+            *stats_rows(stats, batch, head, offsets.first_q, sizes),
         )
         blocks = query_blocks(n_start, seq, FEATURES, TILE)
         for i in range(count_partial(blocks, SPLIT)):
             m_start = partial_block(blocks, i, SPLIT) * BLOCK_M
             grads = add_query_tile(
-                grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, True
+                grads, k_tile, v_tile, rows, m_start, n_start, seq, HAS_REST, FEATURES, TILE, True
             )
         for i in range(count_full(blocks, SPLIT)):
             m_start = full_block(blocks, i, SPLIT) * BLOCK_M
             grads = add_query_tile(
-                grads, k_tile, v_tile, rows, m_start, n_start, seq, FEATURES, TILE, PADDED
+                grads, k_tile, v_tile, rows, m_start, n_start, seq, HAS_REST, FEATURES, TILE, PADDED
             )
 
     # keys past seqused_k exist in memory and get gradient 0

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...tile.types import Sequence, SequenceOffsets
-from ..common.bwd_step import RowStats, load_lse, recompute, rest_row
+from ..common.bwd_step import RowStats, load_lse, recompute, stats_rows
 from ..common.io import (
     from_row,
     load_once,
@@ -16,7 +16,6 @@ from ..common.io import (
     load_stats,
     multiply_rows,
     open_rows,
-    row_stats,
 )
 from .keys import open_keys
 
@@ -42,7 +41,6 @@ class BlockGrads(NamedTuple):
     qk: tl.tensor  # (BLOCK_M, BLOCK_N)
     ds: tl.tensor
     dqk: tl.tensor  # the gradient of scale * q k^T
-    weights: tl.tensor  # probabilities before dropout
 
 
 @triton.jit
@@ -82,10 +80,8 @@ def open_queries(
     else:
         q_tile = load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D)
         do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
-    other_row = row_stats(stats[1], batch, head, sizes) + offsets.first_q
-    lse_row = row_stats(stats[0], batch, head, sizes) + offsets.first_q
-    rest = rest_row(stats, batch, head, offsets.first_q, sizes)
-    row = load_lse(lse_row, rest, q_idx, seq.lengths, FEATURES, 1)
+    lse_row, other_row, rest = stats_rows(stats, batch, head, offsets.first_q, sizes)
+    row = load_lse(lse_row, rest, q_idx, seq.lengths, stats[2] is not None, FEATURES, 1)
     delta_or_dlse = load_stats(other_row, q_idx, seq.lengths, 0.0, True)
     return Queries(offsets, seq, m_start, q_tile, do, row, delta_or_dlse, k_rows, v_rows)
 
@@ -118,4 +114,4 @@ def recompute_block(
     row, delta = RowStats(lse, rest), delta[:, None]
     m_start, seq = queries.m_start, queries.seq
     tile = recompute(qk, dp, row, delta, m_start, n_start, seq, FEATURES, TILE, MASKED, False)
-    return BlockGrads(k_tile, qk, tile.ds, tile.dqk, tile.weights)
+    return BlockGrads(k_tile, qk, tile.ds, tile.dqk)

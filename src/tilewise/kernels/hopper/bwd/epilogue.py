@@ -14,7 +14,7 @@ def used_rows(rows, work, start, FEATURES: gl.constexpr):
     """dK or dV of 64 keys, 0 for those that are not used: their P and dS are 0, but 0 times what a
     query holds may be NaN.
     """
-    if FEATURES.SEQUSED_K or FEATURES.PACKED:
+    if FEATURES.SEQUSED_K:
         k_idx = start + gl.arange(0, 64, row_of(rows.type.layout))
         return gl.where((k_idx < work.seqlen_k)[:, None], rows, 0.0)
     else:
