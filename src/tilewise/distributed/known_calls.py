@@ -28,9 +28,8 @@ class KnownCall:
     __slots__ = ("arena", "method", "spec")
 
     def __init__(self, arena: Arena | None, spec: CallSpec, method: str) -> None:
-        self.arena: Callable[[], Any] = (
-            _no_arena if arena is None else weakref.ref(arena)
-        )  # its group may end
+        # Its group may end, and its memory with it
+        self.arena: Callable[[], Any] = _no_arena if arena is None else weakref.ref(arena)
         self.method = method
         self.spec = spec._replace(alibi_slopes=None, sinks=None)
 
