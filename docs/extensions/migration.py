@@ -89,7 +89,11 @@ FLEX = {
     "query": Word("q", '(batch, nheads, seqlen, headdim) is `layout="bhsd"`'),
     "key": Word("k"),
     "value": Word("v"),
-    "score_mod": Word("score_mod", "applied to the scaled score, as there"),
+    "score_mod": Word(
+        "score_mod",
+        "applied to the scaled score, as there, and made of [these functions of torch]"
+        "(api/mods.md#what-functions-may-be-made-of)",
+    ),
     "block_mask": Word("block_mask", "torch's own, too; converted once"),
     "scale": Word("scale"),
     "enable_gqa": Word("", "head counts say it"),

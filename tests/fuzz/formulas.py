@@ -26,6 +26,15 @@ SCORES = {
     "sigmoid": lambda t, s, b, h, i, j: 4 / (1 + torch.exp(-s)),
     "logarithm": lambda t, s, b, h, i, j: torch.log1p(s * s),
     "rectified": lambda t, s, b, h, i, j: s * (s > -0.5) - 0.5 * (s <= -0.5),
+    "gelu": lambda t, s, b, h, i, j: (
+        s * (1 + torch.erf(s / math.sqrt(2)))
+        - torch.log(1 + torch.exp(s.clamp(max=30)))
+        - (s - 30).clamp(min=0)
+    ),
+    "clamped": lambda t, s, b, h, i, j: torch.where(
+        torch.remainder(torch.div(i, 3, rounding_mode="floor"), 2) == 1, 0.5, s.clamp(-1.5, 4)
+    ),
+    "wave": lambda t, s, b, h, i, j: s.sin() + (i - j).abs() / (16 * torch.exp2(h.to(s.dtype))),
     "hiding": lambda t, s, b, h, i, j: s.masked_fill(j > i + 7, -math.inf),
 }
 

@@ -23,6 +23,9 @@ SCORES = {
     "sigmoid": lambda t: lambda s, b, h, q, k: 4 * torch.sigmoid(s),
     "logarithm": lambda t: lambda s, b, h, q, k: torch.log(1 + s * s),
     "rectified": lambda t: lambda s, b, h, q, k: mods.maximum(s, -0.5),
+    "gelu": lambda t: lambda s, b, h, q, k: 2 * torch.nn.functional.gelu(s) - s.softplus(),
+    "clamped": lambda t: lambda s, b, h, q, k: s.clamp(-1.5, 4).masked_fill(q // 3 % 2 == 1, 0.5),
+    "wave": lambda t: lambda s, b, h, q, k: torch.sin(s) + (q - k).abs().float() * 2.0 ** (-h - 4),
     "hiding": lambda t: lambda s, b, h, q, k: torch.where(k <= q + 7, s, -math.inf),
 }
 

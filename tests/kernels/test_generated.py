@@ -43,6 +43,7 @@ from tilewise.mods.expressions import OPERATORS, steps
 from tilewise.testing import build
 
 DOC = torch.arange(64, dtype=torch.int32) // 7
+FLOATS = torch.linspace(-9, 9, 64).sin()
 # One for each operator, with operands below zero where it takes them.
 BY_OPERATOR = {
     "+": score(lambda s, b, h, q, k: s + k + (q + h)),
@@ -74,6 +75,14 @@ BY_OPERATOR = {
     "rsqrt": score(lambda s, b, h, q, k: torch.rsqrt(abs(s) + 1) + torch.rsqrt(k + 1)),
     "tanh": score(lambda s, b, h, q, k: torch.tanh(s) + torch.tanh(k - q)),
     "sigmoid": score(lambda s, b, h, q, k: torch.sigmoid(s) + torch.sigmoid(q - k)),
+    "expm1": score(lambda s, b, h, q, k: torch.expm1(s) + torch.expm1((q - k) / 64)),
+    "log1p": score(lambda s, b, h, q, k: torch.log1p(abs(s) / 99) + torch.log1p(k)),
+    "pow": score(lambda s, b, h, q, k: abs(s) ** 1.5 + s ** (q - k) * 1e-9 + 0.5**k + 2.0**s),
+    "sin": score(lambda s, b, h, q, k: torch.sin(s) + torch.sin(q - k)),
+    "cos": score(lambda s, b, h, q, k: torch.cos(s) + torch.cos(q - k)),
+    "erf": score(lambda s, b, h, q, k: torch.erf(s) + torch.erf((q - k) / 9)),
+    "floor": score(lambda s, b, h, q, k: torch.floor(s) + torch.floor((q - k) / 3.5)),
+    "whole": mask(lambda b, h, q, k: (FLOATS[q] * 9).long() >= (FLOATS[k] * 9).int()),
 }
 
 
@@ -90,7 +99,6 @@ def test_no_operator_is_missing():
     assert BY_OPERATOR.keys() == OPERATORS.keys()
 
 
-FLOATS = torch.linspace(-9, 9, 64).sin()
 PAIRS = torch.linspace(-90, 90, 32 * 32).sin().view(32, 32)
 TALL = torch.linspace(-90, 90, 40 * 9).cos().view(40, 9)[:, ::2].T[1:]  # (4, 40), all strided
 CAPTURED = {
@@ -246,22 +254,36 @@ def test_what_is_computed_twice_is_one_line():
     assert text.count("tanh(") == 1 and text.count("+ ") == 2 and len(text.splitlines()) == 6
 
 
-EVERYTHING = score(
-    lambda s, b, h, q, k: sum(
-        (
-            torch.where(mod(b, h, q, k), s, 0.5) if isinstance(mod, Mask) else mod(s, b, h, q, k)
-            for mod in (*list(BY_OPERATOR.values())[::3], *list(CAPTURED.values())[::2])
-        ),
-        0.0,
+def sum_of(mods):
+    return score(
+        lambda s, b, h, q, k: sum(
+            (
+                torch.where(mod(b, h, q, k), s, 0.5)
+                if isinstance(mod, Mask)
+                else mod(s, b, h, q, k)
+                for mod in mods
+            ),
+            0.0,
+        )
     )
+
+
+ELEMENTARY = "expm1 log1p pow erf floor whole".split()
+EVERYTHING = sum_of(
+    [
+        *[mod for op, mod in BY_OPERATOR.items() if op not in (*ELEMENTARY, "sin", "cos")][::3],
+        *list(CAPTURED.values())[::2],
+    ]
 )
+COMPILED = EVERYTHING, EVERYTHING.derivative, *SHAPELESS.values()
+COMPILED += sum_of([BY_OPERATOR[op] for op in ELEMENTARY]), BY_OPERATOR["sin"], BY_OPERATOR["cos"]
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("kernel", [triton_kernel, gluon_kernel], ids=["triton", "gluon"])
 @pytest.mark.parametrize("turned", sample([False, True], True))
 def test_they_compile(kernel, turned):
-    for mod in (EVERYTHING, EVERYTHING.derivative, *SHAPELESS.values()):
+    for mod in COMPILED:
         given, constants = arguments(mod, turned=turned)
         compiled = build(kernel, *given, **constants, num_warps=4, on="sm90")
         assert " 0 bytes spill stores" in compiled.ptxas_log, mod

@@ -50,8 +50,9 @@ OWN = {
 JUMPS = "POP_JUMP_"  # on true, false, none, forward, backward
 
 
-def reads_in(code: types.CodeType) -> Reads | None:
-    """All that the code reads from around its function, or None where that is not proven.
+def reads_in(code: types.CodeType, methods: frozenset[str] = frozenset()) -> Reads | None:
+    """All that the code reads from around its function, or None where that is not proven. `methods`
+    read nothing, of whatever is computed.
 
     >>> reads_in((lambda x: abs(x) < math.pi).__code__)
     Reads(globals=(('abs',), ('math', 'pi')), free=())
@@ -74,6 +75,8 @@ def reads_in(code: types.CodeType) -> Reads | None:
             path, loaded = (), ""
         if step.opname in found:
             path, loaded = (step.argval,), step.opname
+        elif step.opname in ATTRIBUTES and step.argval in methods:
+            continue
         elif step.opname not in OWN and not step.opname.startswith(JUMPS):
             return None
     return Reads(tuple(found["LOAD_GLOBAL"]), tuple(found["LOAD_DEREF"]))

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from ..tile.elementary import expm1, log1p, power, whole
 from ..tile.score import tanh
 from .expressions import (
     BOOL,
@@ -52,6 +53,7 @@ CONSTANTS = (BOOL, INT, FLOAT)
 LEAVES = (*INDICES, SCORE, *CONSTANTS)
 TYPES = {BOOL: "tl.int1", INT: "tl.int32", FLOAT: "tl.float32"}
 INT64 = "tl.int64"
+CALLED = (tanh, expm1, log1p, power, whole)  # by generated functions
 SMALLEST = torch.finfo(torch.float32).tiny  # of floats that Triton takes for fp32
 
 
@@ -85,15 +87,20 @@ def place_function_of(key: str) -> JITFunction:
 
 def _jit(name: str, text: str) -> JITFunction:
     """`name(...)` from its text, which starts at the bracket."""
-    digest = hashlib.sha256((text + inspect.getsource(tanh.fn)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256((text + _sources()).encode()).hexdigest()[:24]
     name = f"{name}_{digest}"
     text, file = f"def {name}{text}", f"<tilewise {name}>"
-    scope = {"__name__": __name__, "tl": tl, "tanh": tanh}
+    scope = {"__name__": __name__, "tl": tl} | {known.fn.__name__: known for known in CALLED}
     # Triton and debuggers read the source through inspect, which reads linecache
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), scope)
     weakref.finalize(scope[name], linecache.cache.pop, file, None)
     return triton.jit(scope[name])
+
+
+@functools.cache
+def _sources() -> str:
+    return "".join(inspect.getsource(known.fn) for known in CALLED)
 
 
 def source_of(expr: Node) -> str:
@@ -177,7 +184,8 @@ class _Lines:
             kind = FLOAT if as_floats and first.op != BOOL else first.op
             if kind != INT or not self.is_long[inputs[0]]:
                 operands[0] = f"tl.cast({operands[0]}, {TYPES[kind]})"
-        if self.is_long[len(self.values)] and not any(self.is_long[i] for i in inputs):
+        is_widened = self.is_long[len(self.values)] and not any(self.is_long[i] for i in inputs)
+        if is_widened and not as_floats:
             at = next(at for at, i in enumerate(inputs) if plan[i].kind == INT)
             operands[at] = f"tl.cast({operands[at]}, {INT64})"
         return operands

@@ -1,9 +1,9 @@
 """The derivative of a score function by its score, or by what it reads of a captured tensor, as
 another tree over the same inputs.
 
-One rule for each operator, the chain rule, and so much tidying that `score + bias[...]` gives 1.0.
-Conditions and integers are steps of the score: between the steps they do not change. Where two
-sides tie, at minimum(x, x) or abs(0), the rules take one side or 0, as torch may.
+One rule for each operator (`OPERATORS`), the chain rule, and so much tidying that `score +
+bias[...]` gives 1.0. Conditions and integers are steps of the score: between the steps they do not
+change. Where two sides tie the rules are torch's: half of each at minimum(x, x), 0 at abs(0).
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ def _slope(node: Node, slopes: list[Node]) -> Node:
     """The derivative of a node from those of its inputs."""
     if node.kind in (BOOL, INT) or all(slope == ZERO for slope in slopes):
         return ZERO
-    if node.op not in RULES:
+    rule = OPERATORS[node.op].slope
+    if rule is None:
         raise ArgumentError(
             f"{describe(node)} has no derivative by score that is known here: say what the whole "
             "function's is, with score(f, derivative=g)"
         )
-    return RULES[node.op](node, node.inputs, slopes)
+    x, d = ([Term(part) for part in parts] for parts in (node.inputs, slopes))
+    return _node_of(rule(Term(node), x, d))
 
 
 def _guarded(expr: Node, slope: Node) -> Node:
@@ -128,31 +130,52 @@ def _where(condition: Node, x: Node, y: Node) -> Node:
     return Node("where", (condition, x, y))
 
 
-def _less(x: Node, y: Node) -> Node:
-    return Node("<", (x, y))
+class Term:
+    """A node, or a number, in a rule: operators give tidied nodes, and of a product the first is a
+    slope.
+    """
+
+    def __init__(self, value: Node | float) -> None:
+        self.node = value if isinstance(value, Node) else _constant(value)
+
+    def __add__(self, other: Term | float) -> Term:
+        return Term(_sum(self.node, _node_of(other)))
+
+    def __sub__(self, other: Term | float) -> Term:
+        return Term(_difference(self.node, _node_of(other)))
+
+    def __rsub__(self, other: float) -> Term:
+        return Term(_difference(_constant(other), self.node))
+
+    def __mul__(self, other: Term | float) -> Term:
+        return Term(_product(self.node, _node_of(other)))
+
+    def __truediv__(self, other: Term | float) -> Term:
+        return Term(_quotient(self.node, _node_of(other)))
+
+    def __neg__(self) -> Term:
+        return Term(_negative(self.node))
+
+    def where(self, x: Term | float, y: Term | float) -> Term:
+        """x where this condition holds, else y."""
+        return Term(_where(self.node, _node_of(x), _node_of(y)))
+
+    def __getattr__(self, op: str) -> Callable[..., Term]:
+        return lambda *others: Term(Node(op, (self.node, *map(_node_of, others))))
+
+    def __lt__(self, other: Term | float) -> Term:
+        return Term(Node("<", (self.node, _node_of(other))))
+
+    def __gt__(self, other: Term | float) -> Term:
+        return Term(Node("<", (_node_of(other), self.node)))
+
+    def is_zero(self) -> Term:
+        """Where it is 0."""
+        return Term(Node("==", (self.node, ZERO)))
+
+    def __pow__(self, other: Term) -> Term:
+        return Term(Node("pow", (self.node, other.node)))
 
 
-Rule = Callable[[Node, tuple[Node, ...], list[Node]], Node]
-
-# From the node f, its inputs x and their slopes d, to the slope of f.
-RULES: dict[str, Rule] = {
-    "+": lambda f, x, d: _sum(d[0], d[1]),
-    "-": lambda f, x, d: _difference(d[0], d[1]),
-    "*": lambda f, x, d: _sum(_product(d[0], x[1]), _product(d[1], x[0])),
-    "/": lambda f, x, d: _quotient(_difference(d[0], _product(d[1], f)), x[1]),
-    "neg": lambda f, x, d: _negative(d[0]),
-    "abs": lambda f, x, d: _where(
-        _less(x[0], ZERO), _negative(d[0]), _where(_less(ZERO, x[0]), d[0], ZERO)
-    ),
-    "minimum": lambda f, x, d: _where(_less(x[0], x[1]), d[0], d[1]),
-    "maximum": lambda f, x, d: _where(_less(x[1], x[0]), d[0], d[1]),
-    "where": lambda f, x, d: _where(x[0], d[1], d[2]),
-    "exp": lambda f, x, d: _product(d[0], f),
-    "exp2": lambda f, x, d: _product(_product(d[0], _constant(math.log(2))), f),
-    "log": lambda f, x, d: _quotient(d[0], x[0]),
-    "log2": lambda f, x, d: _quotient(_product(d[0], _constant(1 / math.log(2))), x[0]),
-    "sqrt": lambda f, x, d: _quotient(_product(d[0], _constant(0.5)), f),
-    "rsqrt": lambda f, x, d: _quotient(_product(_product(d[0], _constant(-0.5)), f), x[0]),
-    "tanh": lambda f, x, d: _product(d[0], _difference(ONE, Node("*", (f, f)))),
-    "sigmoid": lambda f, x, d: _product(d[0], Node("*", (f, _difference(ONE, f)))),
-}
+def _node_of(value: Term | float) -> Node:
+    return value.node if isinstance(value, Term) else _constant(value)

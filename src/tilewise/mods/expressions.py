@@ -99,12 +99,14 @@ def tree_of(plan: list[tuple]) -> Node:
 
 class Operator(NamedTuple):
     """How an operator is written for Triton, what it gives for inputs of some kinds ("": it is
-    refused), and what it computes in torch.
+    refused), what it computes in torch, and the slope of what it gives from those of its inputs,
+    where that is a float: f is its value, x its inputs, d their slopes (`mods.derivative.Term`).
     """
 
     text: str
     kind: Callable[..., str]
     compute: Callable[..., Tensor]
+    slope: Callable[[Any, Any, Any], Any] | None = None
 
     @property
     def arity(self) -> int:
@@ -124,6 +126,10 @@ def _real(*kinds: str) -> str:
     return "" if set(kinds) - NUMERIC else FLOAT
 
 
+def _whole(kind: str) -> str:
+    return INT if kind == FLOAT else ""
+
+
 def _ordered(x: str, y: str) -> str:
     return "" if {x, y} - NUMERIC else BOOL
 
@@ -140,19 +146,17 @@ def _chosen(condition: str, x: str, y: str) -> str:
     return "" if condition != BOOL else x if x == y else _number(x, y)
 
 
-def _minimum(x, y):
-    return torch.where(x < y, x, y)
+def _slope_of_tie(is_first, is_second, d):
+    """That of the one which is taken, and of half of each where they are equal, as torch's."""
+    return is_first.where(d[0], is_second.where(d[1], (d[0] + d[1]) * 0.5))
 
 
-def _maximum(x, y):
-    return torch.where(x > y, x, y)
-
-
+LN_2 = math.log(2)
 OPERATORS = {
-    "+": Operator("({0} + {1})", _number, operator.add),
-    "-": Operator("({0} - {1})", _number, operator.sub),
-    "*": Operator("({0} * {1})", _number, operator.mul),
-    "/": Operator("({0} / {1})", _real, operator.truediv),
+    "+": Operator("({0} + {1})", _number, operator.add, lambda f, x, d: d[0] + d[1]),
+    "-": Operator("({0} - {1})", _number, operator.sub, lambda f, x, d: d[0] - d[1]),
+    "*": Operator("({0} * {1})", _number, operator.mul, lambda f, x, d: d[0] * x[1] + d[1] * x[0]),
+    "/": Operator("({0} / {1})", _real, operator.truediv, lambda f, x, d: (d[0] - d[1] * f) / x[1]),
     "//": Operator("({0} // {1})", _integer, integers.floor_divide),
     "%": Operator("({0} % {1})", _integer, integers.remainder),
     "<<": Operator("({0} << {1})", _integer, integers.shift_left),
@@ -165,20 +169,52 @@ OPERATORS = {
     "|": Operator("({0} | {1})", _bits, operator.or_),
     "^": Operator("({0} ^ {1})", _bits, operator.xor),
     "~": Operator("(~{0})", _bits, torch.bitwise_not),
-    "neg": Operator("(-{0})", _number, torch.neg),
-    "abs": Operator("tl.abs({0})", _number, torch.abs),
-    "minimum": Operator("tl.minimum({0}, {1})", _number, _minimum),
-    "maximum": Operator("tl.maximum({0}, {1})", _number, _maximum),
-    "where": Operator("tl.where({0}, {1}, {2})", _chosen, torch.where),
-    "exp": Operator("tl.exp({0})", _real, torch.exp),
-    "exp2": Operator("tl.exp2({0})", _real, torch.exp2),
-    "log": Operator("tl.log({0})", _real, torch.log),
-    "log2": Operator("tl.log2({0})", _real, torch.log2),
-    "sqrt": Operator("tl.sqrt({0})", _real, torch.sqrt),
-    "rsqrt": Operator("tl.rsqrt({0})", _real, torch.rsqrt),
-    "tanh": Operator("tanh({0})", _real, torch.tanh),
-    "sigmoid": Operator("tl.sigmoid({0})", _real, torch.sigmoid),
+    "neg": Operator("(-{0})", _number, torch.neg, lambda f, x, d: -d[0]),
+    "abs": Operator(
+        *("tl.abs({0})", _number, torch.abs),
+        lambda f, x, d: (x[0] < 0.0).where(-d[0], (x[0] > 0.0).where(d[0], 0.0)),
+    ),
+    "minimum": Operator(
+        *("tl.minimum({0}, {1})", _number, torch.minimum),
+        lambda f, x, d: _slope_of_tie(x[0] < x[1], x[1] < x[0], d),
+    ),
+    "maximum": Operator(
+        *("tl.maximum({0}, {1})", _number, torch.maximum),
+        lambda f, x, d: _slope_of_tie(x[1] < x[0], x[0] < x[1], d),
+    ),
+    "where": Operator(
+        "tl.where({0}, {1}, {2})", _chosen, torch.where, lambda f, x, d: x[0].where(d[1], d[2])
+    ),
+    "exp": Operator("tl.exp({0})", _real, torch.exp, lambda f, x, d: d[0] * f),
+    "exp2": Operator("tl.exp2({0})", _real, torch.exp2, lambda f, x, d: d[0] * LN_2 * f),
+    "expm1": Operator("expm1({0})", _real, torch.expm1, lambda f, x, d: d[0] * (f + 1.0)),
+    "log": Operator("tl.log({0})", _real, torch.log, lambda f, x, d: d[0] / x[0]),
+    "log2": Operator("tl.log2({0})", _real, torch.log2, lambda f, x, d: d[0] * (1 / LN_2) / x[0]),
+    "log1p": Operator("log1p({0})", _real, torch.log1p, lambda f, x, d: d[0] / (x[0] + 1.0)),
+    "pow": Operator(
+        *("power({0}, {1})", _real, torch.pow),
+        lambda f, x, d: (
+            x[1].is_zero().where(0.0, d[0] * x[1] * (x[0] ** (x[1] - 1.0)))
+            + d[1] * x[0].is_zero().where(0.0, f * x[0].log())
+        ),
+    ),
+    "sqrt": Operator("tl.sqrt({0})", _real, torch.sqrt, lambda f, x, d: d[0] * 0.5 / f),
+    "rsqrt": Operator("tl.rsqrt({0})", _real, torch.rsqrt, lambda f, x, d: d[0] * -0.5 * f / x[0]),
+    "sin": Operator("tl.sin({0})", _real, torch.sin, lambda f, x, d: d[0] * x[0].cos()),
+    "cos": Operator("tl.cos({0})", _real, torch.cos, lambda f, x, d: -(d[0] * x[0].sin())),
+    "tanh": Operator("tanh({0})", _real, torch.tanh, lambda f, x, d: d[0] * (1.0 - f * f)),
+    "sigmoid": Operator(
+        "tl.sigmoid({0})", _real, torch.sigmoid, lambda f, x, d: d[0] * (f * (1.0 - f))
+    ),
+    "erf": Operator(
+        *("tl.erf({0})", _real, torch.erf),
+        lambda f, x, d: d[0] * (2 / math.sqrt(math.pi)) * (-(x[0] * x[0])).exp(),
+    ),
+    "floor": Operator("tl.floor({0})", _real, torch.floor, lambda f, x, d: 0.0),
+    "whole": Operator("whole({0})", _whole, integers.whole),
 }
+# What rounds differently in torch and in kernels, which the tiles of a mask must not
+ROUNDED = frozenset(name for name, known in OPERATORS.items() if known.kind is _real)
 
 
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")

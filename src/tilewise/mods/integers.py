@@ -34,6 +34,12 @@ def shift_right(x: Tensor, y: Tensor) -> Tensor:
     return x >> torch.where(_is_far(y), LAST_BIT, y)
 
 
+def whole(x: Tensor) -> Tensor:
+    """A float rounded towards zero; the least integer for what is past 64 bits, or NaN."""
+    fits = x.abs() < 2.0**63
+    return torch.where(fits, torch.where(fits, x, 0).long(), -(2**63))
+
+
 def _safe(d: Tensor) -> Tensor:
     """The divisor, 1 for 0 and for -1: the least integer by that ends the process."""
     return torch.where((d == 0) | (d == -1), 1, d)

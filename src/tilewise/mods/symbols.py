@@ -4,11 +4,14 @@ either passed to the tracer or refused with a remedy.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..errors import ArgumentError
-from . import expressions
+from . import expressions, functions
 from .expressions import BOOL, FLOAT, INT, Node
 
 if TYPE_CHECKING:
@@ -30,10 +33,21 @@ def _binary(name: str) -> tuple[Callable[..., Symbol], Callable[..., Symbol]]:
     )
 
 
+class Row:
+    """Part of a captured tensor, which the first of its dimensions were indexed for."""
+
+    def __init__(self, tracer: Tracer, x: torch.Tensor, index: tuple):
+        self.tracer, self.x, self.index = tracer, x, index
+
+    def __getitem__(self, index) -> Symbol | Row:
+        more = index if isinstance(index, tuple) else (index,)
+        return self.tracer.index(self.x, (*self.index, *more))
+
+
 class Symbol:
     """A value of the function while it is traced."""
 
-    __slots__ = ("node", "size", "tracer")
+    __slots__ = ("node", "tracer")
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # == gives a symbol
     __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
@@ -49,8 +63,8 @@ class Symbol:
     __or__, __ror__ = _binary("or")
     __xor__, __rxor__ = _binary("xor")
 
-    def __init__(self, node: Node, size: int, tracer: Tracer):
-        self.node, self.size, self.tracer = node, size, tracer
+    def __init__(self, node: Node, tracer: Tracer):
+        self.node, self.tracer = node, tracer
 
     @property
     def kind(self) -> str:
@@ -87,9 +101,22 @@ class Symbol:
         kind = self.kind if dtype is None else expressions.kind_of_dtype(dtype)
         return self.tracer.lift({BOOL: bool, INT: int, FLOAT: float}[kind](value))
 
+    def __pow__(self, other) -> Symbol:
+        return named(self.tracer, "pow", (self, other), {})
+
+    def __rpow__(self, other) -> Symbol:
+        return named(self.tracer, "pow", (other, self), {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `.to` takes for its kind."""
+        return functions.DTYPE_OF[self.kind]
+
     def __getattr__(self, name: str):
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)
+        if name in functions.METHODS or name in functions.TAKEN:
+            return lambda *args, **kwargs: named(self.tracer, name, (self, *args), kwargs, True)
         raise no_meaning(self.tracer, f"`.{name}` of {self!r}")
 
 
@@ -104,7 +131,6 @@ def no_meaning(tracer: Tracer, what: str, remedy: str = "") -> ArgumentError:
 
 COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 UNARY = {"invert": "~", "neg": "neg", "abs": "abs"}
-FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid")
 TRUTH = (
     "the truth of {0} (`and`, `or`, `not`, `if` or a chained comparison)",
     "join with &, | and ~, each comparison in brackets, and choose with tilewise.mods.where",
@@ -116,25 +142,14 @@ NUMBER = (
 REFUSED = {
     "bool": TRUTH,
     **dict.fromkeys(("int", "float", "index", "complex", "iter", "len", "round"), NUMBER),
-    **dict.fromkeys(("pow", "rpow"), ("** on {0}", "multiply, or shift with <<")),
     **dict.fromkeys(("divmod", "rdivmod"), ("divmod of {0}", "use // and %")),
     **dict.fromkeys(("matmul", "rmatmul"), ("@ on {0}", "")),
     "call": ("a call of {0}", ""),
     "getitem": (
         "{0}[...]",
-        "index a captured tensor, by all its dimensions at once: doc[b, q_idx]",
+        "index a captured tensor, once for each of its dimensions: doc[b, q_idx] or doc[b][q_idx]",
     ),
     "contains": ("`in` on {0}", "join comparisons with |"),
-}
-# Functions of torch by their names, dunders bare.
-OF_TORCH = {
-    **{**BINARY, **COMPARED, **UNARY},
-    **{name: name for name in ("where", "minimum", "maximum", *FUNCTIONS)},
-    **{"floor_divide": "//", "remainder": "%", "negative": "neg", "absolute": "abs"},
-    **{"div": "/", "divide": "/", "true_divide": "/", "subtract": "-", "multiply": "*"},
-    **{"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "bitwise_not": "~"},
-    **{"logical_and": "&", "logical_or": "|", "logical_xor": "^", "logical_not": "~"},
-    **{"bitwise_left_shift": "<<", "bitwise_right_shift": ">>"},
 }
 
 
@@ -170,11 +185,28 @@ def torch_call(func, args, kwargs):
     symbols = symbols_in(args, kwargs)
     if not symbols:
         return func(*args, **kwargs)
-    name = getattr(func, "__name__", str(func)).strip("_")
+    name = getattr(func, "__name__", str(func)).removeprefix("special_")
+    name = name.strip("_") if name.startswith("__") else name
     tracer = symbols[0].tracer
     if name == "getitem":
-        return tracer.load(*args)
+        return tracer.index(*args)
+    return named(tracer, name, args, kwargs)
+
+
+def named(tracer: Tracer, name: str, args: tuple, kwargs: dict, is_method: bool = False) -> Symbol:
+    """What a function of torch's, by its name, gives for symbols; an error for what is refused."""
+    taken = functions.TAKEN.get(name)
+    if is_method:
+        taken = functions.METHODS.get(name, taken)
+    symbols = symbols_in(args, kwargs)
     bools_only = name.startswith("logical") and any(x.kind != BOOL for x in symbols)
-    if name not in OF_TORCH or kwargs or bools_only:
-        raise no_meaning(tracer, f"torch's `{name}` of {symbols[0]!r}")
-    return tracer.build(OF_TORCH[name], *args)
+    what = f"torch's `{name}` of {symbols[0]!r}"
+    if taken is None or bools_only:
+        raise no_meaning(tracer, what)
+    try:
+        inspect.signature(taken).bind(*args, **kwargs)
+        return taken(*args, **kwargs)
+    except functions.Refused as error:
+        raise no_meaning(tracer, what, str(error)) from None
+    except TypeError:
+        raise no_meaning(tracer, f"{what} with these arguments") from None

@@ -3,14 +3,15 @@ tree.
 
 A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may use::
 
-    + - * // %   < <= > >= == !=   & | ^ ~ << >>   -x abs(x)
+    + - * // % **   < <= > >= == !=   & | ^ ~ << >>   -x abs(x)
     where, minimum, maximum     of `tilewise.mods`, or torch's own
+    clamp, sign, long, ...      of torch, as functions or methods: `tilewise.mods.functions`
     doc[q_idx], doc[b, q_idx]   a captured tensor, one index for each of its dimensions
     n                           a captured number or 0-d tensor
     b.new_ones((), dtype=...)   a constant, and new_zeros: FlexAttention's and_masks and or_masks
 
 A score function takes (score, b, h, q_idx, kv_idx), as its score_mod does, and may use / as well,
-and torch's exp, exp2, log, log2, sqrt, rsqrt, tanh and sigmoid.
+and functions that round: torch's exp, log, tanh, erf, sin, pow, gelu, softplus and the like.
 
 Nothing else: a symbol has no truth value, which Python needs for `and`, `or`, `not`, `if` and
 chained comparisons. Trees are canonical in small ways: `a > b` is `b < a`, and ``x + 0``,
@@ -37,12 +38,13 @@ from .expressions import (
     INT,
     LARGEST,
     OPERATORS,
+    ROUNDED,
     SCORE,
     Node,
     is_float_constant,
     slots_of,
 )
-from .symbols import FUNCTIONS, Symbol, no_meaning, torch_call
+from .symbols import Row, Symbol, no_meaning, torch_call
 
 Tensor = torch.Tensor
 MAX_NODES = 400
@@ -65,9 +67,10 @@ class Dialect(NamedTuple):
 MASK = Dialect(
     "mask",
     INDICES,
-    frozenset(OPERATORS) - {"/", *FUNCTIONS},
+    frozenset(OPERATORS) - ROUNDED,
     "+ - * // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from tilewise.mods, "
-    "and of captured tensors indexed like doc[q_idx]",
+    "of torch's clamp, sign, long and others that round nothing, and of captured tensors indexed "
+    "like doc[q_idx]",
     BOOL,
     "so compare it with something",
 )
@@ -76,8 +79,8 @@ SCORE_FUNCTION = Dialect(
     (SCORE, *INDICES),
     frozenset(OPERATORS),
     "+ - * / // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from "
-    f"tilewise.mods, of torch's {', '.join(FUNCTIONS)}, and of captured tensors indexed like "
-    "bias[h, q_idx, kv_idx]",
+    "tilewise.mods, of torch's exp, log, tanh, gelu and the like (tilewise.mods.functions lists "
+    "them), and of captured tensors indexed like bias[h, q_idx, kv_idx]",
     FLOAT,
     "so add it to the score, multiply it by 1.0, or choose with where(x, score, -math.inf)",
 )
@@ -99,13 +102,14 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.dialect = dialect
         self.tensors = list(tensors)
+        self.steps: set[Node] = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return torch_call(func, args, kwargs or {})
 
     def parameters(self) -> list[Symbol]:
         """What the function is called on."""
-        return [Symbol(Node(p), 1, self) for p in self.dialect.parameters]
+        return [Symbol(Node(p), self) for p in self.dialect.parameters]
 
     def lift(self, value) -> Symbol:
         """An operand as a symbol: numbers are constants, 0-d tensors are loads."""
@@ -120,16 +124,18 @@ class Tracer(TorchFunctionMode):
                 )
             return self.load(value, ())
         if isinstance(value, bool):
-            return Symbol(Node(BOOL, (), value), 1, self)
+            return Symbol(Node(BOOL, (), value), self)
         if isinstance(value, numbers.Integral):
             if -(2**63) <= int(value) < 2**63:
-                return Symbol(Node(INT, (), int(value)), 1, self)
+                return Symbol(Node(INT, (), int(value)), self)
         elif isinstance(value, numbers.Real):
             if is_float_constant(float(value)):
-                return Symbol(Node(FLOAT, (), float(value)), 1, self)
+                return Symbol(Node(FLOAT, (), float(value)), self)
             if math.isfinite(value):
                 remedy = "floats are fp32, so use math.inf or scale what it meets"
                 raise no_meaning(self, f"{value!r}, past {LARGEST:.3g},", remedy)
+        if isinstance(value, Row):
+            raise ArgumentError(_indexed_by(value.x, value.index))
         raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
 
     def build(self, op: str, *values) -> Symbol:
@@ -158,18 +164,19 @@ class Tracer(TorchFunctionMode):
             )
         if wrong := expressions.undefined(op, node.inputs):
             raise ArgumentError(f"{expressions.describe(node)} in a {self.dialect.name} {wrong}")
-        return self._symbol(node, operands)
+        return self._symbol(node)
 
-    def load(self, x: Tensor, index) -> Symbol:
-        """A captured tensor at an index for each dimension."""
+    def index(self, x: Tensor, index) -> Symbol | Row:
+        """A captured tensor at an index for each of its dimensions, or for the first of them."""
         index = index if isinstance(index, tuple) else (index,)
+        are_one = all(isinstance(i, (Symbol, Tensor, numbers.Integral)) for i in index)
+        return Row(self, x, index) if are_one and len(index) < x.ndim else self.load(x, index)
+
+    def load(self, x: Tensor, index: tuple) -> Symbol:
+        """A captured tensor at an index for each dimension."""
         _check_captured(x)
         if len(index) != x.ndim or x.numel() == 0:
-            raise ArgumentError(
-                f"a captured {x.dtype} tensor of shape {tuple(x.shape)} is indexed by "
-                f"{len(index)}: it must not be empty, and have one index for each dimension, like "
-                "doc[b, q_idx]"
-            )
+            raise ArgumentError(_indexed_by(x, index))
         if not all(isinstance(i, (Symbol, Tensor, numbers.Integral)) for i in index):
             raise ArgumentError(
                 f"a captured tensor is indexed by {index!r}: each must be one integer, not a "
@@ -188,7 +195,7 @@ class Tracer(TorchFunctionMode):
         if slot == len(self.tensors):
             self.tensors.append(x)
         node = Node("load", tuple(s.node for s in operands), (slot, x.dtype))
-        return self._symbol(node, operands)
+        return self._symbol(node)
 
     def splice(self, expr: Node, given: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
         """A tree made before, at these indices and this score."""
@@ -205,14 +212,21 @@ class Tracer(TorchFunctionMode):
                 found[node] = self.build(node.op, *inputs)
         return found[expr]
 
-    def _symbol(self, node: Node, operands: list[Symbol]) -> Symbol:
-        size = 1 + sum(x.size for x in operands)
-        if size > MAX_NODES:
+    def _symbol(self, node: Node) -> Symbol:
+        self.steps.add(node)
+        if len(self.steps) > MAX_NODES:
             raise ArgumentError(
                 f"a {self.dialect.name} has over {MAX_NODES} operators: put what it counts into a "
                 "tensor and index that"
             )
-        return Symbol(node, size, self)
+        return Symbol(node, self)
+
+
+def _indexed_by(x: Tensor, index: tuple) -> str:
+    return (
+        f"a captured {x.dtype} tensor of shape {tuple(x.shape)} is indexed by {len(index)}: it "
+        "must not be empty, and have one index for each dimension, like doc[b, q_idx]"
+    )
 
 
 def _check_captured(x: Tensor) -> None:
@@ -287,6 +301,5 @@ def _choose(op: str, *values):
     for value in values:
         if isinstance(value, Symbol):
             return value.tracer.build(op, *values)
-    if not any(isinstance(value, Tensor) for value in values):
-        values = [torch.as_tensor(value) for value in values]
+    values = [torch.as_tensor(value) for value in values]
     return OPERATORS[op].compute(*values)

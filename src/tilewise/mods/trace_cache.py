@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from .bytecode import PURE, Reads, reads_in
 from .function import TracedFunction
-from .symbols import BINARY, COMPARED, OF_TORCH, UNARY, symbols_in
+from .functions import METHODS, TAKEN
+from .symbols import BINARY, COMPARED, UNARY, symbols_in
 from .trace import maximum, minimum, where
 
 Made = TypeVar("Made", bound=TracedFunction)
@@ -109,7 +110,7 @@ def _proof(function: types.FunctionType) -> Reads | None:
     if known is not None and known.code is code:
         return known.proven
     if code not in _proven:
-        _proven[code] = reads_in(code)
+        _proven[code] = reads_in(code, _SYMBOLS)
     _traces[function] = CachedTrace(code, _proven[code])
     return _proven[code]
 
@@ -143,14 +144,19 @@ _TENSORS = torch.Tensor, torch.nn.Parameter
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 _SEEN = {"shape", "ndim", "dtype", "device"}  # no tensor can have another of its own
 _METHODS = {"size", "dim", "numel"}
+_ROOMS = torch, torch.nn.functional
 # Functions that depend on their arguments alone
 _KNOWN = {
     *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType)),
     *(getattr(operator, f"__{name}__") for name in (*BINARY, *COMPARED, *UNARY, "getitem")),
-    *(getattr(torch, name) for name in OF_TORCH if hasattr(torch, name)),
+    *(getattr(room, name) for room in _ROOMS for name in TAKEN if hasattr(room, name)),
     *(where, minimum, maximum),
     *(PURE[name] for name in PURE if isinstance(PURE[name], types.BuiltinFunctionType)),
 }
+
+
+# Methods of symbols, which torch's tensors have too: of these a call is recorded
+_SYMBOLS = frozenset({*TAKEN, *METHODS, "dtype"})
 
 
 # What torch is asked about a tensor that `_read` tells by, or that no value changes

@@ -54,6 +54,8 @@ def _range(step: TreeStep, operands: list) -> Range:
         return Range(limits.min, limits.max)
     if step.op == "where":
         operands = operands[1:]
+    if step.op not in RULES:  # of floats
+        return BITS_64
     found = RULES[step.op](*operands)
     return found if found.fits(BITS_64) else BITS_64
 
