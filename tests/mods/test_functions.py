@@ -52,6 +52,9 @@ FLOATS = {
     "full_like": lambda s, b, h, q, k: (
         torch.where(q < k, s, torch.full_like(s, -5)) - s.reciprocal().isinf()
     ),
+    "bools": lambda s, b, h, q, k: s * (q < k) + (q % 2 == 0) + (k == q) * 2 * s.clone(),
+    "alpha": lambda s, b, h, q, k: torch.add(s, q, alpha=2) + torch.sub(s, s * s, alpha=0.5),
+    "isfinite": lambda s, b, h, q, k: torch.where(torch.isfinite(s) & ~s.isnan(), s, 0.0),
     "special": lambda s, b, h, q, k: torch.special.expm1(s) + torch.rsub(s, q) + torch.square(q),
 }
 FLOATS["full_like"] = lambda s, b, h, q, k: torch.where(q < k, s, torch.full_like(s, -5))

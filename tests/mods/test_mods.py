@@ -254,9 +254,9 @@ UNTRACEABLE = {
     "ellipsis": (lambda b, h, q, k: DOCS[..., q] == 1, "Ellipsis", "not a slice, None or ..."),
     "by bool": (lambda b, h, q, k: DOC[q > k] == 1, "indexed by (k_idx < q_idx)", "use integers"),
     "negative": (lambda b, h, q, k: DOCS[-1, q] == 1, "indexed by", "constants must lie in [0, 2)"),
-    "bool + int": (
-        lambda b, h, q, k: (q > k) + 1 > 0,
-        "`+` is not for (k_idx < q_idx) (bool)",
+    "bool - int": (
+        lambda b, h, q, k: (q > k) - 1 > 0,
+        "`-` is not for (k_idx < q_idx) (bool)",
         "where",
     ),
     "int & bool": (lambda b, h, q, k: q & (q > k), "`&` is not for q_idx (int)", "compare numbers"),

@@ -183,8 +183,8 @@ UNTRACEABLE = {
     "half": (lambda s, b, h, q, k: s.to(torch.half), "`to` of score", "use .float() or .long()"),
     "torch": (lambda s, b, h, q, k: torch.lgamma(s), "torch's `lgamma` of score", "gelu and the"),
     "part": (lambda s, b, h, q, k: s + BIAS[h], "is indexed by 1", "one index for each dimension"),
-    "keyword": (lambda s, b, h, q, k: torch.add(s, q, alpha=2), "torch's `add`", "made of"),
-    "bool as a number": (lambda s, b, h, q, k: s + (q < k), "`+` is not for", "where(x, 1, 0)"),
+    "keyword": (lambda s, b, h, q, k: torch.round(s, decimals=2), "torch's `round`", "scale what"),
+    "bool as a number": (lambda s, b, h, q, k: s - (q < k), "`-` is not for", "where(x, 1, 0)"),
     "arguments": (
         lambda b, h, q, k: 1.0,
         "score function <lambda> cannot",

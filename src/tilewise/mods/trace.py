@@ -9,6 +9,7 @@ A mask takes (b, h, q_idx, kv_idx), as FlexAttention's mask_mod does, and may us
     doc[q_idx], doc[b, q_idx]   a captured tensor, one index for each of its dimensions
     n                           a captured number or 0-d tensor
     b.new_ones((), dtype=...)   a constant, and new_zeros: FlexAttention's and_masks and or_masks
+    s * (q_idx < kv_idx)        bools are 0 and 1 in sums and products, as torch's
 
 A score function takes (score, b, h, q_idx, kv_idx), as its score_mod does, and may use / as well,
 and functions that round: torch's exp, log, tanh, erf, sin, pow, gelu, softplus and the like.
@@ -37,6 +38,7 @@ from .expressions import (
     INDICES,
     INT,
     LARGEST,
+    NUMERIC,
     OPERATORS,
     ROUNDED,
     SCORE,
@@ -143,6 +145,8 @@ class Tracer(TorchFunctionMode):
         if op in MIRRORED:
             op, values = MIRRORED[op], values[::-1]
         operands = [self.lift(value) for value in values]
+        if op in ("+", "*") and {x.kind for x in operands} & NUMERIC:  # torch's bools are 0 and 1
+            operands = [self.build("where", x, 1, 0) if x.kind == BOOL else x for x in operands]
         node = Node(op, tuple(x.node for x in operands))
         if op not in self.dialect.operators:
             remedy = "divide with //" if op == "/" else ""
