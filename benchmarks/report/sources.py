@@ -141,6 +141,7 @@ def _options(shape: Shape) -> tuple:
     asked = {
         "tokens": (_short(tokens), "16k"),
         "hidden": (str(hidden), "2048"),
+        "headdim-v": (shape.headdim_v if shape.headdim_v != shape.headdim else None, None),
         "group": (shape.nheads // shape.nheads_k, 1),
         "dtype": (SHORT_DTYPES.get(shape.dtype, shape.dtype), "bf16"),
         "window": (shape.window, None),

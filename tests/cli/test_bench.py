@@ -56,11 +56,20 @@ def test_peers_that_cannot_run_are_listed_and_have_no_row():
 
 def test_the_classic_grid_can_be_asked_for():
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    shapes = shapes_of(
-        ("fwd", "bwd"), lengths, (64, 128, 256), "both", 1, (16384,), (2048,), "bf16"
-    )
+    sizes = dict(tokens=(16384,), hidden=(2048,), group=1)
+    both = ("fwd", "bwd"), lengths, (64, 128, 256)
+    shapes = shapes_of(*both, None, "both", "bf16", **sizes)
     assert len(shapes) == 2 * 6 * 3 * 2
     assert {shape.nheads * shape.headdim for shape in shapes} == {2048}
+
+
+def test_heads_of_v_can_be_narrower():
+    sizes = ["--seqlen", "32", "--headdim", "48", "--headdim-v", "32"]
+    done = invoke("fwd", *QUICK, *sizes, "--against", "math", "--json")
+    assert done.exit_code == 0, done.output
+    for line in done.stdout.splitlines():
+        shape = json.loads(line)["shape"]
+        assert (shape["headdim"], shape["headdim_v"]) == (48, 32)
 
 
 def test_help_says_where_fa3_is_looked_for():

@@ -77,6 +77,23 @@ def test_refuses_with_a_reason():
     assert "mps" in hopper.supports(problem_of(), torch.device("mps"))
 
 
+@pytest.mark.parametrize(
+    "headdim, headdim_v, sides",
+    [
+        (192, 128, (128, 128, 192, 128)),
+        (136, 40, (128, 128, 192, 64)),
+        (192, 192, (128, 64, 192, 256)),
+        (128, 192, (128, 64, 128, 256)),
+        (200, 128, (128, 64, 256, 128)),
+    ],
+)
+def test_tiles_of_heads_up_to_192(headdim, headdim_v, sides):
+    """Keys of 192 columns are not padded to 256, and with values of 128 a block has 128 of them."""
+    sizes = 1, 256, 2, headdim
+    plan = launch.plan_of(problem_of(sizes, sizes, headdim_v), CPU, False, 1)
+    assert plan.tile[:4] == sides
+
+
 def test_falling_to_another_backend_is_said_once():
     x = torch.randn(1, 8, 2, 64 + 4, dtype=BF16)
     with use_emulator():
@@ -131,6 +148,7 @@ VARIANTS = {
     "taller": Case("e", Sizes(1, 300, 130, 2, 2, 128), Features(causal=True)),
     "wide": Case("f", Sizes(1, 200, 200, 2, 2, 256), Features(causal=True)),
     "wide-keys": Case("g", Sizes(1, 150, 200, 2, 2, 192, 128), Features()),
+    "wide-keys-causal": Case("i", Sizes(1, 150, 300, 2, 1, 136, 100), Features(causal=True)),
     "shared": Case("h", Sizes(2, 9, 300, 8, 2, 64), Features(causal=True)),
 }
 SEEDS = sample(range(20), 0)

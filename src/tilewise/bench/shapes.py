@@ -116,7 +116,8 @@ class Shape(NamedTuple):
         band = ["causal" if self.causal else "full"]
         if self.modifier in modifiers.MASKS:
             band = []  # it is said among the features
-        sizes = f"{self.sizes} H{heads} D{self.headdim}"
+        of_v = f"/{self.headdim_v}" if self.headdim_v != self.headdim else ""
+        sizes = f"{self.sizes} H{heads} D{self.headdim}{of_v}"
         return " ".join([self.direction, sizes, *band, *self.features, self.dtype])
 
 
@@ -130,6 +131,7 @@ def square(
     tokens: int = TOKENS,
     hidden: int = HIDDEN,
     group: int = 1,
+    headdim_v: int | None = None,
 ) -> Shape:
     """Self-attention over `tokens` in all; `group` query heads share a key head."""
     nheads = max(hidden // headdim, group)
@@ -141,7 +143,7 @@ def square(
         nheads=nheads,
         nheads_k=nheads // group,
         headdim=headdim,
-        headdim_v=headdim,
+        headdim_v=headdim_v or headdim,
         causal=causal,
         dtype=dtype,
     )

@@ -33,6 +33,9 @@ _H200 = [
     (_sm90("hopper_fwd", 64, 16, True, True), Config(128, 128, 8, 2), "344 / 402 at 1Ki / 2Ki"),
     (_sm90("hopper_fwd", 128, 16, False), Config(128, 128, 8, 2), "655 / 635 / 662"),
     (_sm90("hopper_fwd", 128, 16, True), Config(128, 128, 8, 2), "463 / 562 / 614"),
+    # of 192, with 128 of V: an H100, 16 heads
+    (_sm90("hopper_fwd", 192, 16, False), Config(128, 128, 8, 2), "617 / 733 / 781"),
+    (_sm90("hopper_fwd", 192, 16, True), Config(128, 128, 8, 2), "455 / 648 / 728"),
     (_sm90("hopper_fwd", 256, 16, False), Config(128, 64, 8, 2), "628 / 663 / 685"),
     (_sm90("hopper_fwd", 256, 16, True), Config(128, 64, 8, 2), "438 / 580 / 647"),
     (_sm90("bwd_dkdv", 32, 16, False), Config(64, 128, 4, 3), "399"),

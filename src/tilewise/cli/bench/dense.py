@@ -47,6 +47,7 @@ def suite_of(name: str) -> list:
 @click.option(
     "--headdim", type=IntList(), default="64,128", show_default=True, help="Any up to 512."
 )
+@click.option("--headdim-v", type=click.IntRange(1, 512), help="That of V, if it is another.")
 @feature_options
 @click.option(
     "--group",
@@ -114,17 +115,19 @@ def dense(directions, suite, ours, against, **options) -> None:
     compare(with_features(shapes, features), ours, against, suite=suite or "adhoc", **options)
 
 
-SIZES = ("seqlen", "headdim", "causal", "group", "tokens", "hidden", "dtype")
+SIZES = ("seqlen", "headdim", "headdim_v", "causal", "group", "tokens", "hidden", "dtype")
 
 
-def shapes_of(directions, seqlen, headdim, causal, group, tokens, hidden, dtype):
+def shapes_of(directions, seqlen, headdim, headdim_v, causal, dtype, **sizes):
     """The shapes that the options ask for."""
     from ...bench.shapes import grid
 
+    tokens, hidden, group = sizes["tokens"][0], sizes["hidden"][0], sizes["group"]
     for size in headdim:
-        if (nheads := max(hidden[0] // size, group)) % group:
+        if (nheads := max(hidden // size, group)) % group:
             raise click.UsageError(f"--group {group} does not divide {nheads} heads of {size}")
-    common = dict(dtype=(DTYPES | FP8)[dtype], tokens=tokens[0], hidden=hidden[0], group=group)
+    common = dict(tokens=tokens, hidden=hidden, group=group, headdim_v=headdim_v)
+    common |= dict(dtype=(DTYPES | FP8)[dtype])
     return grid(directions, seqlen, headdim, MASKS[causal], **common)
 
 

@@ -124,6 +124,14 @@ def shared(rows, columns, dtype):
 
 
 @gluon.constexpr_function
+def column_groups(columns):
+    """In how many tiles, side by side, rows of so many columns lie in shared memory: a tile has a
+    power of two of them, and 192 are three of 64.
+    """
+    return 3 if columns == 192 else 1
+
+
+@gluon.constexpr_function
 def by_register(size):
     """(size,): four neighbours a thread, then the threads of a warpgroup, then their next four."""
     rest = [[512 << i] for i in range((size // 512).bit_length() - 1)]

@@ -30,7 +30,7 @@ class KVRing(NamedTuple):
     and released at the same time.
     """
 
-    k: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_D)
+    k: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_D), or groups of its columns
     v: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_DV)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -52,11 +52,12 @@ def make_ring(
     PRODUCERS: gl.constexpr,
     CONSUMERS: gl.constexpr,
     MORE: gl.constexpr = 0,
+    GROUPS: gl.constexpr = 1,
 ):
     """A ring whose stages are full after PRODUCERS arrivals and empty after CONSUMERS; behind their
-    `full` barriers are MORE for other uses.
+    `full` barriers are MORE for other uses. A stage has GROUPS buffers (`layouts.column_groups`).
     """
-    buffers = gl.allocate_shared_memory(dtype, [STAGES] + shape, layout)
+    buffers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + shape, layout)
     full = make_barrier(STAGES + MORE, PRODUCERS)
     return Ring(buffers, full, make_barrier(STAGES, CONSUMERS))
 

@@ -20,7 +20,15 @@ from ..work import key_head
 from .rows import head_of_row, query_of_row
 from .varlen import place_in, rows_in
 
-OUT_COLUMNS = gl.constexpr(128)  # of O that pass through shared memory at a time
+OUT_COLUMNS = gl.constexpr(128)  # of O that pass through shared memory at a time, at most
+
+
+@gluon.constexpr_function
+def out_columns(block_d, block_dv):
+    """Columns of O that pass through shared memory at a time: with 128 keys of 192 columns, and 128
+    of V, there is room for 64.
+    """
+    return 64 if block_d == 192 and block_dv <= 128 else min(block_dv, OUT_COLUMNS.value)
 
 
 class Output(NamedTuple):

@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..bias import make_biases
-from ..layouts import shared
+from ..layouts import column_groups, shared
 from ..pieces import TMA_UNIT
 from ..pipeline import KVRing, Ring, make_barriers, make_ring
 from ..work import KernelCall
-from .epilogue import OUT_COLUMNS, Output, make_handovers
+from .epilogue import Output, make_handovers, out_columns
 from .load import Sources, load_partition
 from .mma import attend_partition
 from .store import store_partition
@@ -52,19 +52,21 @@ def hopper_fwd_kernel(
     dtype: gl.constexpr = q_desc.dtype
     M: gl.constexpr = 64
     N: gl.constexpr = TILE.BLOCK_N
-    D: gl.constexpr = TILE.BLOCK_D
+    D: gl.constexpr = TILE.BLOCK_D // column_groups(TILE.BLOCK_D)
     DV: gl.constexpr = TILE.BLOCK_DV
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    k_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
-    v_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, DV], shared(N, DV, dtype))
-    full, empty = make_barriers(TILE.STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
+    GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
+    STAGES: gl.constexpr = TILE.STAGES
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, N, D], shared(N, D, dtype))
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, N, DV], shared(N, DV, dtype))
+    full, empty = make_barriers(STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
     kv_ring = KVRing(k_buffers, v_buffers, full, empty)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
     messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype)
-    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
-    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
-    OUT: gl.constexpr = min(DV, OUT_COLUMNS)
+    q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128, 0, GROUPS)
+    q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128, 0, GROUPS)
+    OUT: gl.constexpr = out_columns(TILE.BLOCK_D, DV)
     out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
     q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128) if WARPGROUPS == 3 else q_1
     bias = make_biases(dtype, TILE)

@@ -44,10 +44,11 @@ from ..descriptors import (
     is_ragged,
     ragged_steps,
 )
+from ..layouts import column_groups
 from ..padded import PaddedLaunch, empty_rows, is_padded
 from ..tile_counter import counter, counter_of
 from . import dropout
-from .epilogue import OUT_COLUMNS
+from .epilogue import out_columns
 from .kernel import hopper_fwd_kernel
 
 Tensor = torch.Tensor
@@ -262,13 +263,15 @@ def plan_of(
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
     )
+    if 128 < problem.headdim <= 192:
+        block_d = 192
     arch = "sm90" if device.type == "cpu" else architecture(device)
-    widest = max(block_d, block_dv)
+    widest = max(block_d, block_dv)  # to 192, with 128 of V: 128 keys fit
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // WARPGROUP_ROWS
     if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
-    out_columns = min(block_dv, OUT_COLUMNS.value)
+    of_o = out_columns(block_d, block_dv)
     block_n = config.BLOCK_N
     if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
         block_n = math.gcd(block_n, problem.mods.block[1])
@@ -284,22 +287,22 @@ def plan_of(
         bias_step,
         V_FLAT=is_flat,
     )
-    if shared_memory(tile, out_columns) > SHARED_MEMORY["sm90"]:
+    if shared_memory(tile, of_o) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
     if has_tiles and block_n == 128 and pack == 1:  # one slot of Q less makes room for it
         copied = tile._replace(BIAS_COPIED=True)
-        if shared_memory(copied, out_columns) > SHARED_MEMORY["sm90"]:
+        if shared_memory(copied, of_o) > SHARED_MEMORY["sm90"]:
             copied = copied._replace(Q_STAGES=1)
-        tile = copied if shared_memory(copied, out_columns) <= SHARED_MEMORY["sm90"] else tile
+        tile = copied if shared_memory(copied, of_o) <= SHARED_MEMORY["sm90"] else tile
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
     of_keys = [1, 1, 1, tile.BLOCK_N] if is_ragged(problem) else [1, 1, tile.BLOCK_N]
-    rows = WARPGROUP_ROWS
+    rows, columns = WARPGROUP_ROWS, block_d // column_groups(block_d)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
     blocks = (
-        [1, 1, rows // pack, pack, block_d],
-        [*of_keys, block_d],
+        [1, 1, rows // pack, pack, columns],
+        [*of_keys, columns],
         [*of_keys, block_dv],
-        [*of_out, out_columns],
+        [*of_out, of_o],
         [1, 1, rows, tile.BLOCK_N],
     )
     element = GL_DTYPES[problem.dtype]

@@ -15,8 +15,9 @@ from ....tile.varlen import Hint
 from ...common.quantized import COLUMNS
 from ..bias import copy_bias
 from ..compat import tma_load
+from ..layouts import column_groups
 from ..pieces import TMA_UNIT
-from ..pipeline import PipelineState, advance, load, start, wait_empty
+from ..pipeline import PipelineState, advance, start, wait_empty
 from ..tile_messages import send
 from ..tma import load_ragged
 from ..work import (
@@ -127,7 +128,6 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     """Says what the tile is, and loads its queries and the keys that they visit. Returns the next
     tile's number, too.
     """
-    q_shape: gl.constexpr = sources.q.block_type.shape
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     messages_state, q_state, kv_state, bias_state, prev_block, has_prev = progress
     send(rings.messages, messages_state, work)
@@ -136,7 +136,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     head_k, member = key_head(work.head, FEATURES, TILE)
     for i in gl.static_range(WARPGROUPS):
         m_start = first_q + work.start + i * (64 // TILE.PACK)
-        load(rings.q[i], q_state, sources.q, [batch, head_k, m_start, member, 0], q_shape)
+        load_queries(rings.q[i], q_state, sources.q, (batch, head_k, m_start, member), TILE)
     q_state = advance(q_state, TILE.Q_STAGES)
     last = work.last - work.first
     known = gl.to_tensor(0)  # blocks of the head's V^T that are ready
@@ -197,26 +197,46 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
 
 
 @gluon.jit
+def load_queries(ring, state, desc, place, TILE: gl.constexpr):
+    """Fills a stage of a warpgroup's queries, as soon as it is empty."""
+    shape: gl.constexpr = desc.block_type.shape
+    GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
+    wait_empty(ring, state)
+    full = ring.full.index(state.stage)
+    mbarrier.expect(full, GROUPS * desc.block_type.nbytes)
+    for group in gl.static_range(GROUPS):
+        buffer = ring.buffers.index(state.stage * GROUPS + group)
+        at = [place[0], place[1], place[2], place[3], group * shape[4]]
+        tma_load(desc, at, full, buffer.reshape(shape))
+
+
+@gluon.jit
 def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
     """Fills a stage with K of one block and V of another, as soon as it is empty; TMA arrives at
     `full` when the last byte of both is there.
     """
-    K_BYTES: gl.constexpr = sources.k.block_type.nbytes
+    GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
+    K_BYTES: gl.constexpr = GROUPS * sources.k.block_type.nbytes
     V_BYTES: gl.constexpr = sources.v.block_type.nbytes
     wait_empty(kv_ring, state)
     full = kv_ring.full.index(state.stage)
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
-    k, v = kv_ring.k.index(state.stage), kv_ring.v.index(state.stage)
+    k, v = kv_ring.k.index(state.stage * GROUPS), kv_ring.v.index(state.stage)
     load_rows(sources.k, keys, 0, full, k, has_keys, 0, TILE)
+    for group in gl.static_range(1, GROUPS):
+        k = kv_ring.k.index(state.stage * GROUPS + group)
+        load_rows(sources.k, keys, 0, full, k, has_keys, 0, TILE, group * k.shape[1])
     load_rows(sources.v, values, 1, full, v, has_values, sources.v_step, TILE)
 
 
 @gluon.jit
-def load_rows(desc, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: gl.constexpr):
-    """Of K (WHICH is 0) or V. V_FLAT rows hold all heads, `step` elements apart; a copy begins at
-    a multiple of 16 bytes, and so with up to 7 elements of the head before.
+def load_rows(
+    desc, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: gl.constexpr, first=0
+):
+    """Of K (WHICH is 0), columns from `first` on, or V. V_FLAT rows hold all heads, `step` elements
+    apart; a copy begins at a multiple of 16 bytes, and so with up to 7 elements of the head before.
     """
     shape: gl.constexpr = desc.block_type.shape
     FLAT: gl.constexpr = TILE.V_FLAT and WHICH == 1
@@ -226,18 +246,18 @@ def load_rows(desc, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: 
             at = [block.batch, block.head, 0, block.column]
         tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
     elif len(shape) == 5:
-        head, column = place_of_head(block.head[WHICH], step, FLAT)
+        head, column = place_of_head(block.head[WHICH], step, first, FLAT)
         load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
     else:
-        head, column = place_of_head(block.head, step, FLAT)
+        head, column = place_of_head(block.head, step, first, FLAT)
         at = [block.batch, head, block.n_start, column]
         tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
 
 
 @gluon.jit
-def place_of_head(head, step, FLAT: gl.constexpr):
+def place_of_head(head, step, first, FLAT: gl.constexpr):
     """A head, and the column that its rows are copied from, in the coordinates of a descriptor."""
     if FLAT:
         return 0, head * step // TMA_UNIT * TMA_UNIT
     else:
-        return head, 0
+        return head, first

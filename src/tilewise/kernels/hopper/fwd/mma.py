@@ -23,7 +23,7 @@ from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
 from ....tile.types import Lengths, Sequence
 from ..bias import copied_bias, release_bias
-from ..layouts import accumulator, row_of
+from ..layouts import accumulator, column_groups, row_of
 from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import THRESHOLD, exponentials_in, lagging_max, rescale, rescale_factors
@@ -98,8 +98,8 @@ def attend_partition(
     has_tile = work.start != END if FEATURES.PACKED else True
     wait_full(q_ring, q_state, pred=has_tile)
     wait_full(kv_ring, state, pred=has_tile)
-    q_tile = q_ring.buffers.index(q_state.stage)
-    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+    q_tile = query_tile(q_ring, q_state, TILE)
+    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores, TILE)
     tile = open_rows(work, rows, call, FEATURES, TILE)
     n_block = key_block(work, 0, call, FEATURES, TILE)
     bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
@@ -121,7 +121,7 @@ def attend_partition(
             n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
             if not EARLY:
                 wait_full(kv_ring, state)
-            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores, TILE)
             pending_o = multiply_values(step.p, kv_ring, state, acc_o)
             bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
             by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
@@ -182,9 +182,9 @@ def attend_partition(
             for _ in range(split.masked):
                 k_state = advance(k_state, STAGES)
                 wait_full(kv_ring, k_state)
-        q_tile = q_ring.buffers.index(q_state.stage)
+        q_tile = query_tile(q_ring, q_state, TILE)
         # After the last tile S is computed from what lies there, and not used
-        pending_s = multiply_keys(q_tile, kv_ring, k_state, no_scores)
+        pending_s = multiply_keys(q_tile, kv_ring, k_state, no_scores, TILE)
         pending_o = multiply_values(step.p, kv_ring, state, acc_o)
         tile = open_rows(upcoming, rows, call, FEATURES, TILE)
         n_block = key_block(upcoming, 0, call, FEATURES, TILE)
@@ -257,10 +257,28 @@ def skip(kv_ring, state, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(q_tile, kv_ring, state, no_scores):
+def query_tile(q_ring, q_state, TILE: gl.constexpr):
+    """Q of a stage, or groups of its columns."""
+    if column_groups(TILE.BLOCK_D) == 1:
+        return q_ring.buffers.index(q_state.stage)
+    else:
+        first = q_state.stage * 3
+        buffers = q_ring.buffers
+        return buffers.index(first), buffers.index(first + 1), buffers.index(first + 2)
+
+
+@gluon.jit
+def multiply_keys(q_tile, kv_ring, state, no_scores, TILE: gl.constexpr):
     """Starts S = Q K^T: (64, BLOCK_N)."""
-    k_tile = kv_ring.k.index(state.stage).permute((1, 0))
-    return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
+    if column_groups(TILE.BLOCK_D) == 1:
+        k_tile = kv_ring.k.index(state.stage).permute((1, 0))
+        return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
+    else:
+        s = no_scores
+        for group in gl.static_range(3):
+            k_tile = kv_ring.k.index(state.stage * 3 + group).permute((1, 0))
+            s = warpgroup_mma(q_tile[group], k_tile, s, use_acc=group > 0, is_async=True)
+        return s
 
 
 @gluon.jit
