@@ -8,6 +8,7 @@ from triton.runtime import jit
 
 import tilewise
 from tilewise import dispatch
+from tilewise.frontend import cache_checks
 from tilewise.kernels.common import decode_step
 from tilewise.kernels.portable import decode_launch
 from tilewise.ops import calls, kv_cache
@@ -69,6 +70,7 @@ def record(monkeypatch):
         monkeypatch.setattr(decode_launch, name, Kernel(name, log))
     monkeypatch.setattr(decode_launch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(calls, "is_read", lambda x: False)
+    monkeypatch.setattr(cache_checks, "knows_values", lambda x: False)  # as on a GPU
     monkeypatch.setattr(calls, "UNGUARDED", frozenset())
     calls._entry.cache_clear()
     monkeypatch.setattr(dispatch, "ask", lambda *_: None)

@@ -209,7 +209,7 @@ def usable(ctx: click.Context, param: click.Parameter, device: str | None) -> st
 
     has_gpu = torch.cuda.is_available()
     known = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device or "cpu")
-    if known is None or (has_gpu and int(known[1] or 0) >= torch.cuda.device_count()):
+    if known is None or (has_gpu and known[1] and int(known[1]) >= torch.cuda.device_count()):
         raise click.BadParameter(f"{device!r} is neither cuda, a GPU of this machine, nor cpu")
     if device and device.startswith("cuda") and not has_gpu:
         click.echo("no CUDA GPU is usable here: see `tilewise info`", err=True)
