@@ -37,7 +37,7 @@ def plans_of(
     shape = (999, 16) if is_paged else (batch, room)
     cache_dtype = dtype if cache_dtype is None else cache_dtype
     k, v = (torch.empty(*shape, heads_k, headdim, dtype=cache_dtype) for _ in "kv")
-    table = torch.empty(batch, room // 16, dtype=INT32) if is_paged else None
+    table = torch.zeros(batch, room // 16, dtype=INT32) if is_paged else None
     used, starts = torch.ones(batch, dtype=INT32), STARTS
     learned = (
         torch.ones(heads) if has.get("alibi") else None,

@@ -56,7 +56,7 @@ def compiled(headdims, page_size, causal=False, window=None, softcap=None, kept=
     scales = [torch.ones(by_kind[has["scales"]]) for _ in "kv"] if "scales" in has else (None, None)
     table = None
     if page_size is not None:
-        table = torch.empty(batch, room // page_size, dtype=INT32)
+        table = torch.zeros(batch, room // page_size, dtype=INT32)
     learned = (
         torch.ones(heads) if has.get("alibi") else None,
         torch.ones(heads) if has.get("sinks") else None,
