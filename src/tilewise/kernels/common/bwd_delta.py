@@ -49,6 +49,10 @@ def bwd_delta_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     DV: tl.constexpr = FEATURES.HEADDIM_V
     tile = tl.program_id(0)
+    if accumulated is not None:
+        # The last heads first: the kernel behind begins with those whose dO and zeros are still in
+        # the L2 cache (H100, sustained, 512 and 1Ki: 0.1 to 1 %)
+        tile = tl.num_programs(0) - 1 - tile
     # Without an accumulator a row's delta needs no sequence: packed ones are one long one
     BY_SEQUENCE: tl.constexpr = FEATURES.PACKED and accumulated is not None
     if BY_SEQUENCE:

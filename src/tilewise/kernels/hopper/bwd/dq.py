@@ -14,7 +14,9 @@ def hopper_bwd_dq_kernel(
 ):
     ROWS: tl.constexpr = TILE.BLOCK_M
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
-    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    # The last heads first, of which most is still in the L2 cache (H100, sustained, 512 and 1Ki:
+    # together with the same in `bwd_delta_kernel` 0.4 to 1.5 %)
+    tile, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.arange(0, 32)
     m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, ROWS)
     seqlen_q = sizes.seqlen_q
     block = batch.to(tl.int64) * sizes.nheads + head
