@@ -15,6 +15,8 @@ CASES = {
     "64": (Sizes(1, 150, 200, 2, 1, 64), Features(lse_grad=True)),
     "128 causal": (Sizes(1, 150, 200, 2, 1, 128), Features(causal=True)),
     "256 causal": (Sizes(1, 130, 150, 1, 1, 256), Features(causal=True)),
+    "192 of keys": (Sizes(1, 130, 150, 1, 1, 192, 128), Features(causal=True)),
+    "136 of keys": (Sizes(1, 70, 140, 2, 1, 136, 100), Features()),
     "window": (Sizes(1, 200, 200, 1, 1, 64), Features(window=(70, 10))),
     "softcap": (Sizes(1, 100, 130, 1, 1, 128), Features(softcap=5.0)),
     "shared tiles": (Sizes(2, 5, 150, 6, 2, 64), Features(causal=True, alibi="batch", sinks=True)),
