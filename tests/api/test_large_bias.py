@@ -3,29 +3,39 @@ those of torch's own math, whose P is 1 / n in the backward as in the forward.
 """
 
 import contextlib
+import itertools
 import random
 
 import pytest
 import torch
+from helpers.tiers import sample_rows
 
 import tilewise
 from tilewise import dispatch
 from tilewise.problem import NO_EXTRAS, Scalars, describe
-from tilewise.testing import use_interpreter
+from tilewise.testing import use_emulator, use_interpreter
 
-MODES = {"cpu": contextlib.nullcontext, "portable": use_interpreter}
+MODES = {"cpu": contextlib.nullcontext, "portable": use_interpreter, "hopper": use_emulator}
 HUGE = -1e4, -65504.0, -1e9, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min
+KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Of the largest number: P and dS are rounded to 16 bits once, and so are results
+ERRORS = {"fp32": 1e-5, "fp16": 2.0**-9, "bf16": 2.0**-6}
+CASES = [
+    *itertools.product(("cpu", "portable"), ["fp32"], HUGE, (False, True)),
+    *[("hopper", kind, HUGE[2 * n], n > 0) for n, kind in ((1, "fp16"), (2, "bf16"))],
+    *itertools.product(["hopper"], ("fp16", "bf16"), HUGE, (False, True)),
+]
+FAST = CASES[:22]
 
 
 def by_torch(q, k, v, bias, sinks):
-    """The formula in fp32, scores in one matrix."""
+    """The formula in fp32, scores in one matrix: out, and lse."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5 + bias
-    if sinks is None:
-        p = torch.softmax(s, -1)
-    else:
-        column = sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)
-        p = torch.softmax(torch.cat([s, column], -1), -1)[..., :-1]
-    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+    if sinks is not None:
+        s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    p = torch.softmax(s, -1)[..., : k.shape[1]]
+    m = s.detach().amax(-1, keepdim=True)  # torch's gradient of logsumexp is by an lse as large
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), torch.logsumexp(s - m, -1) + m[..., 0]
 
 
 def added(bias, batches, heads):
@@ -33,36 +43,44 @@ def added(bias, batches, heads):
     return lambda s, b, h, i, j: s + bias[b * batches, h * heads, i, j]
 
 
-@pytest.mark.parametrize("backend", MODES)
-@pytest.mark.parametrize("huge", HUGE, ids=lambda huge: f"{huge:.3g}")
-@pytest.mark.parametrize("by_score", [False, True], ids=["bias", "score_mod"])
-def test_masked_rows(backend, huge, by_score):
+def drawn(rng, is_hopper, huge):
+    """q, k, v and a bias in which rows and keys are hidden."""
+    batch, seqlen_q = rng.choice((1, 2)), rng.choice((3, 40))
+    seqlen_k, headdim = rng.choice((7, 150) if is_hopper else (1, 7, 50)), 64 if is_hopper else 16
+    q = torch.randn(batch, seqlen_q, 2, headdim)
+    k, v = torch.randn(2, batch, seqlen_k, 2, headdim).unbind(0)
+    bias = torch.randn(rng.choice((1, batch)), rng.choice((1, 2)), seqlen_q, seqlen_k)
+    masked = torch.rand(seqlen_q) < 0.6
+    masked[0] = True
+    bias[:, :, masked] = huge  # whole rows
+    bias[..., torch.rand(seqlen_k) < 0.3] = huge  # and keys
+    bias[:, :, 1, :-2] = huge  # all of a row's blocks but the last
+    return q, k, v, bias
+
+
+@pytest.mark.parametrize("backend, kind, huge, by_score", sample_rows(CASES, *FAST))
+def test_masked_rows(backend, kind, huge, by_score):
+    """out, lse and all gradients, the one of the bias also as of a captured tensor."""
     rng = random.Random(f"{huge} {by_score}")
     torch.manual_seed(0)
     for _ in range(4 if backend == "cpu" else 1):
-        batch, seqlen_q, seqlen_k = rng.choice((1, 2)), rng.choice((3, 40)), rng.choice((1, 7, 50))
-        q = torch.randn(batch, seqlen_q, 2, 16)
-        k, v = torch.randn(2, batch, seqlen_k, 2, 16).unbind(0)
-        bias = torch.randn(rng.choice((1, batch)), rng.choice((1, 2)), seqlen_q, seqlen_k)
-        masked = torch.rand(seqlen_q) < 0.6
-        masked[0] = True
-        bias[:, :, masked] = huge  # whole rows
-        bias[..., torch.rand(seqlen_k) < 0.3] = huge  # and keys
+        q, k, v, bias = drawn(rng, backend == "hopper", huge)
         sinks = None if by_score or rng.random() < 0.5 else torch.randn(2)
-        leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+        leaves = [x.to(KINDS[kind]).requires_grad_() for x in (q, k, v)]
+        leaves.append(bias.requires_grad_())
+        asked = dict(bias=bias, sinks=sinks)
         if by_score:
-            bias, leaves = bias.detach(), leaves[:3]
             asked = dict(score_mod=added(bias, *(int(n > 1) for n in bias.shape[:2])))
-        else:
-            asked = dict(bias=bias, sinks=sinks)
         with MODES[backend]():
-            out = tilewise.attention(q, k, v, backend=backend, **asked)
-            dout = torch.randn_like(out)
-            grads = torch.autograd.grad(out, leaves, dout)
-        expected = by_torch(q, k, v, bias, sinks)
-        theirs = torch.autograd.grad(expected, leaves, dout)
-        for mine, exact in zip((out, *grads), (expected, *theirs)):
-            assert (mine - exact).abs().amax() <= 1e-5 * max(1, exact.abs().amax())
+            made = tilewise.attention(*leaves[:3], backend=backend, return_lse=True, **asked)
+            douts = [torch.randn_like(x) for x in made]
+            grads = torch.autograd.grad(made, leaves, douts)
+        exact = [x.detach().float().requires_grad_() for x in leaves]
+        expected = by_torch(*exact, sinks)
+        theirs = torch.autograd.grad(expected, exact, [x.float() for x in douts])
+        for mine, right in zip((*made, *grads), (*expected, *theirs)):
+            most = max(1, right.abs().amax())
+            assert ((mine - right).abs() / most).amax() <= ERRORS[kind], (huge, mine.shape)
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e7, 1e12])

@@ -9,7 +9,8 @@ from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
 from tilewise.kernels.common.arguments import aligned, numbers_of, optionals_of, sizes_of, strided
-from tilewise.kernels.common.bwd_delta import Accumulated, bwd_delta_kernel
+from tilewise.kernels.common.bwd_delta import Accumulated, Scaled, bwd_delta_kernel
+from tilewise.kernels.common.bwd_rest import attn_bwd_rest_kernel
 from tilewise.kernels.common.outputs import empty_grads
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.kernels.hopper.bwd.bias_pairs import target_of
@@ -39,8 +40,9 @@ MODIFIED = {
     "mask": (dict(mask="packed"), (0, 16, 0)),
     "score": (dict(score="tilted"), (0, 0, 0)),
     "derivative": (dict(score="nonlinear"), (0, 180, 0)),
-    "bias": (dict(bias=True), (0, 12, 0)),
-    "learned-bias": (dict(bias=True, learned=True), (0, 0, 0)),
+    # A register once a tile
+    "bias": (dict(bias=True), (0, 4, 0)),
+    "learned-bias": (dict(bias=True, learned=True), (0, 4, 0)),
     "dropout": (dict(dropout=0.1), (0, 52, 20)),
     "dropout-causal": (dict(dropout=0.1, causal=True), (0, 32, 72)),
 }
@@ -105,7 +107,10 @@ def launch_of(
     padded = blocks * bwd_launch.ROWS
     dq_semaphore = torch.empty(batch, 4, blocks, 2, dtype=torch.int32) if deterministic else None
     dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
-    added = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0), dq_semaphore
+    accumulated = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0)
+    if bias or score:
+        accumulated = Scaled(*accumulated, lse, strided(out))
+    added = accumulated, dq_semaphore
     pairs = biases, target_of(plan, grads, None)
     saved = Saved(out, None, q, k, v, out, lse)
     args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
@@ -130,6 +135,7 @@ def functions_of(mask, score, is_by_blocks, shape):
 def compiled_stats(*headdims, most=None, **features):
     """What the compiler says, within `most` spilled bytes, or what is measured of bands."""
     plan, args, before, behind = launch_of(*headdims, **features)
+    keys = [x[0] for x in (args.q, args.k, args.v)]
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     found = stats(build(bwd_launch.hopper_bwd_kernel, *checked(args), on="sm90", **constants))
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
@@ -145,6 +151,11 @@ def compiled_stats(*headdims, most=None, **features):
     edge = dict(FEATURES=plan.features, TILE=plan.edge, num_warps=8)
     for kernel, args in ((bwd_delta_kernel, before), (bwd_launch.hopper_bwd_dq_kernel, behind)):
         assert stats(build(kernel, *args, on="sm90", **edge))["spill_stores"] == 0
+    if features.get("bias") or features.get("score"):
+        of_rest = *map(strided, keys), before[2], before[2], *behind[2:]
+        edge |= dict(TILE=plan.edge._replace(BLOCK_M=64, BLOCK_N=64), num_stages=1)
+        of_rest = stats(build(attn_bwd_rest_kernel, *of_rest, on="sm90", **edge))
+        assert of_rest["smem"] <= SMEM_LIMIT["sm90"] and of_rest["spill_stores"] == 0, of_rest
     return found
 
 

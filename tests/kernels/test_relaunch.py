@@ -95,7 +95,7 @@ def log(monkeypatch):
         launch: ["hopper_fwd_kernel"],
         bwd_launch: [
             *("bwd_delta_kernel", "hopper_bwd_kernel", "hopper_bwd_dq_kernel"),
-            "attn_bwd_dbias_kernel",
+            *("attn_bwd_dbias_kernel", "attn_bwd_rest_kernel"),
         ],
     }
     for module, kernels in names.items():
@@ -108,7 +108,7 @@ def log(monkeypatch):
         monkeypatch.setattr(module, "direct_of", Quick)
         monkeypatch.setattr(module, "counter", once("counter", lambda *_: torch.zeros(1).int()))
     monkeypatch.setattr(bwd_launch, "make_scratch", once("scratch", scratch_in_one))
-    monkeypatch.setattr(bwd_again, "make_summed", lambda *_: made["scratch"][4:])
+    monkeypatch.setattr(bwd_again, "make_others", lambda *_: made["scratch"][5:])
     new_empty = torch.Tensor.new_empty
 
     def in_scratch(x, *shape, **options):
@@ -125,7 +125,7 @@ def log(monkeypatch):
     return log
 
 
-make_summed = bwd_again.make_summed  # which tests replace
+make_others = bwd_again.make_others  # which tests replace
 
 
 def scratch_in_one(problem, shapes, lse):
@@ -137,7 +137,7 @@ def scratch_in_one(problem, shapes, lse):
         for shape, start in zip(shapes, starts)
     ]
     views[3] = None if views[3] is None else views[3].view(torch.int32)
-    return bwd_again.Scratch(*views, *make_summed(problem, shapes, lse))
+    return bwd_again.Scratch(*views, *make_others(problem, shapes, lse))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -170,6 +170,11 @@ def test_portable_forward(log, name, monkeypatch):
     assert compiled_for(log[0][3]) == compiled_for(log[3][3])
 
 
+def has_rest(problem):
+    """Whether a kernel computes what lse has lost."""
+    return problem.has_bias or bool(problem.mods.score)
+
+
 def saved_of(call, dout, dlse=None):
     _, _, (q, k, v), extras = call
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
@@ -189,7 +194,7 @@ def test_backward(log, name):
     kernels = len(log)
     # The gradient of a bias in pairs is written by the kernel of the others
     by_itself = ("bias", "moved bias", "shared bias", "bias by columns", "all")
-    assert kernels == (4 if name in by_itself else 3)
+    assert kernels == 3 + (name in by_itself) + has_rest(call[0])
     back(*given[1])
     back(*given[1])
     bwd_launch.Backward(*call[:2])(*given[1])
@@ -226,7 +231,7 @@ def test_what_is_launched_between_the_kernels_of_a_backward(log):
 @pytest.mark.parametrize("name", CALLS)
 def test_portable_backward(log, name, monkeypatch):
     names = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_bwd_dbias_kernel"
-    for kernel in (*names, "bwd_delta_kernel"):
+    for kernel in (*names, "bwd_delta_kernel", "attn_bwd_rest_kernel"):
         monkeypatch.setattr(portable, kernel, Kernel(kernel, log))
     monkeypatch.setattr(portable, "architecture", lambda device: "sm90")
     monkeypatch.setattr(portable, "empty_grads", bwd_launch.empty_grads)
@@ -236,7 +241,7 @@ def test_portable_backward(log, name, monkeypatch):
     back = portable.Backward(*first[:2])
     back(*given[0])
     kernels = len(log)
-    assert kernels == 3 + first[0].has_bias_grad
+    assert kernels == 3 + first[0].has_bias_grad + has_rest(first[0])
     back(*given[1])
     portable.Backward(*first[:2])(*given[1])
     groups = [log[i : i + kernels] for i in range(0, len(log), kernels)]
@@ -248,15 +253,17 @@ def test_portable_backward(log, name, monkeypatch):
 
 
 def without_scratch(launched):
-    """Arguments without the addresses of delta and the parts of the gradient of the sinks, which
-    every call allocates.
+    """Arguments without the addresses of delta, of what lse has lost and of the parts of the
+    gradient of the sinks, which every call allocates.
     """
     name, *_, args = launched
     args = list(args)
     if name == "bwd_delta_kernel":
         args[4] = args[7] = None
+    elif name == "attn_bwd_rest_kernel":
+        args[4] = None
     else:
-        place = next(i for i, x in enumerate(args) if isinstance(x, tuple) and len(x) == 2)
+        place = next(i for i, x in enumerate(args) if isinstance(x, tuple) and len(x) == 3)
         args[place] = args[place][0]
     return plain(tuple(args))
 

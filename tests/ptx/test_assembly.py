@@ -1,5 +1,7 @@
 """The kernels' inline assembly, executed: what the emulator puts in its place gives the same."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -145,14 +147,18 @@ def test_rescale(n):
 
 @pytest.mark.parametrize("n", rescale._REGISTERS)
 @pytest.mark.parametrize("first, stop, is_pinned", [(0, 1, True), (1, 4, False)])
-def test_exponentials_of_quarters(n, first, stop, is_pinned):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_exponentials_of_quarters(n, first, stop, is_pinned, by_row):
     s = np.random.default_rng(6).standard_normal((64, 2 * n)).astype(np.float32) * 20
-    m, scale = s.max(1) / 8, np.float32(0.125)
-    registers = np.concatenate([in_registers(s), of_rows(m, n), np.full((n, 128), scale)])
-    text = text_of(rescale.exponentials_of(n, first, stop, is_pinned))
+    scale = np.where(np.arange(64) % 3 == 0, np.float32(0.5), np.float32(0.125))
+    scale = scale if by_row else np.full_like(scale, 0.125)
+    m = s.max(1) * scale
+    registers = np.concatenate([in_registers(s), of_rows(m, n), of_rows(scale, n)])
+    text = text_of(rescale.exponentials_of(n, first, stop, is_pinned, by_row))
     constraints = text_of(rescale.in_place(n, "ff"))
     found = assemble(text, constraints, *registers)
-    expected = rescale.ASM[text](*map(tensor, (s.astype(np.float64), m[:, None], scale)))
+    of_rows_alone = (x[:, None] for x in (m, scale))
+    expected = rescale.ASM[text](*map(tensor, (s.astype(np.float64), *of_rows_alone)))
     found, expected = np.stack(found), in_registers(expected.float().numpy())
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2.0**-126)
 
@@ -337,7 +343,8 @@ def test_no_assembly_is_left_out():
     tested |= {text_of(rescale.factors_of(x)) for x in (False, True)}
     tested |= {text_of(rescale.rescale_of(n)) for n in rescale._REGISTERS}
     for n in rescale._REGISTERS:
-        tested |= {text_of(rescale.exponentials_of(n, *x)) for x in ((0, 1, True), (1, 4, False))}
+        kinds = itertools.product(((0, 1, True), (1, 4, False)), (False, True))
+        tested |= {text_of(rescale.exponentials_of(n, *x, by_row)) for x, by_row in kinds}
     tested |= {text_of(row_max.vote_of(lag)) for lag in LAGS}
     tested |= {text_of(row_max.maxima_of(n)) for n in row_max._COLUMNS}
     tested |= {text_of(hide.selection(*way)) for way in hide._WAYS}

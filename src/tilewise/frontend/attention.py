@@ -121,7 +121,7 @@ def attention(
         max_seqlen_k: upper bound of key lengths; it has no effect.
         bias: added to the scores, dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
             seqlen_k or 1); differentiable. -inf hides a key. A row of -1e9 and the like attends to
-            all keys alike, as in torch, but not by the Hopper kernels (see Troubleshooting, NaN).
+            all keys alike, as in torch (see Troubleshooting, NaN).
         mask_mod: which keys a query attends to: a predicate of (b, h, q_idx, kv_idx) made of plain
             operators (`tilewise.mods.trace` lists them), or a `Mask`, evaluated for every pair;
             `causal` and `window` must hold, too. Positions count from 0 in each sequence. Under

@@ -14,10 +14,13 @@ from .score import exp_scale
 
 @triton.jit
 def probabilities(s, minus_lse, seq, FEATURES: tl.constexpr):
-    """P of a tile of scores or of its transpose; -lse is in base 2, -inf for rows that saw nothing,
-    and broadcasts over the tile.
+    """P of a tile of scores or of its transpose; -lse is -inf for rows that saw nothing, and
+    broadcasts over the tile. It is in base 2, and in natural units where scores are.
     """
-    return tl.exp2(s * exp_scale(seq, FEATURES) + minus_lse)
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        return natural_probabilities(s, -minus_lse, 0.0)
+    else:
+        return tl.exp2(s * exp_scale(seq, FEATURES) + minus_lse)
 
 
 @triton.jit

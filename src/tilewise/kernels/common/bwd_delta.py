@@ -7,6 +7,10 @@ lse), summed here over a tile's rows and on the host over tiles.
 
 Where dQ is accumulated in memory, this kernel zeroes its rows, and the semaphores of ordered
 accumulation.
+
+The main kernel may recompute P' = 2^rest P, of rows whose lse has lost a part (`bwd_rest`). As P
+enters all gradients in products with dO and delta alone, a copy of dO comes times 2^-rest, and so
+does delta.
 """
 
 from typing import NamedTuple
@@ -16,8 +20,9 @@ import triton.language as tl
 
 from ...tile.schedule import find_query_tile, query_tile
 from ...tile.seqlen import lengths_in, offsets_of, padded_row
-from ...tile.softmax import load_sink, lse_to_log2
-from .io import from_row, load_once, row_stats
+from ...tile.softmax import load_sink, lse_or_inf, lse_to_log2
+from ...tile.types import Strided
+from .io import from_row, load_once, row_stats, store_rows
 
 
 class Accumulated(NamedTuple):
@@ -28,6 +33,18 @@ class Accumulated(NamedTuple):
     padded: int  # seqlen_q in whole tiles; of packed sequences the end of `padded_row`
     lse_unit: float  # what the stored lse is a multiple of, in base 2
     delta_unit: float = 1.0  # and the stored delta: the factor of what dropout keeps
+
+
+class Scaled(NamedTuple):
+    """The same where a bias or a score function adds to scores: lse is natural there."""
+
+    dq: tl.tensor
+    stats: tl.tensor
+    padded: int
+    lse_unit: float
+    delta_unit: float
+    rest: tl.tensor  # what lse has lost, see `bwd_rest`
+    dout: Strided  # of the main kernel: dO times 2^-rest, as delta then is
 
 
 @triton.jit
@@ -75,6 +92,16 @@ def bwd_delta_kernel(
 
     o = load_once(out, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
+    factor = 1.0
+    IS_SCALED: tl.constexpr = (
+        FEATURES.BIAS or FEATURES.SCORE_MOD is not None
+    ) and accumulated is not None
+    if IS_SCALED:
+        rest = row_stats(accumulated.rest, batch, head, sizes) + first
+        factor = tl.exp2(-tl.load(rest + q_idx, mask=exists, other=0.0))
+        do = do.to(tl.float32) * factor[:, None]
+        scaled = from_row(accumulated.dout, first)
+        store_rows(scaled, batch, head, do, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse_rows = row_stats(lse, batch, head, sizes) + first
     lse_row = tl.load(lse_rows + q_idx, mask=exists, other=float("-inf"))
@@ -82,14 +109,17 @@ def bwd_delta_kernel(
         dlse_rows = row_stats(dlse, batch, head, sizes) + first
         dlse_row = tl.load(dlse_rows + q_idx, mask=exists, other=0.0)
         # a row without keys has no gradient
-        row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row)
+        row_delta -= tl.where(lse_row == float("-inf"), 0.0, dlse_row * factor)
     if delta is not None:
         tl.store(row_stats(delta, batch, head, sizes) + q_idx, row_delta, mask=exists)
     if accumulated is not None:
         batch_head = batch.to(tl.int64) * sizes.nheads + head
         row = accumulated.stats + batch_head * 2 * accumulated.padded + padded_first
         # rows past the end count as rows without keys
-        tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
+        if IS_SCALED:
+            tl.store(row + q_idx, -lse_or_inf(lse_row))
+        else:
+            tl.store(row + q_idx, lse_to_log2(lse_row) * (-1.0 / accumulated.lse_unit))
         minus_delta = -row_delta
         if FEATURES.DROPOUT:
             minus_delta *= 1.0 / accumulated.delta_unit

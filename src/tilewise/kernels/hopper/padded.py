@@ -24,9 +24,9 @@ def is_padded(problem: Problem) -> bool:
     return problem.headdim % UNIT != 0 or problem.headdim_v % UNIT != 0
 
 
-def empty_rows(x: Tensor, *shape: int) -> Tensor:
-    """Memory of the dtype and device of x, dense but for the padding of its rows."""
-    return x.new_empty(*shape[:-1], padded_width(shape[-1]))[..., : shape[-1]]
+def empty_rows(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of the device of x and of its dtype or another, dense but for the padding of rows."""
+    return x.new_empty((*shape[:-1], padded_width(shape[-1])), dtype=dtype)[..., : shape[-1]]
 
 
 def padded_width(columns: int) -> int:

@@ -15,11 +15,14 @@ before the wait for it. Such a branch is never taken, which the compiler must no
 and what it skips must have an effect (`nanosleep`), or it is removed.
 """
 
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-THRESHOLD = gl.constexpr(8.0)  # in base 2
+THRESHOLD = gl.constexpr(8.0)  # in the units of m: base 2, or natural, see `in_exponent`
+HUGE = gl.constexpr(67108864.0)  # 2^26, from where on numbers in fp32 are 8 apart or more
 NEVER = gl.constexpr(-77777)  # no tile starts at this row
 
 PIN = gl.constexpr("@!never bra ON; HERE: nanosleep.u32 20; bra HERE; ON: }")
@@ -49,16 +52,18 @@ def rescale_of(n):
 
 
 @gluon.constexpr_function
-def exponentials_of(n, first, stop, is_pinned):
-    """2^(s - m) of quarters of n registers. Pinned ones are summed: no sum of them is negative, but
-    ptxas does not know that, so that none is computed behind the branch.
+def exponentials_of(n, first, stop, is_pinned, by_row=False):
+    """2^(s - m) of quarters of n registers; scores have a factor for each row, or one for both.
+    Pinned ones are summed: no sum of them is negative, but ptxas does not know that, so that none
+    is computed behind the branch.
     """
     first, stop = n * first // 4, n * stop // 4
     lines = ["{ .reg .pred never; .reg .f32 m0, m1;"]
     lines.append(f"neg.f32 m0, ${2 * n}; neg.f32 m1, ${2 * n + 2};")
     for i in range(first, stop):
         row = "m0" if i % 4 < 2 else "m1"
-        lines.append(f"fma.rn.f32 ${i}, ${i}, ${3 * n}, {row}; ex2.approx.ftz.f32 ${i}, ${i};")
+        scale = 3 * n + 2 * (by_row and i % 4 >= 2)
+        lines.append(f"fma.rn.f32 ${i}, ${i}, ${scale}, {row}; ex2.approx.ftz.f32 ${i}, ${i};")
     if not is_pinned:
         return " ".join([*lines, "}"])
     lines.append(f"add.f32 m0, ${first}, ${first + 1};")
@@ -82,6 +87,51 @@ def lagging_max(m_before, m_new):
 def finite_max(m_i):
     """What is subtracted: a row that has seen no key has no maximum."""
     return gl.where(m_i == float("-inf"), 0.0, m_i)
+
+
+class Exponent(NamedTuple):
+    """What the exponent subtracts from scores times a factor: before, and now."""
+
+    m_before: gl.tensor
+    m_i: gl.tensor
+    factor: gl.tensor
+
+
+@gluon.jit
+def in_exponent(m_before, m_i, scale, FEATURES: gl.constexpr):
+    """Maxima in base 2, of scores to which a bias or a score function adds, which are natural.
+
+    A mask may be a bias of -1e9 or the most negative number, whose product with log2(e) overflows,
+    or is rounded by more than fp16 can hold as a power of 2. The factor of such a row is 1: its
+    scores are 8 apart at least, so that what is not the maximum has a P of nearly 0 in either base.
+    """
+    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+        factor = factor_of(m_i, scale)
+        return Exponent(product(m_before, factor), product(m_i, factor), factor[:, None])
+    else:
+        return Exponent(m_before, m_i, scale)
+
+
+@gluon.jit
+def factor_of(m_i, scale):
+    """The factor of each row."""
+    return gl.where(gl.abs(m_i) < HUGE, scale, 1.0)
+
+
+@gluon.jit
+def product(m_i, factor):
+    """Rounded: the compiler may not join it with a difference, as P of a row is all by one m."""
+    return gl.fma(m_i, factor, 0.0)
+
+
+@gluon.jit
+def rounded_off(m_i, scale):
+    """By how much the product was rounded: the logarithm of a factor that P and the sums of a row
+    have in common.
+    """
+    m_ref = finite_max(m_i)
+    factor = factor_of(m_ref, scale)
+    return gl.fma(m_ref, factor, -product(m_ref, factor))
 
 
 @gluon.jit
@@ -114,11 +164,19 @@ def rescale(acc, alpha, is_needed):
 
 
 @gluon.jit
-def exponentials_in(s, m_i, scale, FIRST: gl.constexpr, STOP: gl.constexpr, PINNED: gl.constexpr):
+def exponentials_in(
+    s,
+    m_i,
+    scale,
+    FIRST: gl.constexpr,
+    STOP: gl.constexpr,
+    PINNED: gl.constexpr,
+    BY_ROW: gl.constexpr,
+):
     """2^(s - m) in the quarters FIRST to STOP of a block's columns; the others stay scores."""
     n: gl.constexpr = s.shape[1] // 2
     return gl.inline_asm_elementwise(
-        exponentials_of(n, FIRST, STOP, PINNED),
+        exponentials_of(n, FIRST, STOP, PINNED, BY_ROW),
         in_place(n, "ff"),
         [s, finite_max(m_i)[:, None], scale],
         dtype=gl.float32,
@@ -144,6 +202,6 @@ _REGISTERS = 16, 32, 64, 128  # of an accumulator of up to 256 columns
 ASM = {
     **{factors_of(is_pinned): _factors for is_pinned in (False, True)},
     **{rescale_of(n): lambda acc, alpha, is_needed: acc * alpha for n in _REGISTERS},
-    **{exponentials_of(n, 0, 1, True): _quarters(0, 1) for n in _REGISTERS},
-    **{exponentials_of(n, 1, 4, False): _quarters(1, 4) for n in _REGISTERS},
+    **{exponentials_of(n, 0, 1, True, x): _quarters(0, 1) for n in _REGISTERS for x in (0, 1)},
+    **{exponentials_of(n, 1, 4, False, x): _quarters(1, 4) for n in _REGISTERS for x in (0, 1)},
 }

@@ -13,6 +13,10 @@ delta is off, from an O that was rounded, would be all that is left of a small d
 sums. So a first pass over the keys recomputes delta from P and dP:
 
     delta = rowsum(P * dP) - dLSE
+
+Of large scores lse has lost a part (`bwd_rest`), and what is recomputed is P' = 2^rest P. There dO
+comes times 2^-rest, so that P' dP' is P dP, and delta is scaled between the passes: no loop keeps a
+register for it.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +27,7 @@ import triton.language as tl
 from ...tile.bounds import count_full, count_partial, full_block, key_blocks, partial_block
 from ...tile.schedule import find_query_tile
 from ...tile.score import scaled
+from ..common.io import load_stats, row_stats
 from .queries import open_queries, recompute_block
 
 
@@ -95,7 +100,7 @@ def attn_bwd_captured_kernel(
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """stats: lse, and its gradient."""
+    """stats: lse, its gradient, and what it has lost."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     tile, lane = tl.program_id(0), tl.arange(0, 32)
@@ -104,7 +109,8 @@ def attn_bwd_captured_kernel(
         if batch >= sizes.packed:
             return
     at = m_block, head, batch
-    queries = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
+    read = stats[0], stats[1], None
+    queries = open_queries(q, k, v, dout, read, at, optionals, sizes, numbers, FEATURES, TILE)
 
     blocks = key_blocks(queries.m_start, queries.seq, FEATURES, TILE)
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N
@@ -116,6 +122,9 @@ def attn_bwd_captured_kernel(
     for i in range(count_full(blocks, SPLIT)):
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
         delta = add_delta(delta, queries, n_start, FEATURES, TILE, PADDED)
+    rest = row_stats(stats[2], queries.offsets.batch, head, sizes) + queries.offsets.first_q
+    q_idx = queries.m_start + tl.arange(0, BLOCK_M)
+    delta *= tl.exp2(-load_stats(rest, q_idx, queries.seq.lengths, 0.0, True))
     for i in range(count_partial(blocks, SPLIT)):
         n_start = partial_block(blocks, i, SPLIT) * BLOCK_N
         add_key_tile(target, queries, delta, n_start, LOAD, FEATURES, TILE, True)

@@ -13,7 +13,7 @@ from ...tile.bounds import count_full, count_partial, full_block, key_blocks, pa
 from ...tile.schedule import find_query_tile
 from ...tile.softmax import finish, load_sink
 from ..common.io import from_row, load_once, row_stats, store_rows
-from .keys import open_keys
+from ..common.keys import open_keys
 from .step import RowState, attend
 
 

@@ -35,6 +35,7 @@ from ..common.arguments import (
 from ..common.building import first_launch
 from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
+from ..common.bwd_rest import attn_bwd_rest_kernel
 from ..common.outputs import empty_grads, empty_out
 from ..common.relaunch import (
     Launched,
@@ -48,7 +49,6 @@ from ..common.relaunch import (
 from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
-from .bwd_rest import attn_bwd_rest_kernel
 from .fit import fit_to_memory
 from .fwd import attn_fwd_kernel
 
@@ -319,13 +319,14 @@ def captured_grads(
 ) -> list[Tensor]:
     """Gradients of those tensors that the score function captured, by their numbers."""
     dout, dlse, q, k, v, _, lse = saved
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    rest, _ = run_rest(problem, saved, extras, scalars)
+    scaled = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    dout = torch.mul(dout, torch.exp2(-rest).transpose(1, 2).unsqueeze(-1), out=scaled)
     dlse = lse.new_zeros(1) if dlse is None else dlse
     dlse = torch.where(lse.isneginf(), 0, dlse)  # a row that saw no key has no gradient
     tensors = take_apart(problem.mods, extras.captured).score
     grads = {i: torch.zeros_like(tensors[i], dtype=lse.dtype) for i in wanted}
-    stats = lse, dlse, None  # the kernel has no register for what lse has lost
+    stats = lse, dlse, rest
     for plan in plan_captured(problem, dout, q, k, v, stats, grads, extras, scalars):
         run(plan)
     return [grads[i].to(tensors[i].dtype) for i in wanted]

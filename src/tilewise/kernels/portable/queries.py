@@ -17,7 +17,7 @@ from ..common.io import (
     multiply_rows,
     open_rows,
 )
-from .keys import open_keys
+from ..common.keys import open_keys
 
 
 class Queries(NamedTuple):

@@ -19,7 +19,8 @@ from ....tile.types import Features, KeyPipeline, Numbers, Optionals, Queue, Siz
 from ...common.arguments import bias_of, features_of, numbers_of, optionals_of, sizes_of, strided
 from ...common.building import first_launch, num_sms, on_device
 from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
-from ...common.bwd_delta import Accumulated, bwd_delta_kernel
+from ...common.bwd_delta import Accumulated, Scaled, bwd_delta_kernel
+from ...common.bwd_rest import attn_bwd_rest_kernel
 from ...common.outputs import empty_grads
 from ...common.relaunch import Launched, distinct_extras, distinct_views, may_relaunch
 from .. import assembly
@@ -110,9 +111,10 @@ def plan_of(
     # 128 queries at a time leave no registers for positions or derivatives
     needs_registers = problem.is_modified or problem.has_alibi or problem.has_softcap
     m = 128 if widest == 64 and not needs_registers else 64
-    # Tall tiles have none to load lse ahead of S
-    is_nonlinear = problem.has_softcap or problem.mods.score
-    lse_first = m == 64 and has_scale and not is_nonlinear
+    # Tall tiles have none to load lse ahead of S. Of a bias of -1e9 the quotient of lse and scale
+    # times scale is another number than lse
+    is_linear = not (problem.has_softcap or problem.mods.score or problem.has_bias)
+    lse_first = m == 64 and has_scale and is_linear
     # Tall blocks of sequences that are all as long are ragged, too: the compiler then spills no
     # address of the loop (H200, back to back, headdim 64, full: 5 % at 4Ki, 2 % at 512)
     is_ragged = problem.is_packed or problem.has_seqused_k or (m == 128 and in_heads)
@@ -227,7 +229,10 @@ class Backward:
         added = accumulated_of(plan, scratch, numbers), scratch.dq_semaphore
         reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
         args = (*reads, *added, scratch.parts, *groups[:2])
-        launches = [run_processing(bwd_delta_kernel, programs, args, plan, q.device)]
+        launches = run_rest(problem, plan, saved, scratch.rest, groups)
+        launches.append(run_processing(bwd_delta_kernel, programs, args, plan, q.device))
+        if scratch.dout is not None:
+            saved = saved._replace(dout=scratch.dout)
         fill_dsinks(grads, scratch.parts)
         between.before_keys()
         if k.numel() == 0:
@@ -244,7 +249,7 @@ class Backward:
         launches.append(run_processing(hopper_bwd_dq_kernel, programs, of_dq, plan, q.device))
         if grads.dbias is not None and not plan.tile.BIAS_GRAD:
             of_pairs = (
-                *map(strided, (q, k, v, dout)),
+                *map(strided, (q, k, v, saved.dout)),
                 bias_of(grads.dbias),
                 (lse, scratch.delta, None),
             )
@@ -278,11 +283,14 @@ def is_empty(saved: Saved, grads: Grads) -> bool:
     return saved.lse.numel() == 0
 
 
-def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulated:
+def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulated | Scaled:
     """What the kernel before fills, as kernels take it."""
     lse_unit = numbers.scale_log2 if plan.tile.LSE_FIRST else 1.0
     padded = scratch.stats.shape[3]
-    return Accumulated(scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor)
+    found = scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor
+    if scratch.dout is None:
+        return Accumulated(*found)
+    return Scaled(*found, scratch.rest, strided(scratch.dout))
 
 
 def padded_blocks(problem: Problem, sizes: Sizes) -> int:
@@ -338,6 +346,21 @@ def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched 
     options = dict(num_warps=8, num_stages=1)
     constants = plan.features, tile
     return _run(attn_bwd_dbias_kernel, programs, (*args, sharing), constants, q.device, options)
+
+
+def run_rest(
+    problem: Problem, plan: Plan, saved: Saved, rest: Tensor | None, groups: tuple
+) -> list[Launched | None]:
+    """What the lse of large scores has lost, where a bias or a score function may make such."""
+    if rest is None:
+        return []
+    q, sizes = saved.q, groups[1]
+    tile = plan.edge._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
+    blocks = triton.cdiv(q.shape[1], tile.BLOCK_M) + sizes.packed
+    programs = blocks * q.shape[0] * q.shape[2]
+    args = *map(strided, (q, saved.k, saved.v)), saved.lse, rest, *groups
+    constants, options = (plan.features, tile), dict(num_warps=8, num_stages=1)
+    return [_run(attn_bwd_rest_kernel, programs, args, constants, q.device, options)]
 
 
 def run_processing(

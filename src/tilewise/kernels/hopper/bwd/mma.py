@@ -95,9 +95,9 @@ def grad_partition(
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
             k_start = work.start + WG * 64
             visited = block_at(block, queries.metadata, step, TILE)
+            bias = read_bias(rings.bias, WG, step, TILE)
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, no_scores)
-            bias = read_bias(rings.bias, WG, step, TILE)
             tile = recompute(
                 s, bias, minus_lse, k_start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )

@@ -19,6 +19,7 @@ from ...common.relaunch import (
     relaunches_of,
 )
 from ..compat import Descriptors, Direct, direct_of
+from ..padded import empty_rows
 from ..tile_counter import counter
 from .bias_pairs import clear_unseen, sum_scores, target_of
 
@@ -34,8 +35,10 @@ class Scratch(NamedTuple):
     stats: Any  # (batch, nheads, 2, padded)
     delta: Any  # as lse, where the gradient of the bias takes a kernel; else None
     dq_semaphore: Any  # (batch, nheads, m_blocks, 2), int32, the semaphores of ordered accumulation
+    rest: Any  # as lse: what that has lost, where a bias or a score function adds to scores
     parts: Any  # (batch, nheads, m_blocks) of the gradient of the sinks
     ds: Any  # (batch, nheads, seqlen_q, padded seqlen_k), where a sum of it is the bias' gradient
+    dout: Any  # with `rest`, dO scaled by it
 
 
 class Ready(NamedTuple):
@@ -45,10 +48,10 @@ class Ready(NamedTuple):
     device: int
     plan: Any
     shapes: Scratch
-    starts: list[int | None]  # of dq, stats, delta and dq_semaphore in one memory, in bytes
+    starts: list[int | None]  # of dq to rest in one memory, in bytes
     floats: int  # of that
     has_extras: bool
-    before: Relaunch
+    before: list[Relaunch]
     main: Direct
     described: Descriptors  # q, dout, k, v, stats, dk, dv, the bias and its gradient
     places: tuple[int, ...]  # in the row of addresses, of the first seven
@@ -61,42 +64,50 @@ def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple
     """The shapes of a backward's memory, for that many blocks of queries a head."""
     heads = lse.shape[:2]
     padded = m_blocks * plan.edge.BLOCK_M
+    has_rest = problem.has_bias or problem.mods.score
     return Scratch(
         (*heads, padded, plan.tile.BLOCK_D),
         (*heads, 2, padded),
         lse.shape if problem.has_bias_grad and not plan.tile.BIAS_GRAD else None,
         (*heads, m_blocks, 2) if plan.tile.ORDERED else None,
+        lse.shape if has_rest else None,
         (*heads, m_blocks) if problem.has_sinks else None,
         ds,
+        (lse.shape[0], lse.shape[2], lse.shape[1], problem.headdim_v) if has_rest else None,
     )
 
 
 def make_scratch(problem: Problem, shapes: Scratch, lse: Tensor) -> Scratch:
     """The memory of one backward."""
-    dq, stats, delta, dq_semaphore, *_ = shapes
+    dq, stats, delta, dq_semaphore, rest, *_ = shapes
     if delta is not None:
         delta = lse.new_empty(delta)
     if dq_semaphore is not None:
         dq_semaphore = lse.new_empty(dq_semaphore, dtype=torch.int32)
+    if rest is not None:
+        rest = lse.new_empty(rest)
     both = lse.new_empty(dq), lse.new_empty(stats)
-    return Scratch(*both, delta, dq_semaphore, *make_summed(problem, shapes, lse))
+    return Scratch(*both, delta, dq_semaphore, rest, *make_others(problem, shapes, lse))
 
 
-def make_summed(
-    problem: Problem, shapes: Scratch, lse: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """What of it torch sums: the parts of the gradient of the sinks, and dS."""
-    parts, ds = shapes.parts, shapes.ds
+def make_others(problem: Problem, shapes: Scratch, lse: Tensor) -> tuple[Tensor | None, ...]:
+    """What of it torch sums, the parts of the gradient of the sinks and dS, and what is in 16
+    bits.
+    """
+    parts, ds, dout = shapes[-3:]
     if parts is not None:  # blocks between packed sequences have no part
         parts = (lse.new_zeros if problem.is_packed else lse.new_empty)(parts)
-    return parts, None if ds is None else lse.new_empty(ds, dtype=problem.dtype)
+    ds = None if ds is None else lse.new_empty(ds, dtype=problem.dtype)
+    if dout is not None:
+        dout = empty_rows(lse, *dout, dtype=problem.dtype)
+    return parts, ds, dout
 
 
 def in_one(shapes: Scratch) -> tuple[list[int | None], int]:
     """Where the others begin in one memory, in bytes, and how many floats that has."""
     starts: list[int | None] = []
     floats = 0
-    for shape in shapes[:4]:
+    for shape in shapes[:5]:
         starts.append(None if shape is None else 4 * floats)
         floats += 0 if shape is None else -(-math.prod(shape) // 128) * 128
     return starts, floats
@@ -118,13 +129,14 @@ def ready_of(
     the postprocessing ones. None where it may not be.
     """
     saved, extras, grads, scratch = tensors
-    before, main, *after = launches
+    others = 1 if scratch.rest is None else 2  # before the main kernel
+    before, main, after = launches[:others], launches[others], launches[others + 1 :]
     args = main.args
     has_extras = any(x is not None for x in extras.tensors)
     given = *saved, *(extras.tensors if has_extras else ())
     row = *given, *grads, *scratch, args.queue.counter
     relaunches, kernel = (
-        relaunches_of((before, *after), row),
+        relaunches_of((*before, *after), row),
         direct_of(main.compiled, main.programs),
     )
     accumulated = pattern_of((args.dq, args.dq_semaphore), row)
@@ -137,7 +149,8 @@ def ready_of(
     described = Descriptors(kernel, (*operands, *pairs))
     shapes = Scratch(*(None if x is None else x.shape for x in scratch))
     of_grads, of_scratch = len(given), len(given) + len(grads)
-    places = 2, 0, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2
+    dout = 0 if scratch.dout is None else of_scratch + Scratch._fields.index("dout")
+    places = 2, dout, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2
     index = torch.cuda.current_device()
     return Ready(
         *(
@@ -147,11 +160,11 @@ def ready_of(
             shapes,
             *in_one(shapes),
             has_extras,
-            relaunches[0],
+            relaunches[:others],
             kernel,
             described,
         ),
-        *(places, accumulated, rest, relaunches[1:]),
+        *(places, accumulated, rest, relaunches[others:]),
     )
 
 
@@ -163,12 +176,12 @@ def relaunch_backward(
     """
     problem, plan = ready.problem, ready.plan
     memory = saved.lse.new_empty(ready.floats)
-    parts, ds = make_summed(problem, ready.shapes, saved.lse)
+    parts, ds, dout = make_others(problem, ready.shapes, saved.lse)
     stream = torch._C._cuda_getCurrentRawStream(ready.device)
     start = memory.data_ptr()
     made = addresses_of(grads)
     made += [0 if n is None else start + n for n in ready.starts]
-    made += addresses_of((parts, ds))
+    made += addresses_of((parts, ds, dout))
     if any([address % ALIGNMENT for address in made]):
         return False
     row = addresses_of(saved)
@@ -176,7 +189,8 @@ def relaunch_backward(
         row += addresses_of(extras.tensors)
     row += made
     row.append(counter(saved.q.device, ready.device, stream).data_ptr())
-    ready.before.launch(stream, row)
+    for edge in ready.before:
+        edge.launch(stream, row)
     fill_dsinks(grads, parts)
     between.before_keys()
     target = target_of(plan, grads, ds)

@@ -15,6 +15,7 @@ from ..compat import tma_store
 from ..layouts import row_of
 from ..pieces import TMA_UNIT
 from ..pipeline import make_barriers
+from ..rescale import rounded_off
 from ..tma import store_ragged
 from ..work import key_head
 from .rows import head_of_row, query_of_row
@@ -79,7 +80,8 @@ def finish_rows(
     """Stores the lse of 64 rows. Returns their queries, and 1 / l."""
     rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
     heads = head_of_row(work.head, rows, FEATURES, TILE)
-    finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
+    NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
+    finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES, NATURAL)
 
     q_idx = query_of_row(work.start, rows, TILE)
     exists = q_idx < rows_in(work, call, FEATURES)
@@ -87,6 +89,8 @@ def finish_rows(
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
     batch, first_q = place_in(work, FEATURES)
     lse = finished.lse
+    if NATURAL:
+        lse -= rounded_off(m_i, 1.4426950408889634) * 0.6931471805599453  # log2(e), ln 2
     if FEATURES.PACKED:  # rows that are not used
         lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))
     row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q

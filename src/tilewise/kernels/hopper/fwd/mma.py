@@ -26,7 +26,14 @@ from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, column_groups, row_of
 from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
-from ..rescale import THRESHOLD, exponentials_in, lagging_max, rescale, rescale_factors
+from ..rescale import (
+    THRESHOLD,
+    exponentials_in,
+    in_exponent,
+    lagging_max,
+    rescale,
+    rescale_factors,
+)
 from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block
 from .dropout import from_pairs
@@ -83,6 +90,7 @@ def attend_partition(
     no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     scale = exp_scale(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
+    NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
@@ -110,7 +118,8 @@ def attend_partition(
     state = advance(state, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE)
-    p, alpha = exponentials(s, no_max, m_i, scale, True)
+    exponent = in_exponent(no_max, m_i, scale, FEATURES)
+    p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
     step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
     if EARLY:
         wait_full(kv_ring, state, pred=split.blocks > 1)
@@ -146,24 +155,25 @@ def attend_partition(
             )
             m_i = lagging_max(step.m_i, m_i)
             release_bias(rings.bias, WG, TILE)
+            m_before, m_ref, factor = in_exponent(step.m_i, m_i, scale, FEATURES)
             if PINNED:
-                alpha, grows = rescale_factors(step.m_i, m_i, work.start, not QUARTER)
+                alpha, grows = rescale_factors(m_before, m_ref, work.start, not QUARTER)
             if QUARTER:
-                s = exponentials_in(s, m_i, scale, 0, 1, True)
+                s = exponentials_in(s, m_ref, factor, 0, 1, True, NATURAL)
             if EARLY:
                 wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < split.blocks)
             acc_o = warpgroup_mma_wait(0, deps=[pending_o])
             release_by_threads(kv_ring, state)
             state = advance(state, STAGES)
             if not PINNED:
-                alpha, grows = rescale_factors(step.m_i, m_i, work.start, False)
+                alpha, grows = rescale_factors(m_before, m_ref, work.start, False)
             # Before the exponentials: behind a branch at their end, no conversion to P would stand
             # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
             acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
             if QUARTER:
-                p = exponentials_in(s, m_i, scale, 1, 4, False)
+                p = exponentials_in(s, m_ref, factor, 1, 4, False, NATURAL)
             else:
-                p, _ = exponentials(s, step.m_i, m_i, scale, True)
+                p, _ = exponentials(s, m_before, m_ref, factor, True)
             step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
         if UNEVEN:
             state = skip(kv_ring, state, split.idle, STAGES)
@@ -202,7 +212,8 @@ def attend_partition(
                 state = advance(state, STAGES)
         release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
-        p, alpha = exponentials(s, no_max, m_i, scale, True)
+        exponent = in_exponent(no_max, m_i, scale, FEATURES)
+        p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's

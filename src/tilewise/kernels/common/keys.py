@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...tile.seqlen import modifiers_of, offsets_of, sequence_of
 from ...tile.types import Sequence, SequenceOffsets
-from ..common.io import from_row, open_rows
+from .io import from_row, open_rows
 
 
 class Keys(NamedTuple):

@@ -14,7 +14,7 @@ from ...tile.mask import apply_mask
 from ...tile.schedule import find_query_tile
 from ...tile.score import score
 from ...tile.softmax import LOG2_E, load_sink, lse_or_inf
-from ..common.io import from_row, load_once, load_rows, load_stats, row_stats
+from .io import from_row, load_once, load_rows, load_stats, row_stats
 from .keys import open_keys
 
 LARGE = tl.constexpr(4096.0)  # of an lse in fp32 whose rounding is 2^-12, a relative error of P
