@@ -122,6 +122,25 @@ def test_scales_that_are_written_are_no_others():
         cache.append(*given, seqused_k=used, k_descale=scales, v_descale=scales)
 
 
+@pytest.mark.parametrize("apart", [0, 1, 2])
+def test_pages_of_one_pool_take_an_append(apart):
+    """As transformers' continuous batching has them: page n of V is page n + 1 of K."""
+    pool = torch.zeros(6, 8, 1, 4)
+    k_cache, v_cache = pool[: 6 - apart], pool[apart:]
+    given = one_token() | dict(k_cache=k_cache, v_cache=v_cache)
+    given |= dict(page_table=torch.tensor([[0], [3 - apart]], dtype=torch.int32))
+    given |= dict(seqused_k=torch.tensor([3, 4], dtype=torch.int32))
+    if not apart:
+        with pytest.raises(ArgumentError, match="^k_cache is written and shares memory"):
+            cache.append(**given)
+        return
+    cache.append(**given)
+    expected = torch.zeros(6, 8)
+    for page, row, value in ((0, 2, 1), (3 - apart, 3, 1), (apart, 2, 2), (3, 3, 2)):
+        expected[page, row] = value
+    assert torch.equal(pool[:, :, 0, 0], expected)
+
+
 def test_a_cache_in_one_allocation_takes_an_append():
     pool = torch.zeros(2, 2, 8, 1, 4)
     used = torch.tensor([3, 4], dtype=torch.int32)

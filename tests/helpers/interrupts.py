@@ -72,7 +72,7 @@ class Calls:
         self.layout, draw = td.zigzag(seqlen), torch.Generator().manual_seed(3)
         whole = torch.randn(4, 1, seqlen, ranks, headdim, generator=draw)
         self.whole = (whole.to("cuda", torch.bfloat16) if is_cuda else whole).unbind(0)
-        self.near = dict(rtol=0.05, atol=0.05) if is_cuda else dict(rtol=1e-4, atol=1e-5)
+        self.bound = 0.01 if is_cuda else 1e-5  # other keys are off by 0.1 and more
 
     def __call__(self, number):
         def made(attend, share=lambda x: x):
@@ -88,7 +88,8 @@ class Calls:
         if any(x.isnan().any() for x in sharded):
             return False
         for x, y in zip(sharded, made(tilewise.attention)):
-            torch.testing.assert_close(x, self.share(y), **self.near)
+            exact = self.share(y).float()
+            assert (x.float() - exact).norm() <= self.bound * exact.norm(), number
         return True
 
     def share(self, x):

@@ -44,7 +44,7 @@ def test_partial_states_and_counters_are_held_until_the_launch(made, has_lse):
     q, lse = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1)
     states = [torch.zeros(n) for n in (1024, 8, 8)]
     step = launch.DecodeStep.__new__(launch.DecodeStep)
-    decode_step.DecodeStep.__init__(step, q.device, q, lse, states)
+    decode_step.DecodeStep.__init__(step, q.device, read=[q], out=q, lse=lse, states=states)
     step.call, step.moved, step.counters = call, lambda which, address: address, 64
     found = step([q, q, q], None, None, has_lse)
     assert (found[1] is not None) == has_lse

@@ -147,7 +147,8 @@ def _is(value: Any, kind: type) -> bool:
 
 def _is_known(key: Key) -> bool:
     is_kernel = key.kernel in PORTABLE or any(key.kernel == known.kernel for known in TABLE)
-    return is_kernel and _is_power(key.block_d, 16, 512) and key.bits in (16, 32)
+    is_size = _is_power(key.block_d, 16, 512) or key in TABLE
+    return is_kernel and is_size and key.bits in (16, 32)
 
 
 def _can_launch(key: Key, config: Config) -> bool:

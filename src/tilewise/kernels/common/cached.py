@@ -45,8 +45,9 @@ class Cached(NamedTuple):
         return *read, extras.alibi_slopes, extras.sinks, self.k_descale, self.v_descale
 
     def resolved(self) -> Cached:
-        """The same without lazily negated tensors."""
-        if not any(x is not None and x.is_neg() for x in self.tensors):
+        """The same without lazily negated tensors; a compiler's operators resolve their own."""
+        is_traced = torch.compiler.is_compiling()  # which knows no `is_neg`
+        if is_traced or not any(x is not None and x.is_neg() for x in self.tensors):
             return self
         q, k, v, table, used, starts, slopes, sinks, *descales = map(_resolved, self.tensors)
         extras = self.extras._replace(seqused_k=used, cu_seqlens_q=starts)
