@@ -18,6 +18,7 @@ with `takes_values(problem, q, v, out_dtype)` transposes V itself where that is 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -28,10 +29,12 @@ import torch
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .kernels.common.alignment import DENSE, check_elements, misplaced
 from .kernels.common.arguments import packed_in
-from .problem import Call, Extras, Problem
+from .kernels.common.outputs import has_no_sequence, padding_grads, padding_out
+from .problem import Call, Extras, Grads, Problem, Saved
 
 Tensor = torch.Tensor
 Forward = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]
+Backward = Callable[[Saved, Extras], Grads]
 
 # In order of preference. A module is imported on first use, so that a machine without Triton never
 # needs it.
@@ -114,7 +117,18 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> F
 
         if few_queries.serves(problem, q, k):
             return few_queries.Forward(problem, scalars)
-    return choose_for(problem, q, k, v, extras, backend).prepare(problem, scalars, q, k)
+    chosen = choose_for(problem, q, k, v, extras, backend)
+    if has_no_sequence(extras):
+        return functools.partial(padding_out, problem)
+    return chosen.prepare(problem, scalars, q, k)
+
+
+def backward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Backward:
+    """The backward of calls of one signature."""
+    chosen = choose_for(call.problem, q, k, v, extras, call.backend)
+    if has_no_sequence(extras):
+        return functools.partial(padding_grads, call.problem)
+    return chosen.prepare_backward(call.problem, call.scalars)
 
 
 def has_many(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> bool:

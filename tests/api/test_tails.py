@@ -68,3 +68,22 @@ def test_packed_sequences(backend):
             torch.testing.assert_close(mine[:total], expected)
             nothing = -math.inf if n == 4 else 0
             assert (mine[total:] == nothing).all(), (n, lengths, tails)
+
+
+@pytest.mark.parametrize("backend", MODES)
+def test_no_sequences(backend):
+    """cu_seqlens of [0], with rows: all of them are padding; `out=` stays as it is."""
+    starts, dtype = torch.zeros(1, dtype=torch.int32), BF16 if backend == "hopper" else None
+    asked = dict(cu_seqlens_q=starts, return_lse=True, backend=backend)
+    for keys in (0, 7):
+        leaves = [torch.full((n, 2, 64), math.nan, dtype=dtype) for n in (5, keys, keys)]
+        leaves = [x.requires_grad_() for x in leaves]
+        with MODES[backend](), poisoned():
+            out, lse = tilewise.attention(*leaves, cu_seqlens_k=starts, **asked)
+            grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
+        assert all((x == 0).all() for x in (out, *grads)) and (lse == -math.inf).all()
+    q, cache = leaves[0].detach(), torch.zeros(0, 64, 2, 64, dtype=dtype)
+    for given in (None, torch.full_like(q, 7)):
+        with MODES[backend](), poisoned():
+            out, lse = tilewise.attention(q, cache, cache, seqused_k=starts[1:], out=given, **asked)
+        assert (out == (0 if given is None else 7)).all() and (lse == -math.inf).all()

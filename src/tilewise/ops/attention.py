@@ -191,8 +191,7 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
     prepared = call.backwards.get(key)
     if prepared is None:
         check_elements(zip(Saved._fields, saved))
-        chosen = dispatch.choose_for(call.problem, q, k, v, extras, call.backend)
-        prepared = chosen.prepare_backward(call.problem, call.scalars)
+        prepared = dispatch.backward_of(call, q, k, v, extras)
         for old in list(call.backwards)[: 1 - LOOKS]:
             call.backwards.pop(old, None)
         call.backwards[key] = prepared

@@ -21,6 +21,7 @@ from ..emulator.switch import interpreter_is_on
 from ..errors import Slower
 from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import Append, Cached, lse_shape
+from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
@@ -224,7 +225,11 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
         check_written("out", out)
         check_apart(("out", *names), (out, *tensors), 1)
     check_elements(zip(("out", *names), (fresh, *tensors)))
-    step = _backend_of(cached).forward(cached, fresh, lse)
+    backend = _backend_of(cached)
+    if has_no_sequence(cached.extras):
+        fill_padding(fresh if out is None else None, lse)
+        return fresh, lse
+    step = backend.forward(cached, fresh, lse)
     if cached.entry is not None:
         cached.entry.step = step
     return fresh, lse

@@ -8,9 +8,11 @@ far as `torch.empty_like` keeps them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from ...problem import Extras, Grads, Problem
+from ...problem import Extras, Grads, Problem, Saved
 
 
 def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,3 +32,34 @@ def empty_grads(
     dbias = torch.empty_like(extras.bias) if problem.has_bias_grad else None
     of_keys = (torch.empty_like(x, dtype=dtype) for x in (k, v))
     return Grads(torch.empty_like(q), *of_keys, dsinks, dbias)
+
+
+def has_no_sequence(extras: Extras) -> bool:
+    """Whether tensors are packed of no sequences: all of their rows are padding, and kernels, which
+    find rows by their sequence, would find none.
+    """
+    starts = extras.cu_seqlens_q
+    return starts is not None and starts.shape[0] == 1
+
+
+def fill_padding(out: torch.Tensor | None, lse: torch.Tensor) -> None:
+    """Results of rows that belong to no sequence; no `out` where that is to stay as it is."""
+    if out is not None:
+        out.zero_()
+    lse.fill_(-math.inf)
+
+
+def padding_out(problem: Problem, q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of such rows alone."""
+    out, lse = empty_out(problem, q)
+    fill_padding(out, lse)
+    return out, lse
+
+
+def padding_grads(problem: Problem, saved: Saved, extras: Extras) -> Grads:
+    """Their backward."""
+    grads = empty_grads(problem, saved.q, saved.k, saved.v, extras)
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+    return grads
