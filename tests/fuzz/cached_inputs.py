@@ -12,7 +12,7 @@ import torch
 from tilewise import mods
 
 from . import formulas, functions
-from .cached_cases import CachedCase
+from .cached_cases import ROWS, CachedCase
 from .places import lying, negated
 from .reference import Span, Terms
 
@@ -130,6 +130,8 @@ def placed(case: CachedCase, content: Content, place: Place) -> dict:
     asked |= {"k": k, "v": v}
     for name, scales in (("k_descale", k_scales), ("v_descale", v_scales)):
         asked |= _scales(name, look.scales, scales, rows, (pages, size), device)
+    if look.packed and look.mask not in ROWS:  # rows behind all sequences
+        q = [*q, *(x.new_full((place.seed % 4, *x.shape[1:]), math.nan) for x in q[:1])]
     asked["q"] = (torch.cat(q) if look.packed else torch.stack(q)).to(device)
     if look.packed:
         asked["cu_seqlens_q"] = starts.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -86,6 +87,10 @@ def _compute(case: CachedCase, content: Content, place: Place, attend: Attend) -
         out = (out.transpose(1, 2) if look.layout == "bhsd" else out).flatten(0, 1)
         lse = lse.transpose(0, 1).flatten(1)
     counts = [len(content.q[i]) for i in place.order]
+    tail, lse_tail, total = out[sum(counts) :], lse[:, sum(counts) :], sum(counts)
+    assert (tail.isnan() if look.out else tail == 0).all(), "out behind the last sequence"
+    assert (lse_tail == -math.inf).all(), "lse behind the last sequence"
+    out, lse = out[:total], lse[:, :total]
     pairs = dict(zip(place.order, zip(out.split(counts), lse.split(counts, 1))))
     return Found(*([pairs[i][side] for i in sorted(pairs)] for side in (0, 1)))
 

@@ -27,6 +27,7 @@ FEATURES = ("window", "softcap", "slopes", "sinks", "bias", "score", "mask", "dr
 COUNTS = (0, 1, 1, 2, 2, 3, 4, 6)
 MEMORY = ("dense", "dense", "transposed", "sequence first", "fused", "padded")
 MISALIGNED = ("sliced", "by 1", "by 2", "by 4", "expanded")  # elements; sliced is by 3
+TAILS = (0, 1, 7, 70)
 LAZY = ("q", "k", "v", "bias", "sinks", "dout", "dlse")
 BLOCKS = (128, 128, 64, 32, 16), (128, 128, 64, 256, 16)
 BLOCKS_OF_HOPPER = (128,) * 9 + (64,), (128, 256)
@@ -85,6 +86,8 @@ class Case:
     rng: tuple[int, int]
     lazy: tuple[str, ...]  # tensors that torch has yet to negate
     shift: int  # elements by which small tensors begin off a multiple of 16 bytes
+    tail_q: int = 0  # rows behind all packed sequences
+    tail_k: int = 0
 
     @property
     def command(self) -> str:
@@ -98,7 +101,7 @@ class Case:
         own = {n: getattr(self, n) for n in ("queries", "keys")}
         others = ("spare_q", "spare_k", "left", "right", "softcap", "scale", "logits", "values")
         own |= {n: x for n in others if (x := getattr(self, n)) and x != (0,) * len(self.keys)}
-        own |= {n: x for n in ("lazy", "shift") if (x := getattr(self, n))}
+        own |= {n: x for n in ("lazy", "shift", "tail_q", "tail_k") if (x := getattr(self, n))}
         if self.dropout_p:
             own |= {"dropout_p": self.dropout_p, "rng": self.rng}
         return f"{self.command}    # {', '.join(f'{n}={x}' for n, x in (look | own).items())}"
@@ -108,7 +111,11 @@ def case(seed: int, lane: Lane) -> Case:
     """The case of a seed in a lane."""
     name = f"{lane.name} {seed % lane.looks}" if lane.looks else seed
     look, rng = _look(random.Random(f"look {name}"), lane), random.Random(f"shape {seed}")
-    return _shape(seed, rng, random.Random(f"shapes {name}") if lane.looks else rng, look, lane)
+    drawn = _shape(seed, rng, random.Random(f"shapes {name}") if lane.looks else rng, look, lane)
+    rng = random.Random(f"tails {name}")
+    if not look.packed or rng.random() < 0.5:
+        return drawn
+    return dataclasses.replace(drawn, tail_q=rng.choice(TAILS), tail_k=rng.choice(TAILS))
 
 
 def _look(rng: random.Random, lane: Lane) -> Look:

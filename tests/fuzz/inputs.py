@@ -141,12 +141,13 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
     """q, k, v and dout in (batch, seqlen, nheads, headdim) or (rows, nheads, headdim) order."""
     look = case.look
 
-    def normal(used: tuple, spare: tuple, heads: int, headdim: int) -> Tensor:
-        total = sum(used) + sum(spare)
+    def normal(used: tuple, spare: tuple, tail: int, heads: int, headdim: int) -> Tensor:
+        total = sum(used) + sum(spare) + tail
         shape = (total,) if look.packed else (len(used), total // len(used))
         return torch.randn((*shape, heads, headdim), generator=generator)
 
-    rows_q, rows_k = (case.queries, case.spare_q), (case.keys, case.spare_k)
+    rows_q = case.queries, case.spare_q, case.tail_q
+    rows_k = case.keys, case.spare_k, case.tail_k
     q = normal(*rows_q, look.nheads, look.headdim)
     k, v = (normal(*rows_k, look.nheads_k, n) for n in (look.headdim, look.headdim_v))
     dout = normal(*rows_q, look.nheads, look.headdim_v)
@@ -166,7 +167,10 @@ def _unused(case: Case, side: str) -> Tensor:
     """bool, (rows,) or (batch, seqlen): rows that must not be read."""
     used, spare = (case.queries, case.spare_q) if side == "q" else (case.keys, case.spare_k)
     flags = [torch.arange(a + b) >= a for a, b in zip(used, spare)]
-    return torch.cat(flags) if case.look.packed else torch.stack(flags)
+    if not case.look.packed:
+        return torch.stack(flags)
+    tail = case.tail_q if side == "q" else case.tail_k
+    return torch.cat([*flags, torch.ones(tail, dtype=torch.bool)])
 
 
 def _lengths(case: Case) -> dict[str, Tensor]:
@@ -182,7 +186,7 @@ def _lengths(case: Case) -> dict[str, Tensor]:
 
 
 def _lse_shape(case: Case) -> tuple[int, ...]:
-    rows, nheads = sum(case.queries) + sum(case.spare_q), case.look.nheads
+    rows, nheads = sum(case.queries) + sum(case.spare_q) + case.tail_q, case.look.nheads
     if case.look.packed:
         return nheads, rows
     return len(case.queries), nheads, rows // len(case.queries)
@@ -193,7 +197,9 @@ def _kind(case: Case) -> str:
     look, kind = case.look, case.look.memory
     if kind == "fused" and (case.queries, look.headdim) != (case.keys, look.headdim_v):
         return "dense"
-    if kind == "fused" and (look.has("used") or case.values == "equal"):
+    if kind == "fused" and (
+        look.has("used") or case.values == "equal" or case.tail_q or case.tail_k
+    ):
         return "dense"
     return "sliced" if kind == "expanded" and look.has("used") else kind
 
