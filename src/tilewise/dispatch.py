@@ -186,7 +186,7 @@ def ask_fp8(
 def choose_fp8(
     problem: Problem, device: torch.device, out_dtype: torch.dtype, backend: str | None
 ) -> ModuleType:
-    """The same as `choose` for e4m3 tensors."""
+    """Does as `choose`, for e4m3 tensors."""
     refusals: list[Refusal] = []
     for name in BACKENDS if backend is None else (backend,):
         reason = ask_fp8(name, problem, device, out_dtype)

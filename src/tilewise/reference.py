@@ -181,7 +181,7 @@ def _attend_cached(
 
 
 def _keys_and_values(cached: Cached, row: int, length: int, upcast: bool) -> tuple[Tensor, Tensor]:
-    """Those of one sequence, (1, length, nheads_k, ...), with the products' dtype."""
+    """Keys and values of one sequence, (1, length, nheads_k, ...), with the products' dtype."""
     table, dtype = cached.page_table, cached.q.dtype
     found = []
     for x, scale in ((cached.k, cached.k_descale), (cached.v, cached.v_descale)):

@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """That of the modified call."""
+        """The shape of the modified call."""
         return next(iter(self.lanes.values()))[0]
 
 
@@ -164,7 +164,7 @@ def too_large(shape: Shape, device: str) -> str | None:
 
 
 def with_rates(compared: Compared) -> Compared:
-    """The same, each row with the work of the modified call and what it ran as; ours with the
+    """Rows, each with the work of the modified call and what it ran as; ours with the
     medians of its rates over the others'.
     """
     shape, rates = compared.comparison.shape, compared.rates

@@ -147,7 +147,7 @@ class Cache(NamedTuple):
     v_descale: Tensor | None = None
 
     def copy(self) -> Cache:
-        """The same in memory of its own, strides and all."""
+        """A copy in memory of its own, strides and all."""
         table, k_scale, v_scale = (x if x is None else x.clone() for x in self[3:])
         return Cache(
             *(self.k.clone(), self.v.clone(), self.seqused_k.clone()), table, k_scale, v_scale
@@ -189,7 +189,7 @@ def make_cache(of: Decode, device: str) -> Cache:
 
 
 def paged(cache: Cache, page_size: int) -> Cache:
-    """The same keys in pages that lie in no order."""
+    """A cache of the same keys in pages that lie in no order."""
     batch, room = cache.k.shape[:2]
     pages = -(-room // page_size)
     generator = torch.Generator().manual_seed(page_size)
@@ -228,6 +228,6 @@ def quantised(cache: Cache, kind: str) -> Cache:
 
 
 def by_head(cache: Cache) -> Cache:
-    """The same, in memory (batch, nheads_k, seqlen_k, headdim), as torch keeps a cache."""
+    """A cache in memory (batch, nheads_k, seqlen_k, headdim), as torch keeps a cache."""
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in cache[:2])
     return cache._replace(k=k, v=v)

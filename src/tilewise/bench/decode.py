@@ -136,7 +136,7 @@ class Stage:
 
 
 def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
-    """Of the first, the last, the longest and the shortest sequence, those that have queries."""
+    """The reference for the first, the last, the longest and the shortest sequence, those that have queries."""
     lengths = of.sequences
     ends = max(lengths), min(lengths)
     found = []

@@ -198,7 +198,7 @@ def work_of(shape: Shape, backend: str, launches: list[Launched], card: Card | N
 
 
 def _pairs(shape: Shape) -> float:
-    """Those that the mask keeps, in one head of the batch, to the pair."""
+    """How many pairs the mask keeps, exactly, in one head of the batch."""
     if shape.modifier:
         return shape.pairs
     left, right = OPEN if shape.window is None else shape.window, 0 if shape.causal else OPEN
@@ -218,7 +218,7 @@ def _cpu_roof(dtype: torch.dtype) -> Roof:
 
 
 def _flops_of_tiles(shape: Shape, backend: str, launches: list[Launch]) -> float:
-    """Of whole tiles: a partial one is computed as a full one, columns are padded, and the backward
+    """FLOPs of whole tiles: a partial one is computed as a full one, columns are padded, and the backward
     recomputes.
     """
     passes = PASSES[shape.direction]

@@ -102,8 +102,8 @@ def portable_plans(call: Call, direction: str) -> list:
     if direction == "fwd":
         return [launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)]
     grads = empty_grads(problem, q, k, v, extras)
-    given = out, q, k, v, (lse, torch.empty_like(lse), None), grads, extras, scalars
-    return list(launch.plan_backward(problem, *given))
+    arguments = out, q, k, v, (lse, torch.empty_like(lse), None), grads, extras, scalars
+    return list(launch.plan_backward(problem, *arguments))
 
 
 def config_on(plan, target: str):

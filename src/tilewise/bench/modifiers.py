@@ -50,7 +50,7 @@ def block_mask_of(shape: Shape, device: str):
 
 
 def predicate_of(shape: Shape, device: str) -> Callable[..., Tensor] | None:
-    """The same mask as FlexAttention takes it."""
+    """The mask as FlexAttention takes it."""
     if shape.modifier not in MASKS:
         return None
     return MASKS[shape.modifier].predicate(shape.seqlen_q, device)

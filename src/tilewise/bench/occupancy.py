@@ -22,7 +22,7 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(target: str, registers: int, shared_memory: int, warps: int) -> Occupancy | None:
-    """Of a kernel with so many registers a thread; None for GPUs whose rules are others.
+    """The occupancy of a kernel; None for GPUs whose rules are others.
 
     >>> occupancy("sm90", registers=168, shared_memory=229912, warps=12)
     Occupancy(programs=1, warps=12, share=0.1875, limit='registers and shared memory')

@@ -171,7 +171,7 @@ def load(path: str):
 
 
 def fa3_operators():
-    """Those of the library that the environment names, else of the package."""
+    """Operators of the library that the environment names, else of the package."""
     if path := os.environ.get(FA3_LIBRARY):
         return load(path)
     reasons = []

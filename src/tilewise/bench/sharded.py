@@ -74,7 +74,7 @@ class Sharded(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the whole sequence."""
+        """FLOPs of the whole sequence."""
         layout = td.contiguous(self.seqlen, 1)
         layout = layout if self.starts is None else layout.packed(self.starts)
         pairs = sum(layout.work(**self.options))
@@ -89,7 +89,7 @@ class Side(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of the whole sequence, (1, seqlen, heads, headdim)."""
+    """Tensors of the whole sequence, (1, seqlen, heads, headdim)."""
 
     q: Tensor
     k: Tensor
@@ -98,7 +98,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(of: Sharded, device: str) -> Inputs:
-    """The same on every rank."""
+    """Inputs that are the same on every rank."""
     draw = torch.Generator(device=device).manual_seed(0)
     dtype = getattr(torch, of.dtype)
 
@@ -112,7 +112,7 @@ def make_inputs(of: Sharded, device: str) -> Inputs:
 
 
 class Results(NamedTuple):
-    """Of a rank's rows, or of all; gradients where they are asked for."""
+    """Tensors of a rank's rows, or of all; gradients where they are asked for."""
 
     out: Tensor
     dq: Tensor | None = None

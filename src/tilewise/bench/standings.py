@@ -36,7 +36,7 @@ class Standing(NamedTuple):
 
     @classmethod
     def of(cls, ratios: Mapping[Any, float]) -> Standing:
-        """Of at least one ratio, each under what it is of."""
+        """The summary of at least one ratio, each under what it is of."""
         worst, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
         ahead = sum(value >= 1 for value in ratios.values())
         return cls(

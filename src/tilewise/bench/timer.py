@@ -31,7 +31,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value; percentiles are interpolated."""
+        """The summary of at least one value; percentiles are interpolated."""
         return cls(statistics.median(values), _percentile(values, 0.2), _percentile(values, 0.8))
 
 

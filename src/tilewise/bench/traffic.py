@@ -100,7 +100,7 @@ def _backward(shape: Shape, blocks: tuple[int, int], backend: str) -> Moved:
 
 
 def _key_bytes(shape: Shape) -> float:
-    """Of one row of K and of V in one head."""
+    """Bytes of one row of K and of V in one head."""
     return (shape.headdim + shape.headdim_v) * getattr(torch, shape.dtype).itemsize
 
 

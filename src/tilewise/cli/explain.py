@@ -190,8 +190,8 @@ def shape_of(
     if modifier and (others or seqlen_k not in (None, seqlen)):
         raise click.UsageError("--modifier goes with no other feature and with equal lengths")
     if lengths:
-        each = _sequences(lengths)
-        batch, seqlen, seqlen_k = len(each), max(each), max(each)
+        seqlens = _sequences(lengths)
+        batch, seqlen, seqlen_k = len(seqlens), max(seqlens), max(seqlens)
     sizes = direction, batch, seqlen, seqlen_k or seqlen, heads, kv_heads, headdim, headdim_v
     return Shape(
         *sizes, options.pop("causal"), (DTYPES | FP8)[dtype], **{**options, "lengths": lengths}

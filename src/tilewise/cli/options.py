@@ -208,8 +208,8 @@ def usable(ctx: click.Context, param: click.Parameter, device: str | None) -> st
     import torch
 
     has_gpu = torch.cuda.is_available()
-    known = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device or "cpu")
-    if known is None or (has_gpu and known[1] and int(known[1]) >= torch.cuda.device_count()):
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device or "cpu")
+    if match is None or (has_gpu and match[1] and int(match[1]) >= torch.cuda.device_count()):
         raise click.BadParameter(f"{device!r} is neither cuda, a GPU of this machine, nor cpu")
     if device and device.startswith("cuda") and not has_gpu:
         click.echo("no CUDA GPU is usable here: see `tilewise info`", err=True)

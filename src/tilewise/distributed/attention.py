@@ -102,19 +102,19 @@ def attention(
         entry = None
         has_functions = not (mask_mod is score_mod is dropout_rng is None)
         if not has_functions and _is_plain(dropout_p, return_lse, others):
-            words = causal, scale, softcap, deterministic, backend, method, bitwise, order
-            given = q, k, v, alibi_slopes, sinks
-            entry = known_calls.entry_of_call(layout, given, (*words, dropout_p), window)
+            settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
+            tensors = q, k, v, alibi_slopes, sinks
+            entry = known_calls.entry_of_call(layout, tensors, (*settings, dropout_p), window)
         if entry is not None and entry.step is not None:
             arena = arena_for(layout, q.device)
-            known = known_calls.known_call(entry, layout, arena)
-            if known is not None:
-                is_packed, spec = q.dim() == 3, known.spec
+            known_call = known_calls.known_call(entry, layout, arena)
+            if known_call is not None:
+                is_packed, spec = q.dim() == 3, known_call.spec
                 inputs = _ordered((q, k, v), order, is_packed)
                 if not (alibi_slopes is None and sinks is None):
                     spec = spec._replace(alibi_slopes=alibi_slopes, sinks=sinks)
                 with unsharded():
-                    out, lse = attend_by(known.method, arena, spec, inputs, return_lse)
+                    out, lse = attend_by(known_call.method, arena, spec, inputs, return_lse)
                 return _as_given(out, lse, order, is_packed, return_lse)
         layout = check_layout(layout)
         for name, x in (("q", q), ("k", k), ("v", v)):

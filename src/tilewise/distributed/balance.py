@@ -36,7 +36,7 @@ def _share(tokens: int, ranks: int, rank: int) -> int:
 
 
 def _chunks(cu_seqlens: Sequence[int], size: int) -> list[Chunk]:
-    """Of all documents, those with the most work first."""
+    """The chunks of all documents, those with the most work first."""
     found = [
         _chunk(cu_seqlens, start, min(start + size, last))
         for first, last in itertools.pairwise(cu_seqlens)

@@ -144,7 +144,7 @@ def are_aligned(*tensors: Tensor) -> bool:
 
 
 def kind_of(x: Tensor) -> Kind:
-    """That of (batch, tokens, heads, headdim)."""
+    """The kind of a tensor (batch, tokens, heads, headdim)."""
     return Kind(x.shape[2], x.shape[3] * x.itemsize)
 
 
@@ -152,7 +152,7 @@ Strides = tuple[int, int, int]  # bytes from a row of the batch, a token and a h
 
 
 def strides_of(x: Tensor) -> Strides:
-    """Those of (batch, tokens, heads, headdim), dense in the last two."""
+    """Strides of (batch, tokens, heads, headdim), dense in the last two."""
     size = x.itemsize
     return x.stride(0) * size, x.stride(1) * size, x.shape[3] * size
 

@@ -61,8 +61,8 @@ class DeviceArena(Arena):
             self.dma = copier_of(self.words)
         counts = self.write is not None or not self.has_streams
         # All ranks or none: those that count pieces publish keys in another order
-        found = self.host.wait("whether pieces are counted", str(int(counts)))
-        self.counts_pieces = all(map(int, found))
+        answers = self.host.wait("whether pieces are counted", str(int(counts)))
+        self.counts_pieces = all(map(int, answers))
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
@@ -126,7 +126,7 @@ class DeviceArena(Arena):
             self.barrier.abandon(error)
 
     def mark(self) -> int:
-        """That of the copies so far, which `arrive` takes."""
+        """The mark of the copies so far, which `arrive` takes."""
         if self.has_streams:
             self.events[self.marks % EVENTS].record(self.side)
         self.marks += 1

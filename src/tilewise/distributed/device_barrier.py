@@ -132,20 +132,20 @@ class DeviceBarrier:
             self.host.lost = self._why_late(*late)
             raise PullTimeout(self.host.lost)
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
-        number, words = self.signals.found()
-        absent = [rank for rank, word in enumerate(words) if word >> 32 != number]
-        said = [word & 0x7FFFFFFF for word in words]
+        number, flags = self.signals.found()
+        absent = [rank for rank, flag in enumerate(flags) if flag >> 32 != number]
+        fingerprints = [flag & 0x7FFFFFFF for flag in flags]
         if absent:
-            mine = self._text(number, self.rank, fingerprint=said[self.rank])
+            mine = self._text(number, self.rank, fingerprint=fingerprints[self.rank])
             self.host.lost = self.host.absence(absent, f"call {number}, {mine}")
             raise RankLost(self.host.lost)
         earlier = "" if signature else f" (in call {number}, of which this is the next)"
-        for rank, fingerprint in enumerate(said):
+        for rank, fingerprint in enumerate(fingerprints):
             if fingerprint == RAISED:
                 self.host.end(f"rank {rank} raised {self._text(number, rank)}{earlier}")
-        rank = next(r for r, x in enumerate(said) if x != said[self.rank])
+        rank = next(r for r, x in enumerate(fingerprints) if x != fingerprints[self.rank])
         first, second = (
-            f"rank {r} called {self._text(number, r, fingerprint=said[r])}"
+            f"rank {r} called {self._text(number, r, fingerprint=fingerprints[r])}"
             for r in sorted((self.rank, rank))
         )
         self.host.end(f"{second}; {first}{earlier}")
@@ -175,8 +175,8 @@ class DeviceBarrier:
     def _text(self, number: int, rank: int, fingerprint: int = RAISED) -> str:
         """What a rank has said at a barrier. Calls that all have made are not in the store."""
         key = self._key(number, rank)
-        known = (text for text, x in self.known.items() if x == fingerprint)
-        if (text := self.left.get(key) or next(known, None)) is not None:
+        texts = (text for text, x in self.known.items() if x == fingerprint)
+        if (text := self.left.get(key) or next(texts, None)) is not None:
             return text
         try:
             if self.store.check([key]):

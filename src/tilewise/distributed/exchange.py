@@ -78,7 +78,7 @@ def publish(arena: Arena, signature: str, tensors: Sequence[Tensor], layout: Lay
 def publish_rows(
     arena: Arena, signature: str, tensors: Sequence[Tensor], counts: Sequence[int]
 ) -> Published:
-    """The same of any numbers of rows."""
+    """Does as `publish`, for any numbers of rows."""
     published = Published(arena, [x.unsqueeze(0) for x in tensors], counts)
     arena.publish(published.nbytes, signature)
     for number, x in enumerate(tensors):
@@ -133,18 +133,18 @@ def pulls_of(layout: Layout, left: int, right: int) -> Pulls:
 
 @functools.lru_cache(maxsize=256)
 def shared_rows(layout: Layout, left: int, right: int) -> tuple[tuple[Run, ...], ...]:
-    """Of every rank the rows whose keys queries of another one see.
+    """The rows of every rank whose keys queries of another one see.
 
     >>> import tilewise.distributed as td
     >>> shared_rows(td.zigzag(8, 2), -1, 0)  # the last two keys are seen by rank 0 alone
     (((0, 2),), ((0, 4),))
     """
-    found = []
+    spans = []
     for rank in range(layout.ranks):
         of = layout.at(rank)
         others = (x for r in range(layout.ranks) if r != rank for x in layout.at(r).spans)
-        found.append(tuple(rows_of(of, keys_of(list(others), left, right))))
-    return tuple(found)
+        spans.append(tuple(rows_of(of, keys_of(list(others), left, right))))
+    return tuple(spans)
 
 
 def rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:

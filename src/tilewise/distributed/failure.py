@@ -151,7 +151,7 @@ class Barrier:
             self.store.delete_key(key)
 
     def _key(self, number: int, *rank: int) -> str:
-        """Of what a rank leaves at a barrier; without a rank, of how many have read it."""
+        """The key of what a rank leaves at a barrier; without a rank, of how many have read it."""
         return "/".join(map(str, (self.epoch, number, *rank)))
 
     def _why(self, signature: str, keys: list[str], error: Exception) -> str:
@@ -165,7 +165,7 @@ class Barrier:
         return self.absence(absent, f"call {self.number}, {signature}")
 
     def absence(self, absent: list[int], call: str) -> str:
-        """That these ranks did not come to a call."""
+        """The message that these ranks did not come to a call."""
         return (
             f"{listed(absent)} of {self.ranks} did not come to {call}, within "
             f"{self.timeout.total_seconds():g} s, the time-out of the group: dead, slower than "

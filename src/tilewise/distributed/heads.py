@@ -58,29 +58,29 @@ def _forward(
 ) -> tuple[list[Tensor], list[Tensor], tuple[Group, ...]]:
     """The results; of each group its q, k, v, `out` and `lse`; and the groups."""
     way = None if spec.found is None else spec.found.to_heads
-    given = [q, k, v] if way is not None and way.is_plain else _given((q, k, v))
+    tensors = [q, k, v] if way is not None and way.is_plain else _given((q, k, v))
     if way is None:
         signature = f"attention (heads): {spec.signature}"
-        way = Way(spec, signature, groups_of(spec, q, k, v), given)
-        way.is_plain = given[0] is q and given[1] is k and given[2] is v
+        way = Way(spec, signature, groups_of(spec, q, k, v), tensors)
+        way.is_plain = tensors[0] is q and tensors[1] is k and tensors[2] is v
         if spec.found is not None:
             spec.found.to_heads = way
-    pulled = Pulled(arena, way, given)
+    pulled = Pulled(arena, way, tensors)
     results = [q.new_empty(*q.shape[:3], v.shape[3])]
     if return_lse:
         exact = torch.promote_types(q.dtype, torch.float32)
         results.append(q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact))
     what = f"the results{' with lse' if return_lse else ''} of"
     returned = Returned(pulled, results, what)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     for number, group in enumerate(way.groups):
         mine, keys, values = pulled.arrive(number)
         out, lse = whole.attend(spec, mine, keys, values, heads_of(spec, q, k, group))
-        kept += (mine, keys, values, out, lse)
+        saved += (mine, keys, values, out, lse)
         returned.send(number, [out, lse] if return_lse else [out])
     returned.finish()
-    arena.settle(*results, *(kept[4::5] if spec.learns else ()))  # with it gradients are NaN
-    return results, kept, way.groups
+    arena.settle(*results, *(saved[4::5] if spec.learns else ()))  # with it gradients are NaN
+    return results, saved, way.groups
 
 
 class _Heads(torch.autograd.Function):
@@ -90,9 +90,9 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: CallSpec, return_lse: bool, q, k, v, sinks):
-        results, kept, groups = _forward(arena, spec, return_lse, q, k, v)
+        results, saved, groups = _forward(arena, spec, return_lse, q, k, v)
         ctx.args = arena, spec, groups, [x.shape for x in (q, k, v)]
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return results[0], results[1] if return_lse else None
 
@@ -101,8 +101,8 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         arena, spec, groups, shapes = ctx.args
         with reporting(spec.layout):
-            kept, (dout, dlse) = ctx.saved_tensors, resolved((dout, dlse))
-            results = [x.new_empty(shape) for x, shape in zip(kept, shapes)]
+            saved, (dout, dlse) = ctx.saved_tensors, resolved((dout, dlse))
+            results = [x.new_empty(shape) for x, shape in zip(saved, shapes)]
             present = [x is not None for x in (dout, dlse)]
             signature = (
                 f"the backward of attention (heads): {spec.signature}, with gradients {present}"
@@ -110,13 +110,13 @@ class _Heads(torch.autograd.Function):
             if dout is None:
                 dq, _, dv = results
                 dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
-            given = _given((dout,) if dlse is None else (dout, dlse))
-            pulled = Pulled(arena, Way(spec, signature, groups, given), given)
+            tensors = _given((dout,) if dlse is None else (dout, dlse))
+            pulled = Pulled(arena, Way(spec, signature, groups, tensors), tensors)
 
             def of_group(number: int) -> Saved:
                 dout, *dlses = pulled.arrive(number)
                 dlse = dlses[0] if dlses else None
-                return Saved(dout, dlse, *kept[5 * number : 5 * number + 5])
+                return Saved(dout, dlse, *saved[5 * number : 5 * number + 5])
 
             return None, None, None, *_gradients(spec, results, of_group, pulled)
 
@@ -130,13 +130,13 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """
     signature = f"the backward of attention (heads): {spec.signature}"
     groups = groups_of(spec, *saved[2:5])
-    given = _given([x for x in saved if x is not None])
-    pulled = Pulled(arena, Way(spec, signature, groups, given), given)
+    tensors = _given([x for x in saved if x is not None])
+    pulled = Pulled(arena, Way(spec, signature, groups, tensors), tensors)
 
     def of_group(number: int) -> Saved:
-        dout, *others = pulled.arrive(number)
-        dlse = None if saved.dlse is None else others.pop(0)
-        return Saved(dout, dlse, *others)
+        dout, *arrived = pulled.arrive(number)
+        dlse = None if saved.dlse is None else arrived.pop(0)
+        return Saved(dout, dlse, *arrived)
 
     results = [x.new_empty(x.shape) for x in saved[2:5]]
     return _gradients(spec, results, of_group, pulled)
@@ -145,7 +145,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
 def _gradients(
     spec: CallSpec, results: list[Tensor], of_group: Callable[[int], Saved], pulled: Pulled
 ) -> Grads:
-    """Those of this rank's rows, into `results`, of what `of_group` has of each group's heads."""
+    """Writes the gradients of this rank's rows into `results`, from each group's heads."""
     dq, dk, _ = results
     returned = Returned(pulled, results, "the results of")
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
@@ -293,7 +293,7 @@ def _given(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _kind_of(x: Tensor, ranks: int) -> Kind:
-    """That of one rank's heads."""
+    """The kind of one rank's heads."""
     if x.dim() == 3:
         return Kind(x.shape[1] // ranks, x.itemsize, by_head=True)
     kind = kind_of(x)

@@ -28,7 +28,7 @@ Moves = tuple[Move, ...]
 
 
 def moves_of(pulls: Iterable[Pull], shift: int = 0) -> Moves:
-    """Those of pulls, `shift` rows behind their positions."""
+    """Moves of pulls, `shift` rows behind their positions."""
     return tuple(Move(rank, row, a + shift, b - a) for rank, row, a, b in pulls)
 
 

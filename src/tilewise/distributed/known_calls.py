@@ -19,7 +19,7 @@ _kept: deque[Entry] = deque()
 
 
 def _no_arena() -> None:
-    """Of a call of one rank."""
+    """A call of one rank has no arena."""
 
 
 class KnownCall:
@@ -48,9 +48,9 @@ def entry_of_call(
 
 def known_call(entry: Entry | None, layout: Layout, arena: Arena | None) -> KnownCall | None:
     """What an entry has, if it was found with the same layout and memory."""
-    known: Any = None if entry is None else entry.step
-    is_same = known is not None and known.spec.layout is layout and known.arena() is arena
-    return known if is_same else None
+    step: Any = None if entry is None else entry.step
+    is_same = step is not None and step.spec.layout is layout and step.arena() is arena
+    return step if is_same else None
 
 
 def keep(entry: Entry | None, arena: Arena | None, spec: CallSpec, method: str) -> CallSpec:

@@ -49,11 +49,11 @@ class Layout:
 
     def __hash__(self) -> int:
         """Computed once: runs may be thousands, and calls are looked up by their layout."""
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = hash((self.kind, self.seqlen, self.runs, self.rank, self.cu_seqlens))
-            self.__dict__["_hash"] = known
-        return known
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
+            value = hash((self.kind, self.seqlen, self.runs, self.rank, self.cu_seqlens))
+            self.__dict__["_hash"] = value
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the hash, which another process has its own of."""
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Those of this rank."""
+        """How many tokens this rank has."""
         return self.counts[self.rank]
 
     @cached_property
@@ -107,7 +107,7 @@ class Layout:
         return torch.tensor([*counts, *named, *starts, *places])
 
     def at(self, rank: int) -> Layout:
-        """The same as another rank sees it.
+        """The layout as another rank sees it.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).at(1).positions
@@ -118,7 +118,7 @@ class Layout:
         return replace(self, rank=rank)
 
     def packed(self, cu_seqlens: Sequence[int] | Tensor) -> Layout:
-        """The same dealing of a sequence that is documents, packed end to end, which do
+        """This dealing for a sequence that is documents, packed end to end, which do
         not see each other.
 
         >>> import tilewise.distributed as td
@@ -128,7 +128,7 @@ class Layout:
         return made(replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen)))
 
     def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """Of a tensor of all tokens those of this rank, along `dim`: 1, or 0 where there is no
+        """This rank's part of a tensor of all tokens, along `dim`: 1, or 0 where there is no
         other.
 
         >>> import torch, tilewise.distributed as td

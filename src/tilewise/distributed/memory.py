@@ -169,9 +169,9 @@ def nodes_of(
         mine[:NONCE].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         synchronize(mine.device)
     written = barrier.wait(signature, nonce.hex())
-    read = ["" if x is None else bytes(x[:NONCE].tolist()).hex() for x in blocks]
-    seen = [str(rank) for rank, (x, y) in enumerate(zip(read, written)) if x == y]
-    sights = [x.split() for x in barrier.wait(signature, " ".join(seen))]
+    nonces = ["" if x is None else bytes(x[:NONCE].tolist()).hex() for x in blocks]
+    readable = [str(rank) for rank, (x, y) in enumerate(zip(nonces, written)) if x == y]
+    sights = [x.split() for x in barrier.wait(signature, " ".join(readable))]
     pairs = {(i, int(j)) for i, sight in enumerate(sights) for j in sight}
     ranks = range(barrier.ranks)
     nodes = (tuple(j for j in ranks if i == j or {(i, j), (j, i)} <= pairs) for i in ranks)

@@ -40,7 +40,7 @@ def attend_by(
     inputs: tuple[Tensor, Tensor, Tensor],
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by a method that was chosen."""
+    """Attends by a method that was chosen."""
     if arena is None:
         return whole.alone(spec, *inputs)
     if chosen == "heads":

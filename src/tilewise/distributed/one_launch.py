@@ -150,7 +150,7 @@ def _launched(
 def copies_of(
     layout: Layout, spec: CallSpec, count: int, given: tuple[Tensor, Tensor]
 ) -> KeyCopies:
-    """Those of keys and values in `count` groups of heads, side by side where they are as wide."""
+    """Copies of keys and values in `count` groups of heads, side by side where they are as wide."""
     k, v = given
     heads = k.shape[2] // count
     groups = tuple(Group(i * heads, heads) for i in range(count))

@@ -101,8 +101,8 @@ def attention(
 
 def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, Options]:
     """The call of an operator's arguments after q, k and v."""
-    alibi_slopes, sinks, dropout_rng, captured, _, *rest = call
-    options, captured = Options(*rest), tuple(captured or ())
+    alibi_slopes, sinks, dropout_rng, captured, _, *fields = call
+    options, captured = Options(*fields), tuple(captured or ())
     mask = score = None
     if options.mask_mod:
         name = deserialize(options.mask_mod, MASK)

@@ -84,7 +84,7 @@ def hidden_in(layout: Layout, packing: Packing, left: int) -> tuple[Run, ...]:
 
 
 def _first_seen(layout: Layout, packing: Packing, left: int) -> list[int]:
-    """Of each run the first key that it sees."""
+    """The first key that each run sees."""
     firsts = [keys[0] for keys in packing.copied or ()]
     if left == OPEN:
         return firsts
@@ -163,7 +163,7 @@ def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple
 
 
 def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
-    """Those of a rank's queries, as `rows.gradients` has them."""
+    """Gradients of a rank's queries, as `rows.gradients` has them."""
     packing, lse = packing_of(spec.layout, *spec.sides), saved.lse
     memory = _memory(packing, known)
     k, v = memory

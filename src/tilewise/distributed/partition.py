@@ -30,7 +30,7 @@ def contiguous(seqlen: int, group: Any = None) -> Layout:
 
 
 def zigzag(seqlen: int, group: Any = None) -> Layout:
-    """Of 2 N chunks rank r has the r-th from the front and the r-th from the back: a causal mask
+    """Rank r has, of 2 N chunks, the r-th from the front and the r-th from the back: a causal mask
     then leaves all ranks the same work.
 
     >>> zigzag(8, 2).runs

@@ -29,7 +29,7 @@ def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def gradients(spec: CallSpec, saved: Saved, give: Give) -> Gradients:
-    """Those of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO of
+    """Gradients of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO of
     0, give none.
     """
     layout, (dout, dlse, q, k, v, out, lse) = spec.layout, saved

@@ -163,7 +163,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
 
 
 def _gradients(arena: Arena, spec: CallSpec, saved: Saved, give: Give) -> Gradients:
-    """Those of a rank's queries; its part of those of all keys is given: P = exp(S - LSE) of a
+    """Gradients of a rank's queries; its part of those of all keys is given: P = exp(S - LSE) of a
     shard's keys is that of the whole row.
     """
     dout, dlse, q, k, v, out, lse = saved

@@ -69,7 +69,7 @@ class Keys(NamedTuple):
         self.arena.arrive(self.arrivals[span])
 
     def arrive_all(self) -> None:
-        """The same of all copies, which are made in the order of the spans."""
+        """Waits for all copies, which are made in the order of the spans."""
         if self.arrivals:
             self.arrive(-1)
 
@@ -159,14 +159,14 @@ Give = Callable[..., None]  # takes this rank's parts of the gradients of keys, 
 
 
 class Gradients(NamedTuple):
-    """Those of a rank's queries."""
+    """Gradients of a rank's queries."""
 
     dq: Tensor
     dsinks: Tensor | None
 
 
 def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
-    """Those of a rank's queries; k and v are of the whole sequence. Parts of those of keys are
+    """Gradients of a rank's queries; k and v are of the whole sequence. Parts of those of keys are
     given as they are computed, of a single run before dQ is rounded.
     """
     if len(spec.layout.spans) == 1:
@@ -190,7 +190,7 @@ def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradient
 
 
 def _of_one_run(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
-    """The same of a rank whose rows are one run."""
+    """Gradients of a rank whose rows are one run."""
     span = spec.layout.spans[0]
     _, keys, _, left, right = piece = piece_of(spec, span)
     of_keys = ((0, keys.start, keys.stop),)
@@ -240,7 +240,7 @@ class Sum:
             self.total[:, _within(rows, self.rows)] += part
 
     def whole(self) -> Tensor:
-        """That of all rows."""
+        """The sum of all rows."""
         if self.rows.start >= self.rows.stop:
             return torch.zeros_like(self.like, dtype=self.dtype)
         if self.rows == slice(0, self.like.shape[1]):
@@ -267,7 +267,7 @@ def gradients_of(
     rounds: bool = False,
     between: Between | None = None,
 ) -> Grads:
-    """Those of one call of the library; of keys in fp32 where they are parts of sums."""
+    """Gradients of one call of the library; of keys in fp32 where they are parts of sums."""
     sinks = None if spec.sinks is None else spec.sinks.to(saved.lse.dtype)
     extras = Extras(spec.alibi_slopes, sinks) if extras is None else extras
     q, k, v = saved.q, saved.k, saved.v

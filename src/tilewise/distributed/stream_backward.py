@@ -31,8 +31,8 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     if exact != dtype:
         keys.arrive_all()
         keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
-    given = saved._replace(dout=dout, q=q, out=out)
-    grads = _in_groups(arena, spec, given, keys, signature)
+    exact_saved = saved._replace(dout=dout, q=q, out=out)
+    grads = _in_groups(arena, spec, exact_saved, keys, signature)
     arena.settle(*grads[:3])
     if grads.dsinks is None or spec.sinks is None:
         return grads
@@ -44,16 +44,16 @@ def _in_groups(
 ) -> Grads:
     """By as many groups of heads as leave little memory."""
     dtype, nheads_k = given.k.dtype, given.k.shape[2]
-    found, of_keys = [], []
+    parts, of_keys = [], []
     for group in _groups(spec, given):
         part, of_part = _of_heads(spec, given, group, nheads_k)
         heads = slice(group.first, group.first + group.size)
         of_group = keys._replace(k=keys.k[:, :, heads], v=keys.v[:, :, heads])
         sums = Sums(arena, spec, f"the sums of {signature}", dtype)
         of_part = of_part._replace(k=of_group.k, v=of_group.v)
-        found.append(_gradients(part, of_part, of_group, sums.begin))
+        parts.append(_gradients(part, of_part, of_group, sums.begin))
         of_keys.append(sums.finish())
-    dq, dsinks = _joined(found)
+    dq, dsinks = _joined(parts)
     dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*of_keys))
     return Grads(dq.to(dtype), dk, dv, dsinks)
 

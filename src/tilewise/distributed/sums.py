@@ -140,7 +140,7 @@ def add_parts(published: Published, number: int, of: Tables, piece: Slice, total
 def add_by_kernel(
     published: Published, number: int, of: Tables, piece: Slice, total: Tensor
 ) -> None:
-    """The same in one launch, to the bit."""
+    """Adds the parts of a slice in one launch, to the bit."""
     arena = published.arena
     count = piece.stop - piece.first
     if not count or not total.numel():
@@ -201,7 +201,7 @@ def _shares(counts: tuple[int, ...], number: int) -> Iterator[list[int]]:
 def tables_of(
     layout: Layout, left: int, right: int, each: int, runs: Runs, device: torch.device
 ) -> Tables:
-    """Those of a layout under a band, whose parts lie in `runs`."""
+    """Tables of a layout under a band, whose parts lie in `runs`."""
     shared = shared_rows(layout, left, right)
     positions = [_positions(layout.at(rank), rows) for rank, rows in enumerate(shared)]
     counts = tuple(map(len, positions))
@@ -256,7 +256,7 @@ def _indices(rows: Sequence[Run]) -> Tensor:
 
 
 def _bits_of(layout: Layout, left: int, right: int) -> Tensor:
-    """Of every row of this rank the ranks that see its key, int32: bit r for rank r."""
+    """The ranks that see the key of every row of this rank, int32: bit r for rank r."""
     found = torch.zeros(layout.tokens, dtype=torch.int32)
     for rank in range(layout.ranks):
         bit = torch.tensor(1 << rank).to(torch.int32)  # of rank 31 the sign

@@ -179,32 +179,32 @@ def attention(
     # FP8 products have entries of their own
     has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in fp8.ONE_BYTE
     if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
-        words = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
-        words = *words, backend
+        plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
+        plain = *plain, backend
         if max_seqlen_q is not None or max_seqlen_k is not None:
-            words = "attention with bounds", *words, as_bound(max_seqlen_q), as_bound(max_seqlen_k)
+            plain = "attention with bounds", *plain, as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         inputs: tuple[Any, Any, Any] = q, k, v
         tensors = *inputs, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, *descales, out, seqused_q, cu_seqlens_k, bias
-        entry, addresses = find(tensors, words, window)
+        entry, addresses = find(tensors, plain, window)
         if entry is not None:
             if entry.step is not None:
-                known = launch_step(entry.step, tensors, addresses, return_lse, layout)
+                result = launch_step(entry.step, tensors, addresses, return_lse, layout)
             elif entry.call is not None:
                 optional = alibi_slopes, sinks, *lengths, bias
-                known = launch(entry.call, *inputs, optional, layout)
+                result = launch(entry.call, *inputs, optional, layout)
             else:
-                known = None
-            if known is not None:
-                return known if return_lse else known[0]
+                result = None
+            if result is not None:
+                return result if return_lse else result[0]
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *of_fp8):
         fp8.refuse_others(
             *(("bias", bias), ("mask_mod", mask_mod), ("block_mask", block_mask)),
             *(("score_mod", score_mod), ("dropout_p", dropout_p or None)),
             *(("page_table", page_table), ("split_size", split_size), ("out", out)),
         )
-        given = fp8.Arguments(
+        fp8_arguments = fp8.Arguments(
             *((q_descale, k_descale, v_descale), lengths, (alibi_slopes, sinks)),
             *((causal, scale, window, softcap), max_seqlen_q, layout),
             *(out_dtype, backward, backend),
@@ -212,16 +212,16 @@ def attention(
         check_bounds(max_seqlen_q, max_seqlen_k)
         check_flag("deterministic", deterministic)
         return_lse = check_flag("return_lse", return_lse)
-        found = fp8.attend(q, k, v, given, return_lse)
-        return found if return_lse else found[0]
+        outputs = fp8.attend(q, k, v, fp8_arguments, return_lse)
+        return outputs if return_lse else outputs[0]
     align = check_causal(causal)
     check_layout(layout)
     check_dropout(dropout_p)
     return_lse = check_flag("return_lse", return_lse)
     is_asked = not (split_size is out is k_descale is v_descale is None)
     if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
-        others = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
-        refuse_beside_cache(others, backend)
+        unsupported = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
+        refuse_beside_cache(unsupported, backend)
         score_args = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
         cached = check_cached(

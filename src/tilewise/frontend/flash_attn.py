@@ -99,8 +99,8 @@ def flash_attn_func(
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     score_args = alibi_slopes, learnable_sink
     descales = q_descale, k_descale, v_descale
-    given = *descales, out_dtype
-    if shards.contexts and shards.is_sharded() and not fp8.has_fp8(q, *given):
+    fp8_arguments = *descales, out_dtype
+    if shards.contexts and shards.is_sharded() and not fp8.has_fp8(q, *fp8_arguments):
         _check_hints(num_splits, pack_gqa)
         numbers = dropout_p, softmax_scale, softcap
         options = causal, window_size, deterministic, attention_chunk
@@ -109,20 +109,20 @@ def flash_attn_func(
     entry = None
     has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
-        words = "flash_attn", softmax_scale, *flags
-        entry, _ = find((q, k, v, *score_args), words, window_size)
+        plain = "flash_attn", softmax_scale, *flags
+        entry, _ = find((q, k, v, *score_args), plain, window_size)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, *inputs, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
-    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *given):
+    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *fp8_arguments):
         check_flag("deterministic", deterministic)
-        found = _attend_fp8(
+        outputs = _attend_fp8(
             *(inputs, descales, (None, None, None, None), score_args),
             *((_flag(causal), softmax_scale, window_size, softcap), None, out_dtype),
             (("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)),
         )
-        return _returned(*found, return_attn_probs, return_lse)
+        return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     check_rank(q, k, v, WORDS)
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
@@ -213,32 +213,32 @@ def flash_attn_varlen_func(
     entry = None
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
-        words = "flash_attn_varlen", softmax_scale, *bounds, *flags
-        entry, _ = find((q, k, v, *score_args, *lengths), words, window_size)
+        plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
+        entry, _ = find((q, k, v, *score_args, *lengths), plain, window_size)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, *inputs, (*score_args, *lengths), "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
     of_keys = descales[1:] if block_table is None else ()  # pages have scales over 16-bit q, too
-    given = q_descale, out_dtype, *of_keys
-    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *given):
+    fp8_arguments = q_descale, out_dtype, *of_keys
+    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *fp8_arguments):
         check_flag("deterministic", deterministic)
         refused = ("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)
-        found = _attend_fp8(
+        outputs = _attend_fp8(
             *(inputs, descales, lengths, score_args),
             *((_flag(causal), softmax_scale, window_size, softcap), max_seqlen_q, out_dtype),
             (*refused, ("block_table", block_table)),
         )
-        return _returned(*found, return_attn_probs, return_lse)
+        return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
     if block_table is not None:
         numbers = _flag(causal), softmax_scale, window_size, softcap
         others = attention_chunk, dropout_p, descales[1:]
-        found = varlen_of_pages(q, k, v, block_table, lengths, score_args, numbers, others)
-        return _returned(*found, return_attn_probs, return_lse)
+        outputs = varlen_of_pages(q, k, v, block_table, lengths, score_args, numbers, others)
+        return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_packed(chunk, lengths)

@@ -97,23 +97,23 @@ def attend(
     else:
         inputs = q, k, v, *given.descales
     causal, scale, window, softcap = given.numbers
-    words = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward
-    words = *words, given.backend, str(given.out_dtype), as_bound(given.max_seqlen_q)
-    entry, _ = find((*inputs, *given.score_args, *given.lengths), words, window)
-    known = None if entry is None else entry.fp8
+    plain = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward
+    plain = *plain, given.backend, str(given.out_dtype), as_bound(given.max_seqlen_q)
+    entry, _ = find((*inputs, *given.score_args, *given.lengths), plain, window)
+    checked = None if entry is None else entry.fp8
     is_packed = given.lengths[2] is not None or given.lengths[3] is not None
     if is_quantized:
         x = _as_batch(q, is_packed, given.layout)
     else:
-        x = _of_raw(q, k, v, given, is_packed, known is None)
+        x = _of_raw(q, k, v, given, is_packed, checked is None)
     names = ("scales.q", "scales.k") if is_quantized else ("q_descale", "k_descale")
     check_signs(zip(names, x.scales))
     extras = Extras(*given.score_args, *given.lengths)
-    if known is None:
-        known = check(x, is_quantized, extras, given)
+    if checked is None:
+        checked = check(x, is_quantized, extras, given)
         if entry is not None:
-            entry.fp8 = known
-    out, lse = ops.attention(known, x, extras, wants_lse)
+            entry.fp8 = checked
+    out, lse = ops.attention(checked, x, extras, wants_lse)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     elif given.layout == "bhsd":

@@ -187,7 +187,7 @@ def check_backward(x: Quantized | None, backward: Any, sinks: Tensor | None) -> 
 
 
 def check_out_dtype(dtype: Any) -> torch.dtype:
-    """That of out, bf16 by default."""
+    """The dtype of out, bf16 by default."""
     if dtype is None:
         return torch.bfloat16
     if dtype not in OUT_DTYPES:

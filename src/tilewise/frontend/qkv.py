@@ -183,7 +183,7 @@ def check_tensor(name: str, x: Tensor) -> None:
 
 def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
     """Tensors whose last dimension is contiguous, or copies, as flash-attn and torch make them."""
-    found: list[Any] = []
+    tensors: list[Any] = []
     for name, x in named:
         if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
             warn_slow(
@@ -191,8 +191,8 @@ def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
                 "call: store it with that dimension contiguous"
             )
             x = x.contiguous()
-        found.append(x)
-    return found
+        tensors.append(x)
+    return tensors
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:

@@ -79,7 +79,7 @@ def function_of(key: str) -> JITFunction:
 
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def place_function_of(key: str) -> JITFunction:
-    """Of an interned load the function (b, h, q_idx, k_idx, captured, target), which says how far
+    """The function (b, h, q_idx, k_idx, captured, target) of an interned load, which says how far
     into `target` the element lies, a tensor of the captured one's sizes. It is always within.
     """
     return _jit("place", source_of_place(lookup(key)))
@@ -90,7 +90,7 @@ def _jit(name: str, text: str) -> JITFunction:
     digest = hashlib.sha256((text + _sources()).encode()).hexdigest()[:24]
     name = f"{name}_{digest}"
     text, file = f"def {name}{text}", f"<tilewise {name}>"
-    scope = {"__name__": __name__, "tl": tl} | {known.fn.__name__: known for known in CALLED}
+    scope = {"__name__": __name__, "tl": tl} | {called.fn.__name__: called for called in CALLED}
     # Triton and debuggers read the source through inspect, which reads linecache
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), scope)
@@ -100,7 +100,7 @@ def _jit(name: str, text: str) -> JITFunction:
 
 @functools.cache
 def _sources() -> str:
-    return "".join(inspect.getsource(known.fn) for known in CALLED)
+    return "".join(inspect.getsource(called.fn) for called in CALLED)
 
 
 def source_of(expr: Node) -> str:
@@ -114,7 +114,7 @@ def source_of(expr: Node) -> str:
 
 
 def source_of_place(load: Node) -> str:
-    """That function's text after its name."""
+    """The text of `place`, after its name."""
     check_plan(steps(load))
     *plan, step = steps(load)
     lines = _Lines(plan)
@@ -232,14 +232,14 @@ class _Lines:
         turns = -(of_x.lo // of_d.hi) if of_d.lo == of_d.hi > 0 else 0
         if turns and of_x.hi + turns * of_d.hi <= BITS_32.hi:
             # Of a constant: moved by whole turns, x is not negative
-            found = OPERATORS[step.op].text.format(f"({x} + {turns * of_d.hi})", d)
-            return found if step.op == "%" else f"{found} - {turns}"
-        rest = self._assign(f"r{len(self.text)}", f"{x} % {d}")
-        is_below = f"{rest} < 0"
+            quotient = OPERATORS[step.op].text.format(f"({x} + {turns * of_d.hi})", d)
+            return quotient if step.op == "%" else f"{quotient} - {turns}"
+        remainder = self._assign(f"r{len(self.text)}", f"{x} % {d}")
+        is_below = f"{remainder} < 0"
         if of_d.lo < 0:
-            is_below = f"({rest} != 0) & (({rest} ^ {d}) < 0)"
+            is_below = f"({remainder} != 0) & (({remainder} ^ {d}) < 0)"
         if step.op == "%":  # neither sum can leave its type, not even where it is not chosen
-            return f"{rest} + tl.where({is_below}, {d}, 0)"
+            return f"{remainder} + tl.where({is_below}, {d}, 0)"
         return f"{x} // {d} - tl.where({is_below}, 1, 0)"
 
     def _load(self, step: TreeStep) -> str:

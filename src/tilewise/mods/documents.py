@@ -31,7 +31,7 @@ class Documents(NamedTuple):
         return len(self.cu_seqlens) - 1 > self.batch
 
     def to(self, device: torch.device | str) -> Documents:
-        """The same on another device."""
+        """A copy on another device."""
         return self._replace(cu_seqlens=self.cu_seqlens.to(device))
 
 

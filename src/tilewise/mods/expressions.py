@@ -91,10 +91,10 @@ _nodes: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 
 def tree_of(plan: list[tuple]) -> Node:
     """The tree whose distinct nodes are these (op, numbers of inputs, value), the whole last."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     for op, inputs, value in plan:
-        found.append(Node(op, tuple(found[i] for i in inputs), value))
-    return found[-1]
+        nodes.append(Node(op, tuple(nodes[i] for i in inputs), value))
+    return nodes[-1]
 
 
 class Operator(NamedTuple):
@@ -146,9 +146,26 @@ def _chosen(condition: str, x: str, y: str) -> str:
     return "" if condition != BOOL else x if x == y else _number(x, y)
 
 
-def _slope_of_tie(is_first, is_second, d):
-    """That of the one which is taken, and of half of each where they are equal, as torch's."""
-    return is_first.where(d[0], is_second.where(d[1], (d[0] + d[1]) * 0.5))
+def _slope_of_abs(f, x, d):
+    return (x[0] < 0.0).where(-d[0], (x[0] > 0.0).where(d[0], 0.0))
+
+
+def _slope_of_minimum(f, x, d):
+    """The slope of the smaller one, and half of each where they are equal, as torch's."""
+    return (x[0] < x[1]).where(d[0], (x[1] < x[0]).where(d[1], (d[0] + d[1]) * 0.5))
+
+
+def _slope_of_maximum(f, x, d):
+    return (x[1] < x[0]).where(d[0], (x[0] < x[1]).where(d[1], (d[0] + d[1]) * 0.5))
+
+
+def _slope_of_pow(f, x, d):
+    of_base = x[1].is_zero().where(0.0, d[0] * x[1] * (x[0] ** (x[1] - 1.0)))
+    return of_base + d[1] * x[0].is_zero().where(0.0, f * x[0].log())
+
+
+def _slope_of_erf(f, x, d):
+    return d[0] * (2 / math.sqrt(math.pi)) * (-(x[0] * x[0])).exp()
 
 
 LN_2 = math.log(2)
@@ -170,18 +187,9 @@ OPERATORS = {
     "^": Operator("({0} ^ {1})", _bits, operator.xor),
     "~": Operator("(~{0})", _bits, torch.bitwise_not),
     "neg": Operator("(-{0})", _number, torch.neg, lambda f, x, d: -d[0]),
-    "abs": Operator(
-        *("tl.abs({0})", _number, torch.abs),
-        lambda f, x, d: (x[0] < 0.0).where(-d[0], (x[0] > 0.0).where(d[0], 0.0)),
-    ),
-    "minimum": Operator(
-        *("tl.minimum({0}, {1})", _number, torch.minimum),
-        lambda f, x, d: _slope_of_tie(x[0] < x[1], x[1] < x[0], d),
-    ),
-    "maximum": Operator(
-        *("tl.maximum({0}, {1})", _number, torch.maximum),
-        lambda f, x, d: _slope_of_tie(x[1] < x[0], x[0] < x[1], d),
-    ),
+    "abs": Operator("tl.abs({0})", _number, torch.abs, _slope_of_abs),
+    "minimum": Operator("tl.minimum({0}, {1})", _number, torch.minimum, _slope_of_minimum),
+    "maximum": Operator("tl.maximum({0}, {1})", _number, torch.maximum, _slope_of_maximum),
     "where": Operator(
         "tl.where({0}, {1}, {2})", _chosen, torch.where, lambda f, x, d: x[0].where(d[1], d[2])
     ),
@@ -191,13 +199,7 @@ OPERATORS = {
     "log": Operator("tl.log({0})", _real, torch.log, lambda f, x, d: d[0] / x[0]),
     "log2": Operator("tl.log2({0})", _real, torch.log2, lambda f, x, d: d[0] * (1 / LN_2) / x[0]),
     "log1p": Operator("log1p({0})", _real, torch.log1p, lambda f, x, d: d[0] / (x[0] + 1.0)),
-    "pow": Operator(
-        *("power({0}, {1})", _real, torch.pow),
-        lambda f, x, d: (
-            x[1].is_zero().where(0.0, d[0] * x[1] * (x[0] ** (x[1] - 1.0)))
-            + d[1] * x[0].is_zero().where(0.0, f * x[0].log())
-        ),
-    ),
+    "pow": Operator("power({0}, {1})", _real, torch.pow, _slope_of_pow),
     "sqrt": Operator("tl.sqrt({0})", _real, torch.sqrt, lambda f, x, d: d[0] * 0.5 / f),
     "rsqrt": Operator("tl.rsqrt({0})", _real, torch.rsqrt, lambda f, x, d: d[0] * -0.5 * f / x[0]),
     "sin": Operator("tl.sin({0})", _real, torch.sin, lambda f, x, d: d[0] * x[0].cos()),
@@ -206,15 +208,12 @@ OPERATORS = {
     "sigmoid": Operator(
         "tl.sigmoid({0})", _real, torch.sigmoid, lambda f, x, d: d[0] * (f * (1.0 - f))
     ),
-    "erf": Operator(
-        *("tl.erf({0})", _real, torch.erf),
-        lambda f, x, d: d[0] * (2 / math.sqrt(math.pi)) * (-(x[0] * x[0])).exp(),
-    ),
+    "erf": Operator("tl.erf({0})", _real, torch.erf, _slope_of_erf),
     "floor": Operator("tl.floor({0})", _real, torch.floor, lambda f, x, d: 0.0),
     "whole": Operator("whole({0})", _whole, integers.whole),
 }
 # What rounds differently in torch and in kernels, which the tiles of a mask must not
-ROUNDED = frozenset(name for name, known in OPERATORS.items() if known.kind is _real)
+ROUNDED = frozenset(name for name, step in OPERATORS.items() if step.kind is _real)
 
 
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")

@@ -125,7 +125,7 @@ def _is_as_it_was(block_mask: Any, known: Converted) -> bool:
 
 
 def _as_listed(block_mask: BlockMask) -> BlockMask:
-    """The same with a mask that sees what the lists do, for those who ask no list."""
+    """A block mask with a mask that sees what the lists do, for those who ask no list."""
     listed = block_mask.kinds() != SKIPPED
     if bool(listed.all()):
         return block_mask

@@ -56,7 +56,7 @@ class TracedFunction:
         return f"{type(self).__name__}({describe(self.expr)})"
 
     def to(self, device: torch.device | str) -> Self:
-        """The same with its tensors on another device."""
+        """The function with its tensors on another device."""
         return dataclasses.replace(self, tensors=tuple(x.to(device) for x in self.tensors))
 
     def depends_on(self, index: str) -> bool:

@@ -162,10 +162,10 @@ def power(x, y):
     """torch.pow: of whole numbers by products."""
     is_number = isinstance(y, (int, float)) and not isinstance(y, bool)
     if is_number and y == int(y) and 0 < y <= HIGHEST_POWER:
-        found = x
+        product = x
         for bit in bin(int(y))[3:]:
-            found = found * found * x if bit == "1" else found * found
-        return found if isinstance(y, int) else found * 1.0
+            product = product * product * x if bit == "1" else product * product
+        return product if isinstance(y, int) else product * 1.0
     if is_number and y == 0.5:
         return step("sqrt", x)
     if _are_integers(x, y):

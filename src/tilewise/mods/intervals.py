@@ -89,10 +89,10 @@ def _anything(kind: str, blocks: Blocks) -> Interval:
 
 def _tidy(x: Interval, is_bounded: bool) -> Interval:
     """Ends past 2^52, or NaN from inf - inf, are open; both where one is, in a step that wraps."""
-    known = [end.abs() <= EXACT for end in x]
+    exact = [end.abs() <= EXACT for end in x]
     if not is_bounded:
-        known = [known[0] & known[1]] * 2
-    return Interval(torch.where(known[0], x.lo, -torch.inf), torch.where(known[1], x.hi, torch.inf))
+        exact = [exact[0] & exact[1]] * 2
+    return Interval(torch.where(exact[0], x.lo, -torch.inf), torch.where(exact[1], x.hi, torch.inf))
 
 
 def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
@@ -103,8 +103,8 @@ def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
         return _anything(expr.kind, blocks)
     index = [getattr(blocks, i.op) if i.op in ("b", "h") else i.value for i in leading]
     if last.op in ("b", "h", INT):
-        found = load(x, [*index, getattr(blocks, last.op) if last.op != INT else last.value])
-        return _one(found if found.dtype == torch.bool else found.double())
+        values = load(x, [*index, getattr(blocks, last.op) if last.op != INT else last.value])
+        return _one(values if values.dtype == torch.bool else values.double())
     name, offset = _shifted(last)
     if name is None:
         return _anything(expr.kind, blocks)
@@ -112,9 +112,9 @@ def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     positions = getattr(blocks, name) + offset
     positions = positions[:, None] if name == "q_idx" else positions
     index = [i[..., None] if isinstance(i, Tensor) else i for i in index]
-    found = load(x, [*index, positions])
-    lo, hi = torch.aminmax(found.to(torch.uint8) if found.dtype == torch.bool else found, dim=-1)
-    dtype = torch.bool if found.dtype == torch.bool else torch.float64
+    values = load(x, [*index, positions])
+    lo, hi = torch.aminmax(values.to(torch.uint8) if values.dtype == torch.bool else values, dim=-1)
+    dtype = torch.bool if values.dtype == torch.bool else torch.float64
     return Interval(lo.to(dtype), hi.to(dtype))
 
 
@@ -156,7 +156,7 @@ def _divide(x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """Of one divisor, and within one of its periods: exact. Else anything below the divisor."""
+    """The remainder by one divisor, and within one of its periods: exact. Else anything below the divisor."""
     start = torch.floor(x.lo / y.lo)
     exact = (y.lo == y.hi) & (start == torch.floor(x.hi / y.lo)) & start.isfinite()
     lo = torch.where(exact, x.lo - start * y.lo, 0.0)
@@ -173,7 +173,7 @@ def _shift(x: Interval, y: Interval, is_left: bool) -> Interval:
 
 
 def _bitwise(x: Interval, y: Interval, lo: Tensor, hi: Tensor) -> Interval:
-    """Of two that are not negative."""
+    """Bitwise operators of two that are not negative."""
     known = (x.lo >= 0) & (y.lo >= 0)
     return Interval(torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf))
 

@@ -40,8 +40,8 @@ class Row:
         self.tracer, self.x, self.index = tracer, x, index
 
     def __getitem__(self, index) -> Symbol | Row:
-        more = index if isinstance(index, tuple) else (index,)
-        return self.tracer.index(self.x, (*self.index, *more))
+        indices = index if isinstance(index, tuple) else (index,)
+        return self.tracer.index(self.x, (*self.index, *indices))
 
 
 class Symbol:
@@ -200,13 +200,13 @@ def named(tracer: Tracer, name: str, args: tuple, kwargs: dict, is_method: bool 
         taken = functions.METHODS.get(name, taken)
     symbols = symbols_in(args, kwargs)
     bools_only = name.startswith("logical") and any(x.kind != BOOL for x in symbols)
-    what = f"torch's `{name}` of {symbols[0]!r}"
+    text = f"torch's `{name}` of {symbols[0]!r}"
     if taken is None or bools_only:
-        raise no_meaning(tracer, what)
+        raise no_meaning(tracer, text)
     try:
         inspect.signature(taken).bind(*args, **kwargs)
         return taken(*args, **kwargs)
     except functions.Refused as error:
-        raise no_meaning(tracer, what, str(error)) from None
+        raise no_meaning(tracer, text, str(error)) from None
     except TypeError:
-        raise no_meaning(tracer, f"{what} with these arguments") from None
+        raise no_meaning(tracer, f"{text} with these arguments") from None

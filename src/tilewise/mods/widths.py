@@ -100,7 +100,7 @@ def _and(x: Range, y: Range) -> Range:
 
 
 def _or(x: Range, y: Range) -> Range:
-    """Of | and ^: as many bits as the longer of both."""
+    """The range of | and ^: as many bits as the longer of both."""
     bits = max((value if value >= 0 else ~value).bit_length() for value in (*x, *y))
     return Range(0 if x.lo >= 0 and y.lo >= 0 else -(1 << bits), (1 << bits) - 1)
 

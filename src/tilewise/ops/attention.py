@@ -71,7 +71,7 @@ def attention(
 
 
 def launch(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """The same without the dispatcher."""
+    """Launches without the dispatcher."""
     if call.needs_grad:
         tensors = () if extras is NO_EXTRAS else extras.tensors
         return _apply_eagerly(call, q, k, v, *tensors)
@@ -286,7 +286,7 @@ class _AttentionBackward(Once):
 
 
 def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
-    """Those of q, k and v, of what the caller has kept."""
+    """Gradients of q, k and v, from what the caller has kept."""
     return _AttentionBackward.forward(call, *saved, *extras.tensors)[:INPUTS]
 
 

@@ -82,8 +82,8 @@ def find(
         key = tensors[0].numel(), tensors[1].numel(), torch.is_grad_enabled()
         key = *key, kinds, tuple(map(type, tensors)), words
         guard = known_guards.get(key)
-        if guard is not None and (found := guard.recall(tensors)) is not None:
-            return found
+        if guard is not None and (recalled := guard.recall(tensors)) is not None:
+            return recalled
     except (AttributeError, RuntimeError, TypeError):  # None, nested, a list
         key = None
     if (

@@ -42,7 +42,7 @@ def forward_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
 
 
 def fp8_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
-    """The same of FP8 products; v is V^T, (batch, nheads_k, headdim_v, columns), or as it came."""
+    """FLOPs of FP8 products; v is V^T, (batch, nheads_k, headdim_v, columns), or as it came."""
     is_transposed, _, _, left, right, align = call[11:17]
     pairs = visible_pairs(q[1], k[1], left, right, align)
     return 2 * q[0] * q[2] * pairs * (q[3] + v[2 if is_transposed else 3])

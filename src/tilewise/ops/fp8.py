@@ -264,16 +264,16 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        found: tuple[Tensor | None, ...] = (None,) * 4
+        grads: tuple[Tensor | None, ...] = (None,) * 4
         if not (dout is dlse is None):
             differentiate = functools.partial(_differentiated, ctx.call, ctx.given)
             if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
                 differentiate = functools.partial(_Gradients.apply, differentiate)
-            found = differentiate(dout, dlse, *ctx.saved_tensors)
-            found = *found, *(None,) * (4 - len(found))
-            pairs = zip(found, ctx.dtypes)
-            found = tuple(None if x is None else x.to(dtype) for x, dtype in pairs)
-        return *(None,) * 3, *found
+            grads = differentiate(dout, dlse, *ctx.saved_tensors)
+            grads = *grads, *(None,) * (4 - len(grads))
+            pairs = zip(grads, ctx.dtypes)
+            grads = tuple(None if x is None else x.to(dtype) for x, dtype in pairs)
+        return *(None,) * 3, *grads
 
 
 class _Gradients(Once):
@@ -317,7 +317,7 @@ def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tenso
 
 
 def lengths_of(extras: Extras) -> Lengths:
-    """Those of a call."""
+    """Lengths of a call."""
     used = extras.seqused_q, extras.seqused_k
     return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, *used)
 

@@ -42,9 +42,9 @@ class Guard(NamedTuple):
         if not check(*tensors):
             return None
         addresses = list(map(Tensor.data_ptr, tensors))
-        if functools.reduce(operator.or_, addresses) % ALIGNMENT or (found := entry()) is None:
+        if functools.reduce(operator.or_, addresses) % ALIGNMENT or (alive := entry()) is None:
             return None
-        return found, addresses
+        return alive, addresses
 
 
 # By what is quickly read of a call; the newest of a key

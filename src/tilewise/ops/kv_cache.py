@@ -191,8 +191,8 @@ def _check_memory(new: Append) -> None:
     if is_pool:
         check_apart(names[:2], [x[:1] for x in caches], 1)
     for i, name in enumerate(written):
-        rest = [other for other in names[i + 1 :] if not (is_pool and other == "v_cache")]
-        check_apart((name, *rest), [named[other] for other in (name, *rest)], 1)
+        compared = [other for other in names[i + 1 :] if not (is_pool and other == "v_cache")]
+        check_apart((name, *compared), [named[other] for other in (name, *compared)], 1)
     check_elements(named.items())
 
 

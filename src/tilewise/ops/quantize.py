@@ -57,7 +57,7 @@ def quantize(
     of: Lengths,
     rotary: Rotary | None,
 ) -> Quantized:
-    """Of 4-dimensional q, k and v; `scales` are those that are given, (batch, nheads_k)."""
+    """Quantizes 4-dimensional q, k and v; `scales` are those that are given, (batch, nheads_k)."""
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
         return _run(call, *inputs, scales, of, rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps

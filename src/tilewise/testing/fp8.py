@@ -98,7 +98,7 @@ class Case(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """Of the norm of the error over the norm of the result."""
+        """The bound of the norm of the error over the norm of the result."""
         return 5e-3 if self.mean else 3e-2
 
 

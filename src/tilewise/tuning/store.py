@@ -94,18 +94,18 @@ def read(path: Path) -> Stored:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             return Stored({}, f"has more than {MAX_BYTES >> 20} MiB")
-        found: Any = json.loads(content.decode())
+        data: Any = json.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError):
         return Stored({}, "")
     except OSError as error:
         return Stored({}, f"cannot be read ({type(error).__name__}: {error.strerror})")
     except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
         return Stored({}, f"is no JSON ({type(error).__name__}: {error})")
-    if not _is(found, dict):
-        return Stored({}, f"holds a {type(found).__name__}, where GPUs' names and rows should be")
+    if not _is(data, dict):
+        return Stored({}, f"holds a {type(data).__name__}, where GPUs' names and rows should be")
     tables: dict[str, Table] = {}
     wrong: list[Any] = []
-    for gpu, rows in found.items():
+    for gpu, rows in data.items():
         tables[gpu] = {}
         for row in rows if _is(rows, list) else [rows]:
             parsed = _row(row)

@@ -87,7 +87,7 @@ def default(key: Key) -> Config:
 
 
 def _widest(key: Key) -> Config:
-    """The same for 512 columns: as many scores as still spill next to nothing."""
+    """The configuration for 512 columns: as many scores as still spill next to nothing."""
     if key.bits == 32:
         return Config(16, 16, 4 if key.arch.startswith("gfx") else 8, 1)
     if key.arch.startswith("gfx"):

@@ -73,7 +73,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """Of a block, with a layout: to pass on, not to look into."""
+        """The type of a block, with a layout: to pass on, not to look into."""
         if not self.is_block:
             return self.dtype
         return gl.distributed_type(self.dtype, self.shape, gl.AutoLayout())
@@ -200,7 +200,7 @@ def fit(data: Any, dtype: Any) -> Any:
 
 
 def _reinterpret(tensor: torch.Tensor, before: Any, after: Any) -> torch.Tensor:
-    """The same bits as another type; uint32 lies in int64."""
+    """Reads the bits as another type; uint32 lies in int64."""
     bits = tensor.int() if before == tl.uint32 else tensor
     return (
         bits.view(torch.int32).long() & 0xFFFFFFFF

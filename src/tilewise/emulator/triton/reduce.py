@@ -16,13 +16,13 @@ def generic_reduce(self: ReduceOps, inputs: tuple[Any, ...]) -> list[Any]:
     rank, dtypes = data[0].ndim, [x.dtype for x in inputs]
     for axis in range(rank) if self.axis is None else (self.axis,):
         rows = list(zip(*(np.moveaxis(x, axis, 0) for x in data)))
-        found = _tensors(self, rows[0], dtypes)
+        totals = _tensors(self, rows[0], dtypes)
         for row in rows[1:]:
-            result = self.combine_fn.fn(*found, *_tensors(self, row, dtypes))
+            result = self.combine_fn.fn(*totals, *_tensors(self, row, dtypes))
             result = result if isinstance(result, tuple) else (result,)
-            found = [x.to(dtype.scalar) for x, dtype in zip(result, dtypes)]
+            totals = [x.to(dtype.scalar) for x, dtype in zip(result, dtypes)]
         shape = data[0].shape[:axis] + (1,) + data[0].shape[axis + 1 :]
-        data = [x.handle.data.reshape(shape) for x in found]
+        data = [x.handle.data.reshape(shape) for x in totals]
     if not self.keep_dims:
         data = [x.item() if self.axis is None else x.squeeze(self.axis) for x in data]
     return _tensors(self, data, dtypes)

@@ -28,7 +28,7 @@ class LayerFeatures(NamedTuple):
     bias: Tensor | None = None
 
     def cut(self, rows: slice, queries: slice, keys: slice) -> LayerFeatures:
-        """Those of some rows, queries and keys."""
+        """The features of some rows, queries and keys."""
         if self.bias is None:
             return self
         return self._replace(bias=_cut(self.bias, rows, queries, keys))

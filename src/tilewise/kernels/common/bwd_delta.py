@@ -36,7 +36,7 @@ class Accumulated(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """The same where a bias or a score function adds to scores: lse is natural there."""
+    """What is `Accumulated` where a bias or score function adds to scores: lse is natural there."""
 
     dq: tl.tensor
     stats: tl.tensor

@@ -14,7 +14,7 @@ from .io import load_stats, row_stats
 
 
 class RowStats(NamedTuple):
-    """Of some queries the lse, in base 2 or natural (`natural_probabilities`), and its rest."""
+    """The lse of some queries, in base 2 or natural (`natural_probabilities`), and its rest."""
 
     lse: tl.tensor
     rest: tl.tensor  # 0.0 where that is unknown

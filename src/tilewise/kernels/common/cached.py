@@ -45,7 +45,7 @@ class Cached(NamedTuple):
         return *read, extras.alibi_slopes, extras.sinks, self.k_descale, self.v_descale
 
     def resolved(self) -> Cached:
-        """The same without lazily negated tensors; a compiler's operators resolve their own."""
+        """A copy without lazily negated tensors; a compiler's operators resolve their own."""
         is_traced = torch.compiler.is_compiling()  # which knows no `is_neg`
         if is_traced or not any(x is not None and x.is_neg() for x in self.tensors):
             return self
@@ -86,7 +86,7 @@ class Append(NamedTuple):
     v_descale: Tensor | None = None
 
     def resolved(self) -> Append:
-        """The same without lazily negated tensors."""
+        """A copy without lazily negated tensors."""
         rotary = self.rotary
         if rotary is not None:
             rotary = rotary._replace(cos=_resolved(rotary.cos), sin=_resolved(rotary.sin))

@@ -41,7 +41,7 @@ class Direct:
 
 
 class Through:
-    """The same through Triton's own launch function."""
+    """A kernel that is launched through Triton's own launch function."""
 
     def __init__(self, compiled: Any, programs: int) -> None:
         self.compiled, self.programs, self.launcher = compiled, programs, compiled.run

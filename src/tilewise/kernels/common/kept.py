@@ -35,7 +35,7 @@ def kept(make: Callable[[], Tensor], index: int) -> Tensor:
 
 
 def ones(count: int, device: torch.device) -> Tensor | None:
-    """So many ones in fp32, not to be written, without a launch. None of very many, and while
+    """Ones in fp32, not to be written, without a launch. None where they are very many, and while
     a graph is captured before any were made.
     """
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -153,7 +153,7 @@ def sized(kind: str, value: Any, moving: Sequence[str]) -> int:
 
 
 def sizes_of(function: int, known: Driver) -> list[int]:
-    """Those of all parameters of a kernel, as the driver knows them."""
+    """Sizes of all parameters of a kernel, as the driver knows them."""
     found: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while not known.parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)):

@@ -71,7 +71,7 @@ def distinct_extras(extras: Extras) -> Extras:
 
 
 def distinct_cached(cached: Cached) -> Cached:
-    """The same memory as tensors of which no two are one object."""
+    """Views of the memory as tensors of which no two are one object."""
     q, k, v, table = distinct_views(cached[:4])
     extras = distinct_extras(cached.extras)
     k_descale, v_descale = distinct_views((cached.k_descale, cached.v_descale))
@@ -192,7 +192,7 @@ class Launches:
         return self.again_at(addresses_of(row))
 
     def again_at(self, addresses: Sequence[int]) -> bool:
-        """The same by the addresses of tensors."""
+        """Launches them by the addresses of tensors."""
         if self.relaunches is None or not may_relaunch(self.device):
             return False
         stream = torch._C._cuda_getCurrentRawStream(self.device)

@@ -72,8 +72,8 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         return True
     # Two elements whose first indices that differ do so along step i
     for i, (stride, most) in enumerate(steps):
-        rest = [(step, -n, n) for step, n in steps[i + 1 :]]
-        if _has_sum(0, [(stride, 1, most), *rest]):
+        terms = [(step, -n, n) for step, n in steps[i + 1 :]]
+        if _has_sum(0, [(stride, 1, most), *terms]):
             return True
     return False
 
@@ -81,8 +81,8 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def share_memory(x: Any, y: Any) -> bool:
     """Whether two tensors that are not empty have a byte in common."""
     apart = y.data_ptr() - x.data_ptr()
-    sides = [(tuple(z.shape), z.stride(), z.itemsize) for z in (x, y)]
-    return _share_memory(apart, *sides)
+    layouts = [(tuple(z.shape), z.stride(), z.itemsize) for z in (x, y)]
+    return _share_memory(apart, *layouts)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -53,9 +53,9 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
         lses = x.by_group(lse.unsqueeze(-1))
         for r in rows(dense, block_m(dense)):
             q = load(queries, r, lse.dtype) * dense.scale
-            found = _attend(dense, x, r, q, workspace)
-            store(outs, r, found.out)
-            store(lses, r, found.m_i + found.log_l)
+            block = _attend(dense, x, r, q, workspace)
+            store(outs, r, block.out)
+            store(lses, r, block.m_i + block.log_l)
 
 
 def is_large(lse: Tensor) -> bool:
@@ -126,11 +126,11 @@ def backward(
             if dlses is not None:
                 delta -= load(dlses, r, dtype)
             row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P is 0 in such a row
-            given = Given(q, do, delta, row_lse, log_l)
+            block = Given(q, do, delta, row_lse, log_l)
             targets = dk, dv, grads.dbias
-            store(dqs, r, _attend_backward(dense, x, r, given, targets, workspace))
+            store(dqs, r, _attend_backward(dense, x, r, block, targets, workspace))
             if dense.sinks is not None:
-                _add_dsinks(grads.dsinks, x, r, given)
+                _add_dsinks(grads.dsinks, x, r, block)
         for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
             target = grad[x.batch, x.heads]
             target.copy_(acc.view(target.shape))

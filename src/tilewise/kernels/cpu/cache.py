@@ -130,7 +130,7 @@ def _scale_of(scale: Tensor | None, row: int, length: int, dtype: torch.dtype) -
 
 
 def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Iterator[TokenTile]:
-    """Of queries (seqlen_q, nheads, headdim)."""
+    """Tiles of queries (seqlen_q, nheads, headdim)."""
     seqlen_q, nheads, _ = queries.shape
     nheads_k, first = sequence.cached.k.shape[2], sequence.diagonal
     spans = max(1, (sequence.length - sequence.first) // sequence.span)
@@ -244,7 +244,7 @@ def _row_sums(p: Tensor, skipped: int, span: int) -> Tensor:
 
 
 def _scales(sequence: CachedSequence, scale: Tensor | None, chunk: Chunk) -> Tensor | None:
-    """Those of the rows of a chunk, (spans, nheads_k, 1, n), where each row has its own."""
+    """Scales of the rows of a chunk, (spans, nheads_k, 1, n), where each row has its own."""
     if scale is None or not by_row(scale):
         return None
     found = gather(scale, sequence.cached.page_table, sequence.row, chunk.first, chunk.last)

@@ -138,8 +138,8 @@ def whole(is_causal: bool, scale: float) -> Callable:
 def backward_whole(saved: Saved, is_causal: bool, scale: float) -> list[Tensor]:
     """dq, dk and dv of one piece, all (batch, seqlen, ...)."""
     dout, _, q, k, v, out, lse = saved
-    given = [_with_rows(x.to(lse.dtype).transpose(1, 2)) for x in (dout, q, k, v, out)]
-    grads = _backward(*given, lse, 0.0, is_causal, scale=scale)
+    operands = [_with_rows(x.to(lse.dtype).transpose(1, 2)) for x in (dout, q, k, v, out)]
+    grads = _backward(*operands, lse, 0.0, is_causal, scale=scale)
     return [grad.transpose(1, 2) for grad in grads]
 
 

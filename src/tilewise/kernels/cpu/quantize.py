@@ -130,7 +130,7 @@ def quantize(
     of: Lengths,
     rotary: Rotary | None = None,
 ) -> Quantized:
-    """Of 4-dimensional tensors; `scales` are those that are given, (batch, nheads_k)."""
+    """Quantizes 4-dimensional tensors; `scales` are those that are given, (batch, nheads_k)."""
     of_q = rows_of(q, of.cu_seqlens_q, of.seqused_q)
     of_k = rows_of(k, of.cu_seqlens_k, of.seqused_k)
     q, k, v = used_rows(q.float(), of_q), used_rows(k.float(), of_k), used_rows(v.float(), of_k)

@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     sinks: Tensor | None  # (heads, group, 1, 1)
 
     def by_group(self, x: Tensor) -> Tensor:
-        """Of (batch, nheads, ...) the chunk, as a view (batch, nheads_k, group, ...)."""
+        """The chunk of (batch, nheads, ...), as a view (batch, nheads_k, group, ...)."""
         return x.unflatten(1, (x.shape[1] // self.group, self.group))[self.batch, self.heads]
 
 
@@ -98,7 +98,7 @@ class Workspace:
 
 
 def positions(start: int, stop: int) -> Tensor:
-    """Of queries or keys, whatever torch's default device is."""
+    """Positions of queries or keys, whatever torch's default device is."""
     return torch.arange(start, stop, device="cpu")
 
 

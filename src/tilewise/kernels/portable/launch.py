@@ -194,9 +194,9 @@ class Backward:
             saved = saved._replace(dlse=saved.dlse.contiguous())
         if self.relaunches is not None and may_relaunch(self.device) and not is_overridden():
             triton.set_allocator(_scratch)
-            found = [None if x is None else saved.lse.new_empty(x) for x in self.scratch]
-            parts = found[1]
-            row = addresses_of((*saved, *extras.tensors, *grads, *found))
+            scratch = [None if x is None else saved.lse.new_empty(x) for x in self.scratch]
+            parts = scratch[1]
+            row = addresses_of((*saved, *extras.tensors, *grads, *scratch))
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             for relaunch in self.relaunches:
                 relaunch.launch(stream, row)
@@ -211,10 +211,10 @@ class Backward:
         problem = self.problem
         delta, parts, first = run_delta(problem, saved, extras, grads.dsinks is not None)
         rest, launched_rest = run_rest(problem, saved, extras, self.scalars)
-        given = saved.dout, saved.q, saved.k, saved.v, (saved.lse, delta, rest), grads
-        plans = [*plan_backward(problem, *given, extras, self.scalars)]
+        inputs = saved.dout, saved.q, saved.k, saved.v, (saved.lse, delta, rest), grads
+        plans = [*plan_backward(problem, *inputs, extras, self.scalars)]
         if grads.dbias is not None and grads.dbias.numel():
-            plans.append(plan_dbias(problem, *given, extras, self.scalars))
+            plans.append(plan_dbias(problem, *inputs, extras, self.scalars))
         launched = first, *launched_rest, *(run(plan) for plan in plans)
         if not is_overridden():
             self.device = saved.q.device.index

@@ -268,8 +268,8 @@ def readable(problem: Problem, saved: Saved) -> Saved:
     q, k, v = saved.q, saved.k, saved.v
     if is_padded(problem):
         q, k, v = in_padded_rows(q, k, v)
-    found = Saved(dout, dlse, q, k, v, saved.out, saved.lse)
-    return saved if all(a is b for a, b in zip(found, saved)) else found
+    copies = Saved(dout, dlse, q, k, v, saved.out, saved.lse)
+    return saved if all(a is b for a, b in zip(copies, saved)) else copies
 
 
 def is_empty(saved: Saved, grads: Grads) -> bool:
@@ -287,10 +287,10 @@ def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulate
     """What the kernel before fills, as kernels take it."""
     lse_unit = numbers.scale_log2 if plan.tile.LSE_FIRST else 1.0
     padded = scratch.stats.shape[3]
-    found = scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor
+    fields = scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor
     if scratch.dout is None:
-        return Accumulated(*found)
-    return Scaled(*found, scratch.rest, strided(scratch.dout))
+        return Accumulated(*fields)
+    return Scaled(*fields, scratch.rest, strided(scratch.dout))
 
 
 def padded_blocks(problem: Problem, sizes: Sizes) -> int:

@@ -129,12 +129,12 @@ def ready_of(
     the postprocessing ones. None where it may not be.
     """
     saved, extras, grads, scratch = tensors
-    others = 1 if scratch.rest is None else 2  # before the main kernel
-    before, main, after = launches[:others], launches[others], launches[others + 1 :]
+    n_before = 1 if scratch.rest is None else 2  # before the main kernel
+    before, main, after = launches[:n_before], launches[n_before], launches[n_before + 1 :]
     args = main.args
     has_extras = any(x is not None for x in extras.tensors)
-    given = *saved, *(extras.tensors if has_extras else ())
-    row = *given, *grads, *scratch, args.queue.counter
+    inputs = *saved, *(extras.tensors if has_extras else ())
+    row = *inputs, *grads, *scratch, args.queue.counter
     relaunches, kernel = (
         relaunches_of((*before, *after), row),
         direct_of(main.compiled, main.programs),
@@ -148,7 +148,7 @@ def ready_of(
     pairs = [x for x in (args.bias, args.dbias) if x is not None]
     described = Descriptors(kernel, (*operands, *pairs))
     shapes = Scratch(*(None if x is None else x.shape for x in scratch))
-    of_grads, of_scratch = len(given), len(given) + len(grads)
+    of_grads, of_scratch = len(inputs), len(inputs) + len(grads)
     dout = 0 if scratch.dout is None else of_scratch + Scratch._fields.index("dout")
     places = 2, dout, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2
     index = torch.cuda.current_device()
@@ -160,11 +160,11 @@ def ready_of(
             shapes,
             *in_one(shapes),
             has_extras,
-            relaunches[:others],
+            relaunches[:n_before],
             kernel,
             described,
         ),
-        *(places, accumulated, rest, relaunches[others:]),
+        *(places, accumulated, rest, relaunches[n_before:]),
     )
 
 
@@ -179,15 +179,15 @@ def relaunch_backward(
     parts, ds, dout = make_others(problem, ready.shapes, saved.lse)
     stream = torch._C._cuda_getCurrentRawStream(ready.device)
     start = memory.data_ptr()
-    made = addresses_of(grads)
-    made += [0 if n is None else start + n for n in ready.starts]
-    made += addresses_of((parts, ds, dout))
-    if any([address % ALIGNMENT for address in made]):
+    addresses = addresses_of(grads)
+    addresses += [0 if n is None else start + n for n in ready.starts]
+    addresses += addresses_of((parts, ds, dout))
+    if any([address % ALIGNMENT for address in addresses]):
         return False
     row = addresses_of(saved)
     if ready.has_extras:
         row += addresses_of(extras.tensors)
-    row += made
+    row += addresses
     row.append(counter(saved.q.device, ready.device, stream).data_ptr())
     for edge in ready.before:
         edge.launch(stream, row)

@@ -187,16 +187,16 @@ class DecodeStep(decode_step.DecodeStep):
     moved: Any  # what of K (0) and V (1) moves, from an address
 
     def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor) -> None:
-        read = [x for x in cached.tensors if x is not None]
-        super().__init__(cached.q.device, read, out, lse, plan.args[OUTPUT].partials)
+        inputs = [x for x in cached.tensors if x is not None]
+        super().__init__(cached.q.device, inputs, out, lse, plan.args[OUTPUT].partials)
         self.counters = HANDED_OUT + plan.args[COUNTERS].tiles.numel()
 
     def launch(self, stream: int, row: list[Any]) -> None:
         """Launches it."""
         counters = counters_of(self.device, self.counters)
-        at, moved = counters.data_ptr(), self.moved
+        address, moved = counters.data_ptr(), self.moved
         row[K], row[V] = moved(0, row[K]), moved(1, row[V])
-        row += at, at + 4 * HANDED_OUT
+        row += address, address + 4 * HANDED_OUT
         self.call(stream, row)
 
 
