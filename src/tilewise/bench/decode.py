@@ -136,7 +136,7 @@ class Stage:
 
 
 def truth(of: Decode, q: Tensor, cache: Cache) -> list[Truth]:
-    """The reference for the first, the last, the longest and the shortest sequence, those that have queries."""
+    """The first, the last, the longest and the shortest sequence, if they have queries."""
     lengths = of.sequences
     ends = max(lengths), min(lengths)
     found = []

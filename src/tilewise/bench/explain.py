@@ -218,8 +218,8 @@ def _cpu_roof(dtype: torch.dtype) -> Roof:
 
 
 def _flops_of_tiles(shape: Shape, backend: str, launches: list[Launch]) -> float:
-    """FLOPs of whole tiles: a partial one is computed as a full one, columns are padded, and the backward
-    recomputes.
+    """FLOPs of whole tiles: a partial one is computed as a full one, columns are padded, and the
+    backward recomputes.
     """
     passes = PASSES[shape.direction]
     total = 0.0

@@ -69,7 +69,7 @@ class Row:
         flops: float = 0.0,
         **more: Any,
     ) -> Row:
-        """A row from the times of its rounds; `shape` is a NamedTuple. Without FLOPs there is no rate."""
+        """A row from its rounds' times; `shape` is a NamedTuple. Without FLOPs there is no rate."""
         spread = Spread.of(times)
         return cls(
             **common,

@@ -118,8 +118,8 @@ class Layout:
         return replace(self, rank=rank)
 
     def packed(self, cu_seqlens: Sequence[int] | Tensor) -> Layout:
-        """This dealing for a sequence that is documents, packed end to end, which do
-        not see each other.
+        """The layout of a sequence that is documents, packed end to end, which do not
+        see each other.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).packed([0, 2, 5]).positions
@@ -128,8 +128,8 @@ class Layout:
         return made(replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen)))
 
     def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """This rank's part of a tensor of all tokens, along `dim`: 1, or 0 where there is no
-        other.
+        """The part of a tensor of all tokens that this rank has, along `dim`: 1, or 0 where
+        there is no other.
 
         >>> import torch, tilewise.distributed as td
         >>> td.zigzag(8, 2).shard(torch.arange(8))

@@ -29,8 +29,8 @@ def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def gradients(spec: CallSpec, saved: Saved, give: Give) -> Gradients:
-    """Gradients of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO of
-    0, give none.
+    """Gradients of a rank's queries; k and v are of the whole sequence. Rows that are 0, with a dO
+    of 0, give none.
     """
     layout, (dout, dlse, q, k, v, out, lse) = spec.layout, saved
     dout, q, out = (place(layout, x) for x in (dout, q, out))

@@ -156,7 +156,7 @@ def _divide(x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """The remainder by one divisor, and within one of its periods: exact. Else anything below the divisor."""
+    """The remainder is exact by one divisor, within one of its periods, else anything below it."""
     start = torch.floor(x.lo / y.lo)
     exact = (y.lo == y.hi) & (start == torch.floor(x.hi / y.lo)) & start.isfinite()
     lo = torch.where(exact, x.lo - start * y.lo, 0.0)

@@ -115,7 +115,7 @@ def gradients(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value; k and v may be a part of those that gave `out` and `lse`."""
+    """Gradients of q, k and v; k and v may be a part of those that gave `out` and `lse`."""
     bias, modifiers = mask, NO_MODIFIERS
     if mask is not None and mask.dtype == torch.bool:
         bias, modifiers = None, modifiers_by(mask)
