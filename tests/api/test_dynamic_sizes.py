@@ -69,17 +69,17 @@ OF_A_BATCH = {
 @pytest.mark.parametrize("name", OF_A_BATCH)
 def test_a_batch_that_a_compiler_does_not_know(name):
     function, shapes = OF_A_BATCH[name]
-    given = normal(*shapes)
-    others = normal(*((7, *shape[1:]) for shape in shapes))
-    for x in (*given, *others):
+    inputs = normal(*shapes)
+    longer = normal(*((7, *shape[1:]) for shape in shapes))
+    for x in (*inputs, *longer):
         mark_unbacked(x, 0)
     again, counter = compiled(function)
-    torch.testing.assert_close(again(*given), function(*given))
+    torch.testing.assert_close(again(*inputs), function(*inputs))
     if "cache" not in name:
-        torch.testing.assert_close(again(*others), function(*others))
+        torch.testing.assert_close(again(*longer), function(*longer))
         assert counter.frame_count == 1
         with pytest.raises((RuntimeError, AssertionError), match="size|shape|u[0-9]"):
-            again(others[0], *given[1:])
+            again(longer[0], *inputs[1:])
 
 
 class OfItem(torch.nn.Module):
@@ -149,6 +149,8 @@ def test_padded_models_of_any_length_are_one_graph(name):
     again = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     with tilewise.enable_sdpa(), torch.no_grad():
         for (ids, mask), right in zip(masks, expected):
-            found = again(ids, attention_mask=mask).last_hidden_state
-            torch.testing.assert_close(found[mask.bool()], right[mask.bool()], atol=1e-5, rtol=1e-5)
+            hidden = again(ids, attention_mask=mask).last_hidden_state
+            torch.testing.assert_close(
+                hidden[mask.bool()], right[mask.bool()], atol=1e-5, rtol=1e-5
+            )
     assert counter.frame_count == 1

@@ -208,8 +208,8 @@ def test_a_length_past_the_table_is_clamped_or_named(monkeypatch):
     room = torch.tensor([48, 32], dtype=INT32)
     with monkeypatch.context() as unread:  # as on a GPU
         unread.setattr(cache_checks, "knows_values", lambda x: False)
-        found = tilewise.attention(q, k, v, seqused_k=long, **options)
-    assert torch.equal(found, tilewise.attention(q, k, v, seqused_k=room, **options))
+        result = tilewise.attention(q, k, v, seqused_k=long, **options)
+    assert torch.equal(result, tilewise.attention(q, k, v, seqused_k=room, **options))
     with pytest.raises(tilewise.ArgumentError, match=r"seqused_k=\[64, 32\].*page_table.*48 keys"):
         tilewise.attention(q, k, v, seqused_k=long, **options)
     table[1, 1] = len(k)

@@ -68,17 +68,17 @@ def test_masked_rows(backend, kind, huge, by_score):
         sinks = None if by_score or rng.random() < 0.5 else torch.randn(2)
         leaves = [x.to(KINDS[kind]).requires_grad_() for x in (q, k, v)]
         leaves.append(bias.requires_grad_())
-        asked = dict(bias=bias, sinks=sinks)
+        options = dict(bias=bias, sinks=sinks)
         if by_score:
-            asked = dict(score_mod=added(bias, *(int(n > 1) for n in bias.shape[:2])))
+            options = dict(score_mod=added(bias, *(int(n > 1) for n in bias.shape[:2])))
         with MODES[backend]():
-            made = tilewise.attention(*leaves[:3], backend=backend, return_lse=True, **asked)
-            douts = [torch.randn_like(x) for x in made]
-            grads = torch.autograd.grad(made, leaves, douts)
+            outputs = tilewise.attention(*leaves[:3], backend=backend, return_lse=True, **options)
+            douts = [torch.randn_like(x) for x in outputs]
+            grads = torch.autograd.grad(outputs, leaves, douts)
         exact = [x.detach().float().requires_grad_() for x in leaves]
         expected = by_torch(*exact, sinks)
         theirs = torch.autograd.grad(expected, exact, [x.float() for x in douts])
-        for mine, right in zip((*made, *grads), (*expected, *theirs)):
+        for mine, right in zip((*outputs, *grads), (*expected, *theirs)):
             most = max(1, right.abs().amax())
             assert ((mine - right).abs() / most).amax() <= ERRORS[kind], (huge, mine.shape)
 

@@ -23,7 +23,7 @@ SAMPLES = {
 
 
 def negated(x):
-    """The same values; its memory has their opposites."""
+    """A tensor of the same values, whose memory has their opposites."""
     lazy = torch._neg_view(-x.detach())
     assert lazy.is_neg() and torch.equal(lazy, x.detach())
     return lazy.requires_grad_(x.requires_grad)
@@ -46,11 +46,11 @@ def drawn(backend):
 
 def trained(backend, tensors):
     """out, lse and gradients."""
-    given = {name: x for name, x in tensors.items() if name not in ("dout", "dlse")}
+    arguments = {name: x for name, x in tensors.items() if name not in ("dout", "dlse")}
     with BACKENDS[backend]():
-        found = tilewise.attention(**given, return_lse=True, backend=backend)
-        leaves = [x for x in given.values() if x.requires_grad]
-        return *found, *torch.autograd.grad(found, leaves, [tensors["dout"], tensors["dlse"]])
+        outputs = tilewise.attention(**arguments, return_lse=True, backend=backend)
+        leaves = [x for x in arguments.values() if x.requires_grad]
+        return *outputs, *torch.autograd.grad(outputs, leaves, [tensors["dout"], tensors["dlse"]])
 
 
 NAMES = [*drawn("cpu")]
@@ -76,26 +76,28 @@ def test_dense(backend, name):
 def test_packed(name):
     q, k, v = torch.randn(3, 40, 2, 16).unbind(0)
     starts = torch.tensor([0, 13, 40], dtype=INT32)
-    given = dict(q=q, k=k, v=v, cu_seqlens_q=starts, cu_seqlens_k=starts)
-    expected = tilewise.attention(**given)
-    assert torch.equal(tilewise.attention(**given | {name: negated(given[name])}), expected)
+    arguments = dict(q=q, k=k, v=v, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    expected = tilewise.attention(**arguments)
+    assert torch.equal(tilewise.attention(**arguments | {name: negated(arguments[name])}), expected)
 
 
 def cached(backend):
     dtype = torch.float16 if backend == "hopper" else torch.float32
     k, v = torch.randn(2, 4, 8, 1, 64).to(dtype).unbind(0)
     table, used = torch.tensor([[2, 0], [1, 3]], dtype=INT32), torch.tensor([9, 14], dtype=INT32)
-    given = dict(q=torch.randn(2, 1, 2, 64).to(dtype), k=k, v=v, page_table=table, seqused_k=used)
-    return given | dict(alibi_slopes=torch.tensor([0.5, 0.1]), sinks=torch.randn(2).to(dtype))
+    arguments = dict(
+        q=torch.randn(2, 1, 2, 64).to(dtype), k=k, v=v, page_table=table, seqused_k=used
+    )
+    return arguments | dict(alibi_slopes=torch.tensor([0.5, 0.1]), sinks=torch.randn(2).to(dtype))
 
 
 @pytest.mark.parametrize("name", cached("cpu"))
 @pytest.mark.parametrize("backend", sample(BACKENDS, "cpu", "portable"))
 def test_a_cache(backend, name):
-    given = cached(backend)
+    arguments = cached(backend)
     with BACKENDS[backend]():
-        expected = tilewise.attention(**given, backend=backend)
-        lazy = given | {name: negated(given[name])}
+        expected = tilewise.attention(**arguments, backend=backend)
+        lazy = arguments | {name: negated(arguments[name])}
         assert torch.equal(tilewise.attention(**lazy, backend=backend), expected)
 
 
@@ -104,7 +106,7 @@ def test_a_cache(backend, name):
 def test_an_append(name, interpreted):
     tables = dict(cos=torch.randn(16, 4), sin=torch.randn(16, 4))
     k, v = torch.randn(2, 2, 3, 1, 8).unbind(0)
-    given = dict(k=k, v=v, seqused_k=torch.tensor([5, 9], dtype=INT32), **tables)
+    arguments = dict(k=k, v=v, seqused_k=torch.tensor([5, 9], dtype=INT32), **tables)
 
     def appended(cos, sin, **asked):
         caches = torch.zeros(2, 2, 16, 1, 8)
@@ -112,18 +114,22 @@ def test_an_append(name, interpreted):
         return caches
 
     with use_interpreter() if interpreted else contextlib.nullcontext():
-        assert torch.equal(appended(**given | {name: negated(given[name])}), appended(**given))
+        assert torch.equal(
+            appended(**arguments | {name: negated(arguments[name])}), appended(**arguments)
+        )
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "scale"])
 def test_quantizing(name):
-    given = dict(zip("qkv", torch.randn(3, 1, 40, 2, 32).unbind(0)), scale=torch.rand(2))
+    arguments = dict(zip("qkv", torch.randn(3, 1, 40, 2, 32).unbind(0)), scale=torch.rand(2))
 
     def quantized(q, k, v, scale):
         x = tilewise.quantize(q, k, v, scales=(None, scale, None))
         return tilewise.attention(x)
 
-    assert torch.equal(quantized(**given | {name: negated(given[name])}), quantized(**given))
+    assert torch.equal(
+        quantized(**arguments | {name: negated(arguments[name])}), quantized(**arguments)
+    )
 
 
 @pytest.mark.filterwarnings("ignore::tilewise.errors.PerformanceWarning")  # of other tests' graphs
@@ -159,8 +165,8 @@ def operator(q, k):
 
     scalars = Scalars(0.25)
     call = Call(describe(q, k, k, NO_EXTRAS, scalars, "bottom_right", False), scalars)
-    given = q, k, k, *NO_EXTRAS.arguments, *options_of(call)
-    return torch.ops.tilewise.flash_attn_forward(*given)[0]
+    arguments = q, k, k, *NO_EXTRAS.arguments, *options_of(call)
+    return torch.ops.tilewise.flash_attn_forward(*arguments)[0]
 
 
 @pytest.mark.parametrize("name", [name for name, _ in functions()])
@@ -168,11 +174,11 @@ def operator(q, k):
 def test_functions(name, is_trained):
     """And their gradients."""
     function, x = dict(functions())[name], torch.randn(1, 24, 2, 16, requires_grad=is_trained)
-    found, expected = function(lazy := negated(x)), function(x)
-    assert torch.equal(found, expected)
+    outputs, expected = function(lazy := negated(x)), function(x)
+    assert torch.equal(outputs, expected)
     if is_trained:
         dout = torch.randn_like(expected)
-        mine, theirs = (torch.autograd.grad(*y, dout)[0] for y in ((found, lazy), (expected, x)))
+        mine, theirs = (torch.autograd.grad(*y, dout)[0] for y in ((outputs, lazy), (expected, x)))
         assert torch.equal(mine, theirs)
 
 

@@ -72,11 +72,11 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("call", [dense, packed, cached, written, appended, fp8])
 def test_a_tensor_on_another_device_is_refused_by_name(call):
-    with Calls() as seen:
+    with Calls() as calls:
         call()
-    assert seen.found
+    assert calls.found
     count = 0
-    for operator, args, options in seen.found:
+    for operator, args, options in calls.found:
         names = [x.name for x in operator._schema.arguments]
         args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
         first = True  # the one that the others are compared with

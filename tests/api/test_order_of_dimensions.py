@@ -69,10 +69,10 @@ def test_a_call_that_computes_warns_once_where_values_are_checked(name, is_check
     monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setenv("TILEWISE_CHECK", str(int(is_checked)))
     q = torch.ones(shape)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             tilewise.attention(q, q, q, **options)
         tilewise.attention(q, q[:, :, :1], q[:, :, :1], **options)
-    assert len(found) == count * is_checked
-    assert all("layout='bhsd'" in str(x.message) for x in found)
+    assert len(caught) == count * is_checked
+    assert all("layout='bhsd'" in str(x.message) for x in caught)

@@ -36,7 +36,7 @@ def bytes_of(x):
 @pytest.mark.parametrize("seed", range(8))
 def test_both_are_exact(seed):
     """Whether an address is there twice, as counting says."""
-    rng, found = random.Random(seed), set()
+    rng, outcomes = random.Random(seed), set()
     for _ in range(100):
         x, y = (drawn(rng, rng.choice((torch.uint8, torch.float16, torch.float32))) for _ in "xy")
         first, second = (list(itertools.chain(*bytes_of(z))) for z in (x, y))
@@ -46,8 +46,8 @@ def test_both_are_exact(seed):
         is_shared = not set(first).isdisjoint(second)
         assert share_memory(x, y) == share_memory(y, x) == is_shared
         assert span_of(x) == (min(first), max(first) + 1)
-        found.add((overlaps(x), is_shared))
-    assert len(found) == 4
+        outcomes.add((overlaps(x), is_shared))
+    assert len(outcomes) == 4
 
 
 def test_caches_in_one_allocation_share_nothing():
@@ -78,12 +78,12 @@ OUTS = {
 def test_out_is_memory_of_its_own(kind, backend):
     q, k = torch.randn(SHAPE).half(), torch.randn(1, 64, 2, 16).half()
     table, used = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [9]))
-    asked = dict(page_table=table, seqused_k=used, backend=backend)
+    options = dict(page_table=table, seqused_k=used, backend=backend)
     with use_interpreter(), use_emulator():
         with pytest.raises(ArgumentError, match="^out (has|is)"):
-            tilewise.attention(q, k, k.clone(), out=OUTS[kind](q, k), **asked)
+            tilewise.attention(q, k, k.clone(), out=OUTS[kind](q, k), **options)
         out = torch.zeros_like(q)
-        assert tilewise.attention(q, k, k.clone(), out=out, **asked) is out
+        assert tilewise.attention(q, k, k.clone(), out=out, **options) is out
 
 
 def one_token():
@@ -105,12 +105,12 @@ APPENDS = {
 @pytest.mark.parametrize("interpreted", [False, True])
 @pytest.mark.parametrize("message", APPENDS)
 def test_an_append_writes_memory_of_its_own(message, interpreted):
-    given = one_token()
-    given |= APPENDS[message](given)
+    arguments = one_token()
+    arguments |= APPENDS[message](arguments)
     used = torch.tensor([3, 4], dtype=torch.int32)
     with use_interpreter() if interpreted else contextlib.nullcontext():
         with pytest.raises(ArgumentError, match=f"^{message}"):
-            cache.append(**given, seqused_k=used)
+            cache.append(**arguments, seqused_k=used)
 
 
 def test_scales_that_are_written_are_no_others():
@@ -118,8 +118,8 @@ def test_scales_that_are_written_are_no_others():
     new, used = torch.ones(2, 1, 1, 4), torch.tensor([3, 4], dtype=torch.int32)
     scales = torch.ones(2, 8, 1)
     with pytest.raises(ArgumentError, match="^k_descale is written and shares .* v_descale"):
-        given = k_cache, v_cache, new, new
-        cache.append(*given, seqused_k=used, k_descale=scales, v_descale=scales)
+        arguments = k_cache, v_cache, new, new
+        cache.append(*arguments, seqused_k=used, k_descale=scales, v_descale=scales)
 
 
 @pytest.mark.parametrize("apart", [0, 1, 2])
@@ -127,14 +127,14 @@ def test_pages_of_one_pool_take_an_append(apart):
     """As transformers' continuous batching has them: page n of V is page n + 1 of K."""
     pool = torch.zeros(6, 8, 1, 4)
     k_cache, v_cache = pool[: 6 - apart], pool[apart:]
-    given = one_token() | dict(k_cache=k_cache, v_cache=v_cache)
-    given |= dict(page_table=torch.tensor([[0], [3 - apart]], dtype=torch.int32))
-    given |= dict(seqused_k=torch.tensor([3, 4], dtype=torch.int32))
+    arguments = one_token() | dict(k_cache=k_cache, v_cache=v_cache)
+    arguments |= dict(page_table=torch.tensor([[0], [3 - apart]], dtype=torch.int32))
+    arguments |= dict(seqused_k=torch.tensor([3, 4], dtype=torch.int32))
     if not apart:
         with pytest.raises(ArgumentError, match="^k_cache is written and shares memory"):
-            cache.append(**given)
+            cache.append(**arguments)
         return
-    cache.append(**given)
+    cache.append(**arguments)
     expected = torch.zeros(6, 8)
     for page, row, value in ((0, 2, 1), (3 - apart, 3, 1), (apart, 2, 2), (3, 3, 2)):
         expected[page, row] = value

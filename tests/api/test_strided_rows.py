@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tilewise.errors.PerformanceWarn
 
 
 def strided(x):
-    """The same values; neighbours in a row lie apart."""
+    """A tensor of the same values, whose neighbours in a row lie apart."""
     found = x.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
     assert found.stride(-1) != 1
     return found.requires_grad_(x.requires_grad)

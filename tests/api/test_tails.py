@@ -29,12 +29,12 @@ def test_queries_over_a_cache(backend, split_size):
         tail, total = rng.choice((1, 5, 19)), sum(queries)
         q = torch.cat([*s.q, torch.full((tail, 2, 64), math.nan, dtype=BF16)])
         out = torch.full_like(q, 7.0) if has_out else None
-        asked = dict(seqused_k=s.lengths, cu_seqlens_q=s.starts, split_size=split_size)
-        asked |= dict(causal=True, backend=backend, return_lse=True)
+        options = dict(seqused_k=s.lengths, cu_seqlens_q=s.starts, split_size=split_size)
+        options |= dict(causal=True, backend=backend, return_lse=True)
         k, v = contiguous(s.k), contiguous(s.v)
         with MODES[backend](), poisoned():
-            found, lse = tilewise.attention(q, k, v, out=out, **asked)
-            expected, lse_expected = tilewise.attention(q[:total], k, v, **asked)
+            found, lse = tilewise.attention(q, k, v, out=out, **options)
+            expected, lse_expected = tilewise.attention(q[:total], k, v, **options)
         assert torch.equal(found[:total], expected) and torch.equal(lse[:, :total], lse_expected)
         assert (found[total:] == (7 if has_out else 0)).all(), (queries, tail, has_out)
         assert (lse[:, total:] == -math.inf).all(), (queries, tail, has_out)
@@ -50,17 +50,17 @@ def test_packed_sequences(backend):
         starts = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0).int() for x in lengths]
         totals = [sum(x) for x in lengths]
         shapes = [(totals[0], 4), (totals[1], 2), (totals[1], 2), (totals[0], 4)]
-        made = [torch.randn(*shape, 16) for shape in shapes]
+        tensors = [torch.randn(*shape, 16) for shape in shapes]
         behind = [tails[0], tails[1], tails[1], tails[0]]
         padded = [
-            torch.cat([x, x.new_full((n, *x.shape[1:]), math.nan)]) for x, n in zip(made, behind)
+            torch.cat([x, x.new_full((n, *x.shape[1:]), math.nan)]) for x, n in zip(tensors, behind)
         ]
         results = []
         with MODES[backend](), poisoned():
-            for *leaves, dout in (padded, made):
+            for *leaves, dout in (padded, tensors):
                 leaves = [x.clone().requires_grad_() for x in leaves]
-                asked = dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], backend=backend)
-                out, lse = tilewise.attention(*leaves, causal=True, return_lse=True, **asked)
+                options = dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], backend=backend)
+                out, lse = tilewise.attention(*leaves, causal=True, return_lse=True, **options)
                 grads = torch.autograd.grad(out, leaves, dout)
                 results.append((out.detach(), *grads, lse.T.detach()))
         for n, (mine, expected) in enumerate(zip(*results)):
@@ -74,16 +74,18 @@ def test_packed_sequences(backend):
 def test_no_sequences(backend):
     """cu_seqlens of [0], with rows: all of them are padding; `out=` stays as it is."""
     starts, dtype = torch.zeros(1, dtype=torch.int32), BF16 if backend == "hopper" else None
-    asked = dict(cu_seqlens_q=starts, return_lse=True, backend=backend)
+    options = dict(cu_seqlens_q=starts, return_lse=True, backend=backend)
     for keys in (0, 7):
         leaves = [torch.full((n, 2, 64), math.nan, dtype=dtype) for n in (5, keys, keys)]
         leaves = [x.requires_grad_() for x in leaves]
         with MODES[backend](), poisoned():
-            out, lse = tilewise.attention(*leaves, cu_seqlens_k=starts, **asked)
+            out, lse = tilewise.attention(*leaves, cu_seqlens_k=starts, **options)
             grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
         assert all((x == 0).all() for x in (out, *grads)) and (lse == -math.inf).all()
     q, cache = leaves[0].detach(), torch.zeros(0, 64, 2, 64, dtype=dtype)
     for given in (None, torch.full_like(q, 7)):
         with MODES[backend](), poisoned():
-            out, lse = tilewise.attention(q, cache, cache, seqused_k=starts[1:], out=given, **asked)
+            out, lse = tilewise.attention(
+                q, cache, cache, seqused_k=starts[1:], out=given, **options
+            )
         assert (out == (0 if given is None else 7)).all() and (lse == -math.inf).all()

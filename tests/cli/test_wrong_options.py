@@ -17,8 +17,8 @@ def commands(command, path=()):
     if not isinstance(command, click.Group):
         yield path, command
         return
-    for name, each in command.commands.items():
-        yield from commands(each, (*path, name))
+    for name, subcommand in command.commands.items():
+        yield from commands(subcommand, (*path, name))
 
 
 TAKING_VALUES = [

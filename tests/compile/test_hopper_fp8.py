@@ -137,8 +137,8 @@ def check(found, most):
 
 def test_p_is_an_operand_without_a_move():
     """No shuffle but those of the maxima, and no byte that is packed into another register."""
-    found = compiled_stats(128, **FEATURES["causal"])
-    assert found["PRMT"] == 0, found
+    stats = compiled_stats(128, **FEATURES["causal"])
+    assert stats["PRMT"] == 0, stats
 
 
 @pytest.mark.parametrize("transposes", sample([False, True], False))

@@ -120,21 +120,21 @@ def interrupted(rank, seed, most, kind, names):
         counts = [None] * ranks
         dist.all_gather_object(counts, steps.count)
         numbers = range(1, 2 * max(counts))  # after an error memory is made again: more steps
-        told = sum(
+        count = sum(
             interrupted_at(number, draw.randrange(ranks) == rank, draw.choice(ERRORS), calls, kind)
             for number in sorted(draw.sample(numbers, min(most, len(numbers))))
         )
-        assert told or rank or most < 10
+        assert count or rank or most < 10
 
 
 def interrupted_at(number, is_victim, error, calls, kind):
     """How often this rank was told of it."""
-    told = 0
+    count = 0
     if is_victim:
         with contextlib.suppress(error), Steps(number, error):
             calls(number)
         assert calls(number + 1)
-        return told
+        return count
     for call in (number, number + 1):
         is_done = False
         while not is_done:
@@ -143,7 +143,7 @@ def interrupted_at(number, is_victim, error, calls, kind):
                 assert is_done or kind != "cpu"
             except td.RankMismatch as mismatch:
                 assert f"raised {error.__name__}: at " in str(mismatch), number
-                told += 1
+                count += 1
             is_done |= call == number
-    assert told <= 1
-    return told
+    assert count <= 1
+    return count

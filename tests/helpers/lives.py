@@ -67,14 +67,14 @@ class Store:
 
 
 def lives(rank, ranks, seed, kind):
-    """Of the default group, and in each of them of others, of all ranks or of two, in turn."""
+    """The default group lives several times, and others of all ranks or of two in each life."""
     store, draw, kept = Store(rank, ranks), random.Random(seed), []
     for life in range(3):
         if life:
             dist.destroy_process_group()
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-            made = dict(store=store.store, rank=rank, world_size=ranks)
-            store.made(dist.init_process_group, backend, **made)
+            group_options = dict(store=store.store, rank=rank, world_size=ranks)
+            store.made(dist.init_process_group, backend, **group_options)
         members, late = (
             sorted(draw.sample(range(ranks), draw.choice([2, ranks]))),
             draw.randrange(ranks),

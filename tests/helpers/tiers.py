@@ -21,6 +21,6 @@ def sample_rows(rows: Iterable[tuple], *fast: tuple) -> list:
 
 
 def every(n: int, cases: Iterable) -> list:
-    """The same of one in `n`, the first among them."""
+    """Cases of which one in `n` is fast, the first among them."""
     cases = list(cases)
     return [pytest.param(x, marks=pytest.mark.slow if i % n else ()) for i, x in enumerate(cases)]

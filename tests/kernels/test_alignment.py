@@ -40,14 +40,14 @@ def of_a_cache(page_size, eight_bits=False, headdim=64):
     """A small call of two sequences."""
     if eight_bits:
         x = quantised([1, 3], [70, 30], torch.int8, "row", headdims=(headdim, headdim))
-        given = dict(q=torch.cat(x.s.q), **x.cache(page_size))
+        arguments = dict(q=torch.cat(x.s.q), **x.cache(page_size))
     else:
         s = sequences([1, 3], [70, 30], (4, 2), (headdim, headdim), HALF)
         k, v, table = paged(s, page_size)
-        given = dict(q=torch.cat(s.q), k=k, v=v, page_table=table)
-        given |= dict(seqused_k=s.lengths, cu_seqlens_q=s.starts)
-    given |= dict(alibi_slopes=torch.rand(4), sinks=torch.randn(4).to(given["q"].dtype))
-    return given | dict(out=torch.zeros_like(given["q"]))
+        arguments = dict(q=torch.cat(s.q), k=k, v=v, page_table=table)
+        arguments |= dict(seqused_k=s.lengths, cu_seqlens_q=s.starts)
+    arguments |= dict(alibi_slopes=torch.rand(4), sinks=torch.randn(4).to(arguments["q"].dtype))
+    return arguments | dict(out=torch.zeros_like(arguments["q"]))
 
 
 def attend(backend, given):
@@ -81,10 +81,10 @@ CACHES = list(itertools.product(("hopper", "portable"), (False, True), (16, 3)))
 )
 def test_a_cache(backend, eight_bits, page_size):
     """What TMA copies, and what threads do."""
-    given, rng = of_a_cache(page_size, eight_bits), random.Random(page_size)
-    others = [n for n in given if n not in "qkv"]
-    assert check_cache(backend, given, rng, rng.choice(others))
-    check_cache(backend, given, rng)
+    arguments, rng = of_a_cache(page_size, eight_bits), random.Random(page_size)
+    other_names = [n for n in arguments if n not in "qkv"]
+    assert check_cache(backend, arguments, rng, rng.choice(other_names))
+    check_cache(backend, arguments, rng)
 
 
 @pytest.mark.slow
@@ -98,11 +98,11 @@ def test_each_tensor_of_a_cache(backend, name):
 @pytest.mark.parametrize("unit", UNITS[:-1])
 def test_the_reported_crash(unit):
     """q is part of rows that are an element wider, over pages that are as they should be."""
-    given = of_a_cache(16)
-    given["q"] = lying(given["q"], unit, (unit, unit))
+    arguments = of_a_cache(16)
+    arguments["q"] = lying(arguments["q"], unit, (unit, unit))
     with pytest.raises(NotImplementedError, match="hopper: q must begin at a multiple of 16"):
-        attend("hopper", given)
-    assert attend(None, given)[0] is given["out"]
+        attend("hopper", arguments)
+    assert attend(None, arguments)[0] is arguments["out"]
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
@@ -110,16 +110,16 @@ def test_the_reported_crash(unit):
 def test_an_append(seed, eight_bits):
     rng = random.Random(seed)
     dtype = torch.int8 if eight_bits else HALF
-    given = {n: torch.zeros(4, 8, 2, 32, dtype=dtype) for n in ("k_cache", "v_cache")}
-    given |= {n: torch.randn(2, 3, 2, 32).half() for n in "kv"}
-    given |= dict(seqused_k=torch.tensor([5, 14], dtype=torch.int32))
-    given |= dict(page_table=torch.tensor([[2, 0], [1, 3]], dtype=torch.int32))
+    arguments = {n: torch.zeros(4, 8, 2, 32, dtype=dtype) for n in ("k_cache", "v_cache")}
+    arguments |= {n: torch.randn(2, 3, 2, 32).half() for n in "kv"}
+    arguments |= dict(seqused_k=torch.tensor([5, 14], dtype=torch.int32))
+    arguments |= dict(page_table=torch.tensor([[2, 0], [1, 3]], dtype=torch.int32))
     if eight_bits:
-        given |= {n: torch.ones(4, 8, 2) for n in ("k_descale", "v_descale")}
+        arguments |= {n: torch.ones(4, 8, 2) for n in ("k_descale", "v_descale")}
     tables = torch.randn(2, 16, 8).unbind(0)
 
     def appended(place):
-        tensors = {n: place(x) for n, x in given.items()}
+        tensors = {n: place(x) for n, x in arguments.items()}
         rotary = cache.Rotary(*map(place, tables), False)
         with use_interpreter():
             cache.append(**tensors, rotary=rotary)
@@ -132,19 +132,19 @@ def test_an_append(seed, eight_bits):
 
 def of_training(backend, headdim):
     dtype = torch.float32 if backend == "portable" else HALF
-    given = {n: torch.randn(2, 20, 2, headdim).to(dtype) for n in ("q", "k", "v", "dout")}
-    given |= dict(bias=torch.randn(1, 2, 20, 20).to(dtype), sinks=torch.randn(2).to(dtype))
-    return given | dict(alibi_slopes=torch.rand(2, 2), dlse=torch.randn(2, 2, 20))
+    arguments = {n: torch.randn(2, 20, 2, headdim).to(dtype) for n in ("q", "k", "v", "dout")}
+    arguments |= dict(bias=torch.randn(1, 2, 20, 20).to(dtype), sinks=torch.randn(2).to(dtype))
+    return arguments | dict(alibi_slopes=torch.rand(2, 2), dlse=torch.randn(2, 2, 20))
 
 
 def trained(backend, given):
     leaves = {n: x.detach().requires_grad_() for n, x in given.items() if n not in NO_GRADIENT}
     slopes = given["alibi_slopes"]
     with use_interpreter(), use_emulator():
-        asked = dict(backend=backend, causal=True, return_lse=True)
-        found = tilewise.attention(**leaves, alibi_slopes=slopes, **asked)
+        options = dict(backend=backend, causal=True, return_lse=True)
+        outputs = tilewise.attention(**leaves, alibi_slopes=slopes, **options)
         into = [given["dout"], given["dlse"]]
-        return *found, *torch.autograd.grad(found, list(leaves.values()), into)
+        return *outputs, *torch.autograd.grad(outputs, list(leaves.values()), into)
 
 
 NO_GRADIENT = ("dout", "dlse", "alibi_slopes")
@@ -154,24 +154,24 @@ TRAINED = [("hopper", 64, 1), ("hopper", 100, 1), ("portable", 40, 3)]
 @pytest.mark.parametrize(("backend", "headdim", "seeds"), sample_rows(TRAINED, TRAINED[0]))
 def test_training(backend, headdim, seeds):
     """Rows of Hopper's that TMA cannot read are copied where headdim is no multiple of 8."""
-    given = of_training(backend, headdim)
-    expected = trained(backend, given)
+    arguments = of_training(backend, headdim)
+    expected = trained(backend, arguments)
     for seed in range(seeds):
         rng = random.Random(seed)
         least = 16 if (backend, headdim) == ("hopper", 64) else 2
-        moved = {n: drawn(rng, x) for n, x in given.items()}
+        moved = {n: drawn(rng, x) for n, x in arguments.items()}
         if least == 16:
-            moved |= {n: lying(given[n], 16, (16, 16, 16)) for n in "qkv"}
+            moved |= {n: lying(arguments[n], 16, (16, 16, 16)) for n in "qkv"}
         for mine, theirs in zip(trained(backend, moved), expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", "qkv")
 def test_training_is_refused_where_tma_reads(name):
-    given = of_training("hopper", 64)
-    given[name] = lying(given[name], 16, (16, 16, 8))
+    arguments = of_training("hopper", 64)
+    arguments[name] = lying(arguments[name], 16, (16, 16, 8))
     with pytest.raises(NotImplementedError, match="multiples of 16 bytes"):
-        trained("hopper", given)
+        trained("hopper", arguments)
 
 
 @pytest.mark.filterwarnings("ignore::tilewise.errors.PerformanceWarning")
@@ -183,8 +183,8 @@ def test_eight_bits_that_are_dense_and_begin_anywhere(name):
     moved = torch.empty(field.numel() + 8, dtype=field.dtype)[8:].view(field.shape).copy_(field)
     with use_emulator():
         expected = tilewise.attention(x, backend="hopper")
-        found = tilewise.attention(x._replace(**{name: moved}), backend="hopper")
-    assert moved.is_contiguous() and torch.equal(found, expected)
+        outputs = tilewise.attention(x._replace(**{name: moved}), backend="hopper")
+    assert moved.is_contiguous() and torch.equal(outputs, expected)
 
 
 def at_an_odd_byte(x):
@@ -196,10 +196,10 @@ def at_an_odd_byte(x):
 @pytest.mark.parametrize("name", ["q", "page_table", "sinks", "out"])
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 def test_elements_at_odd_bytes_are_refused(backend, name):
-    given = of_a_cache(16)
-    given[name] = at_an_odd_byte(given[name])
+    arguments = of_a_cache(16)
+    arguments[name] = at_an_odd_byte(arguments[name])
     with pytest.raises(ArgumentError, match=f"^{name} begins at address"):
-        attend(backend, given)
+        attend(backend, arguments)
 
 
 def test_elements_at_odd_bytes_are_refused_elsewhere():

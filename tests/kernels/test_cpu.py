@@ -167,8 +167,8 @@ def test_any_strides(dtype):
         headdim, headdim_v = rng.choice((1, 1, 2, 5)), rng.choice((1, 2, 8))
         shapes = [(seqlen_q, headdim), (seqlen_k, headdim), (seqlen_k, headdim_v)]
         shapes.append((seqlen_q, headdim_v))
-        made = [torch.randn(batch, n, nheads, d, dtype=dtype) for n, d in shapes]
-        inputs = [strided(rng, x, i == 3) for i, x in enumerate(made)]
+        tensors = [torch.randn(batch, n, nheads, d, dtype=dtype) for n, d in shapes]
+        inputs = [strided(rng, x, i == 3) for i, x in enumerate(tensors)]
         *leaves, dout = inputs
         leaves = [x.requires_grad_() for x in leaves]
         causal = rng.choice((False, True, "top_left"))

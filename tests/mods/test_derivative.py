@@ -163,18 +163,18 @@ def nested(n):
 def test_work_grows_with_distinct_steps():
     """And not with the tree, which is of 2^n: forward, derivative, text, kernel, questions."""
     with at_most(calls=10**6):
-        made = nested(64)
-        names = Mods(score=made.key, derivative=made.derivative.key)
+        mod = nested(64)
+        names = Mods(score=mod.key, derivative=mod.derivative.key)
         assert flatten.indices_used(names) >= {"abs", "where"}
         assert not flatten.loads_per_pair(names)
         assert flatten.count_tensors(names.derivative) == 0
         text = serialize.serialize(names.derivative)
-        assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is made.derivative.expr
-        assert len(repr(made.derivative)) < 2000 and hash(made.derivative.expr)
+        assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is mod.derivative.expr
+        assert len(repr(mod.derivative)) < 2000 and hash(mod.derivative.expr)
         lines = [codegen.source_of(nested(n).derivative.expr).count("\n") for n in (16, 32, 64)]
         assert lines[2] - lines[1] == 2 * (lines[1] - lines[0])
         x = torch.linspace(-3, 3, 5, dtype=torch.float64)
-        check(made, x + 0.1, 0, 0, 0, 0)
+        check(mod, x + 0.1, 0, 0, 0, 0)
 
 
 def test_what_cannot_be_derived_is_named():

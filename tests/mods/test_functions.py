@@ -92,26 +92,26 @@ def with_slope(function, s, *at):
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_values_and_derivatives_are_torchs(name):
-    function, made = FLOATS[name], score(FLOATS[name])
-    s, at = scores(), grid()
-    expected, slope = with_slope(function, s, *at)
-    torch.testing.assert_close(made(s, *at).expand(s.shape), expected, rtol=1e-5, atol=1e-6)
-    found = made.derivative(s, *at).expand(s.shape)
+    function, mod = FLOATS[name], score(FLOATS[name])
+    s, indices = scores(), grid()
+    expected, slope = with_slope(function, s, *indices)
+    torch.testing.assert_close(mod(s, *indices).expand(s.shape), expected, rtol=1e-5, atol=1e-6)
+    found = mod.derivative(s, *indices).expand(s.shape)
     torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("run", [interpreted, emulated])
 def test_kernels_compute_them(name, run):
-    made = score(FLOATS[name])
-    check(made, run)
-    check(made.derivative, run, turned=True)
+    mod = score(FLOATS[name])
+    check(mod, run)
+    check(mod.derivative, run, turned=True)
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_torchs(name):
-    made, at = mask(MASKS[name]), grid()
-    assert torch.equal(made(*at).expand(at[0].shape), MASKS[name](*at))
+    mod, indices = mask(MASKS[name]), grid()
+    assert torch.equal(mod(*indices).expand(indices[0].shape), MASKS[name](*indices))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -144,9 +144,9 @@ INFINITE = torch.tensor([-math.inf, math.inf, -1e30, 1e30, -0.0])
     ["clamp", "relu", "softplus", "logsigmoid", "max", "log1p", "rounding", "relus", "float"],
 )
 def test_infinite_scores(name):
-    made, (b, h, q, k) = score(FLOATS[name]), (torch.tensor(1) for _ in "bhqk")
+    mod, (b, h, q, k) = score(FLOATS[name]), (torch.tensor(1) for _ in "bhqk")
     expected = FLOATS[name](INFINITE, b, h, q, k)
-    torch.testing.assert_close(made(INFINITE, b, h, q, k), expected, equal_nan=True)
+    torch.testing.assert_close(mod(INFINITE, b, h, q, k), expected, equal_nan=True)
 
 
 UNARY = sorted(
@@ -196,10 +196,10 @@ def test_random_functions(text):
     """Away from edges, where a rounding may decide: against autograd."""
     function = program(text)
     s = scores()[:, :, :4, :8].double() + 0.0317
-    at = tuple(x[:, :, :4, :8] for x in grid())
-    made = score(function)
-    assert isinstance(made, ScoreMod)
-    expected, slope = with_slope(function, s, *at)
-    torch.testing.assert_close(made(s, *at).expand(s.shape), expected, rtol=1e-6, atol=1e-6)
-    found = made.derivative(s, *at).expand(s.shape)
+    indices = tuple(x[:, :, :4, :8] for x in grid())
+    mod = score(function)
+    assert isinstance(mod, ScoreMod)
+    expected, slope = with_slope(function, s, *indices)
+    torch.testing.assert_close(mod(s, *indices).expand(s.shape), expected, rtol=1e-6, atol=1e-6)
+    found = mod.derivative(s, *indices).expand(s.shape)
     torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-5)

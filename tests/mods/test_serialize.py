@@ -225,9 +225,9 @@ def test_what_stands_in_a_tree_many_times_is_looked_at_once():
         assert expr is doubling("&", Node("bool", (), True), 40)
         assert hash(expr) == hash(doubling("&", Node("bool", (), True), 40))
         assert len(expressions.steps(expr)) == 41 and serialize(name) == text
-        made = mods.Mask(expr)
-        assert len(repr(expr)) < 2000 and len(repr(made)) < 2000
-        assert bool(made(0, 0, torch.arange(3), 0))
+        mask = mods.Mask(expr)
+        assert len(repr(expr)) < 2000 and len(repr(mask)) < 2000
+        assert bool(mask(0, 0, torch.arange(3), 0))
 
 
 def test_equal_trees_are_one_object():

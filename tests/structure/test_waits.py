@@ -36,12 +36,12 @@ def defaults(function: ast.FunctionDef):
 
 
 def test_no_test_reads_a_clock():
-    read = {name for name, text in sources() if CLOCK.search(text)}
-    assert read <= READ_A_CLOCK | {"structure/test_waits.py"}
+    readers = {name for name, text in sources() if CLOCK.search(text)}
+    assert readers <= READ_A_CLOCK | {"structure/test_waits.py"}
 
 
 def test_time_outs_are_those_of_the_helper():
-    told = []
+    time_outs = []
     for name, text in sources():
         if not HAS_ONE.search(text):  # most, which need not be parsed
             continue
@@ -49,8 +49,8 @@ def test_time_outs_are_those_of_the_helper():
             seconds = told_here(node) if isinstance(node, ast.Call) else []
             if isinstance(node, ast.FunctionDef):
                 seconds = [x for x in defaults(node) if x.value is not None]
-            told += [f"{name}:{x.lineno}: {x.value} s" for x in seconds]
-    assert not told
+            time_outs += [f"{name}:{x.lineno}: {x.value} s" for x in seconds]
+    assert not time_outs
 
 
 def test_pages_say_one_time_of_the_tests():

@@ -18,7 +18,7 @@ from .expressions import BOOL, FLOAT, INT, OPERATORS, kind_of_dtype
 LN_10 = math.log(10)
 HIGHEST_POWER = 16  # that is made of products
 DTYPE_OF = {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.float32}
-# Those of flex_attention's indices and of comparisons; beside fp32
+# Those of flex_attention's indices and of comparisons; in addition to fp32
 TAKEN_DTYPES = {torch.bool, torch.int32, torch.int64, torch.float32}
 
 
@@ -217,7 +217,7 @@ def filled(x, value, dtype=None):
     return convert(value, DTYPE_OF[kind])
 
 
-# By torch's names, beside those of operators
+# By torch's names, in addition to those of operators
 COMPOSITES: dict[str, Callable[..., Any]] = {
     **{"clamp": clamp, "clip": clamp, "hardtanh": hardtanh, "relu": relu, "relu6": relu6},
     "clamp_min": lambda x, min: clamp(x, min),

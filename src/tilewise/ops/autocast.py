@@ -31,8 +31,8 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cast_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """A bias in the dtype of q where autocast is on and both have 16 bits; fp32 stays, as it is
-    taken beside any q.
+    """A bias in the dtype of q where autocast is on and both have 16 bits; fp32 stays, as any
+    q takes it.
     """
     halves = torch.float16, torch.bfloat16
     if not isinstance(bias, Tensor) or bias.dtype not in halves or q.dtype not in halves:

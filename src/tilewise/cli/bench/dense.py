@@ -54,7 +54,7 @@ def suite_of(name: str) -> list:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Query heads a key head (GQA).",
+    help="Query heads per key head (GQA).",
 )
 @click.option(
     "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens in the batch."
