@@ -69,7 +69,7 @@ def write_tile(
     if FEATURES.DROPOUT:
         rescale = rescale * call.numbers.dropout_factor
     rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
-    out = (acc_o * rescale[:, None]).to(output.smem.dtype)  # (64, BLOCK_DV)
+    out = acc_o * rescale[:, None]  # (64, BLOCK_DV)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
 
 
@@ -102,28 +102,42 @@ def finish_rows(
 def store_rows(
     out, q_idx, work, output, parity, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """Stores 64 rows of O."""
-    if FEATURES.PACKED:
-        if work.seqlen_q < work.rows_q:  # padding rows may hold NaN
+    """Stores 64 rows of O, which are in fp32; 0 in rows that are not used, which may hold NaN."""
+    dtype: gl.constexpr = output.smem.dtype
+    if FEATURES.HEADDIM_V % TMA_UNIT == 0:
+        at = place_of_rows(work, WG, FEATURES, TILE)
+        store_columns(out.to(dtype), output, WG, at, 0, FEATURES)
+        if FEATURES.PACKED:
+            if work.seqlen_q < work.rows_q:
+                zeros = gl.full(out.shape, 0.0, dtype, out.type.layout)
+                store_columns(zeros, output, WG, place_of_padding(work, WG, TILE), 0, FEATURES)
+    else:
+        if FEATURES.PACKED:  # in fp32: halves would be unpacked and packed
             is_used = gl.convert_layout(q_idx < work.seqlen_q, row_of(out.type.layout))
             out = gl.where(is_used[:, None], out, 0.0)
-    if FEATURES.HEADDIM_V % TMA_UNIT == 0:
-        store_columns(out, output, WG, place_of_rows(work, WG, FEATURES, TILE), 0, FEATURES)
-    else:
-        hand_over(out, output, WG, parity)
+        hand_over(out.to(dtype), output, WG, parity)
 
 
 @gluon.jit
 def place_of_rows(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """A warpgroup's rows in the coordinates of the descriptor, which cuts them where the tensor or,
-    of packed sequences, their own ends: see `tma`.
+    of packed sequences, their used rows end: see `tma`.
     """
     m_start = work.start + WG * (64 // TILE.PACK)
     if FEATURES.PACKED:
-        return work.first_q + work.rows_q, work.rows_q, work.head, m_start
+        return work.first_q + work.seqlen_q, work.seqlen_q, work.head, m_start
     else:
         head_k, member = key_head(work.head, FEATURES, TILE)
         return work.batch, head_k, m_start, member
+
+
+@gluon.jit
+def place_of_padding(work, WG: gl.constexpr, TILE: gl.constexpr):
+    """64 rows that no sequence uses, from the warpgroup's first one on: beyond its own, they are
+    those of the next tile, and 0 as well.
+    """
+    m_start = gl.maximum(work.start + WG * (64 // TILE.PACK), work.seqlen_q)
+    return work.first_q + work.rows_q, work.rows_q, work.head, m_start
 
 
 @gluon.jit

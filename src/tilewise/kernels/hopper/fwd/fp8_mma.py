@@ -328,7 +328,6 @@ def write_tile(
     if scales.v_mean is not None:
         # Probabilities sum up to 1, but for the sink's, which has no value; to 0 without keys
         out = add_means(out, row_factor(l_i * factor, O_LAYOUT), means)
-    out = out.to(output.smem.dtype)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
 
 
