@@ -32,4 +32,4 @@ def test_rows_behind_the_last_sequence(headdim, causal, monkeypatch):
         )
     assert (out[used:] == 0).all() and (lse[:, used:] == float("-inf")).all()
     torch.testing.assert_close(out, expected)  # bf16: a bit of the larger values
-    torch.testing.assert_close(lse[:, :used], expected_lse[:, :used])
+    assert (lse - expected_lse)[:, :used].abs().max() < 1e-3
