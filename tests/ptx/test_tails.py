@@ -31,5 +31,5 @@ def test_rows_behind_the_last_sequence(headdim, causal, monkeypatch):
             *tensors, **lengths, causal=causal, return_lse=True, backend="hopper"
         )
     assert (out[used:] == 0).all() and (lse[:, used:] == float("-inf")).all()
-    torch.testing.assert_close(out, expected)  # bf16: a bit of the larger values
+    assert (out - expected).norm() < 2**-8 * expected.norm()  # bits of bf16
     assert (lse - expected_lse)[:, :used].abs().max() < 1e-3
