@@ -8,7 +8,7 @@ TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 CLOCK = re.compile(r"\b(monotonic|perf_counter|(process|thread)_time|time\.time)(_ns)?\(|ru_.time")
 # What prints how long it ran, and what the rest waits by
-PROGRAMS = {"conftest.py", "fuzz/__main__.py", "integrations/sweep/__main__.py"}
+PROGRAMS = {"conftest.py", "fuzz/__main__.py", "fuzz/many.py", "integrations/sweep/__main__.py"}
 READ_A_CLOCK = PROGRAMS | {"helpers/waits.py"}
 ARGUMENTS = {"timeout", "seconds", "deadline", "minutes"}
 WAITS = {"acquire", "alarm", "join"}
