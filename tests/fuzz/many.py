@@ -1,4 +1,4 @@
-"""python -m tests.fuzz.many: many cases on a GPU, a look at a time in each of many processes.
+"""python -m tests.fuzz.many: many cases on GPUs, a look at a time in each of many processes.
 
 A look is what selects code, and compiling it takes longer than its cases: no two processes compile
 the same one. A process whose GPU context is lost ends its look, and the others go on.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import collections
 import multiprocessing
+import os
 import random
 import sys
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import torch
 
 from .cached_cases import CACHED_LANES, cached_case
 from .cached_run import run_cached
@@ -34,10 +37,12 @@ class Job(NamedTuple):
     lane: str
     seeds: range
     stop: float  # a time after which no case begins
+    device: int  # the GPU, by its number
 
 
 def outcomes_of(job: Job) -> tuple[Job, collections.Counter[str], list[str]]:
     """How many cases were right, refused, wrong or not begun, and what was wrong."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(job.device)  # the process has not used CUDA yet
     counts: collections.Counter[str] = collections.Counter()
     faults = []
     for seed in job.seeds:
@@ -64,13 +69,15 @@ def outcomes_of(job: Job) -> tuple[Job, collections.Counter[str], list[str]]:
 
 def jobs_until(stop: float) -> Iterable[Job]:
     """A job for each look of each lane, in a fixed shuffled order."""
-    jobs = []
+    jobs: list[Job] = []
+    devices = torch.cuda.device_count()
     for kind, lanes, cases in (("dense", LANES, DENSE), ("cached", CACHED_LANES, CACHED)):
         for name, count in cases.items():
             looks = lanes[name].looks
             for look in range(looks):
                 first = look + looks * FIRST
-                jobs.append(Job(kind, name, range(first, first + looks * count, looks), stop))
+                seeds = range(first, first + looks * count, looks)
+                jobs.append(Job(kind, name, seeds, stop, len(jobs) % max(devices, 1)))
     random.Random(1).shuffle(jobs)
     return jobs
 
