@@ -78,7 +78,7 @@ def summary(rows: list[dict]) -> str:
         counts[EQUAL] = sum({EQUAL} <= kinds_of <= {EQUAL, THEIRS} for kinds_of in found)
         cells = [len(every), sum(not x for x in found), *(counts[kind] for kind in kinds)]
         lines.append(line([TITLES[task], *map(str, cells)]))
-    said = f"transformers {versions}. A class counts in each column that it belongs to."
+    said = f"With transformers {versions}. A class counts in every column that applies to it."
     return "\n".join(["## Summary", "", said, "", *lines, ""])
 
 
@@ -108,17 +108,19 @@ def sentence(reason: str) -> str:
 
 
 def reasons_of(reasons: list[str]) -> str:
-    lines = [f"{number}. {text(reason)}" for number, reason in enumerate(reasons, 1)]
-    return "## Reasons\n\n" + "\n".join(lines) + "\n"
+    lines = [line([str(number), text(reason)]) for number, reason in enumerate(reasons, 1)]
+    return "## Reasons\n\n|  | the error says |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 
 
 def not_built(rows: list[dict]) -> str:
     """The classes that say nothing of tilewise: eager does not run them tiny, or as plain."""
     found = sorted((row for row in rows if "not_built" in row), key=lambda row: row["name"].lower())
-    lines = [f"- `{row['name']}`: {text(row['not_built'])}" for row in found]
+    lines = [line([f"`{row['name']}`", text(row["not_built"])]) for row in found]
     return (
-        "## Not built\n\nTheir config is not shrunk by the names of its fields, a library is "
-        "missing, or they want more than tokens or an image.\n\n" + "\n".join(lines) + "\n"
+        "## Not built\n\nThe tiny config does not fit these classes, a library is missing, or "
+        "their inputs are more than tokens or an image.\n\n| class | error |\n| --- | --- |\n"
+        + "\n".join(lines)
+        + "\n"
     )
 
 
