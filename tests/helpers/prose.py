@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
-NUMBER = re.compile(r"(?<![\w.^])\d[\d.,]*(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.^-])-?\d[\d.,]*(?:\^-?\d+|e[+-]?\d+)?")
 OPENING = re.compile(r"[\"(*]*(?:Of|Where|What|Those|Such)\b")
 END = re.compile(r"(?<=[.!?])[)\"*]*\s+(?=[\"(*`[]*[A-Z0-9])")
 
@@ -25,12 +25,12 @@ def paragraphs(text: str) -> Iterator[str]:
     text = re.sub(r"^(```|\$\$).*?\1\s*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     lines: list[str] = []
     for line in [*text.splitlines(), ""]:
-        starts = ITEM.match(line)
-        if lines and (starts or not line.strip() or line.startswith(("#", "|"))):
+        starts, is_cell = ITEM.match(line), line.lstrip().startswith("|")
+        if lines and (starts or is_cell or not line.strip() or line.startswith("#")):
             yield " ".join(lines)
             lines = []
-        is_prose = lines or starts or not line.startswith(("#", "|", "    "))
-        if is_prose and line.strip():
+        is_prose = lines or starts or not line.startswith(("#", "    "))
+        if is_prose and line.strip() and not is_cell:
             lines.append(ITEM.sub("", line, count=1) if starts else line.strip())
 
 
