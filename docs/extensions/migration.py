@@ -3,7 +3,7 @@ of others.
 
     PYTHONPATH=src python docs/extensions/migration.py
 
-What a signature does not say is in the tables of words here; a test holds both together.
+What a signature does not say is in the tables of `tilewise.keywords`; a test holds both together.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import tilewise
+from tilewise.keywords import FLASH, FLEX, SDPA, Word
 
 PAGE = Path(__file__).resolve().parents[1] / "migration.md"
 TEXT = Path(__file__).with_suffix(".md")
 NONE = "–"
-
-
-class Word(NamedTuple):
-    """An argument of `tilewise.attention` that does the same, and what else is to be known."""
-
-    attention: str
-    remark: str = ""
-
 
 # flash-attn 3's own order; what is here alone no function of ours takes.
 FLASH_3 = (
@@ -38,68 +30,6 @@ FLASH_3_VARLEN = (*FLASH_3[:3], *LENGTHS, "seqused_q", "seqused_k", *FLASH_3[3:]
 ABSENT = {
     "qv": "a second query for MLA: not here",
     "sm_margin": "leave it out: it changes no result",
-}
-
-FLASH = {
-    "q": Word("q", "(batch, seqlen, nheads, headdim), packed (total, nheads, headdim)"),
-    "k": Word("k"),
-    "v": Word("v", "its headdim may be another"),
-    "cu_seqlens_q": Word("cu_seqlens_q"),
-    "cu_seqlens_k": Word("cu_seqlens_k"),
-    "max_seqlen_q": Word("max_seqlen_q", "may be left out"),
-    "max_seqlen_k": Word("max_seqlen_k", "may be left out"),
-    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256; FA3 has none"),
-    "softmax_scale": Word("scale"),
-    "causal": Word("causal", "bottom-right in all"),
-    "window_size": Word("window", "-1 is no limit; `window` takes None, too"),
-    "softcap": Word("softcap", "0 is none; `attention` takes None"),
-    "alibi_slopes": Word("alibi_slopes", "FA3 has none"),
-    "deterministic": Word("deterministic"),
-    "return_attn_probs": Word(
-        "return_lse", "gives (out, lse, None), as FA2 without probabilities; FA3 gives (out, lse)"
-    ),
-    "block_table": Word("page_table", "any page size; lengths are `seqused_k`; no gradient"),
-    "return_lse": Word("return_lse", "gives (out, lse); -inf where no key is seen, in FA2 +inf"),
-    "learnable_sink": Word("sinks"),
-    "seqused_q": Word("seqused_q"),
-    "seqused_k": Word("seqused_k"),
-    "attention_chunk": Word("mask_mod", "such a mask, written out"),
-    "num_splits": Word("", "a hint that changes nothing"),
-    "pack_gqa": Word("", "a hint that changes nothing"),
-    "q_descale": Word("q_descale", "for q, k and v of `float8_e4m3fn`; by name here"),
-    "k_descale": Word(
-        "k_descale", "8-bit caches, too, in `flash_attn_with_kvcache` and over pages"
-    ),
-    "v_descale": Word("v_descale"),
-    "out_dtype": Word("out_dtype", "of out with FP8 products; FA3 has none"),
-}
-SDPA = {
-    "query": Word("q", '(..., nheads, seqlen, headdim) is `layout="bhsd"`'),
-    "key": Word("k"),
-    "value": Word("v"),
-    "attn_mask": Word(
-        "mask_mod or bias", "numbers are a `bias`; bools are a `mask_mod` that reads them"
-    ),
-    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
-    "is_causal": Word("causal", 'torch\'s is `causal="top_left"`'),
-    "scale": Word("scale"),
-    "enable_gqa": Word("", "head counts say it"),
-}
-FLEX = {
-    "query": Word("q", '(batch, nheads, seqlen, headdim) is `layout="bhsd"`'),
-    "key": Word("k"),
-    "value": Word("v"),
-    "score_mod": Word(
-        "score_mod",
-        "applied to the scaled score, as there, and made of [these functions of torch]"
-        "(api/mods.md#what-functions-may-be-made-of)",
-    ),
-    "block_mask": Word("block_mask", "torch's own, too; converted once"),
-    "scale": Word("scale"),
-    "enable_gqa": Word("", "head counts say it"),
-    "return_lse": Word("return_lse"),
-    "kernel_options": Word("", "ignored: they tune torch's kernels"),
-    "return_aux": Word("return_lse", "`AuxRequest(lse=True)`; `max_scores` is refused"),
 }
 
 

@@ -17,7 +17,7 @@ dtype up to fp64, and autograd differentiates it as often as you like.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 
@@ -27,6 +27,7 @@ from .frontend.checks import check_extras
 from .frontend.qkv import check_tensors, in_order, sizes_of
 from .frontend.scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
 from .kernels.common.cached import Cached, lse_by_query, lse_shape
+from .keywords import refuses_others, unexpected
 from .mods import masks, scores
 from .mods.block_mask import BlockMask, block_mask_of
 from .mods.evaluation import evaluate
@@ -40,6 +41,7 @@ from .tile.random_bytes import check_dropout, draw_rng, factor_of, keep, thresho
 Tensor = torch.Tensor
 
 
+@refuses_others("tilewise.attention_reference")
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -68,6 +70,7 @@ def attention_reference(
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tilewise.attention` in plain torch, with the scores in memory and autograd's own gradients.
 
@@ -102,6 +105,8 @@ def attention_reference(
 
     FlashAttention (Dao et al. 2022, arXiv 2205.14135), section 2.2.
     """
+    if unknown:
+        raise unexpected("tilewise.attention_reference", unknown)
     is_scaled = k_descale is not None or v_descale is not None
     if is_scaled or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
         cached = check_cached(

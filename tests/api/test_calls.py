@@ -12,7 +12,7 @@ import torch
 
 import tilewise
 from tilewise import ArgumentError, attention, attention_reference
-from tilewise.frontend import attention as api
+from tilewise.frontend import call as api
 from tilewise.ops import calls
 
 ROOT = str(Path(tilewise.__file__).parent)

@@ -11,6 +11,7 @@ from ..errors import ArgumentError
 from ..frontend.qkv import check_tensor
 from ..frontend.scalars import Window, check_flag
 from ..frontend.scalars import check_layout as check_order
+from ..keywords import refuses_others, unexpected
 from ..ops import attention as ops
 from ..ops.autocast import is_any_autocast_on
 from ..ops.calls import resolved
@@ -45,6 +46,7 @@ NOT_SERVED = {
 }
 
 
+@refuses_others("tilewise.distributed.attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -209,7 +211,7 @@ def check_layout(layout: Any) -> Layout:
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in NOT_SERVED:
-            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+            raise unexpected("tilewise.distributed.attention", [name])
         if value is not None:
             raise NotImplementedError(
                 f"{name}: no method of tilewise.distributed serves it; {NOT_SERVED[name]}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..frontend.attention import call
+from ..frontend.call import call
 from ..problem import OPEN, Between, Extras, Saved
 from . import rows
 from .call_spec import CallSpec

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..frontend.attention import call
+from ..frontend.call import call
 from ..ops.calls import resolved
 from ..problem import OPEN, Extras, Grads, Saved
 from ..reference import merge_states

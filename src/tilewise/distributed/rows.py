@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..dispatch import choose
 from ..emulator.switch import cpu_modes
-from ..frontend.attention import call
+from ..frontend.call import call
 from ..frontend.checks import check
 from ..ops import attention as ops
 from ..problem import (

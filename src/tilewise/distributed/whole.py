@@ -9,7 +9,8 @@ import itertools
 
 import torch
 
-from ..frontend.attention import attention, is_long
+from ..frontend.attention import attention
+from ..frontend.scalars import is_long
 from ..problem import Extras, Grads, Saved
 from .call_spec import CallSpec
 from .rows import gradients_of

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 
 from ..kernels.common.cached import Append
+from ..keywords import refuses_others, unexpected
 from ..ops import kv_cache as cache_ops
 from ..tile.rotary import Rotary
 from .append_checks import check_append, check_places
@@ -13,6 +16,7 @@ from .cache_checks import check_no_grad
 Tensor = torch.Tensor
 
 
+@refuses_others("tilewise.cache.append")
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -26,6 +30,7 @@ def append(
     rotary: Rotary | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    **unknown: Never,
 ) -> None:
     """Writes new keys and values to a KV cache, in place.
 
@@ -68,6 +73,8 @@ def append(
         ArgumentError: an argument is wrong.
         NotImplementedError: a tensor requires grad.
     """
+    if unknown:
+        raise unexpected("tilewise.cache.append", unknown)
     where = page_table, seqused_k, cu_seqlens_q, slots
     new = Append(k_cache, v_cache, k, v, *where, rotary, k_descale, v_descale)
     check_append(new)

@@ -4,18 +4,19 @@ convention into a call of `tilewise.attention`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from ..errors import ArgumentError, Words
 from ..kernels.common.quantized import Quantized
+from ..keywords import refuses_others, unexpected
 from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
 from ..tile.random_bytes import check_dropout, draw_rng
 from . import fp8, sharded
-from .attention import call, launch
+from .call import call, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
 from .qkv import check_rank, in_order, with_contiguous_rows
@@ -30,6 +31,7 @@ WORDS = Words(
 )
 
 
+@refuses_others("tilewise.flash_attn_func")
 def flash_attn_func(
     q: Tensor | Quantized,
     k: Tensor | None,
@@ -52,6 +54,7 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    **unknown: Never,
 ):
     """flash-attn 2's `flash_attn_func`, argument for argument; newer arguments are keyword-only.
 
@@ -95,6 +98,8 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is wrong.
     """
+    if unknown:
+        raise unexpected("tilewise.flash_attn_func", unknown)
     inputs: tuple[Any, Any, Any] = q, k, v
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     score_args = alibi_slopes, learnable_sink
@@ -143,6 +148,7 @@ def flash_attn_func(
     return _returned(out, lse, return_attn_probs, return_lse)
 
 
+@refuses_others("tilewise.flash_attn_varlen_func")
 def flash_attn_varlen_func(
     q: Tensor | Quantized,
     k: Tensor | None,
@@ -172,6 +178,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    **unknown: Never,
 ):
     """flash-attn 2's `flash_attn_varlen_func`, argument for argument: sequences of any lengths,
     packed end to end.
@@ -202,6 +209,8 @@ def flash_attn_varlen_func(
     Returns:
         out (total_q, nheads, headdim_v); lse is fp32 (nheads, total_q).
     """
+    if unknown:
+        raise unexpected("tilewise.flash_attn_varlen_func", unknown)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
     lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k

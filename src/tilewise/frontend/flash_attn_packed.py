@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from ..errors import ArgumentError
+from ..keywords import refuses_others, unexpected
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
 from .scalars import Window
 
 Tensor = torch.Tensor
 
 
+@refuses_others("tilewise.flash_attn_qkvpacked_func")
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -29,6 +31,7 @@ def flash_attn_qkvpacked_func(
     attention_chunk: int = 0,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
+    **unknown: Never,
 ):
     """`flash_attn_func` on q, k and v stacked in one tensor, which is read in place.
 
@@ -42,6 +45,8 @@ def flash_attn_qkvpacked_func(
 
     The other arguments, returns and errors are those of `flash_attn_func`.
     """
+    if unknown:
+        raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
     q, k, v = _unpack("qkv", qkv, 3)
     flags = (
         dropout_p,
@@ -63,6 +68,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@refuses_others("tilewise.flash_attn_kvpacked_func")
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -80,6 +86,7 @@ def flash_attn_kvpacked_func(
     attention_chunk: int = 0,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
+    **unknown: Never,
 ):
     """`flash_attn_func` on k and v stacked in one tensor, which is read in place.
 
@@ -95,6 +102,8 @@ def flash_attn_kvpacked_func(
 
     The other arguments, returns and errors are those of `flash_attn_func`.
     """
+    if unknown:
+        raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
     k, v = _unpack("kv", kv, 2)
     flags = (
         dropout_p,

@@ -7,18 +7,19 @@ argument names in errors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
 from ..errors import ArgumentError, Words
+from ..keywords import refuses_others, unexpected
 from ..mods.block_mask import BlockMask, block_mask_of
 from ..mods.compilers import share_batch
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..mods.scores import ScoreFunction
 from ..problem import OPEN, Extras
-from .attention import call
 from .broadcasting import batched, with_positive_scale
+from .call import call
 from .qkv import check_rank
 from .scalars import check_flag
 
@@ -35,6 +36,7 @@ WORDS = Words(
 )
 
 
+@refuses_others("tilewise.flex_attention")
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -47,6 +49,7 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    **unknown: Never,
 ):
     """`torch.nn.attention.flex_attention.flex_attention` without a compiler: a score function and a
     block mask.
@@ -83,6 +86,8 @@ def flex_attention(
 
     FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
+    if unknown:
+        raise unexpected("tilewise.flex_attention", unknown)
     check_rank(query, key, value, WORDS)
     has_gqa = check_flag("enable_gqa", enable_gqa)
     return_lse = _check_returns(return_lse, return_aux)

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from ..errors import ArgumentError
 from ..kernels.common.shared_memory import check_written
+from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
 from ..ops.attention import needs_dispatcher
 from ..ops.calls import Entry, find
@@ -18,8 +19,8 @@ from ..tile.paging import batch_of
 from ..tile.rotary import Rotary, rotate
 from . import append as cache
 from .append_checks import check_tables
-from .attention import attend_cached, launch_step
 from .cache_checks import check_cached, check_kind, check_reach, last_read, refuse_beside_cache
+from .call import attend_cached, launch_step
 from .checks import knows_values
 from .chunks import check_chunk, chunk_band
 from .qkv import check_tensor, with_contiguous_rows
@@ -28,6 +29,7 @@ from .scalars import Window, as_int, band, check_flag
 Tensor = torch.Tensor
 
 
+@refuses_others("tilewise.flash_attn_with_kvcache")
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -64,6 +66,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     learnable_sink: Tensor | None = None,
     out: Tensor | None = None,
+    **unknown: Never,
 ):
     """flash-attn 2's `flash_attn_with_kvcache`, argument for argument; flash-attn 3's newer ones
     are keyword-only.
@@ -113,6 +116,8 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is wrong.
         NotImplementedError: qv or q_descale is given, or a tensor requires grad.
     """
+    if unknown:
+        raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
     entry = addresses = None
     place = block_table if page_table is None else page_table
     has_one_table = page_table is None or block_table is None

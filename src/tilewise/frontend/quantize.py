@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from ..errors import ArgumentError
 from ..kernels.common.quantized import Lengths, Quantized, Scales, Source
 from ..kernels.cpu.quantize import Steps
+from ..keywords import refuses_others, unexpected
 from ..ops import quantize as ops
 from ..ops.attention import needs_grad
 from ..ops.calls import find
@@ -23,6 +24,7 @@ from .scalars import check_flag, check_layout
 Tensor = torch.Tensor
 
 
+@refuses_others("tilewise.quantize")
 def quantize(
     q: Tensor,
     k: Tensor,
@@ -37,6 +39,7 @@ def quantize(
     seqused_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     layout: str = "bshd",
+    **unknown: Never,
 ) -> Quantized:
     """q, k and v in float8_e4m3fn with their scales, which `tilewise.attention` takes in place of
     them.
@@ -92,6 +95,8 @@ def quantize(
     FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), section 3.3; SageAttention (Zhang et al.
     2024, arXiv 2410.02367), section 4.2.
     """
+    if unknown:
+        raise unexpected("tilewise.quantize", unknown)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     is_three = isinstance(scales, (tuple, list)) and len(scales) == 3

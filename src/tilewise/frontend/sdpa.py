@@ -4,9 +4,12 @@ dimensions and its argument names in errors.
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 
 from ..errors import ArgumentError, Words
+from ..keywords import refuses_others, unexpected
 from ..mods.compilers import holds, share_batch
 from ..mods.flatten import NO_MODIFIERS, FlatMods, modifiers_by
 from ..ops import context_parallel as shards
@@ -14,8 +17,8 @@ from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
 from . import sharded
-from .attention import call, launch
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
+from .call import call, launch
 from .scalars import check_flag
 
 Tensor = torch.Tensor
@@ -30,6 +33,7 @@ WORDS = Words(
 )
 
 
+@refuses_others("tilewise.scaled_dot_product_attention")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -40,6 +44,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: (..., nheads, seqlen, headdim), causal
     top-left.
@@ -77,6 +82,8 @@ def scaled_dot_product_attention(
         ArgumentError: an argument is wrong, also for attn_mask with is_causal (torch's CPU kernels
             take some of those).
     """
+    if unknown:
+        raise unexpected("tilewise.scaled_dot_product_attention", unknown)
     flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
     return with_lse(query, key, value, *flags)[0]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from ..errors import ArgumentError
+from ..keywords import refuses_others, unexpected
 from . import from_flex, masks
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
@@ -151,6 +152,7 @@ def block_mask_of(block_mask: Any) -> BlockMask | None:
     return from_flex.converted_once(block_mask, BlockMask)
 
 
+@refuses_others("tilewise.sparse.create_block_mask")
 def create_block_mask(
     mask: Mask | Predicate,
     batch: int,
@@ -160,6 +162,7 @@ def create_block_mask(
     *,
     device: torch.device | str | None = None,
     block: tuple[int, int] = (128, 128),
+    **unknown: Never,
 ) -> BlockMask:
     """Finds the partial and full blocks of a mask without storing seqlen_q x seqlen_k of anything.
 
@@ -197,6 +200,8 @@ def create_block_mask(
 
     FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
+    if unknown:
+        raise unexpected("tilewise.sparse.create_block_mask", unknown)
     mask = masks.mask(mask)
     shape = (batch, nheads, seqlen_q, seqlen_k)
     check_shape(shape, block)

@@ -326,7 +326,7 @@ def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
 
 def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
     """The same, cached by signature, for compiled graphs, which do not pass through
-    `frontend.attention.call`. `tensors` are all of an operator's.
+    `frontend.call.call`. `tensors` are all of an operator's.
     """
     flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *flags)

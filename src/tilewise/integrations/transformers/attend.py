@@ -7,7 +7,8 @@ from typing import NamedTuple, cast
 import torch
 
 from ...errors import warn_slow
-from ...frontend.attention import attention, call
+from ...frontend.attention import attention
+from ...frontend.call import call
 from ...frontend.scalars import band as sides_of
 from ...mods.flatten import modifiers_by
 from ...problem import Extras

@@ -1,0 +1,130 @@
+"""The common path of all public functions: one check per signature, then one op or a launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import dispatch
+from ..errors import HEADS_FIRST, OURS, Words
+from ..kernels.common.cached import OUT, Cached
+from ..ops import attention as ops
+from ..ops import context_parallel as shards
+from ..ops import kv_cache as cache_ops
+from ..ops.autocast import cast_bias, is_any_autocast_on
+from ..ops.calls import Entry, entry_of, has_lazy, resolved
+from ..problem import NO_EXTRAS, NO_MODS, Call, Extras, Mods, extras_of
+from .cache_checks import check_no_grad, check_out
+from .checks import check, check_scores, has_values
+from .qkv import warn_of_order
+from .scalars import check_flag
+
+Tensor = torch.Tensor
+
+
+def launch(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None], layout: str
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a cached call, of tensors in `layout`; `optional` are the first Extras."""
+    extras = extras_of(*optional) if call.has_extras else NO_EXTRAS
+    if call.problem.is_packed:
+        out, lse = ops.launch(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), extras)
+        return out.squeeze(0), lse.squeeze(0)
+    if layout == "bshd":
+        return ops.launch(call, q, k, v, extras)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = ops.launch(call, q, k, v, extras)
+    return out.transpose(1, 2), lse
+
+
+def launch_step(
+    step: Callable[..., Any],
+    tensors: tuple[Tensor | None, ...],
+    addresses: Sequence[int] | None,
+    has_lse: bool,
+    layout: str = "bshd",
+) -> tuple[Tensor, Any] | None:
+    """`out` and `lse` of a cached decode step, of `Cached.tensors` and `out`; None where it may not
+    be launched now. `addresses` are those of the tensors that are not None, where they are known.
+    """
+    shards.refuse_shards()
+    out = tensors[OUT]
+    found: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
+    if found is None or out is not None or layout == "bshd":
+        return found
+    return found[0].transpose(1, 2), found[1]
+
+
+def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
+    """A checked call with a cache, without a gradient; `out` as it was given."""
+    named = zip(("q", "k", "v", "sinks"), (cached.q, cached.k, cached.v, cached.extras.sinks))
+    slopes, scales = cached.extras.alibi_slopes, cached[-2:]
+    check_no_grad(*named, ("alibi_slopes", slopes), ("out", out))
+    check_no_grad(*zip(("k_descale", "v_descale"), scales))
+    if out is None:
+        out, lse = cache_ops.attention(cached)
+        return out.transpose(1, 2) if layout == "bhsd" else out, lse
+    return out, cache_ops.attention(cached, check_out(out, cached, layout))[1]
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    extras: Extras,
+    numbers: tuple[float | None, float | None, float],
+    window: tuple[str, int, int],
+    deterministic: bool,
+    backend: str | None = None,
+    mods: Mods = NO_MODS,
+    is_long: bool = False,
+    words: Words = OURS,
+    entry: Entry | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The common path of all public functions: autocast, one check per signature, launch. `numbers`
+    are scale, softcap and dropout_p, `window` is the alignment of the diagonal and the keys left
+    and right of it, `words` are the function's argument names, and `entry` is the cache entry of
+    its arguments. What is not in the signature here has been checked before the lookup.
+    """
+    deterministic = check_flag("deterministic", deterministic)
+    dispatch.check_backend(backend)
+    tensors = q, k, v, *extras.tensors
+    needs_dispatcher = ops.needs_dispatcher(*tensors)
+    if needs_dispatcher or is_any_autocast_on():
+        q, k, v = ops.autocast(q, k, v)
+        extras = extras._replace(bias=cast_bias(extras.bias, q))
+        tensors = q, k, v, *extras.tensors
+    if not needs_dispatcher and has_lazy(tensors):
+        q, k, v, *optional = tensors = resolved(tensors)
+        extras = extras_of(*optional)
+    asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
+    asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
+    if entry is None and not needs_dispatcher and may_keep(numbers, extras):
+        flags = deterministic, mods, is_long, backend
+        entry = entry_of(tensors, *numbers, *window, *flags)
+    known = None if entry is None else entry.call  # a compiler would watch the table
+    if known is None:
+        problem, _, scalars = check(q, k, v, extras=extras, words=words, **asked)
+        differentiable = (
+            () if needs_dispatcher else (q, k, v, extras.sinks, extras.bias, *extras.captured)
+        )
+        known = Call(problem, scalars, backend, ops.needs_grad(*differentiable))
+        if entry is not None:
+            entry.call = known
+    if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1":
+        if words.order and words is not HEADS_FIRST and not known.problem.is_packed:
+            warn_of_order(q, k, v, words)
+        if q.device.type != "cpu":
+            check_scores(q, k, *known.scalars[:2], words)
+    return ops.attention(known, q, k, v, extras, needs_dispatcher)
+
+
+def may_keep(numbers: tuple[float | None, float | None, float], extras: Extras) -> bool:
+    """Whether a call may be cached: its numbers cannot change, and its checks read no tensor."""
+    scale, softcap, dropout_p = numbers
+    is_fixed = all(x is None or type(x) is float for x in (scale, softcap))
+    return is_fixed and type(dropout_p) in (int, float) and not has_values(extras)

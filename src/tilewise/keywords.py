@@ -1,0 +1,182 @@
+"""Names of arguments in flash-attn, torch and here. The migration page prints these tables, and an
+unexpected keyword argument is answered from them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Word(NamedTuple):
+    """An argument of `tilewise.attention` that does the same, and what else is to be known."""
+
+    attention: str
+    remark: str = ""  # for the migration page
+    hint: str = ""  # for an error of `attention`, where the name alone would mislead
+
+
+NO_EFFECT = Word("", "a hint that changes nothing", "leave it out, as it changes no result")
+FLASH = {
+    "q": Word("q", "(batch, seqlen, nheads, headdim), packed (total, nheads, headdim)"),
+    "k": Word("k"),
+    "v": Word("v", "its headdim may be another"),
+    "cu_seqlens_q": Word("cu_seqlens_q"),
+    "cu_seqlens_k": Word("cu_seqlens_k"),
+    "max_seqlen_q": Word("max_seqlen_q", "may be left out"),
+    "max_seqlen_k": Word("max_seqlen_k", "may be left out"),
+    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256; FA3 has none"),
+    "softmax_scale": Word("scale"),
+    "causal": Word("causal", "bottom-right in all"),
+    "window_size": Word("window", "-1 is no limit; `window` takes None, too"),
+    "softcap": Word("softcap", "0 is none; `attention` takes None"),
+    "alibi_slopes": Word("alibi_slopes", "FA3 has none"),
+    "deterministic": Word("deterministic"),
+    "return_attn_probs": Word(
+        "return_lse", "gives (out, lse, None), as FA2 without probabilities; FA3 gives (out, lse)"
+    ),
+    "block_table": Word("page_table", "any page size; lengths are `seqused_k`; no gradient"),
+    "return_lse": Word("return_lse", "gives (out, lse); -inf where no key is seen, in FA2 +inf"),
+    "learnable_sink": Word("sinks"),
+    "seqused_q": Word("seqused_q"),
+    "seqused_k": Word("seqused_k"),
+    "attention_chunk": Word(
+        "mask_mod", "such a mask, written out", "mask_mod=, such as tilewise.mods.chunked(size)"
+    ),
+    "num_splits": NO_EFFECT,
+    "pack_gqa": NO_EFFECT,
+    "q_descale": Word("q_descale", "for q, k and v of `float8_e4m3fn`; by name here"),
+    "k_descale": Word(
+        "k_descale", "8-bit caches, too, in `flash_attn_with_kvcache` and over pages"
+    ),
+    "v_descale": Word("v_descale"),
+    "out_dtype": Word("out_dtype", "of out with FP8 products; FA3 has none"),
+}
+SDPA = {
+    "query": Word("q", '(..., nheads, seqlen, headdim) is `layout="bhsd"`'),
+    "key": Word("k"),
+    "value": Word("v"),
+    "attn_mask": Word(
+        "mask_mod or bias",
+        "numbers are a `bias`; bools are a `mask_mod` that reads them",
+        "bias= for numbers, and for bools mask_mod=, a function that reads them",
+    ),
+    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
+    "is_causal": Word(
+        "causal", 'torch\'s is `causal="top_left"`', "causal=, and torch's is causal='top_left'"
+    ),
+    "scale": Word("scale"),
+    "enable_gqa": Word("", "head counts say it", "leave it out, as head counts say it"),
+}
+FLEX = {
+    "query": Word("q", '(batch, nheads, seqlen, headdim) is `layout="bhsd"`'),
+    "key": Word("k"),
+    "value": Word("v"),
+    "score_mod": Word(
+        "score_mod",
+        "applied to the scaled score, as there, and made of [these functions of torch]"
+        "(api/mods.md#what-functions-may-be-made-of)",
+    ),
+    "block_mask": Word("block_mask", "torch's own, too; converted once"),
+    "scale": Word("scale"),
+    "enable_gqa": SDPA["enable_gqa"],
+    "return_lse": Word("return_lse"),
+    "kernel_options": Word(
+        "", "ignored: they tune torch's kernels", "leave them out, as they tune torch's kernels"
+    ),
+    "return_aux": Word("return_lse", "`AuxRequest(lse=True)`; `max_scores` is refused"),
+}
+# The migration page has no tables of these
+CACHE = {
+    "k_cache": Word("k"),
+    "v_cache": Word("v"),
+    "cache_seqlens": Word("seqused_k", hint="seqused_k=, which counts the new keys, too"),
+    "cache_batch_idx": Word("page_table", hint="page_table=cache_batch_idx[:, None]"),
+    "cu_seqlens_k_new": Word("cu_seqlens_q"),
+    "return_softmax_lse": Word("return_lse"),
+    "qv": Word("", hint="a second query for MLA is not supported"),
+    "sm_margin": NO_EFFECT,
+    "scheduler_metadata": NO_EFFECT,
+}
+BLOCK_MASK = {
+    "mask_mod": "mask",
+    "B": "batch",
+    "H": "nheads",
+    "Q_LEN": "seqlen_q",
+    "KV_LEN": "seqlen_k",
+    "BLOCK_SIZE": "block",
+}
+THEIRS = CACHE | FLEX | SDPA | FLASH
+# Arguments of drop-in functions that mean less or more than what is asked for here
+NARROWER = "attention_chunk", "cache_batch_idx"
+CAVEATS = {
+    "cache_seqlens": "cache_seqlens=, which does not count the new keys",
+    "is_causal": "is_causal=, which is causal='top_left'",
+}
+
+ATTENTION = "tilewise.attention"
+
+_arguments: dict[str, list[str]] = {}  # of each function, by its public name
+
+
+def refuses_others(name: str) -> Callable[[Function], Function]:
+    """Decorates a public function that ends in `**unknown`, without a wrapper: its signature is
+    shown without that, and `unexpected` knows its arguments.
+    """
+
+    def register(function: Function) -> Function:
+        signature = inspect.signature(function)
+        kept = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
+        _arguments[name] = [x.name for x in kept]
+        return function
+
+    return register
+
+
+def unexpected(name: str, unknown: Iterable[str]) -> TypeError:
+    """What Python says of keyword arguments that this function does not take, with their names
+    here.
+    """
+    answers = [f"{x!r}{_answer(x, _arguments[name])}" for x in unknown]
+    article, plural = ("an ", "") if len(answers) == 1 else ("", "s")
+    return TypeError(
+        f"{name}() got {article}unexpected keyword argument{plural} {'; '.join(answers)}"
+    )
+
+
+def _answer(unknown: str, arguments: list[str]) -> str:
+    if BLOCK_MASK.get(unknown) in arguments:
+        return f": here it is {BLOCK_MASK[unknown]}="
+    word = THEIRS.get(unknown, Word(unknown))
+    meant = _meanings(unknown)
+    same = [x for x in meant if x in arguments]
+    if word.hint and (same or not meant):
+        return f": here it is {word.hint}" if same else f": {word.hint}"
+    # Names of other libraries for what `meant` names in `attention`
+    others = (x for x in arguments if x not in NARROWER)
+    same = same or [x for x in others if set(_meanings(x)) & set(meant)]
+    if same:
+        return f": here it is {_either(same)}"
+    if set(meant) & set(_arguments[ATTENTION]):
+        return f": {ATTENTION} has it" + ("" if meant == [unknown] else f", as {_either(meant)}")
+    for name, known in _arguments.items():
+        if unknown in known:
+            return f": {name} has it"
+    close = difflib.get_close_matches(unknown, arguments, n=1)
+    return f": did you mean {close[0]}=?" if close else ""
+
+
+def _meanings(name: str) -> list[str]:
+    """The arguments of `attention` that do what one of this name does."""
+    if name not in THEIRS:
+        return [name]
+    return [x for x in THEIRS[name].attention.split(" or ") if x]
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(CAVEATS.get(name, f"{name}=") for name in names)

@@ -1,0 +1,69 @@
+"""What wrong calls say, word for word: `messages.txt` has each call and below it the message.
+
+A message that changes on purpose, and the messages of new calls, are written by
+
+    PYTHONPATH=src:tests python tests/api/test_messages.py
+"""
+
+import textwrap
+import warnings
+from pathlib import Path
+
+import torch
+
+import tilewise
+import tilewise.distributed
+from tilewise import errors
+
+PAGE = Path(__file__).with_name("messages.txt")
+
+
+def names():
+    """What calls are made of: right tensors, (batch, seqlen, nheads, headdim) = (2, 8, 4, 16)."""
+    q, k, v = torch.zeros(3, 2, 8, 4, 16).unbind(0)
+    made = {name: getattr(tilewise, name) for name in dir(tilewise)}
+    made |= dict(torch=torch, q=q, k=k, v=v, rows=q.flatten(0, 1))
+    made |= dict(zeros=torch.zeros, ints=lambda *x: torch.tensor(x, dtype=torch.int32))
+    made |= dict(starts=torch.tensor([0, 5, 16], dtype=torch.int32))
+    made |= dict(
+        pages=torch.zeros(8, 4, 4, 16), table=torch.arange(8, dtype=torch.int32).view(2, 4)
+    )
+    return made | dict(layout=tilewise.distributed.zigzag(8, 1))
+
+
+def said_by(call, names):
+    """The error of a call, and its warnings."""
+    errors._said.clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            eval(call, dict(names))
+            said = []
+        except Exception as error:
+            said = [error]
+    return [f"{type(x).__name__}: {x}" for x in (*(w.message for w in warned), *said)]
+
+
+def page():
+    """The page again, with the messages of today."""
+    lines, made = [], names()
+    for line in PAGE.read_text("utf-8").splitlines():
+        if line.startswith(" "):
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            for said in said_by(line, made) or ["nothing"]:
+                for part in said.splitlines():
+                    indents = dict(initial_indent="    ", subsequent_indent="    ")
+                    lines += textwrap.wrap(part, 100, break_long_words=False, **indents)
+    return "\n".join(lines) + "\n"
+
+
+def test_wrong_calls_say_what_they_said(monkeypatch):
+    monkeypatch.setattr(errors, "_said", set())
+    command = "PYTHONPATH=src:tests python tests/api/test_messages.py writes it"
+    assert page() == PAGE.read_text("utf-8"), command
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
