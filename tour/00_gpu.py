@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 00. The GPU and its memory
 #
-# **The idea:** the time of an operation is bounded by two counts, the bytes it moves and the
-# floating-point operations it does, and the one that takes longer decides.
+# **The idea:** the time of an operation is bounded by two counts, the bytes it
+# moves and the floating-point operations it does, and the one that takes longer
+# decides.
 #
 # After this lesson you can
 #
@@ -10,8 +11,9 @@
 # - measure how fast your own card reads, launches and multiplies,
 # - tell from the two counts how fast an operation can be at best.
 #
-# You need Python and PyTorch. You need no GPU: without one, kernels run in an interpreter on small
-# inputs, and the figures are those recorded on one machine, which is named.
+# You need Python and PyTorch. You need no GPU: without one, kernels run in an
+# interpreter on small inputs, and the figures are those recorded on one machine,
+# which is named.
 
 # %%
 import torch
@@ -26,29 +28,32 @@ print("figures are from:", figures.machine)
 # %% [markdown]
 # ## Many small processors
 #
-# A GPU is a chip with many processors, called streaming multiprocessors or **SMs**. An SM has its
-# own arithmetic units, its own tensor cores for matrix products, and its own fast memory.
+# A GPU is a chip with many processors, called streaming multiprocessors or **SMs**.
+# An SM has its own arithmetic units, its own tensor cores for matrix products, and
+# its own fast memory.
 #
-# Work is divided into **programs** (CUDA: thread blocks). You write the code of one program; a
-# launch runs it many times, and `tl.program_id` gives each run its number. A program runs on one SM
-# from beginning to end. Inside, it is split into **warps** of 32 threads, which execute the same
-# instruction together. In Triton you write operations on blocks of numbers, and the compiler
-# distributes them over the threads.
+# Work is divided into **programs** (CUDA: thread blocks). You write the code of one
+# program; a launch runs it many times, and `tl.program_id` gives each run its
+# number. A program runs on one SM from beginning to end. Inside, it is split into
+# **warps** of 32 threads, which execute the same instruction together. In Triton
+# you write operations on blocks of numbers, and the compiler distributes them over
+# the threads.
 #
-# While one warp waits for memory, its SM runs another. A GPU hides the latency of memory behind
-# other work.
+# While one warp waits for memory, its SM runs another. A GPU hides the latency of
+# memory behind other work.
 #
 # ## Four places for a number
 #
 # | place | shared by | how you use it in Triton |
 # |---|---|---|
 # | registers | one thread | values in your kernel |
-# | shared memory | one program | the compiler puts tiles there, above all those of `tl.dot` |
+# | shared memory | one program | the compiler keeps tiles there, for `tl.dot` |
 # | L2 cache | the whole chip | by itself, for what was read a short while ago |
 # | HBM, the card's memory | the whole chip | `tl.load`, `tl.store`, every tensor |
 #
-# Each place is larger than the one above it, and slower. Tensors live in HBM: a kernel loads its
-# inputs from there and stores its results there. These are the sizes.
+# Each place is larger than the one above it, and slower. Tensors live in HBM: a
+# kernel loads its inputs from there and stores its results there. These are the
+# sizes.
 
 # %%
 pictures_00.card(figures)
@@ -56,8 +61,9 @@ pictures_00.card(figures)
 # %% [markdown]
 # ## A first kernel: reading with a stride
 #
-# This kernel copies every `stride`-th element of `x`. Each program takes `BLOCK` elements of the
-# result. Lesson 01 explains it line by line; here it probes the memory. Change it and see.
+# This kernel copies every `stride`-th element of `x`. Each program takes `BLOCK`
+# elements of the result. Lesson 01 explains it line by line; here it probes the
+# memory. Change it and see.
 
 
 # %%
@@ -72,7 +78,9 @@ def strided_copy(x, stride, out=None, block=1024):
     """x[::stride], by our kernel."""
     n = triton.cdiv(x.numel(), stride)
     out = torch.empty(n, dtype=x.dtype, device=x.device) if out is None else out
-    here(strided_copy_kernel)[(triton.cdiv(n, block),)](x, out, n, stride, BLOCK=block)
+    here(strided_copy_kernel)[(triton.cdiv(n, block),)](
+        x, out, n, stride, BLOCK=block
+    )
     return out
 
 
@@ -82,8 +90,9 @@ for stride in (1, 2, 7, 32):
 print("the copies are right")
 
 # %% [markdown]
-# Memory moves **sectors** of 32 bytes: ask for one float, and its seven neighbours come too. The
-# 32 threads of a warp ask at once, so what counts is how many different sectors they touch.
+# Memory moves **sectors** of 32 bytes: ask for one float, and its seven neighbours
+# come too. The 32 threads of a warp ask at once, so what counts is how many
+# different sectors they touch.
 
 
 # %%
@@ -93,36 +102,39 @@ def sectors_of_a_warp(stride, itemsize=4):
 
 
 for stride in (1, 2, 4, 8, 16, 32):
-    print(f"stride {stride:>2}: {sectors_of_a_warp(stride):>2} sectors for 128 useful bytes")
+    count = sectors_of_a_warp(stride)
+    print(f"stride {stride:>2}: {count:>2} sectors for 128 useful bytes")
 
 # %% [markdown]
-# Four sectors are the least for 128 bytes. From a stride of 8 on every thread needs a sector of
-# its own, and seven eighths of what is moved is not used. So the time should rise up to a stride
-# of 8 and then stay. An H200 rises once more, at 16. No count of sectors explains that; a likely
-# reason is that its L2 cache fetches sectors from memory in pairs, and Nsight Compute's counters
-# (lesson 05) would tell.
+# Four sectors are the least for 128 bytes. From a stride of 8 on every thread needs
+# a sector of its own, and seven eighths of what is moved is not used. So the time
+# should rise up to a stride of 8 and then stay. An H200 rises once more, at 16. No
+# count of sectors explains that; a likely reason is that its L2 cache fetches
+# sectors from memory in pairs, and Nsight Compute's counters (lesson 05) would
+# tell.
 #
-# The prediction below counts sectors read and written, and nothing else. The measured times are of
-# copies with equally many elements.
+# The prediction below counts sectors read and written, and nothing else. The
+# measured times are of copies with equally many elements.
 
 # %%
 pictures_00.strides(figures, strided_copy, sectors_of_a_warp)
 
 # %% [markdown]
-# The rule to keep: **neighbouring threads read neighbouring elements**. Such reads are called
-# coalesced. In Triton it means that the last axis of a block runs along the axis of the tensor
-# whose stride is 1.
+# The rule to keep: **neighbouring threads read neighbouring elements**. Such reads
+# are called coalesced. In Triton it means that the last axis of a block runs along
+# the axis of the tensor whose stride is 1.
 #
 # ## Exercise 1: count sectors
 #
-# How many sectors does a warp touch when it reads fp16 numbers with a stride of 3? And when it
-# reads neighbours, but starts at element 5? Extend `sectors_of_a_warp` by a first element: replace
-# the line below by your own. It calls an answer, so that this page runs as it is.
+# How many sectors does a warp touch when it reads fp16 numbers with a stride of 3?
+# And when it reads neighbours, but starts at element 5? Extend `sectors_of_a_warp`
+# by a first element: replace the line below by your own. It calls an answer, so
+# that this page runs as it is.
 
 
 # %%
 def sectors_from(first, stride, itemsize):
-    """Sectors that 32 threads touch when thread i reads element first + i * stride."""
+    """Sectors of a warp whose thread i reads element first + i * stride."""
     return solutions_00.sectors_from(first, stride, itemsize)
 
 
@@ -140,8 +152,9 @@ solutions_00.check_sectors(sectors_from)
 #
 # ## Three numbers of your card
 #
-# **Read bandwidth**: how many bytes a second come out of HBM. The kernel reads much more than the
-# L2 cache holds, and writes one number a program, so that the compiler cannot leave the reads out.
+# **Read bandwidth**: how many bytes a second come out of HBM. The kernel reads much
+# more than the L2 cache holds, and writes one number a program, so that the
+# compiler cannot leave the reads out.
 
 
 # %%
@@ -164,10 +177,11 @@ torch.testing.assert_close(sums.double().sum(), x.double().sum(), rtol=0, atol=1
 bandwidth = pictures_00.read_bandwidth(figures, read)
 
 # %% [markdown]
-# **Launch cost**: the time of a kernel that does nothing. The host prepares a launch, puts it into
-# a queue and goes on; the GPU takes launches from the queue. Many in a row show which of the two is
-# the slower. An operation that moves less than the bandwidth times this cost is limited by neither
-# memory nor arithmetic, but by its launch.
+# **Launch cost**: the time of a kernel that does nothing. The host prepares a
+# launch, puts it into a queue and goes on; the GPU takes launches from the queue.
+# Many in a row show which of the two is the slower. An operation that moves less
+# than the bandwidth times this cost is limited by neither memory nor arithmetic,
+# but by its launch.
 
 
 # %%
@@ -179,10 +193,11 @@ def nothing_kernel(x):
 pictures_00.launch_cost(figures, nothing_kernel, bandwidth)
 
 # %% [markdown]
-# **Matmul rate**: how many floating-point operations a second the tensor cores do. A product of two
-# square matrices of side $n$ takes $2 n^3$ operations: a multiplication and an addition for each
-# term. Only matrix products run on tensor cores. Everything else, exponentials among it, runs on
-# the ordinary units, which are many times slower.
+# **Matmul rate**: how many floating-point operations a second the tensor cores do.
+# A product of two square matrices of side $n$ takes $2 n^3$ operations: a
+# multiplication and an addition for each term. Only matrix products run on tensor
+# cores. Everything else, exponentials among it, runs on the ordinary units, which
+# are many times slower.
 
 # %%
 rates = pictures_00.matmul_rates(figures)
@@ -190,15 +205,17 @@ rates = pictures_00.matmul_rates(figures)
 # %% [markdown]
 # ## Arithmetic intensity and the roofline
 #
-# Count two things of an operation: the floating-point operations it does, and the bytes it must
-# move between HBM and the chip. Their quotient is its **arithmetic intensity**, in FLOP a byte.
+# Count two things of an operation: the floating-point operations it does, and the
+# bytes it must move between HBM and the chip. Their quotient is its **arithmetic
+# intensity**, in FLOP a byte.
 #
-# - A card that reads $B$ bytes a second feeds at most $B \cdot \text{intensity}$ operations.
+# - A card that reads $B$ bytes a second feeds at most $B \cdot \text{intensity}$
+#   operations.
 # - A card that does $P$ operations a second does no more than $P$.
 #
-# The smaller of the two is the roof. Left of the **ridge**, where both are equal, memory bounds the
-# operation; right of it, arithmetic does. An operation on the left gets faster by moving fewer
-# bytes, and by nothing else.
+# The smaller of the two is the roof. Left of the **ridge**, where both are equal,
+# memory bounds the operation; right of it, arithmetic does. An operation on the
+# left gets faster by moving fewer bytes, and by nothing else.
 
 
 # %%
@@ -208,7 +225,7 @@ def add_counts(n):
 
 
 def softmax_counts(rows, columns):
-    """Of a softmax in bf16: maximum, difference, exponential, sum, quotient; in and out once."""
+    """Of a softmax in bf16: maximum, difference, exponential, sum, quotient."""
     return 5 * rows * columns, 4 * rows * columns
 
 
@@ -218,10 +235,10 @@ def matmul_counts(n):
 
 
 def attention_counts(seqlen, headdim, heads, stores_scores):
-    """Of attention in bf16: two products; q, k, v and out are moved, and the scores if stored.
+    """Of attention in bf16: two products; moves q, k, v, out, and scores if stored.
 
-    Standard attention writes the scores, reads them for the softmax, and does so again with the
-    probabilities: four passes over a square of side `seqlen`.
+    Standard attention writes the scores, reads them for the softmax, and does so
+    again with the probabilities: four passes over a square of side `seqlen`.
     """
     flops = 4 * heads * seqlen**2 * headdim
     moved = 4 * heads * seqlen * headdim
@@ -240,24 +257,27 @@ for name, (flops, moved) in operations.items():
     print(f"{name:>20}: {flops / moved:8.2f} FLOP a byte")
 
 # %% [markdown]
-# Look at the two attentions. They do the same arithmetic. One keeps the scores on the chip, and
-# its intensity is many times higher. That is all of FlashAttention's idea, and the rest of this
-# tour is about how to do it.
+# Look at the two attentions. They do the same arithmetic. One keeps the scores on
+# the chip, and its intensity is many times higher. That is all of FlashAttention's
+# idea, and the rest of this tour is about how to do it.
 #
-# Now torch does these operations, and the picture shows how near to the roof each comes.
+# Now torch does these operations, and the picture shows how near to the roof each
+# comes.
 
 # %%
 pictures_00.roofline(figures, operations, bandwidth, rates)
 
 # %% [markdown]
-# A triangle may lie a little above the sloping part of the roof where a kernel also writes, or
-# where the L2 cache still holds something. What lies far below it has a reason, and to look for
-# that reason is to optimise the kernel. The roof tells you when to stop.
+# A triangle may lie a little above the sloping part of the roof where a kernel also
+# writes, or where the L2 cache still holds something. What lies far below it has a
+# reason, and to look for that reason is to optimise the kernel. The roof tells you
+# when to stop.
 #
 # ## Exercise 2: write with a stride
 #
-# Write a kernel that reads `x` in order and writes it with a stride, `out[i * stride] = x[i]`.
-# Which of the two do you expect to be slower on a GPU, and why?
+# Write a kernel that reads `x` in order and writes it with a stride,
+# `out[i * stride] = x[i]`. Which of the two do you expect to be slower on a GPU,
+# and why?
 
 
 # %%

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 01. Vector add
 #
-# **The idea:** a kernel is the code of one program, which computes the offsets of its own block
-# from its number and masks those past the end.
+# **The idea:** a kernel is the code of one program, which computes the offsets of
+# its own block from its number and masks those past the end.
 #
 # After this lesson you can
 #
@@ -25,13 +25,15 @@ figures = Figures("01_vector_add")
 #
 # `z = x + y` for two vectors of `n` elements. Each program adds `BLOCK` of them.
 #
-# - `tl.program_id(0)` is the number of this program. Programs differ in nothing else.
-# - `tl.arange(0, BLOCK)` is the block 0, 1, ..., BLOCK - 1. With the start of this program added,
-#   these are the **offsets** of its elements.
-# - `x + offs` is a block of addresses: `x` is the address of the first element. `tl.load` reads
-#   what lies there, `tl.store` writes.
-# - `BLOCK` is a `tl.constexpr`: known when the kernel is compiled, as shapes of blocks must be. It
-#   is a power of two. Another value is another kernel, compiled when it is first launched.
+# - `tl.program_id(0)` is the number of this program. Programs differ in nothing
+#   else.
+# - `tl.arange(0, BLOCK)` is the block 0, 1, ..., BLOCK - 1. With the start of this
+#   program added, these are the **offsets** of its elements.
+# - `x + offs` is a block of addresses: `x` is the address of the first element.
+#   `tl.load` reads what lies there, `tl.store` writes.
+# - `BLOCK` is a `tl.constexpr`: known when the kernel is compiled, as shapes of
+#   blocks must be. It is a power of two. Another value is another kernel, compiled
+#   when it is first launched.
 
 
 # %%
@@ -45,11 +47,12 @@ def add_kernel(x, y, z, n, BLOCK: tl.constexpr):
 
 
 # %% [markdown]
-# The host allocates the result, says how many programs there are, and launches. The square
-# brackets hold that number, the **grid**. A tensor is passed as an address, a number as it is.
+# The host allocates the result, says how many programs there are, and launches. The
+# square brackets hold that number, the **grid**. A tensor is passed as an address,
+# a number as it is.
 #
-# `here` comes from this tour: on a GPU it is the kernel itself, without one an interpreter that
-# runs program after program on CPU tensors.
+# `here` comes from this tour: on a GPU it is the kernel itself, without one an
+# interpreter that runs program after program on CPU tensors.
 
 
 # %%
@@ -68,13 +71,14 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 print("equal to torch, bit by bit")
 
 # %% [markdown]
-# Bit by bit, because one addition, rounded once, leaves no choice. Later kernels sum in another
-# order than torch does; they will need a bound on the error.
+# Bit by bit, because one addition, rounded once, leaves no choice. Later kernels
+# sum in another order than torch does; they will need a bound on the error.
 #
 # ## Programs, offsets and the mask
 #
-# Ten elements in blocks of four take three programs. The last one has two offsets too many. A
-# kernel may store whatever you want to know: this one stores its offsets and masks.
+# Ten elements in blocks of four take three programs. The last one has two offsets
+# too many. A kernel may store whatever you want to know: this one stores its
+# offsets and masks.
 
 
 # %%
@@ -89,7 +93,9 @@ def offsets_kernel(offsets, masks, n, BLOCK: tl.constexpr):
 
 def offsets_of(n, block):
     """Offsets and masks of each program, a row each."""
-    both = torch.empty(2, triton.cdiv(n, block), block, dtype=torch.int32, device=DEVICE)
+    both = torch.empty(
+        2, triton.cdiv(n, block), block, dtype=torch.int32, device=DEVICE
+    )
     offsets, masks = both.unbind()
     here(offsets_kernel)[(len(offsets),)](offsets, masks, n, BLOCK=block)
     return offsets.tolist(), masks.tolist()
@@ -102,9 +108,10 @@ pictures_01.programs(offsets, masks)
 # %% [markdown]
 # ## What a missing mask does
 #
-# Leave the mask out, and program 2 reads and writes two elements past the end. On a GPU that is
-# often no error: the memory behind a tensor belongs to the process, too. The kernel returns, its
-# result is right, and another tensor has changed. Such a bug shows up days later, elsewhere.
+# Leave the mask out, and program 2 reads and writes two elements past the end. On a
+# GPU that is often no error: the memory behind a tensor belongs to the process,
+# too. The kernel returns, its result is right, and another tensor has changed. Such
+# a bug shows up days later, elsewhere.
 #
 # The interpreter knows which memory belongs to the arguments, and raises an error.
 
@@ -116,7 +123,8 @@ def unmasked_kernel(x, y, z, BLOCK: tl.constexpr):
     tl.store(z + offs, tl.load(x + offs) + tl.load(y + offs))
 
 
-x, y, z = torch.zeros(10), torch.ones(10), torch.empty(10)  # on the CPU, on any machine
+# on the CPU, on any machine
+x, y, z = torch.zeros(10), torch.ones(10), torch.empty(10)
 try:
     interpret(unmasked_kernel)[(3,)](x, y, z, BLOCK=4)
     caught = ""
@@ -126,8 +134,8 @@ print(caught)
 assert "outside" in caught
 
 # %% [markdown]
-# Now let the memory be there, as on a GPU: `z` is the front of a longer tensor. There is no error,
-# and the two elements behind `z` are overwritten.
+# Now let the memory be there, as on a GPU: `z` is the front of a longer tensor.
+# There is no error, and the two elements behind `z` are overwritten.
 
 # %%
 memory = torch.full((12,), 7.0)
@@ -137,22 +145,25 @@ print("the two numbers behind z were 7, 7 and are", memory[10:].tolist())
 assert memory[10:].tolist() == [1.0, 1.0]
 
 # %% [markdown]
-# This is why every kernel of tilewise runs in this interpreter before it runs on a GPU.
+# This is why every kernel of tilewise runs in this interpreter before it runs on a
+# GPU.
 #
 # ## The time is the bytes
 #
-# The kernel does one addition for three numbers moved. Its intensity is so low (lesson 00) that
-# only bytes count: 12 an element for fp32, 6 for fp16. So its speed is given in bytes a second, and
-# compared with that of `torch.add`.
+# The kernel does one addition for three numbers moved. Its intensity is so low
+# (lesson 00) that only bytes count: 12 an element for fp32, 6 for fp16. So its
+# speed is given in bytes a second, and compared with that of `torch.add`.
 #
-# *From small to large.* The time of a small vector is that of a launch, whatever its size. With
-# size the bandwidth rises, until memory is the limit. The L2 cache is emptied before each
-# measurement; else vectors that fit into it would seem to come from memory.
+# *From small to large.* The time of a small vector is that of a launch, whatever
+# its size. With size the bandwidth rises, until memory is the limit. The L2 cache
+# is emptied before each measurement; else vectors that fit into it would seem to
+# come from memory.
 #
-# *Which block.* A block is spread over the threads of a program: 4 warps, 128 threads, unless
-# `num_warps` says otherwise. `BLOCK=128` gives each thread one number, and launches very many
-# programs. `BLOCK=16384` gives each thread 128 numbers in three vectors, which take so many
-# registers that fewer programs fit on an SM. Between the two the time hardly changes.
+# *Which block.* A block is spread over the threads of a program: 4 warps, 128
+# threads, unless `num_warps` says otherwise. `BLOCK=128` gives each thread one
+# number, and launches very many programs. `BLOCK=16384` gives each thread 128
+# numbers in three vectors, which take so many registers that fewer programs fit on
+# an SM. Between the two the time hardly changes.
 
 
 # %%
@@ -164,16 +175,16 @@ def bytes_moved(n, dtype):
 pictures_01.bandwidth(figures, add, bytes_moved)
 
 # %% [markdown]
-# Two things to read off it. Halving the bytes halves the time: in fp16 as many GB/s are reached,
-# with twice the elements. And no cleverness about additions makes a kernel faster here. The only
-# way to make vector addition cheaper is to do more with each number while it is on the chip. That
-# is called **fusion**.
+# Two things to read off it. Halving the bytes halves the time: in fp16 as many GB/s
+# are reached, with twice the elements. And no cleverness about additions makes a
+# kernel faster here. The only way to make vector addition cheaper is to do more
+# with each number while it is on the chip. That is called **fusion**.
 #
 # ## Exercise 1: a fused kernel
 #
-# Write a kernel for `z = a * x + y`, with a number `a`. In torch, `a * x + y` is two operations.
-# Count the bytes of both ways for fp32. Replace the last line of the kernel by your own: it calls
-# an answer, so that this page runs as it is.
+# Write a kernel for `z = a * x + y`, with a number `a`. In torch, `a * x + y` is
+# two operations. Count the bytes of both ways for fp32. Replace the last line of
+# the kernel by your own: it calls an answer, so that this page runs as it is.
 
 
 # %%
@@ -197,9 +208,10 @@ solutions_01.check_axpy(axpy_kernel)
 #
 # ## Exercise 2: a persistent kernel
 #
-# Launch a fixed number of programs, say 3, whatever `n` is. Each takes one block, then the block
-# `tl.num_programs(0)` further on, and so on: `for start in range(first, n, step)`. Such a kernel is
-# called **persistent**. Lesson 02 ends with one.
+# Launch a fixed number of programs, say 3, whatever `n` is. Each takes one block,
+# then the block `tl.num_programs(0)` further on, and so on:
+# `for start in range(first, n, step)`. Such a kernel is called **persistent**.
+# Lesson 02 ends with one.
 
 
 # %%

@@ -1,14 +1,16 @@
 # %% [markdown]
 # # 02. Matrix multiplication
 #
-# **The idea:** a program that computes a tile of the result uses every number it reads many times,
-# and tiles computed at the same time share what they read through the L2 cache.
+# **The idea:** a program that computes a tile of the result uses every number it
+# reads many times, and tiles computed at the same time share what they read through
+# the L2 cache.
 #
 # After this lesson you can
 #
 # - write a tiled matrix product and say what it reads,
 # - order its tiles so that they share the L2 cache,
-# - choose a tile by what it costs in registers and shared memory, or let Triton choose.
+# - choose a tile by what it costs in registers and shared memory, or let Triton
+#   choose.
 
 # %%
 from typing import NamedTuple
@@ -16,22 +18,33 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, expect, here, listing, matmul, pictures_02, solutions_02
+from lesson import (
+    DEVICE,
+    Figures,
+    expect,
+    here,
+    listing,
+    matmul,
+    pictures_02,
+    solutions_02,
+)
 
 figures = Figures("02_matmul")
 
 # %% [markdown]
 # ## One tile of C
 #
-# C = A B, with A of shape (M, K), B (K, N) and C (M, N). An element of C is a sum of K products. If
-# each program computed one element, it would read a row of A and a column of B for it: two numbers
-# moved for two operations. A program that computes a **tile** of C reads `BLOCK_M` rows and
-# `BLOCK_N` columns, and uses every number it reads many times.
+# C = A B, with A of shape (M, K), B (K, N) and C (M, N). An element of C is a sum
+# of K products. If each program computed one element, it would read a row of A and
+# a column of B for it: two numbers moved for two operations. A program that
+# computes a **tile** of C reads `BLOCK_M` rows and `BLOCK_N` columns, and uses
+# every number it reads many times.
 #
-# The tile's sum stays in registers, in fp32, while the program steps along K by `BLOCK_K`.
-# `tl.dot` multiplies two tiles on the tensor cores.
+# The tile's sum stays in registers, in fp32, while the program steps along K by
+# `BLOCK_K`. `tl.dot` multiplies two tiles on the tensor cores.
 #
-# Which tile a program computes is decided by a function of its own, `tile_of`. We come back to it.
+# Which tile a program computes is decided by a function of its own, `tile_of`. We
+# come back to it.
 
 
 # %%
@@ -48,7 +61,8 @@ def tile_of(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 @triton.jit
 def plain_matmul_kernel(
     a, b, c, M, N, K, stride_a, stride_b, stride_c,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     m_block, n_block = tile_of(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
@@ -56,7 +70,8 @@ def plain_matmul_kernel(
     offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     rows, columns = offs_m[:, None] < M, offs_n[None, :] < N
-    a_at = a + offs_m[:, None] * stride_a + offs_k[None, :]  # (BLOCK_M, BLOCK_K) addresses
+    # (BLOCK_M, BLOCK_K) addresses
+    a_at = a + offs_m[:, None] * stride_a + offs_k[None, :]
     b_at = b + offs_k[:, None] * stride_b + offs_n[None, :]  # (BLOCK_K, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -72,7 +87,7 @@ def plain_matmul_kernel(
 
 # %%
 class Blocks(NamedTuple):
-    """A tile's shape, its warps, and its stages: how many tiles of A and B are in shared memory."""
+    """A tile's shape, its warps, its stages: tiles kept in shared memory."""
 
     m: int
     n: int
@@ -98,7 +113,7 @@ def plain_matmul(a, b, blocks=SMALL, group=8):
 
 
 def check(name, multiply, a, b):
-    """Compares a product with fp64: off by at most twice torch's own error and one rounding."""
+    """Compares with fp64: off by at most twice torch's own error and a rounding."""
     exact, torchs = a.double() @ b.double(), a @ b
     rounding = torch.finfo(a.dtype).eps * exact.abs().max().item()
     allowed = 2 * (torchs.double() - exact).abs().max().item() + rounding
@@ -112,14 +127,16 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     check(f"plain matmul, {dtype}", plain_matmul, a, b)
 
 # %% [markdown]
-# A sum of many products depends on its order, so the result does not equal torch's bit by bit. It
-# is compared with fp64, and may be off by twice what torch's own product is off, and one rounding.
+# A sum of many products depends on its order, so the result does not equal torch's
+# bit by bit. It is compared with fp64, and may be off by twice what torch's own
+# product is off, and one rounding.
 #
 # ## How much a tile reads
 #
-# A tile of C costs `(BLOCK_M + BLOCK_N) * K` numbers read, and `2 * BLOCK_M * BLOCK_N * K`
-# operations. All tiles together read each matrix many times: A once for each column of tiles,
-# B once for each row. Large tiles read less.
+# A tile of C costs `(BLOCK_M + BLOCK_N) * K` numbers read, and
+# `2 * BLOCK_M * BLOCK_N * K` operations. All tiles together read each matrix many
+# times: A once for each column of tiles, B once for each row. Large tiles read
+# less.
 
 
 # %%
@@ -130,23 +147,26 @@ def gigabytes_read(n, block_m, block_n, itemsize=2):
 
 
 for shape in ((16, 16), (64, 64), (128, 128), (128, 256)):
-    print(f"tiles of {shape[0]:>3} x {shape[1]:>3}: {gigabytes_read(8192, *shape):6.1f} GB")
+    size = gigabytes_read(8192, *shape)
+    print(f"tiles of {shape[0]:>3} x {shape[1]:>3}: {size:6.1f} GB")
 print(f"the matrices themselves: {3 * 8192**2 * 2e-9:.1f} GB")
 
 # %% [markdown]
-# Even good tiles ask for many times the size of the matrices. Most of it has to come from the L2
-# cache, and whether it does depends on which tiles are computed at the same time.
+# Even good tiles ask for many times the size of the matrices. Most of it has to
+# come from the L2 cache, and whether it does depends on which tiles are computed at
+# the same time.
 #
 # ## The order of the tiles
 #
-# An SM starts the next program when one ends. So the programs in flight are neighbours by number: 0
-# to 131 first, on a card with 132 SMs. In row-major order these are a few long rows of tiles. They
-# need few rows of A, but every column of B.
+# An SM starts the next program when one ends. So the programs in flight are
+# neighbours by number: 0 to 131 first, on a card with 132 SMs. In row-major order
+# these are a few long rows of tiles. They need few rows of A, but every column of
+# B.
 #
-# **Grouped ordering** numbers the tiles in groups of `GROUP_M` rows: down the group's first column,
-# down its second, and so on. The tiles in flight then form a rectangle, and a rectangle needs
-# fewer rows and columns for as many tiles. Nothing but `tile_of` changes. With `GROUP_M = 1` the
-# order is row by row.
+# **Grouped ordering** numbers the tiles in groups of `GROUP_M` rows: down the
+# group's first column, down its second, and so on. The tiles in flight then form a
+# rectangle, and a rectangle needs fewer rows and columns for as many tiles. Nothing
+# but `tile_of` changes. With `GROUP_M = 1` the order is row by row.
 #
 # The kernel's own function draws the picture.
 
@@ -166,27 +186,33 @@ def order_kernel(
 
 def order(tiles_m, tiles_n, group, function=tile_of):
     """(row, column) of every tile, in the order in which they are computed."""
-    rows, columns = torch.empty(2, tiles_m * tiles_n, dtype=torch.int32, device=DEVICE).unbind()
-    block = triton.next_power_of_2(tiles_m * tiles_n)
+    count = tiles_m * tiles_n
+    rows, columns = torch.empty(2, count, dtype=torch.int32, device=DEVICE).unbind()
+    block = triton.next_power_of_2(count)
     numbers = dict(GROUP_M=group, BLOCK=block)
-    here(order_kernel)[(1,)](rows, columns, tiles_m, tiles_n, TILE_OF=function, **numbers)
+    here(order_kernel)[(1,)](
+        rows, columns, tiles_m, tiles_n, TILE_OF=function, **numbers
+    )
     return list(zip(rows.tolist(), columns.tolist()))
 
 
 assert order(3, 4, 1) == [(m, n) for m in range(3) for n in range(4)]
 for group in (1, 3, 8):
-    assert sorted(order(20, 16, group)) == [(m, n) for m in range(20) for n in range(16)]
+    every = [(m, n) for m in range(20) for n in range(16)]
+    assert sorted(order(20, 16, group)) == every
 pictures_02.orders(order)
 
 # %% [markdown]
-# A group of height g has about 132 / g columns in flight: g + 132 / g strips, which is least where
-# both are equal, near 11. The curve is flat there, so a round 8 will do.
+# A group of height g has about 132 / g columns in flight: g + 132 / g strips, which
+# is least where both are equal, near 11. The curve is flat there, so a round 8 will
+# do.
 #
 # ## Exercise 1: waves
 #
-# Tiles are computed in **waves** of one an SM, and the last wave is rarely full. What share of SM
-# time is used, if every tile takes equally long? What does a square product of side 4096 reach with
-# tiles of 128 x 256 on 132 SMs? And one of side 1024? Replace the last line by your own.
+# Tiles are computed in **waves** of one an SM, and the last wave is rarely full.
+# What share of SM time is used, if every tile takes equally long? What does a
+# square product of side 4096 reach with tiles of 128 x 256 on 132 SMs? And one of
+# side 1024? Replace the last line by your own.
 
 
 # %%
@@ -209,9 +235,10 @@ solutions_02.check_efficiency(efficiency)
 #
 # ## What a tile costs
 #
-# Why not tiles of 512? The sum lives in registers: a tile of 128 x 256 in fp32 takes half of those
-# of an SM. And while the tensor cores work on one step of K, the tiles of the next steps are
-# loaded, each into a **stage** of shared memory: `num_stages` says how many. Both run out.
+# Why not tiles of 512? The sum lives in registers: a tile of 128 x 256 in fp32
+# takes half of those of an SM. And while the tensor cores work on one step of K,
+# the tiles of the next steps are loaded, each into a **stage** of shared memory:
+# `num_stages` says how many. Both run out.
 #
 # The compiler says how much of each a kernel takes. It needs no GPU for that.
 
@@ -226,16 +253,18 @@ TRIED = (
 costs = pictures_02.costs(plain_matmul_kernel, TRIED)
 
 # %% [markdown]
-# A thread has at most 255 registers. What does not fit is **spilled** to memory, in the middle of
-# the loop. An SM of this GPU has 227 KiB of shared memory for a program, and 65,536 registers: with
-# 8 warps of 32 threads, 255 registers each, there is room for one program and no other.
+# A thread has at most 255 registers. What does not fit is **spilled** to memory, in
+# the middle of the loop. An SM of this GPU has 227 KiB of shared memory for a
+# program, and 65,536 registers: with 8 warps of 32 threads, 255 registers each,
+# there is room for one program and no other.
 #
 # ## Let Triton choose
 #
-# Which tile is the fastest depends on the sizes and the card. `@triton.autotune` tries a list of
-# configurations for every new value of `key`, and keeps the best. Two things to know. The first
-# call is slow. And another run may choose otherwise, so that results differ in their last bits from
-# one day to the next: this is why tilewise ships tables instead, and tunes only when asked.
+# Which tile is the fastest depends on the sizes and the card. `@triton.autotune`
+# tries a list of configurations for every new value of `key`, and keeps the best.
+# Two things to know. The first call is slow. And another run may choose otherwise,
+# so that results differ in their last bits from one day to the next: this is why
+# tilewise ships tables instead, and tunes only when asked.
 
 # %%
 tuned_kernel = triton.autotune(
@@ -270,13 +299,14 @@ check("autotuned matmul", tuned_matmul, a, b)
 # %% [markdown]
 # ## Against cuBLAS
 #
-# What keeps the plain kernel from the tensor cores' full speed? Its threads compute addresses and
-# masks. Its first steps along K wait for memory, and its last ones have nothing left to load: at
-# both ends of each tile the tensor cores stand still. The final kernel changes both. A **tensor
-# descriptor** gives the TMA (tensor memory accelerator) the shape of a matrix, and one thread asks
-# for a whole tile by its corner. And a **persistent** kernel launches one program for each SM,
-# which computes tile after tile, and loads the next one while the last one is still written. Its
-# order of tiles is the one that you have drawn.
+# What keeps the plain kernel from the tensor cores' full speed? Its threads compute
+# addresses and masks. Its first steps along K wait for memory, and its last ones
+# have nothing left to load: at both ends of each tile the tensor cores stand still.
+# The final kernel changes both. A **tensor descriptor** gives the TMA (tensor
+# memory accelerator) the shape of a matrix, and one thread asks for a whole tile by
+# its corner. And a **persistent** kernel launches one program for each SM, which
+# computes tile after tile, and loads the next one while the last one is still
+# written. Its order of tiles is the one that you have drawn.
 
 # %%
 listing(matmul.matmul_kernel)
@@ -286,34 +316,37 @@ check("final matmul", matmul.final_matmul, a, b)
 pictures_02.speeds(figures, plain_matmul, tuned_matmul, tuned_kernel, TRIED)
 
 # %% [markdown]
-# cuBLAS is what `torch.matmul` calls. Small tiles ask for more bytes for the same product, and from
-# 2048 on stay slow. Between the two orders of large tiles there is next to nothing on an H200: its
-# programs step along K side by side, so that the cache need not hold whole strips, only the parts
-# in use. A smaller cache, or programs that drift apart, need the grouped order. (Where they differ
-# at 8192, ask first whether one of them always ran behind the slow kernel: lesson 05 says why.) At
-# 1024 there are 32 tiles of 128 x 256 for 132 SMs, and no order helps.
+# cuBLAS is what `torch.matmul` calls. Small tiles ask for more bytes for the same
+# product, and from 2048 on stay slow. Between the two orders of large tiles there
+# is next to nothing on an H200: its programs step along K side by side, so that the
+# cache need not hold whole strips, only the parts in use. A smaller cache, or
+# programs that drift apart, need the grouped order. (Where they differ at 8192, ask
+# first whether one of them always ran behind the slow kernel: lesson 05 says why.)
+# At 1024 there are 32 tiles of 128 x 256 for 132 SMs, and no order helps.
 #
 # ## Number formats
 #
-# The tensor cores multiply narrow numbers faster. **tf32** is fp32 cut to 10 bits of fraction,
-# **fp16** has these 10 bits and a small range, **bf16** has fp32's range and 7 bits, **fp8** (e4m3)
-# has 3. In **fp32** proper there are no tensor cores at all. All but fp8 are summed in fp32, so
-# what they lose, they lose when the inputs are rounded: the table has the root of the mean square
-# error, over that of the result. Hopper sums products of fp8 with fewer bits, which costs more with
+# The tensor cores multiply narrow numbers faster. **tf32** is fp32 cut to 10 bits
+# of fraction, **fp16** has these 10 bits and a small range, **bf16** has fp32's
+# range and 7 bits, **fp8** (e4m3) has 3. In **fp32** proper there are no tensor
+# cores at all. All but fp8 are summed in fp32, so what they lose, they lose when
+# the inputs are rounded: the table has the root of the mean square error, over that
+# of the result. Hopper sums products of fp8 with fewer bits, which costs more with
 # longer sums, and is not in the table.
 
 # %%
 pictures_02.formats(figures)
 
 # %% [markdown]
-# Attention is trained in bf16: half the bytes of fp32, the tensor cores' speed, and a range that
-# needs no care. Its sums, and the softmax between its two products, stay in fp32.
+# Attention is trained in bf16: half the bytes of fp32, the tensor cores' speed, and
+# a range that needs no care. Its sums, and the softmax between its two products,
+# stay in fp32.
 #
 # ## Exercise 2: fuse the end
 #
-# A linear layer with an activation is `relu(A B + bias)`. In torch these are three operations, and
-# C goes to memory and back twice. Do both at the end of a matmul, where the tile is still in
-# registers; `bias` has shape (N,).
+# A linear layer with an activation is `relu(A B + bias)`. In torch these are three
+# operations, and C goes to memory and back twice. Do both at the end of a matmul,
+# where the tile is still in registers; `bias` has shape (N,).
 
 
 # %%
@@ -324,7 +357,8 @@ def linear_relu_kernel(
 ):  # fmt: skip
     """C = relu(A B + bias): one tile a program."""
     solutions_02.linear_relu_kernel(
-        a, b, bias, c, M, N, K, stride_a, stride_b, stride_c, BLOCK_M, BLOCK_N, BLOCK_K
+        *(a, b, bias, c, M, N, K, stride_a, stride_b, stride_c),
+        *(BLOCK_M, BLOCK_N, BLOCK_K),
     )
 
 

@@ -1,22 +1,34 @@
 # %% [markdown]
 # # 04. FlashAttention, forward
 #
-# **The idea:** a block of queries stays on the chip while the keys pass by in blocks, and the
-# output is rescaled together with the online softmax, so that no score is ever written to memory.
+# **The idea:** a block of queries stays on the chip while the keys pass by in
+# blocks, and the output is rescaled together with the online softmax, so that no
+# score is ever written to memory.
 #
 # After this lesson you can
 #
-# - write FlashAttention's forward as a kernel, full and causal, and choose its tile,
+# - write FlashAttention's forward as a kernel, full and causal, and choose its
+#   tile,
 # - say where the time and the memory of standard attention go,
-# - say what FlashAttention-2 changed in FlashAttention-1, and count what each change saves.
+# - say what FlashAttention-2 changed in FlashAttention-1, and count what each
+#   change saves.
 #
 # You need the tiled matmul of lesson 02 and the online softmax of lesson 03.
 
 # %%
 import torch
+import torch.nn.functional as functional
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, assert_within, here, listing, pictures_04, solutions_04
+from lesson import (
+    DEVICE,
+    Figures,
+    assert_within,
+    here,
+    listing,
+    pictures_04,
+    solutions_04,
+)
 
 figures = Figures("04_flash_attention")
 LOG2E = 1.4426950408889634
@@ -25,14 +37,15 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## Standard attention
 #
-# Attention compares every query with every key, makes weights of the scores, and averages the
-# values with them: S = Q Kᵀ / √d, P = softmax(S), O = P V. A language model also hides the keys of
-# the future (the causal mask). In torch each step is a kernel of its own.
+# Attention compares every query with every key, makes weights of the scores, and
+# averages the values with them: S = Q Kᵀ / √d, P = softmax(S), O = P V. A language
+# model also hides the keys of the future (the causal mask). In torch each step is a
+# kernel of its own.
 
 
 # %%
 def standard_attention(q, k, v, causal):
-    """Attention with its matrices in memory. All tensors are (batch, nheads, seqlen, headdim)."""
+    """Attention with its matrices in memory; (batch, nheads, seqlen, headdim)."""
     s = q * q.shape[-1] ** -0.5 @ k.mT  # (batch, nheads, seqlen, seqlen)
     if causal:
         future = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
@@ -41,31 +54,34 @@ def standard_attention(q, k, v, causal):
 
 
 # %% [markdown]
-# Every kernel reads the seqlen x seqlen matrix that the one before it wrote, and writes its own.
-# Fusing all of them meets an obstacle: softmax divides by a sum over the whole row, so it seems
-# that a row of S must be complete before P V can begin. Lesson 03 removed it: with m, the largest
-# score so far, and l, the sum of exp(s - m), what was summed before is multiplied by
-# alpha = exp(m_old - m_new) whenever the maximum grows. The output is a sum as well, so the same
-# factor corrects it.
+# Every kernel reads the seqlen x seqlen matrix that the one before it wrote, and
+# writes its own. Fusing all of them meets an obstacle: softmax divides by a sum
+# over the whole row, so it seems that a row of S must be complete before P V can
+# begin. Lesson 03 removed it: with m, the largest score so far, and l, the sum of
+# exp(s - m), what was summed before is multiplied by alpha = exp(m_old - m_new)
+# whenever the maximum grows. The output is a sum as well, so the same factor
+# corrects it.
 #
 # ## The kernel
 #
-# Each program has one block of queries of one head. It loads Q once, and for every block of keys
-# computes S = Q Kᵀ, the new m and l, P, and O = alpha O + P V. O, m and l stay in registers from
-# the first key to the last; one division by l ends it. Scores are kept in base 2 (2^x is an
-# instruction, e^x is not), so the scale has a factor log2(e).
+# Each program has one block of queries of one head. It loads Q once, and for every
+# block of keys computes S = Q Kᵀ, the new m and l, P, and O = alpha O + P V. O, m
+# and l stay in registers from the first key to the last; one division by l ends it.
+# Scores are kept in base 2 (2^x is an instruction, e^x is not), so the scale has a
+# factor log2(e).
 #
-# Causally, blocks above the diagonal are skipped, and blocks below it need no mask. Only those on
-# the diagonal, or over the end of the sequence, compare indices. So the keys of a block of queries
-# come in two runs, partial blocks and then full ones, and the compiler makes two loops of them, of
-# which the long one has no mask.
+# Causally, blocks above the diagonal are skipped, and blocks below it need no mask.
+# Only those on the diagonal, or over the end of the sequence, compare indices. So
+# the keys of a block of queries come in two runs, partial blocks and then full
+# ones, and the compiler makes two loops of them, of which the long one has no mask.
 
 
 # %%
 @triton.jit
 def attend_block(
     state, rows, k, v, n_start, seqlen, scale_log2,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the state of a block of queries."""
     acc, m_i, l_i = state
@@ -94,7 +110,8 @@ def attend_block(
 @triton.jit
 def fa2_kernel(
     q, k, v, out, lse, seqlen, scale_log2,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     m_start, head = tl.program_id(0) * BLOCK_M, tl.program_id(1).to(tl.int64)
     q_idx = m_start + tl.arange(0, BLOCK_M)
@@ -110,11 +127,11 @@ def fa2_kernel(
     full = (m_start if CAUSAL else seqlen) // BLOCK_N * BLOCK_N
     stop = tl.minimum(m_start + BLOCK_M, seqlen) if CAUSAL else seqlen
     for n_start in range(full, stop, BLOCK_N):
-        state = attend_block(state, (q_tile, q_idx), k, v, n_start, seqlen, scale_log2,
-                             D, BLOCK_N, True, CAUSAL)  # fmt: skip
+        state = attend_block(state, (q_tile, q_idx), k, v, n_start, seqlen,
+                             scale_log2, D, BLOCK_N, True, CAUSAL)  # fmt: skip
     for n_start in range(0, full, BLOCK_N):
-        state = attend_block(state, (q_tile, q_idx), k, v, n_start, seqlen, scale_log2,
-                             D, BLOCK_N, False, CAUSAL)  # fmt: skip
+        state = attend_block(state, (q_tile, q_idx), k, v, n_start, seqlen,
+                             scale_log2, D, BLOCK_N, False, CAUSAL)  # fmt: skip
 
     acc, m_i, l_i = state
     acc = acc / l_i[:, None]
@@ -125,9 +142,10 @@ def fa2_kernel(
 
 
 def fa2(q, k, v, causal, tile=(64, 64), warps=None, return_lse=False):
-    """FlashAttention-2's forward, of contiguous tensors; one program a block of queries."""
+    """FlashAttention-2's forward: a program per block of queries; contiguous."""
     batch, nheads, seqlen, headdim = q.shape
-    out, lse = torch.empty_like(q), q.new_empty((batch, nheads, seqlen), dtype=torch.float32)
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float32)
     here(fa2_kernel)[(triton.cdiv(seqlen, tile[0]), batch * nheads)](
         *(q, k, v, out, lse, seqlen, headdim**-0.5 * LOG2E),
         *(headdim, *tile, causal),
@@ -138,10 +156,11 @@ def fa2(q, k, v, causal, tile=(64, 64), warps=None, return_lse=False):
 
 
 # %% [markdown]
-# Is it right? Three numbers say so: the distance of our result from the same attention in fp64,
-# that of plain torch in the precision of the inputs, and a budget made of the second. bf16 keeps
-# 8 bits, so both are off by about 1/256 of a result, and a kernel may be off as plain torch is, but
-# not much more. A comparison with torch's bf16 result alone would say less: that is rounded, too.
+# Is it right? Three numbers say so: the distance of our result from the same
+# attention in fp64, that of plain torch in the precision of the inputs, and a
+# budget made of the second. bf16 keeps 8 bits, so both are off by about 1/256 of a
+# result, and a kernel may be off as plain torch is, but not much more. A comparison
+# with torch's bf16 result alone would say less: that is rounded, too.
 
 
 # %%
@@ -152,32 +171,35 @@ def make_qkv(batch, nheads, seqlen, headdim):
 
 
 def check(name, attend, q, k, v):
-    """Compares `attend(q, k, v, causal)` with fp64, beside torch, full and causal."""
+    """Compares `attend(q, k, v, causal)` and torch with fp64, full and causal."""
     for causal in (False, True):
         exact = standard_attention(q.double(), k.double(), v.double(), causal)
         plain = standard_attention(q, k, v, causal)
-        sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        sdpa = functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
         out = attend(q, k, v, causal)
         assert_within(out, exact, plain, name)
-        errors = [f"{(x.double() - exact).abs().max().item():.4f}" for x in (out, plain, sdpa)]
+        errors = [(x.double() - exact).abs().max() for x in (out, plain, sdpa)]
+        own, torchs, sdpas = (f"{x.item():.4f}" for x in errors)
         kind = "causal" if causal else "full"
-        print(f"{name}, {kind}: off by {errors[0]}; plain torch {errors[1]}, SDPA {errors[2]}")
+        print(f"{name}, {kind}: off by {own}; plain torch {torchs}, SDPA {sdpas}")
 
 
 qkv = make_qkv(1, 2, 200, 64)  # 200 is no multiple of 64: the last block is ragged
 check("FlashAttention-2", fa2, *qkv)
 
 # %% [markdown]
-# Why is there no guard against exp(-inf - -inf), which is NaN? Because every row has an unmasked
-# key in the first block that it meets: of the diagonal's blocks the first begins at or before the
-# block's first query. Try the other order, full blocks first, and with a window as well: then a row
-# can meet a block in which every key is masked, and `tilewise/tile/softmax.py` has a line for it.
+# Why is there no guard against exp(-inf - -inf), which is NaN? Because every row
+# has an unmasked key in the first block that it meets: of the diagonal's blocks the
+# first begins at or before the block's first query. Try the other order, full
+# blocks first, and with a window as well: then a row can meet a block in which
+# every key is masked, and `tilewise/tile/softmax.py` has a line for it.
 #
 # ## Exercise 1: merge two halves of the keys
 #
-# When one query meets a very long sequence there are too few programs. So cut the keys in two,
-# compute attention over each half with its lse, and merge. (Split-KV decoding, lesson 08, does
-# this.) exp(lse) is the sum by which an output was divided. Replace the last line by your own.
+# When one query meets a very long sequence there are too few programs. So cut the
+# keys in two, compute attention over each half with its lse, and merge. (Split-KV
+# decoding, lesson 08, does this.) exp(lse) is the sum by which an output was
+# divided. Replace the last line by your own.
 
 
 # %%
@@ -200,12 +222,13 @@ solutions_04.check_merge(merge)
 #
 # ## Which tile?
 #
-# A larger BLOCK_M reads K and V fewer times; a larger BLOCK_N has fewer steps. S, P and O take
-# registers, and stages of K and V take shared memory. The recorded table has the tile, what the
-# compiler made of it, how many programs fit on an SM, and the speed; with a GPU you see the speed
-# of the kernel above. More registers than 255 a thread are spilled. The fastest two tiles of an
-# H200 are opposites: two small programs an SM, of which one computes while the other waits, or one
-# large one. So tiles are measured, not guessed.
+# A larger BLOCK_M reads K and V fewer times; a larger BLOCK_N has fewer steps. S, P
+# and O take registers, and stages of K and V take shared memory. The recorded table
+# has the tile, what the compiler made of it, how many programs fit on an SM, and
+# the speed; with a GPU you see the speed of the kernel above. More registers than
+# 255 a thread are spilled. The fastest two tiles of an H200 are opposites: two
+# small programs an SM, of which one computes while the other waits, or one large
+# one. So tiles are measured, not guessed.
 
 # %%
 pictures_04.tiles(figures, fa2)
@@ -213,9 +236,9 @@ pictures_04.tiles(figures, fa2)
 # %% [markdown]
 # ## The memory test
 #
-# Standard attention keeps S and P: memory grows with the square of the length. The kernel keeps O
-# and one lse a row. A line ends where the next length did not fit into memory, or was not tried.
-# "flash" is torch's SDPA.
+# Standard attention keeps S and P: memory grows with the square of the length. The
+# kernel keeps O and one lse a row. A line ends where the next length did not fit
+# into memory, or was not tried. "flash" is torch's SDPA.
 
 # %%
 pictures_04.memory(figures, standard_attention, fa2)
@@ -223,32 +246,35 @@ pictures_04.memory(figures, standard_attention, fa2)
 # %% [markdown]
 # ## Where the time of standard attention goes
 #
-# Bytes, too, explain the time. Kernels hand matrices over through HBM. The table counts for bf16
-# what is computed and what is moved, in training with dropout. The two last columns divide by what
-# an H200 can do at best, by its data sheet: 989 TFLOP/s in dense bf16 matmuls, and 4.8 TB/s from
-# HBM. The shape is GPT-2 medium's, with a batch of 64.
+# Bytes, too, explain the time. Kernels hand matrices over through HBM. The table
+# counts for bf16 what is computed and what is moved, in training with dropout. The
+# two last columns divide by what an H200 can do at best, by its data sheet: 989
+# TFLOP/s in dense bf16 matmuls, and 4.8 TB/s from HBM. The shape is GPT-2 medium's,
+# with a batch of 64.
 
 # %%
 pictures_04.steps(figures)
 
 # %% [markdown]
-# Every step takes longer in memory than in arithmetic, the matmuls too, as a headdim of 64 gives
-# them little to do for each score that they write. The three steps between them do next to
-# nothing, and move most of the bytes. **Standard attention is bound by memory**: a GPU with twice
-# the arithmetic would not be faster. One kernel does all five and keeps S and P on the chip.
+# Every step takes longer in memory than in arithmetic, the matmuls too, as a
+# headdim of 64 gives them little to do for each score that they write. The three
+# steps between them do next to nothing, and move most of the bytes. **Standard
+# attention is bound by memory**: a GPU with twice the arithmetic would not be
+# faster. One kernel does all five and keeps S and P on the chip.
 #
 # ## From FlashAttention-1 to 2
 #
-# FlashAttention-1 (Dao et al. 2022, algorithm 1) has K and V in the outer loop: it loads K_j and
-# V_j once, then passes over all Q_i. O_i, l_i and m_i are in HBM until the next j, normalised, so
-# that O is at any time the attention over the keys so far:
+# FlashAttention-1 (Dao et al. 2022, algorithm 1) has K and V in the outer loop: it
+# loads K_j and V_j once, then passes over all Q_i. O_i, l_i and m_i are in HBM
+# until the next j, normalised, so that O is at any time the attention over the keys
+# so far:
 #
-#     m_new = max(m, rowmax S)        P = exp(S - m_new)        l_new = exp(m - m_new) l + rowsum P
-#     O_new = (exp(m - m_new) l O + P V) / l_new
+#     m_new = max(m, rowmax S)        P = exp(S - m_new)        l_new = exp(m -
+#     m_new) l + rowsum P O_new = (exp(m - m_new) l O + P V) / l_new
 #
-# Its blocks are as large as the on-chip memory allows. If that holds M numbers, K_j, V_j, Q_i and
-# O_i get M / 4 each: B_c = ⌈M / 4d⌉ keys and B_r = min(B_c, d) queries. `fa1_kernel` in
-# `lesson/flash_attention_1.py` is this algorithm.
+# Its blocks are as large as the on-chip memory allows. If that holds M numbers,
+# K_j, V_j, Q_i and O_i get M / 4 each: B_c = ⌈M / 4d⌉ keys and B_r = min(B_c, d)
+# queries. `fa1_kernel` in `lesson/flash_attention_1.py` is this algorithm.
 
 # %%
 pictures_04.block_rule()
@@ -258,49 +284,54 @@ check("FlashAttention-1's steps", pictures_04.fa1_steps, *qkv)
 # %% [markdown]
 # FlashAttention-2 (Dao 2023) makes three changes.
 #
-# *First, the loops are exchanged.* With K and V outside, O_i comes from HBM and goes back in every
-# pass, and one program must compute a whole head, or programs would add to the same O_i at once.
-# With Q outside, each block of queries is a program of its own. A sequence of 16Ki with 16 heads is
-# 16 programs for FA1, and 2048 for FA2. An H200 has 132 SMs.
+# *First, the loops are exchanged.* With K and V outside, O_i comes from HBM and
+# goes back in every pass, and one program must compute a whole head, or programs
+# would add to the same O_i at once. With Q outside, each block of queries is a
+# program of its own. A sequence of 16Ki with 16 heads is 16 programs for FA1, and
+# 2048 for FA2. An H200 has 132 SMs.
 #
-# *Second, one division at the end.* O stays unnormalised and is divided once, after the last key.
-# Each step then multiplies O by alpha, and that is all. Tensor cores are more than ten times as
-# fast as the other units: an H200's data sheet has 989 TFLOP/s for bf16 matmuls and 67 for fp32. So
-# one operation outside costs as much time as some fifteen inside.
+# *Second, one division at the end.* O stays unnormalised and is divided once, after
+# the last key. Each step then multiplies O by alpha, and that is all. Tensor cores
+# are more than ten times as fast as the other units: an H200's data sheet has 989
+# TFLOP/s for bf16 matmuls and 67 for fp32. So one operation outside costs as much
+# time as some fifteen inside.
 #
-# *Third, causal blocks are sorted* into skipped, partial and full ones. FA1's algorithm knows no
-# mask, and visits all.
+# *Third, causal blocks are sorted* into skipped, partial and full ones. FA1's
+# algorithm knows no mask, and visits all.
 
 # %%
 pictures_04.orders()
 
 # %% [markdown]
-# What does the division cost? By formula: for one row and one block of keys, both kernels spend on
-# each score a scale, a maximum, a subtraction, an exponential and a sum. On each of the d numbers
-# of O, FA1 spends three operations, (O · a + PV) · b, and FA2 one.
+# What does the division cost? By formula: for one row and one block of keys, both
+# kernels spend on each score a scale, a maximum, a subtraction, an exponential and
+# a sum. On each of the d numbers of O, FA1 spends three operations, (O · a + PV) ·
+# b, and FA2 one.
 #
-# And by what a compiler makes of it. `build` compiles a kernel for a GPU that need not be there;
-# PTX is the assembly that is handed to NVIDIA's assembler. Counted are the fp32 instructions of the
-# loop over full blocks, a score of the tile, for FA1, FA1's arithmetic in FA2's loops, and FA2.
+# And by what a compiler makes of it. `build` compiles a kernel for a GPU that need
+# not be there; PTX is the assembly that is handed to NVIDIA's assembler. Counted
+# are the fp32 instructions of the loop over full blocks, a score of the tile, for
+# FA1, FA1's arithmetic in FA2's loops, and FA2.
 
 # %%
 per_score = pictures_04.operations(fa2_kernel)
 
 # %% [markdown]
-# FA1's count is below its formula because O · a goes into the matmul as what it adds to, and only
-# the two multiplications are left. The rest is alike: one mul scales a score for the maximum, one
-# fma scales it again and subtracts (in FA1 a mask lies between, and it is a sub). What is over
-# whole numbers is done once a row. So the difference is one multiplication for each number of O in
-# each step.
+# FA1's count is below its formula because O · a goes into the matmul as what it
+# adds to, and only the two multiplications are left. The rest is alike: one mul
+# scales a score for the maximum, one fma scales it again and subtracts (in FA1 a
+# mask lies between, and it is a sub). What is over whole numbers is done once a
+# row. So the difference is one multiplication for each number of O in each step.
 #
 # ## How fast
 #
-# The chart of every FlashAttention paper: TFLOP/s against length, with as many tokens in all at
-# each length. The work is that of the two matmuls over the pairs that the mask keeps. "portable" is
-# the library's kernel, `tilewise.kernels.portable.fwd`: the kernel above and what users ask of it,
-# lengths that differ, fewer key heads than query heads, windows, bias, dropout, sinks. Each is a
-# call into `tilewise/tile/`, and what is left reads as the algorithm does. This is its `attend`,
-# the `attend_block` of above:
+# The chart of every FlashAttention paper: TFLOP/s against length, with as many
+# tokens in all at each length. The work is that of the two matmuls over the pairs
+# that the mask keeps. "portable" is the library's kernel,
+# `tilewise.kernels.portable.fwd`: the kernel above and what users ask of it,
+# lengths that differ, fewer key heads than query heads, windows, bias, dropout,
+# sinks. Each is a call into `tilewise/tile/`, and what is left reads as the
+# algorithm does. This is its `attend`, the `attend_block` of above:
 
 # %%
 listing(pictures_04.attend)
@@ -308,24 +339,26 @@ check("tilewise, portable", pictures_04.portable, *qkv)
 pictures_04.speed(figures, standard_attention, fa2)
 
 # %% [markdown]
-# Standard attention stays flat and low: it moves the same bytes for each score at any length. FA1
-# is limited by its one program a head, the more the fewer heads there are in the batch, at the
-# right end of the chart. Between FA1's steps and FA2 lies the rescaling. The portable kernel is the
-# same algorithm with tiles measured for each headdim. "tilewise" is what a call takes by default:
-# on a Hopper GPU that is another kernel, of lesson 07, where loads, matmuls and softmax overlap.
+# Standard attention stays flat and low: it moves the same bytes for each score at
+# any length. FA1 is limited by its one program a head, the more the fewer heads
+# there are in the batch, at the right end of the chart. Between FA1's steps and FA2
+# lies the rescaling. The portable kernel is the same algorithm with tiles measured
+# for each headdim. "tilewise" is what a call takes by default: on a Hopper GPU that
+# is another kernel, of lesson 07, where loads, matmuls and softmax overlap.
 #
 # ## Exercise 2: count the traffic
 #
-# How many bytes go into and out of the SMs, for one head in bf16, forward, without a mask? FA1
-# reads K and V once, and in each of N / B_c passes reads Q and O and writes O (2 bytes for each
-# number). FA2 reads Q and writes O once, and reads K and V in each of N / B_r programs. Standard
-# attention reads Q, K and V and writes O, writes S, reads it and writes P, and reads P. FA2 reads K
-# and V many times: why does so little of that reach HBM?
+# How many bytes go into and out of the SMs, for one head in bf16, forward, without
+# a mask? FA1 reads K and V once, and in each of N / B_c passes reads Q and O and
+# writes O (2 bytes for each number). FA2 reads Q and writes O once, and reads K and
+# V in each of N / B_r programs. Standard attention reads Q, K and V and writes O,
+# writes S, reads it and writes P, and reads P. FA2 reads K and V many times: why
+# does so little of that reach HBM?
 
 
 # %%
 def traffic(seqlen, headdim, b_c, b_r):
-    """Bytes by name: standard, FA1 with blocks of b_c keys, FA2 with blocks of b_r queries."""
+    """Bytes of standard, FA1 (blocks of b_c keys), FA2 (blocks of b_r queries)."""
     return solutions_04.traffic(seqlen, headdim, b_c, b_r)
 
 
@@ -339,12 +372,12 @@ solutions_04.check_traffic(traffic)
 # :language: python
 # ```
 #
-# The programs of a head run at the same time over the same keys: the first one to ask brings a
-# block into the L2 cache, which holds K and V of a head many times over. S of one head takes 32 MiB
-# at N = 4096.
+# The programs of a head run at the same time over the same keys: the first one to
+# ask brings a block into the L2 cache, which holds K and V of a head many times
+# over. S of one head takes 32 MiB at N = 4096.
 #
 # </details>
 #
-# To try on the kernel itself: exchange the two runs of `fa2_kernel`; add a window of 64 keys to the
-# left, which moves the start of the loop, adds a condition to `keep`, and makes a second kind of
-# partial block.
+# To try on the kernel itself: exchange the two runs of `fa2_kernel`; add a window
+# of 64 keys to the left, which moves the start of the loop, adds a condition to
+# `keep`, and makes a second kind of partial block.

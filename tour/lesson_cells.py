@@ -1,8 +1,9 @@
-"""Lessons as cells: jupytext's percent format, and translations, which hold the prose alone.
+"""Lessons as cells: jupytext's percent format, and translations of the prose.
 
-`tour/01_vector_add.py` has cells of prose and of code. `tour/zh/01_vector_add.md` has the prose in
-Chinese, a section for each cell of prose, in the same order, with `<!-- code -->` between them. The
-code cells of the Chinese lesson are the English ones.
+`tour/01_vector_add.py` has cells of prose and of code. `tour/zh/01_vector_add.md`
+has the prose in Chinese, a section for each cell of prose, in the same order, with
+`<!-- code -->` between them. The code cells of the Chinese lesson are the English
+ones.
 """
 
 import re
@@ -22,10 +23,12 @@ class Cell(NamedTuple):
 
 
 def cells_of(lesson: str) -> list[Cell]:
-    """The cells of a lesson in order; ValueError where text stands before the first."""
+    """The cells of a lesson in order; ValueError for text before the first."""
     before, *parts = MARK.split(lesson)
     if before.strip():
-        raise ValueError(f"no cell begins before {before.strip().splitlines()[0]!r}")
+        raise ValueError(
+            f"no cell begins before {before.strip().splitlines()[0]!r}"
+        )
     cells = []
     for mark, text in zip(parts[::2], parts[1::2]):
         is_prose = mark.strip() == "[markdown]"
@@ -41,9 +44,10 @@ def sections_of(translation: str) -> list[str]:
 
 
 def translate(lesson: str, translation: str) -> str:
-    """The lesson with the translation's prose; ValueError where their numbers differ.
+    """The lesson with the translation's prose; ValueError if their numbers differ.
 
-    Every other byte is the lesson's, so that its code cells have one hash in both languages.
+    Every other byte is the lesson's, so that its code cells have one hash in both
+    languages.
     """
     sections = sections_of(translation)
     count = sum(cell.is_prose for cell in cells_of(lesson))
@@ -65,7 +69,7 @@ def commented(text: str) -> str:
 
 
 def pages_of(tour: Path) -> dict[str, str]:
-    """Every page that the site makes of the lessons: its path below docs, and its text."""
+    """Pages that the site makes of lessons: the path below docs, and its text."""
     pages = {}
     for file in sorted(tour.glob(PATTERN)):
         lesson = file.read_text(encoding="utf-8")

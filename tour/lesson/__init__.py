@@ -1,14 +1,16 @@
-"""What the lessons share: where kernels run, how figures are measured, how an answer is checked.
+"""What the lessons share: where kernels run, figures, checks of answers.
 
-Every lesson runs on any machine. With a GPU its kernels are compiled, and its figures measured
-there and then. Without one the kernels run in an interpreter, at sizes that it computes in seconds,
-and the figures are those that an NVIDIA H200 gave: `benchmarks/results/h200.jsonl`.
+Every lesson runs on any machine. With a GPU its kernels are compiled, and its
+figures measured there and then. Without one the kernels run in an interpreter, at
+sizes that it computes in seconds, and the figures are those that an NVIDIA H200
+gave: `benchmarks/results/h200.jsonl`.
 
     python tour/01_vector_add.py                        # either way
-    TILEWISE_RECORD=rows.jsonl python tour/01_vector_add.py    # on a GPU: keep what it measures
+    TILEWISE_RECORD=rows.jsonl python tour/01_vector_add.py    # on a GPU: keep what
+    it measures
 
-`pictures_NN` measures and draws what lesson NN shows; `solutions_NN` has an answer to each of its
-exercises, and the check of any answer.
+`pictures_NN` measures and draws what lesson NN shows; `solutions_NN` has an answer
+to each of its exercises, and the check of any answer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from tilewise.testing.tolerance import assert_within as assert_within
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200.jsonl"
+RECORDED = (
+    Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200.jsonl"
+)
 PICTURES = Path(os.environ.get("TILEWISE_PICTURES", "tour-pictures"))
 
 
@@ -44,7 +48,7 @@ def here(kernel: Any) -> Any:
 
 
 def library_here() -> contextlib.AbstractContextManager:
-    """Within it the library's Triton kernels run here: compiled on a GPU, else interpreted."""
+    """Within it the library's kernels run here: compiled or interpreted."""
     return contextlib.nullcontext() if ON_GPU else use_interpreter()
 
 
@@ -62,10 +66,10 @@ def show(figure: Any, name: str) -> None:
 
 
 def exercise(number: int) -> Callable[[Callable[..., str]], Callable[..., bool]]:
-    """Makes a check of an exercise: `check(answer)` prints whether the answer is right.
+    """Makes a check of an exercise: `check(answer)` prints whether it is right.
 
-    The decorated function raises AssertionError with what is wrong, or returns what was checked. An
-    answer that raises is not right either.
+    The decorated function raises AssertionError with what is wrong, or returns what
+    was checked. An answer that raises is not right either.
     """
 
     def decorate(check: Callable[..., str]) -> Callable[..., bool]:
@@ -74,7 +78,11 @@ def exercise(number: int) -> Callable[[Callable[..., str]], Callable[..., bool]]
             try:
                 checked = check(*answer)
             except Exception as error:
-                name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+                name = (
+                    ""
+                    if isinstance(error, AssertionError)
+                    else f"{type(error).__name__}: "
+                )
                 print(f"exercise {number}: not yet. {name}{error}")
                 return False
             print(f"exercise {number}: right. {checked}")
@@ -90,9 +98,19 @@ def expect(got: Any, expected: Any, where: str, atol: float = 0.0) -> None:
     if not isinstance(expected, torch.Tensor):
         assert got == expected, f"{where}: {got}, expected {expected}"
         return
-    assert got.shape == expected.shape, f"{where}: {got.shape}, expected {expected.shape}"
-    error = (got.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max().item()
-    assert error <= atol, f"{where}: off by {error:.2g}, at most {atol:.2g} is allowed"
+    assert got.shape == expected.shape, (
+        f"{where}: {got.shape}, expected {expected.shape}"
+    )
+    error = (
+        (got.double() - expected.double())
+        .abs()
+        .nan_to_num(nan=float("inf"))
+        .max()
+        .item()
+    )
+    assert error <= atol, (
+        f"{where}: off by {error:.2g}, at most {atol:.2g} is allowed"
+    )
 
 
 def recorded_rows(suite: str) -> list[dict[str, Any]]:
@@ -113,7 +131,7 @@ def machine_of(rows: list[dict[str, Any]]) -> str:
 
 
 class Figures:
-    """The figures of one lesson: measured here if there is a GPU, else recorded ones."""
+    """The figures of one lesson: measured here on a GPU, else recorded ones."""
 
     def __init__(self, name: str) -> None:
         self.suite = f"tour/{name}"
@@ -136,22 +154,33 @@ class Figures:
     ) -> dict[str, float]:
         """The median milliseconds of each call; of recorded ones those there are.
 
-        `shape` says what was timed, and finds it again. `flops` is the work of one call, and makes
-        recorded rows tell TFLOP/s.
+        `shape` says what was timed, and finds it again. `flops` is the work of one
+        call, and makes recorded rows tell TFLOP/s.
         """
         if not ON_GPU:
             rows = [row for row in self._known if row["shape"] == shape]
-            return {n: row["median_ms"] for n in calls for row in rows if row["provider"] == n}
+            return {
+                n: row["median_ms"]
+                for n in calls
+                for row in rows
+                if row["provider"] == n
+            }
         found = {}
         for name, times in time_in_rounds(calls, rounds, round_ms).items():
             found[name] = statistics.median(times)
             self._keep(shape, name, times, flops / found[name] * 1e-9)
         return found
 
-    def value(self, shape: dict[str, Any], name: str, measure: Callable[[], float]) -> float | None:
-        """A number that is no time (a size, a count, a share), or None where none was recorded."""
+    def value(
+        self, shape: dict[str, Any], name: str, measure: Callable[[], float]
+    ) -> float | None:
+        """A number that is no time, like a size; None where none was recorded."""
         if not ON_GPU:
-            rows = [r for r in self._known if r["shape"] == shape and r["provider"] == name]
+            rows = [
+                r
+                for r in self._known
+                if r["shape"] == shape and r["provider"] == name
+            ]
             return rows[-1]["extra"]["value"] if rows else None
         number = float(measure())
         self._keep(shape, name, [0.0], 0.0, {"value": number})
@@ -172,8 +201,15 @@ class Figures:
         from tilewise.bench import row
 
         fifths = statistics.quantiles(times * 2, n=5, method="inclusive")
-        fields = dict(row.stamp(self.suite, DEVICE), shape=shape, provider=name, rounds_ms=times)
-        fields |= dict(median_ms=statistics.median(times), p20_ms=fifths[0], p80_ms=fifths[-1])
+        fields = dict(
+            row.stamp(self.suite, DEVICE),
+            shape=shape,
+            provider=name,
+            rounds_ms=times,
+        )
+        fields |= dict(
+            median_ms=statistics.median(times), p20_ms=fifths[0], p80_ms=fifths[-1]
+        )
         fields |= dict(tflops=tflops, max_error=None, bound=None, extra=extra or {})
         row.append(path, [row.Row(**fields)])
 
@@ -181,7 +217,7 @@ class Figures:
 def time_in_rounds(
     calls: Mapping[str, Callable[[], object]], rounds: int, round_ms: float
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, a median a round; each round takes the calls in another order.
+    """Milliseconds of each call, a median per round; each round has another order.
 
     `do_bench` warms up and clears the L2 cache before each call.
     """
@@ -191,5 +227,7 @@ def time_in_rounds(
     order, names = random.Random(0), list(calls)
     for _ in range(rounds):
         for name in order.sample(names, len(names)):
-            times[name].append(do_bench(calls[name], round_ms / 3, round_ms, return_mode="median"))
+            times[name].append(
+                do_bench(calls[name], round_ms / 3, round_ms, return_mode="median")
+            )
     return times

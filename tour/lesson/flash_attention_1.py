@@ -1,7 +1,8 @@
-"""FlashAttention-1's forward (Dao et al. 2022, algorithm 1), beside the kernel of lesson 04.
+"""FlashAttention-1's forward (Dao et al. 2022, algorithm 1), for lesson 04.
 
-`fa1` has its loops: keys outside, queries inside, one program a head. `fa1_steps` has its
-arithmetic, which normalises O after every block of keys, in the loops of FlashAttention-2.
+`fa1` has its loops: keys outside, queries inside, one program a head. `fa1_steps`
+has its arithmetic, which normalises O after every block of keys, in the loops of
+FlashAttention-2.
 """
 
 import math
@@ -23,18 +24,20 @@ def fa1_blocks(sram_bytes, headdim, itemsize=2):
 
 
 def power_of_two(n):
-    """The largest one that is not over n: Triton's tiles have sides of no other kind."""
+    """The largest one up to n: Triton's tiles have sides of no other kind."""
     return 1 << int(math.log2(n))
 
 
 @triton.jit
 def fa1_kernel(
     q, k, v, o, l_rows, m_rows, seqlen, scale_log2,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     first = head * seqlen * D  # of this head's numbers: tensors are contiguous
-    offs_m, offs_n, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)[None, :]
+    offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, D)[None, :]
     for n_start in range(0, seqlen, BLOCK_N):
         k_idx = n_start + offs_n
         of_keys = first + k_idx[:, None] * D + offs_d
@@ -66,11 +69,12 @@ def fa1_kernel(
             tl.store(o + of_rows, o_tile, mask=is_row[:, None])
             tl.store(l_rows + head * seqlen + q_idx, l_new, mask=is_row)
             tl.store(m_rows + head * seqlen + q_idx, m_new, mask=is_row)
-        tl.debug_barrier()  # the next pass reads what other threads of this program wrote
+        # the next pass reads what other threads of this program wrote
+        tl.debug_barrier()
 
 
 def fa1(q, k, v, causal, block_m=64, block_n=64):
-    """FlashAttention-1's forward; needs contiguous tensors and a headdim that is a power of two."""
+    """FlashAttention-1's forward; contiguous tensors, headdim a power of two."""
     batch, nheads, seqlen, headdim = q.shape
     o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     l_rows = o.new_zeros(batch, nheads, seqlen)
@@ -90,7 +94,7 @@ def fa1_step(
     D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys into the state of a block of queries: O is normalised after each."""
+    """One block of keys into the state of a block of queries; normalises O."""
     acc, m_i, l_i = state
     q_tile, q_idx = rows
     k_idx = n_start + tl.arange(0, BLOCK_N)
@@ -135,11 +139,11 @@ def fa1_steps_kernel(
     full = (m_start if CAUSAL else seqlen) // BLOCK_N * BLOCK_N
     stop = tl.minimum(m_start + BLOCK_M, seqlen) if CAUSAL else seqlen
     for n_start in range(full, stop, BLOCK_N):
-        state = fa1_step(state, (q_tile, q_idx), k, v, n_start, seqlen, scale_log2,
-                             D, BLOCK_N, True, CAUSAL)  # fmt: skip
+        state = fa1_step(state, (q_tile, q_idx), k, v, n_start, seqlen,
+                             scale_log2, D, BLOCK_N, True, CAUSAL)  # fmt: skip
     for n_start in range(0, full, BLOCK_N):
-        state = fa1_step(state, (q_tile, q_idx), k, v, n_start, seqlen, scale_log2,
-                             D, BLOCK_N, False, CAUSAL)  # fmt: skip
+        state = fa1_step(state, (q_tile, q_idx), k, v, n_start, seqlen,
+                             scale_log2, D, BLOCK_N, False, CAUSAL)  # fmt: skip
 
     acc, m_i, l_i = state
     tl.store(out + of_rows, acc.to(q_tile.dtype), mask=q_idx[:, None] < seqlen)
@@ -150,7 +154,8 @@ def fa1_steps_kernel(
 def fa1_steps(q, k, v, causal, tile=(64, 64)):
     """FlashAttention-1's arithmetic in FlashAttention-2's loops."""
     batch, nheads, seqlen, headdim = q.shape
-    out, lse = torch.empty_like(q), q.new_empty((batch, nheads, seqlen), dtype=torch.float32)
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float32)
     here(fa1_steps_kernel)[(triton.cdiv(seqlen, tile[0]), batch * nheads)](
         *(q, k, v, out, lse, seqlen, headdim**-0.5 * LOG2E),
         *(headdim, *tile, causal),

@@ -1,4 +1,4 @@
-"""What the kernels of lesson 07 share: layouts, barriers, pipelines, state of rows, launches."""
+"""What the kernels of lesson 07 share: layouts, barriers, pipelines, launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import attention_reference
-from tilewise.kernels.hopper.compat import tma_load  # named differently by Triton 3.6 and 3.8
+
+# named differently by Triton 3.6 and 3.8
+from tilewise.kernels.hopper.compat import tma_load
 from tilewise.testing import SMEM_LIMIT, build, emulate, stats
 from tilewise.testing.tolerance import Verdict, judge
 
@@ -26,7 +28,7 @@ SM_SMEM = 233472  # bytes; each program takes 1 KiB of them for the system
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """(64, columns) of fp32 as wgmma leaves it: 16 rows a warp, pairs of columns a thread."""
+    """(64, columns) of fp32 as wgmma leaves it: 16 rows per warp."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -38,8 +40,10 @@ def row_of(columns):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers whose phases end after ARRIVALS arrivals. The caller fences afterwards."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    """Barriers whose phases end after ARRIVALS arrivals; the caller fences."""
+    barriers = gl.allocate_shared_memory(
+        gl.int64, [COUNT, 1], mbarrier.MBarrierLayout()
+    )
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
@@ -62,7 +66,7 @@ class Pipeline(NamedTuple):
 
 @gluon.jit
 def make_pipeline(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Stages for tiles of a descriptor. One is full after one arrival, empty after READERS."""
+    """Stages of tiles: full after one arrival, empty after READERS."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     D: gl.constexpr = desc.block_type.shape[1]
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, D], desc.layout)
@@ -79,7 +83,7 @@ def wait_full(pipe, i):
 
 @gluon.jit
 def wait_empty(pipe, i):
-    """Waits until block i - STAGES has been read, which had the stage of block i."""
+    """Waits until block i - STAGES, which had the same stage, has been read."""
     STAGES: gl.constexpr = pipe.tiles.shape[0]
     mbarrier.wait(pipe.empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
 
@@ -108,7 +112,7 @@ def empty_state(N: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def left_operand(p, D: gl.constexpr, dtype: gl.constexpr):
-    """P, rounded, as wgmma takes it from registers: each element is in the right thread already."""
+    """P, rounded, as wgmma takes it from registers, without a shuffle."""
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, accumulator(D), 2))
 
 
@@ -126,7 +130,9 @@ def write_rows(acc_o, l_i, out, row):
     rows = row + gl.arange(0, 64, row_of(D))
     columns = gl.arange(0, D, gl.SliceLayout(0, accumulator(D)))
     acc_o = rescale(acc_o, 1.0 / l_i)
-    gl.store(out + rows[:, None] * D + columns[None, :], acc_o.to(out.dtype.element_ty))
+    gl.store(
+        out + rows[:, None] * D + columns[None, :], acc_o.to(out.dtype.element_ty)
+    )
 
 
 class Step(NamedTuple):
@@ -137,25 +143,39 @@ class Step(NamedTuple):
 
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of a tensor as a matrix of its rows, in tiles of `rows` of them."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, x.shape[-1]], ELEMENTS[x.dtype])
-    return TensorDescriptor.from_tensor(x.flatten(0, -2), [rows, x.shape[-1]], layout)
+    """A descriptor of a tensor as a matrix of its rows, in tiles of `rows` rows."""
+    layout = gl.NVMMASharedLayout.get_default_for(
+        [rows, x.shape[-1]], ELEMENTS[x.dtype]
+    )
+    return TensorDescriptor.from_tensor(
+        x.flatten(0, -2), [rows, x.shape[-1]], layout
+    )
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple:
     """What every step's kernel takes; tensors are (heads, seqlen, headdim)."""
     seqlen, headdim = q.shape[1:]
     if seqlen % BLOCK_N:
-        raise ValueError(f"seqlen {seqlen}: these kernels have no masks, take multiples of 128")
+        raise ValueError(
+            f"seqlen {seqlen}: these kernels have no masks, take multiples of 128"
+        )
     scale_log2 = headdim**-0.5 / math.log(2)  # the softmax is in base 2
-    return describe(q, 64), describe(k, BLOCK_N), describe(v, BLOCK_N), out, seqlen, scale_log2
+    return (
+        describe(q, 64),
+        describe(k, BLOCK_N),
+        describe(v, BLOCK_N),
+        out,
+        seqlen,
+        scale_log2,
+    )
 
 
 def prepare(
     step: Step, q: Tensor, k: Tensor, v: Tensor, **emulation: Any
 ) -> tuple[Callable[[], None], Tensor]:
-    """A launch of the step's kernel, and the output that it fills: compiled for CUDA tensors, else
-    emulated with the options given.
+    """A launch of the step's kernel, and the output that it fills.
+
+    Compiled for CUDA tensors, else emulated with the options given.
     """
     out = torch.full_like(q, math.nan)
     args = arguments(q, k, v, out)
@@ -171,9 +191,12 @@ def attend(step: Step, q: Tensor, k: Tensor, v: Tensor, **emulation: Any) -> Ten
     return out
 
 
-def verdict_of(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256) -> Verdict:
-    """The error of the last rows of the last head against fp64, beside that of plain torch code in
-    the same precision.
+def verdict_of(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256
+) -> Verdict:
+    """The error of the last rows of the last head against fp64.
+
+    It stands beside that of plain torch code in the same precision.
     """
     if not out.isfinite().all():
         return Verdict(math.nan, 0.0, math.nan, 0.0, False)
@@ -185,12 +208,14 @@ def verdict_of(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256) ->
 
 
 def needs(step: Step, headdim: int) -> dict[str, Any]:
-    """What a step compiled for sm_90 needs, no GPU asked for: see `tilewise.testing.stats`.
+    """What a step needs, compiled for sm_90: see `tilewise.testing.stats`.
 
     `programs` is how many fit on an SM, by shared memory and by registers.
     """
     x = torch.empty(1, 4096, headdim, dtype=torch.bfloat16)
-    found = stats(build(step.kernel, *arguments(x, x, x, x), on="sm90", num_warps=4))
+    found = stats(
+        build(step.kernel, *arguments(x, x, x, x), on="sm90", num_warps=4)
+    )
     registers = -(-found["registers"] // 8) * 8 * 32 * found["warps"]
     programs = min(SM_SMEM // (found["smem"] + 1024), SM_REGISTERS // registers)
     fits = found["smem"] <= SMEM_LIMIT["sm90"]

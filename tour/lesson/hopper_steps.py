@@ -1,7 +1,8 @@
 """The kernels of lesson 07: one attention forward in five steps.
 
-Steps 1 and 2 are kernels of one warpgroup. From step 3 on a kernel is put together, by
-`specialised`, of a function that loads and one that computes, each on warps of its own.
+Steps 1 and 2 are kernels of one warpgroup. From step 3 on a kernel is put together,
+by `specialised`, of a function that loads and one that computes, each on warps of
+its own.
 """
 
 from triton.experimental import gluon
@@ -88,10 +89,13 @@ def step2_kernel(q_desc, k_desc, v_desc, out, seqlen, scale):
         stage, phase = i % 2, (i // 2) & 1
         following = (i + 1) * N
         if following < seqlen:
-            load_tile(k_desc, first + following, k_full.index(1 - stage), k.index(1 - stage))
-            load_tile(v_desc, first + following, v_full.index(1 - stage), v.index(1 - stage))
+            row_after, other = first + following, 1 - stage
+            load_tile(k_desc, row_after, k_full.index(other), k.index(other))
+            load_tile(v_desc, row_after, v_full.index(other), v.index(other))
         mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k.index(stage).permute((1, 0)), no_scores, use_acc=False)
+        s = warpgroup_mma(
+            q, k.index(stage).permute((1, 0)), no_scores, use_acc=False
+        )
         p, m_i, l_i, alpha = online_step(s, m_i, l_i, scale, False)
         acc_o = rescale(acc_o, alpha)
         mbarrier.wait(v_full.index(stage), phase)
@@ -100,7 +104,9 @@ def step2_kernel(q_desc, k_desc, v_desc, out, seqlen, scale):
 
 
 @gluon.jit
-def compute_in_order(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale):
+def compute_in_order(
+    WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale
+):
     """A consumer warpgroup: it releases K and V as soon as it has read them."""
     N: gl.constexpr = keys.tiles.shape[1]
     D: gl.constexpr = keys.tiles.shape[2]
@@ -120,15 +126,19 @@ def compute_in_order(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen
 
 
 @gluon.jit
-def compute_ahead(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale):
-    """Starts S of the next block before O += P V of this one: softmax runs beside P V."""
+def compute_ahead(
+    WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale
+):
+    """Starts S of the next block before O += P V: softmax runs beside P V."""
     N: gl.constexpr = keys.tiles.shape[1]
     D: gl.constexpr = keys.tiles.shape[2]
     m_i, l_i, acc_o = empty_state(N, D)
     no_scores = gl.zeros([64, N], gl.float32, accumulator(N))
     mbarrier.wait(q_full.index(WG), 0)
     first_k = wait_full(keys, 0)
-    s = warpgroup_mma(q.index(WG), first_k.permute((1, 0)), no_scores, use_acc=False)
+    s = warpgroup_mma(
+        q.index(WG), first_k.permute((1, 0)), no_scores, use_acc=False
+    )
     release(keys, 0)
     p, m_i, l_i, alpha = online_step(s, m_i, l_i, scale, False)
     p = left_operand(p, D, q.dtype)
@@ -144,7 +154,8 @@ def compute_ahead(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, s
         p, m_i, l_i, alpha = online_step(s, m_i, l_i, scale, False)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         release(values, i - 1)
-        acc_o = rescale(acc_o, alpha)  # after P V of the block before, whose maximum was another
+        # after P V of the block before, whose maximum was another
+        acc_o = rescale(acc_o, alpha)
         p = left_operand(p, D, q.dtype)
     last = seqlen // N - 1
     acc_o = warpgroup_mma(p, wait_full(values, last), acc_o)
@@ -154,7 +165,7 @@ def compute_ahead(WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, s
 
 @gluon.jit
 def load_partition(q, q_full, keys, values, descs, row, first, seqlen):
-    """The producer warp: Q once, then K and V block by block, each when its stage is empty."""
+    """The producer warp: Q once, then K and V, each when its stage is empty."""
     N: gl.constexpr = keys.tiles.shape[1]
     WARPGROUPS: gl.constexpr = q.shape[0]
     for wg in gl.static_range(WARPGROUPS):
@@ -173,18 +184,32 @@ def specialised(compute, warpgroups=1, load=load_partition, stages=2):
     @gluon.jit
     def specialised_kernel(q_desc, k_desc, v_desc, out, seqlen, scale):
         D: gl.constexpr = q_desc.block_type.shape[1]
-        q = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 64, D], q_desc.layout)
+        q = gl.allocate_shared_memory(
+            q_desc.dtype, [WARPGROUPS, 64, D], q_desc.layout
+        )
         q_full = make_barriers(WARPGROUPS, 1)
-        keys = make_pipeline(k_desc, STAGES, WARPGROUPS)  # empty when all warpgroups have read
+        # empty when all warpgroups have read
+        keys = make_pipeline(k_desc, STAGES, WARPGROUPS)
         values = make_pipeline(v_desc, STAGES, WARPGROUPS)
-        fence_async_shared()  # barriers are made before other warps and copies meet at them
+        # barriers are made before other warps and copies use them
+        fence_async_shared()
         first = gl.program_id(1) * seqlen
         row = first + gl.program_id(0) * 64 * WARPGROUPS
-        loading = (q, q_full, keys, values, (q_desc, k_desc, v_desc), row, first, seqlen)
+        loading = (
+            q,
+            q_full,
+            keys,
+            values,
+            (q_desc, k_desc, v_desc),
+            row,
+            first,
+            seqlen,
+        )
         first_half = (0, q, q_full, keys, values, out, row, seqlen, scale)
         if WARPGROUPS == 1:
-            # The first function runs on the kernel's own four warps, the second on one more, which
-            # needs 24 registers a thread: it computes next to nothing
+            # The first function runs on the kernel's own four warps, the second on
+            # one more, which needs 24 registers a thread: it computes next to
+            # nothing
             gl.warp_specialize([(compute, first_half), (load, loading)], [1], [24])
         else:
             second_half = (1, q, q_full, keys, values, out, row, seqlen, scale)

@@ -1,8 +1,9 @@
 """What lesson 07 draws: the events of one program, replayed with a clock.
 
-The emulator records what happens and what waits for what, but no time. Here each copy, matmul and
-softmax gets a length, from the rates below, and starts as soon as what it waits for is over. So a
-picture shows what an order of events makes possible; it predicts no GPU's speed.
+The emulator records what happens and what waits for what, but no time. Here each
+copy, matmul and softmax gets a length, from the rates below, and starts as soon as
+what it waits for is over. So a picture shows what an order of events makes
+possible; it predicts no GPU's speed.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-Event = tuple[Any, str, str, str]  # as `emulate(kernel, trace=events)` collects them
+# as `emulate(kernel, trace=events)` collects them
+Event = tuple[Any, str, str, str]
 
 
 class Rates(NamedTuple):
-    """What one SM does in a clock. The first two are NVIDIA's for an H100 or H200: 989 TFLOP/s of
-    bf16, and 16 exponentials. The others are round numbers, and assumed.
+    """What one SM does in a clock.
+
+    The first two are NVIDIA's for an H100 or H200: 989 TFLOP/s of bf16, and 16
+    exponentials. The others are round numbers, and assumed.
     """
 
     flops: float = 4096.0
     exponentials: float = 16.0
-    copy_bytes: float = 40.0  # from the L2 cache, while all other SMs read from it, too
+    # from the L2 cache, while all other SMs read from it, too
+    copy_bytes: float = 40.0
     copy_latency: float = 800.0  # clocks from the request to the first byte
 
 
@@ -46,10 +51,14 @@ LOOKS = {  # what a span looks like, in grey
 
 
 class Replay:
-    """The clock of one program: `Replay(events, keys, headdim).run()` gives its spans."""
+    """The clock of a program: `Replay(events, keys, headdim).run()` gives spans."""
 
     def __init__(
-        self, events: Iterable[Event], keys: int, headdim: int, rates: Rates | None = None
+        self,
+        events: Iterable[Event],
+        keys: int,
+        headdim: int,
+        rates: Rates | None = None,
     ) -> None:
         self.rates = rates = rates or Rates()
         self.matmul = 2 * 64 * keys * headdim / rates.flops  # clocks
@@ -68,10 +77,13 @@ class Replay:
         for partition, detail in arrivals:
             self.readers[detail.split()[0]].add(partition)
         self.now = dict.fromkeys(self.steps, 0.0)
-        self.over: dict[str, list[float]] = defaultdict(list)  # when each phase of a barrier ended
+        # when each phase of a barrier ended
+        self.over: dict[str, list[float]] = defaultdict(list)
         self.arrived: dict[str, list[float]] = defaultdict(list)
-        self.waits: dict[tuple[str, str], int] = {}  # (partition, barrier) -> the phase to come
-        self.expected: dict[str, str] = {}  # partition -> the barrier its next copy completes
+        # (partition, barrier) -> the phase to come
+        self.waits: dict[tuple[str, str], int] = {}
+        # partition -> the barrier its next copy completes
+        self.expected: dict[str, str] = {}
         self.in_flight: dict[str, list[tuple[float, bool]]] = defaultdict(list)
         self.free = dict.fromkeys((*UNITS, "exponentials"), 0.0)
         self.spans: list[Span] = []
@@ -84,7 +96,8 @@ class Replay:
                 (max(self.now[partition], ready), partition)
                 for partition, place in places.items()
                 if place < len(self.steps[partition])
-                and (ready := self._ready(partition, *self.steps[partition][place])) is not None
+                and (ready := self._ready(partition, *self.steps[partition][place]))
+                is not None
             ]
             if not able:
                 return self.spans
@@ -113,7 +126,9 @@ class Replay:
         elif event == "TMA load":
             first_byte = now + self.rates.copy_latency
             nbytes = int(re.search(r"(\d+) bytes", detail)[1])
-            landed = self._occupy("TMA", "copy", first_byte, nbytes / self.rates.copy_bytes)
+            landed = self._occupy(
+                "TMA", "copy", first_byte, nbytes / self.rates.copy_bytes
+            )
             self.over[self.expected[partition]].append(landed)
         elif event == "wait":
             ready = self._ready(partition, event, detail)
@@ -155,7 +170,7 @@ class Replay:
 
 
 def busy(spans: Iterable[Span], lane: str = "tensor cores") -> float:
-    """The share of the time in which a lane is at work, from its first span to its last."""
+    """The share of time in which a lane works, from its first span to its last."""
     found = [span for span in spans if span.lane == lane]
     begin, end = min(span.start for span in found), max(span.end for span in found)
     return sum(span.end - span.start for span in found) / (end - begin)
@@ -163,7 +178,9 @@ def busy(spans: Iterable[Span], lane: str = "tensor cores") -> float:
 
 def lanes_of(spans: list[Span]) -> list[str]:
     """Units first, then partitions: those that load, then those that compute."""
-    others = sorted({span.lane for span in spans} - {*UNITS}, key=lambda x: ("load" not in x, x))
+    others = sorted(
+        {span.lane for span in spans} - {*UNITS}, key=lambda x: ("load" not in x, x)
+    )
     return [*UNITS, *others]
 
 
@@ -184,13 +201,25 @@ def draw(panels: dict[str, list[Span]], title: str) -> Any:
         lanes = lanes_of(spans)
         for span in spans:
             look = LOOKS[span.kind]
-            axis.barh(lanes.index(span.lane), span.end - span.start, 0.8, span.start, **look)
+            axis.barh(
+                lanes.index(span.lane),
+                span.end - span.start,
+                0.8,
+                span.start,
+                **look,
+            )
         axis.set_yticks(range(len(lanes)), lanes)
         axis.invert_yaxis()
-        axis.set_title(f"{name}: tensor cores at work {busy(spans):.0%}", loc="left", fontsize=10)
+        axis.set_title(
+            f"{name}: tensor cores at work {busy(spans):.0%}",
+            loc="left",
+            fontsize=10,
+        )
     axes[-1, 0].set_xlabel("clocks of the replay")
     handles = [Patch(**look, label=kind) for kind, look in LOOKS.items()]
-    figure.legend(handles=handles, ncols=len(handles), loc="lower center", frameon=False)
+    figure.legend(
+        handles=handles, ncols=len(handles), loc="lower center", frameon=False
+    )
     figure.suptitle(title)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     return figure
@@ -200,10 +229,14 @@ def draw_speeds(speeds: dict[int, dict[str, float]], title: str) -> Any:
     """A figure of bars: TFLOP/s of each kernel, a panel for each length."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(speeds), sharey=True, figsize=(10, 3.2), squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(speeds), sharey=True, figsize=(10, 3.2), squeeze=False
+    )
     for axis, (seqlen, rates) in zip(axes[0], speeds.items()):
         names = list(rates)[::-1]
-        bars = axis.barh(names, [rates[name] for name in names], color="0.6", edgecolor="black")
+        bars = axis.barh(
+            names, [rates[name] for name in names], color="0.6", edgecolor="black"
+        )
         axis.bar_label(bars, fmt="%.0f", padding=2)
         axis.set(title=f"{seqlen} keys", xlabel="TFLOP/s")
         axis.margins(x=0.12)

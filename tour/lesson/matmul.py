@@ -1,8 +1,9 @@
 """The last kernel of lesson 02: a persistent matmul on tensor descriptors.
 
-As many programs as the GPU has SMs stay resident and compute one tile of C after the other, so that
-the loads of a tile begin while the one before it is still being written. Tiles of A and B come by
-TMA into stages of shared memory, and C leaves by TMA in halves, which takes half the memory.
+As many programs as the GPU has SMs stay resident and compute one tile of C after
+the other, so that the loads of a tile begin while the one before it is still being
+written. Tiles of A and B come by TMA into stages of shared memory, and C leaves by
+TMA in halves, which takes half the memory.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from . import here
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """The m_block and n_block of a tile's number: down GROUP_M rows, then a column to the right."""
+    """m_block and n_block of a tile: down GROUP_M rows, then to the right."""
     in_group = GROUP_M * tiles_n
     first_m = tile // in_group * GROUP_M
     rows = tl.minimum(tiles_m - first_m, GROUP_M)  # the last group may be lower
@@ -27,16 +28,18 @@ def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def matmul_kernel(
-    a, b, c, M, N, K, TILES: tl.constexpr, B_BY_COLUMN: tl.constexpr, PRECISION: tl.constexpr
+    a, b, c, M, N, K,
+    TILES: tl.constexpr, B_BY_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """C = A B for descriptors of A (M, K), B (K, N), or (N, K) where it lies by column, and C."""
+    """C = A B for descriptors of A (M, K), B (K, N), or (N, K) by column, and C."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
     FLATTEN: tl.constexpr = TILES.FLATTEN
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     start, step = tl.program_id(0), tl.num_programs(0)
-    # A second counter for C: with one, its store would stay between a tile's loads and the next
+    # A second counter for C: with one, its store would stay between a tile's loads
+    # and the next
     stored = start - step
     for tile in tl.range(start, tiles_m * tiles_n, step, flatten=FLATTEN):
         m_block, n_block = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
@@ -44,7 +47,8 @@ def matmul_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k_block in range(tl.cdiv(K, BLOCK_K)):
             offs_k = k_block * BLOCK_K
-            a_tile = a.load([offs_m, offs_k])  # (BLOCK_M, BLOCK_K), zeros beyond the edge
+            # (BLOCK_M, BLOCK_K), zeros beyond the edge
+            a_tile = a.load([offs_m, offs_k])
             if B_BY_COLUMN:
                 b_tile = b.load([offs_n, offs_k]).T
             else:
@@ -93,25 +97,35 @@ class Format(NamedTuple):
 
 WIDE = Config(Tiles(128, 256, 64, 8, 2, True), warps=8, stages=4)
 # GPUs before Hopper, which have less shared memory and no TMA, and the interpreter
-SMALL = Config(Tiles(64, 64, 32, 4, 1, False), warps=4, stages=2, is_persistent=False)
+SMALL = Config(
+    Tiles(64, 64, 32, 4, 1, False), warps=4, stages=2, is_persistent=False
+)
 FORMATS = {
     "fp32": Format(
-        torch.float32, "ieee", False, Config(Tiles(128, 64, 16, 8, 1, False), warps=8, stages=3)
+        torch.float32,
+        "ieee",
+        False,
+        Config(Tiles(128, 64, 16, 8, 1, False), warps=8, stages=3),
     ),
     "tf32": Format(
-        torch.float32, "tf32", True, Config(Tiles(128, 256, 32, 8, 2, True), warps=8, stages=3)
+        torch.float32,
+        "tf32",
+        True,
+        Config(Tiles(128, 256, 32, 8, 2, True), warps=8, stages=3),
     ),
     "fp16": Format(torch.float16, "tf32", False, WIDE),
     "bf16": Format(torch.bfloat16, "tf32", False, WIDE),
     "fp8": Format(
         torch.float8_e4m3fn,
-        *("tf32", True, Config(Tiles(128, 256, 128, 8, 2, True), warps=8, stages=4)),
+        "tf32",
+        True,
+        Config(Tiles(128, 256, 128, 8, 2, True), warps=8, stages=4),
     ),
 }
 
 
 def final_matmul(a, b, name="bf16"):
-    """A (M, K) times B (K, N) in a format: fp32 sums, rounded once (fp8: to bf16)."""
+    """A (M, K) times B (K, N): fp32 sums, rounded once (fp8: to bf16)."""
     form = FORMATS[name]
     is_hopper = a.is_cuda and torch.cuda.get_device_capability() >= (9, 0)
     config = form.config if is_hopper else SMALL
@@ -120,7 +134,9 @@ def final_matmul(a, b, name="bf16"):
     c = torch.empty((m, n), dtype=out, device=a.device)
     programs = triton.cdiv(m, tiles.BLOCK_M) * triton.cdiv(n, tiles.BLOCK_N)
     if config.is_persistent:
-        programs = min(programs, torch.cuda.get_device_properties(0).multi_processor_count)
+        programs = min(
+            programs, torch.cuda.get_device_properties(0).multi_processor_count
+        )
     here(matmul_kernel)[(programs,)](
         *descriptors(a, b, c, tiles, form.by_column),
         *(m, n, k),
@@ -158,7 +174,9 @@ def torch_matmul(a, b, name):
         return (a.float() @ b.float()).bfloat16()
     if a.itemsize == 1:
         one = torch.ones((), device=a.device)
-        return torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(
+            a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -168,7 +186,7 @@ def torch_matmul(a, b, name):
 
 
 def rounded(x, name):
-    """x as a format's tensor cores read it, in fp64; they cut fp32 off after 10 bits for tf32."""
+    """x as a format's tensor cores read it, in fp64; tf32 keeps 10 bits."""
     if name == "tf32":
         return (x.view(torch.int32) & ~0x1FFF).view(torch.float32).double()
     return x.to(FORMATS[name].dtype).double()

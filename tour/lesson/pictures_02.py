@@ -16,24 +16,31 @@ CAPABILITY = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
 
 
 def strips_in_flight(tiles, sms):
-    """Rows of A and columns of B that `sms` tiles at a time need, on average over the waves."""
+    """Strips of A and B that `sms` tiles at a time need: the mean over waves."""
     waves = [tiles[start : start + sms] for start in range(0, len(tiles), sms)]
-    needed = [len({m for m, _ in wave}) + len({n for _, n in wave}) for wave in waves]
+    needed = [
+        len({m for m, _ in wave}) + len({n for _, n in wave}) for wave in waves
+    ]
     return sum(needed) / len(needed)
 
 
 def orders(order):
-    """Draws the path through the first tiles of `order(tiles_m, tiles_n, group)`."""
+    """Draws the first tiles of `order(tiles_m, tiles_n, group)`."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6))
     for axes, group, name in ((left, 1, "row by row"), (middle, 8, "GROUP_M = 8")):
         tiles = order(32, 32, group)
-        print(f"{name:>11}: {strips_in_flight(tiles, SMS):.1f} strips of A and B for {SMS} tiles")
+        strips = strips_in_flight(tiles, SMS)
+        print(f"{name:>11}: {strips:.1f} strips of A and B for {SMS} tiles")
         first = strips_in_flight(tiles[:SMS], SMS)
         draw_order(axes, tiles, 32, f"{name}: {first:.0f} strips in the first wave")
     left.set_ylabel("rows of tiles: strips of A")
     for side, look in ((32, "ko-"), (64, "k^--")):
-        counts = [strips_in_flight(order(side, side, group), SMS) for group in GROUPS]
-        right.plot(GROUPS, counts, look, fillstyle="none", label=f"{side} x {side} tiles")
+        counts = [
+            strips_in_flight(order(side, side, group), SMS) for group in GROUPS
+        ]
+        right.plot(
+            GROUPS, counts, look, fillstyle="none", label=f"{side} x {side} tiles"
+        )
     right.set(xlabel="GROUP_M", ylabel="strips in flight", ylim=(0, None))
     right.legend(fontsize=8)
     figure.suptitle(f"The first {SMS} tiles, one an SM", fontsize=9)
@@ -44,23 +51,33 @@ def draw_order(axes, tiles, side, title):
     """The path through the first wave, whose tiles are grey."""
     for number, (m, n) in enumerate(tiles):
         shade = "0.75" if number < SMS else "white"
-        axes.add_patch(plt.Rectangle((n, m), 1, 1, facecolor=shade, edgecolor="0.5", linewidth=0.4))
+        axes.add_patch(
+            plt.Rectangle(
+                (n, m), 1, 1, facecolor=shade, edgecolor="0.5", linewidth=0.4
+            )
+        )
     path = tiles[:SMS]
-    axes.plot([n + 0.5 for _, n in path], [m + 0.5 for m, _ in path], "k-", linewidth=0.8)
+    axes.plot(
+        [n + 0.5 for _, n in path], [m + 0.5 for m, _ in path], "k-", linewidth=0.8
+    )
     axes.set(xlim=(0, side), ylim=(side, 0), xticks=[], yticks=[], aspect="equal")
     axes.set_xlabel("columns of tiles: strips of B")
     axes.set_title(title, fontsize=9)
 
 
 def costs(kernel, tried):
-    """Prints registers a thread, shared memory and spills, compiled for an H100 or H200."""
+    """Prints registers, shared memory and spills, compiled for Hopper."""
     a, found = torch.empty(512, 512, dtype=torch.bfloat16), {}
     print("      tile       warps  registers  shared KiB  spilled bytes")
     for blocks in tried:
-        shape = dict(BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, GROUP_M=8)
+        shape = dict(
+            BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, GROUP_M=8
+        )
         launch = dict(num_warps=blocks.warps, num_stages=blocks.stages)
         sizes = (512, 512, 512, 512, 512, 512)  # M, N, K and the strides
-        found[blocks] = of = stats(build(kernel, a, a, a, *sizes, **shape, **launch, on="sm90"))
+        found[blocks] = of = stats(
+            build(kernel, a, a, a, *sizes, **shape, **launch, on="sm90")
+        )
         tile, kib = f"{blocks.m} x {blocks.n} x {blocks.k}", of["smem"] / 1024
         rest = f"{of['registers']:>9}  {kib:>10.0f}  {of['spill_stores']:>13}"
         print(f"{tile:>15}  {blocks.warps:>6}  {rest}")
@@ -68,11 +85,14 @@ def costs(kernel, tried):
 
 
 def speeds(figures, plain_matmul, tuned_matmul, tuned_kernel, tried):
-    """Times every kernel of the lesson beside cuBLAS, and draws TFLOP/s against the size."""
-    big = tried[3] if CAPABILITY >= (9, 0) else tried[1]  # older cards have less shared memory
+    """Times every kernel of the lesson and cuBLAS; draws TFLOP/s by size."""
+    # older cards have less shared memory
+    big = tried[3] if CAPABILITY >= (9, 0) else tried[1]
     found = {}
     for n in SIZES:
-        calls = bf16_calls(n if ON_GPU else 16, plain_matmul, tuned_matmul, tried[0], big)
+        calls = bf16_calls(
+            n if ON_GPU else 16, plain_matmul, tuned_matmul, tried[0], big
+        )
         shape = {"what": "bf16", "n": n}
         times = figures.times(shape, calls, flops=2 * n**3, round_ms=15.0)
         for name, ms in times.items():
@@ -90,8 +110,12 @@ def speeds(figures, plain_matmul, tuned_matmul, tuned_kernel, tried):
         return
     show(draw_speeds(found, figures.machine), "02_matmul_speed")
     for name, line in found.items():
-        ratios = {n: line[n] / found["cuBLAS"][n] for n in line if n in found["cuBLAS"]}
-        print(f"{name:>24}: " + "  ".join(f"{n}: {x:.2f}" for n, x in ratios.items()))
+        ratios = {
+            n: line[n] / found["cuBLAS"][n] for n in line if n in found["cuBLAS"]
+        }
+        print(
+            f"{name:>24}: " + "  ".join(f"{n}: {x:.2f}" for n, x in ratios.items())
+        )
     print("each over cuBLAS, by size")
 
 
@@ -113,17 +137,21 @@ def draw_speeds(found, machine):
     figure, axes = plt.subplots(figsize=(7, 4))
     looks = ("k:", "k-.", "k--", "ks--", "ko-", "k^-")
     for (name, line), look in zip(found.items(), looks):
-        axes.plot(list(line), list(line.values()), look, label=name, fillstyle="none")
+        axes.plot(
+            list(line), list(line.values()), look, label=name, fillstyle="none"
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(SIZES, [str(size) for size in SIZES])
-    axes.set(xlabel="side of the square matrices, bf16", ylabel="TFLOP/s", ylim=(0, None))
+    axes.set(
+        xlabel="side of the square matrices, bf16", ylabel="TFLOP/s", ylim=(0, None)
+    )
     axes.set_title(machine, fontsize=9)
     axes.legend(fontsize=8)
     return figure
 
 
 def loss(name, n=512):
-    """The relative error that comes of rounding normal inputs, by root mean squares."""
+    """The relative error of rounding normal inputs, by root mean squares."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, n, n, generator=generator)
     exact = a.double() @ b.double()
@@ -132,7 +160,7 @@ def loss(name, n=512):
 
 
 def formats(figures):
-    """Prints, by number format, what rounding loses and the speed of both kernels."""
+    """Prints, by format, what rounding loses and the speed of both kernels."""
     names = [name for name in FORMATS if name != "fp8" or CAPABILITY >= (8, 9)]
     flops = 2 * FORMATS_AT**3
     print("format  bits  lost by rounding   TFLOP/s: final kernel  cuBLAS")
@@ -144,7 +172,10 @@ def formats(figures):
         }
         shape = {"what": "formats", "n": FORMATS_AT, "kind": name}
         times = figures.times(shape, calls, flops=flops)
-        speed = [f"{flops / times[x] * 1e-9:.0f}" if x in times else "-" for x in calls]
+        speed = [
+            f"{flops / times[x] * 1e-9:.0f}" if x in times else "-" for x in calls
+        ]
         bits = FORMATS[name].dtype.itemsize * 8
-        print(f"{name:>6}  {bits:>4}  {loss(name):>16.1e}  {speed[0]:>21}  {speed[1]:>6}")
+        speeds = f"{speed[0]:>21}  {speed[1]:>6}"
+        print(f"{name:>6}  {bits:>4}  {loss(name):>16.1e}  {speeds}")
     print(figures.machine)

@@ -29,12 +29,22 @@ def rescaling(traces):
     looks = {"early": "ks:", "late": "ko-", "rising": "kd-.", "flat": "k^--"}
     for name, steps in traces.items():
         blocks = range(1, len(steps) + 1)
-        top.plot(blocks, [m for m, *_ in steps], looks[name], label=name, fillstyle="none")
-        shown = [(block, step[1]) for block, step in zip(blocks, steps) if step[1] > 0]
+        top.plot(
+            blocks,
+            [m for m, *_ in steps],
+            looks[name],
+            label=name,
+            fillstyle="none",
+        )
+        shown = [
+            (block, step[1]) for block, step in zip(blocks, steps) if step[1] > 0
+        ]
         bottom.plot(*zip(*shown), looks[name], fillstyle="none")
     top.set(ylabel="largest score so far")
     top.legend(fontsize=8)
-    bottom.set(ylabel="alpha", xlabel="blocks of 125 keys", yscale="log", ylim=(1e-3, 2))
+    bottom.set(
+        ylabel="alpha", xlabel="blocks of 125 keys", yscale="log", ylim=(1e-3, 2)
+    )
     lowest = min(alpha for _, alpha, *_ in traces["late"][1:])
     bottom.text(5.9, 2e-3, f"late: down to {lowest:.0e}", ha="right")
     figure.suptitle("Online softmax over four rows of 1000 scores", fontsize=9)
@@ -57,13 +67,18 @@ def softmax_calls(columns, softmax, kernels, elements):
 
 
 def bandwidth(figures, softmax, kernels):
-    """Times every kernel at every length, and draws useful GB/s: a read and a write over the time.
+    """Times every kernel at every length; draws useful GB/s, of one read and write.
 
     `softmax(kernel, x, block, out)` launches one of the `kernels`.
     """
     speeds = {}
     for columns in COLUMNS:
-        shape = {"what": "rows", "elements": ELEMENTS, "columns": columns, "dtype": "float32"}
+        shape = {
+            "what": "rows",
+            "elements": ELEMENTS,
+            "columns": columns,
+            "dtype": "float32",
+        }
         calls = softmax_calls(columns, softmax, kernels, ELEMENTS if ON_GPU else 0)
         found = figures.times(shape, calls, rounds=3, round_ms=15.0)
         for name, ms in found.items():
@@ -74,11 +89,20 @@ def bandwidth(figures, softmax, kernels):
     figure, axes = plt.subplots(figsize=(7, 3.6))
     looks = ("ks--", "k+:", "ko-", "kd-.", "k^:")
     for (name, line), look in zip(speeds.items(), looks):
-        axes.plot(list(line), list(line.values()), look, label=name, fillstyle="none")
-        print(f"{name:>13}: " + "  ".join(f"{n}: {speed:.0f}" for n, speed in line.items()))
+        axes.plot(
+            list(line), list(line.values()), look, label=name, fillstyle="none"
+        )
+        print(
+            f"{name:>13}: "
+            + "  ".join(f"{n}: {speed:.0f}" for n, speed in line.items())
+        )
     print("useful GB/s, by columns")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="columns, fp32, 2^26 elements in all", ylabel="useful GB/s", ylim=(0, None))
+    axes.set(
+        xlabel="columns, fp32, 2^26 elements in all",
+        ylabel="useful GB/s",
+        ylim=(0, None),
+    )
     title = f"Softmax: a read and a write over the time\n({figures.machine})"
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)

@@ -40,7 +40,7 @@ def verify(steps):
 
 
 def timelines(steps):
-    """Replays the events of every step with a clock, draws the first five, returns all."""
+    """Replays the events of every step with a clock; draws the first five."""
     panels = {}
     for name, step in steps.items():
         events = []
@@ -49,15 +49,15 @@ def timelines(steps):
             Replay(events, keys=128, headdim=HEADDIM, rates=rates).run()
             for rates in (Rates(), Rates(copy_bytes=1e9, copy_latency=0))
         )
-        shares = f"tensor cores at work {busy(panels[name]):4.0%}, copies free {busy(free):4.0%}"
-        print(f"{name:18}{shares}")
+        shares = f"{busy(panels[name]):4.0%}, copies free {busy(free):4.0%}"
+        print(f"{name:18}tensor cores at work {shares}")
     chosen = {name: panels[name] for name in list(steps)[:5]}
     show(draw(chosen, "One program, four blocks of keys"), "07-timeline")
     return panels
 
 
 def outcome(step, seed):
-    """The outcome of a run of 256 keys under one seed, in a word, and the error if there is one."""
+    """The outcome of a run of 256 keys under one seed, in a word, and any error."""
     short = small_inputs(256)
     try:
         is_right = verdict_of(attend(step, *short, seed=seed), *short).ok
@@ -72,22 +72,26 @@ def outcomes(step, seeds=20):
 
 
 def needed(steps):
-    """Prints registers, spills, shared memory and programs an SM of every step, compiled."""
+    """Prints registers, spills, shared memory and programs per SM of every step."""
     print(f"{'':18}registers  spills  shared memory  programs")
     for name, step in steps.items():
         found = needs(step, HEADDIM)
-        assert not found["wgmma_serialized"], f"{name}: the compiler waits for every product"
-        spills, kib = found["spill_stores"], found["smem"] / 1024
-        print(f"{name:18}{found['registers']:9}{spills:8}{kib:11.0f} KiB{found['programs']:10}")
+        assert not found["wgmma_serialized"], (
+            f"{name}: the compiler waits for every product"
+        )
+        line = f"{name:18}{found['registers']:9}{found['spill_stores']:8}"
+        print(f"{line}{found['smem'] / 1024:11.0f} KiB{found['programs']:10}")
 
 
 def library(q, k, v):
     """The library's Hopper kernel."""
-    return tilewise.attention(q[None], k[None], v[None], layout="bhsd", backend="hopper")[0]
+    return tilewise.attention(
+        q[None], k[None], v[None], layout="bhsd", backend="hopper"
+    )[0]
 
 
 def checked_calls(steps, seqlen, heads):
-    """Launches to be timed, each compared with fp64 at this size before; without Hopper, none."""
+    """Launches to be timed, compared with fp64 before; without Hopper, none."""
     if not ON_HOPPER:
         return dict.fromkeys([*steps, "tilewise", "SDPA"])
     x = torch.randn(3, heads, seqlen, HEADDIM, device="cuda").bfloat16()
@@ -112,10 +116,15 @@ def speeds(figures, steps):
         flops = 4 * heads * seqlen**2 * HEADDIM
         shape = dict(seqlen=seqlen, heads=heads, headdim=HEADDIM, dtype="bfloat16")
         calls = checked_calls(steps, seqlen, heads)
-        recorded = {RECORDED_AS.get(name, name): call for name, call in calls.items()}
+        recorded = {
+            RECORDED_AS.get(name, name): call for name, call in calls.items()
+        }
         times = figures.times(shape, recorded, flops)
         names = [name for name in calls if RECORDED_AS.get(name, name) in times]
-        rates = {name: flops / times[RECORDED_AS.get(name, name)] * 1e-9 for name in names}
+        rates = {
+            name: flops / times[RECORDED_AS.get(name, name)] * 1e-9
+            for name in names
+        }
         found[seqlen] = rates
         for name, tflops in rates.items():
             print(f"{seqlen:6} {name:18}{tflops:6.0f} TFLOP/s")

@@ -18,7 +18,9 @@ def grid():
     fig, axes = plt.subplots(2, 1, figsize=(8, 2.8), height_ratios=[1, 3])
     axes[0].vlines(values.numpy(), 0, 1, linewidth=0.6, color="black")
     axes[0].set(xlim=(0, 16), yticks=[], title="The numbers of e4m3 up to 16")
-    axes[1].loglog(values[1:-1].numpy(), values.diff()[1:].numpy(), drawstyle="steps-post")
+    axes[1].loglog(
+        values[1:-1].numpy(), values.diff()[1:].numpy(), drawstyle="steps-post"
+    )
     axes[1].set(xlabel="a number of e4m3", ylabel="to the next one")
     fig.tight_layout()
     show(fig, "09_grid")
@@ -30,7 +32,9 @@ def errors_by_length(lengths, found):
     fig, ax = plt.subplots(figsize=(7, 3.2))
     for name, errors in found.items():
         ax.loglog(lengths, errors, "o-", label=name)
-    ax.set(xlabel="keys", ylabel="norm of the error / norm of out", title="V of mean 1")
+    ax.set(
+        xlabel="keys", ylabel="norm of the error / norm of out", title="V of mean 1"
+    )
     ax.legend(fontsize=8)
     show(fig, "09_accumulators")
 
@@ -39,7 +43,9 @@ def channels(before, after):
     """Draws the largest magnitude of each channel, before and after a rotation."""
     fig, axes = plt.subplots(1, 2, figsize=(8, 2.4), sharey=True)
     for ax, x, title in zip(axes, (before, after), ("as it comes", "rotated")):
-        ax.bar(range(x.shape[-1]), x.abs().amax(0).numpy(), width=1.0, color="black")
+        ax.bar(
+            range(x.shape[-1]), x.abs().amax(0).numpy(), width=1.0, color="black"
+        )
         ax.set(xlabel="channel", title=title)
     axes[0].set_ylabel("largest magnitude")
     show(fig, "09_channels")
@@ -52,7 +58,9 @@ def calls(seqlen=16384):
     return {
         "bf16": lambda: tilewise.attention(q, k, v),
         "Quantized": lambda: tilewise.attention(x),
-        "quantize, then attention": lambda: tilewise.attention(tilewise.quantize(q, k, v)),
+        "quantize, then attention": lambda: tilewise.attention(
+            tilewise.quantize(q, k, v)
+        ),
     }
 
 

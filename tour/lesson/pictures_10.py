@@ -20,7 +20,7 @@ LIMIT = 120.0  # seconds for all processes
 
 
 def tiles(found):
-    """Prints and draws the tiles of each rank, by layout; returns how many there are."""
+    """Prints and draws the tiles of each rank, by layout; returns the counts."""
     counts = {kind: [len(x) for x in of_ranks] for kind, of_ranks in found.items()}
     fig, axes = plt.subplots(1, len(found), figsize=(8, 3.6), sharey=True)
     for ax, (kind, of_ranks) in zip(axes, found.items()):
@@ -39,23 +39,36 @@ def tiles(found):
 
 
 def on_ranks(ranks, inputs, how):
-    """Runs `program` in processes of their own: what each returned, in the order of the ranks."""
+    """Runs `program` in processes of their own; what each returned, by rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.save((inputs, how), folder / "inputs.pt")
-        command = [sys.executable, str(Path(__file__).with_name("rank_10.py")), name]
-        env = os.environ | dict(WORLD_SIZE=str(ranks), PYTHONPATH=os.pathsep.join(sys.path))
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("rank_10.py")),
+            name,
+        ]
+        env = os.environ | dict(
+            WORLD_SIZE=str(ranks), PYTHONPATH=os.pathsep.join(sys.path)
+        )
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         started = [
-            subprocess.Popen(command, env=env | dict(RANK=str(rank)), stderr=subprocess.PIPE)
+            subprocess.Popen(
+                command, env=env | dict(RANK=str(rank)), stderr=subprocess.PIPE
+            )
             for rank in range(ranks)
         ]
         try:
-            said = [process.communicate(timeout=LIMIT)[1].decode() for process in started]
+            said = [
+                process.communicate(timeout=LIMIT)[1].decode()
+                for process in started
+            ]
         finally:
             for process in started:
                 process.kill()
-        failed = [text for process, text in zip(started, said) if process.returncode]
+        failed = [
+            text for process, text in zip(started, said) if process.returncode
+        ]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
@@ -65,7 +78,10 @@ def calls(fold, seqlen=4096):
     """Attention of queries to one shard, and a fold of what it gives."""
     q, k, v = torch.randn(3, 1, seqlen, 16, 128, device=DEVICE).bfloat16().unbind(0)
     state, part = (
-        (torch.randn(16 * seqlen, 128, device=DEVICE), torch.randn(16 * seqlen, device=DEVICE))
+        (
+            torch.randn(16 * seqlen, 128, device=DEVICE),
+            torch.randn(16 * seqlen, device=DEVICE),
+        )
         for _ in range(2)
     )
     run = (lambda: tilewise.attention(q, k, v)), (lambda: fold(state, part))

@@ -1,4 +1,4 @@
-"""One process of lesson 10: RANK of WORLD_SIZE, whose inputs and results are in a folder.
+"""One process of lesson 10: RANK of WORLD_SIZE; inputs and results in a folder.
 
     RANK=0 WORLD_SIZE=2 python rank_10.py FOLDER
 
@@ -16,10 +16,13 @@ import tilewise.distributed as td
 
 
 def program(q, k, v, how):
-    """`out` of this rank's rows, for each way to call: the same program on all ranks."""
+    """`out` of this rank's rows, for each way to call; the same on all ranks."""
     layout = td.zigzag(q.shape[1])  # of the ranks there are
     shards = [layout.shard(x) for x in (q, k, v)]
-    return {name: td.attention(*shards, layout=layout, **options) for name, options in how.items()}
+    return {
+        name: td.attention(*shards, layout=layout, **options)
+        for name, options in how.items()
+    }
 
 
 def main(folder):

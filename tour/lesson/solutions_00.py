@@ -8,26 +8,32 @@ from . import DEVICE, exercise, expect, here
 
 
 def sectors_from(first, stride, itemsize):
-    """Sectors of 32 bytes that a warp touches when thread i reads element first + i * stride."""
+    """Sectors of a warp whose thread i reads element first + i * stride."""
     return len({(first + i * stride) * itemsize // 32 for i in range(32)})
 
 
 @exercise(1)
 def check_sectors(answer):
     """Compares `answer(first, stride, itemsize)` with counts made by hand."""
-    by_hand = {(0, 1, 4): 4, (0, 3, 2): 6, (5, 1, 2): 3, (8, 1, 4): 4, (1, 8, 4): 32}
+    by_hand = {
+        (0, 1, 4): 4,
+        (0, 3, 2): 6,
+        (5, 1, 2): 3,
+        (8, 1, 4): 4,
+        (1, 8, 4): 32,
+    }
     for (first, stride, itemsize), count in by_hand.items():
         what = f"{itemsize} bytes an element, from element {first}, stride {stride}"
         expect(answer(first, stride, itemsize), count, what)
-    return "fp16 with a stride of 3 touches 6 sectors; from element 5 without a stride, 3"
+    return "fp16 with a stride of 3: 6 sectors; from element 5 without a stride, 3"
 
 
 @triton.jit
 def strided_write_kernel(x, out, n, stride, BLOCK: tl.constexpr):
     """out[i * stride] = x[i], for n elements.
 
-    A sector that is written in part must be merged with what memory holds, so a strided write costs
-    at least as much as a strided read.
+    A sector that is written in part must be merged with what memory holds, so a
+    strided write costs at least as much as a strided read.
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < n
@@ -36,7 +42,7 @@ def strided_write_kernel(x, out, n, stride, BLOCK: tl.constexpr):
 
 @exercise(2)
 def check_strided_write(kernel):
-    """Launches `kernel(x, out, n, stride, BLOCK)` and looks at every element of out."""
+    """Launches `kernel(x, out, n, stride, BLOCK)`; checks all of out."""
     for n, stride in ((1000, 7), (256, 1), (3, 2)):
         x = torch.randn(n, device=DEVICE)
         out = torch.full((n * stride,), -1.0, device=DEVICE)

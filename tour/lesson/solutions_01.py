@@ -9,7 +9,7 @@ from . import DEVICE, exercise, expect, here
 
 @triton.jit
 def axpy_kernel(a, x, y, z, n, BLOCK: tl.constexpr):
-    """z = a * x + y: x and y are read and z is written, 12 bytes an element in fp32.
+    """z = a * x + y: reads x and y, writes z: 12 bytes per element in fp32.
 
     In torch `a * x` writes a tensor and the sum reads it again: 20 bytes.
     """
@@ -23,21 +23,24 @@ def axpy_kernel(a, x, y, z, n, BLOCK: tl.constexpr):
 def check_axpy(kernel):
     """Launches `kernel(a, x, y, z, n, BLOCK)` and compares with torch.
 
-    With a power of two for `a` the product is exact, and the sums are equal bit by bit. With 0.1 a
-    GPU differs in the last bit: it multiplies and adds in one instruction, and rounds once.
+    With a power of two for `a` the product is exact, and the sums are equal bit by
+    bit. With 0.1 a GPU differs in the last bit: it multiplies and adds in one
+    instruction, and rounds once.
     """
     for n in (1, 256, 1000):
         x, y = torch.randn(2, n, device=DEVICE)
         z = torch.full((n + 2,), -1.0, device=DEVICE)
         here(kernel)[(triton.cdiv(n, 256),)](2.0, x, y, z, n, BLOCK=256)
         expect(z[:n], 2.0 * x + y, f"{n} elements")
-        expect(z[n:].tolist(), [-1.0, -1.0], f"{n} elements, the two elements behind z")
+        expect(
+            z[n:].tolist(), [-1.0, -1.0], f"{n} elements, the two elements behind z"
+        )
     return "equal to torch bit by bit, and nothing is written behind z"
 
 
 @triton.jit
 def persistent_add_kernel(x, y, z, n, BLOCK: tl.constexpr):
-    """z = x + y by any number of programs: each takes every tl.num_programs(0)-th block."""
+    """z = x + y: each program takes every tl.num_programs(0)-th block."""
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < n
@@ -47,7 +50,7 @@ def persistent_add_kernel(x, y, z, n, BLOCK: tl.constexpr):
 
 @exercise(2)
 def check_persistent_add(kernel):
-    """Launches `kernel(x, y, z, n, BLOCK)` with fewer programs than blocks, and with more."""
+    """Launches `kernel(x, y, z, n, BLOCK)` with few and many programs."""
     x, y = torch.randn(2, 3000, device=DEVICE)
     for programs in (1, 3, 20):
         z = torch.zeros_like(x)

@@ -17,8 +17,8 @@ def efficiency(n, block_m, block_n, sms):
 def check_efficiency(answer):
     """Compares `answer(n, block_m, block_n, sms)` with waves counted by hand.
 
-    A side of 2048 in tiles of 128 x 128 takes two waves: no better than 128 x 256 in one, and it
-    reads more. Sides of 2304 and 5120 suit 132 SMs less.
+    A side of 2048 in tiles of 128 x 128 takes two waves: no better than 128 x 256
+    in one, and it reads more. Sides of 2304 and 5120 suit 132 SMs less.
     """
     by_hand = {
         (4096, 128, 256, 132): 512 / 528,  # four waves, the last nearly full
@@ -60,7 +60,7 @@ def linear_relu_kernel(
 
 @exercise(2)
 def check_linear_relu(kernel):
-    """Launches the kernel at sizes that are no multiples of a tile, and compares with fp64."""
+    """Launches the kernel at sizes that no tile divides; compares with fp64."""
     for m, n, k in ((100, 80, 48), (32, 33, 20)):
         a, b = torch.randn(m, k, device=DEVICE), torch.randn(k, n, device=DEVICE)
         bias, c = torch.randn(n, device=DEVICE), torch.zeros(m, n, device=DEVICE)

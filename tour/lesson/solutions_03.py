@@ -10,7 +10,7 @@ from .pictures_03 import scores
 
 @triton.jit
 def lse_kernel(x, lse, columns, BLOCK: tl.constexpr):
-    """lse = m + log(l) of each row, with powers of two: the row is multiplied by log2(e) first."""
+    """lse = m + log(l) of each row, by powers of two of the row times log2(e)."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64) * columns
     m_i = -float("inf")
@@ -18,7 +18,8 @@ def lse_kernel(x, lse, columns, BLOCK: tl.constexpr):
     for start in range(0, columns, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         block = tl.load(x + row + offs, mask=offs < columns, other=-float("inf"))
-        block = block * LOG2E  # in attention the scale of the scores has this factor: it is free
+        # in attention the scale of the scores has this factor: it is free
+        block = block * LOG2E
         m_new = tl.maximum(m_i, tl.max(block, 0))
         l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(block - m_new), 0)
         m_i = m_new
@@ -27,7 +28,7 @@ def lse_kernel(x, lse, columns, BLOCK: tl.constexpr):
 
 @exercise(1)
 def check_lse(kernel):
-    """Launches `kernel(x, lse, columns, BLOCK)` on the lesson's rows and compares with fp64."""
+    """Launches `kernel(x, lse, columns, BLOCK)` on the lesson's rows."""
     for columns in (1000, 255, 1):
         x = scores(columns)
         lse = torch.zeros(4, device=DEVICE)
@@ -40,8 +41,8 @@ def check_lse(kernel):
 def weighted_sum_kernel(x, v, out, columns, BLOCK: tl.constexpr, D: tl.constexpr):
     """out = softmax(x) @ v, a row a program, in one pass.
 
-    Every term of acc has a factor exp(x_i - m), as every term of l_i does. So acc is multiplied by
-    the same alpha, and divided by l_i once, at the end.
+    Every term of acc has a factor exp(x_i - m), as every term of l_i does. So acc
+    is multiplied by the same alpha, and divided by l_i once, at the end.
     """
     row = tl.program_id(0).to(tl.int64) * columns
     offs_d = tl.arange(0, D)
@@ -52,7 +53,9 @@ def weighted_sum_kernel(x, v, out, columns, BLOCK: tl.constexpr, D: tl.constexpr
         offs = start + tl.arange(0, BLOCK)
         inside = offs < columns
         block = tl.load(x + row + offs, mask=inside, other=-float("inf"))
-        values = tl.load(v + offs[:, None] * D + offs_d[None, :], mask=inside[:, None], other=0.0)
+        values = tl.load(
+            v + offs[:, None] * D + offs_d[None, :], mask=inside[:, None], other=0.0
+        )
         m_new = tl.maximum(m_i, tl.max(block, 0))
         alpha = tl.exp(m_i - m_new)
         p = tl.exp(block - m_new)

@@ -8,24 +8,31 @@ from . import exercise, expect
 def merge(out1, lse1, out2, lse2):
     """Attention over two sets of keys, of each set's output and lse.
 
-    exp(lse) is the sum by which an output was divided. So each output counts with its share of the
-    sum of both, and the lse of both is the logarithm of that sum.
+    exp(lse) is the sum by which an output was divided. So each output counts with
+    its share of the sum of both, and the lse of both is the logarithm of that sum.
     """
     lse = torch.logaddexp(lse1, lse2)
-    out = out1 * (lse1 - lse).exp()[..., None] + out2 * (lse2 - lse).exp()[..., None]
+    out = (
+        out1 * (lse1 - lse).exp()[..., None] + out2 * (lse2 - lse).exp()[..., None]
+    )
     return out, lse
 
 
 @exercise(1)
 def check_merge(answer):
-    """Cuts keys at several places and compares the merged halves with attention over all keys."""
+    """Cuts keys at several places; compares merged halves with all keys."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 2, 50, 16, generator=generator, dtype=torch.float64).unbind(0)
+    q, k, v = torch.randn(
+        3, 2, 50, 16, generator=generator, dtype=torch.float64
+    ).unbind(0)
     for scale, cut in ((1.0, 25), (1.0, 1), (300.0, 40)):
         s = scale * q @ k.mT
         halves = []
         for part in (slice(0, cut), slice(cut, 50)):
-            p, lse = torch.softmax(s[..., part], -1), torch.logsumexp(s[..., part], -1)
+            p, lse = (
+                torch.softmax(s[..., part], -1),
+                torch.logsumexp(s[..., part], -1),
+            )
             halves += [p @ v[:, part], lse]
         out, lse = answer(*halves)
         where = f"keys cut at {cut} of 50, scores times {scale:.0f}"
@@ -46,16 +53,19 @@ def traffic(seqlen, headdim, b_c=256, b_r=128):
 
 @exercise(2)
 def check_traffic(answer):
-    """Compares with counts made by hand: in units of one tensor, and of one matrix of scores."""
+    """Compares with counts made by hand, in tensors and matrices of scores."""
     for seqlen, headdim, b_c, b_r in ((4096, 64, 256, 128), (1024, 128, 128, 64)):
         tensor, matrix = 2 * seqlen * headdim, 2 * seqlen**2
         found = answer(seqlen, headdim, b_c, b_r)
         by_hand = {
-            "standard": 4 * tensor + 4 * matrix,  # q, k, v, out; S and P written and read
+            # q, k, v, out; S and P written and read
+            "standard": 4 * tensor + 4 * matrix,
             "FA1": (2 + 3 * (seqlen // b_c)) * tensor,
             "FA2": (2 + 2 * (seqlen // b_r)) * tensor,
         }
         for name, size in by_hand.items():
             expect(found[name], size, f"{name}, seqlen {seqlen}, headdim {headdim}")
-    sizes = ", ".join(f"{x} {size / 1e6:.0f} MB" for x, size in answer(4096, 64, 256, 128).items())
+    sizes = ", ".join(
+        f"{x} {size / 1e6:.0f} MB" for x, size in answer(4096, 64, 256, 128).items()
+    )
     return f"N = 4096, d = 64: {sizes}"

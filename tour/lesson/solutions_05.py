@@ -8,13 +8,14 @@ from . import DEVICE, exercise, expect, here
 
 
 def backward_with_dropout(q, k, v, dout, z):
-    """dq, dk, dv of O = (P * Z) V, where Z is 1 / (1 - p) where a weight is kept and else 0."""
+    """dq, dk, dv of O = (P * Z) V; Z is 1 / (1 - p), or 0 for dropped weights."""
     scale = q.shape[-1] ** -0.5
     p = torch.softmax(scale * q @ k.T, -1)
     out = (p * z) @ v
     dv = (p * z).T @ dout  # the weights that were used
     dp = z * (dout @ v.T)  # a dropped weight has no gradient
-    delta = (dout * out).sum(-1, keepdim=True)  # as before, with the O of the forward
+    # as before, with the O of the forward
+    delta = (dout * out).sum(-1, keepdim=True)
     ds = p * (dp - delta)  # as before, with the P from before dropout
     return scale * ds @ k, scale * ds.T @ q, dv
 
@@ -30,7 +31,9 @@ def check_dropout(answer):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         p = torch.softmax(leaves[0] @ leaves[1].T / 4, -1)
         exact = torch.autograd.grad((p * z) @ leaves[2], leaves, dout)
-        for name, got, expected in zip(("dq", "dk", "dv"), answer(q, k, v, dout, z), exact):
+        for name, got, expected in zip(
+            ("dq", "dk", "dv"), answer(q, k, v, dout, z), exact
+        ):
             expect(got, expected, f"{name}, {kept:.0%} kept", atol=1e-10)
     return "delta is rowsum(dO * O) with dropout, too"
 
@@ -40,8 +43,11 @@ def dq_kernel(
     q, k, v, dout, lse, delta, dq, seqlen, scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one head, no mask: a program a block of queries, which nothing else adds to."""
-    q_idx, offs_d = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)[None, :]
+    """dQ of one head, no mask: a program per block of queries, without atomics."""
+    q_idx, offs_d = (
+        tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, D)[None, :],
+    )
     is_row = (q_idx < seqlen)[:, None]
     of_rows = q_idx[:, None] * D + offs_d
     q_tile = tl.load(q + of_rows, mask=is_row, other=0.0)
@@ -74,6 +80,8 @@ def check_dq(kernel):
         exact = p * (dout.double() @ v.double().T - delta) @ k.double() / 4
         dq = torch.zeros_like(q)
         grid = (triton.cdiv(seqlen, 32),)
-        here(kernel)[grid](q, k, v, dout, lse, delta.float(), dq, seqlen, 0.25, 16, 32, 32)
+        here(kernel)[grid](
+            q, k, v, dout, lse, delta.float(), dq, seqlen, 0.25, 16, 32, 32
+        )
         expect(dq, exact, f"{seqlen} rows", atol=1e-4)
     return "no atomics, so the same bits in every run"

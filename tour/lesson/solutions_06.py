@@ -18,7 +18,7 @@ def find(tile, lengths, nheads, block):
 
 @exercise(1)
 def check_find(answer):
-    """Compares `answer(tile, lengths, nheads, block)` with the list of all tiles."""
+    """Compares `answer(tile, lengths, nheads, block)` with a list of all tiles."""
     for lengths in ([160, 300], [70, 0, 1, 130, 64, 0], [0, 5]):
         for nheads in (1, 2, 3):
             numbered = list(tiles(lengths, nheads, 64))
@@ -32,21 +32,32 @@ def check_find(answer):
 
 
 def static_order(costs, processors):
-    """The costs in an order in which processor i, which takes i, i + P, ..., is done early.
+    """Costs in an order for processors that take i, i + P, ...: all end early.
 
-    Sorted, in rounds of one tile a processor; every other round is reversed, so that the processor
-    with the longest tile of one round has the shortest of the next.
+    Sorted, in rounds of one tile a processor; every other round is reversed, so
+    that the processor with the longest tile of one round has the shortest of the
+    next.
     """
     longest_first = sorted(costs, reverse=True)
-    rounds = [longest_first[i : i + processors] for i in range(0, len(costs), processors)]
-    return [cost for i, each in enumerate(rounds) for cost in (each[::-1] if i % 2 else each)]
+    rounds = [
+        longest_first[i : i + processors] for i in range(0, len(costs), processors)
+    ]
+    return [
+        cost
+        for i, each in enumerate(rounds)
+        for cost in (each[::-1] if i % 2 else each)
+    ]
 
 
 @exercise(2)
 def check_static_order(answer):
-    """Runs `answer(costs, processors)` through the static schedule: at most 5 % over the bound."""
+    """Runs `answer(costs, processors)`, statically: at most 5 % over the bound."""
     causal = [block + 1 for _ in range(2) for block in range(32)]
-    for costs, processors in (([9, 1, 8, 2, 7, 3, 6, 4], 4), (causal, 7), (causal, 8)):
+    for costs, processors in (
+        ([9, 1, 8, 2, 7, 3, 6, 4], 4),
+        (causal, 7),
+        (causal, 8),
+    ):
         ordered = list(answer(list(costs), processors))
         where = f"{len(costs)} tiles on {processors} processors"
         expect(sorted(ordered), sorted(costs), f"{where}, the tiles sorted")

@@ -13,10 +13,14 @@ compute_with_waits = compute_in_order
 
 @exercise(1)
 def check_race(compute):
-    """Runs `compute` as the consumer of step 3 in the emulator, under twenty orders of events."""
+    """Emulates `compute` as the consumer of step 3, in twenty orders of events."""
     for seed in range(20):
         word, error = outcome(specialised(compute), seed)
-        lines = str(error).splitlines() if error else ["compare with the softmax in fp64"]
+        lines = (
+            str(error).splitlines()
+            if error
+            else ["compare with the softmax in fp64"]
+        )
         assert word == "right", f"seed {seed}: {word}. {lines[0]}"
     return "20 orders of events give the right output"
 
@@ -25,8 +29,9 @@ def check_race(compute):
 def load_v_first(q, q_full, keys, values, descs, row, first, seqlen):
     """The producer, with V's stage before K's.
 
-    With one stage, V of block 1 has to wait until V of block 0 is read. That happens in the
-    iteration that starts with S of block 1, whose K the producer has not loaded: it waits for V.
+    With one stage, V of block 1 has to wait until V of block 0 is read. That
+    happens in the iteration that starts with S of block 1, whose K the producer has
+    not loaded: it waits for V.
     """
     N: gl.constexpr = keys.tiles.shape[1]
     parts.load_tile(descs[0], row, q_full.index(0), q.index(0))
@@ -40,7 +45,10 @@ def load_v_first(q, q_full, keys, values, descs, row, first, seqlen):
 @exercise(2)
 def check_load(load):
     """Runs `load` as the producer of step 4, with two stages and with one."""
-    words = [outcome(specialised(compute_ahead, load=load, stages=n), 0)[0] for n in (2, 1)]
+    words = [
+        outcome(specialised(compute_ahead, load=load, stages=n), 0)[0]
+        for n in (2, 1)
+    ]
     assert words[0] == "right", f"two stages: {words[0]}, expected right"
     assert words[1] == "Deadlock", f"one stage: {words[1]}, expected Deadlock"
     return "right with two stages, a deadlock with one"

@@ -7,7 +7,7 @@ from .pictures_08 import in_pages
 
 
 def state_share(n, group, headdim):
-    """D + 2 fp32 numbers a query head, written and read, over n keys and values in bf16.
+    """D + 2 fp32 numbers per query head, twice, over n keys and values in bf16.
 
     For a large D that is 2 G / n: n of about 125 G makes it 1.6 %.
     """
@@ -16,7 +16,7 @@ def state_share(n, group, headdim):
 
 @exercise(1)
 def check_state_share(answer):
-    """Compares `answer(n, group, headdim)` with counts made by hand, then looks at the library."""
+    """Compares `answer(n, group, headdim)` with counts by hand."""
     from tilewise.tile.split_kv import default_split_size
 
     by_hand = {
@@ -28,7 +28,9 @@ def check_state_share(answer):
         expect(round(answer(*sizes), 9), round(share, 9), f"state_share{sizes}")
     sizes = {group: default_split_size(group) for group in (1, 4, 8, 16)}
     worst = max(answer(size, group, 128) for group, size in sizes.items())
-    return f"the library's splits by group, {sizes}, cost at most {100 * worst:.2f} %"
+    return (
+        f"the library's splits by group, {sizes}, cost at most {100 * worst:.2f} %"
+    )
 
 
 def share_prefix(table, pages):
@@ -40,11 +42,16 @@ def share_prefix(table, pages):
 
 @exercise(2)
 def check_share_prefix(answer, decode):
-    """Runs `decode` with pages of their own, and with `answer(table, pages)`; compares bits."""
+    """Compares the bits of `decode` with and without `answer(table, pages)`."""
     generator = torch.Generator().manual_seed(0)
-    first, tail = ([torch.randn(n, 2, 64, generator=generator) for _ in "kv"] for n in (700, 60))
+    first, tail = (
+        [torch.randn(n, 2, 64, generator=generator) for _ in "kv"]
+        for n in (700, 60)
+    )
     second = [torch.cat([x[:640], new]) for x, new in zip(first, tail)]
-    pools = [in_pages([x.bfloat16(), y.bfloat16()], 16) for x, y in zip(first, second)]
+    pools = [
+        in_pages([x.bfloat16(), y.bfloat16()], 16) for x, y in zip(first, second)
+    ]
     (k, table), (v, _) = pools
     q = torch.randn(2, 8, 64, generator=generator).to(DEVICE, torch.bfloat16)
     used = torch.tensor([700, 700], dtype=torch.int32, device=DEVICE)
@@ -53,6 +60,10 @@ def check_share_prefix(answer, decode):
     saved = table.unique().numel() - shared.unique().numel()
     expect(saved, 40, "pages saved")
     for sequence in (0, 1):
-        same = torch.equal(decode(q, k, v, shared, used, 128)[sequence], own[sequence])
+        same = torch.equal(
+            decode(q, k, v, shared, used, 128)[sequence], own[sequence]
+        )
         expect(same, True, f"sequence {sequence} has the bits of its own pages")
-    return f"{saved} of {table.unique().numel()} pages are saved, and no bit changes"
+    return (
+        f"{saved} of {table.unique().numel()} pages are saved, and no bit changes"
+    )

@@ -20,7 +20,9 @@ def check_hadamard(answer):
     """Compares `answer(x)` with a product by Hadamard's matrix."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < 64:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        matrix = torch.cat(
+            [torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]
+        )
     generator = torch.Generator().manual_seed(0)
     for size in (1, 2, 64):
         x = torch.randn(5, size, dtype=torch.float64, generator=generator)
@@ -28,20 +30,28 @@ def check_hadamard(answer):
         expect(answer(x), expected, f"of {size} channels", atol=1e-12)
     one = torch.zeros(64, dtype=torch.float64)
     one[7] = 8.0
-    expect(answer(one).abs(), torch.ones(64, dtype=torch.float64), "one outlier", atol=1e-12)
+    expect(
+        answer(one).abs(),
+        torch.ones(64, dtype=torch.float64),
+        "one outlier",
+        atol=1e-12,
+    )
     return "an outlier of 8 among 64 channels becomes 64 numbers of magnitude 1"
 
 
 def shift_of_lse(q, k_mean, scale):
-    """Every score of a query fell by scale * q . k_mean, so its log-sum-exp did, too."""
+    """Every score of a query fell by scale * q . k_mean; so did its lse."""
     return scale * q @ k_mean
 
 
 @exercise(2)
 def check_shift_of_lse(answer):
-    """Compares the log-sum-exp of smoothed keys, plus `answer(q, k_mean, scale)`, with the true."""
+    """Adds `answer(q, k_mean, scale)` to the lse of smoothed keys; compares."""
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (6, 40))
+    q, k = (
+        torch.randn(n, 16, generator=generator, dtype=torch.float64)
+        for n in (6, 40)
+    )
     k_mean = (k + 3).mean(0)
     true = (q @ (k + 3).T * 0.25).logsumexp(-1)
     found = (q @ (k + 3 - k_mean).T * 0.25).logsumexp(-1) + answer(q, k_mean, 0.25)

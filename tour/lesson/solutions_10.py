@@ -6,22 +6,26 @@ from . import exercise, expect
 
 
 def chunks_of(rank, ranks):
-    """One from the front and its mirror image from the back: the sum of both is always the same.
+    """One from the front and its mirror image: the sum of both is always the same.
 
-    Chunk i sees i whole chunks before it and half of its own, so two chunks whose numbers add up to
-    2 * ranks - 1 have the same work on every rank.
+    Chunk i sees i whole chunks before it and half of its own, so two chunks whose
+    numbers add up to 2 * ranks - 1 have the same work on every rank.
     """
     return rank, 2 * ranks - 1 - rank
 
 
 @exercise(1)
 def check_chunks(answer):
-    """Counts tiles of `answer(rank, ranks)`, chunks of four tiles each, on 1 to 8 ranks."""
+    """Counts tiles of `answer(rank, ranks)`, chunks of 4 tiles, on 1 to 8 ranks."""
     for ranks in (1, 2, 3, 4, 8):
         chunks = [tuple(answer(rank, ranks)) for rank in range(ranks)]
         every = sorted(i for pair in chunks for i in pair)
         expect(every, list(range(2 * ranks)), f"{ranks} ranks, all chunks")
-        expect([x == tuple(sorted(x)) for x in chunks], [True] * ranks, f"{ranks} ranks, in order")
+        expect(
+            [x == tuple(sorted(x)) for x in chunks],
+            [True] * ranks,
+            f"{ranks} ranks, in order",
+        )
         blocks = [[4 * i + j for i in pair for j in range(4)] for pair in chunks]
         counts = [sum(m_block + 1 for m_block in mine) for mine in blocks]
         expect(counts, [counts[0]] * ranks, f"{ranks} ranks, tiles of each")
@@ -29,7 +33,7 @@ def check_chunks(answer):
 
 
 def rows_to_pull(runs, window):
-    """The keys that some query sees, without those that the rank has; each is pulled once."""
+    """Keys that some query sees, without the rank's own; each is pulled once."""
     own = {i for start, stop in runs for i in range(start, stop)}
     seen = {j for i in own for j in range(max(0, i - window), i + 1)}
     return len(seen - own)
@@ -50,5 +54,7 @@ def check_rows_to_pull(answer):
         spans = [Span(0, start, stop, 0, 1000) for start, stop in runs]
         seen = sum(stop - start for start, stop in keys_of(spans, window, 0))
         own = sum(stop - start for start, stop in runs)
-        expect(answer(list(runs), window), seen - own, f"runs {runs}, window {window}")
-    return f"{len(cases)} lists of runs, with windows that overlap and that begin before key 0"
+        expect(
+            answer(list(runs), window), seen - own, f"runs {runs}, window {window}"
+        )
+    return f"{len(cases)} lists of runs; windows overlap, or begin before key 0"

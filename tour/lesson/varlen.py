@@ -1,4 +1,4 @@
-"""Of the library, what lesson 06 calls: attention over packed sequences, and tile numbers."""
+"""What lesson 06 calls: attention over packed sequences, and tile numbers."""
 
 import tilewise
 from tilewise.testing.schedule import tiles as tiles
@@ -21,9 +21,10 @@ def attention(q, k, v, cu_seqlens):
 
 
 def error_of(out, q, k, v, start, stop):
-    """The largest error of rows start to stop, against that sequence alone in fp64."""
+    """The largest error of rows start to stop, against the sequence in fp64."""
     alone = [x[None, start:stop] for x in (q, k, v)]
-    exact = tilewise.attention_reference(*(x.double() for x in alone), causal=True)[0]
+    exact = tilewise.attention_reference(*(x.double() for x in alone), causal=True)
+    exact = exact[0]
     plain = tilewise.attention_reference(*alone, causal=True, upcast=False)[0]
     assert_within(out[start:stop], exact, plain, f"sequence at {start}")
     return (out[start:stop].double() - exact).abs().max().item()
