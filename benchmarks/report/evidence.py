@@ -36,7 +36,7 @@ class Environment(NamedTuple):
     @property
     def on_gpu(self) -> bool:
         """Whether it is a GPU's."""
-        return "+cpu" not in self.torch and "threads" not in self.device
+        return "+cpu" not in self.torch and "thread" not in self.device
 
 
 class Entry(NamedTuple):

@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from . import cache as cache
 from . import faces as faces
@@ -24,6 +25,12 @@ from .frontend.quantize import Quantized, quantize
 from .frontend.sdpa import scaled_dot_product_attention
 from .integrations.torch_sdpa import disable_sdpa, enable_sdpa
 from .reference import attention_reference, merge_states
+
+if TYPE_CHECKING:
+    from . import bench as bench
+    from . import bert_padding as bert_padding
+    from . import distributed as distributed
+    from . import testing as testing
 
 __version__ = "0.1.0"
 
@@ -50,7 +57,10 @@ __all__ = [
 ]
 
 
+_ON_FIRST_USE = ("bench", "bert_padding", "distributed", "testing")
+
+
 def __getattr__(name: str) -> ModuleType:
-    if name == "testing":  # imported when it is asked for
-        return importlib.import_module("tilewise.testing")
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

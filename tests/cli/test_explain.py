@@ -8,6 +8,8 @@ pytest.importorskip("rich")
 pytest.importorskip("triton")
 testing = pytest.importorskip("click.testing")
 
+from tilewise.bench.cards import Roof  # noqa: E402
+from tilewise.cli import explain_tables  # noqa: E402
 from tilewise.cli.__main__ import main  # noqa: E402
 
 
@@ -29,6 +31,8 @@ def test_the_cpu_is_explained():
     done = invoke("--on", "cpu", "--dtype", "fp32", "--seqlen", "256", "--heads", "2")
     assert done.exit_code == 0, done.output
     assert "on this CPU" in done.output and "torch's fused kernel, in one piece" in done.output
+    height = dict(explain_tables.roof_rows(Roof(0.2, 0.0125, "measured")))["roof"]
+    assert height == "0.2 TFLOP/s, 12.5 GB/s"
 
 
 def test_copies_are_told():
@@ -41,7 +45,7 @@ def test_copies_are_told():
 
 def test_nothing_serves_it():
     done = invoke("--headdim", "513", "--gpu", "a100")
-    assert done.exit_code == 0 and "nothing serves this call." in done.output
+    assert done.exit_code == 1 and "nothing serves this call." in done.output
 
 
 def test_json_holds_all():
@@ -69,9 +73,7 @@ def test_a_picture(tmp_path):
 
 
 def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
-    from tilewise.cli import picture
-
-    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = invoke("--no-compile", "--png", str(tmp_path / "roof.png"))
     assert done.exit_code == 2 and "tilewise[plot]" in done.output
 

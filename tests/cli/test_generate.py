@@ -214,10 +214,10 @@ def invoke(*arguments):
 
 
 def test_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = invoke()
     assert done.exit_code == 2
-    assert "pip install 'tilewise[cli,hf]'" in " ".join(done.output.split())
+    assert "pip install 'tilewise[hf]'" in " ".join(done.output.split())
 
 
 def test_what_has_no_room_is_a_usage_error():

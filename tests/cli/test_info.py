@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
-from tilewise.cli import features, info, machine  # noqa: E402
+from tilewise.cli import features, info, machine, tables  # noqa: E402
 
 
 def invoke(*arguments):
@@ -103,6 +103,20 @@ def test_every_problem_is_one_that_a_backend_answers(backend):
     assert not found["plain"] and widest in found["headdim 513"][backend]
     assert ("headdim 512" in found) and (not found["headdim 512"]) == (backend == "portable")
     assert ("float64" in found["float64"][backend]) and backend not in found["causal"]
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (41, ["F.scaled_dot_product_attention is torch's"]),
+        (24, ["F.scaled_dot_product_", "attention is torch's"]),
+        (9, ["F.scaled_", "dot_", "product_", "attention", "is", "torch's"]),
+    ],
+)
+def test_long_words_break_between_their_parts(width, lines):
+    text = tables.Breaking("F.scaled_dot_product_attention is torch's")
+    broken = text.wrap(tables.console(), width, overflow="fold")
+    assert [line.plain.strip() for line in broken] == lines
 
 
 def test_markdown_is_one_table():

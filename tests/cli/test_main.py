@@ -24,7 +24,7 @@ def test_help_imports_nothing_that_measures():
     code = (
         "import runpy, sys, tilewise\n"
         "sys.argv, before = ['tilewise', '--help'], set(sys.modules)\n"
-        "try: runpy.run_module('tilewise.cli', run_name='__main__')\n"
+        "try: runpy.run_module('tilewise', run_name='__main__')\n"
         "except SystemExit as done: assert not done.code\n"
         "added = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "assert not added & {'triton', 'transformers', 'matplotlib'}, added\n"
@@ -37,6 +37,10 @@ def test_help_imports_nothing_that_measures():
     assert done.returncode == 0, done.stderr
     for name in main.commands:
         assert name in done.stdout
+
+
+def test_the_version():
+    assert invoke("--version").output == f"tilewise, version {tilewise.__version__}\n"
 
 
 def test_unknown_commands_and_options_are_usage_errors():

@@ -64,7 +64,7 @@ EXPRESSIONS = {
     "sliding_window(7, None)": sliding_window(7),
     "prefix_lm(9) & ~chunked(5)": prefix_lm(9) & ~chunked(5),
     "causal & (dilated(2) | sliding_window(3, 0))": causal() & (dilated(2) | sliding_window(3, 0)),
-    "document(10, 15)": document(torch.tensor([0] * 10 + [1] * 15 + [2] * 15, dtype=torch.int32)),
+    "document(10, 30)": document(torch.tensor([0] * 10 + [1] * 30, dtype=torch.int32)),
     "document(10, 99999999)": document(torch.tensor([0] * 10 + [1] * 30, dtype=torch.int32)),
 }
 
@@ -96,6 +96,7 @@ REFUSED = {
     "sliding_window(-5, 0)": "left=-5: it must be at least -1",
     "document": "document takes the lengths of documents",
     "document(0)": "document takes the lengths of documents",
+    "document(100, 200)": "300 of 2048 tokens: document(100, 200, 1748) has all",
     "causal &": "is no expression",
     "": "is no expression",
 }

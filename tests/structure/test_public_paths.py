@@ -83,10 +83,10 @@ def test_public_modules_are_found_and_say_what_they_are(name):
     assert load(name).__doc__
 
 
-def test_import_tilewise_brings_the_public_modules():
-    """Code that says `tilewise.sparse.create_block_mask` imports nothing but tilewise."""
-    modules = ["cache", "errors", "faces", "integrations", "mods", "reference", "scores"]
-    modules += ["sparse", "testing"]
-    code = f"import tilewise\nfor x in {modules}: getattr(tilewise, x).__doc__"
+def test_import_tilewise_is_enough():
+    """Code that says `tilewise.integrations.transformers.register()` imports nothing else."""
+    modules = [*(name for name in PUBLIC if name.count(".") == 1), "tilewise.integrations.dtensor"]
+    modules += [f"tilewise.integrations.{name}" for name in ("diffusers", "hub", "transformers")]
+    code = f"import tilewise\nfor name in {modules}: assert eval(name).__doc__, name"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)

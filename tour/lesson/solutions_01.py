@@ -31,7 +31,7 @@ def check_axpy(kernel):
         x, y = torch.randn(2, n, device=DEVICE)
         z = torch.full((n + 2,), -1.0, device=DEVICE)
         here(kernel)[(triton.cdiv(n, 256),)](2.0, x, y, z, n, BLOCK=256)
-        expect(z[:n], 2.0 * x + y, f"{n} elements")
+        expect(z[:n], 2.0 * x + y, f"n = {n}")
         expect(
             z[n:].tolist(), [-1.0, -1.0], f"{n} elements, the two elements behind z"
         )

@@ -202,7 +202,8 @@ def cpu_name() -> str:
     if info.exists():
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         model = names[0].split(":", 1)[1].strip() if names else model
-    return f"{model}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _output(*command: str) -> str:

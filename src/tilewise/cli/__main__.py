@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 
-try:
-    import click
-    import rich  # noqa: F401
-except ModuleNotFoundError:
-    sys.exit(
-        "tilewise's command line needs click and rich:"
-        " install them with `pip install 'tilewise[cli]'`"
-    )
+from .. import __version__
+from ..errors import missing
+
+if reason := missing("the tilewise command", "click", "rich"):
+    sys.exit(reason)
+
+import click
 
 from .bench import bench
 from .demo import demo
@@ -28,6 +27,7 @@ from .verify import verify
     commands=[info, demo, generate, verify, mask, bench, tune, explain, hub],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+@click.version_option(__version__, prog_name="tilewise")
 def main() -> None:
     """Exact attention for PyTorch, computed tile by tile.
 

@@ -19,7 +19,7 @@ from .explain_tables import (
     show_launches,
     verdict,
 )
-from .options import DIRECTIONS, DTYPES, FP8, Finite, Known, OneInt, backend_option, together
+from .options import DIRECTIONS, DTYPES, FP8, Exit, Finite, Known, OneInt, backend_option, together
 from .picture import png_option, roofline
 from .tables import console, digits, table
 
@@ -61,7 +61,11 @@ feature_options = together(
     click.option("--softcap", type=Finite(0), default=0.0),
     click.option("--alibi", is_flag=True),
     click.option("--sinks", is_flag=True),
-    click.option("--modifier", default="", help="A mask, bias, ...: `bench modifiers --cases`."),
+    click.option(
+        "--modifier",
+        default="",
+        help="A mask, bias, ... as in `bench modifiers --cases`, with no other feature.",
+    ),
     click.option("--deterministic", is_flag=True, help="Gradients of the same bits in every run."),
 )
 
@@ -93,6 +97,8 @@ def explain(
 
     --cache is a causal step of --seqlen queries (1) beside --seqlen-k keys (8k) of each sequence,
     or as many as --lengths says: its pieces, the slots that hold their sums, and bytes.
+
+    Where no backend serves the call, the exit code is 1.
     """
     target, card = machine_of(target, gpu)
     if not has_cache and (page_size is not None or split_size is not None):
@@ -122,7 +128,9 @@ def explain(
         click.echo(json.dumps(page.as_record(found), indent=1))
     else:
         page.show(console(), found)
-    if png and found.backend:
+    if not found.backend:
+        raise SystemExit(Exit.FAILED)
+    if png:
         roofline(png, *page.picture_of(found))
 
 
@@ -188,7 +196,7 @@ def shape_of(
         raise click.UsageError(f"--modifier {modifier!r} is unknown: {', '.join(NAMES)}")
     others = lengths or options["causal"] or any(options[name] for name in SCORES)
     if modifier and (others or seqlen_k not in (None, seqlen)):
-        raise click.UsageError("--modifier goes with no other feature and with equal lengths")
+        raise click.UsageError("--modifier takes no other feature and equal lengths")
     if lengths:
         seqlens = _sequences(lengths)
         batch, seqlen, seqlen_k = len(seqlens), max(seqlens), max(seqlens)

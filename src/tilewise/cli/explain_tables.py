@@ -73,8 +73,10 @@ def show_launches(screen, found, columns: list[list[str]]) -> None:
 
 def roof_rows(roof) -> list[tuple[str, str]]:
     """What the device can do, and the source of these figures."""
-    height = f"{plain(roof.tflops)} TFLOP/s, {digits(roof.bandwidth)} TB/s"
-    return [("roof", height), ("", roof.source)]
+    bandwidth = f"{digits(roof.bandwidth)} TB/s"
+    if roof.bandwidth < 0.1:
+        bandwidth = f"{digits(1000 * roof.bandwidth)} GB/s"
+    return [("roof", f"{plain(roof.tflops)} TFLOP/s, {bandwidth}"), ("", roof.source)]
 
 
 def verdict(found, intensity: float, roof, least: str) -> str:

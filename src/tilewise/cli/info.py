@@ -21,7 +21,6 @@ REGISTERED = {
     "transformers": "attn_implementation='tilewise'",
     "diffusers": "model.set_attention_backend('tilewise')",
 }
-PACKAGES = ("transformers", "diffusers", "vllm", "sglang")
 
 
 class Line(NamedTuple):
@@ -181,20 +180,14 @@ def tuning_table(measured: Path) -> str:
 def integrations() -> list[Line]:
     """Libraries that can call tilewise, and the call that tells them."""
     lines = [of_torch()]
-    for package in PACKAGES:
+    for package, then in REGISTERED.items():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             lines.append(Line("integrations", package, "", "not installed"))
             continue
-        then = REGISTERED.get(package)
-        if then is None:
-            lines.append(Line("integrations", package, NO, f"{version}: not served yet"))
-        else:
-            call = f"call tilewise.integrations.{package}.register(), then {then}"
-            lines.append(
-                Line("integrations", package, OK, f"{version}: {registered(package)}", call)
-            )
+        call = f"call tilewise.integrations.{package}.register(), then {then}"
+        lines.append(Line("integrations", package, OK, f"{version}: {registered(package)}", call))
     return lines
 
 

@@ -44,7 +44,8 @@ def mask(
     """Draw a mask by tiles: full, partial or skipped.
 
     EXPRESSION joins masks by & | ~, in quotes: "causal & sliding_window(256, 0)". There are causal,
-    sliding_window(left, right), prefix_lm(n), document(len, len, ...), chunked(n) and dilated(n).
+    sliding_window(left, right), prefix_lm(n), document(len, len, ...), chunked(n) and dilated(n);
+    documents are together as long as --seqlen.
     """
     for name, value in (("--seqlen", seqlen), ("--block", block)):
         if len(value) > 2:
@@ -119,12 +120,20 @@ def _number(node: ast.expr) -> int | None:
     raise _wrong(f"`{ast.unparse(node)}` is no integer: {GRAMMAR}")
 
 
-def _document(lengths: list[int | None], seqlen: int) -> mods.Mask:
-    """Documents of these lengths, and one of what is left."""
+def _document(arguments: list[int | None], seqlen: int) -> mods.Mask:
+    """Documents of these lengths, which cover the sequence; the last may pass its end."""
     import torch
 
-    if not lengths or not all(length and length > 0 for length in lengths):
+    lengths = [length for length in arguments if length and length > 0]
+    if not lengths or lengths != arguments:
         raise _wrong("document takes the lengths of documents, such as document(160, 300)")
+    total = sum(lengths)
+    if total < seqlen:
+        whole = ", ".join(map(str, [*lengths, seqlen - total]))
+        raise _wrong(
+            f"these documents have {total} of {seqlen} tokens: document({whole}) has all,"
+            f" or pass --seqlen {total}"
+        )
     ends = torch.tensor(lengths).clamp(max=seqlen).cumsum(0)
     return mods.document(torch.bucketize(torch.arange(seqlen), ends, right=True, out_int32=True))
 

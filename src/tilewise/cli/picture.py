@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from ..errors import missing
 from .options import NewFile
 
-MISSING = "a picture needs Matplotlib: install it with `pip install 'tilewise[plot]'`"
 STYLES = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("x", "--"), ("P", "-.")]
 
 
@@ -26,8 +25,8 @@ class Axes(NamedTuple):
 
 def _wanted(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:
     """Before anything is measured, not after."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError(MISSING)
+    if path is not None and (reason := missing("a picture", "matplotlib")):
+        raise click.UsageError(reason)
     return path
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +29,26 @@ def digits(value: float | None) -> str:
 def mark(ok: bool) -> str:
     """A verdict in words."""
     return OK if ok else FAIL
+
+
+class Breaking(Text):
+    """Text whose words that are wider than the line break after `.`, `_` and `/`."""
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        """The lines, as rich asks for them."""
+        words = re.sub(rf"\S{{{width + 1},}}", lambda word: _broken(word[0], width), self.plain)
+        return Text(words, self.style).wrap(console, width, **options)
+
+
+def _broken(word: str, width: int) -> str:
+    """The parts of a word, as many in a line as fit."""
+    lines = [""]
+    for part in re.findall(r"[^._/]*[._/]*", word):
+        if len(lines[-1] + part) <= width:
+            lines[-1] += part
+        else:
+            lines.append(part)
+    return "\n".join(lines).strip("\n")
 
 
 def table(
@@ -57,4 +80,4 @@ def error(value: float | None) -> str:
 
 def _cell(value: object) -> Text:
     text = digits(value) if isinstance(value, float) else str(value)
-    return Text(text, style=STYLES.get(text, ""))
+    return Breaking(text, style=STYLES.get(text, ""))

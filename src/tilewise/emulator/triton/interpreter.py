@@ -18,7 +18,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.experimental.gluon.language  # it takes over names that are patched below
@@ -29,6 +28,7 @@ from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
 from . import known_types
+from .arrays import np
 from .guard import checked_integers, guarded, unchecked_integers
 from .repair import repair
 from .source import as_compiled

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, require
 from .call import attend, by_query
 
 Tensor = torch.Tensor
@@ -37,6 +37,7 @@ def register(*, untested: bool = False) -> None:
     """
     if is_registered():
         return
+    require("tilewise.integrations.diffusers", "diffusers")
     version = importlib.import_module("diffusers").__version__
     among = ", ".join(f"{minor}.*" for minor in TESTED)
     if not untested and ".".join(version.split(".")[:2]) not in TESTED:

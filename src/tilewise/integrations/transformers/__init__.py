@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, require
 from .forward import attention_forward
 from .layers import LayerReport, check_model
 from .masks import visible_keys
@@ -36,6 +36,7 @@ def register(name: str = "tilewise") -> None:
     Raises:
         ArgumentError: the name has one of these.
     """
+    require("tilewise.integrations.transformers", "transformers")
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
