@@ -269,8 +269,9 @@ pictures_04.steps(figures)
 # until the next j, normalised, so that O is at any time the attention over the keys
 # so far:
 #
-#     m_new = max(m, rowmax S)        P = exp(S - m_new)        l_new = exp(m -
-#     m_new) l + rowsum P O_new = (exp(m - m_new) l O + P V) / l_new
+#     m_new = max(m, rowmax S)        P = exp(S - m_new)
+#     l_new = exp(m - m_new) l + rowsum P
+#     O_new = (exp(m - m_new) l O + P V) / l_new
 #
 # Its blocks are as large as the on-chip memory allows. If that holds M numbers,
 # K_j, V_j, Q_i and O_i get M / 4 each: B_c = ⌈M / 4d⌉ keys and B_r = min(B_c, d)

@@ -35,16 +35,15 @@ torch.manual_seed(0)
 # its gradient to both sides: dA = dY Bᵀ and dB = Aᵀ dY. That settles all but the
 # softmax:
 #
-#     dV = Pᵀ dO        dP = dO Vᵀ        dQ = scale · dS K        dK = scale · dSᵀ
-#     Q
+#     dV = Pᵀ dO      dP = dO Vᵀ      dQ = scale · dS K      dK = scale · dSᵀ Q
 #
 # For the softmax of one row, ∂p_j/∂s_i is p_i (1 - p_i) if i = j and else -p_i p_j:
 # a score that rises takes weight from all others. So ds_i = p_i (dp_i - Σ_j p_j
 # dp_j). The sum is one number for each row; call it delta. It seems to need all of
 # the row, but
 #
-#     delta = Σ_j p_j dp_j = Σ_j p_j Σ_c do_c v_jc = Σ_c do_c Σ_j p_j v_jc = Σ_c
-#     do_c o_c
+#     delta = Σ_j p_j dp_j = Σ_j p_j Σ_c do_c v_jc
+#           = Σ_c do_c Σ_j p_j v_jc = Σ_c do_c o_c
 #
 # so delta = rowsum(dO ∘ O), of two tensors that are there before the first tile.
 # And dS = P ∘ (dP - delta) can then be computed tile by tile. In torch, compared
@@ -326,8 +325,8 @@ pictures_05.profiled()
 # takes the name, `--launch-skip` passes over the warm-up, and `--set full` collects
 # all sections for the viewer `ncu-ui`:
 #
-#     ncu --set full -k regex:attn_fwd_kernel --launch-skip 2 --launch-count 1 -o
-#     fwd python mine.py
+#     ncu --set full -k regex:attn_fwd_kernel --launch-skip 2 --launch-count 1 \
+#         -o fwd python mine.py
 #
 # It needs access to the counters: root, or permission from an administrator (the
 # error is called ERR_NVGPUCTRPERM). These ten metrics say most of what there is to

@@ -77,8 +77,8 @@ for start, stop in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]):
 # neighbours share keys and values in the L2 cache. With one head, tiles 0 and 1 are
 # sequence 0, tiles 2, 3 and 4 are sequence 1. With more:
 #
-#     tile = block + head · blocks(sequence) + nheads · (blocks of all sequences
-#     before)
+#     tile = block + head · blocks(sequence)
+#            + nheads · (blocks of all sequences before)
 #
 # With two heads, tile 9 is 2 + 1 · 3 + 2 · 2: sequence 1, head 1, block 2.
 

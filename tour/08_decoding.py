@@ -80,8 +80,9 @@ for batch, length in ((1, 8192), (32, 8192), (1, 131072)):
 # FlashDecoding (split-KV): each program computes one split of the keys of one head,
 # and stores
 #
-#     m = the largest score,   l = the sum of exp(S - m),   O = the sum of exp(S -
-#     m) · V
+#     m = the largest score
+#     l = the sum of exp(S - m)
+#     O = the sum of exp(S - m) · V
 #
 # Two neighbouring splits are then merged, as the online softmax takes one block
 # more:
