@@ -19,7 +19,7 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, ON_GPU, Figures, here, pictures_00, solutions_00
+from lesson import DEVICE, ON_GPU, Figures, NotYet, here, pictures_00, solutions_00
 
 figures = Figures("00_gpu")
 print("kernels run on:", "this GPU" if ON_GPU else "the CPU, interpreted")
@@ -128,14 +128,16 @@ pictures_00.strides(figures, strided_copy, sectors_of_a_warp)
 #
 # How many sectors does a warp touch when it reads fp16 numbers with a stride of 3?
 # And when it reads neighbours, but starts at element 5? Extend `sectors_of_a_warp`
-# by a first element: replace the line below by your own. It calls an answer, so
-# that this page runs as it is.
+# by a first element: write it in place of `raise NotYet`, run the lesson again, and
+# read what it says.
+#
+# **Hint:** what does `first` change in the line of `sectors_of_a_warp`?
 
 
 # %%
 def sectors_from(first, stride, itemsize):
     """Sectors of a warp whose thread i reads element first + i * stride."""
-    return solutions_00.sectors_from(first, stride, itemsize)
+    raise NotYet
 
 
 solutions_00.check_sectors(sectors_from)
@@ -278,13 +280,16 @@ pictures_00.roofline(figures, operations, bandwidth, rates)
 # Write a kernel that reads `x` in order and writes it with a stride,
 # `out[i * stride] = x[i]`. Which of the two do you expect to be slower on a GPU,
 # and why?
+#
+# **Hint:** take `strided_copy_kernel`. Only one of its two addresses has the
+# stride.
 
 
 # %%
 @triton.jit
 def strided_write_kernel(x, out, n, stride, BLOCK: tl.constexpr):
     """out[i * stride] = x[i], for n elements."""
-    solutions_00.strided_write_kernel(x, out, n, stride, BLOCK)
+    raise NotYet
 
 
 solutions_00.check_strided_write(strided_write_kernel)
@@ -298,3 +303,6 @@ solutions_00.check_strided_write(strided_write_kernel)
 # ```
 #
 # </details>
+
+# %%
+solutions_00.exercises.show()

@@ -14,7 +14,7 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, here, pictures_01, solutions_01
+from lesson import DEVICE, Figures, NotYet, here, pictures_01, solutions_01
 
 from tilewise.testing import interpret
 
@@ -183,15 +183,16 @@ pictures_01.bandwidth(figures, add, bytes_moved)
 # ## Exercise 1: a fused kernel
 #
 # Write a kernel for `z = a * x + y`, with a number `a`. In torch, `a * x + y` is
-# two operations. Count the bytes of both ways for fp32. Replace the last line of
-# the kernel by your own: it calls an answer, so that this page runs as it is.
+# two operations. Count the bytes of both ways for fp32.
+#
+# **Hint:** copy the body of `add_kernel`. One line changes.
 
 
 # %%
 @triton.jit
 def axpy_kernel(a, x, y, z, n, BLOCK: tl.constexpr):
     """z = a * x + y, for n elements."""
-    solutions_01.axpy_kernel(a, x, y, z, n, BLOCK)
+    raise NotYet
 
 
 solutions_01.check_axpy(axpy_kernel)
@@ -212,13 +213,16 @@ solutions_01.check_axpy(axpy_kernel)
 # then the block `tl.num_programs(0)` further on, and so on:
 # `for start in range(first, n, step)`. Such a kernel is called **persistent**.
 # Lesson 02 ends with one.
+#
+# **Hint:** the body of `add_kernel` becomes the body of the loop, and `start` its
+# variable.
 
 
 # %%
 @triton.jit
 def persistent_add_kernel(x, y, z, n, BLOCK: tl.constexpr):
     """z = x + y, for n elements, by any number of programs."""
-    solutions_01.persistent_add_kernel(x, y, z, n, BLOCK)
+    raise NotYet
 
 
 solutions_01.check_persistent_add(persistent_add_kernel)
@@ -232,3 +236,6 @@ solutions_01.check_persistent_add(persistent_add_kernel)
 # ```
 #
 # </details>
+
+# %%
+solutions_01.exercises.show()

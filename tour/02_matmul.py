@@ -21,6 +21,7 @@ import triton.language as tl
 from lesson import (
     DEVICE,
     Figures,
+    NotYet,
     expect,
     here,
     listing,
@@ -212,13 +213,16 @@ pictures_02.orders(order)
 # Tiles are computed in **waves** of one an SM, and the last wave is rarely full.
 # What share of SM time is used, if every tile takes equally long? What does a
 # square product of side 4096 reach with tiles of 128 x 256 on 132 SMs? And one of
-# side 1024? Replace the last line by your own.
+# side 1024?
+#
+# **Hint:** count tiles with `triton.cdiv`, then waves, then the places that these
+# waves have.
 
 
 # %%
 def efficiency(n, block_m, block_n, sms):
     """The share of SM time that a square product of side n uses."""
-    return solutions_02.efficiency(n, block_m, block_n, sms)
+    raise NotYet
 
 
 solutions_02.check_efficiency(efficiency)
@@ -347,6 +351,9 @@ pictures_02.formats(figures)
 # A linear layer with an activation is `relu(A B + bias)`. In torch these are three
 # operations, and C goes to memory and back twice. Do both at the end of a matmul,
 # where the tile is still in registers; `bias` has shape (N,).
+#
+# **Hint:** copy `plain_matmul_kernel`. Between the loop over K and the store, `acc`
+# is a tile in fp32, and the bias of its columns a row.
 
 
 # %%
@@ -356,10 +363,7 @@ def linear_relu_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """C = relu(A B + bias): one tile a program."""
-    solutions_02.linear_relu_kernel(
-        *(a, b, bias, c, M, N, K, stride_a, stride_b, stride_c),
-        *(BLOCK_M, BLOCK_N, BLOCK_K),
-    )
+    raise NotYet
 
 
 solutions_02.check_linear_relu(linear_relu_kernel)
@@ -373,3 +377,6 @@ solutions_02.check_linear_relu(linear_relu_kernel)
 # ```
 #
 # </details>
+
+# %%
+solutions_02.exercises.show()

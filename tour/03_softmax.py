@@ -18,7 +18,7 @@ import math
 import torch
 import triton
 import triton.language as tl
-from lesson import Figures, expect, here, pictures_03, solutions_03
+from lesson import Figures, NotYet, expect, here, pictures_03, solutions_03
 
 figures = Figures("03_softmax")
 
@@ -260,14 +260,17 @@ assert wrong["late"] > 2 and wrong["rising"] > 2
 # GPUs have an instruction for $2^x$ and none for $e^x$: `tl.exp(x)` multiplies each
 # element by $\log_2 e$ first. Write the online kernel with `tl.exp2`, and let it
 # store $\mathrm{lse} = m + \ln l$ for each row and nothing else. (The backward pass
-# of attention needs it.) Replace the last line by your own.
+# of attention needs it.)
+#
+# **Hint:** multiply a block by $\log_2 e$ once. Then every `tl.exp` is a `tl.exp2`;
+# what does the last line have to undo?
 
 
 # %%
 @triton.jit
 def lse_kernel(x, lse, columns, BLOCK: tl.constexpr):
     """lse = the logarithm of the sum of exponentials, for each row of x."""
-    solutions_03.lse_kernel(x, lse, columns, BLOCK)
+    raise NotYet
 
 
 solutions_03.check_lse(lse_kernel)
@@ -363,13 +366,15 @@ pictures_03.bandwidth(figures, softmax, kernels)
 # pass, without storing a probability. Beside `m_i` and `l_i` carry `acc`, the
 # weighted sum of the rows of `v` so far. What happens to it when the maximum
 # changes? Lesson 04 makes this kernel fast.
+#
+# **Hint:** every term of `acc` has the factor that the terms of `l_i` have.
 
 
 # %%
 @triton.jit
 def weighted_sum_kernel(x, v, out, columns, BLOCK: tl.constexpr, D: tl.constexpr):
     """out = softmax(x) @ v, a row a program."""
-    solutions_03.weighted_sum_kernel(x, v, out, columns, BLOCK, D)
+    raise NotYet
 
 
 solutions_03.check_weighted_sum(weighted_sum_kernel)
@@ -383,3 +388,6 @@ solutions_03.check_weighted_sum(weighted_sum_kernel)
 # ```
 #
 # </details>
+
+# %%
+solutions_03.exercises.show()

@@ -23,6 +23,7 @@ import triton.language as tl
 from lesson import (
     DEVICE,
     Figures,
+    NotYet,
     assert_within,
     here,
     listing,
@@ -199,13 +200,16 @@ check("FlashAttention-2", fa2, *qkv)
 # When one query meets a very long sequence there are too few programs. So cut the
 # keys in two, compute attention over each half with its lse, and merge. (Split-KV
 # decoding, lesson 08, does this.) exp(lse) is the sum by which an output was
-# divided. Replace the last line by your own.
+# divided.
+#
+# **Hint:** find the lse of all keys first. Each half counts with its share of that
+# sum.
 
 
 # %%
 def merge(out1, lse1, out2, lse2):
     """out and lse over all keys; out is (..., rows, headdim), lse (..., rows)."""
-    return solutions_04.merge(out1, lse1, out2, lse2)
+    raise NotYet
 
 
 solutions_04.check_merge(merge)
@@ -355,12 +359,15 @@ pictures_04.speed(figures, standard_attention, fa2)
 # V in each of N / B_r programs. Standard attention reads Q, K and V and writes O,
 # writes S, reads it and writes P, and reads P. FA2 reads K and V many times: why
 # does so little of that reach HBM?
+#
+# **Hint:** count in two units: a tensor of seqlen x headdim numbers, and a matrix
+# of seqlen x seqlen.
 
 
 # %%
 def traffic(seqlen, headdim, b_c, b_r):
     """Bytes of standard, FA1 (blocks of b_c keys), FA2 (blocks of b_r queries)."""
-    return solutions_04.traffic(seqlen, headdim, b_c, b_r)
+    raise NotYet
 
 
 solutions_04.check_traffic(traffic)
@@ -382,3 +389,6 @@ solutions_04.check_traffic(traffic)
 # To try on the kernel itself: exchange the two runs of `fa2_kernel`; add a window
 # of 64 keys to the left, which moves the start of the loop, adds a condition to
 # `keep`, and makes a second kind of partial block.
+
+# %%
+solutions_04.exercises.show()

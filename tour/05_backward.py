@@ -20,7 +20,15 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, assert_within, here, pictures_05, solutions_05
+from lesson import (
+    DEVICE,
+    Figures,
+    NotYet,
+    assert_within,
+    here,
+    pictures_05,
+    solutions_05,
+)
 
 import tilewise
 
@@ -81,13 +89,15 @@ assert worst < 1e-13
 # With a matrix Z that is 1 / (1 - p) where a weight is kept and else 0, the forward
 # is O = (P ∘ Z) V. Which lines of `backward_by_hand` change? Is delta still
 # rowsum(dO ∘ O)? (Z need not be stored either: `tilewise/tile/dropout.py` makes it
-# again from a seed and the indices.) Replace the last line by your own.
+# again from a seed and the indices.)
+#
+# **Hint:** let A = P ∘ Z. First write the gradient of O = A V, then that of A.
 
 
 # %%
 def backward_with_dropout(q, k, v, dout, z):
     """dq, dk, dv of O = (P * z) V, no mask, one head."""
-    return solutions_05.backward_with_dropout(q, k, v, dout, z)
+    raise NotYet
 
 
 solutions_05.check_dropout(backward_with_dropout)
@@ -221,6 +231,9 @@ check("the lesson's kernel", lambda x: lesson_backward(*inputs, x), *inputs)
 # order: dQ has other bits in every run. Write a kernel for dQ alone, a program a
 # block of queries, which loops over the keys as the forward does and computes S and
 # dP once more. One head, no mask; dq is fp32.
+#
+# **Hint:** in `backward_kernel` exchange queries and keys. A program is then the
+# only one that adds to its tile of dQ.
 
 
 # %%
@@ -230,9 +243,7 @@ def dq_kernel(
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * dS K for the block of queries of this program."""
-    solutions_05.dq_kernel(
-        q, k, v, dout, lse, delta, dq, seqlen, scale, D, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+    raise NotYet
 
 
 solutions_05.check_dq(dq_kernel)
@@ -369,3 +380,6 @@ pictures_05.counters(figures)
 # 9. Bytes counted beside bytes by formula; contiguous last dimension; 16-byte
 #    alignment.
 # 10. Are masked blocks skipped, and full blocks free of the mask?
+
+# %%
+solutions_05.exercises.show()

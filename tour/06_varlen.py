@@ -23,6 +23,7 @@ import triton.language as tl
 from lesson import (
     DEVICE,
     Figures,
+    NotYet,
     assert_within,
     here,
     pictures_06,
@@ -95,14 +96,16 @@ pictures_06.tile_numbers(lengths)
 # ## Exercise 1: from a number to a tile
 #
 # Write `find(tile, lengths, nheads, block)` in plain Python. It returns (batch,
-# head, block), or None past the last tile, without listing tiles. Replace the last
-# line by your own.
+# head, block), or None past the last tile, without listing tiles.
+#
+# **Hint:** take the tiles of one sequence after the other off the number, until it
+# falls into one.
 
 
 # %%
 def find(tile, lengths, nheads, block):
     """(batch, head, block) of this tile, or None."""
-    return solutions_06.find(tile, lengths, nheads, block)
+    raise NotYet
 
 
 solutions_06.check_find(find)
@@ -152,7 +155,7 @@ for what, values in dict(blocks=blocks, ends=ends, before=is_before.int()).items
 split = f"{within} = {head} * {blocks[batch]} + {block}"
 line = f"tile {tile}: {batch} ends are before it, so sequence {batch}; "
 print(line + f"what is left is {split}")
-assert (batch, head, block) == find(tile, some, NHEADS, BLOCK)
+assert (batch, head, block) == solutions_06.find(tile, some, NHEADS, BLOCK)
 
 # %% [markdown]
 # `tilewise.tile.varlen.varlen_tile` is these steps as a function that kernels call:
@@ -321,12 +324,15 @@ done = pictures_06.timelines([160, 300, 4096])
 # sequences. Write `static_order(costs, processors)`: the costs in an order in which
 # the static schedule, tile i on processor i mod P, is done at most 5 % after the
 # bound.
+#
+# **Hint:** sort the costs and take them in rounds of P. Which processor should have
+# the longest tile of the next round?
 
 
 # %%
 def static_order(costs, processors):
     """The same costs in another order."""
-    return solutions_06.static_order(costs, processors)
+    raise NotYet
 
 
 solutions_06.check_static_order(static_order)
@@ -362,3 +368,6 @@ pictures_06.times(figures, launcher, cumulative)
 # To try on the kernel itself: pass `found.hint` on from tile to tile, with 1,000
 # sequences. In the dynamic kernel, count with `tl.atomic_add(counter, 2)` and
 # compute two neighbours each time.
+
+# %%
+solutions_06.exercises.show()

@@ -21,6 +21,7 @@
 import torch
 from lesson import (
     Figures,
+    NotYet,
     hopper_parts,
     hopper_steps,
     listing,
@@ -187,6 +188,8 @@ assert set(seen) - {"right"}
 
 # %% [markdown]
 # Correct it: copy the function into the one below and add what is missing.
+#
+# **Hint:** how does the function wait for K?
 
 
 # %%
@@ -194,9 +197,7 @@ assert set(seen) - {"right"}
 def compute_with_waits(
     WG: gl.constexpr, q, q_full, keys, values, out, row, seqlen, scale
 ):
-    solutions_07.compute_with_waits(
-        WG, q, q_full, keys, values, out, row, seqlen, scale
-    )
+    raise NotYet
 
 
 solutions_07.check_race(compute_with_waits)
@@ -277,22 +278,18 @@ panels = pictures_07.timelines(STEPS)
 # `compute_ahead` with two stages, and with one. One of them never ends: a GPU
 # hangs, and the emulator raises `Deadlock` and prints what waits for what. Say
 # which one and why before you run it.
+#
+# **Hint:** copy `load_partition`, which step 3 listed, and exchange the two pairs
+# of lines in its loop.
 
 
 # %%
 @gluon.jit
 def load_v_first(q, q_full, keys, values, descs, row, first, seqlen):
-    solutions_07.load_v_first(q, q_full, keys, values, descs, row, first, seqlen)
+    raise NotYet
 
 
 solutions_07.check_load(load_v_first)
-word, error = pictures_07.outcome(
-    specialised(ahead, load=load_v_first, stages=1), seed=0
-)
-lines = str(error).splitlines()
-print(
-    *(line for line in lines if "CTA" not in line or "(0, 0, 0)" in line), sep="\n"
-)
 
 # %% [markdown]
 # <details><summary>An answer</summary>
@@ -337,3 +334,6 @@ pictures_07.speeds(figures, STEPS)
 # `specialised(hopper_steps.compute_ahead, warpgroups=2, stages=3)`. A stage is then
 # filled an iteration earlier, so a copy that starts late is still in time. It takes
 # 64 KiB of the 227 that a program may have.
+
+# %%
+solutions_07.exercises.show()

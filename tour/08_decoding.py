@@ -18,7 +18,15 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, assert_within, here, pictures_08, solutions_08
+from lesson import (
+    DEVICE,
+    Figures,
+    NotYet,
+    assert_within,
+    here,
+    pictures_08,
+    solutions_08,
+)
 
 import tilewise
 
@@ -127,13 +135,16 @@ for size in (700, 350, 128, 1):
 #
 # For one query head a split writes D + 2 numbers of fp32, and the merge reads them.
 # Beside the keys and values of a split of n keys in bf16, what share of bytes is
-# that, for a group of G heads? Replace the last line by your own.
+# that, for a group of G heads?
+#
+# **Hint:** count for one key head: G query heads on one side, n keys and n values
+# of D numbers on the other.
 
 
 # %%
 def state_share(n, group, headdim):
     """Bytes of states, written and read, over bytes of keys and values."""
-    return solutions_08.state_share(n, group, headdim)
+    raise NotYet
 
 
 solutions_08.check_state_share(state_share)
@@ -340,12 +351,15 @@ assert (found["by_batch"][1:3] != found["by_batch"][0]).any(1).all()
 # Two requests begin with the same document. Let the second sequence use the pages
 # of the first one's leading keys, and its own for the rest, without copying a key.
 # Its bits must be those that it has in pages of its own.
+#
+# **Hint:** a page table is numbers. Which entries of one row become those of
+# another?
 
 
 # %%
 def share_prefix(table, pages):
     """A table in which sequence 1 has the first `pages` pages of sequence 0."""
-    return solutions_08.share_prefix(table, pages)
+    raise NotYet
 
 
 solutions_08.check_share_prefix(share_prefix, decode)
@@ -398,3 +412,6 @@ pictures_08.times(figures, decode)
 # To try on the kernels: give `split_kernel` several tokens for each head, the last
 # ones of their sequence, as rows of the tile. Which keys does each attend to? Up to
 # 16 rows they cost what one costs.
+
+# %%
+solutions_08.exercises.show()

@@ -20,7 +20,7 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, here, pictures_09, solutions_09
+from lesson import DEVICE, Figures, NotYet, here, pictures_09, solutions_09
 
 import tilewise
 
@@ -165,13 +165,15 @@ assert found["one short accumulator"][-1] > 0.1 and found["two-level"][-1] < 5e-
 #
 # H of 2 n channels is made of H of n: [[H, H], [H, -H]]. Transform the last
 # dimension, without making the matrix, in log2 D steps of sums and differences.
-# Replace the last line by your own.
+#
+# **Hint:** step i adds and subtracts channels that are 2^i apart. `unflatten` puts
+# them beside each other.
 
 
 # %%
 def hadamard(x):
     """x times Hadamard's matrix, over the root of its size."""
-    return solutions_09.hadamard(x)
+    raise NotYet
 
 
 solutions_09.check_hadamard(hadamard)
@@ -194,7 +196,7 @@ solutions_09.check_hadamard(hadamard)
 shape = (3, 1, 1024, 1, 128)
 rare = 10 * torch.randn(shape) * (torch.rand(shape) < 0.001)
 q, k, v = (torch.randn(shape) + rare).unbind(0)
-pictures_09.channels(k[0, :, 0], hadamard(k[0, :, 0]))
+pictures_09.channels(k[0, :, 0], solutions_09.hadamard(k[0, :, 0]))
 exact = tilewise.attention_reference(q.double(), k.double(), v.double())
 rmse = {}
 for name, rotate in (("as they come", False), ("rotated", True)):
@@ -214,12 +216,14 @@ assert rmse["rotated"] < 0.75 * rmse["as they come"]
 #
 # Scores are scale · q · k. Given q (queries, D), the mean of k that was taken off
 # (D,) and the scale, what is to be added to the log-sum-exp of each query?
+#
+# **Hint:** by how much did each score of a query fall?
 
 
 # %%
 def shift_of_lse(q, k_mean, scale):
     """By how much the log-sum-exp of each query is too small."""
-    return solutions_09.shift_of_lse(q, k_mean, scale)
+    raise NotYet
 
 
 solutions_09.check_shift_of_lse(shift_of_lse)
@@ -284,3 +288,6 @@ pictures_09.times(figures)
 # %% [markdown]
 # To try on the kernel: what becomes of `rounded_p` with a shift of 9? Which number
 # of e4m3 is the largest, and which probability does that cut off?
+
+# %%
+solutions_09.exercises.show()

@@ -21,7 +21,7 @@
 import torch
 import triton
 import triton.language as tl
-from lesson import DEVICE, Figures, here, pictures_10, solutions_10
+from lesson import DEVICE, Figures, NotYet, here, pictures_10, solutions_10
 
 import tilewise.distributed
 
@@ -96,13 +96,16 @@ print(td.contiguous(1024, 4).explain())
 # ## Exercise 1: zigzag
 #
 # Cut the sequence into 2 N chunks for N ranks. Which two has rank r, so that all
-# have the same number of tiles? Replace the last line by your own.
+# have the same number of tiles?
+#
+# **Hint:** the later a chunk, the more tiles it has. Which two have the same sum on
+# every rank?
 
 
 # %%
 def chunks_of(rank, ranks):
     """The two chunks of a rank, of 2 * ranks, in the order of the sequence."""
-    return solutions_10.chunks_of(rank, ranks)
+    raise NotYet
 
 
 solutions_10.check_chunks(chunks_of)
@@ -122,12 +125,14 @@ solutions_10.check_chunks(chunks_of)
 # With a sliding window a rank needs few keys of others: query i sees keys i -
 # window to i. Given the runs [start, stop) of tokens that a rank has, how many rows
 # of keys of other ranks do its queries see?
+#
+# **Hint:** a key that two queries see is pulled once.
 
 
 # %%
 def rows_to_pull(runs, window):
     """How many keys the queries of these runs see that are not among the runs."""
-    return solutions_10.rows_to_pull(runs, window)
+    raise NotYet
 
 
 solutions_10.check_rows_to_pull(rows_to_pull)
@@ -299,3 +304,6 @@ pictures_10.times(figures, fold)
 # To try on the kernel: keep `out` without its division by the sum, as
 # FlashAttention does between two blocks of keys, and divide once after the last
 # shard. What has to travel with it in place of `lse`?
+
+# %%
+solutions_10.exercises.show()

@@ -61,13 +61,14 @@ def helper(name: str, kind: str) -> ModuleType:
 
 
 def run_in_new_process(name: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a lesson's code cells alone, in a process that has imported nothing; pictures go to
-    `folder`. Triton reads kernels from their file, so the cells are in one.
+    """Runs a lesson's code cells alone, with the answers to its exercises, in a process that has
+    imported nothing; pictures go to `folder`. Triton reads kernels from their file, so the cells
+    are in one.
     """
     cells = folder / f"cells_{name}.py"
     cells.write_text(code_of(name), encoding="utf-8")
     clean = {key: x for key, x in os.environ.items() if not key.startswith(("PYTHON", "TILEWISE"))}
-    env = dict(TILEWISE_PICTURES=str(folder), MPLBACKEND="Agg") | env
+    env = dict(TILEWISE_PICTURES=str(folder), MPLBACKEND="Agg", TOUR_ANSWERS="1") | env
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(FOLDER)])
     command = [sys.executable, str(cells)]
     return subprocess.run(command, env=clean | env, cwd=folder, capture_output=True, text=True)

@@ -16,7 +16,6 @@ to each of its exercises, and the check of any answer.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 import os
@@ -30,6 +29,10 @@ import torch
 
 from tilewise.testing import interpret, use_interpreter
 from tilewise.testing.tolerance import assert_within as assert_within
+
+from .exercises import Exercises as Exercises
+from .exercises import NotYet as NotYet
+from .exercises import expect as expect
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -63,54 +66,6 @@ def show(figure: Any, name: str) -> None:
     path = PICTURES / f"{name}.png"
     figure.savefig(path, dpi=120, bbox_inches="tight")
     print(f"picture: {path}")
-
-
-def exercise(number: int) -> Callable[[Callable[..., str]], Callable[..., bool]]:
-    """Makes a check of an exercise: `check(answer)` prints whether it is right.
-
-    The decorated function raises AssertionError with what is wrong, or returns what
-    was checked. An answer that raises is not right either.
-    """
-
-    def decorate(check: Callable[..., str]) -> Callable[..., bool]:
-        @functools.wraps(check)
-        def run(*answer: Any) -> bool:
-            try:
-                checked = check(*answer)
-            except Exception as error:
-                name = (
-                    ""
-                    if isinstance(error, AssertionError)
-                    else f"{type(error).__name__}: "
-                )
-                print(f"exercise {number}: not yet. {name}{error}")
-                return False
-            print(f"exercise {number}: right. {checked}")
-            return True
-
-        return run
-
-    return decorate
-
-
-def expect(got: Any, expected: Any, where: str, atol: float = 0.0) -> None:
-    """AssertionError with both values if they differ by more than `atol`."""
-    if not isinstance(expected, torch.Tensor):
-        assert got == expected, f"{where}: {got}, expected {expected}"
-        return
-    assert got.shape == expected.shape, (
-        f"{where}: {got.shape}, expected {expected.shape}"
-    )
-    error = (
-        (got.double() - expected.double())
-        .abs()
-        .nan_to_num(nan=float("inf"))
-        .max()
-        .item()
-    )
-    assert error <= atol, (
-        f"{where}: off by {error:.2g}, at most {atol:.2g} is allowed"
-    )
 
 
 def recorded_rows(suite: str) -> list[dict[str, Any]]:

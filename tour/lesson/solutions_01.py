@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import DEVICE, exercise, expect, here
+from . import DEVICE, Exercises, expect, here
+
+exercises = Exercises("01")
 
 
 @triton.jit
@@ -19,7 +21,7 @@ def axpy_kernel(a, x, y, z, n, BLOCK: tl.constexpr):
     tl.store(z + offs, scaled + tl.load(y + offs, mask=inside), mask=inside)
 
 
-@exercise(1)
+@exercises.check(1, axpy_kernel)
 def check_axpy(kernel):
     """Launches `kernel(a, x, y, z, n, BLOCK)` and compares with torch.
 
@@ -48,7 +50,7 @@ def persistent_add_kernel(x, y, z, n, BLOCK: tl.constexpr):
         tl.store(z + offs, total, mask=inside)
 
 
-@exercise(2)
+@exercises.check(2, persistent_add_kernel)
 def check_persistent_add(kernel):
     """Launches `kernel(x, y, z, n, BLOCK)` with few and many programs."""
     x, y = torch.randn(2, 3000, device=DEVICE)

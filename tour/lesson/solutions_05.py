@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import DEVICE, exercise, expect, here
+from . import DEVICE, Exercises, expect, here
+
+exercises = Exercises("05")
 
 
 def backward_with_dropout(q, k, v, dout, z):
@@ -20,7 +22,7 @@ def backward_with_dropout(q, k, v, dout, z):
     return scale * ds @ k, scale * ds.T @ q, dv
 
 
-@exercise(1)
+@exercises.check(1, backward_with_dropout)
 def check_dropout(answer):
     """Compares `answer(q, k, v, dout, z)` with autograd in fp64."""
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +71,7 @@ def dq_kernel(
     tl.store(dq + of_rows, acc_dq * scale, mask=is_row)
 
 
-@exercise(2)
+@exercises.check(2, dq_kernel)
 def check_dq(kernel):
     """Launches the kernel in fp32 at lengths that are no multiples of a block."""
     for seqlen in (100, 32, 17):

@@ -2,7 +2,9 @@
 
 from tilewise.testing.schedule import makespan, simulate, tiles
 
-from . import exercise, expect
+from . import Exercises, expect
+
+exercises = Exercises("06")
 
 
 def find(tile, lengths, nheads, block):
@@ -16,7 +18,7 @@ def find(tile, lengths, nheads, block):
     return None
 
 
-@exercise(1)
+@exercises.check(1, find)
 def check_find(answer):
     """Compares `answer(tile, lengths, nheads, block)` with a list of all tiles."""
     for lengths in ([160, 300], [70, 0, 1, 130, 64, 0], [0, 5]):
@@ -49,7 +51,7 @@ def static_order(costs, processors):
     ]
 
 
-@exercise(2)
+@exercises.check(2, static_order)
 def check_static_order(answer):
     """Runs `answer(costs, processors)`, statically: at most 5 % over the bound."""
     causal = [block + 1 for _ in range(2) for block in range(32)]

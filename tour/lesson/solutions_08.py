@@ -2,8 +2,10 @@
 
 import torch
 
-from . import DEVICE, exercise, expect
+from . import DEVICE, Exercises, expect
 from .pictures_08 import in_pages
+
+exercises = Exercises("08")
 
 
 def state_share(n, group, headdim):
@@ -14,7 +16,7 @@ def state_share(n, group, headdim):
     return 2 * group * 4 * (headdim + 2) / (4 * n * headdim)
 
 
-@exercise(1)
+@exercises.check(1, state_share)
 def check_state_share(answer):
     """Compares `answer(n, group, headdim)` with counts by hand."""
     from tilewise.tile.split_kv import default_split_size
@@ -40,7 +42,7 @@ def share_prefix(table, pages):
     return shared
 
 
-@exercise(2)
+@exercises.check(2, share_prefix)
 def check_share_prefix(answer, decode):
     """Compares the bits of `decode` with and without `answer(table, pages)`."""
     generator = torch.Generator().manual_seed(0)

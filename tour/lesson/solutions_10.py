@@ -2,7 +2,9 @@
 
 from tilewise.distributed.work import Span, keys_of
 
-from . import exercise, expect
+from . import Exercises, expect
+
+exercises = Exercises("10")
 
 
 def chunks_of(rank, ranks):
@@ -14,7 +16,7 @@ def chunks_of(rank, ranks):
     return rank, 2 * ranks - 1 - rank
 
 
-@exercise(1)
+@exercises.check(1, chunks_of)
 def check_chunks(answer):
     """Counts tiles of `answer(rank, ranks)`, chunks of 4 tiles, on 1 to 8 ranks."""
     for ranks in (1, 2, 3, 4, 8):
@@ -39,7 +41,7 @@ def rows_to_pull(runs, window):
     return len(seen - own)
 
 
-@exercise(2)
+@exercises.check(2, rows_to_pull)
 def check_rows_to_pull(answer):
     """Compares `answer(runs, window)` with what the library pulls."""
     cases = (
