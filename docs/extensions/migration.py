@@ -28,8 +28,8 @@ FLASH_3 = (
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLASH_3_VARLEN = (*FLASH_3[:3], *LENGTHS, "seqused_q", "seqused_k", *FLASH_3[3:])
 ABSENT = {
-    "qv": "a second query for MLA: not here",
-    "sm_margin": "leave it out: it changes no result",
+    "qv": "a second query for MLA: not supported",
+    "sm_margin": "omit it: it does not change results",
 }
 
 
@@ -62,11 +62,11 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def flash_table(function: Callable, flash_3: tuple[str, ...]) -> str:
     """Where each argument stands in all three; flash-attn 2's places are those of our function."""
     ours, flash_2 = parameters(function), positional(function)
-    head = ["argument", "default", "place in flash-attn 2, and here", "in FA3"]
+    head = ["argument", "default", "position in flash-attn 2, and here", "in FA3"]
     head += ["in `attention`", ""]
     rows = [
         [
-            *(f"`{name}`", default(one), place(name, flash_2) if name in flash_2 else "by name"),
+            *(f"`{name}`", default(one), place(name, flash_2) if name in flash_2 else "keyword"),
             *(place(name, flash_3), told(FLASH[name]), FLASH[name].remark),
         ]
         for name, one in ours.items()
