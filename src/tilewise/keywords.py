@@ -20,41 +20,44 @@ class Word(NamedTuple):
     hint: str = ""  # for an error of `attention`, where the name alone would mislead
 
 
-NO_EFFECT = Word("", "a hint that changes nothing", "leave it out, as it changes no result")
+NO_EFFECT = Word("", "a hint without effect", "leave it out, as it changes no result")
 FLASH = {
     "q": Word("q", "(batch, seqlen, nheads, headdim), packed (total, nheads, headdim)"),
     "k": Word("k"),
-    "v": Word("v", "its headdim may be another"),
+    "v": Word("v", "may have another headdim"),
     "cu_seqlens_q": Word("cu_seqlens_q"),
     "cu_seqlens_k": Word("cu_seqlens_k"),
-    "max_seqlen_q": Word("max_seqlen_q", "may be left out"),
-    "max_seqlen_k": Word("max_seqlen_k", "may be left out"),
-    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256; FA3 has none"),
+    "max_seqlen_q": Word("max_seqlen_q", "optional"),
+    "max_seqlen_k": Word("max_seqlen_k", "optional"),
+    "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256; not in FA3"),
     "softmax_scale": Word("scale"),
     "causal": Word("causal", "bottom-right in all"),
-    "window_size": Word("window", "-1 is no limit; `window` takes None, too"),
-    "softcap": Word("softcap", "0 is none; `attention` takes None"),
-    "alibi_slopes": Word("alibi_slopes", "FA3 has none"),
+    "window_size": Word("window", "-1 means no limit; `window` also takes None"),
+    "softcap": Word("softcap", "0 means none; `attention` takes None"),
+    "alibi_slopes": Word("alibi_slopes", "not in FA3"),
     "deterministic": Word("deterministic"),
     "return_attn_probs": Word(
-        "return_lse", "gives (out, lse, None), as FA2 without probabilities; FA3 gives (out, lse)"
+        "return_lse",
+        "returns (out, lse, None), as FA2 does without probabilities; FA3 returns (out, lse)",
     ),
     "block_table": Word("page_table", "any page size; lengths are `seqused_k`; no gradient"),
-    "return_lse": Word("return_lse", "gives (out, lse); -inf where no key is seen, in FA2 +inf"),
+    "return_lse": Word(
+        "return_lse", "returns (out, lse); -inf if a row attends to no key, +inf in FA2"
+    ),
     "learnable_sink": Word("sinks"),
     "seqused_q": Word("seqused_q"),
     "seqused_k": Word("seqused_k"),
     "attention_chunk": Word(
-        "mask_mod", "such a mask, written out", "mask_mod=, such as tilewise.mods.chunked(size)"
+        "mask_mod", "write the mask as a function", "mask_mod=, such as tilewise.mods.chunked(size)"
     ),
     "num_splits": NO_EFFECT,
     "pack_gqa": NO_EFFECT,
-    "q_descale": Word("q_descale", "for q, k and v of `float8_e4m3fn`; by name here"),
+    "q_descale": Word("q_descale", "for `float8_e4m3fn` q, k and v; keyword-only here"),
     "k_descale": Word(
-        "k_descale", "8-bit caches, too, in `flash_attn_with_kvcache` and over pages"
+        "k_descale", "also for 8-bit caches, in `flash_attn_with_kvcache` and with pages"
     ),
     "v_descale": Word("v_descale"),
-    "out_dtype": Word("out_dtype", "of out with FP8 products; FA3 has none"),
+    "out_dtype": Word("out_dtype", "the output dtype with FP8 inputs; not in FA3"),
 }
 SDPA = {
     "query": Word("q", '(..., nheads, seqlen, headdim) is `layout="bhsd"`'),
@@ -62,7 +65,7 @@ SDPA = {
     "value": Word("v"),
     "attn_mask": Word(
         "mask_mod or bias",
-        "numbers are a `bias`; bools are a `mask_mod` that reads them",
+        "floats become a `bias`, bools a `mask_mod` that reads them",
         "bias= for numbers, and for bools mask_mod=, a function that reads them",
     ),
     "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
@@ -70,7 +73,7 @@ SDPA = {
         "causal", 'torch\'s is `causal="top_left"`', "causal=, and torch's is causal='top_left'"
     ),
     "scale": Word("scale"),
-    "enable_gqa": Word("", "head counts say it", "leave it out, as head counts say it"),
+    "enable_gqa": Word("", "inferred from the head counts", "leave it out, as head counts say it"),
 }
 FLEX = {
     "query": Word("q", '(batch, nheads, seqlen, headdim) is `layout="bhsd"`'),
@@ -78,17 +81,17 @@ FLEX = {
     "value": Word("v"),
     "score_mod": Word(
         "score_mod",
-        "applied to the scaled score, as there, and made of [these functions of torch]"
+        "applied to the scaled score, as in torch; may use [these torch functions]"
         "(api/mods.md#what-functions-may-be-made-of)",
     ),
-    "block_mask": Word("block_mask", "torch's own, too; converted once"),
+    "block_mask": Word("block_mask", "also torch's own, converted once"),
     "scale": Word("scale"),
     "enable_gqa": SDPA["enable_gqa"],
     "return_lse": Word("return_lse"),
     "kernel_options": Word(
         "", "ignored: they tune torch's kernels", "leave them out, as they tune torch's kernels"
     ),
-    "return_aux": Word("return_lse", "`AuxRequest(lse=True)`; `max_scores` is refused"),
+    "return_aux": Word("return_lse", "`AuxRequest(lse=True)`; `max_scores` is not supported"),
 }
 # The migration page has no tables of these
 CACHE = {
