@@ -1,8 +1,8 @@
-"""What tilewise raises and warns with."""
+"""What tilewise raises, warns with and prints."""
 
 import importlib.util
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,6 +77,20 @@ def require(user: str, *packages: str) -> None:
     """Raises a ModuleNotFoundError with the remedy where one of these packages is missing."""
     if reason := missing(user, *packages):
         raise ModuleNotFoundError(reason)
+
+
+def short(record: Any, /) -> str:
+    """The repr of a NamedTuple without the contents of its tensors and without what is None."""
+    fields = zip(record._fields, record)
+    said = ", ".join(f"{name}={_short(x)}" for name, x in fields if x is not None)
+    return f"{type(record).__name__}({said})"
+
+
+def _short(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    where = "" if x.device.type == "cpu" else f" on {x.device}"
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}{where}"
 
 
 class Avoidable(str):

@@ -32,16 +32,17 @@ def names():
 
 
 def said_by(call, names):
-    """The error of a call, and its warnings."""
+    """The warnings of a call, and its error, or what it returns if that is a text."""
     errors._said.clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            eval(call, dict(names))
-            said = []
+            result = eval(call, dict(names))
+            said = [result] if isinstance(result, str) else []
         except Exception as error:
             said = [error]
-    return [f"{type(x).__name__}: {x}" for x in (*(w.message for w in warned), *said)]
+    said = [*(w.message for w in warned), *said]
+    return [x if isinstance(x, str) else f"{type(x).__name__}: {x}" for x in said]
 
 
 def page():

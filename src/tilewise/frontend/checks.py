@@ -122,10 +122,17 @@ def check_bias(
             "bias is for sequences in a batch, and these are packed: pass a score_mod that reads "
             "its tensor by position"
         )
+    if bias.dtype == torch.bool:
+        indices = ("b", "h", "q_idx", "kv_idx")[max(0, 4 - bias.dim()) :]
+        indices = ("0" if n == 1 else index for n, index in zip(bias.shape, indices))
+        raise ArgumentError(
+            f"{words.bias}.dtype is torch.bool: a bias is added to the scores, so pass the bools "
+            f"as a mask, mask_mod=lambda b, h, q_idx, kv_idx: bias[{', '.join(indices)}]"
+        )
     if bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores)):
         raise ArgumentError(
-            f"bias has shape {tuple(bias.shape)}: it must broadcast over the scores, (batch, "
-            f"nheads, seqlen_q, seqlen_k) = {scores}, with each dimension its own or 1"
+            f"{words.bias} has shape {tuple(bias.shape)}: it must have 4 dimensions, (batch, "
+            f"nheads, seqlen_q, seqlen_k) = {scores}, each of this size or 1{_expanded(bias, scores)}"
         )
     if bias.dtype not in (q.dtype, torch.float32):
         dtypes = _either([str(x).removeprefix("torch.") for x in (q.dtype, torch.float32)])
@@ -137,6 +144,16 @@ def check_bias(
             f"{words.bias} is on {bias.device} and {words.q} is on {q.device}: move them to one "
             "device"
         )
+
+
+def _expanded(bias: Tensor, scores: tuple[int, ...]) -> str:
+    """How a bias of fewer dimensions gets 4."""
+    missing = 4 - bias.dim()
+    ways = {", ".join(["None"] * missing): (1,) * missing + bias.shape} if missing > 0 else {}
+    if missing == 1:
+        ways[":, None"] = (bias.shape[0], 1, *bias.shape[1:])
+    fitting = [way for way, x in ways.items() if all(n in (1, m) for n, m in zip(x, scores))]
+    return f": pass bias[{fitting[0]}]" if fitting else ""
 
 
 def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> int:

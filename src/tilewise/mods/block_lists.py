@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import short
 from .block_checks import check_lists
 
 Tensor = torch.Tensor
@@ -23,6 +24,8 @@ class BlockLists(NamedTuple):
 
     counts: Tensor
     indices: Tensor
+
+    __repr__ = short
 
 
 def lists_of(flags: Tensor) -> BlockLists:

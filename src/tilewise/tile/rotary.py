@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import short
+
 Tensor = torch.Tensor
 
 
@@ -25,6 +27,8 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool = True
+
+    __repr__ = short
 
 
 def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:

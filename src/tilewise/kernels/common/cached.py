@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import short
 from ...problem import Extras, Mods, Problem, Scalars, describe
 from ...tile.rotary import Rotary
 from ...tile.types import Strided
@@ -84,6 +85,8 @@ class Append(NamedTuple):
     # Of caches of 8 bits: read; written where each row has its own, shaped as the cache
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+
+    __repr__ = short
 
     def resolved(self) -> Append:
         """A copy without lazily negated tensors."""

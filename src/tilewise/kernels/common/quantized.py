@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...errors import short
 from ...tile.rotary import Rotary
 
 Tensor = torch.Tensor
@@ -35,6 +36,8 @@ class Scales(NamedTuple):
     k: Tensor
     v: Tensor
 
+    __repr__ = short
+
 
 class Source(NamedTuple):
     """The tensors that were quantised, (batch, seqlen, nheads, headdim), where one of them requires
@@ -46,6 +49,8 @@ class Source(NamedTuple):
     v: Tensor
     is_rotated: bool  # whether q and k were, before rounding
     rotary: Rotary | None = None  # by which q and k were turned
+
+    __repr__ = short
 
 
 class Lengths(NamedTuple):
@@ -68,6 +73,8 @@ class Quantized(NamedTuple):
     v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): of v, and of its rounding
     v_drift: Tensor | None = None  # fp32 (): how far sums of v without its mean go, if it is wide
     source: Source | None = None  # for backward="bf16"
+
+    __repr__ = short
 
 
 def columns_of(seqlen_k: int) -> int:
