@@ -79,11 +79,11 @@ def require(user: str, *packages: str) -> None:
         raise ModuleNotFoundError(reason)
 
 
-def short(record: Any, /) -> str:
-    """The repr of a NamedTuple without the contents of its tensors and without what is None."""
-    fields = zip(record._fields, record)
+def short(self: Any) -> str:
+    """The `__repr__` of a NamedTuple, with shapes of tensors and without what is None."""
+    fields = zip(self._fields, self)
     said = ", ".join(f"{name}={_short(x)}" for name, x in fields if x is not None)
-    return f"{type(record).__name__}({said})"
+    return f"{type(self).__name__}({said})"
 
 
 def _short(x: Any) -> str:

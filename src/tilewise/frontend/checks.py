@@ -132,7 +132,8 @@ def check_bias(
     if bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores)):
         raise ArgumentError(
             f"{words.bias} has shape {tuple(bias.shape)}: it must have 4 dimensions, (batch, "
-            f"nheads, seqlen_q, seqlen_k) = {scores}, each of this size or 1{_expanded(bias, scores)}"
+            f"nheads, seqlen_q, seqlen_k) = {scores}, each of this size or 1"
+            f"{_expanded(bias, scores)}"
         )
     if bias.dtype not in (q.dtype, torch.float32):
         dtypes = _either([str(x).removeprefix("torch.") for x in (q.dtype, torch.float32)])
