@@ -88,13 +88,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no case begins")
     options = parser.parse_args()
     totals: dict[str, collections.Counter[str]] = {}
-    jobs = jobs_until(time.time() + options.seconds)
+    begin = time.time()
+    jobs = jobs_until(begin + options.seconds)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers, maxtasksperchild=1) as pool:
         for job, counts, faults in pool.imap_unordered(outcomes_of, jobs):
             totals.setdefault(f"{job.kind} {job.lane}", collections.Counter()).update(counts)
             for fault in faults:
                 print(fault, flush=True)
+            print(f"{time.time() - begin:.0f} s: {job.kind} {job.lane}: {dict(counts)}", flush=True)
     for name, counts in sorted(totals.items()):
         print(f"{name}: {dict(counts)}")
     return 1 if any(counts["wrong"] or counts["raised"] for counts in totals.values()) else 0
