@@ -40,7 +40,13 @@ from .page import (
 )
 
 WORDS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+SHORT = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8",
+}
 RULE = (
     f"A figure is the time of a peer over our time, from interleaved rounds of one run: above 1 we"
     f" are the faster; {BEHIND} marks where we are not. Times are {SUSTAINED}, of calls back to"

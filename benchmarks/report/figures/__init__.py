@@ -2,7 +2,7 @@
 
 `{rate: fwd D64 full 1Ki}` asks for a rate, `{over fa3: fwd D64 full}` for the ratios to a peer. The
 committed rows give README's own section, yours give the same section about your GPU; what no row
-answers is a dash. `calls` and `experiments` know the questions.
+answers is a dash. `calls`, `grids`, `steps` and `experiments` know the questions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from importlib import resources
 
 from ..evidence import Evidence
 from ..page import Heading, Section, Table
-from . import calls, experiments
+from . import calls, experiments, grids, steps
 
 QUESTION = re.compile(r"\{([^{}]+)\}")
-ANSWERS = calls.ANSWERS | experiments.ANSWERS
+ANSWERS = calls.ANSWERS | experiments.ANSWERS | grids.ANSWERS | steps.ANSWERS
 README, CHINESE, DOCS = "readme.md", "readme.zh-CN.md", "docs.md"  # two sections, and a page
 IN_CHINESE = {" to ": " 到 ", " of ": " / ", "sustained": "持续负载", "flushed": "L2 清空"}
 

@@ -2,8 +2,10 @@
 
 A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window. A question means every
 shape that answers to all of its words; bf16 and dense go without saying, and so does the GPU, torch
-and Triton that most rows are from, unless a word such as Triton-3.8 names another. Times are the
-sustained ones, where a run has them for all that took part; the word flushed means the other ones.
+and Triton that most rows are from, unless H100, H200 or a word such as Triton-3.8 names another.
+Ours is the call as it is, unless a word such as portable or quantized names another of our ways.
+Times are the sustained ones, where a run has them for all that took part; the word flushed means
+the other ones.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ NONE = "–"
 KINDS = {"dense", "features", "packed", "other"}
 CLASSIC = 64, 128, 256  # headdims
 SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
-PORTABLE, TRITON = "portable", "Triton-"
-ASIDE = {PORTABLE, FLUSHED}  # words that say what of a shape is meant, and not which shape
+CARDS, TRITON = {"H100", "H200"}, "Triton-"
+WAYS = {"portable", "quantized", "quantize", "calibrated"}  # of ours
+ASIDE = {FLUSHED, *WAYS, *CARDS}  # words that say what of a shape is meant, and not which shape
 
 
 @functools.cache
@@ -53,14 +56,18 @@ def is_classic(shape: Shape) -> bool:
 
 def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
     """The GPU, torch and Triton that are meant."""
-    asked = next((word.removeprefix(TRITON) for word in words if word.startswith(TRITON)), "")
-    found = (one for one in evidence.environments if one.on_gpu)
-    return next((one for one in found if f"{one.triton}.".startswith(asked)), None)
+    version = next((word.removeprefix(TRITON) for word in words if word.startswith(TRITON)), "")
+    cards = CARDS.intersection(words)
+    for one in evidence.environments:
+        if one.on_gpu and cards <= set(one.device.split()):
+            if f"{one.triton}.".startswith(version):
+                return one
+    return None
 
 
 def timings(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Timing]:
     """The newest timing of each shape in which all of these took part."""
-    ours = f"{OURS}:{PORTABLE}" if PORTABLE in words else OURS
+    ours = next((f"{OURS}:{word}" for word in words if word in WAYS), OURS)
     asked = {word for word in words if word not in ASIDE and not word.startswith(TRITON)}
     asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
     asked |= set() if asked & set(SHORT.values()) else {"bf16"}
@@ -127,6 +134,19 @@ def ahead(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return f"{of.ahead} of {of.rows}" if of else NONE
 
 
+def behind(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """In how many shapes the peer is faster, of how many, and the least of all ratios."""
+    found = ratios(evidence, names[0], words)
+    slower = sum(value < 1 for value in found)
+    return f"{slower} of {len(found)}, least {times(min(found))}" if found else NONE
+
+
+def commits(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The commits that these rows timed."""
+    found = {timing.rows[timing.subject].commit[:7] for timing in timings(evidence, names, words)}
+    return ", ".join(f"`{commit}`" for commit in sorted(found)) or NONE
+
+
 def keeps(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The share of our rate that another of our ways has: mean (least to most)."""
     found = [1 / value for value in ratios(evidence, names[0], words)]
@@ -168,7 +188,7 @@ def energy(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 def environment(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The device, or a version without what is built in: `{environment torch}`."""
-    found = where(evidence)
+    found = where(evidence, words)
     return getattr(found, names[0]).split("+")[0].removesuffix(".0") if found else NONE
 
 
@@ -177,9 +197,19 @@ def digits(value: float) -> str:
     return f"{value:#.3g}".removesuffix(".")
 
 
+def figure(value: float) -> str:
+    """Three significant digits, thousands in full."""
+    return digits(value) if value < 1000 else f"{value:,.0f}"
+
+
 def factor(value: float) -> str:
     """A ratio, with no more digits than it is good for."""
     return times(value) if value < 10 else digits(value)
+
+
+def marked(value: float) -> str:
+    """A ratio, in bold where the peer is the faster."""
+    return f"**{times(value)}**" if value < 1 else times(value)
 
 
 def span(values: Sequence[float]) -> str:
@@ -197,6 +227,8 @@ ANSWERS = {
     "over": over,
     "mean": mean,
     "ahead": ahead,
+    "behind": behind,
+    "commits": commits,
     "keeps": keeps,
     "share": share,
     "skewed": skewed,

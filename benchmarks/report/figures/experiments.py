@@ -6,7 +6,7 @@ command, the newest of each kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tilewise.bench.row import Row
 from tilewise.bench.timer import ratio
@@ -14,19 +14,19 @@ from tilewise.bench.timer import ratio
 from ...memory import exponent
 from ..evidence import OURS, Environment, Evidence, environment_of, is_ours
 from ..page import length, times
-from .calls import NONE, digits, span, where, words_of
+from .calls import CARDS, NONE, digits, span, where, words_of
 
 GIB = 1 << 30
 
 
 def newest(
-    evidence: Evidence, suite: str, place: Environment | None = None, **extra: str
+    evidence: Evidence, suite: str, words: Sequence[str] = (), **extra: str
 ) -> Iterator[Row]:
     """The GPU's rows of a suite whose `extra` says this, the newest of each shape and provider; of
-    `place`, if that is another one.
+    the card that the words name, if they do.
     """
     found: dict[tuple, Row] = {}
-    place = place or where(evidence)
+    place = where(evidence, words)
     for row in sorted(evidence.others.get(suite, []), key=lambda row: row.date):
         if environment_of(row) == place and extra.items() <= row.extra.items():
             found[tuple(row.shape.items()), row.provider] = row
@@ -96,37 +96,15 @@ def matmul(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return times(ratio(rows[OURS].rounds_ms, rows["cublas"].rounds_ms).median)
 
 
-def decode(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """Time of a peer over ours for a step over 8Ki keys: `{decode fa3: 32 1 16}` is that of 32
-    sequences, 1 query each, in pages of 16; pages of 0 are none. Of the newest run that has both.
-    """
-    asked, place = [8192, *map(int, words)], where(evidence)
-    runs: dict[str, dict[str, Row]] = {}
-    for row in sorted(evidence.others.get("decode", []), key=lambda row: row.date):
-        of = [row.shape[x] for x in ("seqlen_k", "batch", "seqlen_q", "page_size")]
-        if of == asked and environment_of(row) == place:
-            runs.setdefault(row.run, {})[row.provider] = row
-    for rows in reversed(runs.values()):
-        if {OURS, names[0]} <= rows.keys():
-            return times(ratio(rows[OURS].rounds_ms, rows[names[0]].rounds_ms).median)
-    return NONE
-
-
 def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The share of one GPU's rate that each of several keeps on one causal sequence:
     `{distributed: stream 2 8Ki fwd}` is that of the method on 2 of them, of 8Ki tokens each, also
-    with `window` or `documents`; `{distributed heads: stream 2 8Ki fwd}` the other's time over its.
-    Of the GPUs that were timed last, which `{distributed: device}` names.
+    with `window` or `documents`, and with a card; `{distributed heads: stream 2 8Ki fwd}` the
+    other's time over its.
     """
-    on_gpus = [x for x in evidence.others.get("distributed", []) if environment_of(x).on_gpu]
-    if not on_gpus:
-        return NONE
-    last = max(on_gpus, key=lambda row: row.date)
-    if words == ["device"]:
-        return last.device
-    name, ranks, tokens, direction, *more = words
+    name, ranks, tokens, direction, *more = [word for word in words if word not in CARDS]
     shares: dict[str, tuple[float, float]] = {}
-    for row in newest(evidence, "distributed", environment_of(last)):
+    for row in newest(evidence, "distributed", words):
         shape = row.shape
         kind = [x for x in ("window", "documents") if shape[x]]
         said = str(shape["ranks"]), length(shape["tokens"]), shape["direction"]
@@ -187,7 +165,6 @@ ANSWERS = {
     "moved": moved,
     "speedup": speedup,
     "matmul": matmul,
-    "decode": decode,
     "distributed": distributed,
     "first": first,
     "modifier": modifier,
