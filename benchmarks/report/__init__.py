@@ -33,6 +33,9 @@ def write(rows: Sequence[Row], out: str | Path) -> list[Path]:
     files = {HTML: to_html(page), MARKDOWN: to_markdown(page), FIGURES: stated}
     for name, text in files.items():
         (out / name).write_text(text, encoding="utf-8")
+    (out / "_static").mkdir(exist_ok=True)  # where that page looks for its pictures
+    for name, draw in figures.picture.PICTURES.items():
+        (out / "_static" / name).write_text(draw(evidence), encoding="utf-8")
     return [out / name for name in files]
 
 

@@ -7,6 +7,7 @@ compare with if there is one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -108,15 +109,7 @@ class Evidence(NamedTuple):
     timings: list[Timing]  # the newest of each shape: dense, with features, packed
     others: dict[str, list[Row]]  # by suite
     calls: list[Entry]  # every attention call, the oldest first
-
-    @property
-    def environments(self) -> list[Environment]:
-        """GPUs first, then by the number of rows."""
-        counts: dict[Environment, int] = {}
-        for row in self.rows:
-            where = environment_of(row)
-            counts[where] = counts.get(where, 0) + 1
-        return sorted(counts, key=lambda where: (not where.on_gpu, -counts[where]))
+    environments: list[Environment]  # GPUs first, then by the number of rows
 
     def by_environment(self, things: Iterable[Any], kind: str = "") -> dict[Environment, list]:
         """Rows, entries or timings by environment, in the order of environments; those of one kind
@@ -142,7 +135,15 @@ def collect(rows: Sequence[Row]) -> Evidence:
             entries.append(Entry(row, shape, environment_of(row)))
     entries.sort(key=lambda entry: entry.row.date)  # stable: of one date the later line is newer
     newest = {(e.environment, e.shape, e.row.provider, lane_of(e.row)): e for e in entries}
-    return Evidence(list(rows), list(newest.values()), newest_timings(entries), others, entries)
+    counts = Counter(map(environment_of, rows))
+    return Evidence(
+        list(rows),
+        entries=list(newest.values()),
+        timings=newest_timings(entries),
+        others=others,
+        calls=entries,
+        environments=sorted(counts, key=lambda where: (not where.on_gpu, -counts[where])),
+    )
 
 
 def environment_of(row: Row) -> Environment:

@@ -1,4 +1,4 @@
-"""Writes the figures of the docs and both READMEs, and their picture."""
+"""The figures of the docs and both READMEs, and their pictures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def committed(root: Path) -> Evidence:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Both READMEs, the docs' page and the picture as they should be."""
+    """Both READMEs, the docs' page and the pictures as they should be."""
     evidence = committed(root)
     found = {root / "docs" / "figures.md": page(DOCS, evidence)}
-    found[root / "docs" / "_static" / "speed.svg"] = picture.speed(evidence)
+    for name, draw in picture.PICTURES.items():
+        found[root / "docs" / "_static" / name] = draw(evidence)
     for name, (heading, section) in SECTIONS.items():
         whole = (root / name).read_text("utf-8")
         before, title, rest = whole.partition(f"\n## {heading}\n")

@@ -1,9 +1,11 @@
 """Figures that pages state: computed from rows, never typed, and dashes where no row answers."""
 
 import dataclasses
+import itertools
 import re
 from importlib import resources
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from helpers.made_rows import row
@@ -29,8 +31,9 @@ def test_pages_say_what_the_rows_say():
 @pytest.mark.parametrize("name", NAMES)
 def test_no_figure_is_typed(name):
     """Where a page has a table, its cells are questions: a typed number would have no source."""
-    text = resources.files(figures.__name__).joinpath(name).read_text("utf-8")
-    rows = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| ")]
+    lines = resources.files(figures.__name__).joinpath(name).read_text("utf-8").splitlines()
+    below = [line for line, after in itertools.pairwise(lines) if not after.startswith("|---")]
+    rows = [line.split("|")[2:-1] for line in below if line.startswith("| ")]
     rows = [cells for cells in rows if any("{" in cell for cell in cells)]
     assert len(rows) > 7
     for cell in (cell for cells in rows for cell in cells[1:]):
@@ -182,15 +185,68 @@ def test_one_sequence_over_several_gpus():
     assert ask(collect([mine, stream]), ["fa3"], ["heads", "2", "8Ki", "fwd"]) == "–"
 
 
+STEP = dict(direction="decode", batch=32, seqlen_q=1, seqlen_k=8192, nheads=32, nheads_k=8)
+STEP |= dict(headdim=128, headdim_v=128, causal=True, dtype="bfloat16", page_size=16)
+
+
+def step(name="tilewise", ms=1.0, run="steps", device="NVIDIA H200", date="2026-01-01", **changed):
+    """A row of a step of decoding."""
+    shape = STEP | changed
+    return row(name, suite="decode", shape=shape, ms=ms, run=run, device=device, date=date)
+
+
 def test_a_step_of_decoding():
-    shape = dict(direction="decode", batch=32, seqlen_q=1, seqlen_k=8192, page_size=16)
-    rows = [
-        row(name, suite="decode", shape=shape, ms=ms, run="steps")
-        for name, ms in (("tilewise", 0.2), ("fa3", 0.3))
-    ]
     # A later run without ours is compared with none of it
-    rows.append(row("fa3", suite="decode", shape=shape, ms=0.9, run="later", date="2100-01-01"))
+    rows = [step(ms=0.2), step("fa3", 0.3), step("fa3", 0.9, run="later", date="2100-01-01")]
+    rows += [step(ms=0.1, run="alone", date="2100-01-01")]
+    rows += [step(ms=0.4, device="NVIDIA H100 80GB HBM3"), step(ms=0.1, run="b", seqlen_q=4)]
+    rows += [step("fa3", 0.3, device="NVIDIA H100 80GB HBM3"), step(ms=0.3, headdim=64)]
+    rows += [step(ms=1.2, run="c", chunk=512, seqlen_k=32768), step(ms=0.1, cache="e4m3")]
     evidence = collect(rows)
-    assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "16"]) == "1.50"
-    assert figures.experiments.decode(evidence, ["fa3"], ["32", "1", "0"]) == "–"
-    assert figures.experiments.decode(evidence, ["sdpa"], ["32", "1", "16"]) == "–"
+    for asked, answer in {
+        "{decode fa3: B32 q1 page16}": "1.50",
+        "{decode fa3: B32 q1 page16 H100}": "**0.75**",
+        "{step fa3 sdpa: B32 q1 page16}": "200 | 1.50 | –",
+        "{decode fa3: B32 q1}, {decode sdpa: B32 q1 page16}": "–, –",
+        "{us: B32 q4 page16}, {us: B32 q4 page16 H100}": "100, –",
+        "{us: B32 q1 page16 32Ki chunk512}": "1,200",
+        "{cache: B32 q1 page16 e4m3}, {cache: B32 q1 page16 int8}": "2.00, –",
+    }.items():
+        assert figures.fill(asked, evidence) == answer, asked
+
+
+def test_every_shape_has_a_cell():
+    rows = [row(seqlen=1024), row("fa3", 1.5, 1024), row(seqlen=512, run="b")]
+    rows += [row("fa3", 0.8, 512, run="b"), row("cudnn", 2.0, 512, run="b")]
+    evidence = collect(rows)
+    (said,) = (
+        line
+        for line in figures.fill("{grid over fa3 cudnn: fwd}", evidence).splitlines()
+        if line.startswith("| D128 full")
+    )
+    assert said == "| D128 full | **0.80** / 2.00 | 1.50 / – |" + " – / – |" * 4
+    assert len(figures.fill("{grid rate fa3: fwd H100}", evidence).splitlines()) == 6
+
+
+def test_our_ways_and_cards_are_words():
+    place = dict(device="NVIDIA H100 80GB HBM3")
+    rows = [row(ms=1.0), row("tilewise:portable", 2.0), row("fa3", 1.5), row(ms=3.0, **place)]
+    rows += [row("fa3", 2.7, **place), row(ms=9.0), row(ms=9.0)]
+    evidence = collect(rows)
+    for asked, answer in {
+        "{card}, {card: H100}, {environment device: H100}": "H200, H100, NVIDIA H100 80GB HBM3",
+        "{ratio fa3: portable fwd}": "**0.75**",
+        "{ratio fa3 cudnn: fwd H100}": "**0.90** / –",
+        "{behind fa3: fwd H100}, {behind cudnn: fwd}": "1 of 1, least 0.90, –",
+        "{commits fa3: fwd}": "`abc`",
+        "{bench} fwd": "tilewise bench fwd",
+    }.items():
+        assert figures.fill(asked, evidence) == answer, asked
+    assert figures.fill("{card: H200}", collect([row(**place)])) == "–"
+
+
+def test_pictures_are_drawn_from_any_rows(evidence):
+    for draw in figures.picture.PICTURES.values():
+        for rows in (evidence, collect([]), collect([row(), row("fa3", 1.5)])):
+            drawn = ElementTree.fromstring(draw(rows))
+            assert drawn.get("aria-label") and drawn.get("width") and drawn.get("height")

@@ -11,10 +11,12 @@ import re
 from importlib import resources
 
 from ..evidence import Evidence
-from ..page import Heading, Section, Table
+from ..page import Cell, Heading, Section, Table
 from . import calls, experiments, grids, steps
+from . import picture as picture
 
 QUESTION = re.compile(r"\{([^{}]+)\}")
+COMMANDS = {"bench": "tilewise bench", "experiments": "python -m benchmarks"}
 ANSWERS = calls.ANSWERS | experiments.ANSWERS | grids.ANSWERS | steps.ANSWERS
 README, CHINESE, DOCS = "readme.md", "readme.zh-CN.md", "docs.md"  # two sections, and a page
 IN_CHINESE = {" to ": " 到 ", " of ": " / ", "sustained": "持续负载", "flushed": "L2 清空"}
@@ -32,6 +34,8 @@ def fill(text: str, evidence: Evidence, translated: dict[str, str] | None = None
     def answer(found: re.Match) -> str:
         asked, _, words = found[1].partition(": ")  # a provider's name may hold a colon
         name, *names = asked.split()
+        if asked in COMMANDS:
+            return COMMANDS[asked]
         if name not in ANSWERS:
             raise ValueError(
                 f"{found[0]}: unknown question {name!r}, not one of {', '.join(ANSWERS)}"
@@ -50,23 +54,26 @@ def fill(text: str, evidence: Evidence, translated: dict[str, str] | None = None
 def section(evidence: Evidence) -> Section:
     """The docs' page of figures as a section of the report."""
     blocks: list = []
+    heading = "Cards"
     for part in re.split(r"\n{2,}", page(DOCS, evidence).strip()):
         first, *lines = part.splitlines()
-        if first.startswith("## "):
-            blocks.append(Heading(first.removeprefix("## ")))
+        if first.startswith(("## ", "### ")):
+            heading = first.lstrip("# ")
+            blocks.append(Heading(heading))
         elif first.startswith("|"):
             head, *body = [_cells(line) for line in (first, *lines[1:])]
-            heading = next(x.text for x in reversed(blocks) if isinstance(x, Heading))
-            blocks.append(Table(heading, head, body, frozenset(head[1:])))
-        elif not first.startswith("# "):
+            caption = f"{heading}: {head[0]}" if head[0] else heading
+            blocks.append(Table(caption, head, body, frozenset(head[1:])))
+        elif not first.startswith(("# ", "![")):
             blocks.append(plain(" ".join([first, *lines])))
     return Section("The docs' page of figures, from these rows", blocks)
 
 
-def _cells(line: str) -> list[str]:
-    return [plain(cell.strip()) for cell in line.split("|")[1:-1]]
+def _cells(line: str) -> list[str | Cell]:
+    texts = [cell.strip() for cell in line.split("|")[1:-1]]
+    return [Cell(plain(text), "behind") if "**" in text else plain(text) for text in texts]
 
 
 def plain(text: str) -> str:
-    """Markdown's text without its links; the page sets code as it does."""
-    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
+    """Markdown's text without its links and bold; the page sets code as it does."""
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text).replace("**", "")

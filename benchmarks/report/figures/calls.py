@@ -117,6 +117,14 @@ def over(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return span(ratios(evidence, names[0], words))
 
 
+def ratio(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The ratio to each peer at the one shape that is meant, in bold where the peer is faster."""
+    found = [ratios(evidence, name, words) for name in names]
+    if any(len(values) > 1 for values in found):
+        raise ValueError("several shapes")
+    return " / ".join(marked(values[0]) if values else NONE for values in found)
+
+
 def mean(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The geometric mean of these ratios; `{mean best: ...}` is of the best peer of each shape."""
     if names == ["best"]:
@@ -192,6 +200,15 @@ def environment(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return getattr(found, names[0]).split("+")[0].removesuffix(".0") if found else NONE
 
 
+def card(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The GPU in a word: H200."""
+    found = where(evidence, words)
+    if found is None:
+        return NONE
+    known = CARDS.intersection(found.device.split())
+    return known.pop() if known else found.device.removeprefix("NVIDIA ")
+
+
 def digits(value: float) -> str:
     """Three significant digits, zeros at the end too."""
     return f"{value:#.3g}".removesuffix(".")
@@ -225,6 +242,7 @@ ANSWERS = {
     "ms": milliseconds,
     "way": way,
     "over": over,
+    "ratio": ratio,
     "mean": mean,
     "ahead": ahead,
     "behind": behind,
@@ -234,4 +252,5 @@ ANSWERS = {
     "skewed": skewed,
     "energy": energy,
     "environment": environment,
+    "card": card,
 }

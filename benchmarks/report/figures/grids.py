@@ -1,4 +1,5 @@
-"""Questions that a whole table answers: `{grid over fa3: fwd H100}`, a line a headdim and mask.
+"""Questions that a whole table answers: `{grid over fa3 cudnn: fwd H100}`, a line for each headdim
+and mask.
 
 `{grid rate fa3: ...}` asks for our TFLOP/s, `{grid share tilewise:deterministic: ...}` for the
 share of our rate that another of our ways has. Each is of the newest run in which both took part.
@@ -6,11 +7,12 @@ share of our rate that another of our ways has. Each is of the newest run in whi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from ..evidence import Evidence, Timing
 from ..page import times
-from .calls import CLASSIC, NONE, marked, timings
+from .calls import CLASSIC, NONE, WAYS, marked, timings
 
 LENGTHS = 512, 1024, 2048, 4096, 8192, 16384
 CELLS: dict[str, Callable[[Timing, str], str]] = {
@@ -21,20 +23,29 @@ CELLS: dict[str, Callable[[Timing, str], str]] = {
 
 
 def grid(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """Lines of a table: headdim and mask, then a cell for each length."""
-    what, peer = names
-    found = {
-        (timing.shape.headdim, timing.shape.causal, timing.shape.seqlen_q): timing
-        for timing in timings(evidence, [peer], words)
-    }
+    """Lines of a table: headdim and mask, then a cell for each length, with a figure for each peer,
+    and for each of our ways where words name several.
+    """
+    what, *peers = names
+    ways = [word for word in words if word in WAYS] or [""]
+    rest = [word for word in words if word not in WAYS]
+    sides = list(itertools.product(ways, peers))
+    found = {side: by_shape(evidence, side[1], [*rest, side[0]]) for side in sides}
     lines = []
-    for headdim in CLASSIC:
-        for causal in (False, True):
-            mine = [found.get((headdim, causal, length)) for length in LENGTHS]
-            cells = [CELLS[what](timing, peer) if timing else NONE for timing in mine]
-            name = f"D{headdim} {'causal' if causal else 'full'}"
-            lines.append(f"| {' | '.join([name, *cells])} |")
+    for headdim, causal in itertools.product(CLASSIC, (False, True)):
+        cells = []
+        for length in LENGTHS:
+            mine = [(found[side].get((headdim, causal, length)), side[1]) for side in sides]
+            cells.append(" / ".join(CELLS[what](x, peer) if x else NONE for x, peer in mine))
+        name = f"D{headdim} {'causal' if causal else 'full'}"
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
+
+
+def by_shape(evidence: Evidence, peer: str, words: list[str]) -> dict[tuple, Timing]:
+    """Timings by headdim, mask and length."""
+    found = timings(evidence, [peer], [word for word in words if word])
+    return {(of.shape.headdim, of.shape.causal, of.shape.seqlen_q): of for of in found}
 
 
 ANSWERS = {"grid": grid}

@@ -89,4 +89,20 @@ def step(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return " | ".join([us(evidence, [], words), *ratios])
 
 
+def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> dict[Decode, float]:
+    """Time of a peer over ours for every step with a 16-bit cache, of the newest run with both."""
+    place = where(evidence, words)
+    found: dict[Decode, dict[str, dict[str, Row]]] = {}
+    for row in sorted(evidence.others.get("decode", []), key=lambda row: row.date):
+        of = Decode(**row.shape)
+        if environment_of(row) == place and not of.cache:
+            found.setdefault(of, {}).setdefault(row.run, {})[row.provider] = row
+    return {
+        of: ratio(rows[OURS].rounds_ms, rows[peer].rounds_ms).median
+        for of, by_run in found.items()
+        for rows in by_run.values()
+        if {OURS, peer} <= rows.keys()
+    }
+
+
 ANSWERS = {"us": us, "decode": decode, "step": step, "cache": cache}
