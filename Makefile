@@ -32,7 +32,8 @@ RUN := PYTHONPATH=src $(PYTHON)
 PYTEST := $(RUN) -m pytest
 # What `make bench-all` runs, one command a line; rows go to $(RESULTS).
 RESULTS ?= .out/mine.jsonl
-BENCH = $(RUN) -m tilewise.cli bench --save $(RESULTS)
+BENCH_COMMAND := $(RUN) -m tilewise.cli bench
+BENCH = $(BENCH_COMMAND) --save $(RESULTS)
 LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
 # Decodes, their pages, queries and lengths, chunks, both in one call, and caches of 8 bits
 STEPS := "--batch 32,8,1 --queries 1 --against tilewise:portable,fa3,sdpa" \
@@ -87,7 +88,7 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 		$(BENCH) fwd --seqlen 4k,16k --headdim 128 --causal yes $$asked --against fa3,flex || exit 1; done
 	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3 --sustained
 	$(BENCH) fwd $(LENGTHS) --headdim 64,128,256 --dtype fp8 --against fa3 --sustained
-	for asked in $(STEPS); do $(RUN) -m tilewise.cli bench decode $$asked --save $(RESULTS) || exit 1; done
+	for asked in $(STEPS); do $(BENCH_COMMAND) decode $$asked --save $(RESULTS) || exit 1; done
 	for what in "varlen --dense --against fa3 --sustained" "modifiers"; do \
 		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
 	for what in "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \

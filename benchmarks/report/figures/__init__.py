@@ -61,7 +61,8 @@ def section(evidence: Evidence) -> Section:
             heading = first.lstrip("# ")
             blocks.append(Heading(heading))
         elif first.startswith("|"):
-            head, *body = [_cells(line) for line in (first, *lines[1:])]
+            head = [plain(cell.strip()) for cell in first.split("|")[1:-1]]
+            body = [_cells(line) for line in lines[1:]]
             caption = f"{heading}: {head[0]}" if head[0] else heading
             blocks.append(Table(caption, head, body, frozenset(head[1:])))
         elif not first.startswith(("# ", "![")):
