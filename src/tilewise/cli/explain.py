@@ -40,15 +40,15 @@ call_options = together(
         type=click.Choice([*DTYPES, *FP8]),
         default="bf16",
         show_default=True,
-        help="fp8: which backend serves e4m3, and whether its products run in 8 bits.",
+        help="fp8 prints which backend supports e4m3, and whether its matmuls run in 8 bits.",
     ),
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True),
-    click.option("--seqlen", type=OneInt(), help="4k; with --cache 1."),
-    click.option("--seqlen-k", type=OneInt(), help="Keys, where they are not as many."),
+    click.option("--seqlen", type=OneInt(), help="Queries.  [default: 4k; with --cache 1]"),
+    click.option("--seqlen-k", type=OneInt(), help="Keys, if not as many as queries."),
     click.option("--heads", type=click.IntRange(1), default=16, show_default=True),
-    click.option("--kv-heads", type=click.IntRange(1), help="Where they are fewer (GQA)."),
+    click.option("--kv-heads", type=click.IntRange(1), help="If fewer (GQA)."),
     click.option("--headdim", type=click.IntRange(1), default=128, show_default=True),
-    click.option("--headdim-v", type=click.IntRange(1), help="Where it is another."),
+    click.option("--headdim-v", type=click.IntRange(1), help="V's, if different."),
     click.option("--causal", is_flag=True),
     click.option(
         "--lengths",
@@ -57,7 +57,11 @@ call_options = together(
     ),
 )
 feature_options = together(
-    click.option("--window", type=click.IntRange(0), help="Keys before its own; with --causal."),
+    click.option(
+        "--window",
+        type=click.IntRange(0),
+        help="Visible keys before a query's own; needs --causal.",
+    ),
     click.option("--softcap", type=Finite(0), default=0.0),
     click.option("--alibi", is_flag=True),
     click.option("--sinks", is_flag=True),
@@ -66,39 +70,44 @@ feature_options = together(
         default="",
         help="A mask, bias, ... as in `bench modifiers --cases`, with no other feature.",
     ),
-    click.option("--deterministic", is_flag=True, help="Gradients of the same bits in every run."),
+    click.option("--deterministic", is_flag=True, help="Gradients are bitwise equal in every run."),
 )
 
 
 cache_options = together(
-    click.option("--cache", "has_cache", is_flag=True, help="A step of decoding with a KV cache."),
-    click.option("--page-size", type=click.IntRange(0), help="Keys of its pages; 0: none."),
-    click.option("--split-size", type=click.IntRange(1), help="Keys of a piece."),
+    click.option("--cache", "has_cache", is_flag=True, help="A decoding step with a KV cache."),
+    click.option("--page-size", type=click.IntRange(0), help="Keys per page; 0 means no pages."),
+    click.option("--split-size", type=click.IntRange(1), help="Keys per split."),
 )
 
 
-@click.command(short_help="Which backend serves a call and why, in which launches; no GPU needed.")
+@click.command(short_help="Show which backend runs a call, why, and its launches; needs no GPU.")
 @call_options
 @feature_options
 @cache_options
 @backend_option
 @click.option("--on", "target", help="sm80, sm89, sm90, sm100, sm120, gfx942, gfx950 or cpu.")
-@click.option("--gpu", help="A card by name, for its SMs and its roof: h200, h100, a100, ...")
-@click.option("--compile/--no-compile", "with_compiler", default=True, help="Seconds a kernel.")
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@click.option("--gpu", help="A card, for its SMs and roofline: h200, h100, a100, ...")
+@click.option(
+    "--compile/--no-compile",
+    "with_compiler",
+    default=True,
+    help="Compiling takes seconds per kernel.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @png_option
 def explain(
     backend, target, gpu, with_compiler, as_json, png, has_cache, page_size, split_size, **options
 ) -> None:
-    """Which backend serves a call and why; kernel, tile, registers, waves, FLOPs, bytes, roofline.
+    """Show which backend runs a call and why, with kernels, tiles, registers, waves and roofline.
 
-    Nothing runs on a GPU: backends answer as they would on the one that --on or --gpu names, and
-    kernels are compiled for it here. Left out, it is the GPU of this machine, or an H200.
+    Nothing runs on a GPU: backends answer for the GPU that --on or --gpu names, and kernels are
+    compiled for it here. The default is this machine's GPU, or else an H200.
 
-    --cache is a causal step of --seqlen queries (1) beside --seqlen-k keys (8k) of each sequence,
-    or as many as --lengths says: its pieces, the slots that hold their sums, and bytes.
+    --cache is a causal step with --seqlen queries (1) per sequence, and --seqlen-k keys (8k) or
+    those in --lengths. It prints splits, the slots for their sums, and bytes.
 
-    Where no backend serves the call, the exit code is 1.
+    If no backend supports the call, the exit code is 1.
     """
     target, card = machine_of(target, gpu)
     if not has_cache and (page_size is not None or split_size is not None):

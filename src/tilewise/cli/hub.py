@@ -8,11 +8,11 @@ from ..errors import ArgumentError
 from ..integrations.hub import NAME, local_kernels
 
 
-@click.command(short_help="What makes a kernel on Hugging Face's hub be tilewise.")
+@click.command(short_help="Print LOCAL_KERNELS, so that Hub kernel names resolve to tilewise.")
 @click.argument("names", nargs=-1, metavar="[OWNER/NAME]...")
 def hub(names: tuple[str, ...]) -> None:
-    """What LOCAL_KERNELS must be for kernels on the hub to be tilewise, 'tilewise/attention' unless
-    others are named.
+    """Print LOCAL_KERNELS, so that Hub kernel names ('tilewise/attention' by default) resolve to
+    tilewise.
 
     \b
     export LOCAL_KERNELS=$(tilewise hub)

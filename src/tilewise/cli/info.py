@@ -35,11 +35,11 @@ class Line(NamedTuple):
     remedy: str = ""
 
 
-@click.command(short_help="What is usable here, and for the rest why not and what to do.")
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
-@click.option("--markdown", is_flag=True, help="The same as a table to paste into an issue.")
+@click.command(short_help="Show what works on this machine; for the rest, why not and what to do.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table to paste into an issue.")
 def info(as_json: bool, markdown: bool) -> None:
-    """What is usable on this machine, and for the rest why not and what to do."""
+    """Show what works on this machine; for the rest, why not and what to do."""
     lines = [*machine(), *backends(), *features(), *caches(), *integrations()]
     if as_json:
         click.echo(json.dumps([line._asdict() for line in lines], indent=1))

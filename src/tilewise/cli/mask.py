@@ -37,7 +37,7 @@ class Picture(NamedTuple):
 @click.argument("expression")
 @click.option("--seqlen", type=IntList(), default="2048", show_default=True, help="S, or Sq,Sk.")
 @click.option("--block", type=IntList(), default="128", show_default=True, help="B, or M,N.")
-@click.option("--svg", type=NewFile(dir_okay=False, path_type=Path), help="Also draw into FILE.")
+@click.option("--svg", type=NewFile(dir_okay=False, path_type=Path), help="Also draw to FILE.")
 def mask(
     expression: str, seqlen: tuple[int, ...], block: tuple[int, ...], svg: Path | None
 ) -> None:

@@ -220,10 +220,10 @@ def usable(ctx: click.Context, param: click.Parameter, device: str | None) -> st
 backend_option = click.option(
     "--backend",
     type=click.Choice(list(BACKENDS)),
-    help="Force one; on the CPU portable is interpreted, hopper emulated.",
+    help="Force a backend; on the CPU, portable is interpreted and hopper emulated.",
 )
 device_option = click.option(
-    "--device", callback=usable, help="cuda or cpu; the GPU if there is one."
+    "--device", callback=usable, help="cuda or cpu.  [default: the GPU, if there is one]"
 )
 
 
@@ -234,5 +234,5 @@ def pass_option(default: str) -> Callable:
 
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="The results as JSON; the rest to stderr."
+    "--json", "as_json", is_flag=True, help="Print results as JSON; the rest goes to stderr."
 )

@@ -34,7 +34,7 @@ png_option = click.option(
     "--png",
     type=NewFile(dir_okay=False),
     callback=_wanted,
-    help="Draw the result there; needs the extra `plot`.",
+    help="Draw the result to this file; needs the extra `plot`.",
 )
 
 

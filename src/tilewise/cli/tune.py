@@ -20,14 +20,14 @@ from .tables import console, digits, table
 @click.option(
     "--seqlen", type=click.IntRange(1), default=4096, show_default=True, help="Sequence length."
 )
-@click.option("--dry-run", is_flag=True, help="Measure only; leave the cache as it is.")
+@click.option("--dry-run", is_flag=True, help="Only measure; do not change the cache.")
 @json_option
 def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_json: bool) -> None:
     """Find the fastest kernel configurations for this GPU.
 
-    Each kernel is timed in every configuration that fits, causal and full, forward and backward.
-    Winners go to the user's cache (see `tilewise info`) and are used for every head dim that pads
-    to the same power of two.
+    Times each kernel in every configuration that fits: causal and full, forward and backward. The
+    fastest go to your cache (see `tilewise info`) and are used for every head dim that pads to the
+    same power of two.
     """
     if not torch.cuda.is_available():
         click.echo("tilewise tune: no CUDA or ROCm GPU here, so there is nothing to time", err=True)

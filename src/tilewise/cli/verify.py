@@ -48,22 +48,22 @@ class Check(NamedTuple):
     raised: str = ""
 
 
-@click.command(short_help="Hold every feature to fp64 on this machine.")
+@click.command(short_help="Check every feature against fp64 on this machine.")
 @click.option("--quick", is_flag=True, help="Small cases in one dtype.")
 @click.option("--full", is_flag=True, help="Every case in fp32, bf16 and fp16.")
 @device_option
-@click.option("--dtype", "dtypes", type=NameList(lambda: DTYPES), help="For example fp32,bf16.")
+@click.option("--dtype", "dtypes", type=NameList(lambda: DTYPES), help="A list, such as fp32,bf16.")
 @backend_option
 @click.option(
     "-k",
     "expression",
     type=Known(lambda text: matches(text, "")),
     default="",
-    help="Cases by name: 'gqa or (window and not tall)'.",
+    help="Select cases by name: 'gqa or (window and not tall)'.",
 )
 @json_option
 def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
-    """Hold every feature, forward and backward, to fp64 on this machine."""
+    """Check every feature, forward and backward, against fp64 on this machine."""
     if quick and full:
         raise click.UsageError("--quick and --full exclude each other")
     wanted = dtypes_of(dtypes, quick, full, device)

@@ -29,7 +29,7 @@ class Bench(click.Group):
 bench = Bench(
     "bench",
     help=dense.help,
-    short_help="Time attention beside its peers, correctness first.",
+    short_help="Time attention and its peers, after checking each result.",
     subcommand_metavar="[fwd|bwd|fwd+bwd]...",
     commands=[dense, varlen, modifiers, decode, distributed],
 )

@@ -31,45 +31,50 @@ def _caches() -> tuple[str, ...]:
 
 
 @click.command()
-@click.option("--batch", type=IntList(), help="Sequences.  [default: 32,1; on a CPU 1]")
-@click.option("--seqlens", type=IntList(), help="Keys of each.  [default: 8k]")
+@click.option("--batch", type=IntList(), help="Sequences per batch.  [default: 32,1; on a CPU 1]")
+@click.option("--seqlens", type=IntList(), help="Keys per sequence.  [default: 8k]")
 @click.option(
     "--lengths",
     type=LengthSets(),
-    help="Ragged batches instead: sets as of `bench varlen`, or the keys of each, 160,300.",
+    help="Ragged batches instead: named sets as in `bench varlen`, or each one's keys: 160,300.",
 )
 @click.option(
     "--pages",
     type=IntList(0),
     default="0,16",
     show_default=True,
-    help="Keys of a page; 0 is a cache without pages.",
+    help="Keys per page; 0 means a cache without pages.",
 )
 @click.option(
-    "--queries", type=IntList(), default="1,8", show_default=True, help="The last of a sequence."
+    "--queries",
+    type=IntList(),
+    default="1,8",
+    show_default=True,
+    help="Queries per sequence, its last.",
 )
 @click.option(
     "--chunk",
     type=OneInt(),
-    help="Queries of the last sequence, of a prompt: beside the others' queries, without them, and "
-    "they without it.",
+    help="Prompt queries in the last sequence; times the mixed batch and both parts alone.",
 )
-@click.option("--split-size", type=OneInt(), help="Of ours.  [default: that of the heads]")
+@click.option(
+    "--split-size", type=OneInt(), help="tilewise's split size.  [default: chosen from the heads]"
+)
 @click.option(
     "--cache",
     "caches",
     type=NameList(_caches),
     default="",
-    help="Of bf16 (or fp16, fp32: the queries' dtype), e4m3, int8, with a scale a head, and "
-    "e4m3:row, int8:row, with one a row.  [default: the queries' dtype]",
+    help="bf16 (or fp16, fp32: the queries' dtype), e4m3 and int8 with one scale per head, "
+    "e4m3:row and int8:row with one per row.  [default: the queries' dtype]",
 )
 @click.option(
     "--heads",
     type=HeadList(),
-    help="Query heads, : key heads where these are fewer, x headdim.  [default: 32:8x128]",
+    help="QUERY_HEADS[:KEY_HEADS]xHEADDIM.  [default: 32:8x128]",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
-@click.option("--quick", is_flag=True, help="2 sequences of 512 keys, 4:2 heads of 32, fp32.")
+@click.option("--quick", is_flag=True, help="2 sequences with 512 keys, heads 4:2x32, fp32.")
 @click.option(
     "--provider",
     "ours",
@@ -83,36 +88,36 @@ def _caches() -> tuple[str, ...]:
     type=NameList(each=Known(_decoder)),
     default="sdpa,fa3",
     show_default=True,
-    help="Of sdpa, cudnn, fa3, flex.",
+    help="Peers: sdpa, cudnn, fa3, flex.",
 )
 @click.option(
     "--cold",
     type=click.Choice(["rotate", "flush"]),
     default="rotate",
     show_default=True,
-    help="How a GPU's L2 cache is kept cold: several KV caches, or a flush before each call.",
+    help="Keep a GPU's L2 cache cold with several KV caches, or with a flush before each call.",
 )
 @run_options
 def decode(
     quick, device, ours, against, lengths, pages, queries, chunk, split_size, caches, as_json,
     **options,
 ) -> None:  # fmt: skip
-    """Time a step of decoding: the last queries of each sequence with its KV cache.
+    """Time a decoding step: the last queries of each sequence, with its KV cache.
 
-    On a GPU a step is the replay of a CUDA graph, and no byte of a cache is in the L2 cache; host
-    us are those of an eager call. GB/s counts keys and values alone, share is that of what a copy
-    or a sum of a large tensor reached in the same run. Pages lie in no order. All steps of a batch
-    are timed in interleaved rounds, each result held to fp64 first.
+    On a GPU, a step replays a CUDA graph with no part of the cache in L2; "host us" is the time for
+    an eager call. GB/s counts only keys and values. "share" compares that with the best copy or sum
+    of a large tensor in the same run. Pages are in random order. All steps of a batch run in
+    interleaved rounds, after each result is checked against fp64.
 
-    Chunks of a prompt are --queries 512,2k, alone, and --chunk 2k, in one call with decodes: as
-    --batch 64 --queries 1 --chunk 2k, whose time is held to that of either part.
+    To time prompt chunks alone, pass --queries 512,2k. To time a chunk and decodes in one call,
+    pass for example --batch 64 --queries 1 --chunk 2k, which compares it with both parts.
 
-    A cache of 8 bits is held to fp64 of what it stands for, and its time to that of the queries'
-    dtype of the same provider; put it first, as in --cache bf16,e4m3,int8:row.
+    An 8-bit cache is checked against fp64 on its dequantised values. Its time is compared with the
+    same provider's 16-bit cache, which comes first: --cache bf16,e4m3,int8:row.
 
-    sdpa is torch's function, its backend as torch chooses it, with a cache of its own layout: it
-    and flex (FlexAttention, compiled) know neither pages nor lengths. fa3 is FlashAttention-3's
-    forward with a cache, found as `tilewise bench` finds it; it chooses its splits.
+    sdpa is torch's function with torch's choice of backend and its own cache layout. Neither it nor
+    flex (compiled FlexAttention) supports pages or lengths. fa3 is FlashAttention-3's forward with
+    a cache, located as in `tilewise bench`; it chooses its splits.
     """
     from ...bench.decode import run_decode
     from ...bench.decode_table import summary

@@ -42,12 +42,12 @@ def suite_of(name: str) -> list:
     type=IntList(),
     default="1k,4k,16k",
     show_default=True,
-    help="Any list: 512,1k,2k,4k,8k,16k.",
+    help="A list, such as 512,1k,2k.",
 )
 @click.option(
-    "--headdim", type=IntList(), default="64,128", show_default=True, help="Any up to 512."
+    "--headdim", type=IntList(), default="64,128", show_default=True, help="A list, up to 512."
 )
-@click.option("--headdim-v", type=click.IntRange(1, 512), help="That of V, if it is another.")
+@click.option("--headdim-v", type=click.IntRange(1, 512), help="V's, if different.")
 @feature_options
 @click.option(
     "--group",
@@ -57,10 +57,10 @@ def suite_of(name: str) -> list:
     help="Query heads per key head (GQA).",
 )
 @click.option(
-    "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens in the batch."
+    "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens per batch."
 )
 @click.option(
-    "--hidden", type=IntList(), default="2048", show_default=True, help="heads x headdim."
+    "--hidden", type=IntList(), default="2048", show_default=True, help="Query heads x headdim."
 )
 @our_options_or_fp8
 @click.option(
@@ -68,37 +68,35 @@ def suite_of(name: str) -> list:
     type=providers,
     default="flash,cudnn,flex,standard",
     show_default=True,
-    help="Of flash, cudnn, efficient, math (torch's SDPA, the backend pinned; sdpa-flash is flash),"
-    " fa2, fa3, fa4, flex, standard.",
+    help="Peers: flash, cudnn, efficient, math (torch's SDPA with that backend; sdpa-flash is"
+    " flash), fa2, fa3, fa4, flex, standard.",
 )
 @sustained_options
 @energy_option
 @run_options
 def dense(directions, suite, ours, against, **options) -> None:
-    """Time attention beside its peers; the first provider is the one the others are divided by.
+    """Time attention and its peers, and compare each peer with the first provider.
 
-    fa3 is FlashAttention-3: its library alone, where TILEWISE_FA3=/path/to/fa3.so names it (with
-    the CUDA runtime it was built with on LD_LIBRARY_PATH), else its package flash_attn_interface.
-    fa2 is the package flash_attn, fa4 is FlashAttention-4, the package flash_attn.cute. --window,
-    --softcap, --alibi and --sinks hold for every shape of the run. A peer that cannot run, be it
-    for want of one of these, is listed with the reason. The last lines are time(peer) /
-    time(first): geometric mean and worst shape, for each peer and for the best of fa3, cudnn and
-    fa4 at each shape.
+    fa2 is the package flash_attn, and fa4 is FlashAttention-4, the package flash_attn.cute. fa3 is
+    FlashAttention-3: the library TILEWISE_FA3=/path/to/fa3.so (put the CUDA runtime that it was
+    built with on LD_LIBRARY_PATH), or else the package flash_attn_interface. --window, --softcap,
+    --alibi and --sinks apply to every shape. Peers that cannot run, for example because they lack
+    one of these, are listed with the reason. The last lines print time(peer) / time(first), as
+    geometric mean and worst shape, for each peer and for the best of fa3, cudnn and fa4.
 
-    Calls are timed flushed: the L2 cache is flushed before each, and the GPU has pauses. Training
-    has none, and there the power limit decides: --sustained times that as well, and its ratios are
-    the ones that count.
+    By default the L2 cache is flushed before each call, and the GPU pauses between calls. Training
+    has no pauses, so the power limit decides: --sustained also times back-to-back calls. Use its
+    ratios for training.
 
-    With --dtype fp8 there are further rows of ours: tilewise takes q, k and v of e4m3 and makes V^T
-    in the call, tilewise:quantize takes bfloat16, before its rounding to e4m3, and quantises in the
-    call, tilewise:calibrated does so with scales that are given and no means, in one pass,
-    tilewise:quantized has quantised before, and tilewise:bf16 computes in bfloat16. fa3 is the
-    package fa3-fwd then. Results are held to the bound on the norm of their error that the page on
-    FP8 states.
+    --dtype fp8 adds rows. tilewise gets e4m3 q, k and v and transposes V in the call.
+    tilewise:quantize gets bfloat16 and quantises in the call. tilewise:calibrated does so in one
+    pass, with given scales and without means. tilewise:quantized gets quantised inputs.
+    tilewise:bf16 computes in bfloat16. fa3 is then the package fa3-fwd. Results must stay within
+    the error bounds on the documentation's FP8 page.
 
-    Packed sequences of any lengths have a command of their own: tilewise bench varlen --help. So
-    have masks, a bias, dropout and score functions, tilewise bench modifiers --help, and steps of
-    decoding with a KV cache, tilewise bench decode --help.
+    Other commands time packed sequences (tilewise bench varlen --help), masks, a bias, dropout and
+    score functions (tilewise bench modifiers --help), decoding with a KV cache (tilewise bench
+    decode --help), and several processes (tilewise bench distributed --help).
     """
     if options["dtype"] in FP8:
         if suite is not None or set(directions) - {"fwd"}:

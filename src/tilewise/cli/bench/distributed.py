@@ -20,12 +20,16 @@ def _peers() -> tuple[str, ...]:
 
 
 @click.command()
-@click.option("--ranks", type=click.IntRange(1), help="Processes.  [default: GPUs; on a CPU 2]")
-@click.option("--tokens", type=IntList(), help="Of each rank.  [default: 8k,16k,64k; on a CPU 64]")
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Processes.  [default: the number of GPUs; on a CPU 2]"
+)
+@click.option("--tokens", type=IntList(), help="Per rank.  [default: 8k,16k,64k; on a CPU 64]")
 @click.option("--heads", type=HeadList(), help="[default: 32:8x128; on a CPU 4:2x16]")
 @click.option("--causal", type=click.Choice(list(MASKS)), default="yes", show_default=True)
-@click.option("--window", type=click.IntRange(0), default=0, help="Keys before a query's own.")
-@click.option("--documents", type=click.IntRange(0), default=0, help="How many, of Zipf lengths.")
+@click.option(
+    "--window", type=click.IntRange(0), default=0, help="Visible keys before a query's own."
+)
+@click.option("--documents", type=click.IntRange(0), default=0, help="How many, with Zipf lengths.")
 @pass_option("fwd,fwd+bwd")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
 @click.option(
@@ -44,20 +48,20 @@ def _peers() -> tuple[str, ...]:
 def distributed(
     ranks, causal, window, documents, passes, methods, against, device, as_json, **asked
 ) -> None:
-    """Time attention of one sequence whose tokens are dealt over several processes.
+    """Time attention for one sequence that is sharded across several processes.
 
-    Starts a process a rank, or is one of those that torchrun started. A time is that of the slowest
-    rank, of calls back to back; "of ideal" is one process's time for the whole sequence, taken in
-    the same rounds on all ranks at once, over the number of ranks times it. Each result is held to
-    fp64 first; "same bits" names those that are one process's to the bit.
+    Starts one process per rank, or runs under torchrun. Times are for back-to-back calls on the
+    slowest rank. "of ideal" is one process's time for the whole sequence, measured in the same
+    rounds on all ranks at once, divided by the number of ranks times this time. Each result is
+    checked against fp64 first; "same bits" names results bitwise equal to one process's.
 
-    --documents makes the sequence one of so many packed documents of Zipf lengths: proportional to
-    1 / rank, in an order that is the same in every run.
+    --documents splits the sequence into packed documents with Zipf lengths: proportional to
+    1 / rank, in the same order in every run.
 
-    ring-flash-attn is that package's zigzag ring over our kernel or, of documents, its llama3
-    method for all key heads at once; ring-flash-attn:by-head is that method head by head,
-    ring-flash-attn:fa3 the package over FlashAttention-3. torch-cp is torch's context_parallel with
-    cuDNN. On GPUs NVLink multicast is off.
+    ring-flash-attn is that package's zigzag ring over tilewise's kernel; with --documents it is its
+    llama3 method for all key heads at once, and ring-flash-attn:by-head is that method head by
+    head. ring-flash-attn:fa3 runs the package over FlashAttention-3. torch-cp is torch's
+    context_parallel with cuDNN. On GPUs, NVLink multicast is off.
     """
     import torch
 

@@ -34,40 +34,42 @@ def lanes() -> tuple[str, ...]:
 @pass_option("fwd,bwd")
 @click.option("--seqlens", type=IntList(), default="4k,16k", show_default=True)
 @click.option(
-    "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens in the batch."
+    "--tokens", type=IntList(), default="16k", show_default=True, help="Tokens per batch."
 )
 @click.option(
     "--heads",
     type=HeadList(),
     default="16x128",
     show_default=True,
-    help="Query heads, : key heads where these are fewer, x headdim.",
+    help="QUERY_HEADS[:KEY_HEADS]xHEADDIM.",
 )
-@click.option("--quick", is_flag=True, help="512 tokens in sequences of 256, 2 heads of 32.")
+@click.option(
+    "--quick", is_flag=True, help="512 tokens, sequence length 256, 2 heads with headdim 32."
+)
 @our_options
 @click.option(
     "--against",
     type=NameList(lanes),
     default="flex,packed,without",
     show_default=True,
-    help="What of this a case is held against, of that which it has.",
+    help="References; each case uses those that it has.",
 )
 @click.option(
-    "--sustained", is_flag=True, help="Rates back to back, as `tilewise bench --sustained`."
+    "--sustained", is_flag=True, help="Time back-to-back calls, as in `tilewise bench --sustained`."
 )
 @run_options
 def modifiers(cases, passes, quick, dtype, ours, against, as_json, **options) -> None:
-    """Time masks, a bias, dropout and score functions beside what they are held against.
+    """Time masks, a bias, dropout and score functions, and compare each with a reference.
 
-    window (1024 keys), prefix (a quarter of the sequence) and causal are block masks beside
-    compiled FlexAttention's of the same predicate and blocks of 128; documents and
-    causal-documents, 16 of uneven lengths in one row of all the tokens, also beside our packed
-    sequences. score is a slope a head times the distance to the key, beside FlexAttention. dropout
-    (0.1) and bias (1, heads, S, S) stand beside the same call without; learned-bias is the backward
-    with the bias's gradient.
+    window (1024 keys), prefix (a quarter of the sequence) and causal are block masks, compared with
+    compiled FlexAttention, with the same predicate and 128 x 128 blocks. documents and
+    causal-documents pack 16 documents of uneven lengths into one row; they are also compared with
+    packed sequences. score adds a slope per head times the distance, compared with FlexAttention.
+    dropout (0.1) and bias (1, heads, S, S) are compared with the same call without them.
+    learned-bias is the backward with the bias's gradient.
 
-    FLOPs are those of the pairs that a mask keeps, counted exactly. Each result is held to fp64 at
-    its shape before it is timed. The last lines are our rate over that of each other.
+    FLOPs count exactly the pairs that a mask keeps. Each result is checked against fp64 at its
+    shape before it is timed. The last lines print tilewise's rate divided by each reference's.
     """
     from ...bench.beside import comparisons, run_comparisons, summary
 

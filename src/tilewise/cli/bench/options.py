@@ -34,11 +34,13 @@ score_options = together(
     click.option(
         "--window",
         type=click.IntRange(0),
-        help="Keys that a query sees before its own; needs --causal yes.",
+        help="Visible keys before a query's own; needs --causal yes.",
     ),
-    click.option("--softcap", type=Finite(0), default=0.0, help="0, the default, is none."),
-    click.option("--alibi", is_flag=True, help="ALiBi, slope 2^(-8 (i + 1) / heads) for head i."),
-    click.option("--sinks", is_flag=True, help="A sink a head."),
+    click.option("--softcap", type=Finite(0), default=0.0, help="0, the default, means none."),
+    click.option(
+        "--alibi", is_flag=True, help="ALiBi, with slope 2^(-8 (i + 1) / heads) for head i."
+    ),
+    click.option("--sinks", is_flag=True, help="One sink per head."),
 )
 provider_option = click.option(
     "--provider",
@@ -66,7 +68,7 @@ round_options = together(
         type=Finite(0, min_open=True),
         default=30.0,
         show_default=True,
-        help="Time of a provider in a round.",
+        help="Time per provider and round.",
     ),
 )
 row_options = together(
@@ -75,7 +77,10 @@ row_options = together(
         "--save", type=NewFile(dir_okay=False), help="Append the rows to this JSONL file."
     ),
     click.option(
-        "--json", "as_json", is_flag=True, help="Rows as JSON lines; the table to stderr."
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="Print rows as JSON lines; the table goes to stderr.",
     ),
 )
 run_options = together(round_options, row_options)
@@ -83,13 +88,13 @@ sustained_options = together(
     click.option(
         "--sustained",
         is_flag=True,
-        help="Also calls back to back, in spans, 8 rounds or more, after 2 s of load.",
+        help="Also time back-to-back calls: spans in at least 8 rounds, after 2 s warm-up.",
     ),
     click.option(
         "--span-ms",
         type=Finite(0, min_open=True),
-        help="Least time of such a span; 10 on a GPU unless said. 1000 where dtypes are compared:"
-        " in short ones a provider's time is not what it takes alone.",
+        help="Minimum time per span; 10 by default on a GPU. Use 1000 to compare dtypes: in short"
+        " spans, a provider's time depends on the others.",
     ),
 )
 
@@ -103,7 +108,7 @@ def check_span(span_ms: float | None, sustained: bool) -> None:
 energy_option = click.option(
     "--energy",
     is_flag=True,
-    help="--sustained, and joules a call: two blocks of 2 s a provider, by the GPU's counter.",
+    help="--sustained, plus joules per call, by the GPU's counter in two 2 s blocks per provider.",
 )
 feature_options = together(causal_option, score_options)
 

@@ -24,14 +24,14 @@ from .options import (
     type=LengthSets(),
     default="equal512,equal4096,zipf,one-long,prefill-chat",
     show_default=True,
-    help="Sets by name, or the lengths of one: 160,300 or 1k,4k.",
+    help="Named sets, or the lengths in one: 160,300 or 1k,4k.",
 )
 @click.option(
     "--heads",
     type=HeadList(),
     default="16x128,32:8x128,32x64",
     show_default=True,
-    help="Query heads, : key heads where these are fewer, x headdim.",
+    help="QUERY_HEADS[:KEY_HEADS]xHEADDIM.",
 )
 @pass_option("fwd,bwd")
 @feature_options
@@ -41,28 +41,32 @@ from .options import (
     type=providers,
     default="fa3",
     show_default=True,
-    help="Of fa2, fa3, fa4; others take no packed sequences.",
+    help="Peers: fa2, fa3, fa4; others do not support packed sequences.",
 )
 @click.option(
     "--dense",
     "with_dense",
     is_flag=True,
-    help="Also our dense attention, interleaved with the packed: how much of its TFLOP/s is kept.",
+    help="Also time dense attention, and print how much of its TFLOP/s the packed calls keep.",
 )
 @sustained_options
 @energy_option
 @run_options
 def varlen(lengths, heads, passes, causal, dtype, ours, against, **options) -> None:
-    """Time packed sequences beside the peers that take them.
+    """Time packed sequences, and compare with peers that support them.
 
-    Sets of lengths: equal512 is 128 sequences of 512 tokens, equal4096 16 of 4096; zipf is 64,
-    proportional to 1 / rank^1.1, 65,536 tokens, the longest 16,416; one-long is one of 32,768 and
-    128 of 256; prefill-chat is 64, uniform in 16 .. 2047. Queries and keys have the same lengths.
-    FLOPs are those of each sequence, half of them under a causal mask. Each sequence is held to
-    fp64, at one key head, before anything is timed.
+    \b
+    equal512      128 sequences, each 512 tokens
+    equal4096     16 sequences, each 4096 tokens
+    zipf          64 sequences, proportional to 1 / rank^1.1: 65,536 tokens, the longest 16,416
+    one-long      one with 32,768 tokens and 128 with 256
+    prefill-chat  64 sequences, uniform in 16 .. 2047
 
-    --dense also times the first provider without packing: lengths that are equal as a batch, others
-    as a batch of sequences of 4096 with as many tokens. fa3 is found as `tilewise bench` finds it.
+    Queries and keys have the same lengths. FLOPs are summed over sequences, and halved with a
+    causal mask. Each sequence is checked against fp64, at one key head, before it is timed.
+
+    --dense also times the first provider without packing: equal lengths as a batch, others as a
+    batch with as many tokens in sequences of 4096. fa3 is located as in `tilewise bench`.
     """
     from ...bench.shapes import packed
 

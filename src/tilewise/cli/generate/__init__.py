@@ -20,17 +20,17 @@ from ..options import Exit, OneInt, device_option, json_option
 from ..tables import console, digits, error, mark, table
 
 
-@click.command(short_help="A Llama served from a paged cache, with continuous batching.")
+@click.command(short_help="Serve a small Llama from a paged cache, with continuous batching.")
 @click.option("--requests", "count", type=OneInt(), default=16, show_default=True)
-@click.option("--pages", type=OneInt(), help="In the pool; too few for all, unless given.")
+@click.option("--pages", type=OneInt(), help="In the pool.  [default: too few for all requests]")
 @click.option("--page-size", type=OneInt(), default=16, show_default=True)
 @click.option("--split-size", type=OneInt(), default=256, show_default=True)
-@click.option("--max-tokens", type=OneInt(), default=256, show_default=True, help="Of one step.")
+@click.option("--max-tokens", type=OneInt(), default=256, show_default=True, help="Per step.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option(
     "--graphs/--no-graphs",
     default=None,
-    help="Steps padded to one shape, as CUDA graphs. [default: on a GPU]",
+    help="Pad steps and replay CUDA graphs.  [default: on a GPU]",
 )
 @device_option
 @json_option
@@ -45,9 +45,10 @@ def generate(
     device: str,
     as_json: bool,
 ) -> None:
-    """Serve requests from a paged cache, each with the tokens it has alone.
+    """Serve requests from a paged cache; each gets the same tokens as when it runs alone.
 
-    A small Llama of random weights, in fp32; prompts of more than two pieces of --split-size keys.
+    The model is a small fp32 Llama with random weights. Prompts are longer than two splits
+    (--split-size).
     """
     screen = console(as_json)
     explain_what_is_missing()
