@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-PATTERN = "[0-9][0-9]_*.py"
+PATTERN = "[0-9][0-9]*_*.py"  # a number, as 02 or 02b, and a name
 MARK = re.compile(r"^# %%(.*)\n", re.MULTILINE)
 BETWEEN = "<!-- code -->"
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tour"))
 
-from lesson_cells import cells_of, translate  # noqa: E402
+from lesson_cells import PATTERN, cells_of, translate  # noqa: E402
 
 TOUR = ROOT / "tour"
 
@@ -23,8 +23,8 @@ PAGES = [
     ("docs/quickstart.md", "docs/zh/quickstart.md"),
     ("docs/tour/index.md", "docs/zh/tour/index.md"),
 ]
-LESSONS = sorted(path.stem for path in TOUR.glob("[0-9][0-9]_*.py"))
-TRANSLATED = sorted(path.stem for path in (TOUR / "zh").glob("*.md"))
+LESSONS = sorted(path.stem for path in TOUR.glob(PATTERN))
+TRANSLATED = sorted(path.stem for path in (TOUR / "zh").glob("[0-9]*.md"))
 
 
 class Page(NamedTuple):

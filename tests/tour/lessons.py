@@ -55,9 +55,14 @@ def code_of(name: str) -> str:
     return "\n\n\n".join(cell.text for cell in lesson_cells(name) if not cell.is_prose) + "\n"
 
 
+def number_of(name: str) -> str:
+    """The number of a lesson, as 02 or 02b."""
+    return name.partition("_")[0]
+
+
 def helper(name: str, kind: str) -> ModuleType:
     """The module `lesson.pictures_NN` or `lesson.solutions_NN` of a lesson."""
-    return importlib.import_module(f"lesson.{kind}_{name[:2]}")
+    return importlib.import_module(f"lesson.{kind}_{number_of(name)}")
 
 
 def run_in_new_process(name: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

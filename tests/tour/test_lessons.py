@@ -16,6 +16,7 @@ from tour.lessons import (
     code_of,
     helper,
     lesson_cells,
+    number_of,
     prose_of,
     run_in_new_process,
     run_lesson,
@@ -33,13 +34,13 @@ ANSWER = re.compile(r"\{literalinclude\} /\.\./tour/lesson/(\w+)\.py\n:pyobject:
 
 
 def test_there_are_lessons():
-    assert NAMES[0] == "00_gpu" and len(NAMES) == len({name[:2] for name in NAMES})
+    assert NAMES[0] == "00_gpu" and len(NAMES) == len({number_of(name) for name in NAMES})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lesson_opens_with_one_idea_and_what_a_reader_can_do(name):
     first, *_ = lesson_cells(name)
-    assert first.is_prose and first.text.startswith(f"# {name[:2]}. ")
+    assert first.is_prose and first.text.startswith(f"# {number_of(name)}. ")
     idea = re.search(r"^\*\*The idea:\*\* (.*?)\n\n", first.text, re.MULTILINE | re.DOTALL)
     assert idea and idea[1].count(". ") == 0 and idea[1].endswith("."), "one sentence"
     listed = re.search(r"^After this lesson you can\n\n((?:- .*\n(?:  .*\n)*)+)", first.text, re.M)
@@ -68,10 +69,10 @@ def test_every_exercise_is_checked_and_its_answer_shown(name):
     assert numbers == [str(number + 1) for number in range(len(numbers))] and numbers
     solutions = helper(name, "solutions")
     checks = {x for x in vars(solutions) if x.startswith("check_")}
-    assert set(re.findall(rf"solutions_{name[:2]}\.(check_\w+)\(", code_of(name))) == checks
+    assert set(re.findall(rf"solutions_{number_of(name)}\.(check_\w+)\(", code_of(name))) == checks
     assert len(checks) == len(numbers) == prose_of(name).count("<summary>An answer</summary>")
     for module, shown in ANSWER.findall(prose_of(name)):
-        assert module == f"solutions_{name[:2]}" and hasattr(solutions, shown)
+        assert module == f"solutions_{number_of(name)}" and hasattr(solutions, shown)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +91,7 @@ def test_code_cells_run_in_a_new_process(name, tmp_path):
     found = re.findall(r"^exercise (\d): (right|not yet)\.", ran.stdout, re.MULTILINE)
     assert sorted(found) == [(number, "right") for number in EXERCISE.findall(prose_of(name))]
     pictures = list(tmp_path.glob("*.png"))
-    assert pictures and all(picture.stem.startswith(name[:2]) for picture in pictures)
+    assert pictures and all(picture.stem.startswith(number_of(name)) for picture in pictures)
 
 
 def test_a_new_process_has_only_what_the_cells_import(tmp_path, monkeypatch):
