@@ -2,15 +2,16 @@
 # # 02. Matrix multiplication
 #
 # **The idea:** a program that computes a tile of the result uses every number it
-# reads many times, and tiles computed at the same time share what they read through
-# the L2 cache.
+# reads many times.
 #
 # After this lesson you can
 #
 # - write a tiled matrix product and say what it reads,
-# - order its tiles so that they share the L2 cache,
 # - choose a tile by what it costs in registers and shared memory, or let Triton
-#   choose.
+#   choose,
+# - do more work on a tile while it is in registers.
+#
+# You need lesson 01.
 
 # %%
 from typing import NamedTuple
@@ -18,17 +19,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from lesson import (
-    DEVICE,
-    Figures,
-    NotYet,
-    expect,
-    here,
-    listing,
-    matmul,
-    pictures_02,
-    solutions_02,
-)
+from lesson import DEVICE, Figures, NotYet, expect, here, pictures_02, solutions_02
 
 figures = Figures("02_matmul")
 
@@ -44,8 +35,8 @@ figures = Figures("02_matmul")
 # The tile's sum stays in registers, in fp32, while the program steps along K by
 # `BLOCK_K`. `tl.dot` multiplies two tiles on the tensor cores.
 #
-# Which tile a program computes is decided by a function of its own, `tile_of`. We
-# come back to it.
+# Which tile a program computes is decided by a function of its own, `tile_of`.
+# Lesson 02b is about this function; here any order will do.
 
 
 # %%
@@ -154,88 +145,7 @@ print(f"the matrices themselves: {3 * 8192**2 * 2e-9:.1f} GB")
 
 # %% [markdown]
 # Even good tiles ask for many times the size of the matrices. Most of it has to
-# come from the L2 cache, and whether it does depends on which tiles are computed at
-# the same time.
-#
-# ## The order of the tiles
-#
-# An SM starts the next program when one ends. So the programs in flight are
-# neighbours by number: 0 to 131 first, on a card with 132 SMs. In row-major order
-# these are a few long rows of tiles. They need few rows of A, but every column of
-# B.
-#
-# **Grouped ordering** numbers the tiles in groups of `GROUP_M` rows: down the
-# group's first column, down its second, and so on. The tiles in flight then form a
-# rectangle, and a rectangle needs fewer rows and columns for as many tiles. Nothing
-# but `tile_of` changes. With `GROUP_M = 1` the order is row by row.
-#
-# The kernel's own function draws the picture.
-
-
-# %%
-@triton.jit
-def order_kernel(
-    rows, columns, tiles_m, tiles_n,
-    TILE_OF: tl.constexpr, GROUP_M: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    number = tl.arange(0, BLOCK)
-    m_block, n_block = TILE_OF(number, tiles_m, tiles_n, GROUP_M)
-    inside = number < tiles_m * tiles_n
-    tl.store(rows + number, m_block, mask=inside)
-    tl.store(columns + number, n_block, mask=inside)
-
-
-def order(tiles_m, tiles_n, group, function=tile_of):
-    """(row, column) of every tile, in the order in which they are computed."""
-    count = tiles_m * tiles_n
-    rows, columns = torch.empty(2, count, dtype=torch.int32, device=DEVICE).unbind()
-    block = triton.next_power_of_2(count)
-    numbers = dict(GROUP_M=group, BLOCK=block)
-    here(order_kernel)[(1,)](
-        rows, columns, tiles_m, tiles_n, TILE_OF=function, **numbers
-    )
-    return list(zip(rows.tolist(), columns.tolist()))
-
-
-assert order(3, 4, 1) == [(m, n) for m in range(3) for n in range(4)]
-for group in (1, 3, 8):
-    every = [(m, n) for m in range(20) for n in range(16)]
-    assert sorted(order(20, 16, group)) == every
-pictures_02.orders(order)
-
-# %% [markdown]
-# A group of height g has about 132 / g columns in flight: g + 132 / g strips, which
-# is least where both are equal, near 11. The curve is flat there, so a round 8 will
-# do.
-#
-# ## Exercise 1: waves
-#
-# Tiles are computed in **waves** of one an SM, and the last wave is rarely full.
-# What share of SM time is used, if every tile takes equally long? What does a
-# square product of side 4096 reach with tiles of 128 x 256 on 132 SMs? And one of
-# side 1024?
-#
-# **Hint:** count tiles with `triton.cdiv`, then waves, then the places that these
-# waves have.
-
-
-# %%
-def efficiency(n, block_m, block_n, sms):
-    """The share of SM time that a square product of side n uses."""
-    raise NotYet
-
-
-solutions_02.check_efficiency(efficiency)
-
-# %% [markdown]
-# <details><summary>An answer</summary>
-#
-# ```{literalinclude} /../tour/lesson/solutions_02.py
-# :pyobject: efficiency
-# :language: python
-# ```
-#
-# </details>
+# come from the L2 cache. Lesson 02b orders the tiles so that it does.
 #
 # ## What a tile costs
 #
@@ -301,52 +211,21 @@ a, b = (torch.randn(128, 128, device=DEVICE).bfloat16() for _ in range(2))
 check("autotuned matmul", tuned_matmul, a, b)
 
 # %% [markdown]
-# ## Against cuBLAS
+# ## How fast
 #
-# What keeps the plain kernel from the tensor cores' full speed? Its threads compute
-# addresses and masks. Its first steps along K wait for memory, and its last ones
-# have nothing left to load: at both ends of each tile the tensor cores stand still.
-# The final kernel changes both. A **tensor descriptor** gives the TMA (tensor
-# memory accelerator) the shape of a matrix, and one thread asks for a whole tile by
-# its corner. And a **persistent** kernel launches one program for each SM, which
-# computes tile after tile, and loads the next one while the last one is still
-# written. Its order of tiles is the one that you have drawn.
+# Each line below is the same kernel with other tiles, or Triton's choice among
+# those above. cuBLAS is what `torch.matmul` calls.
 
 # %%
-listing(matmul.matmul_kernel)
-assert order(20, 16, 8, matmul.grouped_tile) == order(20, 16, 8)
-a, b = matmul.operands(200, 144, 80, "bf16", DEVICE)
-check("final matmul", matmul.final_matmul, a, b)
 pictures_02.speeds(figures, plain_matmul, tuned_matmul, tuned_kernel, TRIED)
 
 # %% [markdown]
-# cuBLAS is what `torch.matmul` calls. Small tiles ask for more bytes for the same
-# product, and from 2048 on stay slow. Between the two orders of large tiles there
-# is next to nothing on an H200: its programs step along K side by side, so that the
-# cache need not hold whole strips, only the parts in use. A smaller cache, or
-# programs that drift apart, need the grouped order. (Where they differ at 8192, ask
-# first whether one of them always ran behind the slow kernel: lesson 05 says why.)
-# At 1024 there are 32 tiles of 128 x 256 for 132 SMs, and no order helps.
+# Small tiles ask for more bytes for the same product, and from a side of 2048 on
+# stay slow. At 1024 there are 32 tiles of 128 x 256 for 132 SMs: most of the card
+# is idle. What still separates large tiles from cuBLAS is the subject of lesson
+# 02b.
 #
-# ## Number formats
-#
-# The tensor cores multiply narrow numbers faster. **tf32** is fp32 cut to 10 bits
-# of fraction, **fp16** has these 10 bits and a small range, **bf16** has fp32's
-# range and 7 bits, **fp8** (e4m3) has 3. In **fp32** proper there are no tensor
-# cores at all. All but fp8 are summed in fp32, so what they lose, they lose when
-# the inputs are rounded: the table has the root of the mean square error, over that
-# of the result. Hopper sums products of fp8 with fewer bits, which costs more with
-# longer sums, and is not in the table.
-
-# %%
-pictures_02.formats(figures)
-
-# %% [markdown]
-# Attention is trained in bf16: half the bytes of fp32, the tensor cores' speed, and
-# a range that needs no care. Its sums, and the softmax between its two products,
-# stay in fp32.
-#
-# ## Exercise 2: fuse the end
+# ## Exercise 1: fuse the end
 #
 # A linear layer with an activation is `relu(A B + bias)`. In torch these are three
 # operations, and C goes to memory and back twice. Do both at the end of a matmul,

@@ -24,7 +24,7 @@ def recorded(tmp_path, monkeypatch):
     return path
 
 
-def test_recorded_rows_are_found_by_shape_and_name(recorded):
+def test_recorded_rows_are_found_by_shape_and_name(recorded, monkeypatch):
     figures = lesson.Figures("00_test")
     calls = dict.fromkeys(["theirs", "ours"])
     assert figures.times({"n": 1}, calls) == {"ours": 2.5}
@@ -32,6 +32,8 @@ def test_recorded_rows_are_found_by_shape_and_name(recorded):
     assert figures.value({"n": 1}, "size", lambda: 0.0) == 7.0
     assert figures.value({"n": 1}, "other", lambda: 0.0) is None
     assert "recorded 20" in figures.machine
+    monkeypatch.setitem(lesson.RECORDED_IN, "00b_test", "00_test")
+    assert lesson.Figures("00b_test").times({"n": 1}, calls) == {"ours": 2.5}
     assert "nothing recorded yet" in lesson.Figures("02_test").machine
 
 

@@ -25,7 +25,7 @@ from tour.lessons import (
 
 QUICK = {"01_vector_add"}  # the sample of `make test`: seconds
 # Their own tests run them with figures, and call what is timed.
-WITH_FIGURES = {"00_gpu", "01_vector_add", "02_matmul", "03_softmax"}
+WITH_FIGURES = {"00_gpu", "01_vector_add", "02_matmul", "02b_tile_order", "03_softmax"}
 LESSONS = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in NAMES
 ]

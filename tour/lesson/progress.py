@@ -1,4 +1,4 @@
-"""Which exercises are done: runs the definitions and checks of a lesson alone."""
+"""Parts of a lesson, executed alone: its checks for progress, its definitions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import io
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 from .exercises import RIGHT, Exercises
@@ -54,16 +55,30 @@ def of_lesson(path: Path) -> Exercises:
 
 
 def run_checks(path: Path) -> None:
-    """Executes what a file imports and defines, and its calls of checks."""
+    """Executes what a lesson imports and defines, and its calls of checks."""
+    run_part(path, lambda node: defines(node) or calls_check(node))
+
+
+def definitions_of(lesson: str) -> types.ModuleType:
+    """What another lesson imports and defines; the rest of its cells does not run.
+
+    `definitions_of("02_matmul").plain_matmul`: with what a learner changed there.
+    """
+    return run_part(TOUR / f"{lesson}.py", defines)
+
+
+def run_part(path: Path, is_part: Callable[[ast.stmt], bool]) -> types.ModuleType:
+    """The statements of a lesson that `is_part` accepts, executed as a module."""
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     sys.modules[path.stem] = module  # classes look their module up
     for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
-        if defines(node) or calls_check(node):
+        if is_part(node):
             # A constant that needs what is computed in between is left out.
             with contextlib.suppress(NameError):
                 code = compile(ast.Module([node], []), str(path), "exec")
                 exec(code, vars(module))
+    return module
 
 
 def defines(node: ast.stmt) -> bool:
