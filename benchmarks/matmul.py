@@ -4,7 +4,7 @@ As many programs as the GPU has SMs stay resident and take one tile of C after t
 the loads of a tile begin while the one before it is still being written. Tiles of A and B come by
 TMA into a ring of shared memory, tensor cores read them there, and C leaves by TMA in halves, which
 takes half the memory. Tiles are numbered in groups of rows, so that those in flight at one time
-share their operands in L2 (lesson 02 draws it).
+share their operands in L2 (lesson 02b draws it).
 
 `CONFIGS` holds what may be chosen, `CHOICE` what is; `python -m benchmarks matmul --configs all`
 times every one.

@@ -212,7 +212,7 @@ solutions_01.check_axpy(axpy_kernel)
 # Launch a fixed number of programs, say 3, whatever `n` is. Each takes one block,
 # then the block `tl.num_programs(0)` further on, and so on:
 # `for start in range(first, n, step)`. Such a kernel is called **persistent**.
-# Lesson 02 ends with one.
+# Lesson 02b has one.
 #
 # **Hint:** the body of `add_kernel` becomes the body of the loop, and `start` its
 # variable.

@@ -9,9 +9,8 @@
 #
 # - write FlashAttention's forward as a kernel, full and causal, and choose its
 #   tile,
-# - say where the time and the memory of standard attention go,
-# - say what FlashAttention-2 changed in FlashAttention-1, and count what each
-#   change saves.
+# - merge attention over two sets of keys,
+# - say where the time and the memory of standard attention go.
 #
 # You need the tiled matmul of lesson 02 and the online softmax of lesson 03.
 
@@ -26,7 +25,6 @@ from lesson import (
     NotYet,
     assert_within,
     here,
-    listing,
     pictures_04,
     solutions_04,
 )
@@ -266,125 +264,9 @@ pictures_04.steps(figures)
 # attention is bound by memory**: a GPU with twice the arithmetic would not be
 # faster. One kernel does all five and keeps S and P on the chip.
 #
-# ## From FlashAttention-1 to 2
-#
-# FlashAttention-1 (Dao et al. 2022, algorithm 1) has K and V in the outer loop: it
-# loads K_j and V_j once, then passes over all Q_i. O_i, l_i and m_i are in HBM
-# until the next j, normalised, so that O is at any time the attention over the keys
-# so far:
-#
-#     m_new = max(m, rowmax S)        P = exp(S - m_new)
-#     l_new = exp(m - m_new) l + rowsum P
-#     O_new = (exp(m - m_new) l O + P V) / l_new
-#
-# Its blocks are as large as the on-chip memory allows. If that holds M numbers,
-# K_j, V_j, Q_i and O_i get M / 4 each: B_c = ⌈M / 4d⌉ keys and B_r = min(B_c, d)
-# queries. `fa1_kernel` in `lesson/flash_attention_1.py` is this algorithm.
-
-# %%
-pictures_04.block_rule()
-check("FlashAttention-1", pictures_04.fa1, *qkv)
-check("FlashAttention-1's steps", pictures_04.fa1_steps, *qkv)
-
-# %% [markdown]
-# FlashAttention-2 (Dao 2023) makes three changes.
-#
-# *First, the loops are exchanged.* With K and V outside, O_i comes from HBM and
-# goes back in every pass, and one program must compute a whole head, or programs
-# would add to the same O_i at once. With Q outside, each block of queries is a
-# program of its own. A sequence of 16Ki with 16 heads is 16 programs for FA1, and
-# 2048 for FA2. An H200 has 132 SMs.
-#
-# *Second, one division at the end.* O stays unnormalised and is divided once, after
-# the last key. Each step then multiplies O by alpha, and that is all. Tensor cores
-# are more than ten times as fast as the other units: an H200's data sheet has 989
-# TFLOP/s for bf16 matmuls and 67 for fp32. So one operation outside costs as much
-# time as some fifteen inside.
-#
-# *Third, causal blocks are sorted* into skipped, partial and full ones. FA1's
-# algorithm knows no mask, and visits all.
-
-# %%
-pictures_04.orders()
-
-# %% [markdown]
-# What does the division cost? By formula: for one row and one block of keys, both
-# kernels spend on each score a scale, a maximum, a subtraction, an exponential and
-# a sum. On each of the d numbers of O, FA1 spends three operations, (O · a + PV) ·
-# b, and FA2 one.
-#
-# And by what a compiler makes of it. `build` compiles a kernel for a GPU that need
-# not be there; PTX is the assembly that is handed to NVIDIA's assembler. Counted
-# are the fp32 instructions of the loop over full blocks, a score of the tile, for
-# FA1, FA1's arithmetic in FA2's loops, and FA2.
-
-# %%
-per_score = pictures_04.operations(fa2_kernel)
-
-# %% [markdown]
-# FA1's count is below its formula because O · a goes into the matmul as what it
-# adds to, and only the two multiplications are left. The rest is alike: one mul
-# scales a score for the maximum, one fma scales it again and subtracts (in FA1 a
-# mask lies between, and it is a sub). What is over whole numbers is done once a
-# row. So the difference is one multiplication for each number of O in each step.
-#
-# ## How fast
-#
-# The chart of every FlashAttention paper: TFLOP/s against length, with as many
-# tokens in all at each length. The work is that of the two matmuls over the pairs
-# that the mask keeps. "portable" is the library's kernel,
-# `tilewise.kernels.portable.fwd`: the kernel above and what users ask of it,
-# lengths that differ, fewer key heads than query heads, windows, bias, dropout,
-# sinks. Each is a call into `tilewise/tile/`, and what is left reads as the
-# algorithm does. This is its `attend`, the `attend_block` of above:
-
-# %%
-listing(pictures_04.attend)
-check("tilewise, portable", pictures_04.portable, *qkv)
-pictures_04.speed(figures, standard_attention, fa2)
-
-# %% [markdown]
-# Standard attention stays flat and low: it moves the same bytes for each score at
-# any length. FA1 is limited by its one program a head, the more the fewer heads
-# there are in the batch, at the right end of the chart. Between FA1's steps and FA2
-# lies the rescaling. The portable kernel is the same algorithm with tiles measured
-# for each headdim. "tilewise" is what a call takes by default: on a Hopper GPU that
-# is another kernel, of lesson 07, where loads, matmuls and softmax overlap.
-#
-# ## Exercise 2: count the traffic
-#
-# How many bytes go into and out of the SMs, for one head in bf16, forward, without
-# a mask? FA1 reads K and V once, and in each of N / B_c passes reads Q and O and
-# writes O (2 bytes for each number). FA2 reads Q and writes O once, and reads K and
-# V in each of N / B_r programs. Standard attention reads Q, K and V and writes O,
-# writes S, reads it and writes P, and reads P. FA2 reads K and V many times: why
-# does so little of that reach HBM?
-#
-# **Hint:** count in two units: a tensor of seqlen x headdim numbers, and a matrix
-# of seqlen x seqlen.
-
-
-# %%
-def traffic(seqlen, headdim, b_c, b_r):
-    """Bytes of standard, FA1 (blocks of b_c keys), FA2 (blocks of b_r queries)."""
-    raise NotYet
-
-
-solutions_04.check_traffic(traffic)
-
-# %% [markdown]
-# <details><summary>An answer</summary>
-#
-# ```{literalinclude} /../tour/lesson/solutions_04.py
-# :pyobject: traffic
-# :language: python
-# ```
-#
-# The programs of a head run at the same time over the same keys: the first one to
-# ask brings a block into the L2 cache, which holds K and V of a head many times
-# over. S of one head takes 32 MiB at N = 4096.
-#
-# </details>
+# FlashAttention-1 did so first, with other loops and more operations; the kernel
+# here is FlashAttention-2's. Lesson 04b counts what lies between the two, and has
+# the chart of speeds.
 #
 # To try on the kernel itself: exchange the two runs of `fa2_kernel`; add a window
 # of 64 keys to the left, which moves the start of the loop, adds a condition to

@@ -297,7 +297,7 @@ pictures_05.cost(backward_kernel)
 # *FlashAttention.* With K and V in the outer loop, the forward reads K and V once,
 # and in each of T passes reads Q and O and writes O. The backward reads K and V and
 # writes dK and dV once, and in each pass reads Q, O, dO and dQ and writes dQ: 6 + 8
-# T tensors in all. The block rule of lesson 04 gives four passes on an A100.
+# T tensors in all. The block rule of lesson 04b gives four passes on an A100.
 # FlashAttention-2's order reads K and V of a head, 256 KiB, from the L2 cache after
 # the first time: each kernel must read each of its tensors from HBM once.
 
@@ -359,7 +359,7 @@ pictures_05.counters(figures)
 # - *Neither, and stalls at loads.* Latency: loads begin too late. More stages,
 #   larger tiles, or TMA (lesson 07).
 # - *Neither, and no stalls at loads.* In attention that is the softmax:
-#   exponentials and rescaling hold the matmuls up. Remove operations (lesson 04),
+#   exponentials and rescaling hold the matmuls up. Remove operations (lesson 04b),
 #   or let one warpgroup multiply while another exponentiates (lesson 07). Or there
 #   are too few programs: count tiles over SMs.
 #

@@ -68,6 +68,16 @@ def commented(text: str) -> str:
     return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
 
 
+def lesson_table(readme: str) -> str:
+    """The table of lessons of a README, and what it says about it."""
+    return readme.partition("<!-- lessons -->")[2].partition("<!-- /lessons -->")[0]
+
+
+def as_pages(table: str) -> str:
+    """The same table on the site, where a lesson is a page beside it."""
+    return re.sub(r"\[(\w+)\]\((\d\w+)\.(?:py|md)\)", r"{doc}`\1 <\2>`", table)
+
+
 def pages_of(tour: Path) -> dict[str, str]:
     """Pages that the site makes of lessons: the path below docs, and its text."""
     pages = {}

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.statemachine import StringList
-from lesson_cells import PATTERN, pages_of
+from languages import language_of
+from lesson_cells import PATTERN, as_pages, lesson_table, pages_of
 from sphinx.directives.other import TocTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,17 +75,33 @@ def prepare(app, config) -> None:
 
 
 class Lessons(TocTree):
-    """`{lessons}`: a toctree of the lessons beside a page; none is no mistake."""
+    """`{lessons}`: the table of lessons of the tour's README, in the page's language.
+
+    They are in the sidebar, too. No lessons are no mistake.
+    """
 
     def run(self) -> list[nodes.Node]:
         """Called by docutils."""
         folder = Path(self.env.doc2path(self.env.docname)).parent
         names = sorted(file.stem for file in folder.glob(PATTERN))
         self.options["maxdepth"] = 1
+        self.options["hidden"] = True
         self.content = StringList(names, source=self.env.docname)
         # lessons come and go without a change of the page that lists them
         self.env.note_reread()
-        return super().run() if names else [nodes.paragraph("", "…")]
+        return [*self.table(), *super().run()] if names else [nodes.paragraph("", "…")]
+
+    def table(self) -> list[nodes.Node]:
+        """The table of lessons, and what the README says about it."""
+        tour = Path(self.config.lessons_from or ROOT / "tour")
+        chinese = language_of(self.env.docname) == "zh-CN"
+        readme = tour / "zh" / "README.md" if chinese else tour / "README.md"
+        self.env.note_dependency(str(readme))
+        text = as_pages(lesson_table(readme.read_text(encoding="utf-8")))
+        box = nodes.container()
+        lines = StringList(text.splitlines(), source=str(readme))
+        self.state.nested_parse(lines, self.content_offset, box)
+        return box.children
 
 
 def setup(app) -> dict:

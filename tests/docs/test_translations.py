@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tour"))
 
-from lesson_cells import PATTERN, cells_of, translate  # noqa: E402
+from lesson_cells import PATTERN, as_pages, cells_of, lesson_table, translate  # noqa: E402
 
 TOUR = ROOT / "tour"
 
@@ -22,6 +22,7 @@ PAGES = [
     ("docs/index.md", "docs/zh/index.md"),
     ("docs/quickstart.md", "docs/zh/quickstart.md"),
     ("docs/tour/index.md", "docs/zh/tour/index.md"),
+    ("tour/README.md", "tour/zh/README.md"),
 ]
 LESSONS = sorted(path.stem for path in TOUR.glob(PATTERN))
 TRANSLATED = sorted(path.stem for path in (TOUR / "zh").glob("[0-9]*.md"))
@@ -92,6 +93,27 @@ def test_a_lesson_is_compared_section_by_section():
 
 def test_every_lesson_is_translated():
     assert LESSONS == TRANSLATED
+
+
+@pytest.mark.parametrize(
+    ("page", "ending"), [("tour/README.md", "py"), ("tour/zh/README.md", "md")]
+)
+def test_the_table_of_lessons_has_every_lesson(page, ending):
+    """Which the site's two pages of the tour show; its links lead to files on a git host, too."""
+    table = lesson_table((ROOT / page).read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.(\w+)\) \| \d+ \| (.*?) \|", table, re.MULTILINE)
+    assert [(name, end) for _, name, end, _ in rows] == [(name, ending) for name in LESSONS]
+    for number, name, _, needs in rows:
+        assert name.startswith(f"{number}_")
+        earlier = re.findall(r"\d\d\w?", needs)
+        assert all(f"{other}_" in " ".join(LESSONS) for other in earlier), "needs what there is"
+        assert all(other < number for other in earlier), "needs earlier lessons"
+    *_, advice, _ = table.split("\n\n")
+    assert re.match(r"\*\*(If you read three|如果只读三课)", advice)
+    assert all(f"({name}." in advice for name in LESSONS if name[:3] in ("01_", "03_", "04_"))
+    linked = re.findall(rf"\]\((\w+)\.{ending}\)", table)
+    assert set(linked) == set(LESSONS)
+    assert "]" not in re.sub(r"\{doc}`\w+ <\w+>`", "", as_pages(table)), "links to pages alone"
 
 
 def test_the_check_sees_a_difference():

@@ -220,7 +220,7 @@ EXERCISES = [
     ("03", "lse", "lse_kernel", [lse_without_alpha_kernel]),
     ("03", "weighted_sum", "weighted_sum_kernel", [sum_without_alpha_kernel]),
     ("04", "merge", "merge", [averaged, by_exponentials]),
-    ("04", "traffic", "traffic", [without_scores]),
+    ("04b", "traffic", "traffic", [without_scores]),
     ("05", "dropout", "backward_with_dropout", [delta_before_dropout]),
     ("05", "dq", "dq_kernel", [dq_without_delta_kernel]),
     ("06", "find", "find", [one_head, lambda *sizes: None]),

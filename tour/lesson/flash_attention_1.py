@@ -1,8 +1,7 @@
-"""FlashAttention-1's forward (Dao et al. 2022, algorithm 1), for lesson 04.
+"""FlashAttention-1's blocks (Dao et al. 2022) and its arithmetic, for lesson 04b.
 
-`fa1` has its loops: keys outside, queries inside, one program a head. `fa1_steps`
-has its arithmetic, which normalises O after every block of keys, in the loops of
-FlashAttention-2.
+`fa1_steps` normalises O after every block of keys, in the loops of
+FlashAttention-2. The lesson has a kernel with FlashAttention-1's own loops.
 """
 
 import math
@@ -26,66 +25,6 @@ def fa1_blocks(sram_bytes, headdim, itemsize=2):
 def power_of_two(n):
     """The largest one up to n: Triton's tiles have sides of no other kind."""
     return 1 << int(math.log2(n))
-
-
-@triton.jit
-def fa1_kernel(
-    q, k, v, o, l_rows, m_rows, seqlen, scale_log2,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0).to(tl.int64)
-    first = head * seqlen * D  # of this head's numbers: tensors are contiguous
-    offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, D)[None, :]
-    for n_start in range(0, seqlen, BLOCK_N):
-        k_idx = n_start + offs_n
-        of_keys = first + k_idx[:, None] * D + offs_d
-        k_tile = tl.load(k + of_keys, mask=k_idx[:, None] < seqlen, other=0.0)
-        v_tile = tl.load(v + of_keys, mask=k_idx[:, None] < seqlen, other=0.0)
-        for m_start in range(0, seqlen, BLOCK_M):
-            q_idx = m_start + offs_m
-            is_row = q_idx < seqlen
-            of_rows = first + q_idx[:, None] * D + offs_d
-            q_tile = tl.load(q + of_rows, mask=is_row[:, None], other=0.0)
-            o_tile = tl.load(o + of_rows, mask=is_row[:, None], other=0.0)  # fp32
-            l_i = tl.load(l_rows + head * seqlen + q_idx, mask=is_row, other=1.0)
-            m_i = tl.load(m_rows + head * seqlen + q_idx, mask=is_row, other=0.0)
-
-            # S = Q K^T: (BLOCK_M, BLOCK_N)
-            s = tl.dot(q_tile, tl.trans(k_tile)) * scale_log2
-            keep = (k_idx < seqlen)[None, :]
-            if CAUSAL:
-                keep = keep & (q_idx[:, None] >= k_idx[None, :])
-            s = tl.where(keep, s, float("-inf"))
-            m_new = tl.maximum(m_i, tl.max(s, 1))
-            p = tl.exp2(s - m_new[:, None])
-            before = l_i * tl.exp2(m_i - m_new)
-            l_new = before + tl.sum(p, 1)
-            # O = (alpha l O + P V) / l_new
-            pv = tl.dot(p.to(v_tile.dtype), v_tile)
-            o_tile = (o_tile * before[:, None] + pv) * (1.0 / l_new)[:, None]
-
-            tl.store(o + of_rows, o_tile, mask=is_row[:, None])
-            tl.store(l_rows + head * seqlen + q_idx, l_new, mask=is_row)
-            tl.store(m_rows + head * seqlen + q_idx, m_new, mask=is_row)
-        # the next pass reads what other threads of this program wrote
-        tl.debug_barrier()
-
-
-def fa1(q, k, v, causal, block_m=64, block_n=64):
-    """FlashAttention-1's forward; contiguous tensors, headdim a power of two."""
-    batch, nheads, seqlen, headdim = q.shape
-    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    l_rows = o.new_zeros(batch, nheads, seqlen)
-    m_rows = torch.full_like(l_rows, -math.inf)
-    here(fa1_kernel)[(batch * nheads,)](
-        *(q, k, v, o, l_rows, m_rows, seqlen, headdim**-0.5 * LOG2E),
-        *(headdim, block_m, block_n, causal),
-        num_warps=8 if headdim * block_m > 4096 else 4,
-        num_stages=2,
-    )
-    return o.to(q.dtype)
 
 
 @triton.jit

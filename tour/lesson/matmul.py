@@ -1,4 +1,4 @@
-"""The last kernel of lesson 02: a persistent matmul on tensor descriptors.
+"""The last kernel of lesson 02b: a persistent matmul on tensor descriptors.
 
 As many programs as the GPU has SMs stay resident and compute one tile of C after
 the other, so that the loads of a tile begin while the one before it is still being

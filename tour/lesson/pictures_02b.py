@@ -44,7 +44,7 @@ def orders(order):
 
 
 def draw_wave(axes, wave, side, name):
-    """A wave's tiles, darker the later they start, and the strips that they need."""
+    """A wave's tiles, darker the later they start, and the strips they need."""
     for number, (m, n) in enumerate(wave):
         shade = str(0.85 - 0.6 * number / len(wave))
         axes.add_patch(plt.Rectangle((n, m), 1, 1, facecolor=shade))
