@@ -249,8 +249,8 @@ def matmul(sizes, shapes, kinds, configs, device, as_json, **options) -> None:
     is held to fp64 before it is timed: its largest error may be twice that of torch's product (for
     tf32, of one whose inputs are cut off).
 
-    The kernel is the last of tour/02b_tile_order.py and lives in benchmarks/matmul.py; on a CPU it is
-    interpreted, a test of the kernel and not of its speed.
+    The kernel is the last of tour/02b_tile_order.py and lives in benchmarks/matmul.py; on a CPU it
+    is interpreted, a test of the kernel and not of its speed.
     """
     from .matmul import CONFIGS
 

@@ -2,8 +2,7 @@
 # # 02b. The order of the tiles
 #
 # **The idea:** tiles that are computed at the same time share what they read
-# through the L2 cache, so their order, and who computes them, make a right kernel
-# fast.
+# through the L2 cache, so a good order of the tiles makes a right kernel fast.
 #
 # After this lesson you can
 #

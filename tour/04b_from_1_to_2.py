@@ -119,7 +119,7 @@ lesson_04.check("FlashAttention-1's steps", pictures_04b.fa1_steps, *qkv)
 # %% [markdown]
 # "FlashAttention-1's steps" is a kernel between the two, `fa1_steps` in
 # `lesson/flash_attention_1.py`: FlashAttention-1's arithmetic in FlashAttention-2's
-# loops. It will tell the changes apart.
+# loops. With it each change is counted by itself.
 #
 # ## Three changes
 #
