@@ -8,6 +8,7 @@ from typing import NamedTuple
 ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
 NUMBER = re.compile(r"(?<![\w.^-])-?\d[\d.,]*(?:\^-?\d+|e[+-]?\d+)?")
 OPENING = re.compile(r"[\"(*]*(?:Of|Where|What|Those|Such)\b")
+REPLACED = re.compile(r"\b(?:beside|serves|served|held to)\b")  # compared with, supports, tested
 END = re.compile(r"(?<=[.!?])[)\"*]*\s+(?=[\"(*`[]*[A-Z0-9])")
 
 
@@ -17,6 +18,7 @@ class Counts(NamedTuple):
     of: float  # "of" per 100 words
     openings: float  # percent of sentences that open with Of, Where, What, Those or Such
     crowded: int  # sentences with more than two numbers
+    stale: int  # words of `REPLACED`
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -42,8 +44,11 @@ def sentences(page: Path) -> Iterator[str]:
 
 def is_crowded(sentence: str) -> bool:
     """Whether numbers belong in a table: names such as `sm_90`, FA3 and 16-bit are none."""
-    plain = re.sub(r"`[^`]*`", "", sentence)
-    return len(NUMBER.findall(re.sub(r"\d+-(?=[a-z])", "", plain))) > 2
+    return len(NUMBER.findall(re.sub(r"\d+-(?=[a-z])", "", without_code(sentence)))) > 2
+
+
+def without_code(sentence: str) -> str:
+    return re.sub(r"`[^`]*`", "", sentence)
 
 
 def count(pages: list[Path]) -> Counts:
@@ -54,4 +59,5 @@ def count(pages: list[Path]) -> Counts:
         of=100 * words.count("of") / max(len(words), 1),
         openings=100 * openings / max(len(every), 1),
         crowded=sum(map(is_crowded, every)),
+        stale=sum(len(REPLACED.findall(without_code(sentence))) for sentence in every),
     )

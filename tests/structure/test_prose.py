@@ -18,10 +18,10 @@ SEEN = [*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("see/*.md"), *DOC
 PAGES = sorted({*SEEN, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"} - {FIGURES})
 
 LIMITS = [
-    ("README", [ROOT / "README.md"], Counts(of=3.1, openings=0, crowded=1)),
-    ("figures", [FIGURES], Counts(of=1.6, openings=0, crowded=0)),
-    ("pages", PAGES, Counts(of=1.3, openings=0.5, crowded=1)),
-    ("design", DESIGN, Counts(of=5.05, openings=6.7, crowded=356)),
+    ("README", [ROOT / "README.md"], Counts(of=3.1, openings=0, crowded=1, stale=6)),
+    ("figures", [FIGURES], Counts(of=1.6, openings=0, crowded=0, stale=1)),
+    ("pages", PAGES, Counts(of=1.2, openings=0.2, crowded=0, stale=0)),
+    ("design", DESIGN, Counts(of=5.0, openings=6.6, crowded=356, stale=74)),
 ]
 
 
@@ -51,7 +51,7 @@ The width of a tile, of
   of lists: 1, 2 and 3
 
   | of |
-1. FA3 and `x[0:8, 9]` at 2.5 and 16-bit take 1e-3
+1. FA3 and `x[0:8, 9]` at 2.5 and 16-bit serves 1e-3 and `serves`
 
 ```python
 of = "of"
@@ -69,5 +69,5 @@ def test_code_tables_and_headings_are_no_prose(tmp_path):
     assert read[:2] == ["The width of a tile, of `BLOCK_M` of this page.", "Where is it?"]
     assert [is_crowded(sentence) for sentence in read] == [False, False, True, False]
     counts = count([page])
-    assert (counts.openings, counts.crowded) == (50, 1)
-    assert counts.of == 100 * 5 / 27
+    assert counts[1:] == (50, 1, 1)
+    assert counts.of == 100 * 5 / 29
