@@ -37,12 +37,11 @@ class Job(NamedTuple):
     lane: str
     seeds: range
     stop: float  # a time after which no case begins
-    device: int  # the GPU, by its number
+    device: int = 0  # the GPU, by its number
 
 
 def outcomes_of(job: Job) -> tuple[Job, collections.Counter[str], list[str]]:
     """How many cases were right, refused, wrong or not begun, and what was wrong."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(job.device)  # the process has not used CUDA yet
     counts: collections.Counter[str] = collections.Counter()
     faults = []
     for seed in job.seeds:
@@ -65,6 +64,12 @@ def outcomes_of(job: Job) -> tuple[Job, collections.Counter[str], list[str]]:
         refused = getattr(outcome, "refused", None)
         counts["wrong" if outcome.faults else "refused" if refused else "right"] += 1
     return job, counts, faults
+
+
+def on_its_device(job: Job) -> tuple[Job, collections.Counter[str], list[str]]:
+    """The same on the job's GPU, in a process that has not used CUDA yet."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(job.device)
+    return outcomes_of(job)
 
 
 def jobs_until(stop: float) -> Iterable[Job]:
@@ -92,7 +97,7 @@ def main() -> int:
     jobs = jobs_until(begin + options.seconds)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers, maxtasksperchild=1) as pool:
-        for job, counts, faults in pool.imap_unordered(outcomes_of, jobs):
+        for job, counts, faults in pool.imap_unordered(on_its_device, jobs):
             totals.setdefault(f"{job.kind} {job.lane}", collections.Counter()).update(counts)
             for fault in faults:
                 print(fault, flush=True)

@@ -94,12 +94,15 @@ def has_wide_tiles(problem: Problem, tile: Tile) -> bool:
 
 
 def row_tiles_of(problem: Problem, tile: Tile, queries: int) -> int:
-    """As many as the queries fill, and as have room in registers: products in fp32 leave none."""
+    """As many as the queries fill, and as have room in registers: products in fp32 leave none,
+    and softcap with ALiBi a quarter.
+    """
     if problem.dtype.itemsize == 4:
         return 1
+    room = ROOM // 4 if problem.has_softcap and problem.has_alibi else ROOM
     tiles = triton.cdiv(queries, tile.BLOCK_M // problem.group)
     one = tile.BLOCK_M * (tile.BLOCK_D + tile.BLOCK_DV)
-    return max(n for n in (1, 2, 4) if n == 1 or (n < 2 * tiles and n * one <= ROOM))
+    return max(n for n in (1, 2, 4) if n == 1 or (n < 2 * tiles and n * one <= room))
 
 
 def tile_of(problem: Problem) -> Tile:
