@@ -72,7 +72,7 @@ def on_its_device(job: Job) -> tuple[Job, collections.Counter[str], list[str]]:
     return outcomes_of(job)
 
 
-def jobs_until(stop: float) -> Iterable[Job]:
+def jobs_until(stop: float, round_of_seeds: int = FIRST) -> Iterable[Job]:
     """A job for each look of each lane, in a fixed shuffled order."""
     jobs: list[Job] = []
     devices = torch.cuda.device_count()
@@ -80,7 +80,7 @@ def jobs_until(stop: float) -> Iterable[Job]:
         for name, count in cases.items():
             looks = lanes[name].looks
             for look in range(looks):
-                first = look + looks * FIRST
+                first = look + looks * round_of_seeds
                 seeds = range(first, first + looks * count, looks)
                 jobs.append(Job(kind, name, seeds, stop, len(jobs) % max(devices, 1)))
     random.Random(1).shuffle(jobs)
@@ -91,10 +91,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.many", description=__doc__)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no case begins")
+    parser.add_argument("--first", type=int, default=FIRST, help="round of seeds")
     options = parser.parse_args()
     totals: dict[str, collections.Counter[str]] = {}
     begin = time.time()
-    jobs = jobs_until(begin + options.seconds)
+    jobs = jobs_until(begin + options.seconds, options.first)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers, maxtasksperchild=1) as pool:
         for job, counts, faults in pool.imap_unordered(on_its_device, jobs):
