@@ -46,8 +46,8 @@ def layouts():
 
 
 def bits(rank, names, in_groups=False):
-    """Several cases in one process a rank, which takes long to start. What is wrong is said at the end:
-    a rank that stopped would leave the others waiting.
+    """Several cases in one process a rank, which takes long to start. What is wrong is said at
+    the end: a rank that stopped would leave the others waiting.
     """
     if in_groups:
         heads.LEAST_ROWS = 1
