@@ -121,7 +121,7 @@ dist: $(READY)  ## the wheel and the sdist, in dist
 	$(PYTHON) -m hatchling build
 
 clean:  ## remove environments, caches and scratch output
-	rm -rf .venv .venv-lowest .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py docs/zh/tour/[0-9]*.py
+	rm -rf .venv .venv-lowest .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py docs/zh/tour/[0-9]*.py docs/tour/puzzles.md docs/zh/tour/puzzles.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(READY),)

@@ -13,6 +13,16 @@ from typing import NamedTuple
 PATTERN = "[0-9][0-9]*_*.py"  # a number, as 02 or 02b, and a name
 MARK = re.compile(r"^# %%(.*)\n", re.MULTILINE)
 BETWEEN = "<!-- code -->"
+PUZZLES = "[1-9]_*.py"
+ANSWER = """<details><summary>{folded}</summary>
+
+```{{literalinclude}} /../tour/puzzles/answers.py
+:pyobject: {kernel}
+:language: python
+```
+
+</details>
+"""
 
 
 class Cell(NamedTuple):
@@ -75,6 +85,9 @@ def lesson_table(readme: str) -> str:
 
 def as_pages(table: str) -> str:
     """The same table on the site, where a lesson is a page beside it."""
+    table = re.sub(
+        r"\[([^]]+)\]\(puzzles/README\.md\)", r"{doc}`\1 <puzzles>`", table
+    )
     return re.sub(r"\[(\w+)\]\((\d\w+)\.(?:py|md)\)", r"{doc}`\1 <\2>`", table)
 
 
@@ -91,4 +104,25 @@ def pages_of(tour: Path) -> dict[str, str]:
                 pages[f"zh/tour/{file.name}"] = translate(lesson, prose)
             except ValueError as error:
                 raise ValueError(f"{translation}: {error}") from error
+    if list(tour.glob(f"puzzles/{PUZZLES}")):
+        pages["tour/puzzles.md"] = ladder_of(tour, tour / "puzzles", "An answer")
+        pages["zh/tour/puzzles.md"] = ladder_of(
+            tour, tour / "zh" / "puzzles", "一种答案"
+        )
     return pages
+
+
+def ladder_of(tour: Path, prose: Path, folded: str) -> str:
+    """All puzzles on one page, which runs nothing; `folded` opens an answer."""
+    page = [(prose / "README.md").read_text(encoding="utf-8")]
+    for file in sorted(tour.glob(f"puzzles/{PUZZLES}")):
+        lesson = file.read_text(encoding="utf-8")
+        if prose != file.parent:
+            lesson = translate(
+                lesson, (prose / f"{file.stem}.md").read_text("utf-8")
+            )
+        task, stub = cells_of(lesson)
+        kernel = file.stem.split("_", 1)[1] + "_kernel"
+        page.append(f"{task.text}\n\n```python\n{stub.text}\n```\n")
+        page.append(ANSWER.format(folded=folded, kernel=kernel))
+    return "\n".join(page)

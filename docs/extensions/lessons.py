@@ -31,7 +31,7 @@ c.IPKernelApp.log_level = 40
 def seen_by_lessons(tour: Path) -> list[Path]:
     """The files on which a lesson's output depends, itself aside."""
     library = sorted((ROOT / "src").rglob("*.py"))
-    shared = sorted(set(tour.rglob("*.py")) - set(tour.glob(PATTERN)))
+    shared = sorted([tour / "lesson_cells.py", *tour.glob("lesson/*.py")])
     return [*library, *shared, ROOT / "benchmarks" / "results" / "h200.jsonl"]
 
 
@@ -49,9 +49,9 @@ def write(tour: Path, docs: Path) -> None:
     pages = pages_of(tour)
     for folder in (docs / "tour", docs / "zh" / "tour"):
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(PATTERN):
+        for old in (*folder.glob(PATTERN), folder / "puzzles.md"):
             if old.relative_to(docs).as_posix() not in pages:
-                old.unlink()
+                old.unlink(missing_ok=True)
     for name, text in pages.items():
         target = docs / name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
@@ -84,6 +84,8 @@ class Lessons(TocTree):
         """Called by docutils."""
         folder = Path(self.env.doc2path(self.env.docname)).parent
         names = sorted(file.stem for file in folder.glob(PATTERN))
+        if (folder / "puzzles.md").exists():
+            names.insert(sum(name < "03" for name in names), "puzzles")
         self.options["maxdepth"] = 1
         self.options["hidden"] = True
         self.content = StringList(names, source=self.env.docname)

@@ -23,9 +23,11 @@ PAGES = [
     ("docs/quickstart.md", "docs/zh/quickstart.md"),
     ("docs/tour/index.md", "docs/zh/tour/index.md"),
     ("tour/README.md", "tour/zh/README.md"),
+    ("tour/puzzles/README.md", "tour/zh/puzzles/README.md"),
 ]
 LESSONS = sorted(path.stem for path in TOUR.glob(PATTERN))
 TRANSLATED = sorted(path.stem for path in (TOUR / "zh").glob("[0-9]*.md"))
+PUZZLES = sorted((TOUR / "puzzles").glob("[1-9]_*.py"))
 
 
 class Page(NamedTuple):
@@ -73,6 +75,12 @@ def assert_in_step(lesson: str, translation: str) -> None:
 def test_lessons_are_in_step(name):
     lesson = (TOUR / f"{name}.py").read_text(encoding="utf-8")
     assert_in_step(lesson, (TOUR / "zh" / f"{name}.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("puzzle", PUZZLES, ids=[puzzle.stem for puzzle in PUZZLES])
+def test_puzzles_are_in_step(puzzle):
+    translation = TOUR / "zh" / "puzzles" / f"{puzzle.stem}.md"
+    assert_in_step(puzzle.read_text("utf-8"), translation.read_text("utf-8"))
 
 
 def test_a_lesson_is_compared_section_by_section():
@@ -131,7 +139,7 @@ def test_the_check_sees_a_difference():
 
 def test_bold_chinese_ends_before_punctuation():
     """CommonMark closes no bold text behind punctuation that a letter follows."""
-    pages = [*(TOUR / "zh").glob("*.md"), *(ROOT / theirs for _, theirs in PAGES)]
+    pages = [*(TOUR / "zh").rglob("*.md"), *(ROOT / theirs for _, theirs in PAGES)]
     assert len(pages) > 10
     for path in pages:
         for bold in re.finditer(r"\*\*([^*\n]+)\*\*(.?)", path.read_text("utf-8")):

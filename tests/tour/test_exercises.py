@@ -307,7 +307,8 @@ def test_answers_are_checked_in_place_of_stubs(capsys, monkeypatch):
 
 def test_lessons_ship_empty_stubs_and_one_command_says_so(capsys):
     progress.show()
-    *lines, _ = capsys.readouterr().out.splitlines()
+    puzzles, *lines, _ = capsys.readouterr().out.splitlines()
+    assert puzzles.startswith("puzzles             0 of 8 done: 1 empty, ")
     assert [line.split()[0] for line in lines] == NAMES
     empty = re.compile(r"0 of (\d) done: (1 empty(?:, 2 empty)?)$")
     found = [empty.search(line) for line in lines]
@@ -358,7 +359,7 @@ def test_a_lesson_that_is_being_written_hides_no_other(tmp_path, capsys, monkeyp
     (tmp_path / "01_broken.py").write_text("def kernel(:\n", encoding="utf-8")
     (tmp_path / "02_fine.py").write_text("", encoding="utf-8")
     progress.show()
-    broken, fine, _ = capsys.readouterr().out.splitlines()
+    _, broken, fine, _ = capsys.readouterr().out.splitlines()
     assert broken.startswith("01_broken           SyntaxError: ") and fine.startswith("02_fine")
 
 
@@ -378,9 +379,7 @@ def test_the_first_wrong_element_is_named():
     )
     with pytest.raises(AssertionError) as caught:
         expect(got, exact, "out")
-    assert str(caught.value) == (
-        "out: element [1, 0] is 3, expected 3.5; 2 of 4 elements are wrong"
-    )
+    assert str(caught.value) == ("out: element [1, 0] is 3, expected 3.5; 2 of 4 are wrong")
     with pytest.raises(AssertionError, match="off by 0.5 where 0.1 is allowed; 2 of 4"):
         expect(got, exact, "out", atol=0.1)
 

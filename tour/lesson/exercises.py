@@ -108,5 +108,5 @@ def expect(got: Any, expected: Any, where: str, atol: float = 0.0) -> None:
     said = f"element {first} is {value:.6g}, expected {exact:.6g}"
     if atol:
         said += f", off by {abs(value - exact):.2g} where {atol:.2g} is allowed"
-    count = f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
+    count = f"{int(wrong.sum())} of {wrong.numel()} are wrong"
     raise AssertionError(f"{where}: {said}; {count}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from .exercises import RIGHT, Exercises
 
 TOUR = Path(__file__).resolve().parents[1]
+PUZZLES = TOUR / "puzzles"
 
 
 def show(number: str | None = None) -> None:
@@ -30,6 +31,9 @@ def show(number: str | None = None) -> None:
             raise SystemExit(f"no lesson {number}: there are {', '.join(lessons)}")
         print(line("", of_lesson(lessons[number])))
         return
+    with contextlib.redirect_stdout(io.StringIO()):
+        puzzles = of_puzzles()
+    print(line("puzzles", puzzles))
     for path in lessons.values():
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -38,7 +42,7 @@ def show(number: str | None = None) -> None:
             print(f"{path.stem:20}{type(error).__name__}: {error}")
         else:
             print(line(path.stem, exercises))
-    print("What is wrong: python tour 03, and so on.")
+    print("What is wrong: python tour/puzzles, python tour 03, and so on.")
 
 
 def line(name: str, exercises: Exercises) -> str:
@@ -52,6 +56,18 @@ def of_lesson(path: Path) -> Exercises:
     run_checks(path)
     number = path.name.split("_")[0]
     return importlib.import_module(f"lesson.solutions_{number}").exercises
+
+
+def of_puzzles() -> Exercises:
+    """The puzzles, checked; what the checks say is printed."""
+    if str(PUZZLES) not in sys.path:
+        sys.path.append(str(PUZZLES))
+    for path in sorted(PUZZLES.glob("[0-9]_*.py")):
+        try:
+            run_checks(path)
+        except Exception as error:  # of a puzzle that is being written
+            print(f"{path.name}: {type(error).__name__}: {error}")
+    return importlib.import_module("checks").exercises
 
 
 def run_checks(path: Path) -> None:
