@@ -9,7 +9,16 @@ from structure.test_public_paths import PUBLIC, load
 SECTIONS = ["Example", "Args", "Returns", "Raises"]
 HEADING = re.compile(r"^(\w+):$", re.MULTILINE)
 # With functions that users call; the other modules of PUBLIC have kernels and commands.
-MODULES = ["bert_padding", "cache", "mods", "scores", "sparse", "testing", "testing.schedule"]
+MODULES = [
+    "bert_padding",
+    "cache",
+    "distributed",
+    "mods",
+    "scores",
+    "sparse",
+    "testing",
+    "testing.schedule",
+]
 # Their arguments are described where they are listed, in a sentence before.
 OTHERS = re.compile(r"other arguments|What follows is as in|What follows `max_seqlen` is as in")
 

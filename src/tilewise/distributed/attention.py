@@ -71,34 +71,45 @@ def attention(
     bitwise: bool = True,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` of a sequence whose tokens are dealt over the ranks of a group: each
-    calls it with its rows, at the same time.
+    """`tilewise.attention` for a sequence that is sharded across the ranks of a process group.
 
-    >>> import torch, tilewise.distributed as td
-    >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
-    >>> q, k, v = torch.randn(3, 2, 64, 4, 32).unbind(0)
-    >>> td.attention(*map(layout.shard, (q, k, v)), layout=layout, causal=True).shape
-    torch.Size([2, 64, 4, 32])
+    Example:
+        >>> import torch, tilewise.distributed as td
+        >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
+        >>> q, k, v = torch.randn(3, 2, 64, 4, 32).unbind(0)
+        >>> td.attention(*map(layout.shard, (q, k, v)), layout=layout, causal=True).shape
+        torch.Size([2, 64, 4, 32])
 
-    q, k and v are (batch, tokens, heads, headdim) of the tokens that `layout` gives this rank, or
-    with `order="bhsd"` (batch, heads, tokens, headdim); beside documents also (tokens, heads,
-    headdim). So are `out` and `lse`. The other arguments mean what they mean in
-    `tilewise.attention`, counted in the whole sequence: positions of masks and dropout, ALiBi's
-    distances, windows. `alibi_slopes`, `sinks`, tensors that functions captured and `dropout_rng`
-    are the same on all ranks, and the gradient of `sinks` is this rank's part of a sum over ranks,
-    as that of any weight is.
+    All ranks make the call at the same time, each with its own rows. The other arguments are those
+    of `tilewise.attention`. They refer to the whole sequence: positions in masks and dropout,
+    ALiBi's distances, windows. All ranks must pass equal `alibi_slopes`, `sinks`, `dropout_rng` and
+    captured tensors.
 
-    method: "stream" pulls keys and values to the queries, "heads" exchanges rows for heads and
-    wants key heads that the ranks divide; None takes the one of the two that `plan` says. "ring"
-    attends to one rank's keys after another and merges, with `bitwise=False` alone.
-    bitwise: `out` and `lse` are, to the bit, those of one process. On the CPU that takes stream the
-    work of one process on each rank in the forward; False computes this rank's rows alone.
+    Args:
+        q: (batch, tokens, nheads, headdim), this rank's tokens in `layout`; with documents also
+            (tokens, nheads, headdim).
+        k: shaped as q, with nheads_k.
+        v: as k, with its own headdim_v.
+        layout: which rank has which tokens.
+        sinks: (nheads,). As for any weight, this rank's gradient is a partial sum over ranks.
+        order: "bshd", or "bhsd" for (batch, nheads, tokens, headdim).
+        method: "stream" pulls keys and values to the queries. "heads" exchanges rows for heads, if
+            the number of ranks divides nheads_k. None chooses between them, as `plan` does. "ring"
+            attends to one rank's keys after another and merges; it needs `bitwise=False`.
+        bitwise: `out` and `lse` are bitwise equal to one process's. On a CPU, each rank's "stream"
+            forward then does one process's work; False computes only this rank's rows.
 
-    The gradients of k and v are sums in fp32, in the order of the ranks. With "heads" and
-    `deterministic=True` all gradients are those of one process to the bit.
+    The gradients of k and v are fp32 sums in rank order. With "heads" and `deterministic=True`, all
+    gradients are bitwise equal to one process's.
 
-    Raises ArgumentError, NotImplementedError with the method that can, RankMismatch where the ranks
-    do not make the same call, and RankLost where one does not come within the group's time-out.
+    Returns:
+        This rank's rows of `out`, and with `return_lse` of `lse`.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: the method does not support the call; the message names one that does.
+        RankMismatch: the ranks do not make the same call.
+        RankLost: a rank does not make the call within the group's timeout.
     """
     with reporting(layout, q, k, v):
         entry = None

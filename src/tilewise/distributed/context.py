@@ -18,24 +18,32 @@ from .layout import Layout
 def context_parallel(
     layout: Layout, *, method: str | None = None, bitwise: bool = True
 ) -> Iterator[None]:
-    """Inside, `tilewise.attention`, `flash_attn_func` and its packed twins, and
-    `scaled_dot_product_attention` (ours, and torch's under `enable_sdpa`) are
-    `tilewise.distributed.attention` with this layout, and so are the layers of transformers' models
-    that were loaded with `attn_implementation="tilewise"`.
+    """Makes tilewise's calls inside the `with` block attend to the whole sharded sequence.
 
-    >>> import torch, tilewise, tilewise.distributed as td
-    >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
-    >>> q, k, v = (layout.shard(x) for x in torch.randn(3, 2, 64, 4, 32))
-    >>> with td.context_parallel(layout):
-    ...     out = tilewise.attention(q, k, v, causal=True)
-    >>> torch.equal(out, layout.shard(tilewise.attention(q, k, v, causal=True)))
-    True
+    Example:
+        >>> import torch, tilewise, tilewise.distributed as td
+        >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
+        >>> q, k, v = (layout.shard(x) for x in torch.randn(3, 2, 64, 4, 32))
+        >>> with td.context_parallel(layout):
+        ...     out = tilewise.attention(q, k, v, causal=True)
+        >>> torch.equal(out, layout.shard(tilewise.attention(q, k, v, causal=True)))
+        True
 
-    q, k and v are this rank's rows, of equally many queries and keys. Ids, labels and positions are
-    dealt by `layout.shard(ids)`, `layout.shard(layout.shifted(labels))` and `layout.positions`.
-    Call `backward` inside, too, where activations are recomputed in it: the context is one of the
-    process, for all its threads. What is not served, such as `cu_seqlens` or a cache, is a
-    NotImplementedError and never an attention of the shard alone.
+    That includes `tilewise.attention`, `flash_attn_func` and its packed variants,
+    `scaled_dot_product_attention` (torch's after `enable_sdpa`), and transformers' models loaded
+    with `attn_implementation="tilewise"`. q, k and v are this rank's rows, as many queries as keys.
+    Shard inputs with `layout.shard(ids)` and `layout.shard(layout.shifted(labels))`, and pass
+    `layout.positions`. If the backward recomputes activations, call `backward` inside, too: the
+    context applies to all threads in the process.
+
+    Args:
+        layout: which rank has which tokens.
+        method: as in `tilewise.distributed.attention`.
+        bitwise: as there.
+
+    Raises:
+        NotImplementedError: a call inside is not supported, for example with `cu_seqlens` or a
+            cache; it never attends within the shard.
     """
     with sharded_by(Attention(check_layout(layout), method, bitwise)):
         yield

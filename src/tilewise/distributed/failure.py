@@ -27,19 +27,15 @@ POLL = 0.001  # seconds between looks at the store, while ranks agree
 
 
 class RankMismatch(RuntimeError):
-    """The ranks of a group did not make the same call; the message says what each one called."""
+    """The ranks did not make the same call; the message says what each one called."""
 
 
 class RankLost(RuntimeError):
-    """Ranks of a group did not come to a call within the group's time-out; the message names
-    them.
-    """
+    """Ranks did not make a call within the group's timeout; the message names them."""
 
 
 class PullTimeout(RuntimeError):
-    """Keys that a running kernel waits for did not arrive within the group's time-out; the message
-    says which.
-    """
+    """Keys that a kernel waited for did not arrive within the timeout; the message names them."""
 
 
 class Barrier:

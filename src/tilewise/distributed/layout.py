@@ -28,16 +28,17 @@ IGNORED = -100  # the label that torch's cross entropy leaves out
 class Layout:
     """Which rank has which tokens, and in which order.
 
-    >>> import tilewise.distributed as td
-    >>> layout = td.zigzag(8, 2)  # 8 tokens, 2 ranks; in a program, the process group
-    >>> layout.runs
-    (((0, 2), (6, 8)), ((2, 6),))
-    >>> layout.positions
-    tensor([0, 1, 6, 7])
+    Example:
+        >>> import tilewise.distributed as td
+        >>> layout = td.zigzag(8, 2)  # 8 tokens, 2 ranks; in a program, the process group
+        >>> layout.runs
+        (((0, 2), (6, 8)), ((2, 6),))
+        >>> layout.positions
+        tensor([0, 1, 6, 7])
 
-    Layouts of equal tokens, rank and documents are equal, and hash alike: the group is not
-    compared. Made by `contiguous`, `zigzag`, `striped`, `documents` and `from_positions`. Any
-    length and any number of ranks: the last shards may be shorter, or empty; nothing is padded.
+    Create one with `contiguous`, `zigzag`, `striped`, `documents` or `from_positions`, for any
+    length and any number of ranks: the last shards may be shorter or empty, and nothing is padded.
+    Layouts with equal tokens, rank and documents are equal; the group is not compared.
     """
 
     kind: str
@@ -76,8 +77,8 @@ class Layout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Where this rank's tokens are in the sequence, int64: what rotary embeddings ask for. With
-        documents they count from the beginning of each.
+        """Positions of this rank's tokens, int64, for example for rotary embeddings. Each document
+        starts at 0.
         """
         rows = [torch.arange(x.start - x.first, x.stop - x.first) for x in self.spans]
         return torch.cat(rows) if rows else torch.arange(0)
@@ -107,7 +108,7 @@ class Layout:
         return torch.tensor([*counts, *named, *starts, *places])
 
     def at(self, rank: int) -> Layout:
-        """The layout as another rank sees it.
+        """The same layout for another rank.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).at(1).positions
@@ -118,8 +119,7 @@ class Layout:
         return replace(self, rank=rank)
 
     def packed(self, cu_seqlens: Sequence[int] | Tensor) -> Layout:
-        """The layout of a sequence that is documents, packed end to end, which do not
-        see each other.
+        """The same layout for a sequence with packed documents, which do not attend to each other.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).packed([0, 2, 5]).positions
@@ -128,8 +128,8 @@ class Layout:
         return made(replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen)))
 
     def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """The part of a tensor of all tokens that this rank has, along `dim`: 1, or 0 where
-        there is no other.
+        """The part of a whole tensor that this rank has, along `dim`: by default 1, or 0 if there
+        is only one.
 
         >>> import torch, tilewise.distributed as td
         >>> td.zigzag(8, 2).shard(torch.arange(8))
@@ -145,8 +145,8 @@ class Layout:
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
     def unshard(self, x: Tensor | Sequence[Tensor], dim: int | None = None) -> Tensor:
-        """The inverse of `shard`: of this rank's part, which all ranks must call, as they exchange
-        their parts, or of a list of all ranks' parts. What is exchanged has no gradient.
+        """The inverse of `shard`, from a list with all ranks' parts or from this rank's part. With
+        the latter, all ranks must call it, because they exchange parts; that has no gradient.
 
         >>> import torch, tilewise.distributed as td
         >>> layout = td.striped(6, 2, block=1)
@@ -175,9 +175,9 @@ class Layout:
         return whole
 
     def shifted(self, labels: Tensor, dim: int | None = None, ignored: int = IGNORED) -> Tensor:
-        """Labels of all tokens, each moved to the token that predicts it: before `shard`, as the
-        next token may be another rank's. The last token of a sequence, and of each document, has
-        none: `ignored`.
+        """Labels shifted to the tokens that predict them. Call it before `shard`, because the next
+        token may be on another rank. The last token in the sequence and in each document gets
+        `ignored`.
 
         >>> import torch, tilewise.distributed as td
         >>> td.contiguous(5, 2).packed([0, 2, 5]).shifted(torch.arange(5))
@@ -195,7 +195,7 @@ class Layout:
         return moved.index_fill(dim, torch.tensor(last, device=labels.device).long(), ignored)
 
     def work(self, causal: bool = False, window: Window = None) -> tuple[int, ...]:
-        """The pairs of a query and a key that each rank computes.
+        """How many query-key pairs each rank computes.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(8, 2).work(causal=True), td.zigzag(8, 2).work(causal=True)
@@ -206,7 +206,7 @@ class Layout:
         return tuple(sum(pairs(span, *sides) for span in spans) for spans in each)
 
     def explain(self, causal: bool = True, window: Window = None) -> str:
-        """Tokens, runs and work of each rank, as a table. The slowest rank is what all wait for.
+        """A table with each rank's tokens, runs and work. All ranks wait for the slowest.
 
         >>> import tilewise.distributed as td
         >>> print(td.zigzag(64, 2).explain())

@@ -16,12 +16,22 @@ Tensor = torch.Tensor
 
 
 def contiguous(seqlen: int, group: Any = None) -> Layout:
-    """Each rank has one run of tokens, the first ranks the first ones. Without a causal mask all
-    have the same work; with one the last rank has almost twice the mean, unless attention is
-    exchanged by heads.
+    """One contiguous shard per rank, in rank order.
 
-    >>> contiguous(10, 4).counts
-    (3, 3, 3, 1)
+    Example:
+        >>> contiguous(10, 4).counts
+        (3, 3, 3, 1)
+
+    Without a causal mask all ranks have the same work. With one, the last rank has almost twice the
+    mean, unless `method="heads"` exchanges heads.
+
+    Args:
+        seqlen: tokens in the sequence.
+        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
+            default group.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     ranks = members_of(group).ranks
     size = -(-check_seqlen(seqlen) // ranks)
@@ -30,11 +40,19 @@ def contiguous(seqlen: int, group: Any = None) -> Layout:
 
 
 def zigzag(seqlen: int, group: Any = None) -> Layout:
-    """Rank r has, of 2 N chunks, the r-th from the front and the r-th from the back: a causal mask
-    then leaves all ranks the same work.
+    """Two chunks per rank, one from the front and one from the back: equal work when causal.
 
-    >>> zigzag(8, 2).runs
-    (((0, 2), (6, 8)), ((2, 6),))
+    Example:
+        >>> zigzag(8, 2).runs
+        (((0, 2), (6, 8)), ((2, 6),))
+
+    Args:
+        seqlen: tokens in the sequence.
+        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
+            default group.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     ranks = members_of(group).ranks
     size = -(-check_seqlen(seqlen) // (2 * ranks))
@@ -44,10 +62,20 @@ def zigzag(seqlen: int, group: Any = None) -> Layout:
 
 
 def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
-    """Blocks of tokens are dealt round-robin: rank r has blocks r, r + N, r + 2 N and so on.
+    """Blocks in round-robin order: rank r has blocks r, r + N, r + 2 N and so on.
 
-    >>> striped(7, 2, block=2).runs
-    (((0, 2), (4, 6)), ((2, 4), (6, 7)))
+    Example:
+        >>> striped(7, 2, block=2).runs
+        (((0, 2), (4, 6)), ((2, 4), (6, 7)))
+
+    Args:
+        seqlen: tokens in the sequence.
+        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
+            default group.
+        block: tokens per block.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     ranks = members_of(group).ranks
     check_seqlen(seqlen)
@@ -59,17 +87,24 @@ def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
 
 
 def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int = 512) -> Layout:
-    """Packed documents, cut into chunks and dealt so that ranks have equally many tokens (but for
-    the remainder) and nearly the same work under a causal mask.
+    """Packed documents in chunks: equal tokens per rank, and nearly equal work when causal.
 
-    >>> layout = documents([0, 9000, 9100, 32768], 4)
-    >>> layout.counts
-    (8192, 8192, 8192, 8192)
-    >>> work = layout.work(causal=True)
-    >>> max(work) < 1.01 * sum(work) / 4
-    True
+    Example:
+        >>> layout = documents([0, 9000, 9100, 32768], 4)
+        >>> layout.counts
+        (8192, 8192, 8192, 8192)
+        >>> work = layout.work(causal=True)
+        >>> max(work) < 1.01 * sum(work) / 4
+        True
 
-    The shorter `chunk` is, the closer work comes to the mean, and the more runs a rank has.
+    Args:
+        cu_seqlens: where documents begin, and the end.
+        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
+            default group.
+        chunk: tokens per chunk. Shorter chunks balance work better, and give a rank more runs.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     starts = check_starts(cu_seqlens)
     if type(chunk) is not int or chunk < 1:
@@ -79,12 +114,20 @@ def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int 
 
 
 def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> Layout:
-    """Any dealing at all: for each rank the positions that it has, in its order. Together they must
-    be each position once.
+    """Any assignment of tokens to ranks.
 
-    >>> import torch
-    >>> from_positions(torch.tensor([[0, 3], [2, 1]]), 2).runs
-    (((0, 1), (3, 4)), ((2, 3), (1, 2)))
+    Example:
+        >>> import torch
+        >>> from_positions(torch.tensor([[0, 3], [2, 1]]), 2).runs
+        (((0, 1), (3, 4)), ((2, 3), (1, 2)))
+
+    Args:
+        positions: each rank's positions, in its order; together they contain each position once.
+        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
+            default group.
+
+    Raises:
+        ArgumentError: an argument is wrong.
     """
     of_ranks = [[int(i) for i in part] for part in positions]
     members = members_of(group)

@@ -67,14 +67,29 @@ def plan(
     itemsize: int = 2,
     learns: bool = True,
 ) -> Plan:
-    """What each method costs by the model, forward and, where it `learns`, backward, and which one
-    is taken.
+    """Each method's estimated cost, from a model for H200s, and the method that is chosen.
 
-    >>> import tilewise.distributed as td
-    >>> print(td.plan(td.zigzag(65536, 4), nheads=32, nheads_k=8, headdim=128))
-    method     TFLOP     MB pulled       ms
-    heads     30.787         503.3   52.542  <-
-    stream    30.787         805.3   52.834
+    Example:
+        >>> import tilewise.distributed as td
+        >>> print(td.plan(td.zigzag(65536, 4), nheads=32, nheads_k=8, headdim=128))
+        method     TFLOP     MB pulled       ms
+        heads     30.787         503.3   52.542  <-
+        stream    30.787         805.3   52.834
+
+    Args:
+        layout: which rank has which tokens.
+        nheads: query heads.
+        nheads_k: key heads.
+        headdim: that of q and k.
+        headdim_v: that of v, if different.
+        batch: sequences.
+        causal: whether the mask is causal.
+        window: (left, right), as in `tilewise.attention`.
+        itemsize: bytes per element.
+        learns: whether to include a backward.
+
+    Returns:
+        A `Plan` with `method` and `costs`; `str` of it is the table.
     """
     sides = band(window, causal)
     widths = headdim, headdim if headdim_v is None else headdim_v

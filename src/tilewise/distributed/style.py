@@ -19,14 +19,14 @@ from .layout import Layout
 
 
 class ContextParallel(ParallelStyle):
-    """The forward of a module, of a model's attention or of the whole model, is inside of
-    `context_parallel`. Its inputs are this rank's rows, as they are; its weights stay whole.
+    """A `ParallelStyle` that enters `context_parallel` around a module's forward.
 
         layout = td.zigzag(seqlen, mesh["cp"])
         parallelize_module(model, mesh["cp"], {"layers.*.attention": td.ContextParallel(layout)})
 
-    What a checkpoint around the module recomputes is inside, too. A function that gives a layout
-    is asked at each forward, for sequences of other lengths.
+    The module is an attention or a whole model. Its inputs are this rank's rows, and its weights
+    stay whole. Recomputation by a checkpoint around the module is inside, too. `layout` may be a
+    function that returns the layout for each forward, if lengths differ.
     """
 
     def __init__(
