@@ -90,7 +90,7 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 	$(BENCH) fwd $(LENGTHS) --headdim 64,128,256 --dtype fp8 --against fa3 --sustained
 	for asked in $(STEPS); do $(BENCH_COMMAND) decode $$asked --save $(RESULTS) || exit 1; done
 	for what in "varlen --dense --against fa3 --sustained" "modifiers"; do \
-		$(RUN) -m tilewise.cli bench $$what --save $(RESULTS) || exit 1; done
+		$(BENCH_COMMAND) $$what --save $(RESULTS) || exit 1; done
 	for what in "matmul --dtype bf16,fp16,fp8,tf32,fp32" "memory" "io --counters" \
 		"speedup" "blocks" "host" "cold"; do \
 		$(RUN) -m benchmarks $$what --save $(RESULTS) || exit 1; done

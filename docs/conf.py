@@ -20,7 +20,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "features",
     "interactive",
     "languages",
     "lessons",

@@ -48,8 +48,13 @@ def report(rows: tuple[Path, ...], out: Path) -> None:
 
 @click.command()
 def figures() -> None:
-    """Write the figures of README and the docs, and their picture, from benchmarks/results."""
-    for path, text in pages(ROOT).items():
+    """Write the figures of README and the docs, and their pictures, from benchmarks/results.
+
+    docs/features.md gets the table of what each backend supports.
+    """
+    from . import features  # needs Triton
+
+    for path, text in (pages(ROOT) | features.pages(ROOT)).items():
         path.write_text(text, "utf-8")
         click.echo(path)
 

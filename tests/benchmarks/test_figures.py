@@ -28,6 +28,14 @@ def test_pages_say_what_the_rows_say():
         assert path.read_text("utf-8") == text, f"{path.name}: `make figures` writes it"
 
 
+def test_features_are_what_the_backends_answer():
+    pytest.importorskip("triton")
+    from benchmarks.report import features
+
+    ((path, text),) = features.pages(ROOT).items()
+    assert path.read_text("utf-8") == text, "`make figures` writes it"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_figure_is_typed(name):
     """Where a page has a table, its cells are questions: a typed number would have no source."""
@@ -102,8 +110,8 @@ def test_sustained_times_count_and_flushed_ones_can_be_asked_for():
 
 def test_pages_say_which_times_they_have():
     for rows, said in ((loaded(2.0, 2.5), "sustained"), ([row(), row("fa3", 1.5)], "flushed")):
-        assert f"medians of {said} times" in figures.page(figures.README, collect(rows))
-    assert "（持续负载）" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
+        assert f"geometric means, {said}," in figures.page(figures.README, collect(rows))
+    assert "，持续负载，" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
 
 
 def test_energy_is_of_runs_that_measured_it():
@@ -239,6 +247,7 @@ def test_our_ways_and_cards_are_words():
         "{ratio fa3 cudnn: fwd H100}": "**0.90** / –",
         "{behind fa3: fwd H100}, {behind cudnn: fwd}": "1 of 1, least 0.90, –",
         "{commits fa3: fwd}": "`abc`",
+        "{stands fa3: fwd H100}": "0.90; below 1 in 1 of 1, least 0.90",
         "{bench} fwd": "tilewise bench fwd",
     }.items():
         assert figures.fill(asked, evidence) == answer, asked

@@ -19,7 +19,14 @@ QUESTION = re.compile(r"\{([^{}]+)\}")
 COMMANDS = {"bench": "tilewise bench", "experiments": "python -m benchmarks"}
 ANSWERS = calls.ANSWERS | experiments.ANSWERS | grids.ANSWERS | steps.ANSWERS
 README, CHINESE, DOCS = "readme.md", "readme.zh-CN.md", "docs.md"  # two sections, and a page
-IN_CHINESE = {" to ": " 到 ", " of ": " / ", "sustained": "持续负载", "flushed": "L2 清空"}
+IN_CHINESE = {
+    "; below 1 in ": "；低于 1 的有 ",
+    ", least ": "，最低 ",
+    " to ": " 到 ",
+    " of ": " / ",
+    "sustained": "持续负载",
+    "flushed": "L2 清空",
+}
 
 
 def page(name: str, evidence: Evidence) -> str:

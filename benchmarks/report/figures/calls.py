@@ -28,6 +28,8 @@ CLASSIC = 64, 128, 256  # headdims
 SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
 CARDS, TRITON = {"H100", "H200"}, "Triton-"
 WAYS = {"portable", "quantized", "quantize", "calibrated"}  # of ours
+# Means over FA3 by another harness, which have no rows; for pages to show beside those that have
+INDEPENDENT = {("bwd", "H100"): "0.96"}
 ASIDE = {FLUSHED, *WAYS, *CARDS}  # words that say what of a shape is meant, and not which shape
 
 
@@ -149,6 +151,17 @@ def behind(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return f"{slower} of {len(found)}, least {times(min(found))}" if found else NONE
 
 
+def stands(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The mean, and in how many shapes the peer is faster."""
+    found = behind(evidence, names, words)
+    return found if found == NONE else f"{mean(evidence, names, words)}; below 1 in {found}"
+
+
+def independent(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The mean over FA3 that an independent run gave, whatever the rows."""
+    return INDEPENDENT[words[0], words[1]]
+
+
 def commits(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The commits that these rows timed."""
     found = {timing.rows[timing.subject].commit[:7] for timing in timings(evidence, names, words)}
@@ -246,6 +259,8 @@ ANSWERS = {
     "mean": mean,
     "ahead": ahead,
     "behind": behind,
+    "stands": stands,
+    "independent": independent,
     "commits": commits,
     "keeps": keeps,
     "share": share,
