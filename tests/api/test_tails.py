@@ -89,3 +89,21 @@ def test_no_sequences(backend):
                 q, cache, cache, seqused_k=starts[1:], out=given, **options
             )
         assert (out == (0 if given is None else 7)).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("smooth", [True, False])
+@pytest.mark.parametrize("headdim_v", [64, 160])
+def test_no_sequences_in_fp8(smooth, headdim_v):
+    """The same of quantising and of FP8 products, with gradients."""
+    starts = torch.zeros(1, dtype=torch.int32)
+    lengths = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for keys in (0, 7):
+        sizes = (5, 64), (keys, 64), (keys, headdim_v)
+        leaves = [torch.ones(n, 2, d, dtype=BF16, requires_grad=True) for n, d in sizes]
+        with poisoned():
+            x = tilewise.quantize(*leaves, smooth=smooth, **lengths)
+            out, lse = tilewise.attention(x, backward="bf16", return_lse=True, **lengths)
+            grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
+            raw = tilewise.attention(x.q, x.k, torch.zeros(keys, 2, headdim_v).to(x.q), **lengths)
+        assert x.scales.k.shape == (0, 2) and x.v_t.shape == (2, headdim_v, 0)
+        assert all((t == 0).all() for t in (out, raw, *grads)) and (lse == -math.inf).all()

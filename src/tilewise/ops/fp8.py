@@ -12,6 +12,7 @@ import torch
 
 from .. import dispatch
 from ..kernels.common.alignment import check_elements
+from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.quantized import Lengths, Quantized, Scales
 from ..kernels.cpu.hadamard import rotate_back
 from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
@@ -122,7 +123,7 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     if forward is None:  # a call of lazily negated tensors is known by nothing, and so always new
         inputs, extras = Inputs(*resolved(inputs)), extras_of(*resolved(extras.tensors))
         check_elements((*zip(Inputs._fields, inputs), *zip(Extras._fields, extras.optional)))
-        forward = call.forward = forward_of(call, inputs)
+        forward = call.forward = forward_of(call, inputs, extras)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
@@ -130,16 +131,25 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     return forward(given, extras)
 
 
-def forward_of(call: CallFp8, inputs: Inputs) -> Forward:
+def forward_of(call: CallFp8, inputs: Inputs, extras: Extras) -> Forward:
     """The forward of calls of one signature, whose v is V^T or not."""
     problem, q, v = call.problem, inputs.q, inputs.v
     chosen = dispatch.choose_fp8(problem, v.device, call.out_dtype, call.backend)
+    if has_no_sequence(extras):
+        return functools.partial(padding_out, call)
     prepare = functools.partial(chosen.prepare_fp8, problem, call.scalars, call.out_dtype)
     if call.is_transposed:
         return prepare()
     if hasattr(chosen, "takes_values") and chosen.takes_values(problem, q, v, call.out_dtype):
         return prepare(transposes=True)
     return Transposed(prepare(), quantizer_for(v).prepare_transposed())
+
+
+def padding_out(call: CallFp8, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+    """The forward of rows of no sequence alone."""
+    out, lse = _empty(call.problem, call.out_dtype, given.q)
+    fill_padding(out, lse)
+    return out, lse
 
 
 class Transposed(NamedTuple):

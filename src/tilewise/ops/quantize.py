@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..kernels.common.alignment import check_elements
+from ..kernels.common.outputs import has_no_sequence
 from ..kernels.common.quantized import (
     FP8,
     TWO_LEVELS,
@@ -90,7 +91,8 @@ def _run(
         tables = ("rotary.cos", cos), ("rotary.sin", sin)
         named = *zip("qkv", (q, k, v)), *zip(NAMES, scales), *zip(Lengths._fields, of), *tables
         check_elements(named)
-        run = call.run = quantizer_for(q).prepare_quantize(call.steps)
+        quantizer = plain if has_no_sequence(of) else quantizer_for(q)
+        run = call.run = quantizer.prepare_quantize(call.steps)
     return run(q, k, v, scales, of, rotary)
 
 

@@ -13,6 +13,7 @@ import math
 import torch
 
 from ...problem import Extras, Grads, Problem, Saved
+from .quantized import Lengths
 
 
 def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +35,7 @@ def empty_grads(
     return Grads(torch.empty_like(q), *of_keys, dsinks, dbias)
 
 
-def has_no_sequence(extras: Extras) -> bool:
+def has_no_sequence(extras: Extras | Lengths) -> bool:
     """Whether tensors are packed of no sequences: all of their rows are padding, and kernels, which
     find rows by their sequence, would find none.
     """

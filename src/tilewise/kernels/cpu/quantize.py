@@ -39,6 +39,7 @@ from ..common.quantized import (
     Quantized,
     Scales,
     columns_of,
+    empty_values,
     first_column,
     packed_columns,
 )
@@ -328,6 +329,8 @@ def of_each(x: Tensor, rows: Rows) -> Tensor:
     """(sequences, heads, ...) for each row, (batch, 1, heads, ...) or (1, total, heads, ...)."""
     if rows.sequence is None:
         return x.unsqueeze(1)
+    if not rows.count:  # rows of no sequence
+        return x.new_zeros(1, 1, *x.shape[1:])
     return x[rows.sequence].unsqueeze(0)
 
 
@@ -357,6 +360,8 @@ def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor 
     0 where no key is in use.
     """
     rows = rows_of(v, cu_seqlens_k, seqused_k)
+    if not rows.count:
+        return empty_values(v, cu_seqlens_k).view(v.dtype)
     total = columns_of(v.shape[1])
     if rows.sequence is not None:
         total = packed_columns(v.shape[1], rows.count)
@@ -369,6 +374,9 @@ def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor 
 def natural_values(v_t: Tensor, seqlen_k: int, cu_seqlens_k: Tensor | None) -> Tensor:
     """The inverse, (batch, seqlen_k, nheads_k, headdim_v)."""
     like = v_t.new_empty(v_t.shape[0], seqlen_k)
-    at = columns(rows_of(like, cu_seqlens_k, None), cu_seqlens_k)
+    rows = rows_of(like, cu_seqlens_k, None)
+    if not rows.count:
+        return v_t.new_zeros(v_t.shape[0], seqlen_k, *v_t.shape[1:3])
+    at = columns(rows, cu_seqlens_k)
     bits = v_t.view(torch.int8).index_select(3, at)
     return bits.permute(0, 3, 1, 2).contiguous().view(v_t.dtype)
