@@ -16,9 +16,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class PerformanceWarning(UserWarning):
-    """A slower implementation serves this call than the caller may expect; the message says why,
-    once per reason.
-    """
+    """A call runs in a slower way than expected; the message says why, once per reason."""
 
 
 class Words(NamedTuple):

@@ -94,8 +94,8 @@ def attention_reference(
             dropout count from it, so that a call too large to store is computed in parts. Bands and
             ALiBi do not use it.
         page_table: int32 (batch, pages). The keys of a KV cache are gathered, sequence by sequence.
-        k_descale: a cache of 8 bits is dequantised to the dtype of the products.
-        v_descale: the same of v.
+        k_descale: scale of an 8-bit cache, which is dequantised before the matmuls.
+        v_descale: the same for v.
 
     Returns:
         out, and with `return_lse` lse, as `tilewise.attention`.

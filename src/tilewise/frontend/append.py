@@ -53,21 +53,21 @@ def append(
         k: new keys, (batch, seqlen_new, nheads_k, headdim); (total, nheads_k, headdim) with
             `cu_seqlens_q`, those of all sequences end to end.
         v: new values, shaped as k, with its own headdim_v.
-        seqused_k: int32 (batch,), the keys of each sequence including the new ones, which are its
-            last: what `tilewise.attention` takes next.
+        seqused_k: int32 (batch,), keys per sequence including the new ones, which are its last; as
+            `tilewise.attention` takes them next.
         page_table: int32 (batch, pages), the page of each block of page_size keys.
         cu_seqlens_q: int32 (batch + 1,), where the new keys of each sequence begin.
         slots: int64, (total,) or (batch, seqlen_new), instead of the places that seqused_k and
             page_table imply: slot s is row s % page_size of page s // page_size (without pages: of
-            sequence s // seqlen_k); a negative one is skipped. Of keys with one slot the last is
+            sequence s // seqlen_k); a negative one is skipped. If keys share a slot, the last is
             stored.
         rotary: `Rotary(cos, sin, interleaved)`, rotates k by its position from the first key of its
             sequence; it needs `seqused_k`, with slots, too.
-        k_descale: fp32 scales of a cache of 8 bits, as in `tilewise.attention`; None is 1. They are
-            read, if shaped (), (nheads_k,) or (batch, nheads_k), which needs `seqused_k`, and
-            written, if shaped as k_cache without headdim: that of each new row and head is its
-            largest magnitude over 448 or 127.
-        v_descale: the same of v_cache.
+        k_descale: fp32 scales for an 8-bit cache, as in `tilewise.attention`; None is 1. Shapes (),
+            (nheads_k,) and (batch, nheads_k), which needs `seqused_k`, are read. A shape as k_cache
+            without headdim is written: each new row and head gets its largest magnitude divided by
+            448 or 127.
+        v_descale: the same for v_cache.
 
     Raises:
         ArgumentError: an argument is wrong.

@@ -80,7 +80,7 @@ def attention(
     Example:
         >>> import torch, tilewise
         >>> q = torch.randn(2, 128, 8, 64)  # (batch, seqlen_q, nheads, headdim)
-        >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # each key head serves 4 query heads
+        >>> k, v = torch.randn(2, 2, 256, 2, 64).unbind(0)  # 4 query heads per key head
         >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
         torch.Size([2, 128, 8, 64])
 
@@ -140,21 +140,20 @@ def attention(
         return_lse: whether to return the log-sum-exp, too.
         backend: the name of a backend to force.
         page_table: int32 (batch, pages): key j of sequence b is row j % page_size of page
-            page_table[b, j // page_size]. Unused entries and rows may hold anything.
+            page_table[b, j // page_size]. Unused entries and rows may hold any values.
         split_size: keys per split, counted from key 0; splits are folded in order, so that a row's
             bits depend on the row alone (see the page on the cache).
-        out: written in place and returned. With `page_table`, `split_size`, `out` or a cache of 8
-            bits there is no dropout, bias, block_mask and score_mod, and no gradient, but for
-            `split_size` alone.
-        q_descale: fp32, q of float8_e4m3fn times this is what is meant: (), (nheads_k,) or (batch,
-            nheads_k), and so are k_descale and v_descale beside it, none negative; None is 1.
-        k_descale: fp32, k of 8 bits times this is what is meant: one number (), one for each key
-            head (nheads_k,), each sequence and key head (batch, nheads_k), or each row, shaped as k
-            without headdim; None is 1. Scales of unused rows may be anything.
-        v_descale: the same of v.
-        out_dtype: that of out of FP8 products: bfloat16, as by default, float16 or float32.
-        backward: "bf16": gradients of what was quantised, straight through the rounding, computed
-            in bfloat16 on what the 8-bit tensors stand for.
+        out: written in place and returned. `page_table`, `split_size`, `out` and 8-bit caches
+            exclude dropout, bias, block_mask and score_mod; all but `split_size` exclude gradients.
+        q_descale: fp32 scale for a float8_e4m3fn q, which represents q * q_descale: (), (nheads_k,)
+            or (batch, nheads_k), not negative, as k_descale and v_descale then are; None is 1.
+        k_descale: fp32 scale for an 8-bit k: (), one per key head (nheads_k,), per sequence and key
+            head (batch, nheads_k), or per row, shaped as k without headdim; None is 1. Unused rows
+            may have any scale.
+        v_descale: the same for v.
+        out_dtype: dtype of `out` for FP8 q, k and v: bfloat16 (default), float16 or float32.
+        backward: "bf16": straight-through gradients for the tensors that were quantised, computed
+            in bfloat16 on the dequantised values.
 
     Returns:
         `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,

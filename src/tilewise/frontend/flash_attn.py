@@ -87,9 +87,9 @@ def flash_attn_func(
         pack_gqa: a hint, checked and without effect.
         q_descale: with q, k and v of float8_e4m3fn, as in `tilewise.attention`; in place of q, k
             and v there may be what `tilewise.quantize` returns, None and None.
-        k_descale: the same of k.
-        v_descale: the same of v.
-        out_dtype: that of out of FP8 products.
+        k_descale: the same for k.
+        v_descale: the same for v.
+        out_dtype: dtype of `out` for FP8 q, k and v.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v); lse is fp32 (batch, nheads, seqlen_q), natural

@@ -73,7 +73,7 @@ def flash_attn_with_kvcache(
 
     Example:
         >>> import torch, tilewise
-        >>> q, k, v = torch.randn(3, 2, 1, 4, 32).unbind(0)  # one new token for each of 2 sequences
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 32).unbind(0)  # one new token per sequence
         >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32).unbind(0)
         >>> seqlens = torch.tensor([20, 3], dtype=torch.int32)  # before the new ones
         >>> tilewise.flash_attn_with_kvcache(
@@ -97,16 +97,16 @@ def flash_attn_with_kvcache(
             cache is full.
         cache_batch_idx: int32 (batch,), the cache row of each sequence; not with pages.
         cache_leftpad: int32 (batch,), the first row of each sequence; not with pages.
-        block_table: int32 (batch, pages); `page_table` is another name of it.
+        block_table: int32 (batch, pages); `page_table` is a synonym.
         rotary_seqlens: int32 (batch,), replaces cache_seqlens for rotary positions.
-        k_descale: fp32, scales of a cache of float8_e4m3fn or int8, as in `tilewise.attention`; of
+        k_descale: fp32 scales for a float8_e4m3fn or int8 cache, as in `tilewise.attention`; for
             new keys as in `tilewise.cache.append`.
-        v_descale: the same of v_cache.
+        v_descale: the same for v_cache.
         out: written in place and returned.
 
     The other arguments are those of `flash_attn_func`. `num_splits`, `max_seqlen_q`,
-    `scheduler_metadata`, `pack_gqa` and `sm_margin` have no effect: splits are those of
-    `split_size=None` of `tilewise.attention`.
+    `scheduler_metadata`, `pack_gqa` and `sm_margin` have no effect: keys are split as in
+    `tilewise.attention` with `split_size=None`.
 
     Returns:
         out, or (out, lse) with `return_softmax_lse`, lse (batch, nheads, seqlen_q) or (nheads,

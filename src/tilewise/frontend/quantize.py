@@ -41,8 +41,7 @@ def quantize(
     layout: str = "bshd",
     **unknown: Never,
 ) -> Quantized:
-    """q, k and v in float8_e4m3fn with their scales, which `tilewise.attention` takes in place of
-    them.
+    """Quantises q, k and v to float8_e4m3fn with scales, for `tilewise.attention`.
 
     Example:
         >>> import torch, tilewise
@@ -54,39 +53,37 @@ def quantize(
         >>> tilewise.attention(x, causal=True).shape
         torch.Size([2, 128, 8, 64])
 
-    Each sequence and key head has one scale, which takes its largest magnitude to 448, or of more
-    than 1,024 rows to between 112 and 448, as not all are looked at before rounding; that of q is
-    over the query heads of the key head. A scale or a mean of the data depends on all keys, so that
-    under a causal mask later tokens change earlier outputs, by rounding alone; with `scales` and
-    `smooth=False` they do not.
+    Each sequence and key head has one scale; q's covers all query heads of a key head. It maps the
+    largest magnitude to 448, or to between 112 and 448 for more than 1,024 rows, as only some rows
+    are inspected before rounding. Scales and means depend on all keys, so with a causal mask later
+    tokens change earlier outputs by rounding; with `scales` and `smooth=False` they do not.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`.
         k: (batch, seqlen_k, nheads_k, headdim), or packed.
         v: as k, with its own headdim_v.
-        rotate: flips signs of channels of q and k and mixes them by a Hadamard transform, in blocks
-            of the largest power of two that divides headdim: q k^T is the same, and outliers of
-            single channels spread over all.
-        smooth: takes means over keys off k and v before rounding, of all keys or of every 8th block
-            of 128 of more than 1,024, and adds that of v to the output in fp32, with the mean of
-            what rounding takes from v; "v": of v alone, for calls with sinks or softcap.
-        scales: those of q, k and v, fp32 (), (nheads_k,) or (batch, nheads_k), such as of a
-            calibration; larger values saturate. None is of the data.
-        rotary: `tilewise.cache.Rotary(cos, sin, interleaved)`, turns q and k in fp32 by their
-            positions before all else. Keys count from the first of their sequence, and queries
-            are the last of its keys in use, as under `causal=True`; those before the first key
-            are at position 0. The tables have no gradient.
-        cu_seqlens_q: as in `tilewise.attention`, which is to be passed the same.
+        rotate: flips signs of q's and k's channels and mixes them by a Hadamard transform, in
+            blocks as wide as the largest power of two that divides headdim: q k^T does not change,
+            and outlier channels spread over all.
+        smooth: subtracts k's and v's means over keys before rounding (over every 8th block of 128
+            for more than 1,024 keys), and adds v's to the output in fp32, with v's mean rounding
+            error. "v" does so for v only, for calls with sinks or softcap.
+        scales: (q, k, v), fp32 (), (nheads_k,) or (batch, nheads_k), for example from a
+            calibration; larger values saturate. None computes it from the data.
+        rotary: `tilewise.cache.Rotary(cos, sin, interleaved)`, applied to q and k first, in fp32.
+            Key positions start at 0 in each sequence, and queries are its last keys in use, as
+            with `causal=True`; queries before the first key have position 0. The tables have no
+            gradient.
+        cu_seqlens_q: as in `tilewise.attention`; pass the same there.
         cu_seqlens_k: the same for keys.
-        seqused_k: keys in use of each sequence; others may hold anything, and do not count.
-        seqused_q: queries in use of each packed sequence, likewise.
-        layout: that of q, k and v; `Quantized` has an order of its own.
+        seqused_k: keys in use per sequence; the others do not count and may have any values.
+        seqused_q: queries in use per packed sequence, likewise.
+        layout: "bshd" or "bhsd", for q, k and v; a `Quantized` has its own order.
 
     Returns:
-        A NamedTuple: q, k, v_t (values transposed, keys permuted for the tensor cores), scales,
-        k_mean, v_mean, and of headdim_v over 128 v_drift, how far sums of consecutive keys of v
-        without its mean go, in keys' worth of its spread; and the source tensors where one of them
-        requires a gradient.
+        A NamedTuple with q, k, v_t (values transposed, keys permuted for the tensor cores), scales,
+        k_mean, v_mean, and the source tensors if one requires a gradient. Above headdim_v 128 also
+        v_drift: how far sums over consecutive keys of the centered v go, in units of its spread.
 
     Raises:
         ArgumentError: an argument is wrong.

@@ -57,10 +57,10 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, theirs, atol=1e-5)
         True
 
-    Tensors are copied only where kernels cannot read them: a last dimension that is not contiguous,
-    two or more batch dimensions of which one is broadcast, different key and value heads, and query
-    for a scale of 0 or below. A PerformanceWarning says so. Gradients are the same bits in every
-    run where `torch.use_deterministic_algorithms` is on.
+    Tensors are copied, with a PerformanceWarning, only if kernels cannot read them: the last
+    dimension is not contiguous, one of several batch dimensions is broadcast, key and value heads
+    differ, or scale is not positive (query is copied). `torch.use_deterministic_algorithms(True)`
+    makes gradients bitwise reproducible.
 
     Args:
         query: (..., nheads, seqlen_q, headdim), 2 dimensions or more; fp16, bf16, fp32 (fp64 on the
@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
         dropout_p: probability of dropping a probability, rounded to a multiple of 1/256.
         is_causal: top-left causal mask; not with attn_mask.
         scale: softmax scale; 1 / sqrt(headdim) by default.
-        enable_gqa: key heads are shared by nheads // nheads_k query heads each.
+        enable_gqa: allows nheads // nheads_k query heads per key head.
 
     Returns:
         (..., nheads, seqlen_q, headdim_v). A row without keys is 0.

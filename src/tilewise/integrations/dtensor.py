@@ -1,4 +1,4 @@
-"""How attention is sharded: over the batch or over the heads, each shard an attention of its own.
+"""Sharding rules: attention is sharded over the batch or over the heads, independently.
 
 `register()` registers these rules. Other placements, a sharded sequence among them, are
 redistributed to the cheapest of these, never refused. Sinks belong to a head and are shared by the

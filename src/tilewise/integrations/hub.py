@@ -1,13 +1,13 @@
 """tilewise as a hub kernel, for programs that run without user code.
 
-The `kernels` library loads attention from a folder of a certain layout. This package has one,
+The `kernels` library loads attention from a folder with a fixed structure. This package has one,
 `FOLDER`, and LOCAL_KERNELS in the environment maps a name with a "/" to it::
 
     export LOCAL_KERNELS=$(tilewise hub)
     trl sft --attn_implementation tilewise/attention ...
 
-Nothing is fetched. transformers calls the functions of the folder as it calls flash attention's, of
-a cache in pages, too; `tilewise.integrations.transformers` serves more kinds of masks.
+Nothing is downloaded. transformers calls the folder's functions as it calls flash attention's, also
+with a paged cache; `tilewise.integrations.transformers` supports more kinds of masks.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ AGAIN = "torch.compiler.reset() recompiles them"
 
 
 def enable_sdpa() -> Enabled:
-    """Makes tilewise the implementation of `torch.nn.functional.scaled_dot_product_attention`, for
-    CPU and CUDA tensors, from here on or within a `with` block.
+    """Makes `torch.nn.functional.scaled_dot_product_attention` call tilewise, for CPU and CUDA
+    tensors, from now on or inside a `with` block.
 
     Example:
         >>> import torch, tilewise
@@ -50,12 +50,12 @@ def enable_sdpa() -> Enabled:
         >>> torch.nn.attention.current_flash_attention_impl() is None
         True
 
-    It serves nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder, whose fast
-    path is off meanwhile, `torch.nn.attention.varlen`, `context_parallel` and functions that are
-    compiled meanwhile. It is the same as `activate_flash_attention_impl("tilewise")` of
-    `torch.nn.attention`, except that a block restores FA3 or FA4. What tilewise refuses goes to
-    torch's own kernel, with a PerformanceWarning that says why; so do calls inside of `sdpa_kernel`
-    without FLASH_ATTENTION.
+    nn.MultiheadAttention (with `need_weights=False`), nn.TransformerEncoder (whose fast path is
+    disabled), `torch.nn.attention.varlen`, `context_parallel` and functions compiled while enabled
+    use it. It equals `torch.nn.attention.activate_flash_attention_impl("tilewise")`, except that
+    the end of a block restores FA3 or FA4. Torch's own kernel runs calls that tilewise does not
+    support, with a PerformanceWarning that says why, and calls in an `sdpa_kernel` block without
+    FLASH_ATTENTION.
 
     Returns:
         A context manager. Blocks nest; `disable_sdpa`, or the end of the outermost block, restores
@@ -69,8 +69,8 @@ def enable_sdpa() -> Enabled:
 
 
 def disable_sdpa() -> None:
-    """Reverts `enable_sdpa`, however often it was called, to torch's own kernels, or FA3 or FA4
-    where one was active before.
+    """Reverts all calls to `enable_sdpa`: restores torch's own kernels, or FA3 or FA4 if one was
+    active before.
 
     Example:
         >>> import torch, tilewise
@@ -79,7 +79,7 @@ def disable_sdpa() -> None:
         >>> torch.nn.attention.current_flash_attention_impl() is None
         True
 
-    Functions that were compiled meanwhile keep tilewise until `torch.compiler.reset()`.
+    Functions compiled while enabled keep tilewise until `torch.compiler.reset()`.
     """
     if not is_enabled():
         return

@@ -174,15 +174,14 @@ def create_block_mask(
         BlockMask((1, 1, 1024, 1024), block=(128, 128), 0 partial, 16 full, 75.0% skipped)
 
     Interval arithmetic on the mask's tree (`tilewise.mods.intervals`) settles most blocks at once;
-    the others are evaluated pair by pair. Memory: one byte a block, the lists, 32 bytes for each
-    open one of 2^20 blocks, and for each live operator of the mask 16 bytes for each of 2^20 blocks
-    or 8 for each of 2^20 pairs.
+    the others are evaluated pair by pair. Memory: one byte per block, the lists, and for up to 2^20
+    blocks at a time 32 bytes per open block, plus 16 bytes per block (or 8 per pair) and live
+    operator in the mask.
 
-    On a GPU the host synchronizes once for each 2^20 blocks, twice for each of the four lists, and
-    three times to find out whether all rows and columns are intervals, and of documents; the use of
-    the mask does not synchronize. Of intervals kernels read the ends, 16 bytes for each query and
-    key of a head (`ends`). A mask of documents (`documents`) is served by the kernels for packed
-    sequences, where nothing but it depends on positions.
+    On a GPU, creating a mask synchronizes: once per 2^20 blocks, twice per list, and three times to
+    detect interval and document masks. Using it does not. For interval masks, kernels read only
+    the ends (`ends`, 16 bytes per query and key of a head). Document masks (`documents`) run as
+    packed sequences, if nothing else in the call depends on positions.
 
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.

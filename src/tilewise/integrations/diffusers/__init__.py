@@ -1,7 +1,7 @@
 """tilewise under diffusers: `model.set_attention_backend("tilewise")` after one `register()`.
 
-diffusers keeps the names of its backends in an enum and their functions in a table. Both are
-private: versions that were not tested are refused, and so is a table that looks otherwise.
+diffusers keeps backend names in an enum and their functions in a table. Both are private, so
+untested versions are refused, and so is a table with another structure.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Two functions are registered under one name. The mask function runs once per forward and returns a
 `Visible`; the attention function runs in each layer and applies it. Without the first, transformers
-builds no mask for a custom name, and silently ignores padding. Sequences packed in one row are
-served as packed ones: see `packed`. Masks other than bands are stored: see `stored`. What cannot be
-served exactly is refused with a reason; `check(model)` lists beforehand which layers will call
+builds no mask for a custom name, and silently ignores padding. Sequences packed in one row run as
+packed sequences: see `packed`. Masks other than bands are stored: see `stored`. A call that cannot
+be exact raises an error with a reason; `check(model)` lists in advance which layers will call
 tilewise.
 """
 
@@ -31,7 +31,7 @@ def register(name: str = "tilewise") -> None:
     `AutoModel.from_pretrained(path, attn_implementation="tilewise")` takes the name, too.
 
     Args:
-        name: the name; without "flash" and "/", which transformers looks for on its hub.
+        name: a name without "flash" and "/"; transformers would look for those on its hub.
 
     Raises:
         ArgumentError: the name has one of these.
