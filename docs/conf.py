@@ -24,6 +24,7 @@ extensions = [
     "languages",
     "lessons",
     "mathml",
+    "notebooks",
     "report",
     "used_by",
 ]
@@ -60,8 +61,8 @@ html_theme = "furo"
 html_title = "tilewise"
 html_favicon = "_static/tilewise.svg"
 html_logo = "_static/tilewise.svg"
-html_static_path = ["_static"]
-html_css_files = ["tilewise.css"]
+html_static_path = ["_static", "../tour/diagrams/diagrams.css"]
+html_css_files = ["tilewise.css", "diagrams.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False

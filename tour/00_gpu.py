@@ -39,6 +39,9 @@ print("figures are from:", figures.machine)
 # you write operations on blocks of numbers, and the compiler distributes them over
 # the threads.
 #
+# ```{diagram} grid
+# ```
+#
 # While one warp waits for memory, its SM runs another. A GPU hides the latency of
 # memory behind other work.
 #
@@ -51,9 +54,12 @@ print("figures are from:", figures.machine)
 # | L2 cache | the whole chip | by itself, for what was read a short while ago |
 # | HBM, the card's memory | the whole chip | `tl.load`, `tl.store`, every tensor |
 #
-# Each place is larger than the one above it, and slower. Tensors live in HBM: a
-# kernel loads its inputs from there and stores its results there. These are the
-# sizes.
+# ```{diagram} memory
+# ```
+#
+# Each place is shared by more threads than the one above it in the table, and
+# slower. Tensors live in HBM: a kernel loads its inputs from there (`tl.load`) and
+# stores its results there (`tl.store`). These are the sizes.
 
 # %%
 pictures_00.card(figures)

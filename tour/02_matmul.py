@@ -35,6 +35,9 @@ figures = Figures("02_matmul")
 # The tile's sum stays in registers, in fp32, while the program steps along K by
 # `BLOCK_K`. `tl.dot` multiplies two tiles on the tensor cores.
 #
+# ```{diagram} tile
+# ```
+#
 # Which tile a program computes is decided by a function of its own, `tile_of`.
 # Lesson 02b is about this function; here any order will do.
 

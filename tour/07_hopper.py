@@ -99,8 +99,20 @@ pictures_07.print_events(events)
 # rows of it: hence the 64 queries of a warpgroup. By default the call returns when
 # the product is done.
 #
-# P comes out of the first product in registers and goes into the second one as its
-# left operand: the elements stay in the threads they are in.
+# Which thread holds which element is a **layout**. wgmma leaves its accumulator in
+# the one below: `NVMMADistributedLayout`, in `accumulator` of
+# `lesson/hopper_parts.py`.
+#
+# ```{diagram} warpgroup
+# ```
+#
+# - The maximum of a row is taken within a thread first, then among four threads.
+# - A number per row, like m and l, has the layout of a slice: each of the four
+#   threads holds it, and scales its part of the row without an exchange.
+# - P, rounded to 16 bits, is in the layout in which wgmma reads a left operand. So
+#   it goes from the first product into the second, and no element changes its
+#   thread.
+#
 # `lesson/hopper_parts.py` has that and what else all steps share. `load_tile` is
 # the `expect` and the `tma_load` of above. The kernels are in
 # `lesson/hopper_steps.py`, printed here.

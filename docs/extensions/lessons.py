@@ -12,6 +12,7 @@ A lesson is a script, so its page shows what it prints and draws, and no value o
 
 import hashlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -29,10 +30,13 @@ c.IPKernelApp.log_level = 40
 
 
 def seen_by_lessons(tour: Path) -> list[Path]:
-    """The files on which a lesson's output depends, itself aside."""
+    """The files on which a lesson's output depends, itself aside; some take another's kernel."""
     library = sorted((ROOT / "src").rglob("*.py"))
     shared = sorted([tour / "lesson_cells.py", *tour.glob("lesson/*.py")])
-    return [*library, *shared, ROOT / "benchmarks" / "results" / "h200.jsonl"]
+    texts = [path.read_text(encoding="utf-8") for path in tour.glob(PATTERN)]
+    used = {name for text in texts for name in re.findall(r'definitions_of\("(\w+)"\)', text)}
+    lessons = [tour / f"{name}.py" for name in sorted(used)]
+    return [*library, *shared, *lessons, ROOT / "benchmarks" / "results" / "h200.jsonl"]
 
 
 def fingerprint(files: list[Path]) -> str:
