@@ -26,11 +26,12 @@ from ..kernels.cpu.quantize import Steps
 from ..tile.rotary import Rotary
 from .attention import needs_dispatcher
 from .calls import entry_of, resolved
-from .schema import LIBRARY
+from .schema import LIBRARY, check_devices
 
 Tensor = torch.Tensor
 Given = tuple[Tensor | None, Tensor | None, Tensor | None]
 NAMES = "scales.q", "scales.k", "scales.v"
+OPERANDS = "q", "k", "v", "q_scale", "k_scale", "v_scale", *Lengths._fields, "cos", "sin"
 LIBRARY.define(
     "quantize(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -106,6 +107,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     scales, of, (cos, sin, interleaved) = rest[:3], Lengths(*rest[3:7]), rest[7:10]
     rotary = None if cos is None else Rotary(cos, sin, interleaved)
     tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(*rest[10:]))
+    check_devices(OPERANDS, tensors)
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "quantize", *rest[9:])
     if entry is not None:
         call = entry.quantize = entry.quantize or call
@@ -117,6 +119,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    check_devices(OPERANDS, (q, k, v, *rest[:9]))
     scales, starts = rest[:3], rest[3]
     _, smooth_k, smooth_v = rest[10:]
     sequences, columns = q.shape[0], columns_of(v.shape[1])
