@@ -16,7 +16,7 @@ def ran(lesson):
 def test_it_says_what_it_checked_and_draws(ran):
     _, said, drawn, _ = ran
     assert "largest 448, smallest above zero 0.00195312" in said
-    assert "exercises of lesson 09: 1 empty, 2 empty." in said
+    assert "exercises of lesson 09: empty 1 2." in said
     assert [path.stem for path in drawn] == ["09_accumulators", "09_channels", "09_grid"]
 
 

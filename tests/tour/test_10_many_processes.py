@@ -19,7 +19,7 @@ def ran(lesson):
 def test_it_says_what_it_checked_and_draws(ran):
     assert "contiguous: tiles of each rank [10, 26, 42, 58]" in ran.printed
     assert "zigzag    : tiles of each rank [34, 34, 34, 34]" in ran.printed
-    assert "exercises of lesson 10: 1 empty, 2 empty." in ran.printed
+    assert "exercises of lesson 10: empty 1 2." in ran.printed
     assert "stream:     0 of 38400 numbers differ, by 0.0e+00" in ran.printed
     assert [path.stem for path in ran.pictures] == ["10_tiles"]
 

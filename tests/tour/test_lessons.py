@@ -71,6 +71,9 @@ def test_every_exercise_is_checked_and_its_answer_shown(name):
     checks = {x for x in vars(solutions) if x.startswith("check_")}
     assert set(re.findall(rf"solutions_{number_of(name)}\.(check_\w+)\(", code_of(name))) == checks
     assert len(checks) == len(numbers) == prose_of(name).count("<summary>An answer</summary>")
+    assert prose_of(name).count("**Hint:** ") == len(numbers)
+    chinese = (FOLDER / "zh" / f"{name}.md").read_text(encoding="utf-8")
+    assert chinese.count("**提示**：") == len(numbers)
     for module, shown in ANSWER.findall(prose_of(name)):
         assert module == f"solutions_{number_of(name)}" and hasattr(solutions, shown)
 

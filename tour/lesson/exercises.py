@@ -58,9 +58,12 @@ class Exercises:
         print(f"{name}: {self}. All lessons: python tour")
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{number} {state}" for number, state in self.states.items()
-        )
+        said = []
+        for state in (RIGHT, WRONG, EMPTY):
+            numbers = [str(n) for n, found in self.states.items() if found == state]
+            if numbers:
+                said.append(f"{state} {' '.join(numbers)}")
+        return ", ".join(said)
 
 
 def outcome(check: Check, written: Any, *more: Any) -> tuple[str, str]:
