@@ -22,6 +22,10 @@ PAGES = [
     ("docs/index.md", "docs/zh/index.md"),
     ("docs/quickstart.md", "docs/zh/quickstart.md"),
     ("docs/tour/index.md", "docs/zh/tour/index.md"),
+    *(
+        (f"docs/see/{name}.md", f"docs/zh/see/{name}.md")
+        for name in ("index", "online-softmax", "tile-schedule", "tile-walk")
+    ),
     ("tour/README.md", "tour/zh/README.md"),
     ("tour/puzzles/README.md", "tour/zh/puzzles/README.md"),
 ]
