@@ -110,7 +110,8 @@ def test_sustained_times_count_and_flushed_ones_can_be_asked_for():
 
 def test_pages_say_which_times_they_have():
     for rows, said in ((loaded(2.0, 2.5), "sustained"), ([row(), row("fa3", 1.5)], "flushed")):
-        assert f"geometric means, {said}," in figures.page(figures.README, collect(rows))
+        page = " ".join(figures.page(figures.README, collect(rows)).split())
+        assert f"geometric means, {said}," in page
     assert "，持续负载，" in figures.page(figures.CHINESE, collect(loaded(2.0, 2.5)))
 
 
@@ -247,7 +248,7 @@ def test_our_ways_and_cards_are_words():
         "{ratio fa3 cudnn: fwd H100}": "**0.90** / –",
         "{behind fa3: fwd H100}, {behind cudnn: fwd}": "1 of 1, least 0.90, –",
         "{commits fa3: fwd}": "`abc`",
-        "{stands fa3: fwd H100}": "0.90; below 1 in 1 of 1, least 0.90",
+        "{stands fa3: fwd H100}": "**0.90**; below 1 in 1 of 1, least 0.90",
         "{bench} fwd": "tilewise bench fwd",
     }.items():
         assert figures.fill(asked, evidence) == answer, asked

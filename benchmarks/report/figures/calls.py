@@ -128,13 +128,15 @@ def ratio(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 
 def mean(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """The geometric mean of these ratios; `{mean best: ...}` is of the best peer of each shape."""
+    """The geometric mean of these ratios, in bold where it is below 1; `{mean best: ...}` is of the
+    best peer of each shape.
+    """
     if names == ["best"]:
         found = [timing.best for timing in timings(evidence, ["fa3", "cudnn"], words)]
         found = [value for value in found if value is not None]
     else:
         found = ratios(evidence, names[0], words)
-    return times(mean_of(found)) if found else NONE
+    return marked(mean_of(found)) if found else NONE
 
 
 def ahead(evidence: Evidence, names: list[str], words: list[str]) -> str:
