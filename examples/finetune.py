@@ -1,6 +1,6 @@
 """Fine-tunes a BERT by transformers' Trainer with attn_implementation="tilewise".
 
-    pip install tilewise[hf] accelerate
+    pip install '.[hf]'                                      # in a clone
     python examples/finetune.py                              # a CPU is enough: 20 seconds
     python examples/finetune.py --attention sdpa             # the same with torch's attention
 

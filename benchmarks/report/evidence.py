@@ -8,13 +8,13 @@ compare with if there is one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tilewise.bench import modifiers
 from tilewise.bench.row import Row
-from tilewise.bench.shapes import DIRECTIONS, SUITES, Shape
+from tilewise.bench.shapes import DIRECTIONS, SUITES, Shape, square
 from tilewise.bench.standings import BEST_OF
 from tilewise.bench.timer import Spread, ratio
 from tilewise.bench.ways import median_of, rate_of, rounds_of, way_of
@@ -22,6 +22,8 @@ from tilewise.bench.ways import median_of, rate_of, rounds_of, way_of
 OURS = "tilewise"
 ATTENTION = {"adhoc", "varlen", "modifiers", *SUITES}  # suites whose shapes are attention calls
 BEST = "best peer"
+CLASSIC = 64, 128, 256  # headdims
+SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
 
 
 class Environment(NamedTuple):
@@ -60,6 +62,7 @@ class Timing(NamedTuple):
     shape: Shape
     rows: dict[str, Row]
     subject: str  # which of ours the others are divided by; "" where none of ours ran
+    older: dict[str, Spread] | None = None  # ratios to peers that this run lacks
 
     @property
     def ours(self) -> Row | None:
@@ -75,7 +78,7 @@ class Timing(NamedTuple):
     def flushed(self) -> Timing:
         """The same without its sustained times."""
         rows = {name: replace(row, sustained_ms=[]) for name, row in self.rows.items()}
-        return self._replace(rows=rows)
+        return self._replace(rows=rows, older=None)
 
     def ms(self, name: str) -> float:
         """A provider's milliseconds."""
@@ -92,7 +95,8 @@ class Timing(NamedTuple):
             return {}
         times = {name: list(rounds_of(row, self.way)) for name, row in self.rows.items()}
         ours = times.pop(self.subject)
-        return {name: ratio(ours, of) for name, of in times.items() if len(of) == len(ours)}
+        mine = {name: ratio(ours, of) for name, of in times.items() if len(of) == len(ours)}
+        return (self.older or {}) | mine
 
     @property
     def best(self) -> float | None:
@@ -139,7 +143,7 @@ def collect(rows: Sequence[Row]) -> Evidence:
     return Evidence(
         list(rows),
         entries=list(newest.values()),
-        timings=newest_timings(entries),
+        timings=with_older(newest_timings(entries), entries),
         others=others,
         calls=entries,
         environments=sorted(counts, key=lambda where: (not where.on_gpu, -counts[where])),
@@ -174,22 +178,50 @@ def kind_of(shape: Shape) -> str:
     return "packed" if shape.lengths else "features" if shape.features else "dense"
 
 
-def newest_timings(entries: Iterable[Entry]) -> list[Timing]:
-    """The timing that counts for each shape, in reading order; entries are the oldest first."""
+def set_of(shape: Shape) -> str:
+    """The kind, with dense shapes that pages do not speak of as a kind of their own."""
+    kind = kind_of(shape)
+    return "other" if kind == "dense" and not is_classic(shape) else kind
+
+
+def is_classic(shape: Shape) -> bool:
+    """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048, and
+    headdim 64, 128 or 256.
+    """
+    if shape.headdim not in CLASSIC:
+        return False
+    plain = square(shape.direction, shape.seqlen_q, shape.headdim, shape.causal, dtype=shape.dtype)
+    return shape[:SIZES] == plain[:SIZES]
+
+
+def timings_of(entries: Iterable[Entry]) -> Iterator[Timing]:
+    """A timing of each shape in each run; entries are the oldest first."""
     runs: dict[tuple, dict[str, Row]] = {}
     for entry in entries:
         if not lane_of(entry.row):
             key = entry.environment, entry.shape, entry.row.run
             runs.setdefault(key, {})[entry.row.provider] = entry.row
-    newest: dict[tuple, Timing] = {}
     for (environment, shape, _), rows in runs.items():
-        subject = subject_of(list(rows))
         ours_first = {name: rows[name] for name in sorted(rows, key=place_of)}
-        timing = Timing(environment, shape, ours_first, subject)
-        key = environment, shape, subject
-        if key not in newest or len(rows) > 1 or len(newest[key].rows) == 1:
+        yield Timing(environment, shape, ours_first, subject_of(list(rows)))
+
+
+def newest_timings(entries: Iterable[Entry]) -> list[Timing]:
+    """The timing that counts for each shape, in reading order."""
+    newest: dict[tuple, Timing] = {}
+    for timing in timings_of(entries):
+        key = timing.environment, timing.shape, timing.subject
+        if key not in newest or len(timing.rows) > 1 or len(newest[key].rows) == 1:
             newest[key] = timing
     return sorted(newest.values(), key=reading_order)
+
+
+def with_older(timings: Iterable[Timing], entries: Iterable[Entry]) -> list[Timing]:
+    """The same with ratios to peers that took part in older runs alone, each of the newest."""
+    older: dict[tuple, dict[str, Spread]] = {}
+    for one in timings_of(entries):
+        older.setdefault((one.environment, one.shape, one.subject), {}).update(one.ratios)
+    return [one._replace(older=older[one.environment, one.shape, one.subject]) for one in timings]
 
 
 def subject_of(providers: Sequence[str]) -> str:

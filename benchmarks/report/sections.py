@@ -19,9 +19,9 @@ from .evidence import (
     Evidence,
     Timing,
     is_ours,
-    kind_of,
     place_of,
     ratios_by_peer,
+    set_of,
 )
 from .page import (
     BEHIND,
@@ -75,7 +75,7 @@ def groups(timings: Iterable[Timing]) -> dict[Group, list[Timing]]:
         if timing.ratios:
             shape = timing.shape
             where = timing.environment, timing.subject
-            key = Group(*where, kind_of(shape), shape.dtype, shape.direction)
+            key = Group(*where, set_of(shape), shape.dtype, shape.direction)
             found.setdefault(key, []).append(timing)
     return found
 

@@ -11,6 +11,7 @@ from helpers.made_rows import pair, row
 from benchmarks.report import collect, page_of, to_html, to_markdown, write
 from benchmarks.report.sources import commands_of
 from tilewise.bench.row import load
+from tilewise.bench.shapes import square
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -32,6 +33,18 @@ def test_ratios_are_taken_within_a_run():
     text = said(rows)
     line = next(x for x in text.splitlines() if x.startswith("| dense, forward, bf16 | fa3 |"))
     assert "| 1.20 | 1.20 | 1.20 | 2 of 2 |" in line
+
+
+def test_a_peer_of_an_older_run_still_counts():
+    """And only the shapes that pages speak of are in a mean of dense ones."""
+    old = [*pair(2.0, 2.4, run="old"), row("cudnn", 3.0, run="old")]
+    new = pair(1.0, 1.5, run="new", date="2026-03-01T00:00:00+00:00")
+    shape = square("fwd", 1024, 192, False)._asdict()
+    wide = pair(1.0, 9.0, shape=shape, run="wide")
+    text = said(old + new + wide)
+    assert "| dense, forward, bf16 | fa3 | 1.50 | 1.50 | 1.50 | 1 of 1 |" in text
+    assert "| dense, forward, bf16 | cudnn | 1.50 | 1.50 | 1.50 | 1 of 1 |" in text
+    assert "| other, forward, bf16 | fa3 | 9.00 |" in text
 
 
 def test_our_ways_do_not_speak_for_each_other():

@@ -14,18 +14,26 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from tilewise.bench.shapes import SUITES, Shape, square
+from tilewise.bench.shapes import SUITES, Shape
 from tilewise.bench.standings import Standing, mean_of
 from tilewise.bench.ways import FLUSHED, SUSTAINED
 
-from ..evidence import OURS, Entry, Environment, Evidence, Timing, kind_of, lane_of, newest_timings
+from ..evidence import (
+    OURS,
+    Entry,
+    Environment,
+    Evidence,
+    Timing,
+    is_classic,
+    kind_of,
+    lane_of,
+    newest_timings,
+)
 from ..page import length, times
 from ..sections import SHORT
 
 NONE = "–"
 KINDS = {"dense", "features", "packed", "other"}
-CLASSIC = 64, 128, 256  # headdims
-SIZES = Shape._fields.index("window")  # so many fields come before what is done to scores
 CARDS, TRITON = {"H100", "H200"}, "Triton-"
 WAYS = {"portable", "quantized", "quantize", "calibrated"}  # of ours
 # Means over FA3 by another harness, which have no rows; for pages to show beside those that have
@@ -44,16 +52,6 @@ def words_of(shape: Shape, suite: str = "adhoc") -> frozenset[str]:
         kind_of(shape) if shape.lengths or is_classic(shape) else "other",
     }
     return frozenset(words)
-
-
-def is_classic(shape: Shape) -> bool:
-    """Whether it is one of the dense shapes that pages speak of: 16Ki tokens, hidden size 2048, and
-    headdim 64, 128 or 256.
-    """
-    if shape.headdim not in CLASSIC:
-        return False
-    plain = square(shape.direction, shape.seqlen_q, shape.headdim, shape.causal, dtype=shape.dtype)
-    return shape[:SIZES] == plain[:SIZES]
 
 
 def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:

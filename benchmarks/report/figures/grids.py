@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from ..evidence import Evidence, Timing
+from ..evidence import CLASSIC, Evidence, Timing
 from ..page import times
-from .calls import CLASSIC, NONE, WAYS, marked, timings
+from .calls import NONE, WAYS, marked, timings
 
 LENGTHS = 512, 1024, 2048, 4096, 8192, 16384
 CELLS: dict[str, Callable[[Timing, str], str]] = {
