@@ -231,10 +231,12 @@ for steps in traces.values():
 pictures_03.rescaling(traces)
 
 # %% [markdown]
-# In `late` the sum grows up to the block with the large score, and there $\alpha$
-# scales all that came before to almost nothing. In `rising` most blocks bring a new
-# maximum. In `early` the maximum is in the first block and $\alpha$ is 1 from then
-# on: a kernel that forgets the factor passes a test on such rows.
+# Factors multiply, so the axis of $\alpha$ is logarithmic: as far down is as small
+# a factor, wherever it begins. In `late` the sum grows up to the block with the
+# large score, and there $\alpha$ scales all that came before to almost nothing. In
+# `rising` most blocks bring a new maximum. In `early` the maximum is in the first
+# block and $\alpha$ is 1 from then on: a kernel that forgets the factor passes a
+# test on such rows.
 
 
 # %%

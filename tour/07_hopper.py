@@ -275,10 +275,12 @@ pictures_07.verify(STEPS)
 # `lesson/hopper_timeline.py` gives each copy, product and softmax a length, by
 # round rates of one SM, and replays the events: each starts when what it waits for
 # is over. That shows what an order of events makes possible for a program alone on
-# its SM; it predicts no speed. Step 5 does twice the work of the others. In the
-# second column copies cost nothing. There you see what step 4 is for; in the first
-# one also its price: V is held for an iteration longer, so its stage is filled
-# later.
+# its SM; it predicts no speed. Step 5 does twice the work of the others.
+#
+# Each title has two shares of the time: with copies, and with copies that take no
+# time. By the first one step 4 is no better than step 3: V is held for an iteration
+# longer, so its stage is filled later. By the second one you see what step 4 is
+# for: the tensor cores no longer wait for the softmax. Step 5 has both.
 
 # %%
 panels = pictures_07.timelines(STEPS)

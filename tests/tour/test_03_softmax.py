@@ -33,6 +33,18 @@ def test_the_literal_one_breaks_where_it_should(lesson):
     assert printed.count("not a number") == 2
 
 
+def test_no_alpha_is_drawn_outside_of_its_axis(monkeypatch):
+    pictures, drawn = helper(NAME, "pictures"), []
+    monkeypatch.setattr(pictures, "show", lambda figure, name: drawn.append(figure))
+    steps = [(0.0, 0.0), (1.0, 0.5), (90.0, 1e-42), (90.0, 1.0)]
+    pictures.rescaling({name: steps for name in pictures.ROWS})
+    (figure,) = drawn
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        assert all(low <= y <= high for line in axes.lines for y in line.get_ydata())
+    assert any("1e-42" in text.get_text() for text in figure.axes[1].texts)
+
+
 def test_the_trace_is_the_sum(softmax):
     for m, _, total, afresh in softmax.trace(torch.randn(50), block=7):
         assert total == pytest.approx(afresh) and m > -10

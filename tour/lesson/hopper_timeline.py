@@ -184,8 +184,11 @@ def lanes_of(spans: list[Span]) -> list[str]:
     return [*UNITS, *others]
 
 
-def draw(panels: dict[str, list[Span]], title: str) -> Any:
-    """A Matplotlib figure with a panel for each kernel, on one time axis."""
+def draw(panels: dict[str, list[Span]], free: dict[str, float], title: str) -> Any:
+    """A Matplotlib figure with a panel for each kernel, on one time axis.
+
+    `free` has the share of time in which tensor cores work if copies take none.
+    """
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
@@ -210,11 +213,9 @@ def draw(panels: dict[str, list[Span]], title: str) -> Any:
             )
         axis.set_yticks(range(len(lanes)), lanes)
         axis.invert_yaxis()
-        axis.set_title(
-            f"{name}: tensor cores at work {busy(spans):.0%}",
-            loc="left",
-            fontsize=10,
-        )
+        shares = f"{busy(spans):.0%}; with free copies {free[name]:.0%}"
+        text = f"{name}: tensor cores at work {shares}"
+        axis.set_title(text, loc="left", fontsize=10)
     axes[-1, 0].set_xlabel("clocks of the replay")
     handles = [Patch(**look, label=kind) for kind, look in LOOKS.items()]
     figure.legend(

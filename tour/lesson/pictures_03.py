@@ -8,6 +8,7 @@ from . import DEVICE, ON_GPU, show
 ROWS = ("early", "late", "rising", "flat")
 ELEMENTS = 1 << 26
 COLUMNS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
+FLOOR = 1e-3  # a smaller alpha is drawn here, and its value written
 WHOLE = 1 << 14  # longer rows do not fit into registers
 
 
@@ -37,16 +38,20 @@ def rescaling(traces):
             fillstyle="none",
         )
         shown = [
-            (block, step[1]) for block, step in zip(blocks, steps) if step[1] > 0
+            (x, alpha) for x, (_, alpha, *_) in zip(blocks, steps) if alpha > 0
         ]
-        bottom.plot(*zip(*shown), looks[name], fillstyle="none")
+        places, alphas = zip(*shown)
+        kept = [max(alpha, FLOOR) for alpha in alphas]
+        bottom.plot(places, kept, looks[name], fillstyle="none")
+        for place, alpha in shown:
+            if alpha < FLOOR:
+                bottom.plot(place, FLOOR, "kv", markersize=9)
+                text = f"{name}: {alpha:.0e},\nfar below this axis"
+                bottom.text(place - 0.2, 1.3 * FLOOR, text, ha="right", fontsize=9)
     top.set(ylabel="largest score so far")
     top.legend(fontsize=8)
-    bottom.set(
-        ylabel="alpha", xlabel="blocks of 125 keys", yscale="log", ylim=(1e-3, 2)
-    )
-    lowest = min(alpha for _, alpha, *_ in traces["late"][1:])
-    bottom.text(5.9, 2e-3, f"late: down to {lowest:.0e}", ha="right")
+    bottom.set(xlabel="blocks of 125 keys", yscale="log", ylim=(FLOOR / 2, 2))
+    bottom.set(ylabel="alpha, log scale")
     figure.suptitle("Online softmax over four rows of 1000 scores", fontsize=9)
     show(figure, "03_softmax_rescaling")
 

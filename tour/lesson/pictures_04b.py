@@ -36,7 +36,7 @@ def orders(blocks=8):
     """Draws when FlashAttention-1 and -2 visit each block of a causal head."""
     titles = {
         "FlashAttention-1: one program": {},
-        "FlashAttention-2: a program a row": {},
+        "FlashAttention-2: a program per row": {},
     }
     one, two = titles.values()
     for j in range(blocks):

@@ -41,18 +41,19 @@ def verify(steps):
 
 def timelines(steps):
     """Replays the events of every step with a clock; draws the first five."""
-    panels = {}
+    panels, free = {}, {}
     for name, step in steps.items():
         events = []
         attend(step, *small_inputs(), trace=events)
-        panels[name], free = (
+        panels[name], without_copies = (
             Replay(events, keys=128, headdim=HEADDIM, rates=rates).run()
             for rates in (Rates(), Rates(copy_bytes=1e9, copy_latency=0))
         )
-        shares = f"{busy(panels[name]):4.0%}, copies free {busy(free):4.0%}"
+        free[name] = busy(without_copies)
+        shares = f"{busy(panels[name]):4.0%}, with free copies {free[name]:4.0%}"
         print(f"{name:18}tensor cores at work {shares}")
     chosen = {name: panels[name] for name in list(steps)[:5]}
-    show(draw(chosen, "One program, four blocks of keys"), "07-timeline")
+    show(draw(chosen, free, "One program, four blocks of keys"), "07-timeline")
     return panels
 
 
