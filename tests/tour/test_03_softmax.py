@@ -37,7 +37,7 @@ def test_no_alpha_is_drawn_outside_of_its_axis(monkeypatch):
     pictures, drawn = helper(NAME, "pictures"), []
     monkeypatch.setattr(pictures, "show", lambda figure, name: drawn.append(figure))
     steps = [(0.0, 0.0), (1.0, 0.5), (90.0, 1e-42), (90.0, 1.0)]
-    pictures.rescaling({name: steps for name in pictures.ROWS})
+    pictures.rescaling(dict.fromkeys(pictures.ROWS, steps))
     (figure,) = drawn
     for axes in figure.axes:
         low, high = axes.get_ylim()
