@@ -160,8 +160,8 @@ solutions_00.check_sectors(sectors_from)
 #
 # ## Three numbers of your card
 #
-# **Read bandwidth**: how many bytes a second come out of HBM. The kernel reads much
-# more than the L2 cache holds, and writes one number a program, so that the
+# **Read bandwidth**: how many bytes per second come out of HBM. The kernel reads
+# much more than the L2 cache holds, and writes one number per program, so that the
 # compiler cannot leave the reads out.
 
 
@@ -201,8 +201,8 @@ def nothing_kernel(x):
 pictures_00.launch_cost(figures, nothing_kernel, bandwidth)
 
 # %% [markdown]
-# **Matmul rate**: how many floating-point operations a second the tensor cores do.
-# A product of two square matrices of side $n$ takes $2 n^3$ operations: a
+# **Matmul rate**: how many floating-point operations per second the tensor cores
+# do. A product of two square matrices of side $n$ takes $2 n^3$ operations: a
 # multiplication and an addition for each term. Only matrix products run on tensor
 # cores. Everything else, exponentials among it, runs on the ordinary units, which
 # are many times slower.
@@ -215,11 +215,11 @@ rates = pictures_00.matmul_rates(figures)
 #
 # Count two things of an operation: the floating-point operations it does, and the
 # bytes it must move between HBM and the chip. Their quotient is its **arithmetic
-# intensity**, in FLOP a byte.
+# intensity**, in FLOP per byte.
 #
-# - A card that reads $B$ bytes a second feeds at most $B \cdot \text{intensity}$
+# - A card that reads $B$ bytes per second feeds at most $B \cdot \text{intensity}$
 #   operations.
-# - A card that does $P$ operations a second does no more than $P$.
+# - A card that does $P$ operations per second does no more than $P$.
 #
 # The smaller of the two is the roof. Left of the **ridge**, where both are equal,
 # memory bounds the operation; right of it, arithmetic does. An operation on the
@@ -262,7 +262,7 @@ operations = {
     "matmul": matmul_counts(8192),
 }
 for name, (flops, moved) in operations.items():
-    print(f"{name:>20}: {flops / moved:8.2f} FLOP a byte")
+    print(f"{name:>20}: {flops / moved:8.2f} FLOP per byte")
 
 # %% [markdown]
 # Look at the two attentions. They do the same arithmetic. One keeps the scores on

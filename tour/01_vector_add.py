@@ -151,8 +151,8 @@ assert memory[10:].tolist() == [1.0, 1.0]
 # ## The time is the bytes
 #
 # The kernel does one addition for three numbers moved. Its intensity is so low
-# (lesson 00) that only bytes count: 12 an element for fp32, 6 for fp16. So its
-# speed is given in bytes a second, and compared with that of `torch.add`.
+# (lesson 00) that only bytes count: 12 per element for fp32, 6 for fp16. So its
+# speed is given in bytes per second, and compared with that of `torch.add`.
 #
 # *From small to large.* The time of a small vector is that of a launch, whatever
 # its size. With size the bandwidth rises, until memory is the limit. The L2 cache

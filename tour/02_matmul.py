@@ -244,7 +244,7 @@ def linear_relu_kernel(
     a, b, bias, c, M, N, K, stride_a, stride_b, stride_c,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """C = relu(A B + bias): one tile a program."""
+    """C = relu(A B + bias): one tile per program."""
     raise NotYet
 
 

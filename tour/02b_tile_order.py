@@ -90,7 +90,7 @@ pictures_02b.orders(order)
 #
 # ## Exercise 1: waves
 #
-# Tiles are computed in **waves** of one an SM, and the last wave is rarely full.
+# Tiles are computed in **waves** of one per SM, and the last wave is rarely full.
 # What share of SM time is used, if every tile takes equally long? What does a
 # square product of side 4096 reach with tiles of 128 x 256 on 132 SMs? And one of
 # side 1024?

@@ -228,8 +228,8 @@ solutions_04.check_merge(merge)
 # and O take registers, and stages of K and V take shared memory. The recorded table
 # has the tile, what the compiler made of it, how many programs fit on an SM, and
 # the speed; with a GPU you see the speed of the kernel above. More registers than
-# 255 a thread are spilled. The fastest two tiles of an H200 are opposites: two
-# small programs an SM, of which one computes while the other waits, or one large
+# 255 per thread are spilled. The fastest two tiles of an H200 are opposites: two
+# small programs per SM, of which one computes while the other waits, or one large
 # one. So tiles are measured, not guessed.
 
 # %%
@@ -239,7 +239,7 @@ pictures_04.tiles(figures, fa2)
 # ## The memory test
 #
 # Standard attention keeps S and P: memory grows with the square of the length. The
-# kernel keeps O and one lse a row. A line ends where the next length did not fit
+# kernel keeps O and one lse per row. A line ends where the next length did not fit
 # into memory, or was not tried. "flash" is torch's SDPA.
 
 # %%

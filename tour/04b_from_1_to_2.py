@@ -163,7 +163,7 @@ per_score = pictures_04b.operations(fa1_kernel, lesson_04.fa2_kernel)
 # FA1's count is below its formula because O · a goes into the matmul as what it
 # adds to, and only the two multiplications are left. The rest is alike: one mul
 # scales a score for the maximum, one fma scales it again and subtracts (in FA1 a
-# mask lies between, and it is a sub). What is over whole numbers is done once a
+# mask lies between, and it is a sub). What is over whole numbers is done once per
 # row. So the difference is one multiplication for each number of O in each step.
 #
 # ## How fast
@@ -185,7 +185,7 @@ pictures_04b.speed(figures, lesson_04.standard_attention, fa1, lesson_04.fa2)
 # Standard attention stays low: it moves the same bytes for each score at any
 # length. That does not explain all of its line, which falls from 1Ki to 8Ki keys
 # and is higher again at 16Ki, where the batch is one sequence: only a profile would
-# (lesson 05). FA1 is limited by its one program a head, the more the fewer heads
+# (lesson 05). FA1 is limited by its one program per head, the more the fewer heads
 # there are in the batch, at the right end of the chart. Between FA1's steps and FA2
 # lies the rescaling. The portable kernel is the same algorithm with tiles measured
 # for each headdim. "tilewise" is what a call takes by default: on a Hopper GPU that

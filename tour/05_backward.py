@@ -2,8 +2,8 @@
 # # 05. The backward, and how to profile
 #
 # **The idea:** the backward computes the probabilities again from q, k and one
-# number a row, the log of the softmax's sum: it does more arithmetic than one that
-# stores them, and is faster.
+# number per row, the log of the softmax's sum: it does more arithmetic than one
+# that stores them, and is faster.
 #
 # After this lesson you can
 #
@@ -262,10 +262,10 @@ solutions_05.check_dq(dq_kernel)
 #
 # `tilewise.kernels.portable` has these two kernels where FA2 has one: `bwd_dkdv`,
 # which is the kernel above without its last matmul, and `bwd_dq`. So there are
-# seven matmuls a tile in place of five. No two programs add to the same memory: no
-# atomics, no fp32 copy of dQ, and the same bits in every run. The library's Hopper
-# kernels (`tilewise/kernels/hopper/bwd/*.py`) use five matmuls and add to dQ.
-# Autograd calls them: the forward keeps q, k, v, out and lse for it.
+# seven matmuls per tile in place of five. No two programs add to the same memory:
+# no atomics, no fp32 copy of dQ, and the same bits in every run. The library's
+# Hopper kernels (`tilewise/kernels/hopper/bwd/*.py`) use five matmuls and add to
+# dQ. Autograd calls them: the forward keeps q, k, v, out and lse for it.
 #
 # What does a tile cost? The backward has S, dP and two accumulators in registers at
 # once. Compiled for an H200 at headdim 64, with tiles of 64 x 64 and of 128 x 128

@@ -170,10 +170,10 @@ assert (batch, head, block) == solutions_06.find(tile, some, NHEADS, BLOCK)
 # block that is not full, so (total // BLOCK + batch) · nheads is enough for any
 # lengths. There are three ways:
 #
-# - *One program a tile.* Launch that many; those past the end return at once. The
+# - *One program per tile.* Launch that many; those past the end return at once. The
 #   GPU starts the next program on any SM with room. The library's portable kernels
 #   do this.
-# - *Persistent, static.* Launch one program an SM, and let program i take tiles i,
+# - *Persistent, static.* Launch one program per SM, and let program i take tiles i,
 #   i + P, i + 2P, ... A persistent program can load its next tile while it still
 #   finishes the last one.
 # - *Persistent, dynamic.* The same, but the next number comes from a counter in
@@ -359,9 +359,9 @@ pictures_06.times(figures, launcher, cumulative)
 # %% [markdown]
 # Before you trust such a comparison, ask what else differs. Here a tile also
 # searches from the first sequence, an atomic travels to the L2 cache and back
-# before each tile, and one program an SM with small tiles leaves the tensor cores
+# before each tile, and one program per SM with small tiles leaves the tensor cores
 # waiting. A schedule matters as much as the tiles at the end of the launch do: with
-# 128 tiles an SM, as here, little. On the H200 the order that wins the simulation,
+# 128 tiles per SM, as here, little. On the H200 the order that wins the simulation,
 # *dynamic, longest first*, was even the slowest of the four, by 8 %. What the
 # simulation leaves out (caches, and which rows are read side by side) weighs more.
 #

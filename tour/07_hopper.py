@@ -148,8 +148,8 @@ listing(hopper_steps.step2_kernel)
 #   helps: parity 1, the previous phase, counts as over.
 #
 # K and V have stages of their own, as K is released earlier. Registers are
-# allocated to warpgroups, from 64 Ki an SM, so a producer warp counts as four
-# warps. Beside one consumer warpgroup there are enough: 255 a thread, the most
+# allocated to warpgroups, from 64 Ki per SM, so a producer warp counts as four
+# warps. Beside one consumer warpgroup there are enough: 255 per thread, the most
 # there can be.
 
 # %%
@@ -241,7 +241,7 @@ listing(hopper_steps.compute_ahead)
 # %% [markdown]
 # ## Step 5: two warpgroups share every tile of K and V
 #
-# 64 queries a program means that all of K and V comes from the L2 cache once for
+# 64 queries per program means that all of K and V comes from the L2 cache once for
 # every 64 queries. Two warpgroups that read the same stages halve that. And while
 # one of them computes exponentials, the other multiplies. A stage is empty when
 # *both* have read it: its barrier takes two arrivals a phase.
@@ -341,7 +341,7 @@ pictures_07.speeds(figures, STEPS)
 # Read the bars beside the timelines. On an H200 step 2 is *slower* than step 1:
 # there two programs share an SM, and one multiplies while the other waits. Two
 # stages do the same by hand, and leave no room for a second program. Steps 3 and 4
-# win most of it back. Step 5 reads half the bytes of K and V a query, and its
+# win most of it back. Step 5 reads half the bytes of K and V per query, and its
 # warpgroups alternate on the tensor cores: that is the largest gain.
 #
 # To try: give step 5 a third stage,

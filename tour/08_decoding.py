@@ -36,20 +36,20 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## One query, all the keys
 #
-# A model generates token by token. A new token has one query a head, and the query
-# attends to the keys of all tokens before it. Those do not change any more, so they
-# are kept, with their values: the **KV cache**. What is left to do for a token is
-# to read the cache once.
+# A model generates token by token. A new token has one query per head, and the
+# query attends to the keys of all tokens before it. Those do not change any more,
+# so they are kept, with their values: the **KV cache**. What is left to do for a
+# token is to read the cache once.
 #
 # Count it for one key head of D columns, in bf16. A key and its value are 2 · D
 # elements, so 4 · D bytes. For a query the score takes 2 · D FLOPs, and the sum of
-# values 2 · D. That is one FLOP a byte for each query that shares the key: the
+# values 2 · D. That is one FLOP per byte for each query that shares the key: the
 # query heads of its group, times the tokens.
 
 
 # %%
 def intensity(queries, keys, group):
-    """FLOPs a byte of one key head: bf16, each tensor read or written once."""
+    """FLOPs per byte of one key head: bf16, each tensor read or written once."""
     flops = 4 * queries * group * keys
     elements = 2 * keys + 2 * queries * group  # K and V; Q and O
     return flops / (2 * elements)
@@ -183,9 +183,9 @@ pictures_08.pages()
 # keys block by block with the online softmax, and looks each key's page up. Then it
 # stores m, l and O.
 #
-# The second launch merges: a program a query head, from left to right. The lengths
-# are on the GPU. The host launches as many programs as the cache has room for
-# splits, and knows nothing else: so the same launch, recorded in a CUDA graph,
+# The second launch merges: a program per query head, from left to right. The
+# lengths are on the GPU. The host launches as many programs as the cache has room
+# for splits, and knows nothing else: so the same launch, recorded in a CUDA graph,
 # serves any lengths.
 
 
@@ -250,7 +250,7 @@ def merge_kernel(
 
 
 def decode(q, k, v, table, lengths, split_size):
-    """One query a head, (batch, nheads, headdim), beside pages; out in fp32."""
+    """One query per head, (batch, nheads, headdim), beside pages; out in fp32."""
     (batch, nheads, headdim), (_, page_size, nheads_k, _) = q.shape, k.shape
     num_splits = triton.cdiv(table.shape[1] * page_size, split_size)
     sizes = batch, nheads, num_splits
@@ -344,7 +344,7 @@ assert (found["by_batch"][1:3] != found["by_batch"][0]).any(1).all()
 #
 # A fixed size has a price: in a large batch, where whole sequences would fill the
 # card, there are still splits to be merged. By exercise 1, with splits of 512 keys
-# and 4 heads a key head, that is 1.6 % of what is read anyway.
+# and 4 heads per key head, that is 1.6 % of what is read anyway.
 #
 # ## Exercise 2: a prefix that two sequences share
 #

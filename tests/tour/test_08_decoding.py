@@ -15,7 +15,7 @@ def ran(lesson):
 
 def test_it_says_what_it_checked_and_draws(ran):
     _, said, pictures, _ = ran
-    assert "decode, 4 heads share one                4 FLOPs a byte,   2.4 %" in said
+    assert "decode, 4 heads share one                4 FLOPs per byte,   2.4 %" in said
     assert "sequence 0, 700 keys in 6 splits" in said
     assert "40 tokens one by one, at once, and without a cache: the same bits" in said
     assert [path.stem for path in pictures] == ["08_bits", "08_pages", "08_roofline"]

@@ -34,7 +34,7 @@ def accumulator(columns):
 
 @gluon.constexpr_function
 def row_of(columns):
-    """One number a row, in the threads that hold the row."""
+    """One number per row, in the threads that hold the row."""
     return gl.SliceLayout(1, accumulator(columns))
 
 

@@ -208,7 +208,7 @@ def specialised(compute, warpgroups=1, load=load_partition, stages=2):
         first_half = (0, q, q_full, keys, values, out, row, seqlen, scale)
         if WARPGROUPS == 1:
             # The first function runs on the kernel's own four warps, the second on
-            # one more, which needs 24 registers a thread: it computes next to
+            # one more, which needs 24 registers per thread: it computes next to
             # nothing
             gl.warp_specialize([(compute, first_half), (load, loading)], [1], [24])
         else:

@@ -178,14 +178,14 @@ def roofline(figures, operations, bandwidth, rates):
     figure = draw_roofline(operations, bandwidth, peak, reached, figures.machine)
     show(figure, "00_gpu_roofline")
     if bandwidth and peak:
-        print(f"the ridge: {peak / bandwidth:.0f} FLOP a byte")
+        print(f"the ridge: {peak / bandwidth:.0f} FLOP per byte")
 
 
 def draw_roofline(operations, bandwidth, peak, reached, machine):
     """The roof and operations under it; without a card's numbers, intensities."""
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.set_xscale("log")
-    axes.set_xlabel("arithmetic intensity, FLOP a byte")
+    axes.set_xlabel("arithmetic intensity, FLOP per byte")
     intensities = {
         name: flops / moved for name, (flops, moved) in operations.items()
     }

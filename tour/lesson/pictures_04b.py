@@ -115,7 +115,7 @@ def block_rule():
     for gpu, arch in {"A100": "sm80", "RTX 4090": "sm89", "H200": "sm90"}.items():
         pairs = {d: fa1_blocks(SMEM_LIMIT[arch], d) for d in (64, 128)}
         kib = SMEM_LIMIT[arch] >> 10
-        print(f"{gpu:9} {kib:4} KiB a program: (B_r, B_c) by headdim {pairs}")
+        print(f"{gpu:9} {kib:4} KiB per program: (B_r, B_c) by headdim {pairs}")
 
 
 def portable(q, k, v, causal):

@@ -119,7 +119,9 @@ def cost(kernel, sides=(64, 128)):
             D=64, BLOCK_M=side, BLOCK_N=side, CAUSAL=True, num_warps=4, num_stages=2
         )
         needs = stats(build(kernel, *arguments, on="sm90", **meta))
-        line = f"{needs['registers']} registers a thread, {needs['smem'] >> 10} KiB"
+        line = (
+            f"{needs['registers']} registers per thread, {needs['smem'] >> 10} KiB"
+        )
         spills = f"{needs['spill_stores']} bytes spilled"
         print(f"{side} x {side}: {line} of shared memory, {spills}")
 

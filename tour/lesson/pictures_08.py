@@ -21,12 +21,11 @@ def roofline(intensities):
     ax.loglog(xs, [min(TFLOPS, x * BANDWIDTH) for x in xs], color="black")
     for name, found in intensities.items():
         share = 100 * min(1, found / ridge)
-        print(
-            f"{name:34}{found:8,.0f} FLOPs a byte, {share:5.1f} % of the arithmetic"
-        )
+        line = f"{name:34}{found:8,.0f} FLOPs per byte"
+        print(f"{line}, {share:5.1f} % of the arithmetic")
         ax.loglog(found, min(TFLOPS, found * BANDWIDTH), "o", label=name)
     ax.set(
-        xlabel="FLOPs a byte",
+        xlabel="FLOPs per byte",
         ylabel="TFLOP/s, at most",
         title="The roof of an H200",
     )

@@ -25,7 +25,9 @@ def check_sectors(answer):
         (1, 8, 4): 32,
     }
     for (first, stride, itemsize), count in by_hand.items():
-        what = f"{itemsize} bytes an element, from element {first}, stride {stride}"
+        what = (
+            f"{itemsize} bytes per element, from element {first}, stride {stride}"
+        )
         expect(answer(first, stride, itemsize), count, what)
     return "fp16 with a stride of 3: 6 sectors; from element 5 without a stride, 3"
 

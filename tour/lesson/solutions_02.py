@@ -14,7 +14,7 @@ def linear_relu_kernel(
     a, b, bias, c, M, N, K, stride_a, stride_b, stride_c,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """C = relu(A B + bias): one tile a program, in the order of `tl.program_id`."""
+    """C = relu(A B + bias): one tile per program, in order of `tl.program_id`."""
     m_block = tl.program_id(0) // tl.cdiv(N, BLOCK_N)
     n_block = tl.program_id(0) % tl.cdiv(N, BLOCK_N)
     offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
