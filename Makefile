@@ -84,6 +84,10 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 	$(BENCH) fwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,flash --sustained
 	$(BENCH) bwd $(LENGTHS) --headdim 64,128,256 --against fa3,cudnn,tilewise:deterministic --sustained
 	$(BENCH) fwd bwd --provider tilewise:portable --against flash,cudnn,flex
+	for asked in "fwd bwd --seqlen 512,1k,4k,16k --hidden 3072 --headdim 192 --headdim-v 128 --against fa4,cudnn" \
+		"fwd bwd --seqlen 2k,8k --hidden 2000 --headdim 100" "fwd bwd --seqlen 2k,8k --hidden 1976 --headdim 104" \
+		"fwd bwd --seqlen 2k,8k --headdim 512 --against efficient"; do \
+		$(BENCH) $$asked --sustained || exit 1; done
 	for asked in "--window 1024" "--softcap 30" --alibi --sinks; do \
 		$(BENCH) fwd --seqlen 4k,16k --headdim 128 --causal yes $$asked --against fa3,flex || exit 1; done
 	$(BENCH) --suite gpt2-medium --against standard,flash,cudnn,efficient,math,fa3 --sustained

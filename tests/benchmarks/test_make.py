@@ -46,7 +46,7 @@ def saved(group, words, monkeypatch):
 
 def test_every_command_takes_its_options(lines, monkeypatch):
     asked = [line[len(BENCH) :] for line in lines if line[: len(BENCH)] == BENCH]
-    assert len(asked) == 20
+    assert len(asked) == 24
     for words in asked:
         assert saved(bench, words, monkeypatch).endswith("rows.jsonl")
 
@@ -62,7 +62,7 @@ def test_what_pages_lead_with_is_timed_under_sustained_load(lines):
     """Dense, packed and GPT-2's; the backward beside FA3 and cuDNN."""
     asked = [line[len(BENCH) :] for line in lines if "--sustained" in line]
     whole = {" ".join(words) for words in asked}
-    assert len(asked) == 5 and any("varlen" in words for words in asked)
+    assert len(asked) == 9 and any("varlen" in words for words in asked)
     assert any("fp8" in words for words in asked)
     assert any("bwd" in words and "fa3,cudnn," in " ".join(words) for words in asked), whole
 
