@@ -224,6 +224,17 @@ def test_a_step_of_decoding():
         assert figures.fill(asked, evidence) == answer, asked
 
 
+@pytest.mark.parametrize("card", [[], ["H100"]])
+def test_every_step_with_rows_is_on_the_page(evidence, card):
+    """The ones in which a peer is faster, too."""
+    text = resources.files(figures.__name__).joinpath(figures.DOCS).read_text("utf-8")
+    asked = [words.split() for words in re.findall(r"\{step [^{}]*: ([^{}]+)\}", text)]
+    shown = {figures.steps.step_of(words) for words in asked if set(card) <= set(words)}
+    for peer in ("fa3", "sdpa"):
+        for of in figures.steps.ratios(evidence, peer, card):
+            assert figures.steps.words_of(of) in shown, of
+
+
 def test_every_shape_has_a_cell():
     rows = [row(seqlen=1024), row("fa3", 1.5, 1024), row(seqlen=512, run="b")]
     rows += [row("fa3", 0.8, 512, run="b"), row("cudnn", 2.0, 512, run="b")]

@@ -32,11 +32,16 @@ def words_of(of: Decode) -> frozenset[str]:
     return frozenset(words)
 
 
+def step_of(words: Sequence[str]) -> frozenset[str]:
+    """What the step that is meant answers to."""
+    asked = set(words) - CARDS - WAYS - {kind_of(words)}
+    has_keys = any(word[0].isdigit() for word in asked)
+    return frozenset(asked if has_keys else {*asked, KEYS})
+
+
 def runs(evidence: Evidence, words: Sequence[str]) -> Iterator[Run]:
     """The rows of each run that are of this step, the newest run first."""
-    place, asked = where(evidence, words), set(words) - CARDS - WAYS - {kind_of(words)}
-    if not any(word[0].isdigit() for word in asked):
-        asked.add(KEYS)
+    place, asked = where(evidence, words), step_of(words)
     found: dict[str, Run] = {}
     for row in sorted(evidence.others.get("decode", []), key=lambda row: row.date):
         of = Decode(**row.shape)
