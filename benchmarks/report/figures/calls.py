@@ -163,8 +163,9 @@ def independent(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 
 def commits(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """The commits that these rows timed."""
-    found = {timing.rows[timing.subject].commit[:7] for timing in timings(evidence, names, words)}
+    """The commits that these rows timed, with a + where the tree had changes."""
+    rows = [timing.rows[timing.subject] for timing in timings(evidence, names, words)]
+    found = {row.commit[:7] + "+" * row.commit.endswith("+") for row in rows}
     return ", ".join(f"`{commit}`" for commit in sorted(found)) or NONE
 
 

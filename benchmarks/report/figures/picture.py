@@ -18,7 +18,7 @@ COLOURS = OURS, "fa3"  # of the first card and the other one
 WIDTH, HEIGHT = charts.SMALL
 TOP, BELOW = 26, 30  # room for a title, and for the names
 LINES = ("fa3", "1 query"), ("fa3", "2 to 8"), ("fa3", "chunk"), ("sdpa", "1 query")
-BESIDE = "a dot per shape; left of 1 the peer is faster"
+BESIDE = "left of 1 the peer is faster"
 STYLE = """
 svg { color-scheme: light dark; --ink: #1b2027; --quiet: #57606c; --line: #d9dde3; --grid: #e7eaee;
   --paper: #ffffff; --c0: #0b57d0; --c1: #c2410c; --c2: #157a3c; }
